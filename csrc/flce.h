@@ -1,0 +1,400 @@
+/* flce: fused linear + cross entropy. The interface of the C core, callable without torch.
+ *
+ * Symbols: N tokens, H hidden size, V vocabulary; x[N,H] input, W[V,H] linear weight, b[V] bias,
+ * y[N] target; z = x W^T + b logits; p softmax(z); nll = lse(z) - z_y; g the upstream gradient of a
+ * row. Matrices are row-major; a "pitch" is the number of ELEMENTS from one row to the next.
+ *
+ * Flow: flce_plan_make() decides everything that can be decided from sizes (it is pure), the caller
+ * allocates what the plan lists, flce_forward()/flce_backward() run the one chunk loop over a
+ * backend's table of functions.
+ */
+#ifndef FLCE_H
+#define FLCE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FLCE_VERSION "0.1.0"
+#define FLCE_EXPORT __attribute__((visibility("default")))
+
+/* ---- status ---- */
+
+typedef enum flce_status {
+  FLCE_OK = 0,
+  FLCE_INVALID_ARGUMENT,    /* the caller's sizes, types or budget cannot be served */
+  FLCE_TARGET_OUT_OF_RANGE, /* a target is neither in [0, V) nor ignore_index (CPU only: the GPU
+                               marks the row with NaN) */
+  FLCE_UNSUPPORTED,         /* no kernel for this combination */
+  FLCE_GEMM_FAILED,         /* the matrix-product library refused */
+  FLCE_DEVICE_ERROR,        /* a launch or a driver call failed */
+} flce_status;
+
+/* A constant word for a status. */
+const char* flce_status_name(flce_status status);
+
+/* Keeps a printf-formatted sentence for this thread and returns `status`; flce_last_error() reads
+ * it back. The sentence names the argument, what was expected and what came. */
+flce_status flce_fail(flce_status status, const char* format, ...)
+    __attribute__((format(printf, 2, 3)));
+const char* flce_last_error(void);
+
+/* Returns from the calling function when `call` does not give FLCE_OK. */
+#define FLCE_TRY(call)                                        \
+  do {                                                        \
+    flce_status flce_try_status_ = (call);                    \
+    if (flce_try_status_ != FLCE_OK) return flce_try_status_; \
+  } while (0)
+
+/* ---- types ---- */
+
+typedef enum flce_dtype { FLCE_F64, FLCE_F32, FLCE_BF16, FLCE_F16 } flce_dtype;
+
+/* Bytes of one element. */
+int64_t flce_size_of(flce_dtype dtype);
+const char* flce_dtype_name(flce_dtype dtype);
+
+/* The type of row statistics, losses and sums over tokens: F64 for F64, F32 for every other dtype
+ * ("stat dtype"). */
+flce_dtype flce_stat_dtype(flce_dtype dtype);
+
+typedef enum flce_reduction { FLCE_NONE, FLCE_MEAN, FLCE_SUM } flce_reduction;
+
+/* What the forward keeps for the backward. */
+typedef enum flce_save {
+  FLCE_SAVE_NOTHING, /* no gradient wanted: statistics only */
+  FLCE_SAVE_LOGITS,  /* exp(z - c), N x V; the backward is two GEMMs */
+  FLCE_SAVE_GRADS,   /* the gradients themselves, for grad_output 1; the backward scales them */
+  FLCE_SAVE_STATS,   /* row statistics; the backward computes the logits again, chunk by chunk */
+} flce_save;
+const char* flce_save_name(flce_save save);
+
+/* What the gradient GEMMs read.
+ * EXP: E_ij = exp(z_ij - c_i) with the target's column 0; the row factors go into x and dX, the
+ * target term is added exactly. Never a cancellation, and grad_output needs no pass over N x V. DZ:
+ * g (p - t), rounded once. For float16, whose range cannot hold E. */
+typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
+
+typedef struct flce_problem {
+  int64_t tokens, hidden, vocab;
+  flce_dtype dtype; /* that the products are to be computed in: autocast's, else that of x and W */
+  flce_dtype input_dtype;  /* of x as given, and of dX */
+  flce_dtype weight_dtype; /* of W as given, and of dW */
+  flce_dtype bias_dtype;   /* of b as given, and of db */
+  flce_dtype accum_dtype;  /* dW is summed over chunks in this type: dtype or the stat dtype */
+  flce_dtype logits_dtype; /* asked for: the stat dtype (exact) or dtype (rounded as an eager head
+                              rounds them) */
+  flce_reduction reduction;
+  flce_save save;
+  bool want_grad_input, want_grad_weight, want_grad_bias;
+  bool has_bias, has_class_weight;
+  double label_smoothing;
+  int64_t ignore_index;
+  int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
+} flce_problem;
+
+/* What the plan has to know of a device and of its backend. */
+typedef struct flce_facts {
+  bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
+  bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
+  int64_t gemm_workspace_bytes; /* scratch of one GEMM */
+  int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
+  int64_t column_sum_bytes;     /* scratch of column_sum for V or H columns, whichever is more */
+} flce_facts;
+
+/* ---- plan ---- */
+
+/* Every buffer that a call holds. The F_/B_ lifetimes are bits: forward workspace, backward
+ * workspace, kept between. */
+typedef enum flce_buffer_id {
+  FLCE_BUF_LOSS,
+  FLCE_BUF_STATS,       /* [4][N] stat dtype: enum flce_stat_row */
+  FLCE_BUF_SCALARS,     /* [4] stat dtype: enum flce_scalar */
+  FLCE_BUF_SAVED,       /* E of the logits strategy, [N][saved_pitch] dtype */
+  FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
+  FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype */
+  FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
+  FLCE_BUF_INPUT_CAST,  /* x in dtype */
+  FLCE_BUF_WEIGHT_CAST, /* W in dtype */
+  FLCE_BUF_BIAS_CAST,   /* b in stat dtype */
+  FLCE_BUF_LOGITS,      /* a chunk of logits, overwritten by E or dz */
+  FLCE_BUF_COEF,        /* [3][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
+  FLCE_BUF_SCALED_X, /* coef * x of a chunk, [chunk][H] dtype */
+  FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type, [V][H] */
+  FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
+                      */
+  FLCE_BUF_DB_ACCUM, /* [V] stat dtype */
+  FLCE_BUF_SMOOTH, /* [2 H + 1] stat dtype, label smoothing: sum_j w_j W_j, sum_i c_i x_i, sum_i c_i
+                      (c = coef_smooth) */
+  FLCE_BUF_ORDER,  /* tokens ordered by target */
+  FLCE_BUF_COLUMN_SUM, /* scratch */
+  FLCE_BUF_GEMM,       /* scratch */
+  FLCE_BUF_COUNT
+} flce_buffer_id;
+
+enum { FLCE_IN_FORWARD = 1, FLCE_IN_BACKWARD = 2, FLCE_OUTPUT = 4 };
+
+typedef struct flce_buffer {
+  int64_t bytes;  /* 0: not needed */
+  int64_t offset; /* in the forward's or the backward's workspace; -1 for a FLCE_OUTPUT, which the
+                     caller allocates */
+  unsigned lifetime; /* FLCE_IN_* bits */
+} flce_buffer;
+
+typedef struct flce_plan {
+  flce_save save;
+  flce_form form;
+  flce_dtype dtype;                             /* of the GEMM operands, of E and dz */
+  int64_t chunk_rows, chunks;                   /* of the logits GEMM */
+  int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
+  flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
+  int64_t z_pitch, saved_pitch;                 /* elements of z_dtype, of dtype */
+  flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;
+  flce_dtype accum_dtype;
+  int64_t
+      dw_block_rows; /* of FLCE_BUF_DW_BLOCK; 0 when the GEMM adds into the accumulator itself */
+  flce_buffer buffers[FLCE_BUF_COUNT];
+  int64_t forward_workspace_bytes, backward_workspace_bytes;
+  int64_t forward_peak_bytes, backward_peak_bytes, peak_bytes; /* over the inputs */
+  int64_t forward_gemms, backward_gemms;
+} flce_plan;
+
+/* Pure: no allocation, no device call. Errors: FLCE_INVALID_ARGUMENT (a budget below one row of
+ * logits, a strategy that cannot serve the reduction). */
+flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
+
+/* Writes the plan as text, at most `size` bytes with the terminating 0; returns the length that it
+ * needs without it. */
+int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
+
+/* ---- backend table ---- */
+
+enum flce_stat_row {
+  FLCE_STAT_LSE,     /* logsumexp of the row */
+  FLCE_STAT_NLL,     /* lse - z_y, exact also when tiny */
+  FLCE_STAT_OFFSET,  /* c_i: E_ij = exp(z_ij - c_i) */
+  FLCE_STAT_INV_SUM, /* 1 / sum_j exp(z_ij - c_i), the target included */
+  FLCE_STAT_ROWS
+};
+
+enum flce_scalar {
+  FLCE_SCALAR_VALID,     /* rows that are not ignored */
+  FLCE_SCALAR_INV_DENOM, /* mean: 1 / sum of class weights (or count) over valid rows, 0 where none
+                            is valid; else 1 */
+  FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights, V without them */
+  FLCE_SCALAR_UNIT, /* power of two u with u * max(class weight) in (2^13, 2^14]: float16 gradients
+                       made before grad_output is known are held times u */
+  FLCE_SCALAR_COUNT
+};
+
+enum flce_coef_row {
+  FLCE_COEF_ROW,    /* g a inv_sum, a = (1-s) w_y + s/V sum(w): what multiplies exp(z - c) */
+  FLCE_COEF_TARGET, /* g (a p_y - (1-s) w_y): the target's own column, without smoothing's part */
+  FLCE_COEF_SMOOTH, /* g s/V: dz_j has -this * w_j in every column */
+  FLCE_COEF_ROWS
+};
+
+/* C[m,n] = alpha op(A) op(B) + beta C, row-major; op transposes where the flag is set (then A is
+ * stored [k,m], B [n,k]). beta is 0 or 1; with 0 C is not read. */
+typedef struct flce_gemm {
+  int64_t m, n, k;
+  bool transpose_a, transpose_b;
+  const void* a;
+  const void* b;
+  void* c;
+  int64_t pitch_a, pitch_b, pitch_c;
+  flce_dtype dtype;   /* of A and B */
+  flce_dtype c_dtype; /* of C */
+  double beta;
+} flce_gemm;
+
+/* One chunk of rows for the row passes. Pointers of rows are already advanced to the chunk's first
+ * row. The logit of a column is z + bias; all row passes see that. Rows whose target is
+ * ignore_index: statistics 0 and rows of zeros, whatever z holds (NaN too). */
+typedef struct flce_rows {
+  int64_t rows, vocab;
+  const void* z; /* [rows][z_pitch] z_dtype */
+  flce_dtype z_dtype;
+  int64_t z_pitch;
+  const void* bias;      /* [V] stat dtype, or NULL */
+  const int64_t* target; /* [rows] */
+  int64_t ignore_index;
+  const void* class_weight; /* [V] stat dtype, or NULL for ones; read by smoothing and by loss */
+  double label_smoothing;
+  void* out; /* [rows][out_pitch] out_dtype; may be z itself: then an out row starts where its z row
+                starts */
+  flce_dtype out_dtype;
+  int64_t out_pitch;
+  void* stats;        /* [4][stat_pitch] stat dtype, advanced to the first row */
+  int64_t stat_pitch; /* = N */
+  void* loss; /* [rows] stat dtype: unreduced loss (1-s) w_y nll + s/V sum_j w_j (lse - z_j); 0 for
+                 ignored rows */
+  const void* scalars; /* [4] stat dtype */
+  const void* coef;    /* [3][stat_pitch], advanced to the first row, or NULL */
+} flce_rows;
+
+/* Functions of a backend. `self` is the table's own. All but `facts` queue work in order; none
+ * waits for a device. A dtype or pointer combination without a kernel gives FLCE_UNSUPPORTED, never
+ * silence. Sizes may be 0: nothing is done. */
+typedef struct flce_backend {
+  const char* name;
+  void* self;
+  const char* (*last_error)(
+      void); /* the sentence of this thread's last failure in the backend's own library */
+
+  flce_status (*facts)(void* self, const flce_problem* problem, flce_facts* facts);
+  flce_status (*gemm)(void* self, const flce_gemm* gemm, void* workspace, int64_t workspace_bytes);
+  flce_status (*zero)(void* self, void* data, int64_t bytes);
+  flce_status (*cast)(void* self, void* out, flce_dtype out_dtype, const void* in,
+                      flce_dtype in_dtype, int64_t count);
+
+  /* target[N] -> scalars[4]. Denominator by `problem->reduction`; class_weight [V] stat dtype or
+   * NULL. CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, before any work. CUDA: nothing
+   * is checked here. */
+  flce_status (*prepare)(void* self, const flce_problem* problem, const int64_t* target,
+                         const void* class_weight, void* scalars);
+
+  /* z -> statistics and loss; reads each logit once on a device. */
+  flce_status (*stat_rows)(void* self, const flce_rows* rows);
+  /* z -> statistics, loss and out = E = exp(z - c), the target's column and ignored rows 0. */
+  flce_status (*exp_rows)(void* self, const flce_rows* rows);
+  /* z and statistics -> gradient rows. coef NULL: out = scale * exp(z - c), target column 0 when
+   * `hide_target`. Else out_j = coef_row exp(z_j - c) - coef_smooth w_j, and at the target
+   * coef_target - coef_smooth w_y. z_is_exp: z holds `scale` * exp(z - c) already (an out of an
+   * earlier call with coef NULL). Ignored rows: zeros. */
+  flce_status (*grad_rows)(void* self, const flce_rows* rows, double scale, bool hide_target,
+                           bool z_is_exp);
+
+  /* Per-row factors for the gradient, from rows->stats, target, class_weight, label_smoothing and
+   * scalars, into coef [3][stat_pitch]. grad_output: scalar (stride 0) or [rows] (stride 1), stat
+   * dtype, or NULL for 1. g = grad_output * factor[0]. Ignored rows: 0; out-of-range rows: NaN. */
+  flce_status (*row_coefficients)(void* self, const flce_rows* rows, const void* grad_output,
+                                  int64_t grad_stride, const void* factor, void* coef);
+
+  /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All stat dtype. */
+  flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,
+                        const void* factor, flce_dtype stat);
+
+  /* out[i] = coef[i] * x[i], a row of zeros where coef is 0 whatever x holds. out, x: [rows][H]
+   * dtype. coef: stat dtype. */
+  flce_status (*scale_rows)(void* self, void* out, const void* x, flce_dtype dtype,
+                            const void* coef, int64_t rows, int64_t hidden);
+
+  /* dX[i] = coef_row[i] D[i] + coef_target[i] W[y_i] - coef_smooth[i] wsum, one rounding; D may be
+   * dX itself. A row of zeros where the target is ignored, of NaN where it is out of range. wsum
+   * [H] stat dtype or NULL; W [V][H] dtype. */
+  flce_status (*finish_grad_input)(void* self, void* dx, flce_dtype dx_dtype, const void* d,
+                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
+                                   const flce_rows* rows, const void* wsum, int64_t hidden);
+
+  /* out[cols] (stat dtype) = [accumulate: out +] sum_i weights[i] a[i][:], in a fixed order;
+   * weights NULL for ones. A row whose weight is 0 adds nothing, whatever it holds. */
+  flce_status (*column_sum)(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
+                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
+                            void* scratch);
+
+  /* target[N] -> order: tokens grouped by target, ascending within a group; ignored and
+   * out-of-range ones left out. The format is the backend's own (facts.order_bytes). */
+  flce_status (*order_targets)(void* self, const flce_problem* problem, const int64_t* target,
+                               void* order);
+
+  /* dW and db from their accumulators: out_j = accum_j - w_j xsum + sum over the tokens of target j
+   * of coef_target[i] x[i], summed in stat dtype, rounded once; accum may be out itself, then only
+   * rows that change are touched. coef_target NULL: no target term (form dz). xsum [H] NULL: no
+   * smoothing term. x [N][H] dtype. */
+  flce_status (*finish_grad_weight)(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
+                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
+                                    const void* coef_target, const void* order, int64_t tokens,
+                                    const void* xsum, const void* class_weight, int64_t vocab,
+                                    int64_t hidden);
+  /* The same for db[V]: smooth_total [1] stat dtype (sum of coef_smooth) or NULL. */
+  flce_status (*finish_grad_bias)(void* self, void* db, flce_dtype db_dtype, const void* accum,
+                                  flce_dtype stat, const void* coef_target, const void* order,
+                                  int64_t tokens, const void* smooth_total,
+                                  const void* class_weight, int64_t vocab);
+  /* accum[rows][H] += block[rows][H]: for GEMMs that cannot add into the accumulator. */
+  flce_status (*add_block)(void* self, void* accum, flce_dtype accum_dtype, const void* block,
+                           flce_dtype dtype, int64_t count);
+  /* out = in * grad_output[0] * [scalars: inv_denom / unit]: nothing is written when out is in and
+   * the factor is 1. scalars NULL: the factor is grad_output[0] alone. Both stat dtype. */
+  flce_status (*scale_grad)(void* self, void* out, flce_dtype out_dtype, const void* in,
+                            flce_dtype in_dtype, const void* grad_output, const void* scalars,
+                            flce_dtype stat, int64_t count);
+} flce_backend;
+
+/* ---- engine ---- */
+
+/* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
+typedef struct flce_tensors {
+  const void* input;         /* [N][H] input_dtype */
+  const void* linear_weight; /* [V][H] weight_dtype */
+  const void* linear_bias;   /* [V] bias_dtype, or NULL */
+  const int64_t* target;     /* [N] */
+  const void* class_weight;  /* [V] stat dtype, or NULL */
+  void* loss;                /* [1], or [N] for FLCE_NONE; stat dtype */
+  void* stats;               /* [4][N]; written by the forward, read by the backward */
+  void* scalars;             /* [4]; likewise */
+  void* saved;               /* save=logits: [N][saved_pitch]; likewise */
+  void* grad_input;          /* written by the forward for save=grads, else by the backward */
+  void* grad_weight;
+  void* grad_bias;
+  const void* grad_output; /* backward: [1], or [N] for FLCE_NONE; stat dtype */
+  void* workspace; /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, 256-byte
+                      aligned */
+} flce_tensors;
+
+flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
+                         const flce_plan* plan, const flce_tensors* tensors);
+flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
+                          const flce_plan* plan, const flce_tensors* tensors);
+
+/* GEMMs that the engine has asked backends for since the process began. */
+int64_t flce_gemm_count(void);
+
+/* Cross entropy on logits that the caller holds: z[N][V] with stats, scalars and loss as above; the
+ * forward reads the logits once, and so does the backward, which writes dz[N][V] in z's dtype. Only
+ * tokens, vocab, dtype, reduction, ignore_index, label_smoothing and has_class_weight of the
+ * problem are read; tensors->input holds z, tensors->grad_input dz; workspace:
+ * flce_cross_entropy_workspace_bytes(). */
+int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem);
+flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
+                                       const flce_tensors* tensors);
+flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_problem* problem,
+                                        const flce_tensors* tensors);
+
+/* ---- backends ---- */
+
+/* CPU: compiled into the module. The GEMM and the thread pool are the caller's (op.cpp passes
+ * torch's). */
+typedef void (*flce_range_fn)(int64_t begin, int64_t end, void* context);
+typedef struct flce_cpu {
+  flce_status (*gemm)(void* context, const flce_gemm* gemm);
+  void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn, void* context);
+  void* gemm_context;
+} flce_cpu;
+/* Fills `backend` with self = cpu, which must outlive it. */
+void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend);
+/* "scalar", "avx2" or "avx512": what the row passes use here; FLCE_CPU_VARIANT overrides it for
+ * tests. */
+const char* flce_cpu_variant(void);
+
+/* CUDA: exported by libflce_cuda.so, looked up by name. */
+typedef struct flce_cuda {
+  int device;
+  void* stream;    /* cudaStream_t */
+  bool allow_tf32; /* float32 products may use TF32 */
+} flce_cuda;
+typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda,
+                                            flce_backend* backend); /* "flce_cuda_backend" */
+typedef const char* (*flce_cuda_describe_fn)(
+    void); /* "flce_cuda_describe": build and device facts, a line each */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
