@@ -112,12 +112,14 @@ typedef struct flce_facts {
  * workspace, kept between. */
 typedef enum flce_buffer_id {
   FLCE_BUF_LOSS,
+  FLCE_BUF_ROW_LOSS,    /* [N] stat dtype, where the loss is reduced */
   FLCE_BUF_STATS,       /* [4][N] stat dtype: enum flce_stat_row */
   FLCE_BUF_SCALARS,     /* [4] stat dtype: enum flce_scalar */
   FLCE_BUF_SAVED,       /* E of the logits strategy, [N][saved_pitch] dtype */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
   FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype */
   FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
+  FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
   FLCE_BUF_INPUT_CAST,  /* x in dtype */
   FLCE_BUF_WEIGHT_CAST, /* W in dtype */
   FLCE_BUF_BIAS_CAST,   /* b in stat dtype */
@@ -155,6 +157,8 @@ typedef struct flce_plan {
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
   int64_t z_pitch, saved_pitch;                 /* elements of z_dtype, of dtype */
   flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;
+  flce_dtype
+      dx_gemm_dtype; /* of E W as its GEMM writes it: into dX itself where that has this type */
   flce_dtype accum_dtype;
   int64_t
       dw_block_rows; /* of FLCE_BUF_DW_BLOCK; 0 when the GEMM adds into the accumulator itself */

@@ -1,0 +1,462 @@
+/* The three strategies, written once over a backend table: one chunk loop forward, one backward. */
+#include "flce.h"
+
+#include <stdatomic.h>
+
+/* Times exp(z - c) when float16 stores it: c is the row's largest logit, so the largest entry is
+ * 2^15, and entries down to 2^-29 of it keep all their bits. */
+static const double kF16ExpScale = 32768.0;
+
+static _Atomic int64_t gemm_count;
+int64_t flce_gemm_count(void) {
+  return atomic_load(&gemm_count);
+}
+
+typedef struct engine {
+  const flce_backend* backend;
+  const flce_problem* problem;
+  const flce_plan* plan;
+  const flce_tensors* tensors;
+  flce_dtype stat;
+  const void* input;         /* [N][H] plan->dtype */
+  const void* linear_weight; /* [V][H] plan->dtype */
+  const void* bias;          /* [V] stat dtype, or NULL */
+} engine;
+
+/* Calls a function of the table and keeps its sentence where the core's callers look for it. */
+#define CALL(engine, function, ...)                                                               \
+  do {                                                                                            \
+    flce_status call_status_ = (engine)->backend->function((engine)->backend->self, __VA_ARGS__); \
+    if (call_status_ != FLCE_OK)                                                                  \
+      return flce_fail(call_status_, "%s: %s", (engine)->backend->name,                           \
+                       (engine)->backend->last_error());                                          \
+  } while (0)
+
+static void* at(const void* base, int64_t elements, flce_dtype dtype) {
+  return (char*)base + elements * flce_size_of(dtype);
+}
+
+static void* buffer(const engine* e, flce_buffer_id id) {
+  const flce_buffer* b = &e->plan->buffers[id];
+  return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
+}
+
+static const void* scalar(const engine* e, enum flce_scalar index) {
+  return at(e->tensors->scalars, index, e->stat);
+}
+
+static bool wants_gradients(const engine* e) {
+  return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
+}
+
+static flce_status run_gemm(const engine* e, flce_gemm gemm) {
+  gemm.dtype = e->plan->dtype;
+  atomic_fetch_add(&gemm_count, 1);
+  CALL(e, gemm, &gemm, buffer(e, FLCE_BUF_GEMM), e->plan->buffers[FLCE_BUF_GEMM].bytes);
+  return FLCE_OK;
+}
+
+/* ---- operands ---- */
+
+static flce_status widen_or_round(const engine* e, flce_buffer_id id, const void* given,
+                                  flce_dtype given_dtype, flce_dtype dtype, int64_t count,
+                                  const void** out) {
+  *out = given;
+  if (given == NULL || given_dtype == dtype) return FLCE_OK;
+  *out = buffer(e, id);
+  CALL(e, cast, buffer(e, id), dtype, given, given_dtype, count);
+  return FLCE_OK;
+}
+
+static flce_status open_engine(engine* e, const flce_backend* backend, const flce_problem* problem,
+                               const flce_plan* plan, const flce_tensors* tensors,
+                               bool needs_bias) {
+  *e = (engine){.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
+  e->stat = flce_stat_dtype(plan->dtype);
+  FLCE_TRY(widen_or_round(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
+                          problem->tokens * problem->hidden, &e->input));
+  FLCE_TRY(widen_or_round(e, FLCE_BUF_WEIGHT_CAST, tensors->linear_weight, problem->weight_dtype,
+                          plan->dtype, problem->vocab * problem->hidden, &e->linear_weight));
+  if (!needs_bias) return FLCE_OK;
+  return widen_or_round(e, FLCE_BUF_BIAS_CAST, tensors->linear_bias, problem->bias_dtype, e->stat,
+                        problem->vocab, &e->bias);
+}
+
+/* ---- one chunk ---- */
+
+typedef struct chunk {
+  int64_t first, rows;
+  flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
+  const void* coef; /* [3][N], advanced to the first row */
+} chunk;
+
+static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
+  const flce_problem* problem = e->problem;
+  const flce_tensors* tensors = e->tensors;
+  int64_t left = problem->tokens - first;
+  chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows};
+  void* coef = buffer(e, FLCE_BUF_COEF);
+  void* losses = problem->reduction == FLCE_NONE ? tensors->loss : buffer(e, FLCE_BUF_ROW_LOSS);
+  c.coef = coef ? at(coef, first, e->stat) : NULL;
+  c.view = (flce_rows){
+      .rows = c.rows,
+      .vocab = problem->vocab,
+      .bias = e->bias,
+      .target = tensors->target + first,
+      .ignore_index = problem->ignore_index,
+      .class_weight = tensors->class_weight,
+      .label_smoothing = problem->label_smoothing,
+      .stats = at(tensors->stats, first, e->stat),
+      .stat_pitch = problem->tokens,
+      .loss = losses ? at(losses, first, e->stat) : NULL,
+      .scalars = tensors->scalars,
+  };
+  return c;
+}
+
+static void set_z(flce_rows* view, void* z, flce_dtype dtype, int64_t pitch) {
+  view->z = z;
+  view->z_dtype = dtype;
+  view->z_pitch = pitch;
+}
+
+static void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch) {
+  view->out = out;
+  view->out_dtype = dtype;
+  view->out_pitch = pitch;
+}
+
+/* E or dz over the logits themselves: each row starts where its logits started. */
+static void set_out_in_place(const engine* e, flce_rows* view) {
+  int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(e->plan->dtype);
+  set_out(view, (void*)view->z, e->plan->dtype, view->z_pitch * ratio);
+}
+
+static void* saved_rows(const engine* e, int64_t first) {
+  return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->dtype);
+}
+
+/* z = x W^T, into the saved buffer where the logits need no other type there, else into the
+ * chunk's. */
+static flce_status logits_gemm(const engine* e, chunk* c) {
+  const flce_plan* plan = e->plan;
+  int64_t h = e->problem->hidden;
+  bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->dtype;
+  set_z(&c->view, in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->z_dtype,
+        plan->z_pitch);
+  return run_gemm(e, (flce_gemm){.m = c->rows,
+                                 .n = e->problem->vocab,
+                                 .k = h,
+                                 .transpose_b = true,
+                                 .a = at(e->input, c->first * h, plan->dtype),
+                                 .b = e->linear_weight,
+                                 .c = (void*)c->view.z,
+                                 .pitch_a = h,
+                                 .pitch_b = h,
+                                 .pitch_c = plan->z_pitch,
+                                 .c_dtype = plan->z_dtype});
+}
+
+static flce_status coefficients(const engine* e, const chunk* c, const void* grad_output,
+                                const void* factor) {
+  int64_t stride = e->problem->reduction == FLCE_NONE ? 1 : 0;
+  const void* rows_grad = grad_output ? at(grad_output, stride * c->first, e->stat) : NULL;
+  CALL(e, row_coefficients, &c->view, rows_grad, stride, factor, (void*)c->coef);
+  return FLCE_OK;
+}
+
+static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row row) {
+  return at(c->coef, row * e->problem->tokens, e->stat);
+}
+
+/* dX of the chunk from c->view.out, which holds E or dz. */
+static flce_status input_gradient(const engine* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  const flce_rows* view = &c->view;
+  int64_t h = e->problem->hidden;
+  void* dx = at(e->tensors->grad_input, c->first * h, plan->grad_input_dtype);
+  void* own = buffer(e, FLCE_BUF_DX_ROWS);
+  void* product = own ? own : dx;
+  FLCE_TRY(run_gemm(e, (flce_gemm){.m = c->rows,
+                                   .n = h,
+                                   .k = e->problem->vocab,
+                                   .a = view->out,
+                                   .b = e->linear_weight,
+                                   .c = product,
+                                   .pitch_a = view->out_pitch,
+                                   .pitch_b = h,
+                                   .pitch_c = h,
+                                   .c_dtype = plan->dx_gemm_dtype}));
+  if (plan->form == FLCE_FORM_EXP) {
+    flce_rows with_coef = *view;
+    with_coef.coef = c->coef;
+    CALL(e, finish_grad_input, dx, plan->grad_input_dtype, product, plan->dx_gemm_dtype,
+         e->linear_weight, plan->dtype, &with_coef, buffer(e, FLCE_BUF_SMOOTH), h);
+  } else if (own) {
+    CALL(e, cast, dx, plan->grad_input_dtype, own, plan->dx_gemm_dtype, c->rows * h);
+  }
+  return FLCE_OK;
+}
+
+/* Where dW is summed. */
+static void* dw_accum(const engine* e) {
+  void* own = buffer(e, FLCE_BUF_DW_ACCUM);
+  return own ? own : e->tensors->grad_weight;
+}
+
+/* accum += E^T (coef x), or dz^T x. */
+static flce_status weight_gradient(const engine* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  int64_t h = e->problem->hidden, v = e->problem->vocab;
+  const void* x = at(e->input, c->first * h, plan->dtype);
+  if (plan->form == FLCE_FORM_EXP) {
+    CALL(e, scale_rows, buffer(e, FLCE_BUF_SCALED_X), x, plan->dtype, coef_row(e, c, FLCE_COEF_ROW),
+         c->rows, h);
+    x = buffer(e, FLCE_BUF_SCALED_X);
+  }
+  flce_gemm gemm = {.m = v,
+                    .n = h,
+                    .k = c->rows,
+                    .transpose_a = true,
+                    .a = c->view.out,
+                    .b = x,
+                    .c = dw_accum(e),
+                    .pitch_a = c->view.out_pitch,
+                    .pitch_b = h,
+                    .pitch_c = h,
+                    .c_dtype = plan->accum_dtype,
+                    .beta = c->first > 0 ? 1.0 : 0.0};
+  if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
+
+  void* block = buffer(e, FLCE_BUF_DW_BLOCK);
+  for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
+    gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;
+    gemm.a = at(c->view.out, j, plan->dtype);
+    gemm.c = block;
+    gemm.c_dtype = plan->dtype;
+    gemm.beta = 0.0;
+    FLCE_TRY(run_gemm(e, gemm));
+    CALL(e, add_block, at(dw_accum(e), j * h, plan->accum_dtype), plan->accum_dtype, block,
+         plan->dtype, gemm.m * h);
+  }
+  return FLCE_OK;
+}
+
+static flce_status bias_gradient(const engine* e, const chunk* c) {
+  const void* weights = e->plan->form == FLCE_FORM_EXP ? coef_row(e, c, FLCE_COEF_ROW) : NULL;
+  CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), c->view.out, e->plan->dtype, c->view.out_pitch,
+       c->rows, e->problem->vocab, weights, c->first > 0, buffer(e, FLCE_BUF_COLUMN_SUM));
+  return FLCE_OK;
+}
+
+static flce_status chunk_gradients(const engine* e, const chunk* c) {
+  if (e->problem->want_grad_input) FLCE_TRY(input_gradient(e, c));
+  if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
+  if (e->problem->want_grad_bias) FLCE_TRY(bias_gradient(e, c));
+  return FLCE_OK;
+}
+
+/* ---- around the chunk loop of the gradients ---- */
+
+static flce_status begin_gradients(const engine* e) {
+  const flce_problem* problem = e->problem;
+  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
+  if (smooth && problem->want_grad_input)
+    CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, problem->hidden, problem->vocab,
+         problem->hidden, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, starts from zero.
+   */
+  bool no_chunks = problem->tokens == 0;
+  if (problem->want_grad_weight && (no_chunks || e->plan->dw_block_rows > 0))
+    CALL(e, zero, dw_accum(e),
+         problem->vocab * problem->hidden * flce_size_of(e->plan->accum_dtype));
+  if (problem->want_grad_bias && no_chunks)
+    CALL(e, zero, buffer(e, FLCE_BUF_DB_ACCUM), problem->vocab * flce_size_of(e->stat));
+  return FLCE_OK;
+}
+
+static flce_status finish_gradients(const engine* e) {
+  const flce_problem* problem = e->problem;
+  const flce_plan* plan = e->plan;
+  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  const void* coef = buffer(e, FLCE_BUF_COEF);
+  const void* coef_target = exp_form ? at(coef, FLCE_COEF_TARGET * n, e->stat) : NULL;
+  const void* coef_smooth = at(coef, FLCE_COEF_SMOOTH * n, e->stat);
+  void* order = buffer(e, FLCE_BUF_ORDER);
+  if (exp_form) CALL(e, order_targets, problem, e->tensors->target, order);
+  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
+  void* xsum = smooth ? at(smooth, h, e->stat) : NULL;
+  void* smooth_total = smooth ? at(smooth, 2 * h, e->stat) : NULL;
+  if (problem->want_grad_weight) {
+    if (smooth)
+      CALL(e, column_sum, xsum, e->input, plan->dtype, h, n, h, coef_smooth, false,
+           buffer(e, FLCE_BUF_COLUMN_SUM));
+    CALL(e, finish_grad_weight, e->tensors->grad_weight, plan->grad_weight_dtype, dw_accum(e),
+         plan->accum_dtype, e->input, plan->dtype, coef_target, order, n, xsum,
+         e->tensors->class_weight, v, h);
+  }
+  if (problem->want_grad_bias) {
+    if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat);
+    CALL(e, finish_grad_bias, e->tensors->grad_bias, plan->grad_bias_dtype,
+         buffer(e, FLCE_BUF_DB_ACCUM), e->stat, coef_target, order, n, smooth_total,
+         e->tensors->class_weight, v);
+  }
+  return FLCE_OK;
+}
+
+/* ---- forward ---- */
+
+/* Statistics and loss of a chunk, and what the strategy keeps of its logits. */
+static flce_status forward_rows(const engine* e, chunk* c) {
+  const flce_plan* plan = e->plan;
+  bool keeps = plan->save == FLCE_SAVE_LOGITS;
+  if (plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS) {
+    CALL(e, stat_rows, &c->view);
+    return FLCE_OK;
+  }
+  if (keeps)
+    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
+  else
+    set_out_in_place(e, &c->view);
+  if (plan->form == FLCE_FORM_EXP) {
+    CALL(e, exp_rows, &c->view);
+    return FLCE_OK;
+  }
+  CALL(e, stat_rows, &c->view);
+  if (keeps) CALL(e, grad_rows, &c->view, kF16ExpScale, false, false);
+  return FLCE_OK;
+}
+
+/* save=grads: the gradient for grad_output 1, in float16 times a power of two that scale_grad takes
+ * back. */
+static flce_status forward_gradients(const engine* e, chunk* c) {
+  bool exp_form = e->plan->form == FLCE_FORM_EXP;
+  FLCE_TRY(
+      coefficients(e, c, NULL, scalar(e, exp_form ? FLCE_SCALAR_INV_DENOM : FLCE_SCALAR_UNIT)));
+  if (!exp_form) {
+    flce_rows with_coef = c->view;
+    with_coef.coef = c->coef;
+    CALL(e, grad_rows, &with_coef, 1.0, false, false);
+  }
+  return chunk_gradients(e, c);
+}
+
+flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
+                         const flce_plan* plan, const flce_tensors* tensors) {
+  engine e;
+  FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, true));
+  CALL(&e, prepare, problem, tensors->target, tensors->class_weight, tensors->scalars);
+  bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
+  if (gradients) FLCE_TRY(begin_gradients(&e));
+  for (int64_t first = 0; first < problem->tokens; first += plan->chunk_rows) {
+    chunk c = open_chunk(&e, first, plan->chunk_rows);
+    FLCE_TRY(logits_gemm(&e, &c));
+    FLCE_TRY(forward_rows(&e, &c));
+    if (gradients) FLCE_TRY(forward_gradients(&e, &c));
+  }
+  if (gradients) FLCE_TRY(finish_gradients(&e));
+  if (problem->reduction != FLCE_NONE)
+    CALL(&e, reduce, tensors->loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
+         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat);
+  return FLCE_OK;
+}
+
+/* ---- backward ---- */
+
+/* Brings E or dz of the chunk into c->view.out. */
+static flce_status backward_rows(const engine* e, chunk* c) {
+  const flce_plan* plan = e->plan;
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  if (plan->save == FLCE_SAVE_LOGITS && exp_form) {
+    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
+    return FLCE_OK;
+  }
+  bool stored = plan->save == FLCE_SAVE_LOGITS;
+  if (stored) {
+    set_z(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
+    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->saved_pitch);
+  } else {
+    FLCE_TRY(logits_gemm(e, c));
+    set_out_in_place(e, &c->view);
+  }
+  flce_rows view = c->view;
+  view.coef = exp_form ? NULL : c->coef;
+  CALL(e, grad_rows, &view, stored ? kF16ExpScale : 1.0, true, stored);
+  return FLCE_OK;
+}
+
+flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
+                          const flce_plan* plan, const flce_tensors* tensors) {
+  if (plan->save != FLCE_SAVE_LOGITS && plan->save != FLCE_SAVE_STATS)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected \"logits\" or \"stats\" in a backward, got \"%s\"",
+                     flce_save_name(plan->save));
+  engine e;
+  FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, plan->save == FLCE_SAVE_STATS));
+  if (!wants_gradients(&e)) return FLCE_OK;
+  FLCE_TRY(begin_gradients(&e));
+  for (int64_t first = 0; first < problem->tokens; first += plan->backward_chunk_rows) {
+    chunk c = open_chunk(&e, first, plan->backward_chunk_rows);
+    FLCE_TRY(coefficients(&e, &c, tensors->grad_output, scalar(&e, FLCE_SCALAR_INV_DENOM)));
+    FLCE_TRY(backward_rows(&e, &c));
+    FLCE_TRY(chunk_gradients(&e, &c));
+  }
+  return finish_gradients(&e);
+}
+
+/* ---- cross entropy on the caller's logits ---- */
+
+static engine open_logits(const flce_backend* backend, const flce_problem* problem,
+                          const flce_tensors* tensors) {
+  return (engine){.backend = backend,
+                  .problem = problem,
+                  .tensors = tensors,
+                  .stat = flce_stat_dtype(problem->dtype)};
+}
+
+static flce_rows view_logits(const engine* e, void* losses) {
+  return (flce_rows){.rows = e->problem->tokens,
+                     .vocab = e->problem->vocab,
+                     .z = e->tensors->input,
+                     .z_dtype = e->problem->dtype,
+                     .z_pitch = e->problem->vocab,
+                     .target = e->tensors->target,
+                     .ignore_index = e->problem->ignore_index,
+                     .class_weight = e->tensors->class_weight,
+                     .label_smoothing = e->problem->label_smoothing,
+                     .stats = e->tensors->stats,
+                     .stat_pitch = e->problem->tokens,
+                     .loss = losses,
+                     .scalars = e->tensors->scalars};
+}
+
+int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
+  return FLCE_COEF_ROWS * problem->tokens * flce_size_of(flce_stat_dtype(problem->dtype));
+}
+
+flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
+                                       const flce_tensors* tensors) {
+  engine e = open_logits(backend, problem, tensors);
+  bool reduced = problem->reduction != FLCE_NONE;
+  flce_rows view = view_logits(&e, reduced ? tensors->workspace : tensors->loss);
+  CALL(&e, prepare, problem, tensors->target, tensors->class_weight, tensors->scalars);
+  CALL(&e, stat_rows, &view);
+  if (reduced)
+    CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
+         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat);
+  return FLCE_OK;
+}
+
+flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_problem* problem,
+                                        const flce_tensors* tensors) {
+  engine e = open_logits(backend, problem, tensors);
+  flce_rows view = view_logits(&e, NULL);
+  set_out(&view, tensors->grad_input, problem->dtype, problem->vocab);
+  CALL(&e, row_coefficients, &view, tensors->grad_output, problem->reduction == FLCE_NONE ? 1 : 0,
+       scalar(&e, FLCE_SCALAR_INV_DENOM), tensors->workspace);
+  view.coef = tensors->workspace;
+  CALL(&e, grad_rows, &view, 1.0, false, false);
+  return FLCE_OK;
+}

@@ -1,0 +1,344 @@
+/* The plan: every decision that follows from sizes, made once and in one place. Pure. */
+#include "flce.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum {
+  ALIGNMENT = 256,     /* of a buffer in the workspace, bytes */
+  ROW_ALIGNMENT = 16,  /* of a row of logits, bytes: 128-bit loads and cuBLASLt's fast kernels */
+  TILE_ROWS = 128,     /* token rows of a GEMM tile: chunks are whole tiles where they can be */
+  SMALL_TILE_ROWS = 8, /* below one tile */
+  DW_BLOCK_BYTES = 4 << 20, /* a dW block that is added by a pass of its own stays in the cache */
+};
+
+static int64_t min64(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+static int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+static int64_t round_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
+
+static bool makes_gradients(const flce_problem* problem) {
+  return problem->save != FLCE_SAVE_NOTHING &&
+         (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
+}
+
+/* Whether a GEMM over operands of plan->dtype can write `dtype`. */
+static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
+  return dtype == plan->dtype ||
+         (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
+}
+
+static flce_status check_problem(const flce_problem* problem) {
+  if (problem->tokens < 0 || problem->hidden < 1 || problem->vocab < 1)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "expected tokens >= 0, hidden >= 1, vocab >= 1, got %lld, %lld, %lld",
+                     (long long)problem->tokens, (long long)problem->hidden,
+                     (long long)problem->vocab);
+  if (problem->save == FLCE_SAVE_GRADS && problem->reduction == FLCE_NONE)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected \"logits\" or \"stats\" with reduction=\"none\", got "
+                     "\"grads\", which holds gradients "
+                     "of one scalar");
+  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  if (problem->accum_dtype != problem->dtype && problem->accum_dtype != stat)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "accum_dtype: expected %s or %s, got %s",
+                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
+                     flce_dtype_name(problem->accum_dtype));
+  if (problem->logits_dtype != problem->dtype && problem->logits_dtype != stat)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "logits_dtype: expected %s or %s, got %s",
+                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
+                     flce_dtype_name(problem->logits_dtype));
+  if (!(problem->label_smoothing >= 0.0 && problem->label_smoothing <= 1.0))
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "label_smoothing: expected 0 <= label_smoothing <= 1, got %g",
+                     problem->label_smoothing);
+  return FLCE_OK;
+}
+
+/* The largest chunk whose logits fit the budget, in whole tiles, all chunks about equal. */
+static flce_status choose_chunks(const flce_problem* problem, flce_plan* plan) {
+  int64_t row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
+  int64_t fit = problem->max_memory / row_bytes;
+  if (fit < 1)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "max_memory: expected at least one row of logits, %lld bytes, got %lld",
+                     (long long)row_bytes, (long long)problem->max_memory);
+  bool in_place = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->dtype;
+  if (in_place || fit >= problem->tokens) {
+    plan->chunk_rows = problem->tokens;
+    plan->chunks = problem->tokens > 0;
+    return FLCE_OK;
+  }
+  int64_t tile = fit >= TILE_ROWS ? TILE_ROWS : fit >= SMALL_TILE_ROWS ? SMALL_TILE_ROWS : 1;
+  int64_t chunks = ceil_div(problem->tokens, fit / tile * tile);
+  plan->chunk_rows = round_up(ceil_div(problem->tokens, chunks), tile);
+  plan->chunks = ceil_div(problem->tokens, plan->chunk_rows);
+  return FLCE_OK;
+}
+
+static void choose_backward_chunks(flce_plan* plan, int64_t tokens) {
+  plan->backward_chunk_rows = plan->backward_chunks = 0;
+  if (plan->save == FLCE_SAVE_STATS ||
+      (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)) {
+    plan->backward_chunk_rows = plan->chunk_rows;
+    plan->backward_chunks = plan->chunks;
+  } else if (plan->save == FLCE_SAVE_LOGITS) {
+    plan->backward_chunk_rows = tokens;
+    plan->backward_chunks = tokens > 0;
+  }
+}
+
+static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
+  /* A float16 gradient may be rounded only after grad_output (a GradScaler's 65536) is applied. */
+  return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
+}
+
+/* dX's own type where one rounding is all it takes, else the widest that the GEMM can write. */
+static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  if (plan->form == FLCE_FORM_DZ && gemm_writes(plan, facts, plan->grad_input_dtype))
+    return plan->grad_input_dtype;
+  return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
+}
+
+static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
+  plan->form = plan->dtype == FLCE_F16 ? FLCE_FORM_DZ : FLCE_FORM_EXP;
+  plan->z_dtype =
+      gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
+  int64_t z_align = ROW_ALIGNMENT / flce_size_of(plan->z_dtype);
+  int64_t saved_align = ROW_ALIGNMENT / flce_size_of(plan->dtype);
+  plan->z_pitch = round_up(problem->vocab, z_align);
+  plan->saved_pitch = round_up(problem->vocab, saved_align);
+  plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
+  plan->grad_weight_dtype = kept_dtype(problem, problem->weight_dtype);
+  plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
+
+  plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
+
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
+  plan->accum_dtype = wide ? stat : plan->dtype;
+  bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
+  int64_t block = DW_BLOCK_BYTES / (problem->hidden * flce_size_of(plan->dtype));
+  plan->dw_block_rows =
+      adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+}
+
+static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t bytes) {
+  plan->buffers[id].bytes = bytes;
+  plan->buffers[id].lifetime = bytes > 0 ? lifetime : 0;
+  plan->buffers[id].offset = -1;
+}
+
+static void list_outputs(const flce_problem* problem, flce_plan* plan) {
+  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  unsigned both = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
+  unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;
+  bool gradients = plan->save != FLCE_SAVE_NOTHING;
+  add(plan, FLCE_BUF_LOSS, both, (problem->reduction == FLCE_NONE ? n : 1) * stat);
+  add(plan, FLCE_BUF_STATS, both, FLCE_STAT_ROWS * n * stat);
+  add(plan, FLCE_BUF_SCALARS, both, FLCE_SCALAR_COUNT * stat);
+  if (plan->save == FLCE_SAVE_LOGITS)
+    add(plan, FLCE_BUF_SAVED, both, n * plan->saved_pitch * flce_size_of(plan->dtype));
+  int64_t rounded = 0;
+  if (gradients && problem->want_grad_input) {
+    add(plan, FLCE_BUF_GRAD_INPUT, made, n * h * flce_size_of(plan->grad_input_dtype));
+    if (plan->grad_input_dtype != problem->input_dtype)
+      rounded += n * h * flce_size_of(problem->input_dtype);
+  }
+  if (gradients && problem->want_grad_weight) {
+    add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * h * flce_size_of(plan->grad_weight_dtype));
+    if (plan->grad_weight_dtype != problem->weight_dtype)
+      rounded += v * h * flce_size_of(problem->weight_dtype);
+  }
+  if (gradients && problem->want_grad_bias) {
+    add(plan, FLCE_BUF_GRAD_BIAS, made, v * flce_size_of(plan->grad_bias_dtype));
+    if (plan->grad_bias_dtype != problem->bias_dtype)
+      rounded += v * flce_size_of(problem->bias_dtype);
+  }
+  add(plan, FLCE_BUF_ROUNDED, FLCE_OUTPUT | FLCE_IN_BACKWARD, rounded);
+}
+
+static void list_forward_workspace(const flce_problem* problem, const flce_facts* facts,
+                                   flce_plan* plan) {
+  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
+  int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
+  bool again = plan->save == FLCE_SAVE_LOGITS ||
+               plan->save == FLCE_SAVE_STATS; /* there is a backward loop */
+  unsigned both = FLCE_IN_FORWARD | (again ? FLCE_IN_BACKWARD : 0);
+  bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->dtype;
+  bool dz_chunk = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
+  int64_t logits = plan->chunk_rows * plan->z_pitch * flce_size_of(plan->z_dtype);
+  if (dz_chunk && in_saved)
+    add(plan, FLCE_BUF_LOGITS, FLCE_IN_BACKWARD, logits);
+  else if (!in_saved)
+    add(plan, FLCE_BUF_LOGITS, plan->save == FLCE_SAVE_STATS || dz_chunk ? both : FLCE_IN_FORWARD,
+        logits);
+  if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
+  if (problem->input_dtype != plan->dtype) add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
+  if (problem->weight_dtype != plan->dtype) add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
+  if (problem->has_bias && problem->bias_dtype != stat_dtype)
+    add(plan, FLCE_BUF_BIAS_CAST, plan->save == FLCE_SAVE_STATS ? both : FLCE_IN_FORWARD, v * stat);
+  add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
+}
+
+static void list_gradient_workspace(const flce_problem* problem, const flce_facts* facts,
+                                    flce_plan* plan) {
+  if (!makes_gradients(problem)) return;
+  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype)), e = flce_size_of(plan->dtype);
+  bool in_forward = plan->save == FLCE_SAVE_GRADS;
+  unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
+  int64_t rows = in_forward ? plan->chunk_rows : plan->backward_chunk_rows;
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  bool smooth = exp_form && problem->label_smoothing > 0.0;
+  add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
+  if (problem->want_grad_input && plan->dx_gemm_dtype != plan->grad_input_dtype)
+    add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
+  if (problem->want_grad_weight) {
+    if (exp_form) add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
+    if (plan->accum_dtype != plan->grad_weight_dtype)
+      add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
+    add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);
+  }
+  if (problem->want_grad_bias) add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
+  if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
+  if (smooth || problem->want_grad_bias)
+    add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
+  if (exp_form && (problem->want_grad_weight || problem->want_grad_bias))
+    add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
+}
+
+/* Buffers of both passes come first, so that one offset serves both. */
+static void place(flce_plan* plan) {
+  int64_t shared = 0;
+  for (int pass = 0; pass < 3; pass++) {
+    unsigned wanted = pass == 0   ? FLCE_IN_FORWARD | FLCE_IN_BACKWARD
+                      : pass == 1 ? FLCE_IN_FORWARD
+                                  : FLCE_IN_BACKWARD;
+    int64_t next = shared;
+    for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+      flce_buffer* buffer = &plan->buffers[id];
+      if (buffer->bytes == 0 || buffer->lifetime != wanted) continue;
+      buffer->offset = next;
+      next += round_up(buffer->bytes, ALIGNMENT);
+    }
+    if (pass == 0) shared = plan->forward_workspace_bytes = plan->backward_workspace_bytes = next;
+    if (pass == 1) plan->forward_workspace_bytes = next;
+    if (pass == 2) plan->backward_workspace_bytes = next;
+  }
+  bool backward_runs = plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS;
+  if (!backward_runs) plan->backward_workspace_bytes = 0;
+  plan->forward_peak_bytes = plan->forward_workspace_bytes;
+  plan->backward_peak_bytes = plan->backward_workspace_bytes;
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    const flce_buffer* buffer = &plan->buffers[id];
+    if (!(buffer->lifetime & FLCE_OUTPUT)) continue;
+    if (buffer->lifetime & FLCE_IN_FORWARD) plan->forward_peak_bytes += buffer->bytes;
+    if (buffer->lifetime & FLCE_IN_BACKWARD) plan->backward_peak_bytes += buffer->bytes;
+  }
+  if (plan->save == FLCE_SAVE_NOTHING) plan->backward_peak_bytes = 0;
+  plan->peak_bytes = plan->forward_peak_bytes > plan->backward_peak_bytes
+                         ? plan->forward_peak_bytes
+                         : plan->backward_peak_bytes;
+}
+
+static void count_gemms(const flce_problem* problem, flce_plan* plan) {
+  int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
+  int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
+  plan->forward_gemms = plan->chunks * (1 + (plan->save == FLCE_SAVE_GRADS ? gradients : 0));
+  int64_t again = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
+  plan->backward_gemms = plan->backward_chunks * (again + gradients);
+}
+
+flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  memset(plan, 0, sizeof *plan);
+  FLCE_TRY(check_problem(problem));
+  plan->save = problem->save;
+  choose_dtypes(problem, facts, plan);
+  FLCE_TRY(choose_chunks(problem, plan));
+  choose_backward_chunks(plan, problem->tokens);
+  list_outputs(problem, plan);
+  list_forward_workspace(problem, facts, plan);
+  list_gradient_workspace(problem, facts, plan);
+  place(plan);
+  count_gemms(problem, plan);
+  return FLCE_OK;
+}
+
+static const char* buffer_name(int id) {
+  static const char* const names[FLCE_BUF_COUNT] = {
+      [FLCE_BUF_LOSS] = "loss",
+      [FLCE_BUF_ROW_LOSS] = "row_loss",
+      [FLCE_BUF_STATS] = "stats",
+      [FLCE_BUF_SCALARS] = "scalars",
+      [FLCE_BUF_SAVED] = "saved",
+      [FLCE_BUF_GRAD_INPUT] = "grad_input",
+      [FLCE_BUF_GRAD_WEIGHT] = "grad_weight",
+      [FLCE_BUF_GRAD_BIAS] = "grad_bias",
+      [FLCE_BUF_ROUNDED] = "rounded",
+      [FLCE_BUF_INPUT_CAST] = "input_cast",
+      [FLCE_BUF_WEIGHT_CAST] = "weight_cast",
+      [FLCE_BUF_BIAS_CAST] = "bias_cast",
+      [FLCE_BUF_LOGITS] = "logits",
+      [FLCE_BUF_COEF] = "coef",
+      [FLCE_BUF_DX_ROWS] = "dx_rows",
+      [FLCE_BUF_SCALED_X] = "scaled_x",
+      [FLCE_BUF_DW_ACCUM] = "dw_accum",
+      [FLCE_BUF_DW_BLOCK] = "dw_block",
+      [FLCE_BUF_DB_ACCUM] = "db_accum",
+      [FLCE_BUF_SMOOTH] = "smooth",
+      [FLCE_BUF_ORDER] = "order",
+      [FLCE_BUF_COLUMN_SUM] = "column_sum",
+      [FLCE_BUF_GEMM] = "gemm_workspace",
+  };
+  return names[id];
+}
+
+/* Appends like snprintf; *used counts what the whole text needs, also past the end. */
+static void append(char* text, int64_t size, int64_t* used, const char* format, ...)
+    __attribute__((format(printf, 4, 5)));
+static void append(char* text, int64_t size, int64_t* used, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  bool room = *used < size;
+  int written =
+      vsnprintf(room ? text + *used : NULL, room ? (size_t)(size - *used) : 0, format, arguments);
+  va_end(arguments);
+  if (written > 0) *used += written;
+}
+
+int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
+  int64_t used = 0;
+  append(text, size, &used, "save=%s form=%s dtype=%s logits_dtype=%s accum_dtype=%s\n",
+         flce_save_name(plan->save), plan->form == FLCE_FORM_EXP ? "exp" : "dz",
+         flce_dtype_name(plan->dtype), flce_dtype_name(plan->z_dtype),
+         flce_dtype_name(plan->accum_dtype));
+  append(text, size, &used,
+         "chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
+         (long long)plan->chunk_rows, (long long)plan->chunks, (long long)plan->backward_chunk_rows,
+         (long long)plan->backward_chunks);
+  append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld\n",
+         (long long)plan->forward_gemms, (long long)plan->backward_gemms);
+  append(text, size, &used, "forward_peak_bytes=%lld backward_peak_bytes=%lld peak_bytes=%lld\n",
+         (long long)plan->forward_peak_bytes, (long long)plan->backward_peak_bytes,
+         (long long)plan->peak_bytes);
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    const flce_buffer* buffer = &plan->buffers[id];
+    if (buffer->bytes == 0) continue;
+    append(text, size, &used, "  %-15s %15lld bytes %s%s%s\n", buffer_name(id),
+           (long long)buffer->bytes, buffer->lifetime & FLCE_OUTPUT ? "tensor" : "workspace",
+           buffer->lifetime & FLCE_IN_FORWARD ? " forward" : "",
+           buffer->lifetime & FLCE_IN_BACKWARD ? " backward" : "");
+  }
+  return used;
+}
