@@ -1,0 +1,457 @@
+// The binding: schemas, boxing, checks, status -> error. With torch_device.h the only C++ and the
+// only code that includes torch, through its stable ABI alone, so that one build serves every torch
+// >= 2.10.
+#include <Python.h>
+
+#include <tuple>
+
+#include "torch_device.h"
+
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// ---- checks ----
+
+void expect_shape(const char* name, const Tensor& tensor, const std::vector<int64_t>& expected) {
+  if (shape_of(tensor) != expected)
+    throw std::invalid_argument(std::string(name) + ": expected shape " + shape_text(expected) +
+                                ", got " + shape_text(shape_of(tensor)));
+  if (!tensor.is_contiguous())
+    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+}
+
+void expect_same_device(const char* name, const Tensor& tensor, Place place) {
+  Place got = place_of(tensor);
+  if (got.type != place.type || got.index != place.index)
+    throw std::invalid_argument(std::string(name) +
+                                ": expected the device of input, got another device");
+}
+
+void expect_type(const char* name, const Tensor& tensor, ScalarType type, const char* type_name) {
+  if (tensor.scalar_type() != type)
+    throw std::invalid_argument(std::string(name) + ": expected dtype " + type_name);
+}
+
+void expect_dim(const char* name, const Tensor& tensor, int64_t dim) {
+  if (tensor.dim() != dim)
+    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(dim) +
+                                " dimensions, got shape " + shape_text(shape_of(tensor)));
+}
+
+void expect_target(const Tensor& target, int64_t tokens, Place place) {
+  expect_shape("target", target, {tokens});
+  expect_type("target", target, ScalarType::Long, "int64");
+  expect_same_device("target", target, place);
+}
+
+const void* class_weight_pointer(const OptionalTensor& weight, const flce_problem& problem,
+                                 Place place) {
+  if (!weight) return nullptr;
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  expect_shape("weight", *weight, {problem.vocab});
+  expect_type("weight", *weight, to_scalar_type(stat), flce_dtype_name(stat));
+  expect_same_device("weight", *weight, place);
+  return weight->const_data_ptr();
+}
+
+// ---- linear cross entropy ----
+
+// The options that forward, backward and plan share; the order is the schemas'.
+struct Options {
+  std::string reduction;
+  int64_t ignore_index;
+  double label_smoothing;
+  ScalarType dtype, accum_dtype, logits_dtype;
+  std::string save;
+  int64_t max_memory;
+  bool grad_input, grad_weight, grad_bias;
+};
+
+flce_problem make_problem(const Options& options) {
+  flce_problem problem{};
+  problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
+      to_dtype(options.dtype, "dtype");
+  problem.accum_dtype = to_dtype(options.accum_dtype, "accum_dtype");
+  problem.logits_dtype = to_dtype(options.logits_dtype, "logits_dtype");
+  problem.reduction = to_reduction(options.reduction);
+  problem.save = to_save(options.save);
+  problem.want_grad_input = options.grad_input;
+  problem.want_grad_weight = options.grad_weight;
+  problem.want_grad_bias = options.grad_bias;
+  problem.label_smoothing = options.label_smoothing;
+  problem.ignore_index = options.ignore_index;
+  problem.max_memory = options.max_memory;
+  return problem;
+}
+
+// Checks the operands against each other, completes the problem with their sizes and the tensors
+// with their memory.
+void bind_operands(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                   const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                   flce_problem* problem, flce_tensors* tensors) {
+  Place place = place_of(input);
+  expect_dim("input", input, 2);
+  expect_dim("linear_weight", linear_weight, 2);
+  problem->tokens = input.size(0);
+  problem->hidden = input.size(1);
+  problem->vocab = linear_weight.size(0);
+  problem->input_dtype = to_dtype(input.scalar_type(), "input");
+  problem->weight_dtype = to_dtype(linear_weight.scalar_type(), "linear_weight");
+  expect_shape("input", input, {problem->tokens, problem->hidden});
+  expect_shape("linear_weight", linear_weight, {problem->vocab, problem->hidden});
+  expect_same_device("linear_weight", linear_weight, place);
+  expect_target(target, problem->tokens, place);
+  tensors->input = input.const_data_ptr();
+  tensors->linear_weight = linear_weight.const_data_ptr();
+  tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
+  problem->has_bias = linear_bias.has_value();
+  if (linear_bias) {
+    expect_shape("linear_bias", *linear_bias, {problem->vocab});
+    expect_same_device("linear_bias", *linear_bias, place);
+    problem->bias_dtype = to_dtype(linear_bias->scalar_type(), "linear_bias");
+    tensors->linear_bias = linear_bias->const_data_ptr();
+  } else if (problem->want_grad_bias) {
+    throw std::invalid_argument(
+        "grad_bias: expected a linear_bias to take the gradient of, got None");
+  }
+  problem->has_class_weight = weight.has_value();
+  tensors->class_weight = class_weight_pointer(weight, *problem, place);
+}
+
+std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
+  std::string advice =
+      "; the plan needs " + std::to_string(plan.peak_bytes) + " bytes over the inputs, of which " +
+      std::to_string(plan.buffers[FLCE_BUF_LOGITS].bytes + plan.buffers[FLCE_BUF_SAVED].bytes) +
+      " for logits (save=\"" + flce_save_name(plan.save) +
+      "\"). Try max_memory=" + std::to_string(problem.max_memory / 2);
+  if (plan.save == FLCE_SAVE_LOGITS) advice += " with save=\"auto\"";
+  return advice;
+}
+
+struct Gradients {
+  Tensor input, weight, bias;
+};
+
+Gradients allocate_gradients(const Device& device, const flce_problem& problem,
+                             const flce_plan& plan, const std::string& advice,
+                             flce_tensors* tensors) {
+  auto make = [&](flce_buffer_id id, std::vector<int64_t> sizes, flce_dtype dtype, const char* name,
+                  void** pointer) {
+    bool needed = plan.buffers[id].lifetime != 0;
+    Tensor tensor = device.allocate(needed ? sizes : std::vector<int64_t>{0}, dtype, name, advice);
+    *pointer = needed ? tensor.mutable_data_ptr() : nullptr;
+    return tensor;
+  };
+  int64_t n = problem.tokens, h = problem.hidden, v = problem.vocab;
+  Gradients gradients;
+  gradients.input =
+      make(FLCE_BUF_GRAD_INPUT, {n, h}, plan.grad_input_dtype, "grad_input", &tensors->grad_input);
+  gradients.weight = make(FLCE_BUF_GRAD_WEIGHT, {v, h}, plan.grad_weight_dtype, "grad_weight",
+                          &tensors->grad_weight);
+  gradients.bias =
+      make(FLCE_BUF_GRAD_BIAS, {v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
+  return gradients;
+}
+
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
+                      OptionalTensor weight, std::string reduction, int64_t ignore_index,
+                      double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
+                      ScalarType logits_dtype, std::string save, int64_t max_memory,
+                      bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32) {
+  flce_problem problem =
+      make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
+                    save, max_memory, grad_input, grad_weight, grad_bias});
+  flce_tensors tensors{};
+  bind_operands(input, linear_weight, target, linear_bias, weight, &problem, &tensors);
+  Device device(place_of(input), allow_tf32);
+  flce_plan plan = device.plan(problem);
+  std::string advice = memory_advice(problem, plan);
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+
+  Tensor loss = device.allocate(
+      problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{}, stat,
+      "loss", advice);
+  Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats", advice);
+  Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars", advice);
+  bool keeps_logits = plan.save == FLCE_SAVE_LOGITS;
+  Tensor saved = device.allocate(
+      keeps_logits ? std::vector<int64_t>{n, plan.saved_pitch} : std::vector<int64_t>{0},
+      plan.dtype, "saved", advice);
+  flce_plan none{};
+  Gradients gradients = allocate_gradients(
+      device, problem, plan.save == FLCE_SAVE_GRADS ? plan : none, advice, &tensors);
+  Tensor workspace =
+      device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace", advice);
+
+  tensors.loss = loss.mutable_data_ptr();
+  tensors.stats = stats.mutable_data_ptr();
+  tensors.scalars = scalars.mutable_data_ptr();
+  tensors.saved = saved.mutable_data_ptr();
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_forward(device.table(), &problem, &plan, &tensors));
+  return {loss, stats, scalars, saved, gradients.input, gradients.weight, gradients.bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target,
+    OptionalTensor linear_bias, OptionalTensor weight, Tensor stats, Tensor scalars, Tensor saved,
+    std::string reduction, int64_t ignore_index, double label_smoothing, ScalarType dtype,
+    ScalarType accum_dtype, ScalarType logits_dtype, std::string save, int64_t max_memory,
+    bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32) {
+  flce_problem problem =
+      make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
+                    save, max_memory, grad_input, grad_weight, grad_bias});
+  flce_tensors tensors{};
+  bind_operands(input, linear_weight, target, linear_bias, weight, &problem, &tensors);
+  Place place = place_of(input);
+  Device device(place, allow_tf32);
+  flce_plan plan = device.plan(problem);
+  std::string advice = memory_advice(problem, plan);
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+  expect_shape("grad_output", grad_output,
+               problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{});
+  expect_type("grad_output", grad_output, to_scalar_type(stat), flce_dtype_name(stat));
+  expect_shape("stats", stats, {FLCE_STAT_ROWS, n});
+  expect_shape("scalars", scalars, {FLCE_SCALAR_COUNT});
+  if (plan.save == FLCE_SAVE_LOGITS) expect_shape("saved", saved, {n, plan.saved_pitch});
+  for (const Tensor& tensor : {grad_output, stats, scalars, saved})
+    expect_same_device("saved tensors", tensor, place);
+
+  Gradients gradients = allocate_gradients(device, problem, plan, advice, &tensors);
+  Tensor workspace =
+      device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace", advice);
+  tensors.grad_output = grad_output.const_data_ptr();
+  tensors.stats = stats.mutable_data_ptr();
+  tensors.scalars = scalars.mutable_data_ptr();
+  tensors.saved = saved.mutable_data_ptr();
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_backward(device.table(), &problem, &plan, &tensors));
+  return {gradients.input, gradients.weight, gradients.bias};
+}
+
+// ---- scaling of gradients that the forward made ----
+
+void run_scale(const Tensor& out, const Tensor& grad, const Tensor& grad_output,
+               const OptionalTensor& scalars) {
+  Place place = place_of(grad);
+  expect_shape("grad_output", grad_output, {});
+  expect_same_device("grad_output", grad_output, place);
+  flce_dtype stat = to_dtype(grad_output.scalar_type(), "grad_output");
+  if (scalars) expect_shape("scalars", *scalars, {FLCE_SCALAR_COUNT});
+  if (!grad.is_contiguous()) throw std::invalid_argument("grad: expected a contiguous tensor");
+  Device device(place, false);
+  const flce_backend* table = device.table();
+  flce_status status = table->scale_grad(
+      table->self, out.mutable_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
+      grad.const_data_ptr(), to_dtype(grad.scalar_type(), "grad"), grad_output.const_data_ptr(),
+      scalars ? scalars->const_data_ptr() : nullptr, stat, grad.numel());
+  if (status != FLCE_OK) check(flce_fail(status, "%s: %s", table->name, table->last_error()));
+}
+
+void scale_(Tensor grad, Tensor grad_output, OptionalTensor scalars) {
+  run_scale(grad, grad, grad_output, scalars);
+}
+
+Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
+  Device device(place_of(grad), false);
+  Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");
+  run_scale(out, grad, grad_output, scalars);
+  return out;
+}
+
+// ---- cross entropy on logits ----
+
+flce_problem logits_problem(const Tensor& logits, const Tensor& target,
+                            const OptionalTensor& weight, const std::string& reduction,
+                            int64_t ignore_index, double label_smoothing, flce_tensors* tensors) {
+  expect_dim("logits", logits, 2);
+  flce_problem problem{};
+  problem.tokens = logits.size(0);
+  problem.vocab = logits.size(1);
+  problem.dtype = to_dtype(logits.scalar_type(), "logits");
+  problem.reduction = to_reduction(reduction);
+  problem.ignore_index = ignore_index;
+  problem.label_smoothing = label_smoothing;
+  problem.has_class_weight = weight.has_value();
+  expect_shape("logits", logits, {problem.tokens, problem.vocab});
+  expect_target(target, problem.tokens, place_of(logits));
+  tensors->input = logits.const_data_ptr();
+  tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
+  tensors->class_weight = class_weight_pointer(weight, problem, place_of(logits));
+  return problem;
+}
+
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor logits, Tensor target,
+                                                         OptionalTensor weight,
+                                                         std::string reduction,
+                                                         int64_t ignore_index,
+                                                         double label_smoothing) {
+  flce_tensors tensors{};
+  flce_problem problem =
+      logits_problem(logits, target, weight, reduction, ignore_index, label_smoothing, &tensors);
+  Device device(place_of(logits), false);
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+  Tensor loss = device.allocate(
+      problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{}, stat,
+      "loss");
+  Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
+  Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
+  Tensor workspace =
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace", "");
+  tensors.loss = loss.mutable_data_ptr();
+  tensors.stats = stats.mutable_data_ptr();
+  tensors.scalars = scalars.mutable_data_ptr();
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
+  return {loss, stats, scalars};
+}
+
+Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target,
+                              OptionalTensor weight, Tensor stats, Tensor scalars,
+                              std::string reduction, int64_t ignore_index, double label_smoothing) {
+  flce_tensors tensors{};
+  flce_problem problem =
+      logits_problem(logits, target, weight, reduction, ignore_index, label_smoothing, &tensors);
+  Device device(place_of(logits), false);
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+  expect_shape("grad_output", grad_output,
+               problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{});
+  expect_type("grad_output", grad_output, to_scalar_type(stat), flce_dtype_name(stat));
+  expect_shape("stats", stats, {FLCE_STAT_ROWS, n});
+  expect_shape("scalars", scalars, {FLCE_SCALAR_COUNT});
+  Tensor grad = device.allocate(shape_of(logits), problem.dtype, "grad_logits");
+  Tensor workspace =
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace", "");
+  tensors.grad_output = grad_output.const_data_ptr();
+  tensors.grad_input = grad.mutable_data_ptr();
+  tensors.stats = stats.mutable_data_ptr();
+  tensors.scalars = scalars.mutable_data_ptr();
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_cross_entropy_backward(device.table(), &problem, &tensors));
+  return grad;
+}
+
+// ---- facts ----
+
+std::string plan(int64_t tokens, int64_t hidden, int64_t vocab, std::string device_type,
+                 int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
+                 std::optional<ScalarType> bias_dtype, std::string reduction,
+                 double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
+                 ScalarType logits_dtype, std::string save, int64_t max_memory, bool grad_input,
+                 bool grad_weight, bool grad_bias) {
+  flce_problem problem =
+      make_problem({reduction, -100, label_smoothing, dtype, accum_dtype, logits_dtype, save,
+                    max_memory, grad_input, grad_weight, grad_bias});
+  problem.tokens = tokens;
+  problem.hidden = hidden;
+  problem.vocab = vocab;
+  problem.input_dtype = to_dtype(input_dtype, "input_dtype");
+  problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
+  problem.has_bias = bias_dtype.has_value();
+  if (bias_dtype) problem.bias_dtype = to_dtype(*bias_dtype, "bias_dtype");
+  bool cpu = device_type == "cpu";
+  Place place = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+                 static_cast<int32_t>(device_index)};
+  Device device(place, false);
+  flce_plan made = device.plan(problem);
+  std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
+  flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));
+  text.pop_back();
+  return text;
+}
+
+int64_t gemm_count() {
+  return flce_gemm_count();
+}
+std::string cpu_variant() {
+  return flce_cpu_variant();
+}
+
+// The CUDA library's own description, or what was looked for and why it does not serve.
+std::string cuda_describe() {
+  const CudaLibrary& library = cuda_library();
+  if (!library.error.empty()) return "not loaded: " + library.path + ": " + library.error;
+  return library.path + "\n" + library.describe();
+}
+
+// The arguments of struct Options, as the schemas of forward, backward and plan spell them.
+#define OPTIONS                                                                           \
+  "str reduction, int ignore_index, float label_smoothing, ScalarType dtype, ScalarType " \
+  "accum_dtype, ScalarType "                                                              \
+  "logits_dtype, str save, int max_memory, bool grad_input, bool grad_weight, bool grad_bias"
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flce, m) {
+  m.def(
+      "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? "
+      "weight, " OPTIONS
+      ", bool allow_tf32) -> (Tensor loss, Tensor stats, Tensor scalars, Tensor saved, Tensor "
+      "grad_input, "
+      "Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "backward(Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target, Tensor? "
+      "linear_bias, "
+      "Tensor? weight, Tensor stats, Tensor scalars, Tensor saved, " OPTIONS
+      ", bool allow_tf32) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("scale_(Tensor(a!) grad, Tensor grad_output, Tensor? scalars) -> ()");
+  m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
+  m.def(
+      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, str reduction, int "
+      "ignore_index, "
+      "float label_smoothing) -> (Tensor loss, Tensor stats, Tensor scalars)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor? weight, "
+      "Tensor stats, "
+      "Tensor scalars, str reduction, int ignore_index, float label_smoothing) -> Tensor");
+  m.def(
+      "plan(int tokens, int hidden, int vocab, str device_type, int device_index, ScalarType "
+      "input_dtype, "
+      "ScalarType weight_dtype, ScalarType? bias_dtype, " OPTIONS ") -> str");
+  m.def("gemm_count() -> int");
+  m.def("cpu_variant() -> str");
+  m.def("cuda_describe() -> str");
+}
+
+static void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("scale_", TORCH_BOX(&scale_));
+  m.impl("scaled", TORCH_BOX(&scaled));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flce, CPU, m) {
+  implement(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(flce, CUDA, m) {
+  implement(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+  m.impl("plan", TORCH_BOX(&plan));
+  m.impl("gemm_count", TORCH_BOX(&gemm_count));
+  m.impl("cpu_variant", TORCH_BOX(&cpu_variant));
+  m.impl("cuda_describe", TORCH_BOX(&cuda_describe));
+}
+
+// Importing the module runs the registrations above; it has no functions of its own.
+extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                               "_C",
+                               "flce's operators",
+                               -1,
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+  return PyModule_Create(&module);
+}

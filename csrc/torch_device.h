@@ -1,0 +1,280 @@
+// What op.cpp needs of torch before any operator: errors, dtypes, devices, allocation. Only op.cpp
+// includes it.
+#ifndef FLCE_TORCH_DEVICE_H
+#define FLCE_TORCH_DEVICE_H
+
+#include <dlfcn.h>
+
+#include <array>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "flce.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// ---- errors ----
+
+// Becomes Python's MemoryError; flce/ops.py turns that into torch.OutOfMemoryError, which the
+// stable ABI cannot raise.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+void check(flce_status status) {
+  if (status == FLCE_OK) return;
+  std::string text = flce_last_error();
+  if (status == FLCE_TARGET_OUT_OF_RANGE) throw std::out_of_range(text);
+  if (status == FLCE_INVALID_ARGUMENT) throw std::invalid_argument(text);
+  throw std::runtime_error("flce: " + std::string(flce_status_name(status)) + ": " + text);
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "(";
+  for (size_t i = 0; i < shape.size(); i++) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+std::vector<int64_t> shape_of(const Tensor& tensor) {
+  std::vector<int64_t> shape(tensor.dim());
+  for (size_t i = 0; i < shape.size(); i++) shape[i] = tensor.size(static_cast<int64_t>(i));
+  return shape;
+}
+
+// ---- types ----
+
+flce_dtype to_dtype(ScalarType type, const char* argument) {
+  switch (type) {
+    case ScalarType::Double:
+      return FLCE_F64;
+    case ScalarType::Float:
+      return FLCE_F32;
+    case ScalarType::BFloat16:
+      return FLCE_BF16;
+    case ScalarType::Half:
+      return FLCE_F16;
+    default:
+      throw std::invalid_argument(
+          std::string(argument) +
+          ": expected float64, float32, bfloat16 or float16, got another dtype");
+  }
+}
+
+ScalarType to_scalar_type(flce_dtype dtype) {
+  switch (dtype) {
+    case FLCE_F64:
+      return ScalarType::Double;
+    case FLCE_F32:
+      return ScalarType::Float;
+    case FLCE_BF16:
+      return ScalarType::BFloat16;
+    case FLCE_F16:
+      return ScalarType::Half;
+  }
+  throw std::logic_error("flce: a dtype outside the enumeration");
+}
+
+template <typename Choice, size_t size>
+Choice choose(const char* argument, const std::string& name,
+              const std::array<std::pair<const char*, Choice>, size>& choices) {
+  std::string expected;
+  for (const auto& [word, choice] : choices) {
+    if (name == word) return choice;
+    expected += (expected.empty() ? "\"" : ", \"") + std::string(word) + "\"";
+  }
+  throw std::invalid_argument(std::string(argument) + ": expected one of " + expected + ", got \"" +
+                              name + "\"");
+}
+
+flce_reduction to_reduction(const std::string& name) {
+  return choose<flce_reduction, 3>("reduction", name,
+                                   {{{"none", FLCE_NONE}, {"mean", FLCE_MEAN}, {"sum", FLCE_SUM}}});
+}
+
+flce_save to_save(const std::string& name) {
+  return choose<flce_save, 4>("save", name,
+                              {{{"nothing", FLCE_SAVE_NOTHING},
+                                {"logits", FLCE_SAVE_LOGITS},
+                                {"grads", FLCE_SAVE_GRADS},
+                                {"stats", FLCE_SAVE_STATS}}});
+}
+
+// ---- devices ----
+
+struct Place {
+  int32_t type, index;
+};
+
+Place place_of(const Tensor& tensor) {
+  Place place;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
+  return place;
+}
+
+Tensor matrix_view(const void* data, int64_t rows, int64_t cols, int64_t pitch, bool transposed,
+                   flce_dtype dtype) {
+  int64_t sizes[2] = {rows, cols};
+  int64_t strides[2] = {transposed ? 1 : pitch, transposed ? pitch : 1};
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      const_cast<void*>(data), 2, sizes, strides, 0,
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(to_scalar_type(dtype))),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+// The CPU's products are torch's own (MKL, oneDNN).
+flce_status torch_gemm(void*, const flce_gemm* gemm) {
+  if (gemm->m == 0 || gemm->n == 0) return FLCE_OK;
+  if (gemm->c_dtype != gemm->dtype)
+    return flce_fail(FLCE_UNSUPPORTED, "torch's CPU products write their operands' dtype, not %s",
+                     flce_dtype_name(gemm->c_dtype));
+  Tensor a = matrix_view(gemm->a, gemm->m, gemm->k, gemm->pitch_a, gemm->transpose_a, gemm->dtype);
+  Tensor b = matrix_view(gemm->b, gemm->k, gemm->n, gemm->pitch_b, gemm->transpose_b, gemm->dtype);
+  Tensor c = matrix_view(gemm->c, gemm->m, gemm->n, gemm->pitch_c, false, gemm->dtype);
+  AOTITorchError error = gemm->beta == 0.0 ? aoti_torch_cpu_mm_out(c.get(), a.get(), b.get())
+                                           : aoti_torch_cpu_addmm_out(c.get(), c.get(), a.get(),
+                                                                      b.get(), gemm->beta, 1.0);
+  if (error == AOTI_TORCH_SUCCESS) return FLCE_OK;
+  return flce_fail(FLCE_GEMM_FAILED, "torch's product of %lld x %lld by %lld x %lld failed",
+                   static_cast<long long>(gemm->m), static_cast<long long>(gemm->k),
+                   static_cast<long long>(gemm->k), static_cast<long long>(gemm->n));
+}
+
+void torch_parallel(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn, void* context) {
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, context));
+}
+
+// libflce_cuda.so lies beside this module; it is opened when the first CUDA tensor arrives.
+struct CudaLibrary {
+  std::string path, error;
+  flce_cuda_backend_fn open = nullptr;
+  flce_cuda_describe_fn describe = nullptr;
+  AOTITorchError (*current_stream)(int32_t, void**) = nullptr;
+
+  CudaLibrary() {
+    Dl_info self;
+    dladdr(reinterpret_cast<void*>(&torch_gemm), &self);
+    std::string module = self.dli_fname;
+    path = module.substr(0, module.find_last_of('/') + 1) + "libflce_cuda.so";
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+      error = dlerror();
+      return;
+    }
+    open = reinterpret_cast<flce_cuda_backend_fn>(dlsym(library, "flce_cuda_backend"));
+    describe = reinterpret_cast<flce_cuda_describe_fn>(dlsym(library, "flce_cuda_describe"));
+    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void* stream = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
+    current_stream = reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(stream);
+    if (!open || !describe) error = "it lacks flce_cuda_backend or flce_cuda_describe";
+  }
+};
+
+const CudaLibrary& cuda_library() {
+  static const CudaLibrary library;
+  return library;
+}
+
+// A backend's table for the device of a call, and the guard that makes this device the current one.
+class Device {
+ public:
+  Device(Place place, bool allow_tf32) : place_(place) {
+    if (place.type == aoti_torch_device_type_cpu()) {
+      cpu_ = {torch_gemm, torch_parallel, nullptr};
+      flce_cpu_backend(&cpu_, &table_);
+      return;
+    }
+    const CudaLibrary& library = cuda_library();
+    if (!library.error.empty())
+      throw std::runtime_error(
+          "flce: no CUDA library for a CUDA tensor: looked for " + library.path + ": " +
+          library.error +
+          ". Build flce with nvcc and cublasLt.h at hand (FLCE_CUDA=1 says what is missing).");
+    if (!library.current_stream)
+      throw std::runtime_error(
+          "flce: a CUDA tensor, but no libtorch_cuda.so with the current stream is loaded");
+    TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(place.index, &guard_));
+    cuda_ = {place.index, nullptr, allow_tf32};
+    if (library.current_stream(place.index, &cuda_.stream) != AOTI_TORCH_SUCCESS)
+      fail_opening("torch gave no current stream");
+    if (library.open(&cuda_, &table_) != FLCE_OK)
+      fail_opening(table_.last_error ? table_.last_error() : "the CUDA backend did not open");
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  ~Device() {
+    if (guard_) aoti_torch_delete_device_guard(guard_);
+  }
+
+  const flce_backend* table() const { return &table_; }
+
+  flce_plan plan(const flce_problem& problem) const {
+    flce_facts facts{};
+    if (flce_status status = table_.facts(table_.self, &problem, &facts))
+      check(flce_fail(status, "%s: %s", table_.name, table_.last_error()));
+    flce_plan plan;
+    check(flce_plan_make(&problem, &facts, &plan));
+    return plan;
+  }
+
+  // A new contiguous tensor; `buffer` and `advice` are for the error.
+  Tensor allocate(const std::vector<int64_t>& sizes, flce_dtype dtype, const char* buffer,
+                  const std::string& advice = "") const {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+    return empty(sizes, strides, to_scalar_type(dtype), flce_size_of(dtype), buffer, advice);
+  }
+
+  Tensor allocate_bytes(int64_t bytes, const char* buffer, const std::string& advice) const {
+    return empty({bytes}, {1}, ScalarType::Byte, 1, buffer, advice);
+  }
+
+ private:
+  [[noreturn]] void fail_opening(const char* reason) {
+    if (guard_) aoti_torch_delete_device_guard(guard_);
+    throw std::runtime_error(std::string("flce: cuda: ") + reason);
+  }
+
+  Tensor empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+               ScalarType type, int64_t element_bytes, const char* buffer,
+               const std::string& advice) const {
+    AtenTensorHandle handle;
+    int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                 code, place_.type, place_.index, &handle) == AOTI_TORCH_SUCCESS)
+      return Tensor(handle);
+    int64_t bytes = element_bytes;
+    for (int64_t size : sizes) bytes *= size;
+    throw OutOfMemory("flce: out of memory: " + std::to_string(bytes) + " bytes for buffer \"" +
+                      buffer + "\"" + advice);
+  }
+
+  Place place_;
+  DeviceGuardHandle guard_ = nullptr;
+  flce_cpu cpu_{};
+  flce_cuda cuda_{};
+  flce_backend table_{};
+};
+
+}  // namespace
+
+#endif
