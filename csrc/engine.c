@@ -101,6 +101,7 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
   c.view = (flce_rows){
       .rows = c.rows,
       .vocab = problem->vocab,
+      .z_dtype = e->plan->dtype, /* tells row_coefficients the stat dtype before there is a z */
       .bias = e->bias,
       .target = tensors->target + first,
       .ignore_index = problem->ignore_index,

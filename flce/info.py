@@ -1,0 +1,34 @@
+"""`python -m flce.info`: versions, what was built, what is chosen on this machine."""
+
+import platform
+
+import torch
+
+import flce
+from flce import options
+
+
+def lines():
+    """The report, a line at a time."""
+    yield f"flce {flce.__version__}"
+    yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
+    yield f"cpu row passes: {torch.ops.flce.cpu_variant()}, {torch.get_num_threads()} threads"
+    cpu = torch.device("cpu")
+    yield f"cpu default max_memory: {options.default_max_memory(cpu)} bytes"
+    for line in torch.ops.flce.cuda_describe().splitlines():
+        yield f"cuda library: {line}"
+    if not torch.cuda.is_available():
+        yield "cuda device: none"
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        device = torch.device("cuda", index)
+        yield (
+            f"cuda device {index}: {facts.name}, sm_{facts.major}{facts.minor}, "
+            f"{facts.multi_processor_count} multiprocessors, {facts.total_memory} bytes, "
+            f"default max_memory {options.default_max_memory(device)} bytes"
+        )
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

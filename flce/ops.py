@@ -1,0 +1,346 @@
+"""Loads the library; registers what its C++ cannot: fakes, autograd formulas, composite operators.
+
+`torch.ops.flce.linear_cross_entropy` and `torch.ops.flce.cross_entropy` are composite: they read
+requires_grad and autocast, resolve `save`, and call the inner operators, whose tensors are
+positional and whose output shapes follow from their arguments alone. An inner operator's autograd
+formula never sees the composite.
+"""
+
+import torch
+
+try:
+    from . import _C  # noqa: F401  its import registers the operators
+except ImportError as error:
+    raise ImportError(
+        "flce: the compiled module flce._C is missing or unfit for this torch "
+        f"({torch.__version__}): {error}. In a clone, run `pip install --no-build-isolation -e .`"
+    ) from error
+
+from . import options
+
+_library = torch.library.Library("flce", "FRAGMENT")
+_inner = torch.ops.flce
+
+_ROWS_OF_STATS = 4  # flce.h: FLCE_STAT_ROWS
+_SCALARS = 4  # flce.h: FLCE_SCALAR_COUNT
+_ROW_BYTES = 16  # plan.c: ROW_ALIGNMENT
+
+
+def stat_dtype(dtype):
+    """The dtype of losses and row statistics: float64 for float64, float32 for every other."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gemm_dtype(device_type, dtype):
+    """The dtype of the products' operands: the CPU widens float16 to float32."""
+    return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
+
+
+def _raise_out_of_memory(error):
+    raise torch.OutOfMemoryError(str(error)) from None
+
+
+# ---- fakes: shapes and dtypes only ----
+
+
+def _kept_dtype(save, dtype):
+    return torch.float32 if save == "grads" and dtype == torch.float16 else dtype
+
+
+def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
+    def make(like, want):
+        dtype = torch.float32 if like is None else _kept_dtype(save, like.dtype)
+        device = input.device
+        return torch.empty(like.shape if want else (0,), dtype=dtype, device=device)
+
+    bias = input if linear_bias is None else linear_bias
+    return tuple(
+        make(like, want) for like, want in zip((input, linear_weight, bias), wanted, strict=True)
+    )
+
+
+@torch.library.register_fake("flce::forward", lib=_library)
+def _fake_forward(
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    weight,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    dtype,
+    accum_dtype,
+    logits_dtype,
+    save,
+    max_memory,
+    grad_input,
+    grad_weight,
+    grad_bias,
+    allow_tf32,
+):
+    tokens, vocab = input.shape[0], linear_weight.shape[0]
+    stat = stat_dtype(dtype)
+    element = gemm_dtype(input.device.type, dtype)
+    per_row = _ROW_BYTES // element.itemsize
+    pitch = (vocab + per_row - 1) // per_row * per_row
+    loss = input.new_empty((tokens,) if reduction == "none" else (), dtype=stat)
+    stats = input.new_empty((_ROWS_OF_STATS, tokens), dtype=stat)
+    scalars = input.new_empty((_SCALARS,), dtype=stat)
+    saved = input.new_empty((tokens, pitch) if save == "logits" else (0,), dtype=element)
+    wanted = tuple(want and save == "grads" for want in (grad_input, grad_weight, grad_bias))
+    return (
+        loss,
+        stats,
+        scalars,
+        saved,
+        *_fake_gradients(input, linear_weight, linear_bias, save, wanted),
+    )
+
+
+@torch.library.register_fake("flce::backward", lib=_library)
+def _fake_backward(grad_output, input, linear_weight, target, linear_bias, *rest):
+    save, (grad_input, grad_weight, grad_bias) = rest[-6], rest[-4:-1]
+    return _fake_gradients(
+        input, linear_weight, linear_bias, save, (grad_input, grad_weight, grad_bias)
+    )
+
+
+@torch.library.register_fake("flce::scale_", lib=_library)
+def _fake_scale_(grad, grad_output, scalars):
+    return None
+
+
+@torch.library.register_fake("flce::scaled", lib=_library)
+def _fake_scaled(grad, grad_output, scalars, dtype):
+    return torch.empty_like(grad, dtype=dtype)
+
+
+@torch.library.register_fake("flce::cross_entropy_forward", lib=_library)
+def _fake_cross_entropy_forward(logits, target, weight, reduction, ignore_index, label_smoothing):
+    tokens, stat = logits.shape[0], stat_dtype(logits.dtype)
+    return (
+        logits.new_empty((tokens,) if reduction == "none" else (), dtype=stat),
+        logits.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
+        logits.new_empty((_SCALARS,), dtype=stat),
+    )
+
+
+@torch.library.register_fake("flce::cross_entropy_backward", lib=_library)
+def _fake_cross_entropy_backward(grad_output, logits, *rest):
+    return torch.empty_like(logits)
+
+
+# ---- autograd of the inner operators ----
+
+
+def _save_for_backward(ctx, inputs, output):
+    input, linear_weight, target, linear_bias, weight, *settings = inputs
+    _, stats, scalars, saved, grad_input, grad_weight, grad_bias = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.settings = settings
+    ctx.save = settings[6]
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, linear_weight, linear_bias))
+    if ctx.save == "grads":
+        ctx.save_for_backward(scalars, grad_input, grad_weight, grad_bias)
+    else:
+        ctx.save_for_backward(
+            input, linear_weight, target, linear_bias, weight, stats, scalars, saved
+        )
+
+
+def _graph_is_kept():
+    """Whether this backward may run again. True where that cannot be known, as under compile."""
+    if torch.compiler.is_compiling():
+        return True
+    known = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return known is None or known()
+
+
+def _hand_over(grad, grad_output, scalars, dtype, keep):
+    """The forward's gradient times grad_output, in its own memory where nobody reads it again."""
+    plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
+    if keep or not plain or grad.dtype != dtype:
+        return _inner.scaled(grad, grad_output, scalars, dtype)
+    _inner.scale_(grad, grad_output, scalars)
+    # A new tensor on the same memory: autograd may keep it as .grad without a copy.
+    return grad.detach()
+
+
+def _scale_saved(ctx, grad_output, wanted):
+    scalars, *grads = ctx.saved_tensors
+    dtype = ctx.settings[3]
+    # In float16 form dz the denominator is still to be applied (engine.c: forward_gradients).
+    pending = scalars if gemm_dtype(scalars.device.type, dtype) == torch.float16 else None
+    keep = _graph_is_kept()
+    return tuple(
+        _hand_over(grad, grad_output, pending, given, keep) if want else None
+        for grad, given, want in zip(grads, ctx.dtypes, wanted, strict=True)
+    )
+
+
+def _backward(ctx, grad_output, *_):
+    needs = ctx.needs_input_grad
+    wanted = (needs[0], needs[1], needs[3])
+    others = (None,) * (len(needs) - 4)
+    if grad_output is None:
+        return (None, None, None, None, *others)
+    grad_output = grad_output.contiguous()
+    try:
+        if ctx.save == "grads":
+            grads = _scale_saved(ctx, grad_output, wanted)
+        else:
+            # settings end in max_memory, the three wanted gradients, allow_tf32
+            settings = (*ctx.settings[:8], *wanted, ctx.settings[-1])
+            made = _inner.backward(grad_output, *ctx.saved_tensors, *settings)
+            grads = tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
+    except MemoryError as error:
+        _raise_out_of_memory(error)
+    return (grads[0], grads[1], None, grads[2], *others)
+
+
+def _save_logits(ctx, inputs, output):
+    logits, target, weight, *settings = inputs
+    _, stats, scalars = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(stats, scalars)
+    ctx.settings = settings
+    ctx.save_for_backward(logits, target, weight, stats, scalars)
+
+
+def _cross_entropy_backward(ctx, grad_output, *_):
+    others = (None,) * (len(ctx.needs_input_grad) - 1)
+    if grad_output is None:
+        return (None, *others)
+    try:
+        grad = _inner.cross_entropy_backward(
+            grad_output.contiguous(), *ctx.saved_tensors, *ctx.settings
+        )
+    except MemoryError as error:
+        _raise_out_of_memory(error)
+    return (grad, *others)
+
+
+def _refuse_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "flce: the gradient of a gradient (double backward, create_graph=True) is not defined "
+        "here; use torch.nn.functional.linear and cross_entropy where you differentiate twice"
+    )
+
+
+torch.library.register_autograd(
+    "flce::forward", _backward, setup_context=_save_for_backward, lib=_library
+)
+torch.library.register_autograd(
+    "flce::cross_entropy_forward", _cross_entropy_backward, setup_context=_save_logits, lib=_library
+)
+for _name in ("backward", "scaled", "cross_entropy_backward"):
+    torch.library.register_autograd(f"flce::{_name}", _refuse_double_backward, lib=_library)
+
+
+# ---- the composite operators ----
+
+
+def _wants(tensor):
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _allow_tf32(device_type, dtype):
+    if device_type != "cuda" or dtype != torch.float32:
+        return False
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
+def _linear_cross_entropy(
+    input,
+    linear_weight,
+    target,
+    *,
+    linear_bias=None,
+    weight=None,
+    reduction="mean",
+    ignore_index=-100,
+    label_smoothing=0.0,
+    accum_dtype=None,
+    logits_dtype=None,
+    save="auto",
+    max_memory=None,
+):
+    options.check_choices(reduction, label_smoothing, save)
+    options.check_linear(input, linear_weight, target, linear_bias, weight)
+    options.refuse_transforms(input, linear_weight, linear_bias)
+    device_type = input.device.type
+    ignore_index = -100 if ignore_index is None else ignore_index
+    dtype = options.compute_dtype(input, linear_weight)
+    stat = stat_dtype(dtype)
+    vocab, hidden = linear_weight.shape
+    if options.checks_targets(input.device):
+        options.check_target_range(target, vocab, ignore_index)
+
+    wanted = (_wants(input), _wants(linear_weight), _wants(linear_bias))
+    max_memory = options.resolve_max_memory(max_memory, input.device)
+    operand = gemm_dtype(device_type, dtype)
+    logits_bytes = target.numel() * vocab * operand.itemsize
+    save = options.resolve_save(save, any(wanted), reduction, operand, logits_bytes, max_memory)
+    try:
+        loss = _inner.forward(
+            input.reshape(-1, hidden).contiguous(),
+            linear_weight.contiguous(),
+            target.reshape(-1).contiguous(),
+            None if linear_bias is None else linear_bias.contiguous(),
+            None if weight is None else weight.detach().to(stat).contiguous(),
+            reduction,
+            ignore_index,
+            label_smoothing,
+            dtype,
+            accum_dtype or dtype,
+            logits_dtype or stat,
+            save,
+            max_memory,
+            *wanted,
+            _allow_tf32(device_type, dtype),
+        )[0]
+    except MemoryError as error:
+        _raise_out_of_memory(error)
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def _cross_entropy(
+    logits, target, *, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0
+):
+    options.check_choices(reduction, label_smoothing)
+    options.check_logits(logits, target, weight)
+    options.refuse_transforms(logits)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    vocab = logits.shape[-1]
+    if options.checks_targets(logits.device):
+        options.check_target_range(target, vocab, ignore_index)
+    stat = stat_dtype(logits.dtype)
+    try:
+        loss = _inner.cross_entropy_forward(
+            logits.reshape(-1, vocab).contiguous(),
+            target.reshape(-1).contiguous(),
+            None if weight is None else weight.detach().to(stat).contiguous(),
+            reduction,
+            ignore_index,
+            label_smoothing,
+        )[0]
+    except MemoryError as error:
+        _raise_out_of_memory(error)
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+_LOSS_SCHEMA = (
+    "Tensor? weight=None, str reduction='mean', int? ignore_index=-100, float label_smoothing=0.0"
+)
+_library.define(
+    "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, "
+    f"Tensor? linear_bias=None, {_LOSS_SCHEMA}, ScalarType? accum_dtype=None, "
+    "ScalarType? logits_dtype=None, str save='auto', int? max_memory=None) -> Tensor"
+)
+_library.define(f"cross_entropy(Tensor logits, Tensor target, *, {_LOSS_SCHEMA}) -> Tensor")
+_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeImplicitAutograd")
+_library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")

@@ -1,0 +1,110 @@
+"""What a call will hold and do, without doing it."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from . import ops, options
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one problem, as csrc/plan.c makes it; str() is its table.
+
+    Sizes are bytes over the inputs, `buffers` maps a buffer's name to its own. Peaks count what
+    lives at once: `forward_peak_bytes` the outputs and the workspace of the forward,
+    `backward_peak_bytes` what the forward kept, the gradients and the backward's workspace.
+    """
+
+    save: str
+    form: str
+    dtype: str
+    logits_dtype: str
+    accum_dtype: str
+    chunk_rows: int
+    chunks: int
+    backward_chunk_rows: int
+    backward_chunks: int
+    forward_gemms: int
+    backward_gemms: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    peak_bytes: int
+    buffers: dict
+    text: str
+
+    def __str__(self):
+        return self.text
+
+
+def _parse(text):
+    fields = dict(re.findall(r"(\w+)=(\S+)", text))
+    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
+    numbers = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
+    return Plan(**numbers, buffers=buffers, text=text)
+
+
+def plan(
+    tokens,
+    hidden,
+    vocab,
+    *,
+    dtype=torch.bfloat16,
+    device="cuda",
+    input_dtype=None,
+    weight_dtype=None,
+    bias=False,
+    reduction="mean",
+    label_smoothing=0.0,
+    accum_dtype=None,
+    logits_dtype=None,
+    save="auto",
+    max_memory=None,
+    grad_input=True,
+    grad_weight=True,
+):
+    """The strategy, chunks, GEMM count and bytes by buffer that a call of these sizes has.
+
+    Args:
+        tokens, hidden, vocab: N, H, V.
+        dtype: of the matrix products (autocast's, where it is on).
+        device: "cpu", "cuda" or a torch.device; a CUDA one has to be present.
+        input_dtype, weight_dtype: of the operands as given; None for `dtype`.
+        bias: whether there is one (its gradient is wanted then).
+        grad_input, grad_weight: whether these gradients are wanted; none of the three is no_grad.
+        reduction, label_smoothing, accum_dtype, logits_dtype, save, max_memory: as in
+            `linear_cross_entropy`.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        TypeError, ValueError: what the call itself would refuse.
+    """
+    device = torch.device(device)
+    options.check_choices(reduction, label_smoothing, save)
+    max_memory = options.resolve_max_memory(max_memory, device)
+    operand = ops.gemm_dtype(device.type, dtype)
+    wanted = (grad_input, grad_weight, bias)
+    logits_bytes = tokens * vocab * operand.itemsize
+    text = torch.ops.flce.plan(
+        tokens,
+        hidden,
+        vocab,
+        device.type,
+        device.index or 0,
+        input_dtype or dtype,
+        weight_dtype or dtype,
+        (weight_dtype or dtype) if bias else None,
+        reduction,
+        -100,
+        label_smoothing,
+        dtype,
+        accum_dtype or dtype,
+        logits_dtype or ops.stat_dtype(dtype),
+        options.resolve_save(save, any(wanted), reduction, operand, logits_bytes, max_memory),
+        max_memory,
+        *wanted,
+    )
+    return _parse(text)
