@@ -24,12 +24,11 @@ typedef struct engine {
 } engine;
 
 /* Calls a function of the table and keeps its sentence where the core's callers look for it. */
-#define CALL(engine, function, ...)                                                               \
-  do {                                                                                            \
-    flce_status call_status_ = (engine)->backend->function((engine)->backend->self, __VA_ARGS__); \
-    if (call_status_ != FLCE_OK)                                                                  \
-      return flce_fail(call_status_, "%s: %s", (engine)->backend->name,                           \
-                       (engine)->backend->last_error());                                          \
+#define CALL(engine, function, ...)                                                  \
+  do {                                                                               \
+    const flce_backend* backend_ = (engine)->backend;                                \
+    flce_status status_ = backend_->function(backend_->self, __VA_ARGS__);           \
+    if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
   } while (0)
 
 static void* at(const void* base, int64_t elements, flce_dtype dtype) {

@@ -250,7 +250,7 @@ void run_scale(const Tensor& out, const Tensor& grad, const Tensor& grad_output,
       table->self, out.mutable_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
       grad.const_data_ptr(), to_dtype(grad.scalar_type(), "grad"), grad_output.const_data_ptr(),
       scalars ? scalars->const_data_ptr() : nullptr, stat, grad.numel());
-  if (status != FLCE_OK) check(flce_fail(status, "%s: %s", table->name, table->last_error()));
+  if (status != FLCE_OK) check(flce_fail(status, "%s", table->last_error()));
 }
 
 void scale_(Tensor grad, Tensor grad_output, OptionalTensor scalars) {
@@ -342,13 +342,13 @@ Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target,
 
 std::string plan(int64_t tokens, int64_t hidden, int64_t vocab, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
-                 std::optional<ScalarType> bias_dtype, std::string reduction,
+                 std::optional<ScalarType> bias_dtype, std::string reduction, int64_t ignore_index,
                  double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
                  ScalarType logits_dtype, std::string save, int64_t max_memory, bool grad_input,
                  bool grad_weight, bool grad_bias) {
   flce_problem problem =
-      make_problem({reduction, -100, label_smoothing, dtype, accum_dtype, logits_dtype, save,
-                    max_memory, grad_input, grad_weight, grad_bias});
+      make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
+                    save, max_memory, grad_input, grad_weight, grad_bias});
   problem.tokens = tokens;
   problem.hidden = hidden;
   problem.vocab = vocab;

@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 static _Thread_local char last_error[512];
 
@@ -25,10 +26,13 @@ const char* flce_status_name(flce_status status) {
 }
 
 flce_status flce_fail(flce_status status, const char* format, ...) {
+  char text[sizeof last_error]; /* an argument may be last_error itself, when a failure is passed on
+                                 */
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(last_error, sizeof last_error, format, arguments);
+  vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
+  memcpy(last_error, text, sizeof last_error);
   return status;
 }
 

@@ -230,7 +230,7 @@ class Device {
   flce_plan plan(const flce_problem& problem) const {
     flce_facts facts{};
     if (flce_status status = table_.facts(table_.self, &problem, &facts))
-      check(flce_fail(status, "%s: %s", table_.name, table_.last_error()));
+      check(flce_fail(status, "%s", table_.last_error()));
     flce_plan plan;
     check(flce_plan_make(&problem, &facts, &plan));
     return plan;

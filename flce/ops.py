@@ -342,5 +342,8 @@ _library.define(
     "ScalarType? logits_dtype=None, str save='auto', int? max_memory=None) -> Tensor"
 )
 _library.define(f"cross_entropy(Tensor logits, Tensor target, *, {_LOSS_SCHEMA}) -> Tensor")
+for _name in ("linear_cross_entropy", "cross_entropy"):
+    # Without this vmap would loop over the batch, one call a slice, with only a warning.
+    _library.impl(_name, options.refuse_vmap, "FuncTorchBatched")
 _library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeImplicitAutograd")
 _library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")

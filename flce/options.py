@@ -191,16 +191,18 @@ def check_logits(logits, target, weight):
     _check_class_weight(weight, logits.shape[-1], "logits", logits)
 
 
+def refuse_vmap(*args, **kwargs):
+    """Stands for an operator's batching rule."""
+    raise RuntimeError(
+        "flce: vmap is not supported; the leading dimensions of input and target are a batch already"
+    )
+
+
 def refuse_transforms(*tensors):
-    """Forward-mode AD and vmap have no rule here: say so, and what to use."""
+    """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use."""
     for tensor in tensors:
         if tensor is None or torch.compiler.is_compiling():
             continue
-        if torch._C._functorch.is_batchedtensor(tensor):
-            raise RuntimeError(
-                "flce: vmap is not supported; the leading dimensions of input and target are a "
-                "batch already"
-            )
         if torch._C._functorch.is_gradtrackingtensor(tensor):
             raise RuntimeError(
                 "flce: torch.func transforms are not supported; use torch.autograd.grad or "
