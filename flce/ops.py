@@ -132,22 +132,25 @@ def _fake_cross_entropy_backward(grad_output, logits, *rest):
 
 
 # ---- autograd of the inner operators ----
+#
+# Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads the
+# operator's schema again in each call, which costs more host time than the rest of a small step.
 
 
-def _save_for_backward(ctx, inputs, output):
-    input, linear_weight, target, linear_bias, weight, *settings = inputs
-    _, stats, scalars, saved, grad_input, grad_weight, grad_bias = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.settings = settings
-    ctx.save = settings[6]
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, linear_weight, linear_bias))
-    if ctx.save == "grads":
-        ctx.save_for_backward(scalars, grad_input, grad_weight, grad_bias)
-    else:
-        ctx.save_for_backward(
-            input, linear_weight, target, linear_bias, weight, stats, scalars, saved
-        )
+def _below_autograd(op, args):
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _register_autograd(name, function):
+    op = getattr(_inner, name).default
+
+    def kernel(*args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return function.apply(*args)
+        return _below_autograd(op, args)
+
+    _library.impl(name, kernel, "Autograd")
 
 
 def _graph_is_kept():
@@ -168,7 +171,45 @@ def _hand_over(grad, grad_output, scalars, dtype, keep):
     return grad.detach()
 
 
-def _scale_saved(ctx, grad_output, wanted):
+class _Forward(torch.autograd.Function):
+    """flce::forward; its saved outputs are not differentiable."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        output = _below_autograd(_inner.forward.default, args)
+        input, linear_weight, target, linear_bias, weight, *settings = args
+        _, stats, scalars, saved, grad_input, grad_weight, grad_bias = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.settings = settings
+        ctx.save = settings[6]
+        ctx.dtypes = tuple(
+            None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
+        )
+        if ctx.save == "grads":
+            ctx.save_for_backward(scalars, grad_input, grad_weight, grad_bias)
+        else:
+            ctx.save_for_backward(
+                input, linear_weight, target, linear_bias, weight, stats, scalars, saved
+            )
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        needs = ctx.needs_input_grad
+        wanted = (needs[0], needs[1], needs[3])
+        others = (None,) * (len(needs) - 4)
+        if grad_output is None:
+            return (None, None, None, None, *others)
+        make = _scale_made if ctx.save == "grads" else _run_backward
+        try:
+            grads = make(ctx, grad_output.contiguous(), wanted)
+        except MemoryError as error:
+            _raise_out_of_memory(error)
+        return (grads[0], grads[1], None, grads[2], *others)
+
+
+def _scale_made(ctx, grad_output, wanted):
     scalars, *grads = ctx.saved_tensors
     dtype = ctx.settings[3]
     # In float16 form dz the denominator is still to be applied (engine.c: forward_gradients).
@@ -180,63 +221,64 @@ def _scale_saved(ctx, grad_output, wanted):
     )
 
 
-def _backward(ctx, grad_output, *_):
-    needs = ctx.needs_input_grad
-    wanted = (needs[0], needs[1], needs[3])
-    others = (None,) * (len(needs) - 4)
-    if grad_output is None:
-        return (None, None, None, None, *others)
-    grad_output = grad_output.contiguous()
-    try:
-        if ctx.save == "grads":
-            grads = _scale_saved(ctx, grad_output, wanted)
-        else:
-            # settings end in max_memory, the three wanted gradients, allow_tf32
-            settings = (*ctx.settings[:8], *wanted, ctx.settings[-1])
-            made = _inner.backward(grad_output, *ctx.saved_tensors, *settings)
-            grads = tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
-    except MemoryError as error:
-        _raise_out_of_memory(error)
-    return (grads[0], grads[1], None, grads[2], *others)
+def _run_backward(ctx, grad_output, wanted):
+    # settings end in max_memory, the three wanted gradients, allow_tf32
+    settings = (*ctx.settings[:8], *wanted, ctx.settings[-1])
+    made = _inner.backward(grad_output, *ctx.saved_tensors, *settings)
+    return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
 
 
-def _save_logits(ctx, inputs, output):
-    logits, target, weight, *settings = inputs
-    _, stats, scalars = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(stats, scalars)
-    ctx.settings = settings
-    ctx.save_for_backward(logits, target, weight, stats, scalars)
+class _CrossEntropyForward(torch.autograd.Function):
+    """flce::cross_entropy_forward."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        output = _below_autograd(_inner.cross_entropy_forward.default, args)
+        logits, target, weight, *settings = args
+        _, stats, scalars = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(stats, scalars)
+        ctx.settings = settings
+        ctx.save_for_backward(logits, target, weight, stats, scalars)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        others = (None,) * (len(ctx.needs_input_grad) - 1)
+        if grad_output is None:
+            return (None, *others)
+        try:
+            grad = _inner.cross_entropy_backward(
+                grad_output.contiguous(), *ctx.saved_tensors, *ctx.settings
+            )
+        except MemoryError as error:
+            _raise_out_of_memory(error)
+        return (grad, *others)
 
 
-def _cross_entropy_backward(ctx, grad_output, *_):
-    others = (None,) * (len(ctx.needs_input_grad) - 1)
-    if grad_output is None:
-        return (None, *others)
-    try:
-        grad = _inner.cross_entropy_backward(
-            grad_output.contiguous(), *ctx.saved_tensors, *ctx.settings
-        )
-    except MemoryError as error:
-        _raise_out_of_memory(error)
-    return (grad, *others)
+def _once(name):
+    """A Function for an operator of the backward, whose own gradient is refused."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            return _below_autograd(getattr(_inner, name).default, args)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(
+                "flce: the gradient of a gradient (double backward, create_graph=True) is not "
+                "defined here; use torch.nn.functional.linear and cross_entropy where you "
+                "differentiate twice"
+            )
+
+    return Once
 
 
-def _refuse_double_backward(ctx, *grads):
-    raise RuntimeError(
-        "flce: the gradient of a gradient (double backward, create_graph=True) is not defined "
-        "here; use torch.nn.functional.linear and cross_entropy where you differentiate twice"
-    )
-
-
-torch.library.register_autograd(
-    "flce::forward", _backward, setup_context=_save_for_backward, lib=_library
-)
-torch.library.register_autograd(
-    "flce::cross_entropy_forward", _cross_entropy_backward, setup_context=_save_logits, lib=_library
-)
+_register_autograd("forward", _Forward)
+_register_autograd("cross_entropy_forward", _CrossEntropyForward)
 for _name in ("backward", "scaled", "cross_entropy_backward"):
-    torch.library.register_autograd(f"flce::{_name}", _refuse_double_backward, lib=_library)
+    _register_autograd(_name, _once(_name))
 
 
 # ---- the composite operators ----
