@@ -1,0 +1,96 @@
+/* The CUDA backend's table, and the two functions that libflce_cuda.so exports. */
+#include "backend.cuh"
+
+#include <stdio.h>
+
+/* ---- facts ---- */
+
+/* What NVIDIA recommends: 32 MiB from Hopper on, 8 MiB before. A small problem's products cannot
+ * use that much: a split has at most kPartials results of each. */
+static int64_t gemm_workspace(const flce_problem* p, int major) {
+  const int64_t mib = 1 << 20, kPartials = 16;
+  const int64_t cap = (major >= 9 ? 32 : 8) * mib;
+  const double most = fmax((double)p->tokens * (double)p->vocab,
+                           (double)p->hidden * fmax((double)p->tokens, (double)p->vocab));
+  const double wanted = most * (double)(kPartials * flce_size_of(flce_stat_dtype(p->dtype)));
+  if (wanted >= (double)cap) return cap;
+  return max_of(mib, ceil_div((int64_t)wanted, 256) * 256);
+}
+
+/* E (weighted rows, V columns), W and x (H columns). */
+static int64_t column_sum_scratch(const flce_problem* p) {
+  const int64_t e = cuda_column_sum_bytes(p->tokens, p->vocab, p->dtype);
+  const int64_t w = cuda_column_sum_bytes(p->vocab, p->hidden, p->dtype);
+  const int64_t x = cuda_column_sum_bytes(p->tokens, p->hidden, p->dtype);
+  return max_of(e, max_of(w, x));
+}
+
+static flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* facts) {
+  const flce_cuda* cuda = (const flce_cuda*)self;
+  int major;
+  FLCE_TRY(check_cuda(
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
+  facts->gemm_writes_f32 = true;
+  facts->gemm_f16 = true;
+  facts->gemm_workspace_bytes = gemm_workspace(problem, major);
+  facts->column_sum_bytes = column_sum_scratch(problem);
+  return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
+}
+
+/* ---- exports ---- */
+
+extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backend* backend) {
+  if (!cuda || !backend) {
+    return flce_fail(FLCE_INVALID_ARGUMENT, "flce_cuda_backend: expected two pointers, got NULL");
+  }
+  const flce_backend table = {
+      .name = "cuda",
+      .self = cuda,
+      .last_error = flce_last_error,
+      .facts = cuda_facts,
+      .gemm = cuda_gemm,
+      .zero = cuda_zero,
+      .cast = cuda_cast,
+      .prepare = cuda_prepare,
+      .stat_rows = cuda_stat_rows,
+      .exp_rows = cuda_exp_rows,
+      .grad_rows = cuda_grad_rows,
+      .row_coefficients = cuda_row_coefficients,
+      .reduce = cuda_reduce,
+      .scale_rows = cuda_scale_rows,
+      .finish_grad_input = cuda_finish_grad_input,
+      .column_sum = cuda_column_sum,
+      .order_targets = cuda_order_targets,
+      .finish_grad_weight = cuda_finish_grad_weight,
+      .finish_grad_bias = cuda_finish_grad_bias,
+      .add_block = cuda_add_block,
+      .scale_grad = cuda_scale_grad,
+  };
+  *backend = table;
+  return FLCE_OK;
+}
+
+extern "C" FLCE_EXPORT const char* flce_cuda_describe(void) {
+  static thread_local char text[512];
+  const int archs[] = {__CUDA_ARCH_LIST__};
+  int used = snprintf(text, sizeof(text), "flce_cuda %s, nvcc %d.%d, architectures", FLCE_VERSION,
+                      __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__);
+  for (size_t i = 0; i < sizeof(archs) / sizeof(archs[0]); i++) {
+    used += snprintf(text + used, sizeof(text) - used, " %d", archs[i] / 10);
+  }
+  int driver = 0, device = 0;
+  cudaDeviceProp prop;
+  cudaDriverGetVersion(&driver);
+  used += snprintf(text + used, sizeof(text) - used, "\nCUDA driver %d, cuBLASLt %zu", driver,
+                   cuda_gemm_version());
+  if (cudaGetDevice(&device) == cudaSuccess &&
+      cudaGetDeviceProperties(&prop, device) == cudaSuccess) {
+    snprintf(text + used, sizeof(text) - used, "\ndevice %d: %s, sm_%d%d, %d SMs, %zu MiB", device,
+             prop.name, prop.major, prop.minor, prop.multiProcessorCount,
+             prop.totalGlobalMem >> 20);
+  } else {
+    cudaGetLastError();
+    snprintf(text + used, sizeof(text) - used, "\nno device");
+  }
+  return text;
+}

@@ -1,0 +1,62 @@
+/* The functions of the CUDA backend's table; what each does stands in flce.h. `self` is the
+ * flce_cuda whose device is current, all work goes to its stream. */
+#ifndef FLCE_CUDA_BACKEND_CUH
+#define FLCE_CUDA_BACKEND_CUH
+
+#include "common.cuh"
+
+static inline cudaStream_t stream_of(void* self) {
+  return (cudaStream_t)((const flce_cuda*)self)->stream;
+}
+
+/* gemm.cu */
+flce_status cuda_gemm(void* self, const flce_gemm* gemm, void* workspace, int64_t workspace_bytes);
+/* The library's version number, 0 where it cannot be loaded. */
+size_t cuda_gemm_version(void);
+
+/* softmax.cu */
+flce_status cuda_stat_rows(void* self, const flce_rows* rows);
+flce_status cuda_exp_rows(void* self, const flce_rows* rows);
+flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
+                           bool z_is_exp);
+
+/* order.cu */
+flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
+flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
+                               void* order);
+flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
+                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
+                                    const void* coef_target, const void* order, int64_t tokens,
+                                    const void* xsum, const void* class_weight, int64_t vocab,
+                                    int64_t hidden);
+flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
+                                  flce_dtype stat, const void* coef_target, const void* order,
+                                  int64_t tokens, const void* smooth_total,
+                                  const void* class_weight, int64_t vocab);
+
+/* gradient.cu */
+flce_status cuda_zero(void* self, void* data, int64_t bytes);
+flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
+                      flce_dtype in_dtype, int64_t count);
+flce_status cuda_prepare(void* self, const flce_problem* problem, const int64_t* target,
+                         const void* class_weight, void* scalars);
+flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const void* grad_output,
+                                  int64_t grad_stride, const void* factor, void* coef);
+flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
+                        const void* factor, flce_dtype stat);
+flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
+                            const void* coef, int64_t rows, int64_t hidden);
+flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
+                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
+                                   const flce_rows* rows, const void* wsum, int64_t hidden);
+int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
+flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
+                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
+                            void* scratch);
+flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
+                           flce_dtype dtype, int64_t count);
+flce_status cuda_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
+                            flce_dtype in_dtype, const void* grad_output, const void* scalars,
+                            flce_dtype stat, int64_t count);
+
+#endif

@@ -1,0 +1,277 @@
+/* Tokens ordered by target, and the passes that need them so: the target terms of dW and db, summed
+ * in a fixed order without atomics. */
+#include "backend.cuh"
+
+#include <cub/device/device_radix_sort.cuh>
+
+/* ---- the order ---- */
+
+/* [tokens] each, 256-byte aligned: sorted targets (V for those that do not count), their tokens,
+ * the same unsorted, then the sort's own scratch. */
+typedef struct order_view {
+  uint32_t *keys, *tokens, *keys_in, *tokens_in;
+  void* scratch;
+} order_view;
+
+enum { kOrderThreads = 256 };
+
+static int64_t order_stride(int64_t tokens) {
+  return ceil_div(tokens * 4, 256) * 256;
+}
+
+static order_view view_order(const void* order, int64_t tokens) {
+  char* base = (char*)order;
+  const int64_t stride = order_stride(tokens);
+  const order_view view = {(uint32_t*)base, (uint32_t*)(base + stride),
+                           (uint32_t*)(base + 2 * stride), (uint32_t*)(base + 3 * stride),
+                           base + 4 * stride};
+  return view;
+}
+
+/* Bits of the keys 0 .. vocab. */
+static int key_bits(int64_t vocab) {
+  int bits = 1;
+  while ((vocab >> bits) != 0) bits++;
+  return bits;
+}
+
+static flce_status check_order(int64_t tokens, int64_t vocab) {
+  if (tokens <= INT32_MAX && vocab <= INT32_MAX) return FLCE_OK;
+  return flce_fail(FLCE_UNSUPPORTED, "order_targets: at most %d tokens and classes, got %lld, %lld",
+                   INT32_MAX, (long long)tokens, (long long)vocab);
+}
+
+/* With scratch NULL only `scratch_bytes` is set. The sort is stable: tokens ascend within a key. */
+static flce_status sort_order(const order_view* view, void* scratch, size_t* scratch_bytes,
+                              int64_t tokens, int64_t vocab, cudaStream_t stream) {
+  return check_cuda(cub::DeviceRadixSort::SortPairs(scratch, *scratch_bytes, view->keys_in,
+                                                    view->keys, view->tokens_in, view->tokens,
+                                                    (int)tokens, 0, key_bits(vocab), stream),
+                    "order_targets: sort");
+}
+
+flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
+  FLCE_TRY(check_order(tokens, vocab));
+  const order_view none = {NULL, NULL, NULL, NULL, NULL};
+  size_t scratch_bytes = 0;
+  FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
+  *bytes = 4 * order_stride(tokens) + (int64_t)scratch_bytes;
+  return FLCE_OK;
+}
+
+__global__ void __launch_bounds__(kOrderThreads)
+    make_keys(uint32_t* keys, uint32_t* values, const int64_t* target, int64_t tokens,
+              int64_t vocab, int64_t ignore_index) {
+  const int64_t i = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
+  if (i >= tokens) return;
+  const int64_t y = target[i];
+  keys[i] = (uint32_t)(y != ignore_index && y >= 0 && y < vocab ? y : vocab);
+  values[i] = (uint32_t)i;
+}
+
+flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
+                               void* order) {
+  const int64_t tokens = problem->tokens, vocab = problem->vocab;
+  if (tokens == 0) return FLCE_OK;
+  FLCE_TRY(check_order(tokens, vocab));
+  const order_view view = view_order(order, tokens);
+  const order_view none = {NULL, NULL, NULL, NULL, NULL};
+  make_keys<<<(unsigned)ceil_div(tokens, kOrderThreads), kOrderThreads, 0, stream_of(self)>>>(
+      view.keys_in, view.tokens_in, target, tokens, vocab, problem->ignore_index);
+  FLCE_LAUNCHED("order_targets");
+  size_t scratch_bytes = 0;
+  FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
+  return sort_order(&view, view.scratch, &scratch_bytes, tokens, vocab, stream_of(self));
+}
+
+/* First position whose key is not below `key`. */
+__device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tokens, uint32_t key) {
+  int64_t low = 0, high = tokens;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (keys[middle] < key) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* ---- dW ---- */
+
+enum { kSliceThreads = 128, kStripeRows = 16, kBatch = 4 };
+
+typedef struct grad_weight_args {
+  void* dw;
+  const void* accum;
+  const void* x;
+  flce_dtype dw_dtype, accum_dtype;
+  const uint32_t* keys;
+  const uint32_t* tokens;
+  int64_t count; /* of keys; 0 without a target term */
+  int64_t vocab, hidden;
+  const void *coef_target, *xsum, *class_weight;
+} grad_weight_args;
+
+/* Adds coef_target[i] x[i] over the tokens in positions [begin, end), in their order. */
+template <typename X, int N, typename S = stat_t<X>>
+__device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t begin, int64_t end,
+                                           int64_t h, S (&sum)[N]) {
+  for (int64_t first = begin; first < end; first += kBatch) {
+    /* All loads before the first conversion: the rows lie anywhere, so each waits its full time. */
+    S coef[kBatch];
+    Vec<X, N> raw[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int64_t token = p.tokens[first + b < end ? first + b : begin];
+      coef[b] = ((const S*)p.coef_target)[token];
+      load_vec<false>((const X*)p.x + token * p.hidden + h, raw[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      if (first + b >= end) break;
+      S v[N];
+      unpack(raw[b], v);
+#pragma unroll
+      for (int e = 0; e < N; e++) sum[e] += coef[b] * v[e];
+    }
+  }
+}
+
+/* Elements [h, h + N) of dW's row j, whose tokens are in positions [begin, end). */
+template <typename X, int N, typename S = stat_t<X>>
+__device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64_t j, int64_t begin,
+                                                int64_t end, int64_t h) {
+  S v[N], terms[N] = {};
+  load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
+  add_tokens<X, N>(p, begin, end, h, terms);
+  if (p.xsum) {
+    const S w = p.class_weight ? ((const S*)p.class_weight)[j] : (S)1;
+#pragma unroll
+    for (int e = 0; e < N; e++) terms[e] -= w * ((const S*)p.xsum)[h + e];
+  }
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] += terms[e];
+  store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
+}
+
+/* In place, target terms alone: a block for each position and slice of H, of which those at the
+ * first position of a target do its row. */
+template <typename X, int N>
+__global__ void __launch_bounds__(kSliceThreads)
+    finish_touched_rows(const __grid_constant__ grad_weight_args p) {
+  const int64_t begin = blockIdx.x;
+  const uint32_t j = p.keys[begin];
+  if (j >= p.vocab || (begin > 0 && p.keys[begin - 1] == j)) return;
+  const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
+  if (h >= p.hidden) return;
+  /* Most targets stand alone; the search is for those that may have hundreds of tokens. */
+  const bool alone = begin + 1 == p.count || p.keys[begin + 1] != j;
+  const int64_t end = alone ? begin + 1 : lower_bound(p.keys, p.count, j + 1);
+  finish_elements<X, N>(p, j, begin, end, h);
+}
+
+/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side. */
+template <typename X, int N>
+__global__ void __launch_bounds__(kSliceThreads)
+    finish_all_rows(const __grid_constant__ grad_weight_args p) {
+  __shared__ int64_t bounds[kStripeRows + 1];
+  const int64_t stripe = (int64_t)blockIdx.x * kStripeRows;
+  if (threadIdx.x <= kStripeRows) {
+    bounds[threadIdx.x] = lower_bound(p.keys, p.count, (uint32_t)(stripe + threadIdx.x));
+  }
+  __syncthreads();
+  const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
+  if (h >= p.hidden) return;
+  for (int r = 0; r < kStripeRows && stripe + r < p.vocab; r++) {
+    finish_elements<X, N>(p, stripe + r, bounds[r], bounds[r + 1], h);
+  }
+}
+
+typedef void (*grad_weight_kernel)(const grad_weight_args);
+
+template <typename X>
+static grad_weight_kernel grad_weight_kernel_of(bool all_rows, bool aligned) {
+  if (all_rows) return aligned ? finish_all_rows<X, 8> : finish_all_rows<X, 1>;
+  return aligned ? finish_touched_rows<X, 8> : finish_touched_rows<X, 1>;
+}
+
+flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
+                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
+                                    const void* coef_target, const void* order, int64_t tokens,
+                                    const void* xsum, const void* class_weight, int64_t vocab,
+                                    int64_t hidden) {
+  const bool terms = coef_target && order && tokens > 0, all_rows = accum != dw || xsum;
+  if (vocab == 0 || hidden == 0 || (!terms && !all_rows)) return FLCE_OK;
+  FLCE_TRY(check_order(tokens, vocab));
+  const order_view view = view_order(order, tokens);
+  const grad_weight_args args = {
+      dw,    accum,  x,           dw_dtype, accum_dtype, view.keys, view.tokens, terms ? tokens : 0,
+      vocab, hidden, coef_target, xsum,     class_weight};
+  const bool aligned =
+      hidden % 8 == 0 && is_aligned(dw, 16) && is_aligned(accum, 16) && is_aligned(x, 16);
+  const dim3 grid((unsigned)(all_rows ? ceil_div(vocab, kStripeRows) : tokens),
+                  (unsigned)ceil_div(hidden, kSliceThreads * (aligned ? 8 : 1)));
+  grad_weight_kernel kernel = NULL;
+  FLCE_WITH_TYPE(dtype, X, kernel = grad_weight_kernel_of<X>(all_rows, aligned));
+  kernel<<<grid, kSliceThreads, 0, stream_of(self)>>>(args);
+  FLCE_LAUNCHED("finish_grad_weight");
+  return FLCE_OK;
+}
+
+/* ---- db ---- */
+
+/* The sum of coef_target over positions [begin, end), by a whole warp. */
+template <typename S>
+__device__ __forceinline__ S warp_segment_sum(const S* coef_target, const uint32_t* tokens,
+                                              int64_t begin, int64_t end) {
+  S sum = 0;
+  for (int64_t q = begin + threadIdx.x % kWarp; q < end; q += kWarp) sum += coef_target[tokens[q]];
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+  return sum;
+}
+
+/* A thread a class; classes with tokens are summed one after the other by the whole warp, so that a
+ * frequent one does not hold up a single thread. */
+template <typename S>
+__global__ void __launch_bounds__(kOrderThreads)
+    finish_bias(void* db, flce_dtype db_dtype, const S* accum, const S* coef_target,
+                const uint32_t* keys, const uint32_t* tokens, int64_t count, const S* smooth_total,
+                const S* class_weight, int64_t vocab) {
+  const int64_t j = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
+  int64_t begin = 0, end = 0;
+  if (j < vocab) {
+    begin = lower_bound(keys, count, (uint32_t)j);
+    end = lower_bound(keys, count, (uint32_t)j + 1);
+  }
+  S terms = 0;
+  for (unsigned left = __ballot_sync(0xffffffffu, begin < end); left != 0; left &= left - 1) {
+    const int lane = __ffs(left) - 1;
+    const S sum = warp_segment_sum(coef_target, tokens, __shfl_sync(0xffffffffu, begin, lane),
+                                   __shfl_sync(0xffffffffu, end, lane));
+    if ((int)threadIdx.x % kWarp == lane) terms = sum;
+  }
+  if (j >= vocab) return;
+  if (smooth_total) terms -= (class_weight ? class_weight[j] : (S)1) * smooth_total[0];
+  const S v[1] = {accum[j] + terms};
+  store_any<S, 1>(db, db_dtype, j, v);
+}
+
+flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
+                                  flce_dtype stat, const void* coef_target, const void* order,
+                                  int64_t tokens, const void* smooth_total,
+                                  const void* class_weight, int64_t vocab) {
+  const bool terms = coef_target && order && tokens > 0;
+  if (vocab == 0 || (!terms && !smooth_total && accum == db)) return FLCE_OK;
+  FLCE_TRY(check_order(tokens, vocab));
+  const order_view view = view_order(order, tokens);
+  FLCE_WITH_STAT(stat, S, {
+    finish_bias<<<(unsigned)ceil_div(vocab, kOrderThreads), kOrderThreads, 0, stream_of(self)>>>(
+        db, db_dtype, (const S*)accum, (const S*)coef_target, view.keys, view.tokens,
+        terms ? tokens : 0, (const S*)smooth_total, (const S*)class_weight, vocab);
+  });
+  FLCE_LAUNCHED("finish_grad_bias");
+  return FLCE_OK;
+}
