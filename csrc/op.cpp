@@ -106,6 +106,7 @@ void bind_operands(const Tensor& input, const Tensor& linear_weight, const Tenso
   tensors->linear_weight = linear_weight.const_data_ptr();
   tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
   problem->has_bias = linear_bias.has_value();
+  problem->bias_dtype = problem->input_dtype;
   if (linear_bias) {
     expect_shape("linear_bias", *linear_bias, {problem->vocab});
     expect_same_device("linear_bias", *linear_bias, place);
@@ -133,24 +134,26 @@ struct Gradients {
   Tensor input, weight, bias;
 };
 
+// Tensors for the wanted gradients that this pass makes; empty ones of the same dtypes for the
+// others.
 Gradients allocate_gradients(const Device& device, const flce_problem& problem,
-                             const flce_plan& plan, const std::string& advice,
+                             const flce_plan& plan, bool makes_them, const std::string& advice,
                              flce_tensors* tensors) {
-  auto make = [&](flce_buffer_id id, std::vector<int64_t> sizes, flce_dtype dtype, const char* name,
+  auto make = [&](bool wanted, std::vector<int64_t> sizes, flce_dtype dtype, const char* name,
                   void** pointer) {
-    bool needed = plan.buffers[id].lifetime != 0;
+    bool needed = makes_them && wanted;
     Tensor tensor = device.allocate(needed ? sizes : std::vector<int64_t>{0}, dtype, name, advice);
     *pointer = needed ? tensor.mutable_data_ptr() : nullptr;
     return tensor;
   };
   int64_t n = problem.tokens, h = problem.hidden, v = problem.vocab;
   Gradients gradients;
-  gradients.input =
-      make(FLCE_BUF_GRAD_INPUT, {n, h}, plan.grad_input_dtype, "grad_input", &tensors->grad_input);
-  gradients.weight = make(FLCE_BUF_GRAD_WEIGHT, {v, h}, plan.grad_weight_dtype, "grad_weight",
+  gradients.input = make(problem.want_grad_input, {n, h}, plan.grad_input_dtype, "grad_input",
+                         &tensors->grad_input);
+  gradients.weight = make(problem.want_grad_weight, {v, h}, plan.grad_weight_dtype, "grad_weight",
                           &tensors->grad_weight);
   gradients.bias =
-      make(FLCE_BUF_GRAD_BIAS, {v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
+      make(problem.want_grad_bias, {v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
   return gradients;
 }
 
@@ -181,9 +184,8 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   Tensor saved = device.allocate(
       keeps_logits ? std::vector<int64_t>{n, plan.saved_pitch} : std::vector<int64_t>{0},
       plan.dtype, "saved", advice);
-  flce_plan none{};
-  Gradients gradients = allocate_gradients(
-      device, problem, plan.save == FLCE_SAVE_GRADS ? plan : none, advice, &tensors);
+  Gradients gradients =
+      allocate_gradients(device, problem, plan, plan.save == FLCE_SAVE_GRADS, advice, &tensors);
   Tensor workspace =
       device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace", advice);
 
@@ -222,7 +224,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   for (const Tensor& tensor : {grad_output, stats, scalars, saved})
     expect_same_device("saved tensors", tensor, place);
 
-  Gradients gradients = allocate_gradients(device, problem, plan, advice, &tensors);
+  Gradients gradients = allocate_gradients(device, problem, plan, true, advice, &tensors);
   Tensor workspace =
       device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace", advice);
   tensors.grad_output = grad_output.const_data_ptr();

@@ -133,8 +133,8 @@ def _fake_cross_entropy_backward(grad_output, logits, *rest):
 
 # ---- autograd of the inner operators ----
 #
-# Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads the
-# operator's schema again in each call, which costs more host time than the rest of a small step.
+# Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads
+# an operator's schema again in each call, which takes more host time than the rest of a small step.
 
 
 def _below_autograd(op, args):
@@ -147,10 +147,51 @@ def _register_autograd(name, function):
 
     def kernel(*args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return function.apply(*args)
+            return function.apply(op, *args)
         return _below_autograd(op, args)
 
     _library.impl(name, kernel, "Autograd")
+
+
+def _refuse_double_backward():
+    raise RuntimeError(
+        "flce: double backward (create_graph=True) is not supported; use torch.nn.functional.linear "
+        "and cross_entropy where you differentiate a gradient"
+    )
+
+
+class _Refuse(torch.autograd.Function):
+    """An operator of the backward, whose own gradient is refused."""
+
+    @staticmethod
+    def forward(ctx, op, *args):
+        return _below_autograd(op, args)
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_double_backward()
+
+
+def _once_only(make):
+    """The backward of a Function from `make(ctx, grad_output)`, which gives the first gradients.
+
+    Grad mode is on here for create_graph=True alone. It is refused at once: to a second derivative
+    the gradients would be constants, and their part of it would be missing without a word.
+    """
+
+    def backward(ctx, grad_output, *_):
+        if torch.is_grad_enabled():
+            _refuse_double_backward()
+        needs = ctx.needs_input_grad
+        if grad_output is None:
+            return (None,) * len(needs)
+        try:
+            grads = make(ctx, grad_output.contiguous())
+        except MemoryError as error:
+            _raise_out_of_memory(error)
+        return (*grads, *(None,) * (len(needs) - len(grads)))
+
+    return staticmethod(backward)
 
 
 def _graph_is_kept():
@@ -175,8 +216,8 @@ class _Forward(torch.autograd.Function):
     """flce::forward; its saved outputs are not differentiable."""
 
     @staticmethod
-    def forward(ctx, *args):
-        output = _below_autograd(_inner.forward.default, args)
+    def forward(ctx, op, *args):
+        output = _below_autograd(op, args)
         input, linear_weight, target, linear_bias, weight, *settings = args
         _, stats, scalars, saved, grad_input, grad_weight, grad_bias = output
         ctx.set_materialize_grads(False)
@@ -194,19 +235,13 @@ class _Forward(torch.autograd.Function):
             )
         return output
 
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        needs = ctx.needs_input_grad
-        wanted = (needs[0], needs[1], needs[3])
-        others = (None,) * (len(needs) - 4)
-        if grad_output is None:
-            return (None, None, None, None, *others)
+    @_once_only
+    def backward(ctx, grad_output):
+        needs = ctx.needs_input_grad  # of the operator itself, then of its arguments
+        wanted = (needs[1], needs[2], needs[4])
         make = _scale_made if ctx.save == "grads" else _run_backward
-        try:
-            grads = make(ctx, grad_output.contiguous(), wanted)
-        except MemoryError as error:
-            _raise_out_of_memory(error)
-        return (grads[0], grads[1], None, grads[2], *others)
+        grad_input, grad_weight, grad_bias = make(ctx, grad_output, wanted)
+        return (None, grad_input, grad_weight, None, grad_bias)
 
 
 def _scale_made(ctx, grad_output, wanted):
@@ -232,8 +267,8 @@ class _CrossEntropyForward(torch.autograd.Function):
     """flce::cross_entropy_forward."""
 
     @staticmethod
-    def forward(ctx, *args):
-        output = _below_autograd(_inner.cross_entropy_forward.default, args)
+    def forward(ctx, op, *args):
+        output = _below_autograd(op, args)
         logits, target, weight, *settings = args
         _, stats, scalars = output
         ctx.set_materialize_grads(False)
@@ -242,43 +277,16 @@ class _CrossEntropyForward(torch.autograd.Function):
         ctx.save_for_backward(logits, target, weight, stats, scalars)
         return output
 
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        others = (None,) * (len(ctx.needs_input_grad) - 1)
-        if grad_output is None:
-            return (None, *others)
-        try:
-            grad = _inner.cross_entropy_backward(
-                grad_output.contiguous(), *ctx.saved_tensors, *ctx.settings
-            )
-        except MemoryError as error:
-            _raise_out_of_memory(error)
-        return (grad, *others)
-
-
-def _once(name):
-    """A Function for an operator of the backward, whose own gradient is refused."""
-
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args):
-            return _below_autograd(getattr(_inner, name).default, args)
-
-        @staticmethod
-        def backward(ctx, *grads):
-            raise RuntimeError(
-                "flce: the gradient of a gradient (double backward, create_graph=True) is not "
-                "defined here; use torch.nn.functional.linear and cross_entropy where you "
-                "differentiate twice"
-            )
-
-    return Once
+    @_once_only
+    def backward(ctx, grad_output):
+        grad = _inner.cross_entropy_backward(grad_output, *ctx.saved_tensors, *ctx.settings)
+        return (None, grad)
 
 
 _register_autograd("forward", _Forward)
 _register_autograd("cross_entropy_forward", _CrossEntropyForward)
 for _name in ("backward", "scaled", "cross_entropy_backward"):
-    _register_autograd(_name, _once(_name))
+    _register_autograd(_name, _Refuse)
 
 
 # ---- the composite operators ----

@@ -194,7 +194,7 @@ def check_logits(logits, target, weight):
 def refuse_vmap(*args, **kwargs):
     """Stands for an operator's batching rule."""
     raise RuntimeError(
-        "flce: vmap is not supported; the leading dimensions of input and target are a batch already"
+        "flce: vmap is not supported; use the leading dimensions of input and target as the batch"
     )
 
 
