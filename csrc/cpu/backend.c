@@ -1,0 +1,178 @@
+/* The CPU backend's table, and the choice of its kernels. */
+#include "convert.h"
+#include "cpu.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct variant {
+  const char* name;
+  const flce_row_kernels* (*row_kernels)(flce_dtype dtype);
+  const flce_block_kernels* (*block_kernels)(flce_dtype stat, flce_dtype dtype);
+} variant;
+
+/* Slowest first; those that this processor runs are a prefix. */
+static const variant variants[] = {
+    {"scalar", flce_scalar_row_kernels, flce_scalar_block_kernels},
+#if FLCE_CPU_X86
+    {"avx2", flce_avx2_row_kernels, flce_avx2_block_kernels},
+    {"avx512", flce_avx512_row_kernels, flce_avx512_block_kernels},
+#endif
+};
+
+static int supported_variants(void) {
+#if FLCE_CPU_X86
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      !__builtin_cpu_supports("f16c"))
+    return 1;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+    return 2;
+  return 3;
+#else
+  return 1;
+#endif
+}
+
+/* The best variant, or the one that FLCE_CPU_VARIANT names; NULL where that cannot run here. */
+static const variant* choose_variant(void) {
+  int supported = supported_variants();
+  const char* wanted = getenv("FLCE_CPU_VARIANT");
+  if (!wanted || !*wanted) return &variants[supported - 1];
+  for (int i = 0; i < supported; i++)
+    if (strcmp(wanted, variants[i].name) == 0) return &variants[i];
+  return NULL;
+}
+
+const char* flce_cpu_variant(void) {
+  const variant* chosen = choose_variant();
+  return chosen ? chosen->name : "none";
+}
+
+static flce_status require_variant(const variant** chosen) {
+  *chosen = choose_variant();
+  if (*chosen) return FLCE_OK;
+  static const char* const expected[] = {"scalar", "scalar or avx2", "scalar, avx2 or avx512"};
+  return flce_fail(FLCE_INVALID_ARGUMENT, "FLCE_CPU_VARIANT: expected %s on this machine, got %s",
+                   expected[supported_variants() - 1], getenv("FLCE_CPU_VARIANT"));
+}
+
+flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kernels) {
+  const variant* chosen;
+  FLCE_TRY(require_variant(&chosen));
+  *kernels = chosen->row_kernels(dtype);
+  if (*kernels) return FLCE_OK;
+  return flce_fail(FLCE_UNSUPPORTED, "no CPU row kernel for dtype %d", (int)dtype);
+}
+
+flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
+                                   const flce_block_kernels** kernels) {
+  const variant* chosen;
+  FLCE_TRY(require_variant(&chosen));
+  *kernels = chosen->block_kernels(stat, dtype);
+  if (*kernels) return FLCE_OK;
+  return flce_fail(FLCE_UNSUPPORTED, "no CPU kernel for %s values in %s sums",
+                   flce_dtype_name(dtype), flce_dtype_name(stat));
+}
+
+void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context) {
+  const flce_cpu* cpu = self;
+  if (count <= 0) return;
+  int64_t grain = width > 0 ? FLCE_GRAIN / width : FLCE_GRAIN;
+  cpu->parallel_for(0, count, grain > 0 ? grain : 1, fn, context);
+}
+
+static flce_status facts(void* self, const flce_problem* problem, flce_facts* out) {
+  (void)self;
+  const variant* chosen;
+  FLCE_TRY(require_variant(&chosen));
+  /* torch's CPU products write the operands' dtype; float16 ones are slow there. */
+  *out = (flce_facts){.gemm_writes_f32 = false,
+                      .gemm_f16 = false,
+                      .order_bytes = flce_cpu_order_bytes(problem->tokens)};
+  return FLCE_OK;
+}
+
+static flce_status gemm(void* self, const flce_gemm* product, void* workspace,
+                        int64_t workspace_bytes) {
+  (void)workspace;
+  (void)workspace_bytes;
+  const flce_cpu* cpu = self;
+  if (product->m == 0 || product->n == 0) return FLCE_OK;
+  return cpu->gemm(cpu->gemm_context, product);
+}
+
+static flce_status check_targets(const flce_problem* problem, const int64_t* target) {
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    int64_t y = target[i];
+    if (y == problem->ignore_index || (y >= 0 && y < problem->vocab)) continue;
+    return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
+                     "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
+                     (long long)i, (long long)y, (long long)problem->vocab,
+                     (long long)problem->ignore_index);
+  }
+  return FLCE_OK;
+}
+
+/* The power of two u with u * largest in (2^13, 2^14], as far as a float holds it. */
+static double unit_of(double largest) {
+  if (!(largest > 0.0) || isinf(largest)) return 1.0;
+  int exponent;
+  double fraction = frexp(largest, &exponent);
+  int power = (fraction == 0.5 ? 15 : 14) - exponent;
+  return ldexp(1.0, power > 127 ? 127 : power < -126 ? -126 : power);
+}
+
+static flce_status prepare(void* self, const flce_problem* problem, const int64_t* target,
+                           const void* class_weight, void* scalars) {
+  (void)self;
+  const variant* chosen;
+  FLCE_TRY(require_variant(&chosen));
+  FLCE_TRY(check_targets(problem, target));
+  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  int64_t valid = 0;
+  double denominator = 0.0;
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    if (target[i] == problem->ignore_index) continue;
+    valid++;
+    denominator += class_weight ? flce_load(class_weight, stat, target[i]) : 1.0;
+  }
+  double total = class_weight ? 0.0 : (double)problem->vocab;
+  double largest = class_weight ? 0.0 : 1.0;
+  for (int64_t j = 0; class_weight && j < problem->vocab; j++) {
+    double weight = flce_load(class_weight, stat, j);
+    total += weight;
+    largest = weight > largest ? weight : largest;
+  }
+  double inverse = problem->reduction != FLCE_MEAN ? 1.0 : valid == 0 ? 0.0 : 1.0 / denominator;
+  flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)valid);
+  flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
+  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, total);
+  flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit_of(largest));
+  return FLCE_OK;
+}
+
+void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
+  *backend = (flce_backend){.name = "cpu",
+                            .self = cpu,
+                            .last_error = flce_last_error,
+                            .facts = facts,
+                            .gemm = gemm,
+                            .zero = flce_cpu_zero,
+                            .cast = flce_cpu_cast,
+                            .prepare = prepare,
+                            .stat_rows = flce_cpu_stat_rows,
+                            .exp_rows = flce_cpu_exp_rows,
+                            .grad_rows = flce_cpu_grad_rows,
+                            .row_coefficients = flce_cpu_row_coefficients,
+                            .reduce = flce_cpu_reduce,
+                            .scale_rows = flce_cpu_scale_rows,
+                            .finish_grad_input = flce_cpu_finish_grad_input,
+                            .column_sum = flce_cpu_column_sum,
+                            .order_targets = flce_cpu_order_targets,
+                            .finish_grad_weight = flce_cpu_finish_grad_weight,
+                            .finish_grad_bias = flce_cpu_finish_grad_bias,
+                            .add_block = flce_cpu_add_block,
+                            .scale_grad = flce_cpu_scale_grad};
+}

@@ -1,0 +1,77 @@
+/* What the files of the CPU backend share: the chosen kernels, work over threads, and the functions
+ * of the backend table by the file that holds them. */
+#ifndef FLCE_CPU_CPU_H
+#define FLCE_CPU_CPU_H
+
+#include "softmax.h"
+
+/* Elements that one thread should at least have: below, handing the work over costs more. */
+enum { FLCE_GRAIN = 32768 };
+
+/* A block of sums on a thread's stack: values of any dtype pass through it on their way from one
+ * dtype to another. */
+enum { FLCE_BLOCK = 1024 };
+typedef union flce_sums {
+  double wide[FLCE_BLOCK];
+  float narrow[FLCE_BLOCK];
+} flce_sums;
+
+static inline int64_t flce_block_end(int64_t begin, int64_t count) {
+  return count - begin > FLCE_BLOCK ? begin + FLCE_BLOCK : count;
+}
+static inline int64_t flce_blocks(int64_t count) {
+  return (count + FLCE_BLOCK - 1) / FLCE_BLOCK;
+}
+
+/* backend.c. FLCE_UNSUPPORTED names the types where there is no kernel; a FLCE_CPU_VARIANT that is
+ * unknown here gives FLCE_INVALID_ARGUMENT. */
+flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kernels);
+flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
+                                   const flce_block_kernels** kernels);
+/* fn over [0, count) in parts of at least FLCE_GRAIN elements, `width` elements an index. What is
+ * computed for an index may not depend on the part that it falls in. */
+void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
+
+/* rows.c */
+flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows);
+flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows);
+flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
+                               bool z_is_exp);
+flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const void* grad_output,
+                                      int64_t grad_stride, const void* factor, void* coef);
+
+/* vectors.c */
+flce_status flce_cpu_zero(void* self, void* data, int64_t bytes);
+flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
+                          flce_dtype in_dtype, int64_t count);
+flce_status flce_cpu_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
+                                flce_dtype in_dtype, const void* grad_output, const void* scalars,
+                                flce_dtype stat, int64_t count);
+flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
+                               flce_dtype dtype, int64_t count);
+flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
+                            const void* factor, flce_dtype stat);
+flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
+                                int64_t pitch, int64_t rows, int64_t cols, const void* weights,
+                                bool accumulate, void* scratch);
+
+/* gradient.c */
+int64_t flce_cpu_order_bytes(int64_t tokens);
+flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
+                                   void* order);
+flce_status flce_cpu_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
+                                const void* coef, int64_t rows, int64_t hidden);
+flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
+                                       flce_dtype d_dtype, const void* w, flce_dtype dtype,
+                                       const flce_rows* rows, const void* wsum, int64_t hidden);
+flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
+                                        const void* accum, flce_dtype accum_dtype, const void* x,
+                                        flce_dtype dtype, const void* coef_target,
+                                        const void* order, int64_t tokens, const void* xsum,
+                                        const void* class_weight, int64_t vocab, int64_t hidden);
+flce_status flce_cpu_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
+                                      flce_dtype stat, const void* coef_target, const void* order,
+                                      int64_t tokens, const void* smooth_total,
+                                      const void* class_weight, int64_t vocab);
+
+#endif

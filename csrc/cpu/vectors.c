@@ -1,0 +1,175 @@
+/* Passes over plain vectors and the columns of a matrix, block by block. */
+#include "convert.h"
+#include "cpu.h"
+
+#include <string.h>
+
+flce_status flce_cpu_zero(void* self, void* data, int64_t bytes) {
+  (void)self;
+  if (bytes > 0) memset(data, 0, (size_t)bytes);
+  return FLCE_OK;
+}
+
+/* ---- out = factor in ---- */
+
+typedef struct scale_job {
+  const flce_block_kernels *in_kernels, *out_kernels;
+  void* out;
+  const void* in;
+  flce_dtype out_dtype, in_dtype;
+  double factor;
+  int64_t count;
+} scale_job;
+
+static void scale_range(int64_t begin, int64_t end, void* context) {
+  const scale_job* job = context;
+  flce_sums sums;
+  for (int64_t block = begin; block < end; block++) {
+    int64_t first = block * FLCE_BLOCK, count = flce_block_end(first, job->count) - first;
+    job->in_kernels->scaled(&sums, job->factor, flce_const_at(job->in, job->in_dtype, first),
+                            count);
+    job->out_kernels->narrow(flce_at(job->out, job->out_dtype, first), &sums, count);
+  }
+}
+
+static flce_status scale(void* self, scale_job* job) {
+  bool wide = job->in_dtype == FLCE_F64 || job->out_dtype == FLCE_F64;
+  flce_dtype stat = wide ? FLCE_F64 : FLCE_F32;
+  if (job->out == job->in && job->out_dtype != job->in_dtype)
+    return flce_fail(FLCE_UNSUPPORTED, "expected one dtype in place, got %s for %s",
+                     flce_dtype_name(job->out_dtype), flce_dtype_name(job->in_dtype));
+  FLCE_TRY(flce_cpu_block_kernels(stat, job->in_dtype, &job->in_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(stat, job->out_dtype, &job->out_kernels));
+  flce_cpu_parallel(self, flce_blocks(job->count), FLCE_BLOCK, scale_range, job);
+  return FLCE_OK;
+}
+
+flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
+                          flce_dtype in_dtype, int64_t count) {
+  scale_job job = {.out = out,
+                   .in = in,
+                   .out_dtype = out_dtype,
+                   .in_dtype = in_dtype,
+                   .factor = 1.0,
+                   .count = count};
+  return scale(self, &job);
+}
+
+flce_status flce_cpu_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
+                                flce_dtype in_dtype, const void* grad_output, const void* scalars,
+                                flce_dtype stat, int64_t count) {
+  double factor = flce_load(grad_output, stat, 0);
+  if (scalars)
+    factor *= flce_load(scalars, stat, FLCE_SCALAR_INV_DENOM) /
+              flce_load(scalars, stat, FLCE_SCALAR_UNIT);
+  if (out == in && factor == 1.0) return FLCE_OK;
+  scale_job job = {.out = out,
+                   .in = in,
+                   .out_dtype = out_dtype,
+                   .in_dtype = in_dtype,
+                   .factor = factor,
+                   .count = count};
+  return scale(self, &job);
+}
+
+/* ---- accum += block ---- */
+
+typedef struct add_job {
+  const flce_block_kernels *accum_kernels, *block_kernels;
+  void* accum;
+  const void* block;
+  flce_dtype accum_dtype, dtype;
+  int64_t count;
+} add_job;
+
+static void add_range(int64_t begin, int64_t end, void* context) {
+  const add_job* job = context;
+  flce_sums sums;
+  for (int64_t i = begin; i < end; i++) {
+    int64_t first = i * FLCE_BLOCK, count = flce_block_end(first, job->count) - first;
+    void* accum = flce_at(job->accum, job->accum_dtype, first);
+    job->accum_kernels->scaled(&sums, 1.0, accum, count);
+    job->block_kernels->axpy(&sums, 1.0, flce_const_at(job->block, job->dtype, first), count);
+    job->accum_kernels->narrow(accum, &sums, count);
+  }
+}
+
+flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
+                               flce_dtype dtype, int64_t count) {
+  flce_dtype stat = flce_stat_dtype(accum_dtype);
+  add_job job = {
+      .accum = accum, .block = block, .accum_dtype = accum_dtype, .dtype = dtype, .count = count};
+  FLCE_TRY(flce_cpu_block_kernels(stat, accum_dtype, &job.accum_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(stat, dtype, &job.block_kernels));
+  flce_cpu_parallel(self, flce_blocks(count), FLCE_BLOCK, add_range, &job);
+  return FLCE_OK;
+}
+
+/* ---- sums ---- */
+
+flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
+                            const void* factor, flce_dtype stat) {
+  (void)self;
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; i++) sum += flce_load(values, stat, i);
+  flce_store(out, stat, 0, factor ? flce_load(factor, stat, 0) * sum : sum);
+  return FLCE_OK;
+}
+
+enum {
+  GROUP_ROWS = 256
+}; /* rows summed on their own before they join: a shorter chain of errors */
+
+typedef struct column_job {
+  const flce_block_kernels *kernels, *stat_kernels;
+  void* out;
+  const void *a, *weights;
+  flce_dtype dtype, stat;
+  int64_t pitch, rows, cols;
+  bool accumulate;
+} column_job;
+
+static void sum_block(const column_job* job, int64_t first, int64_t count) {
+  flce_sums sums;
+  size_t bytes = (size_t)(count * flce_size_of(job->stat));
+  void* out = flce_at(job->out, job->stat, first);
+  if (!job->accumulate) memset(out, 0, bytes);
+  for (int64_t group = 0; group < job->rows; group += GROUP_ROWS) {
+    int64_t end = job->rows - group > GROUP_ROWS ? group + GROUP_ROWS : job->rows;
+    memset(&sums, 0, bytes);
+    for (int64_t i = group; i < end; i++) {
+      double weight = job->weights ? flce_load(job->weights, job->stat, i) : 1.0;
+      if (weight == 0.0) continue;
+      job->kernels->axpy(&sums, weight, flce_const_at(job->a, job->dtype, i * job->pitch + first),
+                         count);
+    }
+    job->stat_kernels->axpy(out, 1.0, &sums, count);
+  }
+}
+
+static void column_range(int64_t begin, int64_t end, void* context) {
+  const column_job* job = context;
+  for (int64_t block = begin; block < end; block++) {
+    int64_t first = block * FLCE_BLOCK;
+    sum_block(job, first, flce_block_end(first, job->cols) - first);
+  }
+}
+
+flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
+                                int64_t pitch, int64_t rows, int64_t cols, const void* weights,
+                                bool accumulate, void* scratch) {
+  (void)scratch;
+  column_job job = {.out = out,
+                    .a = a,
+                    .weights = weights,
+                    .dtype = a_dtype,
+                    .stat = flce_stat_dtype(a_dtype),
+                    .pitch = pitch,
+                    .rows = rows,
+                    .cols = cols,
+                    .accumulate = accumulate};
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, a_dtype, &job.kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
+  flce_cpu_parallel(self, flce_blocks(cols), rows * FLCE_BLOCK, column_range, &job);
+  return FLCE_OK;
+}

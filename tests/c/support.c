@@ -1,0 +1,153 @@
+#include "test.h"
+
+#include <float.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FAILURES_SHOWN = 20 };
+
+static int64_t passed_count, failed_count;
+
+void test_check(bool passed, const char* file, int line, const char* format, ...) {
+  if (passed) {
+    passed_count++;
+    return;
+  }
+  if (failed_count++ >= FAILURES_SHOWN) return;
+  va_list arguments;
+  va_start(arguments, format);
+  printf("FAILED %s:%d: ", file, line);
+  vprintf(format, arguments);
+  printf("\n");
+  va_end(arguments);
+}
+
+int test_verdict(void) {
+  printf("%lld passed, %lld failed\n", (long long)passed_count, (long long)failed_count);
+  return failed_count == 0 && passed_count > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+
+/* ---- data ---- */
+
+static uint64_t random_state = 1;
+
+void test_seed(uint64_t seed) {
+  random_state = seed * 0x9e3779b97f4a7c15u + 1;
+}
+
+uint64_t test_random(void) { /* splitmix64 */
+  uint64_t x = random_state += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+double test_uniform(double low, double high) {
+  return low + (high - low) * (double)(test_random() >> 11) * 0x1p-53;
+}
+
+double test_normal(void) {
+  return sqrt(-2.0 * log(test_uniform(1e-12, 1.0))) * cos(test_uniform(0.0, 6.283185307179586));
+}
+
+void* test_buffer(flce_dtype dtype, int64_t count) {
+  size_t bytes = (size_t)(count * flce_size_of(dtype));
+  void* buffer = malloc(bytes > 0 ? bytes : 1);
+  if (!buffer) abort();
+  return buffer;
+}
+
+void* test_fill_normal(flce_dtype dtype, int64_t count, double scale) {
+  void* buffer = test_buffer(dtype, count);
+  for (int64_t i = 0; i < count; i++) flce_store(buffer, dtype, i, scale * test_normal());
+  return buffer;
+}
+
+double* test_doubles(int64_t count) {
+  return calloc((size_t)(count > 0 ? count : 1), sizeof(double));
+}
+
+bool test_same(const void* a, const void* b, int64_t bytes) {
+  return memcmp(a, b, (size_t)bytes) == 0;
+}
+
+double test_epsilon(flce_dtype dtype) {
+  static const double epsilons[] = {
+      [FLCE_F64] = 0x1p-53, [FLCE_F32] = 0x1p-24, [FLCE_BF16] = 0x1p-8, [FLCE_F16] = 0x1p-11};
+  return epsilons[dtype];
+}
+
+double test_tiny(flce_dtype dtype) {
+  return dtype == FLCE_F64 ? DBL_MIN : dtype == FLCE_F16 ? 0x1p-25 : (double)FLT_MIN;
+}
+
+/* ---- GEMM ---- */
+
+static flce_status plain_gemm(void* context, const flce_gemm* g) {
+  (void)context;
+  for (int64_t i = 0; i < g->m; i++) {
+    for (int64_t j = 0; j < g->n; j++) {
+      double sum = g->beta != 0.0 ? flce_load(g->c, g->c_dtype, i * g->pitch_c + j) : 0.0;
+      for (int64_t k = 0; k < g->k; k++) {
+        int64_t a = g->transpose_a ? k * g->pitch_a + i : i * g->pitch_a + k;
+        int64_t b = g->transpose_b ? j * g->pitch_b + k : k * g->pitch_b + j;
+        sum += flce_load(g->a, g->dtype, a) * flce_load(g->b, g->dtype, b);
+      }
+      flce_store(g->c, g->c_dtype, i * g->pitch_c + j, sum);
+    }
+  }
+  return FLCE_OK;
+}
+
+/* ---- threads ---- */
+
+static void serial_for(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn, void* context) {
+  (void)grain;
+  fn(begin, end, context);
+}
+
+typedef struct part {
+  int64_t begin, end;
+  flce_range_fn fn;
+  void* context;
+} part;
+
+static void* run_part(void* argument) {
+  part* p = argument;
+  if (p->begin < p->end) p->fn(p->begin, p->end, p->context);
+  return NULL;
+}
+
+/* Three threads whatever the grain: 1/6, 2/6, 3/6 of the range. */
+static void threaded_for(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn,
+                         void* context) {
+  (void)grain;
+  int64_t count = end - begin;
+  int64_t edges[] = {begin, begin + count / 6, begin + count / 2, end};
+  pthread_t threads[3];
+  part parts[3];
+  for (int t = 0; t < 3; t++) {
+    parts[t] = (part){edges[t], edges[t + 1], fn, context};
+    if (pthread_create(&threads[t], NULL, run_part, &parts[t]) != 0) abort();
+  }
+  for (int t = 0; t < 3; t++) pthread_join(threads[t], NULL);
+}
+
+flce_cpu test_cpu(int threads) {
+  return (flce_cpu){.gemm = plain_gemm, .parallel_for = threads > 1 ? threaded_for : serial_for};
+}
+
+bool test_next_variant(int* index) {
+  static const char* const names[] = {"scalar", "avx2", "avx512"};
+  while (*index < 3) {
+    const char* name = names[(*index)++];
+    setenv("FLCE_CPU_VARIANT", name, 1);
+    if (strcmp(flce_cpu_variant(), name) == 0) return true;
+    printf("not on this machine: %s\n", name);
+  }
+  unsetenv("FLCE_CPU_VARIANT");
+  return false;
+}

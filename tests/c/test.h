@@ -1,0 +1,55 @@
+/* Harness of the C tests: checks that count, random numbers, typed buffers, a plain GEMM and two
+ * ways to run a parallel loop. No torch. */
+#ifndef FLCE_TESTS_TEST_H
+#define FLCE_TESTS_TEST_H
+
+#include "../../csrc/cpu/convert.h"
+#include "../../csrc/flce.h"
+
+#include <math.h>
+
+/* Counts a check; a failed one is printed (the first ones of a run). */
+void test_check(bool passed, const char* file, int line, const char* format, ...)
+    __attribute__((format(printf, 4, 5)));
+#define CHECK(condition, ...) test_check((condition), __FILE__, __LINE__, __VA_ARGS__)
+#define CHECK_OK(call)                                                                            \
+  do {                                                                                            \
+    flce_status status_ = (call);                                                                 \
+    CHECK(status_ == FLCE_OK, "%s: %s, %s", #call, flce_status_name(status_), flce_last_error()); \
+  } while (0)
+
+/* |actual - expected| <= tolerance; equal infinities are close, NaN is close to nothing. */
+static inline bool test_close(double actual, double expected, double tolerance) {
+  return actual == expected || fabs(actual - expected) <= tolerance;
+}
+
+/* Prints the totals; the exit code of the program. */
+int test_verdict(void);
+
+/* Repeatable random numbers. */
+void test_seed(uint64_t seed);
+uint64_t test_random(void);
+double test_uniform(double low, double high);
+double test_normal(void);
+
+/* A buffer of exactly `count` elements, so that the sanitizer sees any access beyond. */
+void* test_buffer(flce_dtype dtype, int64_t count);
+void* test_fill_normal(flce_dtype dtype, int64_t count, double scale);
+/* Zeros. */
+double* test_doubles(int64_t count);
+bool test_same(const void* a, const void* b, int64_t bytes);
+
+/* Half a unit in the last place, relatively: the error of one rounding. */
+double test_epsilon(flce_dtype dtype);
+/* The smallest error that an underflow can make. */
+double test_tiny(flce_dtype dtype);
+
+/* A CPU description over the plain GEMM and `threads` threads (1: serial). The threads split the
+ * range unevenly, so that part boundaries fall elsewhere than in the serial run. */
+flce_cpu test_cpu(int threads);
+
+/* The variants that this machine runs, one after another: sets FLCE_CPU_VARIANT; false at the end.
+ */
+bool test_next_variant(int* index);
+
+#endif

@@ -1,0 +1,440 @@
+/* The passes around the GEMMs, called one by one: prepare, order, sums, scaling, the finishing of
+ * dX, dW and db. Every variant, one and three threads, against double. */
+#include "test.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TOKENS = 300, VOCAB = 37, IGNORE_INDEX = -1 };
+
+/* Below, at and above the block that the passes work in, and two blocks and a tail. */
+static const int64_t kWidths[] = {1, 7, 64, 1024, 1025, 2100};
+enum { WIDTHS = sizeof kWidths / sizeof *kWidths };
+
+static flce_cpu cpus[2];
+static flce_backend backends[2];
+
+/* Operand types as the engine combines them: the products' own, the sums', the gradient's. */
+typedef struct types {
+  flce_dtype dtype, accum, grad;
+} types;
+static const types kTypes[] = {{FLCE_F64, FLCE_F64, FLCE_F64},   {FLCE_F32, FLCE_F32, FLCE_F32},
+                               {FLCE_F32, FLCE_F32, FLCE_F16},   {FLCE_BF16, FLCE_BF16, FLCE_BF16},
+                               {FLCE_BF16, FLCE_F32, FLCE_BF16}, {FLCE_BF16, FLCE_F32, FLCE_F32},
+                               {FLCE_F16, FLCE_F32, FLCE_F16}};
+enum { TYPES = sizeof kTypes / sizeof *kTypes };
+
+#define WHERE "%s %s/%s/%s width %lld"
+#define WHERE_VALUES(t, width)                                                  \
+  flce_cpu_variant(), flce_dtype_name((t)->dtype), flce_dtype_name((t)->accum), \
+      flce_dtype_name((t)->grad), (long long)(width)
+
+static void make_targets(int64_t* target) {
+  for (int64_t i = 0; i < TOKENS; i++) {
+    target[i] = (int64_t)(test_random() % VOCAB);
+    if (i % 11 == 3) target[i] = IGNORE_INDEX;
+    if (i % 3 == 0) target[i] = 5;     /* one long segment */
+    if (target[i] == 6) target[i] = 7; /* one empty one */
+  }
+}
+
+static void* copy_of(const void* data, flce_dtype dtype, int64_t count) {
+  void* copy = test_buffer(dtype, count);
+  memcpy(copy, data, (size_t)(count * flce_size_of(dtype)));
+  return copy;
+}
+
+static bool all_close(const void* actual, flce_dtype dtype, const double* expected,
+                      const double* tolerance, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    if (!test_close(flce_load(actual, dtype, i), expected[i],
+                    tolerance[i] + test_epsilon(dtype) * fabs(expected[i]) + test_tiny(dtype)))
+      return false;
+  return true;
+}
+
+/* ---- prepare, order, reduce ---- */
+
+static void check_scalars(flce_reduction reduction, const double* weight, int64_t tokens,
+                          const double* expected) {
+  int64_t target[] = {0, 2, IGNORE_INDEX, 2};
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    flce_dtype stat = flce_stat_dtype((flce_dtype)dtype);
+    void *weights = test_buffer(stat, 3), *scalars = test_buffer(stat, FLCE_SCALAR_COUNT);
+    for (int j = 0; weight && j < 3; j++) flce_store(weights, stat, j, weight[j]);
+    flce_problem problem = {.tokens = tokens,
+                            .vocab = 3,
+                            .dtype = (flce_dtype)dtype,
+                            .reduction = reduction,
+                            .ignore_index = IGNORE_INDEX};
+    CHECK_OK(
+        backends[0].prepare(backends[0].self, &problem, target, weight ? weights : NULL, scalars));
+    for (int k = 0; k < FLCE_SCALAR_COUNT; k++) {
+      double actual = flce_load(scalars, stat, k);
+      CHECK(test_close(actual, expected[k], test_epsilon(stat) * fabs(expected[k])),
+            "scalar %d is %g, expected %g", k, actual, expected[k]);
+    }
+    free(weights);
+    free(scalars);
+  }
+}
+
+static void test_prepare(void) {
+  const double weight[] = {0.5, 8.0, 3.0}, heavy[] = {1.0, 0x1.8p127, 1.0},
+               none[] = {0.0, 0.0, 0.0};
+  check_scalars(FLCE_MEAN, NULL, 4, (double[]){3.0, 1.0 / 3.0, 3.0, 16384.0});
+  check_scalars(FLCE_SUM, NULL, 4, (double[]){3.0, 1.0, 3.0, 16384.0});
+  check_scalars(FLCE_MEAN, NULL, 0, (double[]){0.0, 0.0, 3.0, 16384.0});
+  check_scalars(FLCE_MEAN, weight, 4, (double[]){3.0, 1.0 / 6.5, 11.5, 2048.0});
+  check_scalars(FLCE_SUM, heavy, 4, (double[]){3.0, 1.0, 0x1.8p127, 0x1p-114});
+  check_scalars(FLCE_NONE, none, 4, (double[]){3.0, 1.0, 0.0, 1.0});
+
+  int64_t target[TOKENS] = {0};
+  flce_problem problem = {.tokens = TOKENS, .vocab = 50257, .ignore_index = -100};
+  double scalars[FLCE_SCALAR_COUNT];
+  target[4] = -100;
+  target[5] = 50300;
+  flce_status status = backends[0].prepare(backends[0].self, &problem, target, NULL, scalars);
+  CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
+  const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
+  CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
+  target[5] = -1;
+  CHECK(backends[0].prepare(backends[0].self, &problem, target, NULL, scalars) ==
+            FLCE_TARGET_OUT_OF_RANGE,
+        "target -1 is let through");
+}
+
+static void test_order(void) {
+  static const int64_t vocabs[] = {1, 2, 37, 2048, 2049, 128256, 5000000};
+  for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++) {
+    flce_problem problem = {
+        .tokens = TOKENS, .vocab = vocabs[v], .ignore_index = IGNORE_INDEX, .dtype = FLCE_F32};
+    flce_facts facts;
+    CHECK_OK(backends[0].facts(backends[0].self, &problem, &facts));
+    int64_t target[TOKENS], valid = 0;
+    int64_t* order = malloc((size_t)facts.order_bytes);
+    for (int64_t i = 0; i < TOKENS; i++) {
+      target[i] = (int64_t)(test_random() % (uint64_t)vocabs[v]);
+      if (i % 7 == 2) target[i] = i % 2 ? IGNORE_INDEX : vocabs[v]; /* ignored, out of range */
+      valid += target[i] >= 0 && target[i] < vocabs[v];
+    }
+    CHECK_OK(backends[0].order_targets(backends[0].self, &problem, target, order));
+    CHECK(order[0] == valid, "%lld keys, expected %lld", (long long)order[0], (long long)valid);
+    bool sorted = true;
+    for (int64_t k = 1; k <= order[0]; k++) {
+      sorted &= k == 1 || order[k - 1] < order[k];
+      sorted &= target[order[k] & UINT32_MAX] == order[k] >> 32;
+    }
+    CHECK(sorted, "order of vocab %lld", (long long)vocabs[v]);
+    free(order);
+  }
+}
+
+static void test_reduce(void) {
+  for (int d = 0; d < 2; d++) {
+    flce_dtype stat = d ? FLCE_F32 : FLCE_F64;
+    void* values = test_fill_normal(stat, TOKENS, 1.0);
+    double out[1], sum = 0.0, magnitude = 0.0;
+    for (int64_t i = 0; i < TOKENS; i++) {
+      sum += flce_load(values, stat, i);
+      magnitude += fabs(flce_load(values, stat, i));
+    }
+    CHECK_OK(backends[0].reduce(backends[0].self, out, values, TOKENS, values, stat));
+    double factor = flce_load(values, stat, 0);
+    CHECK(test_close(flce_load(out, stat, 0), factor * sum,
+                     2.0 * test_epsilon(stat) * fabs(factor) * magnitude),
+          "reduce with a factor");
+    CHECK_OK(backends[0].reduce(backends[0].self, out, values, 0, NULL, stat));
+    CHECK(flce_load(out, stat, 0) == 0.0, "reduce of nothing");
+    free(values);
+  }
+}
+
+/* ---- vectors ---- */
+
+static void test_cast_and_scale(const types* t, int64_t width) {
+  flce_dtype pair[2][2] = {{t->accum, t->grad}, {t->dtype, t->accum}};
+  for (int p = 0; p < 2; p++) {
+    flce_dtype in_dtype = pair[p][0], out_dtype = pair[p][1];
+    flce_dtype stat = flce_stat_dtype(in_dtype);
+    void *in = test_fill_normal(in_dtype, width, 1.0), *out = test_buffer(out_dtype, width);
+    double *same = test_doubles(width), *scaled = test_doubles(width),
+           *tolerance = test_doubles(width);
+    void *g = test_buffer(stat, 1), *scalars = test_buffer(stat, FLCE_SCALAR_COUNT);
+    flce_store(g, stat, 0, -3.0);
+    flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, 0.125);
+    flce_store(scalars, stat, FLCE_SCALAR_UNIT, 2.0);
+    for (int64_t i = 0; i < width; i++) {
+      same[i] = flce_load(in, in_dtype, i);
+      scaled[i] = -3.0 * 0.125 / 2.0 * same[i];
+      tolerance[i] = 2.0 * test_epsilon(stat) * fabs(same[i]);
+    }
+    for (int b = 0; b < 2; b++) {
+      const flce_backend* backend = &backends[b];
+      CHECK_OK(backend->cast(backend->self, out, out_dtype, in, in_dtype, width));
+      bool exact = true;
+      for (int64_t i = 0; i < width; i++) {
+        double one;
+        flce_store(&one, out_dtype, 0, same[i]);
+        exact &= flce_load(out, out_dtype, i) == flce_load(&one, out_dtype, 0);
+      }
+      CHECK(exact, "cast, " WHERE, WHERE_VALUES(t, width));
+      CHECK_OK(backend->scale_grad(backend->self, out, out_dtype, in, in_dtype, g, scalars, stat,
+                                   width));
+      CHECK(all_close(out, out_dtype, scaled, tolerance, width), "scale_grad, " WHERE,
+            WHERE_VALUES(t, width));
+    }
+    flce_store(g, stat, 0, 1.0);
+    void* before = copy_of(in, in_dtype, width);
+    CHECK_OK(
+        backends[0].scale_grad(backends[0].self, in, in_dtype, in, in_dtype, g, NULL, stat, width));
+    CHECK(test_same(before, in, width * flce_size_of(in_dtype)), "scale_grad by 1 in place");
+    free(in), free(out), free(same), free(scaled), free(tolerance), free(g), free(scalars);
+    free(before);
+  }
+}
+
+static void test_add_block(const types* t, int64_t width) {
+  void* accum = test_fill_normal(t->accum, width, 1.0);
+  void* block = test_fill_normal(t->dtype, width, 1.0);
+  double *expected = test_doubles(width), *tolerance = test_doubles(width);
+  for (int64_t i = 0; i < width; i++) {
+    expected[i] = flce_load(accum, t->accum, i) + flce_load(block, t->dtype, i);
+    tolerance[i] = test_epsilon(flce_stat_dtype(t->accum)) * fabs(expected[i]);
+  }
+  for (int b = 0; b < 2; b++) {
+    void* sum = copy_of(accum, t->accum, width);
+    CHECK_OK(backends[b].add_block(backends[b].self, sum, t->accum, block, t->dtype, width));
+    CHECK(all_close(sum, t->accum, expected, tolerance, width), "add_block, " WHERE,
+          WHERE_VALUES(t, width));
+    free(sum);
+  }
+  free(accum), free(block), free(expected), free(tolerance);
+}
+
+static void test_column_sum(const types* t, int64_t width, bool weighted, bool accumulate) {
+  flce_dtype stat = flce_stat_dtype(t->dtype);
+  int64_t pitch = width + 5, rows = TOKENS; /* more than the rows that are summed on their own */
+  void* a = test_fill_normal(t->dtype, (rows - 1) * pitch + width, 1.0);
+  void *weights = test_fill_normal(stat, rows, 1.0), *start = test_fill_normal(stat, width, 1.0);
+  flce_store(weights, stat, 9, 0.0);
+  if (weighted) flce_store(a, t->dtype, 9 * pitch, NAN); /* weight 0: adds nothing */
+  double *expected = test_doubles(width), *tolerance = test_doubles(width);
+  for (int64_t h = 0; h < width; h++) {
+    expected[h] = accumulate ? flce_load(start, stat, h) : 0.0;
+    tolerance[h] = fabs(expected[h]);
+    for (int64_t i = 0; i < rows; i++) {
+      double w = weighted ? flce_load(weights, stat, i) : 1.0;
+      if (w == 0.0) continue;
+      expected[h] += w * flce_load(a, t->dtype, i * pitch + h);
+      tolerance[h] += fabs(w * flce_load(a, t->dtype, i * pitch + h));
+    }
+    tolerance[h] *= 32.0 * test_epsilon(stat);
+  }
+  void* out[2];
+  for (int b = 0; b < 2; b++) {
+    out[b] = copy_of(start, stat, width);
+    CHECK_OK(backends[b].column_sum(backends[b].self, out[b], a, t->dtype, pitch, rows, width,
+                                    weighted ? weights : NULL, accumulate, NULL));
+    CHECK(all_close(out[b], stat, expected, tolerance, width), "column_sum, " WHERE,
+          WHERE_VALUES(t, width));
+  }
+  CHECK(test_same(out[0], out[1], width * flce_size_of(stat)), "threads change column_sum");
+  free(a), free(weights), free(start), free(expected), free(tolerance), free(out[0]), free(out[1]);
+}
+
+/* ---- rows of x, dX, dW ---- */
+
+static void test_scale_rows(const types* t, int64_t width) {
+  enum { ROWS = 5 };
+  flce_dtype stat = flce_stat_dtype(t->dtype);
+  int64_t count = ROWS * width;
+  void *x = test_fill_normal(t->dtype, count, 1.0), *coef = test_fill_normal(stat, ROWS, 1.0);
+  flce_store(coef, stat, 3, 0.0);
+  flce_store(x, t->dtype, 3 * width, NAN);
+  double *expected = test_doubles(count), *tolerance = test_doubles(count);
+  for (int64_t i = 0; i < count; i++) {
+    double c = flce_load(coef, stat, i / width);
+    expected[i] = c == 0.0 ? 0.0 : c * flce_load(x, t->dtype, i);
+    tolerance[i] = test_epsilon(stat) * fabs(expected[i]);
+  }
+  void* out = test_buffer(t->dtype, count);
+  for (int b = 0; b < 2; b++) {
+    CHECK_OK(backends[b].scale_rows(backends[b].self, out, x, t->dtype, coef, ROWS, width));
+    CHECK(all_close(out, t->dtype, expected, tolerance, count), "scale_rows, " WHERE,
+          WHERE_VALUES(t, width));
+  }
+  free(x), free(coef), free(expected), free(tolerance), free(out);
+}
+
+static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
+  enum { ROWS = 6 };
+  flce_dtype stat = flce_stat_dtype(t->dtype);
+  int64_t count = ROWS * width, target[ROWS] = {0, VOCAB - 1, IGNORE_INDEX, 3, VOCAB, 3};
+  void *d = test_fill_normal(t->accum, count, 1.0), *wsum = test_fill_normal(stat, width, 3.0);
+  void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
+  void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
+  double *expected = test_doubles(count), *tolerance = test_doubles(count);
+  for (int64_t i = 0; i < ROWS; i++) {
+    for (int64_t h = 0; h < width; h++) {
+      if (target[i] < 0 || target[i] >= VOCAB) continue;
+      double a = flce_load(coef, stat, i) * flce_load(d, t->accum, i * width + h);
+      double b = flce_load(coef, stat, ROWS + i) * flce_load(w, t->dtype, target[i] * width + h);
+      double c = smooth ? flce_load(coef, stat, 2 * ROWS + i) * flce_load(wsum, stat, h) : 0.0;
+      expected[i * width + h] = a + b - c;
+      tolerance[i * width + h] = 4.0 * test_epsilon(stat) * (fabs(a) + fabs(b) + fabs(c));
+    }
+  }
+  flce_store(d, t->accum, 2 * width, NAN); /* of the ignored row */
+  flce_rows rows = {.rows = ROWS,
+                    .vocab = VOCAB,
+                    .target = target,
+                    .ignore_index = IGNORE_INDEX,
+                    .stat_pitch = ROWS,
+                    .coef = coef};
+  for (int run = 0; run < 4; run++) { /* threads, in place */
+    const flce_backend* backend = &backends[run & 1];
+    if (run >= 2 && t->accum != t->grad) break;
+    void* dx = run >= 2 ? copy_of(d, t->accum, count) : test_buffer(t->grad, count);
+    CHECK_OK(backend->finish_grad_input(backend->self, dx, t->grad, run >= 2 ? dx : d, t->accum, w,
+                                        t->dtype, &rows, smooth ? wsum : NULL, width));
+    bool nan = true;
+    for (int64_t h = 0; h < width; h++) {
+      nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
+      flce_store(dx, t->grad, 4 * width + h, 0.0);
+    }
+    CHECK(nan, "dX of a row out of range is NaN, " WHERE, WHERE_VALUES(t, width));
+    CHECK(all_close(dx, t->grad, expected, tolerance, count), "finish_grad_input, " WHERE,
+          WHERE_VALUES(t, width));
+    free(dx);
+  }
+  free(d), free(wsum), free(w), free(coef), free(expected), free(tolerance);
+}
+
+typedef struct weight_case {
+  const types* t;
+  int64_t width;
+  bool targets, smooth, weighted;
+  flce_dtype stat;
+  int64_t target[TOKENS];
+  void *accum, *x, *coef, *xsum, *weight, *order;
+  double *expected, *tolerance;
+} weight_case;
+
+static void expect_weight(weight_case* c) {
+  int64_t width = c->width;
+  for (int64_t k = 0; k < VOCAB * width; k++) {
+    double w = c->weighted ? flce_load(c->weight, c->stat, k / width) : 1.0;
+    double smooth = c->smooth ? w * flce_load(c->xsum, c->stat, k % width) : 0.0;
+    c->expected[k] = flce_load(c->accum, c->t->accum, k) - smooth;
+    c->tolerance[k] = fabs(c->expected[k]) + 2.0 * fabs(smooth);
+  }
+  for (int64_t i = 0; c->targets && i < TOKENS; i++) {
+    for (int64_t h = 0; c->target[i] >= 0 && h < width; h++) {
+      double term = flce_load(c->coef, c->stat, i) * flce_load(c->x, c->t->dtype, i * width + h);
+      c->expected[c->target[i] * width + h] += term;
+      c->tolerance[c->target[i] * width + h] += fabs(term);
+    }
+  }
+  for (int64_t k = 0; k < VOCAB * width; k++) c->tolerance[k] *= 16.0 * test_epsilon(c->stat);
+}
+
+static void run_weight(const weight_case* c, bool in_place) {
+  const types* t = c->t;
+  int64_t count = VOCAB * c->width;
+  void* dw[2];
+  for (int b = 0; b < 2; b++) {
+    dw[b] = in_place ? copy_of(c->accum, t->accum, count) : test_buffer(t->grad, count);
+    CHECK_OK(backends[b].finish_grad_weight(
+        backends[b].self, dw[b], t->grad, in_place ? dw[b] : c->accum, t->accum, c->x, t->dtype,
+        c->targets ? c->coef : NULL, c->targets ? c->order : NULL, TOKENS,
+        c->smooth ? c->xsum : NULL, c->weighted ? c->weight : NULL, VOCAB, c->width));
+    CHECK(all_close(dw[b], t->grad, c->expected, c->tolerance, count),
+          "finish_grad_weight in place %d targets %d smooth %d, " WHERE, in_place, c->targets,
+          c->smooth, WHERE_VALUES(t, c->width));
+  }
+  CHECK(test_same(dw[0], dw[1], count * flce_size_of(t->grad)), "threads change dW, " WHERE,
+        WHERE_VALUES(t, c->width));
+  free(dw[0]), free(dw[1]);
+}
+
+static void test_finish_grad_weight(const types* t, int64_t width, int options) {
+  weight_case c = {.t = t,
+                   .width = width,
+                   .targets = options != 2,
+                   .smooth = options >= 1,
+                   .weighted = options == 1,
+                   .stat = flce_stat_dtype(t->dtype)};
+  make_targets(c.target);
+  c.accum = test_fill_normal(t->accum, VOCAB * width, 1.0);
+  c.x = test_fill_normal(t->dtype, TOKENS * width, 1.0);
+  c.coef = test_fill_normal(c.stat, TOKENS, 1.0);
+  c.xsum = test_fill_normal(c.stat, width, 1.0);
+  c.weight = test_fill_normal(c.stat, VOCAB, 1.0);
+  c.expected = test_doubles(VOCAB * width);
+  c.tolerance = test_doubles(VOCAB * width);
+  flce_problem problem = {.tokens = TOKENS, .vocab = VOCAB, .ignore_index = IGNORE_INDEX};
+  flce_facts facts;
+  CHECK_OK(backends[0].facts(backends[0].self, &problem, &facts));
+  c.order = malloc((size_t)facts.order_bytes);
+  CHECK_OK(backends[0].order_targets(backends[0].self, &problem, c.target, c.order));
+  expect_weight(&c);
+  run_weight(&c, false);
+  if (t->accum == t->grad) run_weight(&c, true);
+
+  /* db is a dW of one column whose x is 1. */
+  if (width == 1 && t->accum == c.stat) {
+    for (int64_t i = 0; i < TOKENS; i++) flce_store(c.x, t->dtype, i, 1.0);
+    expect_weight(&c);
+    void* db = test_buffer(t->grad, VOCAB);
+    CHECK_OK(backends[0].finish_grad_bias(
+        backends[0].self, db, t->grad, c.accum, c.stat, c.targets ? c.coef : NULL, c.order, TOKENS,
+        c.smooth ? c.xsum : NULL, c.weighted ? c.weight : NULL, VOCAB));
+    CHECK(all_close(db, t->grad, c.expected, c.tolerance, VOCAB), "finish_grad_bias, " WHERE,
+          WHERE_VALUES(t, width));
+    free(db);
+  }
+  free(c.accum), free(c.x), free(c.coef), free(c.xsum), free(c.weight), free(c.order);
+  free(c.expected), free(c.tolerance);
+}
+
+static void test_refusals(void) {
+  double a[4] = {0};
+  const flce_backend* b = &backends[0];
+  CHECK(b->cast(b->self, a, FLCE_F32, a, FLCE_F64, 2) == FLCE_UNSUPPORTED &&
+            strstr(flce_last_error(), "in place, got float32 for float64"),
+        "cast in place: %s", flce_last_error());
+  CHECK(b->add_block(b->self, a, FLCE_F32, a + 2, FLCE_F64, 1) == FLCE_UNSUPPORTED,
+        "float64 added to float32");
+  CHECK_OK(b->cast(b->self, a, FLCE_F32, a + 1, FLCE_F64, 0));
+  CHECK_OK(b->zero(b->self, a, 0));
+}
+
+int main(void) {
+  test_seed(3);
+  for (int threads = 0; threads < 2; threads++) {
+    cpus[threads] = test_cpu(threads ? 3 : 1);
+    flce_cpu_backend(&cpus[threads], &backends[threads]);
+  }
+  test_prepare();
+  test_order();
+  test_reduce();
+  test_refusals();
+  for (int index = 0; test_next_variant(&index);) {
+    for (int k = 0; k < TYPES; k++) {
+      for (int w = 0; w < WIDTHS; w++) {
+        const types* t = &kTypes[k];
+        test_cast_and_scale(t, kWidths[w]);
+        test_add_block(t, kWidths[w]);
+        for (int options = 0; options < 4; options++)
+          test_column_sum(t, kWidths[w], options & 1, options & 2);
+        test_scale_rows(t, kWidths[w]);
+        for (int smooth = 0; smooth < 2; smooth++) test_finish_grad_input(t, kWidths[w], smooth);
+        for (int options = 0; options < 3; options++)
+          test_finish_grad_weight(t, kWidths[w], options);
+      }
+    }
+  }
+  return test_verdict();
+}

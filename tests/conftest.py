@@ -1,0 +1,34 @@
+"""Fixtures: the device that a test runs on."""
+
+import cases
+import pytest
+import torch
+
+NO_GPU = "no CUDA device"
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not cases.HAS_CUDA, reason=NO_GPU)),
+    ]
+)
+def device(request):
+    """Every device of this machine; on one without a GPU the CUDA half is skipped, visibly."""
+    return request.param
+
+
+@pytest.fixture
+def cuda():
+    """A test that only a GPU can run."""
+    if not cases.HAS_CUDA:
+        pytest.skip(NO_GPU)
+    return "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_settings(monkeypatch):
+    """Nothing that the caller's shell or an earlier test set can change a result."""
+    for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)

@@ -1,0 +1,165 @@
+"""Loss and gradients against float64: every strategy, flat to peaked logits, tails, extremes."""
+
+import functools
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import cases
+import pytest
+import torch
+
+import flce
+
+VOCABS = (1, 2, 127, 128, 129, 1000, 32000, 50257, 128256)
+# bfloat16 on CUDA, where the logits are read in float32: rounding E, x and the result once each.
+CUDA_BF16_BAR = 3e-3
+
+
+@functools.lru_cache(maxsize=1)
+def grid_case(device, dtype, vocab, std, targets):
+    """Truth and yardstick are the dear part and serve all strategies."""
+    if device == "cuda":
+        tokens, hidden = 256, 256
+    else:
+        # In chunks of 8, 8 and 4: for rows left over from blocks of 4 MKL sums V products one after
+        # the other, and its error, not ours, would decide.
+        tokens, hidden = (20, 16) if vocab > 1000 else (33, 32)
+    case = cases.make_case(
+        tokens, hidden, vocab, dtype=dtype, device=device, std=std, targets=targets, seed=vocab
+    )
+    return case, cases.Yardstick(case)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("targets", ["random", "sampled"])
+@pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_grid(device, dtype, vocab, std, targets, save):
+    case, yardstick = grid_case(device, dtype, vocab, std, targets)
+    # Three chunks, the last one short, where the strategy has chunks.
+    budget = math.ceil(case.input.shape[0] / 2.5) * (vocab + 3) * 8
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
+    yardstick.check(results, f"std={std} {targets}")
+    if device == "cuda" and dtype == torch.bfloat16 and vocab > 1:
+        for name in ("input", "linear_weight"):
+            error = cases.relative_error(results[name], yardstick.truth[name])
+            assert error <= CUDA_BF16_BAR, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 127, 128, 129, 257])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_token_tails(device, save, tokens, dtype):
+    case = cases.make_case(tokens, 24, 200, dtype=dtype, device=device, std=4.0, bias=True)
+    cases.check(flce.linear_cross_entropy, case, save=save, max_memory=50 * 200 * 4)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "vocab", [3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1025, 2049]
+)
+def test_vocab_tails(device, vocab, dtype):
+    """Around every vector and tile width, also where a row does not start on 16 bytes."""
+    case = cases.make_case(19, 16, vocab, dtype=dtype, device=device, std=4.0, bias=True)
+    yardstick = cases.Yardstick(case)
+    for save in cases.SAVES:
+        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", [1, 2, 3, 7, 8, 9, 33, 129])
+def test_hidden_tails(device, hidden, dtype):
+    case = cases.make_case(40, hidden, 130, dtype=dtype, device=device, std=2.0, bias=True)
+    yardstick = cases.Yardstick(case)
+    for save in cases.SAVES:
+        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_extreme_rows(device, save, dtype):
+    """Targets beaten by 80, 90 and 1000 (where exp overflows or vanishes in every type), targets
+    that win by as much, and flat rows, in one batch; each row is checked by itself."""
+    case = cases.make_case(24, 64, 1000, dtype=dtype, device=device, bias=False)
+    case = cases.plant(case, [80.0, 90.0, 1000.0, -5.0, -30.0, -80.0, -1000.0, 0.0])
+    case = case.with_options(reduction="sum" if save == "grads" else "none")
+    yardstick = cases.Yardstick(case)
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save)
+    for name, tensor in results.items():
+        assert torch.isfinite(tensor).all(), name
+    yardstick.check(results, save)
+
+
+def sure_case(device, dtype, margin):
+    """Rows whose target leads by `margin`; loss, dX and dW in float64 without cancellation."""
+    x = torch.eye(8, 16, device=device, dtype=torch.float64) * margin
+    w = torch.zeros(64, 16, device=device, dtype=torch.float64)
+    w[:8, :8] = torch.eye(8, device=device)
+    target = torch.arange(8, device=device)
+    # Every row holds one logit of `margin` and 63 of 0.
+    rest = 63 * math.exp(-margin)
+    others = torch.exp(x @ w.T - margin) / (1 + rest)
+    others[target, target] = -rest / (1 + rest)
+    truth = {
+        "loss": torch.full((8,), math.log1p(rest), device=device, dtype=torch.float64),
+        "input": others @ w,
+        "linear_weight": others.T @ x,
+    }
+    return cases.Case(x.to(dtype), w.to(dtype), target), truth
+
+
+@pytest.mark.parametrize("margin", [8.0, 16.0, 32.0, 64.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_tiny_losses_keep_their_digits(device, save, dtype, margin):
+    """Where the model is sure, eager gives 0 or noise: p - 1 must not be formed by cancellation."""
+    case, truth = sure_case(device, dtype, margin)
+    if save == "grads":
+        truth["loss"] = truth["loss"].sum()
+    case = case.with_options(reduction="sum" if save == "grads" else "none")
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save)
+    limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for name, value in results.items():
+        bar = min(limit, 1e-5) if name == "loss" else limit
+        error = cases.relative_error(value, truth[name])
+        assert error <= bar, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_constant_shift_changes_nothing(device, save):
+    """softmax ignores a constant: a bias of 500 in every column must not cost accuracy."""
+    case = cases.make_case(20, 32, 300, dtype=torch.float64, device=device, bias=True)
+    shifted = case.with_options(linear_bias=case.options["linear_bias"] + 500.0)
+    plain = cases.outcome(flce.linear_cross_entropy, case, save=save)
+    other = cases.outcome(flce.linear_cross_entropy, shifted, save=save)
+    for name, value in plain.items():
+        assert cases.relative_error(other[name], value.double()) <= 1e-11, name
+
+
+@pytest.mark.parametrize("case_bias", [False, True])
+def test_rows_of_the_weight_equal_to_inputs(device, case_bias):
+    """Rows of W that repeat rows of x: peaked, with several equal maxima."""
+    case = cases.make_case(16, 32, 256, dtype=torch.float32, device=device, bias=case_bias, std=8.0)
+    case.linear_weight[:16] = case.input
+    case.linear_weight[16:32] = case.input
+    yardstick = cases.Yardstick(case.with_options(reduction="sum"))
+    for save in cases.SAVES:
+        yardstick.check(cases.outcome(flce.linear_cross_entropy, yardstick.case, save=save), save)
+
+
+@pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
+def test_cpu_variants(variant):
+    """Every set of CPU kernels that this machine can run gives the same accuracy."""
+    flags = pathlib.Path("/proc/cpuinfo")
+    needed = {"scalar": "", "avx2": "avx2", "avx512": "avx512f"}[variant]
+    if not flags.exists() or needed not in flags.read_text():
+        pytest.skip(f"this CPU has no {variant}")
+    chosen = "test_vocab_tails or test_extreme_rows or test_tiny or (test_grid and 8.0-1000-)"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", f"cpu and ({chosen})"]
+    environment = {**os.environ, "FLCE_CPU_VARIANT": variant, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -1,0 +1,576 @@
+"""The contract with autograd, torch.library, torch.compile, checkpointing, autocast and Modules."""
+
+import copy
+
+import cases
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import flce
+
+TOKENS, HIDDEN = 24, 16
+# Whole 16-byte rows in every dtype: opcheck compares all of a saved tensor, padding too.
+VOCAB = 56
+# Five chunks of 5 rows where a strategy has chunks.
+BUDGET = 5 * (VOCAB + 2) * 8
+
+
+def make(device, dtype=torch.float32, **options):
+    case = cases.make_case(
+        TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, std=2.0, bias=True, seed=3
+    )
+    case.target[::5] = -100
+    return case.with_options(**options)
+
+
+def leaves_of(case):
+    named = (case.input, case.linear_weight, case.options["linear_bias"])
+    return [tensor.clone().requires_grad_() for tensor in named]
+
+
+def call(case, leaves, **knobs):
+    x, w, b = leaves
+    options = {**case.options, "linear_bias": b, **knobs}
+    return flce.linear_cross_entropy(x, w, case.target, **options)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_gradcheck(device, save, reduction, smoothing):
+    if save == "grads" and reduction == "none":
+        pytest.skip("refused, see test_refusals")
+    case = cases.make_case(6, 4, 7, dtype=torch.float64, device=device, std=2.0, bias=True)
+    case.target[2] = -100
+    knobs = {"save": save, "reduction": reduction, "label_smoothing": smoothing}
+
+    def function(x, w, b):
+        return call(case, (x, w, b), **knobs, max_memory=3 * 8 * 8)
+
+    assert torch.autograd.gradcheck(function, leaves_of(case))
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_retain_graph_gives_the_same_gradients_twice(device, save):
+    """And a third time, scaled, when the graph is let go and buffers may be handed over."""
+    case = make(device)
+    leaves = leaves_of(case)
+    loss = call(case, leaves, save=save, max_memory=BUDGET)
+    scale = torch.tensor(3.0, device=device)
+    first = torch.autograd.grad(loss, leaves, scale, retain_graph=True)
+    kept = [tensor.clone() for tensor in first]
+    second = torch.autograd.grad(loss, leaves, scale, retain_graph=True)
+    third = torch.autograd.grad(loss, leaves, -scale)
+    for one, copy_of_one, two, three in zip(first, kept, second, third, strict=True):
+        assert torch.equal(one, copy_of_one), "a later backward wrote into an earlier gradient"
+        assert torch.equal(one, two)
+        assert torch.equal(one, -three)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaves, scale)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_grads_are_handed_over_without_a_copy(device, retain):
+    """save="grads": nothing of the size of dW is allocated in a backward that ends the graph; one
+    that keeps it gives a scaled copy."""
+    case = cases.make_case(64, 64, 4096, dtype=torch.float32, device=device, bias=True)
+    leaves = leaves_of(case)
+    loss = call(case, leaves, save="grads")
+    scale = torch.tensor(0.5, device=device)
+
+    def backward():
+        return torch.autograd.grad(loss, leaves, scale, retain_graph=retain)
+
+    weight_bytes = case.linear_weight.numel() * 4
+    peak = cases.peak_bytes(backward, device)
+    if retain:
+        assert peak >= weight_bytes
+    else:
+        assert peak < weight_bytes // 8
+
+
+def test_loss_backward_accumulates(device):
+    """Two micro-batches into .grad, the usual way of training."""
+    case = make(device, torch.float64)
+    leaves = leaves_of(case)
+    wide = leaves_of(case)
+    for _ in range(2):
+        call(case, leaves, save="grads").backward()
+        loss = flce.reference.linear_cross_entropy(
+            wide[0], wide[1], case.target, linear_bias=wide[2]
+        )
+        loss.backward()
+    for ours, truth in zip(leaves, wide, strict=True):
+        assert cases.relative_error(ours.grad, truth.grad) <= 1e-12
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_two_runs_are_bitwise_equal(device, save):
+    case = cases.make_case(300, 64, 2000, dtype=torch.bfloat16, device=device, bias=True)
+    case.target[:] = case.target % 7  # many tokens of one target: their sum has a fixed order
+    knobs = {"save": save, "max_memory": 64 * 2000 * 4}
+    first = cases.outcome(flce.linear_cross_entropy, case, **knobs)
+    for _ in range(3):
+        again = cases.outcome(flce.linear_cross_entropy, case, **knobs)
+        assert cases.same_bits(first, again)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_nothing_reads_uninitialised_memory(device, save, dtype):
+    """With every new tensor full of NaN (workspaces of 0xff bytes, NaN as well) the bits stay."""
+    case = cases.ignore_some(make(device, dtype, label_smoothing=0.1))
+    knobs = {"save": save, "max_memory": BUDGET}
+    plain = cases.outcome(flce.linear_cross_entropy, case, **knobs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3, device=device).isnan().all()
+        poisoned = cases.outcome(flce.linear_cross_entropy, case, **knobs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cases.same_bits(plain, poisoned)
+    for name, tensor in poisoned.items():
+        assert torch.isfinite(tensor).all(), name
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_does_not_depend_on_what_requires_grad(device, save, reduction):
+    case = make(device, reduction=reduction)
+    with_grad = cases.outcome(flce.linear_cross_entropy, case, save=save)
+    without = cases.outcome(flce.linear_cross_entropy, case, save=save, wants=())
+    assert cases.relative_error(without["loss"], with_grad["loss"].double()) <= 1e-6
+
+
+def test_no_grad_has_no_graph_and_no_gradient_buffers(device):
+    case = cases.make_case(64, 64, 4096, dtype=torch.float32, device=device, bias=True)
+    leaves = leaves_of(case)
+
+    def forward():
+        with torch.no_grad():
+            return call(case, leaves, save="grads", max_memory="64KiB")
+
+    assert not forward().requires_grad
+    assert cases.peak_bytes(forward, device) < case.linear_weight.numel() * 4
+    with torch.inference_mode():
+        assert torch.equal(call(case, leaves), forward())
+
+
+def test_double_backward_is_refused(device):
+    """Never silently wrong: the message says what to use instead."""
+    case = make(device)
+    for save in cases.SAVES:
+        leaves = leaves_of(case)
+        with pytest.raises(RuntimeError, match="double backward.*use"):
+            grads = torch.autograd.grad(call(case, leaves, save=save), leaves, create_graph=True)
+            torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+
+
+def test_forward_mode_is_refused(device):
+    """Both doors: a custom operator without a rule would drop the tangent silently."""
+    case = make(device)
+    tangent = torch.ones_like(case.input)
+
+    def loss(x):
+        return flce.linear_cross_entropy(x, case.linear_weight, case.target)
+
+    with pytest.raises(RuntimeError, match="flce: .*not supported; use"):
+        torch.func.jvp(loss, (case.input,), (tangent,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        loss(torch.autograd.forward_ad.make_dual(case.input, tangent))
+
+
+def test_forward_mode_of_cross_entropy_is_refused(device):
+    logits = torch.randn(3, 5, device=device)
+    target = torch.tensor([0, 1, 2], device=device)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(logits, torch.ones_like(logits))
+        flce.cross_entropy(dual, target)
+
+
+def test_vmap_is_refused(device):
+    case = make(device)
+
+    def loss(x):
+        return flce.linear_cross_entropy(x, case.linear_weight, case.target)
+
+    with pytest.raises(RuntimeError, match="vmap is not supported"):
+        torch.func.vmap(loss)(torch.stack([case.input, case.input]))
+
+
+def test_functional_grad_is_refused(device):
+    case = make(device)
+
+    def loss(x):
+        return flce.linear_cross_entropy(x, case.linear_weight, case.target)
+
+    with pytest.raises(RuntimeError, match="torch.func transforms are not supported; use"):
+        torch.func.grad(loss)(case.input)
+
+
+# ---- torch.library ----
+
+
+def sample_tensors(device):
+    case = make(device)
+    return (*leaves_of(case), case.target)
+
+
+def opcheck_linear_cross_entropy(device):
+    """Arguments of torch.ops.flce.linear_cross_entropy, one set for each strategy."""
+    x, w, b, target = sample_tensors(device)
+    for save in cases.SAVES:
+        yield (x, w, target), {"linear_bias": b, "save": save, "max_memory": BUDGET}
+    yield (x, w, target), {"reduction": "none", "label_smoothing": 0.1}
+
+
+def inner_settings(save, reduction="mean"):
+    """reduction ... max_memory of the inner operators' schemas (csrc/op.cpp)."""
+    float32 = torch.float32
+    return (reduction, -100, 0.1, float32, float32, float32, save, BUDGET)
+
+
+def opcheck_forward(device):
+    x, w, b, target = sample_tensors(device)
+    for save in cases.SAVES:
+        yield (x, w, target, b, None, *inner_settings(save), True, True, True, False), {}
+    yield (
+        (x, w, target, None, None, *inner_settings("logits", "none"), True, False, False, False),
+        {},
+    )
+    frozen = [tensor.detach() for tensor in (x, w, b)]
+    settings = (*inner_settings("nothing"), False, False, False, False)
+    x, w, b = frozen
+    yield (x, w, target, b, torch.ones(VOCAB, device=device), *settings), {}
+
+
+def opcheck_backward(device):
+    x, w, b, target = sample_tensors(device)
+    for save in ("logits", "stats"):
+        settings = inner_settings(save)
+        made = torch.ops.flce.forward(x, w, target, b, None, *settings, True, True, True, False)
+        _, stats, scalars, saved, *_ = (tensor.detach() for tensor in made)
+        grad_output = torch.tensor(0.3, device=device)
+        operands = (grad_output, x, w, target, b, None, stats, scalars, saved)
+        yield (*operands, *settings, True, True, True, False), {}
+        yield (*operands, *settings, True, False, False, False), {}
+
+
+def opcheck_scale_(device):
+    yield (torch.randn(9, 7, device=device), torch.tensor(0.3, device=device), None), {}
+
+
+def opcheck_scaled(device):
+    grad = torch.randn(9, 7, device=device, requires_grad=True)
+    yield (grad, torch.tensor(0.3, device=device), None, torch.float32), {}
+
+
+def opcheck_cross_entropy(device):
+    x, w, b, target = sample_tensors(device)
+    logits = (x @ w.T + b).detach().requires_grad_()
+    yield (logits, target), {}
+    yield (logits, target), {"reduction": "none", "label_smoothing": 0.1}
+
+
+def opcheck_cross_entropy_forward(device):
+    (logits, target), _ = next(opcheck_cross_entropy(device))
+    yield (logits, target, None, "mean", -100, 0.1), {}
+    yield (logits, target, torch.ones(VOCAB, device=device), "none", -100, 0.0), {}
+
+
+def opcheck_cross_entropy_backward(device):
+    (logits, target), _ = next(opcheck_cross_entropy(device))
+    settings = (None, "mean", -100, 0.1)
+    made = torch.ops.flce.cross_entropy_forward(logits, target, *settings)
+    _, stats, scalars = (tensor.detach() for tensor in made)
+    grad_output = torch.tensor(0.3, device=device)
+    yield (grad_output, logits, target, None, stats, scalars, *settings[1:]), {}
+
+
+# One entry for every operator that takes tensors; test_every_op_has_a_sample holds it to that.
+OPCHECK_SAMPLES = {
+    "linear_cross_entropy": opcheck_linear_cross_entropy,
+    "forward": opcheck_forward,
+    "backward": opcheck_backward,
+    "scale_": opcheck_scale_,
+    "scaled": opcheck_scaled,
+    "cross_entropy": opcheck_cross_entropy,
+    "cross_entropy_forward": opcheck_cross_entropy_forward,
+    "cross_entropy_backward": opcheck_cross_entropy_backward,
+}
+# opcheck is about tensors: these have none, so no fake and no gradient.
+WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe"}
+# Refuse to be differentiated: their values are checked on detached tensors.
+REFUSE_GRADIENTS = {"backward", "cross_entropy_backward", "scaled"}
+
+
+def registered_ops():
+    prefix = "flce::"
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
+    return {name.removeprefix(prefix).split(".")[0] for name in names}
+
+
+def test_every_op_has_a_sample():
+    assert registered_ops() == WITHOUT_TENSORS | set(OPCHECK_SAMPLES)
+
+
+@pytest.mark.parametrize("name", sorted(OPCHECK_SAMPLES))
+def test_opcheck(device, name):
+    op = getattr(torch.ops.flce, name).default
+    samples = list(OPCHECK_SAMPLES[name](device))
+    assert samples
+    for args, kwargs in samples:
+        recorded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if recorded:
+            torch.library.opcheck(op, args, kwargs, test_utils="test_autograd_registration")
+        if name in REFUSE_GRADIENTS:
+            args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+        torch.library.opcheck(op, args, kwargs, test_utils=tests)
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_compile_fullgraph(device, save, backend):
+    torch._dynamo.reset()
+    case = make(device)
+
+    def step(x, w, b):
+        return call(case, (x * 2, w, b), save=save, max_memory=BUDGET) * 3
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    eager_leaves, leaves = leaves_of(case), leaves_of(case)
+    expected, got = step(*eager_leaves), compiled(*leaves)
+    expected.backward()
+    got.backward()
+    assert torch.allclose(got, expected, rtol=1e-6)
+    for ours, truth in zip(leaves, eager_leaves, strict=True):
+        assert cases.relative_error(ours.grad, truth.grad.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
+def test_compile_with_a_dynamic_number_of_tokens(device, save):
+    """One compilation serves every N."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x, w, y: flce.linear_cross_entropy(x, w, y, save=save),
+        fullgraph=True,
+        backend=counter,
+    )
+    for tokens in (24, 31, 7, 64):
+        case = cases.make_case(tokens, HIDDEN, VOCAB, dtype=torch.float32, device=device)
+        torch._dynamo.mark_dynamic(case.input, 0)
+        torch._dynamo.mark_dynamic(case.target, 0)
+        x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+        loss = compiled(x, w, case.target)
+        grads = torch.autograd.grad(loss, (x, w))
+        expected = torch.autograd.grad(flce.linear_cross_entropy(x, w, case.target), (x, w))
+        for got, truth in zip(grads, expected, strict=True):
+            assert cases.relative_error(got, truth.double()) <= 1e-6
+    assert counter.frame_count == 1
+
+
+def test_compiled_module_trains(device):
+    torch._dynamo.reset()
+    case = make(device)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device)
+    plain = copy.deepcopy(head)
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    compiled(case.input, case.target).backward()
+    plain(case.input, case.target).backward()
+    assert cases.relative_error(head.weight.grad, plain.weight.grad.double()) <= 1e-6
+
+
+# ---- checkpointing ----
+
+
+@pytest.mark.parametrize(("save", "once", "again"), [("logits", 3, 4), ("grads", 3, 6)])
+def test_checkpoint_repeats_the_forward_only(device, save, once, again):
+    """Non-reentrant checkpointing runs the forward a second time: one more logits GEMM with
+    save="logits", all three with "grads". Around the loss alone it buys nothing."""
+    case = make(device)
+
+    def train(wrap):
+        leaves = leaves_of(case)
+        wrap(leaves).backward()
+        return [leaf.grad for leaf in leaves]
+
+    def plain(leaves):
+        return call(case, leaves, save=save)
+
+    def wrapped(leaves):
+        return checkpoint(
+            lambda *tensors: call(case, tensors, save=save), *leaves, use_reentrant=False
+        )
+
+    assert cases.gemms_of(lambda: train(plain)) == once
+    assert cases.gemms_of(lambda: train(wrapped)) == again
+    for left, right in zip(train(plain), train(wrapped), strict=True):
+        assert torch.equal(left, right)
+
+
+# ---- autocast, GradScaler ----
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_autocast(device, save, weight_dtype):
+    """The product runs in bfloat16, the loss is float32, each gradient has its tensor's dtype."""
+    base = cases.make_case(48, 64, 500, dtype=torch.bfloat16, device=device, std=2.0, bias=True)
+    case = base.to(torch.float32)
+    yardstick = cases.Yardstick(base)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        results = cases.outcome(
+            flce.linear_cross_entropy,
+            cases.Case(
+                case.input,
+                case.linear_weight.to(weight_dtype),
+                case.target,
+                {"linear_bias": case.options["linear_bias"]},
+            ),
+            save=save,
+        )
+    assert results["loss"].dtype == torch.float32
+    assert results["input"].dtype == torch.float32
+    assert results["linear_weight"].dtype == weight_dtype
+    yardstick.check({name: _as(value, yardstick.eager[name]) for name, value in results.items()})
+
+
+def _as(value, like):
+    return value.to(like.dtype)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_autocast_keeps_a_float32_dw(device, save):
+    """dW comes from the float32 accumulator: most of its elements are no bfloat16 numbers."""
+    if device == "cpu":
+        pytest.skip("the CPU's bfloat16 GEMM rounds its result; the sum over chunks is float32")
+    case = cases.make_case(48, 64, 500, dtype=torch.float32, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        dw = cases.outcome(flce.linear_cross_entropy, case, save=save)["linear_weight"]
+    rounded = dw.bfloat16().float()
+    assert (dw != rounded).float().mean() > 0.5
+
+
+def test_autocast_leaves_float64_alone(device):
+    case = make(device, torch.float64)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        results = cases.outcome(flce.linear_cross_entropy, case)
+    assert results["loss"].dtype == torch.float64
+    cases.Yardstick(case).check(results)
+
+
+def eager_float32_loss(x, w, target, *, linear_bias=None):
+    """What autocast makes of the eager pair: the product in float16, the loss in float32."""
+    return F.cross_entropy(F.linear(x, w, linear_bias).float(), target)
+
+
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
+@pytest.mark.parametrize("budget", [None, "64KiB"])
+def test_grad_scaler_in_float16(device, save, budget):
+    """Scale 65536, mean over 4096 tokens: a gradient rounded to float16 before the scale is applied
+    loses what the scale is there to keep, and 65536 itself is no float16 number."""
+    case = cases.make_case(4096, 16, 64, dtype=torch.float16, device=device, std=2.0)
+    call = {
+        "grad_output": torch.tensor(65536.0, device=device),
+        "wants": ("input", "linear_weight"),
+    }
+    truth = cases.outcome(eager_float32_loss, case.to(torch.float64), **call)
+    eager = cases.outcome(eager_float32_loss, case, **call)
+    ours = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget, **call)
+    for name in call["wants"]:
+        theirs = cases.relative_error(eager[name], truth[name])
+        error = cases.relative_error(ours[name], truth[name])
+        assert error <= max(1.1 * theirs, cases.FLOORS[torch.float16][0]), name
+        lost = (ours[name] == 0) & (truth[name].abs() > torch.finfo(torch.float16).tiny)
+        assert not lost.any(), name
+
+
+def test_a_grad_scaler_drives_a_step(device):
+    """The scaler's own unscaling finds finite gradients, and the step is eager's."""
+    case = cases.make_case(64, 16, 64, dtype=torch.float16, device=device, std=2.0)
+    heads = [torch.nn.Parameter(case.linear_weight.float()) for _ in range(2)]
+    for head, function in zip(heads, (flce.linear_cross_entropy, eager_float32_loss), strict=True):
+        scaler = torch.amp.GradScaler(device, init_scale=65536.0)
+        optimizer = torch.optim.SGD([head], lr=0.1)
+        with torch.autocast(device, dtype=torch.float16):
+            loss = function(case.input, head, case.target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 65536.0
+    assert not torch.equal(heads[0], case.linear_weight.float())
+    assert cases.relative_error(heads[0], heads[1].double()) <= 1e-4
+
+
+# ---- Modules ----
+
+
+def test_loss_module_has_torchs_constructor(device):
+    options = {"bias": True, "dtype": torch.float64, "reduction": "sum", "label_smoothing": 0.1}
+    loss = flce.LinearCrossEntropyLoss(
+        HIDDEN, VOCAB, device=device, ignore_index=-1, save="grads", max_memory="1MiB", **options
+    )
+    assert isinstance(loss.linear, torch.nn.Linear)
+    assert {name for name, _ in loss.named_parameters()} == {"linear.weight", "linear.bias"}
+    assert loss.linear.weight.shape == (VOCAB, HIDDEN)
+    x = torch.randn(3, HIDDEN, device=device, dtype=torch.float64)
+    y = torch.tensor([1, -1, 2], device=device)
+    expected = flce.reference.linear_cross_entropy(
+        x,
+        loss.linear.weight,
+        y,
+        linear_bias=loss.linear.bias,
+        reduction="sum",
+        ignore_index=-1,
+        label_smoothing=0.1,
+    )
+    assert abs(loss(x, y) - expected) <= 1e-12 * expected
+    loss(x, y).backward()
+    assert loss.linear.weight.grad is not None and loss.linear.bias.grad is not None
+    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        theirs = torch.nn.LinearCrossEntropyLoss(HIDDEN, VOCAB, bias=True)
+        assert theirs.state_dict().keys() == loss.state_dict().keys()
+        assert str(VOCAB) in repr(loss)
+
+
+def test_modules_copy_and_load(device):
+    weight = torch.rand(VOCAB, device=device)
+    case = make(device)
+    for module in (
+        flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, weight=weight, device=device),
+        flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=weight, device=device),
+    ):
+        expected = module(case.input, case.target)
+        twin = copy.deepcopy(module)
+        assert torch.equal(twin(case.input, case.target), expected)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert not torch.equal(twin(case.input, case.target), expected)
+        twin.load_state_dict(module.state_dict())
+        assert torch.equal(twin(case.input, case.target), expected)
+        half = copy.deepcopy(module).to(torch.bfloat16)
+        assert half(case.input.bfloat16(), case.target).dtype == torch.float32
+
+
+def test_head_is_a_linear_whose_hooks_fire(device):
+    """FSDP, ZeRO and adapters act in hooks of the call: with labels they must fire too."""
+    case = make(device)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device)
+    assert isinstance(head, torch.nn.Linear)
+    fired = []
+    head.register_forward_pre_hook(lambda *_: fired.append("before"))
+    head.register_forward_hook(lambda *_: fired.append("after"))
+    head.register_full_backward_hook(lambda *_: fired.append("backward"))
+    x = case.input.clone().requires_grad_()
+    head(x, case.target).backward()
+    assert fired == ["before", "after", "backward"]
+    assert head(case.input).shape == (TOKENS, VOCAB)

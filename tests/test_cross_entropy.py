@@ -1,0 +1,219 @@
+"""flce.cross_entropy: logits that the caller holds, read once each way, against float64.
+
+The logits are given, so the bars are absolute: a float32 loss, and gradients rounded once.
+"""
+
+import cases
+import pytest
+import torch
+
+import flce
+from flce import reference
+
+# Relative error of a gradient, of the whole and of each row: one rounding to its type (eps / 2) on
+# float32 arithmetic, whose exponents of 80 have an error of 80 * 2**-24 each.
+GRADIENT_BARS = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2.0**-8 + 1e-5,
+    torch.float16: 2.0**-11 + 1e-5,
+}
+
+
+def make_logits(tokens, vocab, *, dtype, device, std=4.0, seed=0):
+    random = cases.generator(seed)
+    logits = torch.randn(tokens, vocab, generator=random) * std
+    target = torch.randint(vocab, (tokens,), generator=random)
+    return logits.to(device, dtype), target.to(device)
+
+
+def step(function, logits, target, grad_output=None, **options):
+    leaf = logits.clone().requires_grad_()
+    loss = function(leaf, target, **options)
+    if grad_output is None:
+        grad_output = torch.ones_like(loss)
+    (grad,) = torch.autograd.grad(loss, leaf, grad_output.to(loss.dtype))
+    return loss.detach(), grad
+
+
+def check(logits, target, grad_output=None, **options):
+    """Ours against the reference on the same logits in float64."""
+    dtype = logits.dtype
+    loss, grad = step(flce.cross_entropy, logits, target, grad_output, **options)
+    wide_options = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    true_loss, true_grad = step(
+        reference.cross_entropy, logits.double(), target, grad_output, **wide_options
+    )
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert grad.dtype == dtype
+    assert loss.shape == true_loss.shape and grad.shape == true_grad.shape
+    unit = 2.0**-52 if dtype == torch.float64 else 2.0**-23
+    largest = logits.double().nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if len(logits) else 0.0
+    bar = 8 * unit * true_loss.abs() + 2 * unit * largest
+    assert not (~((loss.double() - true_loss).abs() <= bar)).any()
+    check_gradient(grad, true_grad, GRADIENT_BARS[dtype])
+
+
+def check_gradient(grad, truth, bar):
+    vocab = grad.shape[-1]
+    grad, truth = grad.reshape(-1, vocab), truth.reshape(-1, vocab)
+    limits = torch.finfo(grad.dtype)
+    # Half the spacing of the smallest numbers, and what the truth's own p - 1 loses.
+    least = limits.tiny * limits.eps + 2.0**-51
+    error = (grad.double() - truth).norm(dim=-1)
+    allowed = bar * truth.norm(dim=-1) + least * vocab**0.5
+    bad = ~(error <= allowed)
+    assert not bad.any(), f"{int(bad.sum())} rows, worst {error.max():.3e}"
+    assert cases.relative_error(grad, truth) <= bar or truth.norm() <= least * truth.numel() ** 0.5
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("std", [1.0, 8.0])
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 127, 128, 129, 1000, 32064, 50257, 128256])
+def test_vocabs(device, vocab, std, dtype):
+    tokens = 5 if vocab > 1000 else 33
+    logits, target = make_logits(tokens, vocab, dtype=dtype, device=device, std=std)
+    check(logits, target, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("class_weight", [False, True])
+def test_options(device, class_weight, smoothing, reduction, dtype):
+    logits, target = make_logits(29, 131, dtype=dtype, device=device)
+    target[::4] = 3
+    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": 3}
+    logits[::4] = float("nan")  # in ignored rows it may reach nothing
+    if class_weight:
+        steps = torch.randint(0, 9, (131,), generator=cases.generator(1))
+        options["weight"] = (steps / 4).to(device, dtype)
+    shape = (29,) if reduction == "none" else ()
+    check(logits, target, torch.randn(shape).to(device), **options)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("gap", [20.0, 80.0, 90.0, 1000.0])
+def test_extreme_logits(device, gap, dtype):
+    """The target far below and far above the rest, next to logits of minus infinity."""
+    logits = torch.zeros(4, 64, dtype=torch.float64, device=device)
+    target = torch.tensor([0, 1, 2, 3], device=device)
+    logits[0, 9], logits[1, 1], logits[2, 2] = gap, gap, -gap
+    logits[3, 32:] = -float("inf")
+    check(logits.to(dtype), target, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiny_losses_keep_their_digits(device, dtype):
+    logits = torch.zeros(1, 64, dtype=dtype, device=device)
+    logits[0, 5] = 32.0
+    loss, grad = step(flce.cross_entropy, logits, torch.tensor([5], device=device))
+    rest = 63 * torch.exp(torch.tensor(-32.0, dtype=torch.float64))
+    assert abs(loss.item() / torch.log1p(rest).item() - 1) <= 1e-5
+    assert abs(-grad[0, 5].item() / (rest / (1 + rest)).item() - 1) <= GRADIENT_BARS[dtype]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 0)])
+def test_shapes(device, shape):
+    logits = torch.randn(*shape, 17, device=device, dtype=torch.float64)
+    target = torch.randint(17, shape, device=device)
+    for reduction in ("none", "mean"):
+        loss, grad = step(flce.cross_entropy, logits, target, reduction=reduction)
+        true_loss, true_grad = step(reference.cross_entropy, logits, target, reduction=reduction)
+        assert loss.shape == true_loss.shape and grad.shape == logits.shape
+        assert torch.allclose(loss, true_loss, rtol=1e-12)
+        assert torch.allclose(grad, true_grad, rtol=1e-12, atol=1e-15)
+
+
+def test_all_rows_ignored(device):
+    logits = torch.full((3, 9), float("nan"), device=device)
+    target = torch.full((3,), -100, device=device)
+    for options in ({}, {"label_smoothing": 0.1}, {"ignore_index": None}):
+        loss, grad = step(flce.cross_entropy, logits, target, **options)
+        assert loss == 0 and not grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_logits(device, dtype):
+    logits, target = make_logits(12, 200, dtype=dtype, device=device)
+    plain = step(flce.cross_entropy, logits[:, :100].contiguous(), target % 100)
+    views = (logits[:, :100], logits.T.contiguous().T[:, :100])
+    for view in views:
+        leaf = view.detach().requires_grad_()
+        assert not leaf.is_contiguous()
+        loss = flce.cross_entropy(leaf, target % 100)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert torch.equal(loss, plain[0]) and torch.equal(grad, plain[1])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_gradcheck(device, reduction):
+    logits, target = make_logits(5, 9, dtype=torch.float64, device=device)
+    target[1] = -100
+    leaf = logits.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda z: flce.cross_entropy(z, target, reduction=reduction, label_smoothing=0.1), leaf
+    )
+
+
+def test_retain_graph_and_double_backward(device):
+    logits, target = make_logits(5, 9, dtype=torch.float32, device=device)
+    leaf = logits.requires_grad_()
+    loss = flce.cross_entropy(leaf, target)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="double backward.*use"):
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        grad.square().sum().backward()
+
+
+def test_compile_fullgraph(device):
+    torch._dynamo.reset()
+    logits, target = make_logits(6, 40, dtype=torch.float32, device=device)
+    compiled = torch.compile(flce.cross_entropy, fullgraph=True, backend="aot_eager")
+    expected = step(flce.cross_entropy, logits, target, label_smoothing=0.1)
+    got = step(compiled, logits, target, label_smoothing=0.1)
+    for ours, truth in zip(got, expected, strict=True):
+        assert cases.relative_error(ours, truth.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_and_gemms(device, dtype):
+    """Between the passes: four numbers a row. In the backward: the gradient. No product at all."""
+    logits, target = make_logits(256, 8192, dtype=dtype, device=device)
+    leaf = logits.requires_grad_()
+    size = leaf.numel() * leaf.element_size()
+
+    def forward():
+        return flce.cross_entropy(leaf, target)
+
+    def both():
+        return torch.autograd.grad(forward(), leaf)
+
+    both()
+    assert cases.peak_bytes(forward, device) <= 0.02 * size
+    assert size <= cases.peak_bytes(both, device) <= 1.02 * size
+    assert cases.gemms_of(both) == 0
+
+
+def test_two_runs_are_bitwise_equal(device):
+    logits, target = make_logits(300, 1000, dtype=torch.bfloat16, device=device)
+    first = step(flce.cross_entropy, logits, target)
+    for _ in range(3):
+        again = step(flce.cross_entropy, logits, target)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "dtype"),
+    [(8192, 32064, torch.float32), (4096, 131072, torch.bfloat16)],
+    ids=["float32-8192x32064", "bfloat16-4096x131072"],
+)
+def test_reference_shapes(cuda, tokens, vocab, dtype):
+    logits, target = make_logits(tokens, vocab, dtype=dtype, device=cuda)
+    target[::7] = -100
+    check(logits, target)

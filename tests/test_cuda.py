@@ -1,0 +1,257 @@
+"""What only a GPU can show: sizes past 2^31, streams, graphs, no waits, device memory."""
+
+import re
+
+import cases
+import pytest
+import torch
+
+import flce
+
+pytestmark = pytest.mark.usefixtures("cuda")
+
+TOKENS, HIDDEN, VOCAB = 512, 128, 5000
+BUDGET = 130 * VOCAB * 4  # four chunks
+WANTS = ("input", "linear_weight")
+
+
+def make(dtype=torch.bfloat16, **knobs):
+    return cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=dtype, device="cuda", std=4.0, **knobs)
+
+
+def leaves_of(case):
+    return case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("save", "budget"),
+    [
+        ("logits", "1GiB"),
+        ("logits", "16GiB"),
+        ("grads", "16GiB"),
+        ("grads", "1GiB"),
+        ("stats", "16GiB"),
+    ],
+)
+def test_more_than_2_to_the_31_logits(save, budget):
+    """32768 x 131072: whole in one buffer with 16 GiB, in chunks with 1 GiB."""
+    case = cases.make_case(
+        32768, 64, 131072, dtype=torch.bfloat16, device="cuda", std=4.0, targets="random"
+    )
+    case.target[-1], case.target[0] = 131071, 0
+    truth = cases.chunked_truth(case, 2048)
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
+    assert cases.relative_error(results["loss"], truth["loss"]) <= 1e-6
+    for name in WANTS:
+        assert cases.relative_error(results[name], truth[name]) <= 3e-3, name
+        rows = (results[name].double() - truth[name]).norm(dim=-1)
+        bad = ~(rows <= 2e-2 * truth[name].norm(dim=-1))
+        assert not bad.any(), f"{name}: row {int(bad.nonzero()[0])}"
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_graph_replay_equals_eager(save, dtype):
+    """Captured once, replayed on new data in the same memory, bit for bit."""
+    knobs = {"save": save, "max_memory": BUDGET}
+    first, second = make(dtype, seed=1), make(dtype, seed=2)
+    x, w = leaves_of(first)
+    y = first.target.clone()
+    scale = torch.ones((), device="cuda")
+
+    def step():
+        loss = flce.linear_cross_entropy(x, w, y, **knobs)
+        return (loss.detach(), *torch.autograd.grad(loss, (x, w), scale))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    for case, factor in ((first, 1.0), (second, 1.0), (second, 0.3)):
+        with torch.no_grad():
+            x.copy_(case.input)
+            w.copy_(case.linear_weight)
+            y.copy_(case.target)
+            scale.fill_(factor)
+        graph.replay()
+        expected = cases.outcome(
+            flce.linear_cross_entropy, case, wants=WANTS, grad_output=scale, **knobs
+        )
+        for got, truth in zip(static, expected.values(), strict=True):
+            assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smooth"])
+def test_no_wait_for_the_device(save, options):
+    case = cases.ignore_some(make(bias=True)).with_options(
+        weight=torch.ones(VOCAB, device="cuda", dtype=torch.bfloat16), **options
+    )
+    x, w = leaves_of(case)
+    scale = torch.tensor(0.5, device="cuda")
+
+    def step():
+        loss = flce.linear_cross_entropy(
+            x, w, case.target, save=save, max_memory=BUDGET, **case.options
+        )
+        torch.autograd.grad(loss, (x, w), scale)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_work_runs_on_the_current_stream(save):
+    """The operands become right late, on a side stream: work on any other would read zeros."""
+    case = make()
+    expected = cases.outcome(flce.linear_cross_entropy, case, save=save, wants=WANTS)
+    x, w = torch.zeros_like(case.input), torch.zeros_like(case.linear_weight)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(case.input)
+        w.copy_(case.linear_weight)
+        late = cases.Case(x, w, case.target)
+        results = cases.outcome(flce.linear_cross_entropy, late, save=save, wants=WANTS)
+    side.synchronize()
+    assert cases.same_bits(expected, results)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_second_device(save):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    expected = cases.outcome(flce.linear_cross_entropy, make(), save=save, wants=WANTS)
+    case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16, device="cuda:1", std=4.0)
+    assert torch.cuda.current_device() == 0
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save, wants=WANTS)
+    assert torch.cuda.current_device() == 0
+    moved = {name: tensor.to("cuda:0") for name, tensor in results.items()}
+    assert cases.same_bits(expected, moved)
+
+
+def cramped(extra):
+    """Leaves this process `extra` bytes of device memory over what it holds now."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + extra) / total)
+
+
+def test_out_of_memory_says_what_would_fit():
+    """torch.OutOfMemoryError with the sizes; the max_memory that it names works."""
+    case = cases.make_case(16384, 64, 32768, dtype=torch.bfloat16, device="cuda")
+    x, w = leaves_of(case)
+    flce.linear_cross_entropy(x, w, case.target, max_memory="16MiB").backward()
+    x.grad = w.grad = None
+    cramped(800 << 20)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            flce.linear_cross_entropy(x, w, case.target, save="grads", max_memory="1GiB")
+        message = str(caught.value)
+        assert "bytes" in message and re.search(r"\d{7,}", message)
+        advised = int(re.search(r"max_memory=(\d+)", message)[1])
+        assert advised < 1 << 30
+        loss = flce.linear_cross_entropy(x, w, case.target, save="grads", max_memory=advised)
+        loss.backward()
+        assert torch.isfinite(w.grad).all()
+        x.grad = w.grad = None
+        loss = flce.linear_cross_entropy(x, w, case.target, save="stats", max_memory="16MiB")
+        cramped(1 << 20)
+        with pytest.raises(torch.OutOfMemoryError, match="max_memory"):
+            loss.backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_memory_is_given_back(save):
+    case = make()
+    cases.outcome(flce.linear_cross_entropy, case, save=save)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        cases.outcome(flce.linear_cross_entropy, case, save=save)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("bad", [VOCAB, -1, 2**40, -(2**40)])
+def test_out_of_range_targets_are_nan(save, bad, monkeypatch):
+    """No wait, so no error: the row's loss and gradients are NaN, and nothing else is touched."""
+    case = make(torch.float32)
+    case.target[7] = bad
+    reduction = "sum" if save == "grads" else "none"
+    broken = cases.outcome(flce.linear_cross_entropy, case, save=save, reduction=reduction)
+    case.target[7] = -100
+    clean = cases.outcome(flce.linear_cross_entropy, case, save=save, reduction=reduction)
+    others = torch.arange(TOKENS, device="cuda") != 7
+    assert broken["input"][7].isnan().all()
+    assert torch.equal(broken["input"][others], clean["input"][others])
+    assert not torch.isfinite(broken["linear_weight"]).all()
+    if reduction == "none":
+        assert broken["loss"][7].isnan()
+        assert torch.equal(broken["loss"][others], clean["loss"][others])
+    else:
+        assert broken["loss"].isnan()
+    case.target[7] = bad
+    monkeypatch.setenv("FLCE_CHECK", "1")
+    with pytest.raises(IndexError) as caught:
+        cases.outcome(flce.linear_cross_entropy, case, save=save, reduction=reduction)
+    for word in ("target", "7", str(bad), str(VOCAB)):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [100, -1, 2**40])
+def test_out_of_range_targets_of_cross_entropy(bad, monkeypatch):
+    logits = torch.randn(6, 100, device="cuda", requires_grad=True)
+    target = torch.tensor([0, 1, bad, 3, 4, 99], device="cuda")
+    loss = flce.cross_entropy(logits, target, reduction="none")
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, False, True, False, False, False]
+    assert logits.grad.isnan().any(-1).tolist() == loss.isnan().tolist()
+    monkeypatch.setenv("FLCE_CHECK", "1")
+    with pytest.raises(IndexError, match="target"):
+        flce.cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
+def test_bfloat16_accuracy_at_a_model_s_shape(save, std):
+    """The absolute bar at a size where sums are long: dX and dW within 3e-3 up to std 8."""
+    case = cases.make_case(
+        2048, 1024, 32000, dtype=torch.bfloat16, device="cuda", std=std, targets="sampled"
+    )
+    truth = cases.chunked_truth(case, 1024)
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory="64MiB")
+    assert cases.relative_error(results["loss"], truth["loss"]) <= 1e-5
+    for name in WANTS:
+        assert cases.relative_error(results[name], truth[name]) <= 3e-3, name
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_tf32_follows_torchs_switch(allow):
+    """float32 products are exact unless torch.backends.cuda.matmul.allow_tf32 says otherwise."""
+    case = make(torch.float32)
+    truth = cases.chunked_truth(case, TOKENS)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allow
+    try:
+        results = cases.outcome(flce.linear_cross_entropy, case)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    error = cases.relative_error(results["input"], truth["input"])
+    assert error <= (1e-2 if allow else 1e-5)
+    if allow:
+        assert error > 1e-5, "TF32 was allowed and not used"

@@ -1,0 +1,356 @@
+"""Every option alone and combined, frozen subsets, upstream gradients, shapes, strides, budgets."""
+
+import itertools
+import math
+
+import cases
+import pytest
+import torch
+
+import flce
+
+TOKENS, HIDDEN, VOCAB = 37, 24, 131
+
+
+def make(device, dtype=torch.float32, *, std=3.0, **options):
+    """A case with a bias; `class_weight=True` adds weights that every dtype holds exactly."""
+    case = cases.make_case(
+        TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, std=std, targets="sampled", bias=True
+    )
+    if not options.pop("bias", True):
+        del case.options["linear_bias"]
+    if options.pop("class_weight", False):
+        steps = torch.randint(0, 9, (VOCAB,), generator=cases.generator(1))
+        case.options["weight"] = (steps / 4).to(device, dtype)
+    return case.with_options(**options)
+
+
+def strategies(reduction):
+    return [save for save in cases.SAVES if not (save == "grads" and reduction == "none")]
+
+
+def check_all(case, **call):
+    """All strategies that serve the reduction, whole and in four chunks, against one yardstick."""
+    yardstick = cases.Yardstick(case, **call)
+    for save in strategies(case.options.get("reduction", "mean")):
+        for budget in (None, 10 * (VOCAB + 3) * 4):
+            results = cases.outcome(
+                flce.linear_cross_entropy, case, save=save, max_memory=budget, **call
+            )
+            yardstick.check(results, f"save={save} max_memory={budget}")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("class_weight", [False, True])
+@pytest.mark.parametrize("ignore", [False, True])
+def test_combinations(device, dtype, reduction, smoothing, class_weight, ignore):
+    case = make(
+        device, dtype, reduction=reduction, label_smoothing=smoothing, class_weight=class_weight
+    )
+    check_all(cases.ignore_some(case) if ignore else case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_bias(device, dtype, bias):
+    check_all(make(device, dtype, bias=bias))
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_bias_of_minus_infinity_masks_classes(device, save):
+    """The usual way to keep padding out of a vocabulary."""
+    case = make(device)
+    case.options["linear_bias"][-7:] = -math.inf
+    case.target.clamp_(max=VOCAB - 8)
+    kept = cases.Case(
+        case.input,
+        case.linear_weight[:-7],
+        case.target,
+        {"linear_bias": case.options["linear_bias"][:-7]},
+    )
+    results = cases.outcome(flce.linear_cross_entropy, case, save=save)
+    assert not results["linear_weight"][-7:].any() and not results["linear_bias"][-7:].any()
+    results["linear_weight"] = results["linear_weight"][:-7]
+    results["linear_bias"] = results["linear_bias"][:-7]
+    cases.Yardstick(kept).check(results)
+
+
+@pytest.mark.parametrize("index", [-100, -1, 0, 5, VOCAB - 1, VOCAB + 7])
+def test_ignore_index_values(device, index):
+    """Inside the range of classes too, where no target may mean that class."""
+    case = cases.ignore_some(make(device, label_smoothing=0.1), index=index, every=2)
+    check_all(case)
+
+
+def test_ignore_index_none_means_minus_100(device):
+    case = cases.ignore_some(make(device))
+    plain = cases.outcome(flce.linear_cross_entropy, case)
+    assert cases.same_bits(plain, cases.outcome(flce.linear_cross_entropy, case, ignore_index=None))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("class_weight", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_no_valid_rows(device, reduction, class_weight, smoothing, tokens):
+    """All rows ignored, or no rows: loss 0 and zero gradients, also where input holds NaN."""
+    case = make(device, class_weight=class_weight, reduction=reduction, label_smoothing=smoothing)
+    case.input, case.target = case.input[:tokens], case.target[:tokens]
+    case = cases.ignore_some(case, every=1)
+    for save in strategies(reduction):
+        results = cases.outcome(flce.linear_cross_entropy, case, save=save)
+        assert results["loss"].shape == ((tokens,) if reduction == "none" else ())
+        for name, tensor in results.items():
+            assert tensor.count_nonzero() == 0, f"{name} {save}"
+        for name in cases.GRADIENTS:
+            original = case.options[name] if name == "linear_bias" else getattr(case, name)
+            assert results[name].shape == original.shape
+
+
+def test_mean_divides_by_the_weights_of_valid_rows(device):
+    """By hand: two valid rows of weights 2 and 0.5."""
+    case = make(device, torch.float64, bias=False)
+    case = cases.Case(case.input[:3], case.linear_weight, torch.tensor([4, -100, 7], device=device))
+    weight = torch.ones(VOCAB, dtype=torch.float64, device=device)
+    weight[4], weight[7] = 2.0, 0.5
+    logp = (case.input @ case.linear_weight.T).log_softmax(-1)
+    expected = -(2.0 * logp[0, 4] + 0.5 * logp[2, 7]) / 2.5
+    for save in cases.SAVES:
+        loss = flce.linear_cross_entropy(
+            case.input, case.linear_weight, case.target, weight=weight, save=save
+        )
+        assert abs(loss - expected) <= 1e-12 * abs(expected)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "wants",
+    [subset for size in (1, 2) for subset in itertools.combinations(cases.GRADIENTS, size)],
+    ids="+".join,
+)
+def test_frozen_parts(device, wants, reduction, smoothing):
+    check_all(make(device, reduction=reduction, label_smoothing=smoothing), wants=wants)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_upstream_gradient(device, dtype, reduction):
+    """A scalar that is no power of two; for "none" a vector with signs, zeros and a wide range."""
+    case = make(device, dtype, reduction=reduction)
+    if reduction == "none":
+        upstream = torch.randn(TOKENS, generator=cases.generator(2))
+        upstream[3], upstream[5], upstream[7] = 0.0, 100.0, -0.01
+    else:
+        upstream = torch.tensor(-0.37 if reduction == "mean" else 3.7)
+    check_all(cases.ignore_some(case), grad_output=upstream.to(device))
+
+
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_expanded_upstream_gradient(device, save):
+    """`loss.sum()` hands over a gradient of stride 0, `loss[::2].sum()` one with gaps."""
+    case = make(device, torch.float64, bias=False, reduction="none")
+
+    def strided(function):
+        return lambda *args, **knobs: function(*args, **knobs)[::2].sum()
+
+    wide = cases.outcome(strided(flce.reference.linear_cross_entropy), case)
+    ours = cases.outcome(strided(flce.linear_cross_entropy), case, save=save)
+    for name, truth in wide.items():
+        assert cases.relative_error(ours[name], truth) <= 1e-12, name
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (2, 1, 3), (2, 0)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_shapes(device, shape, reduction):
+    """1-D to n-D inputs; "none" gives the target's shape."""
+    tokens = math.prod(shape)
+    case = cases.make_case(tokens, HIDDEN, VOCAB, dtype=torch.float32, device=device, bias=True)
+    case.input, case.target = case.input.reshape(*shape, HIDDEN), case.target.reshape(shape)
+    case = case.with_options(reduction=reduction)
+    if tokens == 0:
+        results = cases.outcome(flce.linear_cross_entropy, case)
+        assert results["input"].shape == case.input.shape
+        assert results["loss"].shape == (shape if reduction == "none" else ())
+        assert not results["loss"].any()
+        return
+    check_all(case)
+
+
+def strided(tensor):
+    """The same values behind strides: every second element of a larger tensor of NaN."""
+    wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), -7)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_inputs_give_the_same_bits(device, save, dtype):
+    case = make(device, dtype, class_weight=True)
+    plain = cases.outcome(flce.linear_cross_entropy, case, save=save)
+    for name in ("input", "linear_weight", "linear_bias", "weight", "target"):
+        leaves = {
+            "input": case.input,
+            "linear_weight": case.linear_weight,
+            "target": case.target,
+            **case.options,
+        }
+        leaves[name] = strided(leaves[name])
+        assert not leaves[name].is_contiguous()
+        wanted = [leaves[key].requires_grad_() for key in cases.GRADIENTS]
+        loss = flce.linear_cross_entropy(**leaves, save=save)
+        grads = torch.autograd.grad(loss, wanted)
+        results = {"loss": loss.detach(), **dict(zip(cases.GRADIENTS, grads, strict=True))}
+        assert cases.same_bits(plain, results), name
+        for tensor in wanted:
+            tensor.requires_grad_(False)
+
+
+def test_transposed_and_sliced_views(device):
+    """A (S, B, H) activation seen as (B, S, H), a weight stored as its transpose, a sliced head."""
+    x = torch.randn(5, 3, HIDDEN, device=device, dtype=torch.float64)
+    w = torch.randn(HIDDEN + 3, VOCAB + 2, device=device, dtype=torch.float64)
+    y = torch.randint(VOCAB, (5, 3), device=device)
+    case = (x.transpose(0, 1), w[2:-1, 1:-1].T, y.T)
+    expected = flce.reference.linear_cross_entropy(*case)
+    assert abs(flce.linear_cross_entropy(*case) - expected) <= 1e-12 * expected
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 127, 128, 129, 1000])
+def test_budgets(device, dtype, rows):
+    """Chunks of every size class, honest for each strategy."""
+    case = cases.make_case(150, HIDDEN, 96, dtype=dtype, device=device, std=4.0, bias=True)
+    yardstick = cases.Yardstick(case)
+    for save in cases.SAVES:
+        budget = rows * 96 * 8
+        results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
+        yardstick.check(results, f"{rows} rows, save={save}")
+
+
+@pytest.mark.parametrize("save", ["grads", "stats"])
+def test_same_chunks_give_the_same_bits(device, save):
+    """16 rows fit either budget: only the chunk's size may matter."""
+    case = cases.make_case(50, HIDDEN, 96, dtype=torch.float32, device=device, bias=True)
+    row = 96 * 4
+    results = [
+        cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
+        for budget in (16 * row, 16 * row + row // 2)
+    ]
+    assert cases.same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1024", 1024),
+        ("64KiB", 64 << 10),
+        ("512MiB", 512 << 20),
+        ("2GiB", 2 << 30),
+        ("64KB", 64_000),
+        ("1GB", 1_000_000_000),
+        ("1.5 MiB", 3 << 19),
+    ],
+)
+def test_budget_texts(text, count):
+    shape = {"tokens": 100_000, "hidden": 64, "vocab": 128, "device": "cpu"}
+    by_text = flce.plan(**shape, save="stats", max_memory=text)
+    by_count = flce.plan(**shape, save="stats", max_memory=count)
+    assert by_text.chunk_rows == by_count.chunk_rows
+
+
+def test_budget_from_the_environment(device, monkeypatch):
+    """FLCE_MAX_MEMORY sets the default; an argument goes before it."""
+    case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device)
+    budget = {"max_memory": 16 * 256 * 4, "save": "stats"}
+
+    def count(**knobs):
+        return cases.gemms_of(lambda: cases.outcome(flce.linear_cross_entropy, case, **knobs))
+
+    explicit = count(**budget)
+    assert count(save="stats") < explicit
+    monkeypatch.setenv("FLCE_MAX_MEMORY", str(budget["max_memory"]))
+    assert count(save="stats") == explicit
+    assert count(save="stats", max_memory="1MiB") < explicit
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_accum_dtype(device, save, dtype):
+    """float32 sums over many chunks are as good as one GEMM's; the gradient keeps W's dtype."""
+    case = cases.make_case(160, HIDDEN, 96, dtype=dtype, device=device, std=4.0)
+    yardstick = cases.Yardstick(case)
+    budget = 8 * 96 * 4
+    for accum in (dtype, torch.float32):
+        knobs = {"save": save, "max_memory": budget, "accum_dtype": accum}
+        results = cases.outcome(flce.linear_cross_entropy, case, **knobs)
+        if accum == torch.float32 or dtype == torch.float32:
+            yardstick.check(results, f"{knobs}")
+        else:
+            # Twenty roundings of the running sum to the operands' own type.
+            error = cases.relative_error(results["linear_weight"], yardstick.truth["linear_weight"])
+            assert error <= 20 * cases.FLOORS[dtype][0]
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_dtype(device, save, dtype):
+    """Asked to round the logits as an eager head does, the result has eager's accuracy."""
+    case = cases.make_case(64, 64, 1000, dtype=dtype, device=device, std=8.0, targets="sampled")
+    cases.check(flce.linear_cross_entropy, case, save=save, logits_dtype=dtype)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_class_weight_dtype(device, save, weight_dtype):
+    """Class weights may stay in float32 beside a bfloat16 model."""
+    case = make(device, torch.bfloat16, class_weight=True, bias=False)
+    case.options["weight"] = case.options["weight"].to(weight_dtype)
+    cases.check(flce.linear_cross_entropy, case, save=save)
+
+
+def test_inputs_are_left_alone(device):
+    """No argument is written, whichever strategy."""
+    case = make(device, class_weight=True, label_smoothing=0.1)
+    options = [value for value in case.options.values() if isinstance(value, torch.Tensor)]
+    leaves = [case.input, case.linear_weight, case.target, *options]
+    versions = [(leaf.clone(), leaf._version) for leaf in leaves]
+    for save in cases.SAVES:
+        for leaf in (case.input, case.linear_weight):
+            leaf.requires_grad_(True)
+        loss = flce.linear_cross_entropy(
+            case.input, case.linear_weight, case.target, save=save, **case.options
+        )
+        torch.autograd.grad(loss, [case.input, case.linear_weight])
+    for leaf, (values, version) in zip(leaves, versions, strict=True):
+        assert torch.equal(leaf, values) and leaf._version == version
+
+
+def test_modules_equal_the_function(device):
+    case = make(device, label_smoothing=0.1, class_weight=True)
+    expected = cases.outcome(flce.linear_cross_entropy, case)["loss"]
+    loss = flce.LinearCrossEntropyLoss(
+        HIDDEN, VOCAB, bias=True, weight=case.options["weight"], label_smoothing=0.1, device=device
+    )
+    head = flce.LinearCrossEntropyHead(
+        HIDDEN, VOCAB, device=device, class_weight=case.options["weight"], label_smoothing=0.1
+    )
+    with torch.no_grad():
+        for linear in (loss.linear, head):
+            linear.weight.copy_(case.linear_weight)
+            linear.bias.copy_(case.options["linear_bias"])
+    assert torch.equal(loss(case.input, case.target), expected)
+    assert torch.equal(head(case.input, case.target), expected)
+    plain = torch.nn.functional.linear(case.input, head.weight, head.bias)
+    assert torch.equal(head(case.input), plain)
+
+
+def test_raw_op_equals_the_function(device):
+    """`torch.ops.flce.linear_cross_entropy` is differentiable by itself."""
+    case = make(device)
+    expected = cases.outcome(flce.linear_cross_entropy, case)
+    raw = cases.outcome(torch.ops.flce.linear_cross_entropy, case)
+    assert cases.same_bits(expected, raw)
