@@ -86,7 +86,7 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
 typedef struct chunk {
   int64_t first, rows;
   flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
-  const void* coef; /* [3][N], advanced to the first row */
+  const void* coef; /* [4][N], advanced to the first row */
 } chunk;
 
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
@@ -204,16 +204,15 @@ static void* dw_accum(const engine* e) {
   return own ? own : e->tensors->grad_weight;
 }
 
-/* accum += E^T (coef x), or dz^T x. */
+/* accum += E^T (coef x), or dz^T x without the ignored rows of x: a NaN there would pass dz's
+ * zeros. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = e->problem->hidden, v = e->problem->vocab;
-  const void* x = at(e->input, c->first * h, plan->dtype);
-  if (plan->form == FLCE_FORM_EXP) {
-    CALL(e, scale_rows, buffer(e, FLCE_BUF_SCALED_X), x, plan->dtype, coef_row(e, c, FLCE_COEF_ROW),
-         c->rows, h);
-    x = buffer(e, FLCE_BUF_SCALED_X);
-  }
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  void* x = buffer(e, FLCE_BUF_SCALED_X);
+  CALL(e, scale_rows, x, at(e->input, c->first * h, plan->dtype), plan->dtype,
+       coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->rows, h);
   flce_gemm gemm = {.m = v,
                     .n = h,
                     .k = c->rows,

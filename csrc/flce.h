@@ -124,9 +124,9 @@ typedef enum flce_buffer_id {
   FLCE_BUF_WEIGHT_CAST, /* W in dtype */
   FLCE_BUF_BIAS_CAST,   /* b in stat dtype */
   FLCE_BUF_LOGITS,      /* a chunk of logits, overwritten by E or dz */
-  FLCE_BUF_COEF,        /* [3][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_COEF,        /* [4][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
-  FLCE_BUF_SCALED_X, /* coef * x of a chunk, [chunk][H] dtype */
+  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype */
   FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type, [V][H] */
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
                       */
@@ -200,6 +200,7 @@ enum flce_coef_row {
   FLCE_COEF_ROW,    /* g a inv_sum, a = (1-s) w_y + s/V sum(w): what multiplies exp(z - c) */
   FLCE_COEF_TARGET, /* g (a p_y - (1-s) w_y): the target's own column, without smoothing's part */
   FLCE_COEF_SMOOTH, /* g s/V: dz_j has -this * w_j in every column */
+  FLCE_COEF_VALID,  /* 1, 0 for ignored rows: what multiplies x in form dz */
   FLCE_COEF_ROWS
 };
 
@@ -239,7 +240,7 @@ typedef struct flce_rows {
   void* loss; /* [rows] stat dtype: unreduced loss (1-s) w_y nll + s/V sum_j w_j (lse - z_j); 0 for
                  ignored rows */
   const void* scalars; /* [4] stat dtype */
-  const void* coef;    /* [3][stat_pitch], advanced to the first row, or NULL */
+  const void* coef;    /* [4][stat_pitch], advanced to the first row, or NULL */
 } flce_rows;
 
 /* Functions of a backend. `self` is the table's own. All but `facts` queue work in order; none
@@ -275,7 +276,7 @@ typedef struct flce_backend {
                            bool z_is_exp);
 
   /* Per-row factors for the gradient, from rows->stats, target, class_weight, label_smoothing and
-   * scalars, into coef [3][stat_pitch]. grad_output: scalar (stride 0) or [rows] (stride 1), stat
+   * scalars, into coef [4][stat_pitch]. grad_output: scalar (stride 0) or [rows] (stride 1), stat
    * dtype, or NULL for 1. g = grad_output * factor[0]. Ignored rows: 0; out-of-range rows: NaN. */
   flce_status (*row_coefficients)(void* self, const flce_rows* rows, const void* grad_output,
                                   int64_t grad_stride, const void* factor, void* coef);

@@ -137,12 +137,11 @@ struct Gradients {
 // Tensors for the wanted gradients that this pass makes; empty ones of the same dtypes for the
 // others.
 Gradients allocate_gradients(const Device& device, const flce_problem& problem,
-                             const flce_plan& plan, bool makes_them, const std::string& advice,
-                             flce_tensors* tensors) {
+                             const flce_plan& plan, bool makes_them, flce_tensors* tensors) {
   auto make = [&](bool wanted, std::vector<int64_t> sizes, flce_dtype dtype, const char* name,
                   void** pointer) {
     bool needed = makes_them && wanted;
-    Tensor tensor = device.allocate(needed ? sizes : std::vector<int64_t>{0}, dtype, name, advice);
+    Tensor tensor = device.allocate(needed ? sizes : std::vector<int64_t>{0}, dtype, name);
     *pointer = needed ? tensor.mutable_data_ptr() : nullptr;
     return tensor;
   };
@@ -157,7 +156,35 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
   return gradients;
 }
 
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                          flce_tensors* tensors) {
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+
+  Tensor loss = device.allocate(
+      problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{}, stat,
+      "loss");
+  Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
+  Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
+  bool keeps_logits = plan.save == FLCE_SAVE_LOGITS;
+  Tensor saved = device.allocate(
+      keeps_logits ? std::vector<int64_t>{n, plan.saved_pitch} : std::vector<int64_t>{0},
+      plan.dtype, "saved");
+  Gradients gradients =
+      allocate_gradients(device, problem, plan, plan.save == FLCE_SAVE_GRADS, tensors);
+  Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
+
+  tensors->loss = loss.mutable_data_ptr();
+  tensors->stats = stats.mutable_data_ptr();
+  tensors->scalars = scalars.mutable_data_ptr();
+  tensors->saved = saved.mutable_data_ptr();
+  tensors->workspace = workspace.mutable_data_ptr();
+  check(flce_forward(device.table(), &problem, &plan, tensors));
+  return {loss, stats, scalars, saved, gradients.input, gradients.weight, gradients.bias};
+}
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
                       OptionalTensor weight, std::string reduction, int64_t ignore_index,
@@ -171,39 +198,28 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   bind_operands(input, linear_weight, target, linear_bias, weight, &problem, &tensors);
   Device device(place_of(input), allow_tf32);
   flce_plan plan = device.plan(problem);
-  std::string advice = memory_advice(problem, plan);
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  int64_t n = problem.tokens;
-
-  Tensor loss = device.allocate(
-      problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{}, stat,
-      "loss", advice);
-  Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats", advice);
-  Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars", advice);
-  bool keeps_logits = plan.save == FLCE_SAVE_LOGITS;
-  Tensor saved = device.allocate(
-      keeps_logits ? std::vector<int64_t>{n, plan.saved_pitch} : std::vector<int64_t>{0},
-      plan.dtype, "saved", advice);
-  Gradients gradients =
-      allocate_gradients(device, problem, plan, plan.save == FLCE_SAVE_GRADS, advice, &tensors);
-  Tensor workspace =
-      device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace", advice);
-
-  tensors.loss = loss.mutable_data_ptr();
-  tensors.stats = stats.mutable_data_ptr();
-  tensors.scalars = scalars.mutable_data_ptr();
-  tensors.saved = saved.mutable_data_ptr();
-  tensors.workspace = workspace.mutable_data_ptr();
-  check(flce_forward(device.table(), &problem, &plan, &tensors));
-  return {loss, stats, scalars, saved, gradients.input, gradients.weight, gradients.bias};
+  try {
+    return run_forward(device, problem, plan, &tensors);
+  } catch (const OutOfMemory& error) {
+    throw OutOfMemory(error.what() + memory_advice(problem, plan));
+  }
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(
-    Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target,
-    OptionalTensor linear_bias, OptionalTensor weight, Tensor stats, Tensor scalars, Tensor saved,
-    std::string reduction, int64_t ignore_index, double label_smoothing, ScalarType dtype,
-    ScalarType accum_dtype, ScalarType logits_dtype, std::string save, int64_t max_memory,
-    bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32) {
+BackwardResult run_backward(const Device& device, const flce_problem& problem,
+                            const flce_plan& plan, flce_tensors* tensors) {
+  Gradients gradients = allocate_gradients(device, problem, plan, true, tensors);
+  Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
+  tensors->workspace = workspace.mutable_data_ptr();
+  check(flce_backward(device.table(), &problem, &plan, tensors));
+  return {gradients.input, gradients.weight, gradients.bias};
+}
+
+BackwardResult backward(Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target,
+                        OptionalTensor linear_bias, OptionalTensor weight, Tensor stats,
+                        Tensor scalars, Tensor saved, std::string reduction, int64_t ignore_index,
+                        double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
+                        ScalarType logits_dtype, std::string save, int64_t max_memory,
+                        bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32) {
   flce_problem problem =
       make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
                     save, max_memory, grad_input, grad_weight, grad_bias});
@@ -212,7 +228,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   Place place = place_of(input);
   Device device(place, allow_tf32);
   flce_plan plan = device.plan(problem);
-  std::string advice = memory_advice(problem, plan);
   flce_dtype stat = flce_stat_dtype(problem.dtype);
   int64_t n = problem.tokens;
   expect_shape("grad_output", grad_output,
@@ -224,16 +239,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   for (const Tensor& tensor : {grad_output, stats, scalars, saved})
     expect_same_device("saved tensors", tensor, place);
 
-  Gradients gradients = allocate_gradients(device, problem, plan, true, advice, &tensors);
-  Tensor workspace =
-      device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace", advice);
   tensors.grad_output = grad_output.const_data_ptr();
   tensors.stats = stats.mutable_data_ptr();
   tensors.scalars = scalars.mutable_data_ptr();
   tensors.saved = saved.mutable_data_ptr();
-  tensors.workspace = workspace.mutable_data_ptr();
-  check(flce_backward(device.table(), &problem, &plan, &tensors));
-  return {gradients.input, gradients.weight, gradients.bias};
+  try {
+    return run_backward(device, problem, plan, &tensors);
+  } catch (const OutOfMemory& error) {
+    throw OutOfMemory(error.what() + memory_advice(problem, plan));
+  }
 }
 
 // ---- scaling of gradients that the forward made ----
@@ -305,7 +319,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor logits, Tensor t
   Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
   Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
   Tensor workspace =
-      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace", "");
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
   tensors.loss = loss.mutable_data_ptr();
   tensors.stats = stats.mutable_data_ptr();
   tensors.scalars = scalars.mutable_data_ptr();
@@ -330,7 +344,7 @@ Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target,
   expect_shape("scalars", scalars, {FLCE_SCALAR_COUNT});
   Tensor grad = device.allocate(shape_of(logits), problem.dtype, "grad_logits");
   Tensor workspace =
-      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace", "");
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
   tensors.grad_output = grad_output.const_data_ptr();
   tensors.grad_input = grad.mutable_data_ptr();
   tensors.stats = stats.mutable_data_ptr();

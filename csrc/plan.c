@@ -205,7 +205,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   if (problem->want_grad_input && plan->dx_gemm_dtype != plan->grad_input_dtype)
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
-    if (exp_form) add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
+    add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
     if (plan->accum_dtype != plan->grad_weight_dtype)
       add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
     add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);

@@ -236,16 +236,13 @@ class Device {
     return plan;
   }
 
-  // A new contiguous tensor; `buffer` and `advice` are for the error.
-  Tensor allocate(const std::vector<int64_t>& sizes, flce_dtype dtype, const char* buffer,
-                  const std::string& advice = "") const {
-    std::vector<int64_t> strides(sizes.size(), 1);
-    for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
-    return empty(sizes, strides, to_scalar_type(dtype), flce_size_of(dtype), buffer, advice);
+  // A new contiguous tensor; `buffer` is for the error.
+  Tensor allocate(const std::vector<int64_t>& sizes, flce_dtype dtype, const char* buffer) const {
+    return empty(sizes, to_scalar_type(dtype), flce_size_of(dtype), buffer);
   }
 
-  Tensor allocate_bytes(int64_t bytes, const char* buffer, const std::string& advice) const {
-    return empty({bytes}, {1}, ScalarType::Byte, 1, buffer, advice);
+  Tensor allocate_bytes(int64_t bytes, const char* buffer) const {
+    return empty({bytes}, ScalarType::Byte, 1, buffer);
   }
 
  private:
@@ -254,9 +251,10 @@ class Device {
     throw std::runtime_error(std::string("flce: cuda: ") + reason);
   }
 
-  Tensor empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-               ScalarType type, int64_t element_bytes, const char* buffer,
-               const std::string& advice) const {
+  Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, int64_t element_bytes,
+               const char* buffer) const {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
     AtenTensorHandle handle;
     int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
@@ -265,7 +263,7 @@ class Device {
     int64_t bytes = element_bytes;
     for (int64_t size : sizes) bytes *= size;
     throw OutOfMemory("flce: out of memory: " + std::to_string(bytes) + " bytes for buffer \"" +
-                      buffer + "\"" + advice);
+                      buffer + "\"");
   }
 
   Place place_;

@@ -155,8 +155,8 @@ def _register_autograd(name, function):
 
 def _refuse_double_backward():
     raise RuntimeError(
-        "flce: double backward (create_graph=True) is not supported; use torch.nn.functional.linear "
-        "and cross_entropy where you differentiate a gradient"
+        "flce: double backward (create_graph=True) is not supported; use "
+        "torch.nn.functional.linear and cross_entropy where you differentiate a gradient"
     )
 
 
@@ -296,6 +296,11 @@ def _wants(tensor):
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
+def _call(op, function, differentiable, *args):
+    """The operator through its Function at once, past the dispatcher's way to the same Function."""
+    return function.apply(op, *args) if differentiable else op(*args)
+
+
 def _allow_tf32(device_type, dtype):
     if device_type != "cuda" or dtype != torch.float32:
         return False
@@ -336,7 +341,10 @@ def _linear_cross_entropy(
     logits_bytes = target.numel() * vocab * operand.itemsize
     save = options.resolve_save(save, any(wanted), reduction, operand, logits_bytes, max_memory)
     try:
-        loss = _inner.forward(
+        loss = _call(
+            _inner.forward.default,
+            _Forward,
+            any(wanted),
             input.reshape(-1, hidden).contiguous(),
             linear_weight.contiguous(),
             target.reshape(-1).contiguous(),
@@ -370,7 +378,10 @@ def _cross_entropy(
         options.check_target_range(target, vocab, ignore_index)
     stat = stat_dtype(logits.dtype)
     try:
-        loss = _inner.cross_entropy_forward(
+        loss = _call(
+            _inner.cross_entropy_forward.default,
+            _CrossEntropyForward,
+            _wants(logits),
             logits.reshape(-1, vocab).contiguous(),
             target.reshape(-1).contiguous(),
             None if weight is None else weight.detach().to(stat).contiguous(),

@@ -154,7 +154,9 @@ def test_no_grad_has_no_graph_and_no_gradient_buffers(device):
             return call(case, leaves, save="grads", max_memory="64KiB")
 
     assert not forward().requires_grad
-    assert cases.peak_bytes(forward, device) < case.linear_weight.numel() * 4
+    scratch = flce.plan(64, 64, 4096, dtype=torch.float32, device=device).buffers
+    held = cases.peak_bytes(forward, device) - scratch.get("gemm_workspace", 0)
+    assert held < case.linear_weight.numel() * 4
     with torch.inference_mode():
         assert torch.equal(call(case, leaves), forward())
 

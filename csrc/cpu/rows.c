@@ -258,9 +258,9 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const v
                       : 0.0;
   for (int64_t i = 0; i < rows->rows; i++) {
     int64_t y = rows->target[i];
-    double row = 0.0, target = 0.0, smooth = 0.0;
+    double row = 0.0, target = 0.0, smooth = 0.0, valid = 0.0;
     if (y != rows->ignore_index && (y < 0 || y >= rows->vocab)) {
-      row = target = smooth = NAN;
+      row = target = smooth = valid = NAN;
     } else if (y != rows->ignore_index) {
       double g = grad_output ? flce_load(grad_output, stat, i * grad_stride) : 1.0;
       if (factor) g *= flce_load(factor, stat, 0);
@@ -270,10 +270,12 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const v
       /* a p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
       target = g * (own * expm1(-nll) + smooth_total * exp(-nll));
       smooth = g * smooth_share;
+      valid = 1.0;
     }
     flce_store(coef, stat, FLCE_COEF_ROW * rows->stat_pitch + i, row);
     flce_store(coef, stat, FLCE_COEF_TARGET * rows->stat_pitch + i, target);
     flce_store(coef, stat, FLCE_COEF_SMOOTH * rows->stat_pitch + i, smooth);
+    flce_store(coef, stat, FLCE_COEF_VALID * rows->stat_pitch + i, valid);
   }
   return FLCE_OK;
 }

@@ -221,7 +221,7 @@ __global__ void row_coefficients(const __grid_constant__ flce_rows r, const S* g
   if (i >= r.rows) return;
   const int64_t y = r.target[i];
   const bool ignored = y == r.ignore_index, valid = !ignored && y >= 0 && y < r.vocab;
-  S row = ignored ? (S)0 : (S)NAN, target = row, smooth = row;
+  S row = ignored ? (S)0 : (S)NAN, target = row, smooth = row, counts = row;
   if (valid) {
     const S* stats = (const S*)r.stats + i;
     const S inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch];
@@ -241,10 +241,12 @@ __global__ void row_coefficients(const __grid_constant__ flce_rows r, const S* g
     target = g * (hard * expm1(-nll));
     if (soft != 0) target += g * (soft * exp(-nll));
     smooth *= g;
+    counts = 1;
   }
   coef[FLCE_COEF_ROW * r.stat_pitch + i] = row;
   coef[FLCE_COEF_TARGET * r.stat_pitch + i] = target;
   coef[FLCE_COEF_SMOOTH * r.stat_pitch + i] = smooth;
+  coef[FLCE_COEF_VALID * r.stat_pitch + i] = counts;
 }
 
 flce_status cuda_row_coefficients(void* self, const flce_rows* r, const void* grad_output,
