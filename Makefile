@@ -1,0 +1,82 @@
+# `make test` and `make demo` do everything from set-up on. They use the active environment where it
+# has torch >= 2.10 and pip may write to it, else they make .venv with the pins of requirements.txt.
+# `make TORCH=torch==2.11.0 test` uses an environment of its own with that torch.
+TORCH ?= torch==2.13.0
+
+# Exit status 0: the active environment is fit. Semicolons, as $(shell) drops line ends.
+define FIT
+import importlib.metadata, os, pip, sys, sysconfig;
+version = importlib.metadata.version("torch").split(".");
+marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED");
+managed = sys.prefix == sys.base_prefix and os.path.exists(marker);
+writable = os.access(sysconfig.get_path("purelib"), os.W_OK);
+sys.exit((int(version[0]), int(version[1])) < (2, 10) or managed or not writable)
+endef
+ifeq ($(origin TORCH),file)
+ACTIVE := $(shell python3 -c '$(FIT)' 2>/dev/null && python3 -c 'import sys; print(sys.executable)')
+VENV := .venv
+else
+VENV := .venv-$(subst =,-,$(TORCH))
+endif
+
+PYTHON := $(or $(ACTIVE),$(VENV)/bin/python)
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+CLANG_FORMAT := $(PYTHON) -c 'from clang_format import clang_format; clang_format()'
+# Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
+BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
+READY := build/ready$(subst /,-,$(PYTHON))
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
+C_FILES := $(wildcard csrc/*.* csrc/*/*.* tests/c/*.[ch])
+
+.PHONY: test test-c test-py demo lint format cuda wheel clean python
+
+test: test-c test-py
+
+test-c:
+	$(MAKE) -C tests/c
+
+test-py: $(READY)
+	$(PYTHON) -m pytest
+
+demo: $(READY)
+	$(PYTHON) examples/train_lm.py --out demo $(if $(STEPS),--steps $(STEPS))
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(C_FILES)
+
+format: $(READY)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+	$(CLANG_FORMAT) -i $(C_FILES)
+
+cuda: $(READY)
+	env -u FLCE_CUDA_ARCHS FLCE_CUDA=1 $(PYTHON) setup.py build_clib build_ext --inplace
+
+wheel: $(READY)
+	rm -rf build/lib.*  # else modules that were deleted since would go into the wheel
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+# Prints the interpreter that the other targets use.
+python: $(READY)
+	@echo $(PYTHON)
+
+clean:
+	rm -rf build dist flce/*.so *.egg-info
+	$(MAKE) -C tests/c clean
+
+# Never a range for torch: what is there satisfies flce's own, so pip leaves it as it is.
+$(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
+	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "setuptools>=77" wheel
+	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
+		--no-build-isolation -e ".[tests,dev,example]"
+	@mkdir -p $(@D) && touch $@
+
+$(VENV)/torch-is-there:
+	@python3 -c 'import ensurepip, venv' || { echo "flce: no torch >= 2.10 in a writable environment," \
+		"and this python3 cannot make one: install its venv package (python3-venv), or activate an" \
+		"environment with torch" >&2; exit 1; }
+	python3 -m venv --clear $(VENV)
+	$(PIP) install $(TORCH)
+	@touch $@

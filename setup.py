@@ -1,0 +1,120 @@
+"""Builds the module flce._C (C core, CPU, binding) and, with nvcc, flce/libflce_cuda.so."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CORE = sorted(str(path) for path in [*Path("csrc").glob("*.c"), *Path("csrc/cpu").glob("*.c")])
+CUDA_SOURCES = ["csrc/status.c", *sorted(map(str, Path("csrc/cuda").glob("*.cu")))]
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
+CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
+# Last on the command line: they win over the flags that Python itself was built with.
+C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
+
+
+def find_cuda():
+    """(nvcc or None, the folder of cublasLt.h or None, where they were looked for)."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = f"{home}/bin:{os.environ.get('PATH')}:/usr/local/cuda/bin"
+    nvcc = shutil.which("nvcc", path=places)
+    homes = [home, Path(nvcc).resolve().parents[1]] if nvcc else [home]
+    folders = [Path(home, "include") for home in homes]
+    spec = importlib.util.find_spec("nvidia")  # the namespace of NVIDIA's own wheels
+    for root in spec.submodule_search_locations if spec else []:
+        folders += sorted(Path(root).glob("*/include"), reverse=True)
+    header = next((folder for folder in folders if (folder / "cublasLt.h").exists()), None)
+    return nvcc, header, f"nvcc in {places}; cublasLt.h in {':'.join(map(str, folders))}"
+
+
+def arch_flags(nvcc):
+    """FLCE_CUDA_ARCHS, else the CUDA_ARCHS that nvcc knows, with PTX of the last for newer GPUs."""
+    asked = os.environ.get("FLCE_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
+    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True)
+    archs = asked or [arch for arch in CUDA_ARCHS if f"compute_{arch}" in known.stdout.split()]
+    codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    ptx = [] if asked else [f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    return [f"-gencode={code}" for code in codes + ptx]
+
+
+def compile_cuda_source(source, command):
+    """The object of a source, made unless this very command made one since a file changed."""
+    digest = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
+    out = Path("build/cuda", f"{Path(source).stem}-{digest}.o")
+    newest = max(os.path.getmtime(path) for path in (source, *HEADERS))
+    if not out.exists() or out.stat().st_mtime < newest:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([*command, "-c", source, "-o", str(out)], check=True)
+    return str(out)
+
+
+def build_cuda(library, nvcc, header):
+    cores = os.cpu_count() or 1
+    # -isystem: a wheel's folder may hold other headers, of another version than the toolkit's.
+    host = [nvcc, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", "-isystem", str(header)]
+    threads = f"--threads={cores // len(CUDA_SOURCES) or 1}"
+    device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
+    commands = [host if source.endswith(".c") else device for source in CUDA_SOURCES]
+    with ThreadPoolExecutor(cores) as pool:
+        objects = list(pool.map(compile_cuda_source, CUDA_SOURCES, commands))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # exclude-libs: the static runtime's symbols must not be bound to those of torch's libcudart.
+    link = ["-shared", "--cudart", "static", "-Xlinker", "--exclude-libs,ALL", "-ldl"]
+    subprocess.run([nvcc, *link, "-o", str(library), *objects], check=True)
+
+
+class Build(build_ext):
+    def run(self):
+        super().run()
+        library = Path("" if self.inplace else self.build_lib, "flce", "libflce_cuda.so")
+        wanted = os.environ.get("FLCE_CUDA", "")
+        nvcc, header, looked = (None, None, "nothing") if wanted == "0" else find_cuda()
+        if nvcc and header:
+            print(f"flce: CPU module and {library}: {nvcc}, cublasLt.h in {header}", flush=True)
+            return build_cuda(library, nvcc, header)
+        lacking = "cublasLt.h" if nvcc else "nvcc" if header else "nvcc and cublasLt.h"
+        if wanted == "1":
+            sys.exit(f"flce: FLCE_CUDA=1, but {lacking} not found; looked for {looked}")
+        why = "FLCE_CUDA=0" if wanted == "0" else f"{lacking} not found; looked for {looked}"
+        print("flce: CPU module alone:", why, flush=True)
+        library.unlink(missing_ok=True)  # one of an earlier build may not fit this module
+
+    def build_extensions(self):
+        try:
+            from torch.utils.cpp_extension import include_paths, library_paths
+        except ImportError as error:
+            sys.exit(f"flce: to build, install torch and use --no-build-isolation ({error})")
+        self.extensions[0].include_dirs += include_paths()
+        self.extensions[0].library_dirs += library_paths()
+        for name in ("linker_so", "linker_so_cxx"):  # Python's own may name this machine's folders
+            words = getattr(self.compiler, name)
+            setattr(self.compiler, name, [w for w in words if not w.startswith("-Wl,-rpath")])
+        super().build_extensions()
+
+
+# The stable ABI of torch 2.10 and of Python 3.10: one module for these and all later ones.
+ABI = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
+MODULE = Extension(
+    "flce._C",
+    ["csrc/op.cpp"],
+    depends=[*CORE, *HEADERS],
+    libraries=["torch_cpu", "c10", "dl"],  # found by name: torch is imported before the module
+    define_macros=ABI,
+    extra_compile_args=["-std=c++17", *C_FLAGS],
+    py_limited_api=True,
+)
+# Not among the extension's sources: setuptools would compile C there as C++.
+CORE_LIBRARY = {"sources": CORE, "obj_deps": {"": HEADERS}, "cflags": ["-std=c11", *C_FLAGS]}
+setup(
+    libraries=[("flce_core", CORE_LIBRARY)],
+    ext_modules=[MODULE],
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
