@@ -4,10 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import (
-    ops,  # noqa: F401  registers the operators
-    options,
-)
+from . import ops, options
+
+
+def _entry(name):
+    """The composite operator, or its body at once where nothing traces or transforms the call."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+    return getattr(torch.ops.flce if traced else ops, name)
 
 
 def linear_cross_entropy(
@@ -51,8 +54,9 @@ def linear_cross_entropy(
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (four numbers a row;
-            the backward computes the logits again) or "auto": logits where they fit `max_memory`,
-            else grads for a scalar loss (stats in float16), else stats.
+            the backward computes the logits again) or "auto": logits where they fit `max_memory`
+            (on CUDA grads, where a scalar loss has all logits in one chunk and the weight has at
+            most 128 MiB), else grads for a scalar loss (stats in float16), else stats.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory.
 
@@ -70,7 +74,7 @@ def linear_cross_entropy(
     Formula (torch.nn.CrossEntropyLoss): a valid row with class weights w has
     ``(1-s) w_y (lse - z_y) + s/V sum_j w_j (lse - z_j)``.
     """
-    return torch.ops.flce.linear_cross_entropy(
+    return _entry("linear_cross_entropy")(
         input,
         linear_weight,
         target,
@@ -106,7 +110,7 @@ def cross_entropy(
     Raises:
         As `linear_cross_entropy`.
     """
-    return torch.ops.flce.cross_entropy(
+    return _entry("cross_entropy")(
         logits,
         target,
         weight=weight,

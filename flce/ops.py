@@ -259,7 +259,7 @@ def _scale_made(ctx, grad_output, wanted):
 def _run_backward(ctx, grad_output, wanted):
     # settings end in max_memory, the three wanted gradients, allow_tf32
     settings = (*ctx.settings[:8], *wanted, ctx.settings[-1])
-    made = _inner.backward(grad_output, *ctx.saved_tensors, *settings)
+    made = _below_autograd(_inner.backward.default, (grad_output, *ctx.saved_tensors, *settings))
     return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
 
 
@@ -279,7 +279,8 @@ class _CrossEntropyForward(torch.autograd.Function):
 
     @_once_only
     def backward(ctx, grad_output):
-        grad = _inner.cross_entropy_backward(grad_output, *ctx.saved_tensors, *ctx.settings)
+        args = (grad_output, *ctx.saved_tensors, *ctx.settings)
+        grad = _below_autograd(_inner.cross_entropy_backward.default, args)
         return (None, grad)
 
 
@@ -309,7 +310,7 @@ def _allow_tf32(device_type, dtype):
     return matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
-def _linear_cross_entropy(
+def linear_cross_entropy(
     input,
     linear_weight,
     target,
@@ -337,9 +338,15 @@ def _linear_cross_entropy(
 
     wanted = (_wants(input), _wants(linear_weight), _wants(linear_bias))
     max_memory = options.resolve_max_memory(max_memory, input.device)
-    operand = gemm_dtype(device_type, dtype)
-    logits_bytes = target.numel() * vocab * operand.itemsize
-    save = options.resolve_save(save, any(wanted), reduction, operand, logits_bytes, max_memory)
+    logits_dtype = logits_dtype or stat
+    if any(wanted):
+        operand = gemm_dtype(device_type, dtype)
+        sizes = (target.numel(), hidden, vocab)
+        save = options.resolve_save(
+            save, device_type, sizes, operand, logits_dtype, reduction, max_memory
+        )
+    else:
+        save = "nothing"
     try:
         loss = _call(
             _inner.forward.default,
@@ -355,7 +362,7 @@ def _linear_cross_entropy(
             label_smoothing,
             dtype,
             accum_dtype or dtype,
-            logits_dtype or stat,
+            logits_dtype,
             save,
             max_memory,
             *wanted,
@@ -366,7 +373,7 @@ def _linear_cross_entropy(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _cross_entropy(
+def cross_entropy(
     logits, target, *, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0
 ):
     options.check_choices(reduction, label_smoothing)
@@ -406,5 +413,5 @@ _library.define(f"cross_entropy(Tensor logits, Tensor target, *, {_LOSS_SCHEMA})
 for _name in ("linear_cross_entropy", "cross_entropy"):
     # Without this vmap would loop over the batch, one call a slice, with only a warning.
     _library.impl(_name, options.refuse_vmap, "FuncTorchBatched")
-_library.impl("linear_cross_entropy", _linear_cross_entropy, "CompositeImplicitAutograd")
-_library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
+_library.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
+_library.impl("cross_entropy", cross_entropy, "CompositeImplicitAutograd")

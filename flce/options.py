@@ -12,6 +12,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
 
 _DEFAULT_MAX_MEMORY = 1 << 30
+# An H200 scales the gradient of such a weight in less time than the backward's first launch takes
+# to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
+_SMALL_WEIGHT_BYTES = 128 << 20
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
@@ -58,19 +61,23 @@ def resolve_max_memory(max_memory, device):
     return parse_bytes(max_memory)
 
 
-def resolve_save(save, wants_gradients, reduction, dtype, logits_bytes, max_memory):
-    """The strategy: an explicit one stands, but without gradients nothing is kept.
+def resolve_save(save, device_type, sizes, operand, logits_dtype, reduction, max_memory):
+    """The strategy of a call that wants gradients: an explicit one stands, "auto" is decided.
 
-    It is resolved here and nowhere else: the comparison also has to be made of symbolic sizes.
+    It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
-    if not wants_gradients:
-        return "nothing"
     if save != "auto":
         return save
-    if logits_bytes <= max_memory:
-        return "logits"
+    tokens, hidden, vocab = sizes
     # float16 gradients would have to be kept in float32 until grad_output is known.
-    return "grads" if reduction != "none" and dtype != torch.float16 else "stats"
+    can_keep_gradients = reduction != "none" and operand != torch.float16
+    if tokens * vocab * operand.itemsize > max_memory:
+        return "grads" if can_keep_gradients else "stats"
+    small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
+    one_chunk = tokens * vocab * logits_dtype.itemsize <= max_memory
+    if device_type == "cuda" and can_keep_gradients and small and one_chunk:
+        return "grads"
+    return "logits"
 
 
 def check_choices(reduction, label_smoothing, save="auto"):

@@ -87,7 +87,14 @@ def plan(
     max_memory = options.resolve_max_memory(max_memory, device)
     operand = ops.gemm_dtype(device.type, dtype)
     wanted = (grad_input, grad_weight, bias)
-    logits_bytes = tokens * vocab * operand.itemsize
+    logits_dtype = logits_dtype or ops.stat_dtype(dtype)
+    if any(wanted):
+        sizes = (tokens, hidden, vocab)
+        save = options.resolve_save(
+            save, device.type, sizes, operand, logits_dtype, reduction, max_memory
+        )
+    else:
+        save = "nothing"
     text = torch.ops.flce.plan(
         tokens,
         hidden,
@@ -102,8 +109,8 @@ def plan(
         label_smoothing,
         dtype,
         accum_dtype or dtype,
-        logits_dtype or ops.stat_dtype(dtype),
-        options.resolve_save(save, any(wanted), reduction, operand, logits_bytes, max_memory),
+        logits_dtype,
+        save,
         max_memory,
         *wanted,
     )
