@@ -339,14 +339,14 @@ def linear_cross_entropy(
     wanted = (_wants(input), _wants(linear_weight), _wants(linear_bias))
     max_memory = options.resolve_max_memory(max_memory, input.device)
     logits_dtype = logits_dtype or stat
-    if any(wanted):
-        operand = gemm_dtype(device_type, dtype)
-        sizes = (target.numel(), hidden, vocab)
-        save = options.resolve_save(
-            save, device_type, sizes, operand, logits_dtype, reduction, max_memory
-        )
-    else:
-        save = "nothing"
+    save = options.resolve_save(
+        save if any(wanted) else "nothing",
+        device_type,
+        (target.numel(), hidden, vocab),
+        (gemm_dtype(device_type, dtype), logits_dtype),
+        reduction,
+        max_memory,
+    )
     try:
         loss = _call(
             _inner.forward.default,

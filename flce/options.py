@@ -61,14 +61,17 @@ def resolve_max_memory(max_memory, device):
     return parse_bytes(max_memory)
 
 
-def resolve_save(save, device_type, sizes, operand, logits_dtype, reduction, max_memory):
-    """The strategy of a call that wants gradients: an explicit one stands, "auto" is decided.
+def resolve_save(save, device_type, sizes, dtypes, reduction, max_memory):
+    """The strategy: an explicit one stands, "auto" is decided.
+
+    `sizes` are N, H, V and `dtypes` those of the products' operands and of the logits.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
     if save != "auto":
         return save
     tokens, hidden, vocab = sizes
+    operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
     can_keep_gradients = reduction != "none" and operand != torch.float16
     if tokens * vocab * operand.itemsize > max_memory:

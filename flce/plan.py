@@ -85,16 +85,16 @@ def plan(
     device = torch.device(device)
     options.check_choices(reduction, label_smoothing, save)
     max_memory = options.resolve_max_memory(max_memory, device)
-    operand = ops.gemm_dtype(device.type, dtype)
     wanted = (grad_input, grad_weight, bias)
     logits_dtype = logits_dtype or ops.stat_dtype(dtype)
-    if any(wanted):
-        sizes = (tokens, hidden, vocab)
-        save = options.resolve_save(
-            save, device.type, sizes, operand, logits_dtype, reduction, max_memory
-        )
-    else:
-        save = "nothing"
+    save = options.resolve_save(
+        save if any(wanted) else "nothing",
+        device.type,
+        (tokens, hidden, vocab),
+        (ops.gemm_dtype(device.type, dtype), logits_dtype),
+        reduction,
+        max_memory,
+    )
     text = torch.ops.flce.plan(
         tokens,
         hidden,
