@@ -45,6 +45,23 @@ void expect_target(const Tensor& target, int64_t tokens, Place place) {
   expect_same_device("target", target, place);
 }
 
+void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
+                 flce_dtype dtype, Place place) {
+  expect_shape(name, tensor, shape);
+  expect_type(name, tensor, to_scalar_type(dtype), flce_dtype_name(dtype));
+  expect_same_device(name, tensor, place);
+}
+
+// What a forward left for its backward.
+void expect_saved(const Tensor& grad_output, const Tensor& stats, const Tensor& scalars,
+                  const flce_problem& problem, Place place) {
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  std::vector<int64_t> rows = {problem.tokens}, one = {};
+  expect_like("grad_output", grad_output, problem.reduction == FLCE_NONE ? rows : one, stat, place);
+  expect_like("stats", stats, {FLCE_STAT_ROWS, problem.tokens}, stat, place);
+  expect_like("scalars", scalars, {FLCE_SCALAR_COUNT}, stat, place);
+}
+
 const void* class_weight_pointer(const OptionalTensor& weight, const flce_problem& problem,
                                  Place place) {
   if (!weight) return nullptr;
@@ -120,14 +137,16 @@ void bind_operands(const Tensor& input, const Tensor& linear_weight, const Tenso
   tensors->class_weight = class_weight_pointer(weight, *problem, place);
 }
 
+// Half of what the logits take now, where that still holds a row.
 std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
-  std::string advice =
-      "; the plan needs " + std::to_string(plan.peak_bytes) + " bytes over the inputs, of which " +
-      std::to_string(plan.buffers[FLCE_BUF_LOGITS].bytes + plan.buffers[FLCE_BUF_SAVED].bytes) +
-      " for logits (save=\"" + flce_save_name(plan.save) +
-      "\"). Try max_memory=" + std::to_string(problem.max_memory / 2);
-  if (plan.save == FLCE_SAVE_LOGITS) advice += " with save=\"auto\"";
-  return advice;
+  int64_t logits = plan.buffers[FLCE_BUF_LOGITS].bytes + plan.buffers[FLCE_BUF_SAVED].bytes;
+  int64_t smaller = (logits < problem.max_memory ? logits : problem.max_memory) / 2;
+  std::string advice = "; the plan needs " + std::to_string(plan.peak_bytes) +
+                       " bytes over the inputs, of which " + std::to_string(logits) +
+                       " for logits (save=\"" + flce_save_name(plan.save) + "\")";
+  if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
+  advice += ". Try max_memory=" + std::to_string(smaller);
+  return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
 struct Gradients {
@@ -228,16 +247,9 @@ BackwardResult backward(Tensor grad_output, Tensor input, Tensor linear_weight, 
   Place place = place_of(input);
   Device device(place, allow_tf32);
   flce_plan plan = device.plan(problem);
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  int64_t n = problem.tokens;
-  expect_shape("grad_output", grad_output,
-               problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{});
-  expect_type("grad_output", grad_output, to_scalar_type(stat), flce_dtype_name(stat));
-  expect_shape("stats", stats, {FLCE_STAT_ROWS, n});
-  expect_shape("scalars", scalars, {FLCE_SCALAR_COUNT});
-  if (plan.save == FLCE_SAVE_LOGITS) expect_shape("saved", saved, {n, plan.saved_pitch});
-  for (const Tensor& tensor : {grad_output, stats, scalars, saved})
-    expect_same_device("saved tensors", tensor, place);
+  expect_saved(grad_output, stats, scalars, problem, place);
+  if (plan.save == FLCE_SAVE_LOGITS)
+    expect_like("saved", saved, {problem.tokens, plan.saved_pitch}, plan.dtype, place);
 
   tensors.grad_output = grad_output.const_data_ptr();
   tensors.stats = stats.mutable_data_ptr();
@@ -255,10 +267,9 @@ BackwardResult backward(Tensor grad_output, Tensor input, Tensor linear_weight, 
 void run_scale(const Tensor& out, const Tensor& grad, const Tensor& grad_output,
                const OptionalTensor& scalars) {
   Place place = place_of(grad);
-  expect_shape("grad_output", grad_output, {});
-  expect_same_device("grad_output", grad_output, place);
-  flce_dtype stat = to_dtype(grad_output.scalar_type(), "grad_output");
-  if (scalars) expect_shape("scalars", *scalars, {FLCE_SCALAR_COUNT});
+  flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
+  expect_like("grad_output", grad_output, {}, stat, place);
+  if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, stat, place);
   if (!grad.is_contiguous()) throw std::invalid_argument("grad: expected a contiguous tensor");
   Device device(place, false);
   const flce_backend* table = device.table();
@@ -334,14 +345,8 @@ Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target,
   flce_tensors tensors{};
   flce_problem problem =
       logits_problem(logits, target, weight, reduction, ignore_index, label_smoothing, &tensors);
+  expect_saved(grad_output, stats, scalars, problem, place_of(logits));
   Device device(place_of(logits), false);
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  int64_t n = problem.tokens;
-  expect_shape("grad_output", grad_output,
-               problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{});
-  expect_type("grad_output", grad_output, to_scalar_type(stat), flce_dtype_name(stat));
-  expect_shape("stats", stats, {FLCE_STAT_ROWS, n});
-  expect_shape("scalars", scalars, {FLCE_SCALAR_COUNT});
   Tensor grad = device.allocate(shape_of(logits), problem.dtype, "grad_logits");
   Tensor workspace =
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");

@@ -39,7 +39,7 @@ def linear_cross_entropy(
         linear_weight: the head's weight, shape (V, H), of input's dtype (of any under autocast,
             which casts as F.linear does).
         target: class indices in [0, V) or `ignore_index`, shape (...), int64.
-        linear_bias: shape (V,), of input's dtype or float32, or None.
+        linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
         reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
             `weight`: by their number), "sum" does not divide, "none" gives a loss for each row,
@@ -48,7 +48,8 @@ def linear_cross_entropy(
             None means -100.
         label_smoothing: s in [0, 1]; the target becomes (1 - s) onehot + s/V.
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
-            own (None) or torch.float32, which takes 4 V H bytes more for 16-bit operands.
+            own (None; its error grows with the number of chunks) or torch.float32, which takes
+            4 V H bytes more for 16-bit operands.
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does. On the CPU, bfloat16 operands always give
             bfloat16 logits.
@@ -68,7 +69,8 @@ def linear_cross_entropy(
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name.
         IndexError: a target out of range on the CPU, or on CUDA with FLCE_CHECK=1. Without it
             such a row's loss and gradients are NaN on CUDA, where checking would wait.
-        torch.OutOfMemoryError: names the buffer and a smaller max_memory.
+        torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
+            MemoryError).
         RuntimeError: double backward, forward-mode AD, vmap.
 
     Formula (torch.nn.CrossEntropyLoss): a valid row with class weights w has

@@ -23,7 +23,6 @@ _inner = torch.ops.flce
 
 _ROWS_OF_STATS = 4  # flce.h: FLCE_STAT_ROWS
 _SCALARS = 4  # flce.h: FLCE_SCALAR_COUNT
-_ROW_BYTES = 16  # plan.c: ROW_ALIGNMENT
 
 
 def stat_dtype(dtype):
@@ -82,8 +81,7 @@ def _fake_forward(
     tokens, vocab = input.shape[0], linear_weight.shape[0]
     stat = stat_dtype(dtype)
     element = gemm_dtype(input.device.type, dtype)
-    per_row = _ROW_BYTES // element.itemsize
-    pitch = (vocab + per_row - 1) // per_row * per_row
+    pitch = options.row_pitch(vocab, element)
     loss = input.new_empty((tokens,) if reduction == "none" else (), dtype=stat)
     stats = input.new_empty((_ROWS_OF_STATS, tokens), dtype=stat)
     scalars = input.new_empty((_SCALARS,), dtype=stat)
@@ -147,7 +145,7 @@ def _register_autograd(name, function):
 
     def kernel(*args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return function.apply(op, *args)
+            return function.apply(op, False, *args)
         return _below_autograd(op, args)
 
     _library.impl(name, kernel, "Autograd")
@@ -164,7 +162,7 @@ class _Refuse(torch.autograd.Function):
     """An operator of the backward, whose own gradient is refused."""
 
     @staticmethod
-    def forward(ctx, op, *args):
+    def forward(ctx, op, owned, *args):
         return _below_autograd(op, args)
 
     @staticmethod
@@ -202,21 +200,30 @@ def _graph_is_kept():
     return known is None or known()
 
 
+def _saved_by_hooks():
+    """Whether the caller's hooks hold what is saved now: then it is theirs, never to be written."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is None or hooks(True) is not None
+
+
 def _hand_over(grad, grad_output, scalars, dtype, keep):
     """The forward's gradient times grad_output, in its own memory where nobody reads it again."""
     plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
     if keep or not plain or grad.dtype != dtype:
         return _inner.scaled(grad, grad_output, scalars, dtype)
-    _inner.scale_(grad, grad_output, scalars)
+    _scale_unseen(grad, grad_output, scalars)
     # A new tensor on the same memory: autograd may keep it as .grad without a copy.
     return grad.detach()
 
 
 class _Forward(torch.autograd.Function):
-    """flce::forward; its saved outputs are not differentiable."""
+    """flce::forward; its saved outputs are not differentiable.
+
+    `owned`: the composite dropped them, so the backward may write to them.
+    """
 
     @staticmethod
-    def forward(ctx, op, *args):
+    def forward(ctx, op, owned, *args):
         output = _below_autograd(op, args)
         input, linear_weight, target, linear_bias, weight, *settings = args
         _, stats, scalars, saved, grad_input, grad_weight, grad_bias = output
@@ -228,6 +235,7 @@ class _Forward(torch.autograd.Function):
             None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
         )
         if ctx.save == "grads":
+            ctx.owned = owned and not _saved_by_hooks()
             ctx.save_for_backward(scalars, grad_input, grad_weight, grad_bias)
         else:
             ctx.save_for_backward(
@@ -237,11 +245,11 @@ class _Forward(torch.autograd.Function):
 
     @_once_only
     def backward(ctx, grad_output):
-        needs = ctx.needs_input_grad  # of the operator itself, then of its arguments
-        wanted = (needs[1], needs[2], needs[4])
+        needs = ctx.needs_input_grad  # of op and owned, then of the operator's arguments
+        wanted = (needs[2], needs[3], needs[5])
         make = _scale_made if ctx.save == "grads" else _run_backward
         grad_input, grad_weight, grad_bias = make(ctx, grad_output, wanted)
-        return (None, grad_input, grad_weight, None, grad_bias)
+        return (None, None, grad_input, grad_weight, None, grad_bias)
 
 
 def _scale_made(ctx, grad_output, wanted):
@@ -249,7 +257,7 @@ def _scale_made(ctx, grad_output, wanted):
     dtype = ctx.settings[3]
     # In float16 form dz the denominator is still to be applied (engine.c: forward_gradients).
     pending = scalars if gemm_dtype(scalars.device.type, dtype) == torch.float16 else None
-    keep = _graph_is_kept()
+    keep = not ctx.owned or _graph_is_kept()
     return tuple(
         _hand_over(grad, grad_output, pending, given, keep) if want else None
         for grad, given, want in zip(grads, ctx.dtypes, wanted, strict=True)
@@ -267,7 +275,7 @@ class _CrossEntropyForward(torch.autograd.Function):
     """flce::cross_entropy_forward."""
 
     @staticmethod
-    def forward(ctx, op, *args):
+    def forward(ctx, op, owned, *args):
         output = _below_autograd(op, args)
         logits, target, weight, *settings = args
         _, stats, scalars = output
@@ -281,13 +289,29 @@ class _CrossEntropyForward(torch.autograd.Function):
     def backward(ctx, grad_output):
         args = (grad_output, *ctx.saved_tensors, *ctx.settings)
         grad = _below_autograd(_inner.cross_entropy_backward.default, args)
-        return (None, grad)
+        return (None, None, grad)
 
 
 _register_autograd("forward", _Forward)
 _register_autograd("cross_entropy_forward", _CrossEntropyForward)
 for _name in ("backward", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse)
+
+
+def _scale_unseen(grad, grad_output, scalars):
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._AutoDispatchBelowADInplaceOrView():
+        _inner.scale_.default(grad, grad_output, scalars)
+
+
+def _scale_seen(grad, grad_output, scalars):
+    """scale_ called by itself: graphs that saved `grad` learn that it has changed."""
+    if grad.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("grad: expected a tensor that does not require grad, to scale in place")
+    _scale_unseen(grad, grad_output, scalars)
+    torch.autograd.graph.increment_version(grad)
+
+
+_library.impl("scale_", _scale_seen, "ADInplaceOrView")
 
 
 # ---- the composite operators ----
@@ -299,7 +323,7 @@ def _wants(tensor):
 
 def _call(op, function, differentiable, *args):
     """The operator through its Function at once, past the dispatcher's way to the same Function."""
-    return function.apply(op, *args) if differentiable else op(*args)
+    return function.apply(op, True, *args) if differentiable else op(*args)
 
 
 def _allow_tf32(device_type, dtype):
@@ -329,16 +353,17 @@ def linear_cross_entropy(
     options.check_linear(input, linear_weight, target, linear_bias, weight)
     options.refuse_transforms(input, linear_weight, linear_bias)
     device_type = input.device.type
-    ignore_index = -100 if ignore_index is None else ignore_index
-    dtype = options.compute_dtype(input, linear_weight)
+    ignore_index = options.check_ignore_index(ignore_index)
+    dtype = options.compute_dtype(input, linear_weight, linear_bias)
     stat = stat_dtype(dtype)
+    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
+    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
     vocab, hidden = linear_weight.shape
     if options.checks_targets(input.device):
         options.check_target_range(target, vocab, ignore_index)
 
     wanted = (_wants(input), _wants(linear_weight), _wants(linear_bias))
     max_memory = options.resolve_max_memory(max_memory, input.device)
-    logits_dtype = logits_dtype or stat
     save = options.resolve_save(
         save if any(wanted) else "nothing",
         device_type,
@@ -361,7 +386,7 @@ def linear_cross_entropy(
             ignore_index,
             label_smoothing,
             dtype,
-            accum_dtype or dtype,
+            accum_dtype,
             logits_dtype,
             save,
             max_memory,
@@ -379,7 +404,7 @@ def cross_entropy(
     options.check_choices(reduction, label_smoothing)
     options.check_logits(logits, target, weight)
     options.refuse_transforms(logits)
-    ignore_index = -100 if ignore_index is None else ignore_index
+    ignore_index = options.check_ignore_index(ignore_index)
     vocab = logits.shape[-1]
     if options.checks_targets(logits.device):
         options.check_target_range(target, vocab, ignore_index)

@@ -1,5 +1,6 @@
 """Checks and resolution of the options: a refusal names the argument, what it expected and got."""
 
+import numbers
 import os
 import re
 from functools import cache
@@ -12,6 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
 
 _DEFAULT_MAX_MEMORY = 1 << 30
+_ROW_ALIGNMENT = 16  # bytes
 # An H200 scales the gradient of such a weight in less time than the backward's first launch takes
 # to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
@@ -22,12 +24,12 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_bytes(value, name="max_memory"):
-    """Bytes from an int, a whole float or text such as "512MiB", "1.5 GB" (units of 1000 or 1024).
+    """Bytes from a number or text such as "512MiB", "1.5 GB" (units of 1000 or 1024).
 
-    Raises TypeError for other types and ValueError for what is not a positive number of bytes.
+    Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
     """
     expected = f'{name}: expected a positive number of bytes or text such as "512MiB"'
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
         raise TypeError(f"{expected}, got {type(value).__name__}")
     number, factor = value, 1
     if isinstance(value, str):
@@ -35,7 +37,7 @@ def parse_bytes(value, name="max_memory"):
         if not match or match[2].lower() not in _UNITS:
             raise ValueError(f"{expected}, got {value!r}")
         number, factor = float(match[1]), _UNITS[match[2].lower()]
-    if not 0 < number * factor < 2**62:  # false for NaN as well
+    if not 1 <= number * factor < 2**62:  # false for NaN as well
         raise ValueError(f"{expected}, got {value!r}")
     return int(number * factor)
 
@@ -61,6 +63,12 @@ def resolve_max_memory(max_memory, device):
     return parse_bytes(max_memory)
 
 
+def row_pitch(vocab, dtype):
+    """Elements from one row of saved logits to the next (plan.c: ROW_ALIGNMENT)."""
+    per_unit = _ROW_ALIGNMENT // dtype.itemsize
+    return (vocab + per_unit - 1) // per_unit * per_unit
+
+
 def resolve_save(save, device_type, sizes, dtypes, reduction, max_memory):
     """The strategy: an explicit one stands, "auto" is decided.
 
@@ -74,10 +82,10 @@ def resolve_save(save, device_type, sizes, dtypes, reduction, max_memory):
     operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
     can_keep_gradients = reduction != "none" and operand != torch.float16
-    if tokens * vocab * operand.itemsize > max_memory:
+    if tokens * row_pitch(vocab, operand) * operand.itemsize > max_memory:
         return "grads" if can_keep_gradients else "stats"
     small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    one_chunk = tokens * vocab * logits_dtype.itemsize <= max_memory
+    one_chunk = tokens * row_pitch(vocab, logits_dtype) * logits_dtype.itemsize <= max_memory
     if device_type == "cuda" and can_keep_gradients and small and one_chunk:
         return "grads"
     return "logits"
@@ -93,28 +101,66 @@ def check_choices(reduction, label_smoothing, save="auto"):
             'save: expected "logits", "stats" or "auto" with reduction="none", got "grads", which '
             "holds the gradients of one scalar"
         )
+    if not isinstance(label_smoothing, numbers.Real):
+        raise TypeError(
+            f"label_smoothing: expected a number in [0, 1], got {type(label_smoothing).__name__}"
+        )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
             f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
         )
 
 
-def compute_dtype(input, linear_weight):
+def check_ignore_index(ignore_index):
+    """-100 for None, as torch's linear_cross_entropy has it."""
+    if ignore_index is None:
+        return -100
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise TypeError(f"ignore_index: expected an int or None, got {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
+    return int(ignore_index)
+
+
+def check_dtype(name, dtype, operand, stat):
+    """`dtype`, which may be that of the products' operands or of the statistics, or None."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: expected a torch.dtype or None, got {dtype!r}")
+    if dtype not in (None, operand, stat):
+        choice = f"{operand} or {stat}" if operand != stat else f"{operand}"
+        raise ValueError(f"{name}: expected {choice}, got {dtype}")
+    return dtype
+
+
+def compute_dtype(input, linear_weight, linear_bias):
     """The dtype of the products: autocast's where it is on, as F.linear has it, else their own."""
     device_type = input.device.type
+    given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         # Autocast leaves float64 alone.
-        if torch.float64 not in (input.dtype, linear_weight.dtype):
+        if torch.float64 not in given:
             return torch.get_autocast_dtype(device_type)
     if input.dtype != linear_weight.dtype:
         raise TypeError(
             f"linear_weight: expected the dtype of input, {input.dtype}, got "
             f"{linear_weight.dtype}; torch.autocast casts both"
         )
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    if given[-1] not in (input.dtype, wide):
+        raise TypeError(
+            f"linear_bias: expected the dtype of input, {input.dtype}, or {wide}, "
+            f"got {given[-1]}; torch.autocast casts it"
+        )
     return input.dtype
 
 
+def _check_tensor(name, tensor):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+
+
 def _check_float(name, tensor):
+    _check_tensor(name, tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}"
@@ -129,6 +175,7 @@ def _check_same_device(name, tensor, first_name, first):
 
 
 def _check_target(target, shape, first_name, first):
+    _check_tensor("target", target)
     if target.dtype != torch.int64:
         raise TypeError(f"target: expected class indices of dtype torch.int64, got {target.dtype}")
     if target.shape != shape:
@@ -185,11 +232,6 @@ def check_linear(input, linear_weight, target, linear_bias, weight):
                 f"linear_bias: expected shape ({vocab},), got {tuple(linear_bias.shape)}"
             )
         _check_same_device("linear_bias", linear_bias, "input", input)
-        if linear_bias.dtype == torch.float64 and input.dtype != torch.float64:
-            raise TypeError(
-                f"linear_bias: expected the dtype of input, {input.dtype}, or float32, "
-                f"got {linear_bias.dtype}"
-            )
     _check_class_weight(weight, vocab, "input", input)
 
 

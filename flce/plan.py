@@ -86,7 +86,11 @@ def plan(
     options.check_choices(reduction, label_smoothing, save)
     max_memory = options.resolve_max_memory(max_memory, device)
     wanted = (grad_input, grad_weight, bias)
-    logits_dtype = logits_dtype or ops.stat_dtype(dtype)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
+    stat = ops.stat_dtype(dtype)
+    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
+    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
     save = options.resolve_save(
         save if any(wanted) else "nothing",
         device.type,
@@ -108,7 +112,7 @@ def plan(
         -100,
         label_smoothing,
         dtype,
-        accum_dtype or dtype,
+        accum_dtype,
         logits_dtype,
         save,
         max_memory,

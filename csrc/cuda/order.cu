@@ -54,7 +54,10 @@ static flce_status sort_order(const order_view* view, void* scratch, size_t* scr
  * a launch. */
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
   static thread_local int64_t known_tokens = -1, known_vocab = -1, known_bytes = 0;
-  if (tokens == known_tokens && vocab == known_vocab) {
+  static thread_local int known_device = -1;
+  int device;
+  FLCE_TRY(check_cuda(cudaGetDevice(&device), "order_bytes"));
+  if (device == known_device && tokens == known_tokens && vocab == known_vocab) {
     *bytes = known_bytes;
     return FLCE_OK;
   }
@@ -63,6 +66,7 @@ flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
   size_t scratch_bytes = 0;
   FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
   *bytes = known_bytes = 4 * order_stride(tokens) + (int64_t)scratch_bytes;
+  known_device = device;
   known_tokens = tokens;
   known_vocab = vocab;
   return FLCE_OK;
