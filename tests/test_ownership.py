@@ -1,4 +1,4 @@
-"""What the caller can see stays the caller's: saved-tensor hooks, raw operators, sums over chunks."""
+"""What the caller can see stays the caller's: saved-tensor hooks, raw operators, chunk sums."""
 
 import cases
 import pytest
@@ -17,7 +17,7 @@ def leaves(device, scale=1.0):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_saved_tensor_hooks_keep_their_memory(device, save):
-    """A hook may hand out a buffer that it will use again: scaling it in place would reach .grad."""
+    """A hook may hand out a buffer that it uses again: scaling it in place would reach .grad."""
     buffers = {}
 
     def pack(tensor):

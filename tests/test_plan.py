@@ -202,12 +202,28 @@ def measured_peaks(case, wants, device, **knobs):
     return cases.peak_bytes(forward, device), cases.peak_bytes(step, device)
 
 
-def assert_close(measured, planned, case, what):
-    """Within 2 %. oneDNN takes the packing scratch of a bfloat16 product from torch's allocator:
-    under 1 MiB whatever the shape, and no part of the plan."""
-    scratch = (1 << 20) if case.dtype == torch.bfloat16 and not case.input.is_cuda else 0
-    low, high = 0.98 * planned, 1.02 * planned + scratch
-    assert low <= measured <= high, f"{what}: {measured} against {planned}"
+def product_scratch(case, rows):
+    """What oneDNN takes from torch's allocator, besides results, for the three bfloat16 products of
+    `rows` tokens. It grows with the threads; the plan lists nothing of it."""
+    if case.dtype != torch.bfloat16 or case.input.is_cuda:
+        return 0
+    x, w = case.input[:rows], case.linear_weight
+    z = torch.randn(len(x), len(w)).bfloat16()
+    dx, dw = torch.empty_like(x), torch.zeros_like(w)
+    products = (
+        lambda: torch.mm(x, w.T, out=z),
+        lambda: torch.mm(z, w, out=dx),
+        lambda: torch.mm(z.T, x, out=dw),
+        lambda: torch.addmm(dw, z.T, x, out=dw),
+    )
+    return max(cases.peak_bytes(product, "cpu") for product in products)
+
+
+def assert_close(measured, planned, what, scratch=0):
+    """Within 2 % of the plan, and of what the library's products take by themselves."""
+    assert 0.98 * planned <= measured <= 1.02 * planned + scratch, (
+        f"{what}: {measured} against {planned} + {scratch}"
+    )
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -224,8 +240,9 @@ def test_peak_memory(device, save, budget, dtype):
     knobs = {"save": save, "max_memory": budget}
     plan = plan_of(case, device, **knobs)
     forward, step = measured_peaks(case, cases.GRADIENTS, device, **knobs)
-    assert_close(forward, plan.forward_peak_bytes, case, "forward")
-    assert_close(step, plan.peak_bytes, case, "step")
+    scratch = product_scratch(case, plan.chunk_rows)
+    assert_close(forward, plan.forward_peak_bytes, "forward", scratch)
+    assert_close(step, plan.peak_bytes, "step", scratch)
 
 
 @pytest.mark.parametrize("wants", [("input",), ("linear_weight",)], ids="+".join)
@@ -235,7 +252,7 @@ def test_peak_memory_with_frozen_parts(device, save, wants):
     knobs = {"save": save, "max_memory": "1MiB"}
     plan = plan_of(case, device, wants, **knobs)
     _, step = measured_peaks(case, wants, device, **knobs)
-    assert_close(step, plan.peak_bytes, case, "step")
+    assert_close(step, plan.peak_bytes, "step")
 
 
 @pytest.mark.parametrize("save", ["logits", "stats"])
@@ -245,4 +262,5 @@ def test_peak_memory_without_reduction(device, save):
     knobs = {"save": save, "reduction": "none", "max_memory": "4MiB"}
     plan = plan_of(case, device, wants, **knobs)
     _, step = measured_peaks(case, wants, device, **knobs)
-    assert_close(step, plan.peak_bytes, case, "step")
+    scratch = product_scratch(case, plan.chunk_rows)
+    assert_close(step, plan.peak_bytes, "step", scratch)
