@@ -55,8 +55,9 @@ def linear_cross_entropy(
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (four numbers a row;
-            the backward computes the logits again) or "auto": logits where they fit `max_memory`,
-            else grads for a scalar loss (stats in float16), else stats.
+            the backward computes the logits again) or "auto": logits where they fit `max_memory`
+            (on CUDA grads, where a scalar loss has all logits in one chunk and the weight has at
+            most 128 MiB), else grads for a scalar loss (stats in float16), else stats.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory.
 

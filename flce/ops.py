@@ -366,9 +366,9 @@ def linear_cross_entropy(
     max_memory = options.resolve_max_memory(max_memory, input.device)
     save = options.resolve_save(
         save if any(wanted) else "nothing",
-        target.numel(),
-        vocab,
-        gemm_dtype(device_type, dtype),
+        device_type,
+        (target.numel(), hidden, vocab),
+        (gemm_dtype(device_type, dtype), logits_dtype),
         reduction,
         max_memory,
     )

@@ -14,6 +14,9 @@ DEVICES = ("cpu", "cuda", "meta")
 
 _DEFAULT_MAX_MEMORY = 1 << 30
 _ROW_ALIGNMENT = 16  # bytes
+# An H200 scales the gradient of such a weight in less time than the backward's first launch takes
+# to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
+_SMALL_WEIGHT_BYTES = 128 << 20
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
@@ -66,17 +69,26 @@ def row_pitch(vocab, dtype):
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 
-def resolve_save(save, tokens, vocab, operand, reduction, max_memory):
-    """The strategy: an explicit one stands, "auto" is decided; `operand` is the products' dtype.
+def resolve_save(save, device_type, sizes, dtypes, reduction, max_memory):
+    """The strategy: an explicit one stands, "auto" is decided.
 
-    It is resolved here and nowhere else: the comparison also has to be made of symbolic sizes.
+    `sizes` are N, H, V and `dtypes` those of the products' operands and of the logits.
+
+    It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
     if save != "auto":
         return save
-    if tokens * row_pitch(vocab, operand) * operand.itemsize <= max_memory:
-        return "logits"
+    tokens, hidden, vocab = sizes
+    operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
-    return "grads" if reduction != "none" and operand != torch.float16 else "stats"
+    can_keep_gradients = reduction != "none" and operand != torch.float16
+    if tokens * row_pitch(vocab, operand) * operand.itemsize > max_memory:
+        return "grads" if can_keep_gradients else "stats"
+    small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
+    one_chunk = tokens * row_pitch(vocab, logits_dtype) * logits_dtype.itemsize <= max_memory
+    if device_type == "cuda" and can_keep_gradients and small and one_chunk:
+        return "grads"
+    return "logits"
 
 
 def check_choices(reduction, label_smoothing, save="auto"):

@@ -93,9 +93,9 @@ def plan(
     logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
     save = options.resolve_save(
         save if any(wanted) else "nothing",
-        tokens,
-        vocab,
-        ops.gemm_dtype(device.type, dtype),
+        device.type,
+        (tokens, hidden, vocab),
+        (ops.gemm_dtype(device.type, dtype), logits_dtype),
         reduction,
         max_memory,
     )

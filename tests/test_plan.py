@@ -108,7 +108,18 @@ def test_auto(device, reduction, dtype, fits, expected):
         reduction=reduction,
         max_memory=budget if fits else budget - 1,
     )
+    if device == "cuda" and expected == "logits" and reduction != "none":
+        expected = "grads"  # a weight this small: see test_auto_weighs_the_weight_on_cuda
     assert plan.save == expected
+
+
+@pytest.mark.parametrize("hidden, save", [(4096, "grads"), (4097, "logits")])
+def test_auto_weighs_the_weight_on_cuda(device, hidden, save):
+    """Up to 128 MiB of weight the forward makes the gradients, although the logits fit."""
+    plan = flce.plan(256, hidden, 8192, dtype=torch.float32, device=device)
+    assert plan.save == (save if device == "cuda" else "logits")
+    half = flce.plan(256, hidden, 8192, dtype=torch.float16, device=device)
+    assert half.save == "logits"
 
 
 def test_auto_does_as_planned(device):
@@ -116,7 +127,7 @@ def test_auto_does_as_planned(device):
     case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device)
     whole = 64 * 256 * 4
     wants = ("input", "linear_weight")
-    assert split_step(case, wants, max_memory=whole) == (1, 2)
+    assert split_step(case, wants, max_memory=whole) == ((1, 2) if device == "cpu" else (3, 0))
     assert split_step(case, wants, max_memory=whole // 2) == (6, 0)
     assert split_step(case, wants, max_memory=whole // 2, reduction="none") == (2, 6)
 
