@@ -122,6 +122,29 @@ def cross_entropy(
     )
 
 
+_MODULE_OPTIONS = (
+    "reduction",
+    "ignore_index",
+    "label_smoothing",
+    "accum_dtype",
+    "logits_dtype",
+    "save",
+    "max_memory",
+)
+
+
+def _loss_of(module, input, linear, target, class_weight):
+    """The loss under a Module's options, which are its attributes and may change between calls."""
+    return linear_cross_entropy(
+        input,
+        linear.weight,
+        target,
+        linear_bias=linear.bias,
+        weight=class_weight,
+        **{name: getattr(module, name) for name in _MODULE_OPTIONS},
+    )
+
+
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
     """A linear layer and the cross entropy of its output; torch.nn.LinearCrossEntropyLoss's twin.
 
@@ -172,20 +195,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
 
     def forward(self, input, target):
         """The loss of `input` (..., H) with `target` (...)."""
-        return linear_cross_entropy(
-            input,
-            self.linear.weight,
-            target,
-            linear_bias=self.linear.bias,
-            weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            accum_dtype=self.accum_dtype,
-            logits_dtype=self.logits_dtype,
-            save=self.save,
-            max_memory=self.max_memory,
-        )
+        return _loss_of(self, input, self.linear, target, self.weight)
 
     def extra_repr(self):
         return (
@@ -243,20 +253,7 @@ class LinearCrossEntropyHead(nn.Linear):
         """The loss of `input` with `labels`, or the logits when there are none."""
         if labels is None:
             return F.linear(input, self.weight, self.bias)
-        return linear_cross_entropy(
-            input,
-            self.weight,
-            labels,
-            linear_bias=self.bias,
-            weight=self.class_weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            accum_dtype=self.accum_dtype,
-            logits_dtype=self.logits_dtype,
-            save=self.save,
-            max_memory=self.max_memory,
-        )
+        return _loss_of(self, input, self, labels, self.class_weight)
 
     def extra_repr(self):
         return (
