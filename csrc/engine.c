@@ -21,6 +21,7 @@ typedef struct engine {
   const void* input;         /* [N][H] plan->dtype */
   const void* linear_weight; /* [V][H] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
+  void* losses;              /* [N] stat dtype, or NULL in a backward */
 } engine;
 
 /* Calls a function of the table and keeps its sentence where the core's callers look for it. */
@@ -42,6 +43,11 @@ static void* buffer(const engine* e, flce_buffer_id id) {
 
 static const void* scalar(const engine* e, enum flce_scalar index) {
   return at(e->tensors->scalars, index, e->stat);
+}
+
+/* Whether only some rows are computed, gathered by the index of compact_rows. */
+static bool gathers(const engine* e) {
+  return e->problem->rows < e->problem->tokens;
 }
 
 static bool wants_gradients(const engine* e) {
@@ -86,31 +92,49 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
 typedef struct chunk {
   int64_t first, rows;
   flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
-  const void* coef; /* [4][N], advanced to the first row */
+  const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
 } chunk;
 
-static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
+/* `count` elements on from the start of an optional vector. */
+static const void* from(const void* vector, int64_t count, flce_dtype dtype) {
+  return vector ? at(vector, count, dtype) : NULL;
+}
+
+/* What the loss reads beside the logits, its vectors from row `first` on. */
+static flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
-  int64_t left = problem->tokens - first;
-  chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows};
-  void* coef = buffer(e, FLCE_BUF_COEF);
-  void* losses = problem->reduction == FLCE_NONE ? tensors->loss : buffer(e, FLCE_BUF_ROW_LOSS);
-  c.coef = coef ? at(coef, first, e->stat) : NULL;
-  c.view = (flce_rows){
-      .rows = c.rows,
+  int64_t columns = problem->weight_rows;
+  return (flce_rows){
+      .rows = rows,
       .vocab = problem->vocab,
-      .z_dtype = e->plan->dtype, /* tells row_coefficients the stat dtype before there is a z */
+      /* Until there is a z its type tells row_coefficients the stat dtype. */
+      .z_dtype = e->stat,
       .bias = e->bias,
-      .target = tensors->target + first,
-      .ignore_index = problem->ignore_index,
+      .target = tensors->target ? tensors->target + first : NULL,
+      .probabilities = from(tensors->probabilities, first * columns, tensors->probabilities_dtype),
+      .probabilities_dtype = tensors->probabilities_dtype,
+      .probabilities_pitch = columns,
       .class_weight = tensors->class_weight,
-      .label_smoothing = problem->label_smoothing,
+      .token_weight = from(tensors->token_weight, first, e->stat),
+      .temperature = from(tensors->temperature, first, e->stat),
+      .options = problem->loss,
+      .wants_entropy = problem->wants_entropy,
       .stats = at(tensors->stats, first, e->stat),
       .stat_pitch = problem->tokens,
-      .loss = losses ? at(losses, first, e->stat) : NULL,
+      .loss = (void*)from(e->losses, first, e->stat),
+      .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
       .scalars = tensors->scalars,
   };
+}
+
+static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
+  int64_t left = e->problem->rows - first;
+  chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows};
+  int64_t vectors = gathers(e) ? 0 : first; /* an index is into the whole vectors */
+  c.view = open_rows(e, vectors, c.rows);
+  if (gathers(e)) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
+  c.coef = from(buffer(e, FLCE_BUF_COEF), vectors, e->stat);
   return c;
 }
 
@@ -133,7 +157,17 @@ static void set_out_in_place(const engine* e, flce_rows* view) {
 }
 
 static void* saved_rows(const engine* e, int64_t first) {
-  return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->dtype);
+  return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
+}
+
+/* The chunk's rows of x, gathered where they do not follow each other. */
+static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
+  int64_t h = e->problem->hidden;
+  *x = at(e->input, c->first * h, e->plan->dtype);
+  if (!gathers(e)) return FLCE_OK;
+  *x = buffer(e, FLCE_BUF_GATHERED_X);
+  CALL(e, scale_rows, (void*)*x, e->input, e->plan->dtype, NULL, c->view.index, c->rows, h);
+  return FLCE_OK;
 }
 
 /* z = x W^T, into the saved buffer where the logits need no other type there, else into the
@@ -141,14 +175,16 @@ static void* saved_rows(const engine* e, int64_t first) {
 static flce_status logits_gemm(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = e->problem->hidden;
-  bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->dtype;
+  const void* x;
+  FLCE_TRY(chunk_input(e, c, &x));
+  bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
   set_z(&c->view, in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->z_dtype,
         plan->z_pitch);
   return run_gemm(e, (flce_gemm){.m = c->rows,
                                  .n = e->problem->vocab,
                                  .k = h,
                                  .transpose_b = true,
-                                 .a = at(e->input, c->first * h, plan->dtype),
+                                 .a = x,
                                  .b = e->linear_weight,
                                  .c = (void*)c->view.z,
                                  .pitch_a = h,
@@ -157,11 +193,15 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
                                  .c_dtype = plan->z_dtype});
 }
 
-static flce_status coefficients(const engine* e, const chunk* c, const void* grad_output,
+/* The rows' factors for `upstream`, whose vectors begin at row 0. */
+static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
-  int64_t stride = e->problem->reduction == FLCE_NONE ? 1 : 0;
-  const void* rows_grad = grad_output ? at(grad_output, stride * c->first, e->stat) : NULL;
-  CALL(e, row_coefficients, &c->view, rows_grad, stride, factor, (void*)c->coef);
+  if (!gathers(e)) {
+    upstream.loss = from(upstream.loss, upstream.loss_stride * c->first, e->stat);
+    upstream.lse = from(upstream.lse, c->first, e->stat);
+    upstream.entropy = from(upstream.entropy, c->first, e->stat);
+  }
+  CALL(e, row_coefficients, &c->view, &upstream, factor, (void*)c->coef);
   return FLCE_OK;
 }
 
@@ -174,7 +214,7 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
   int64_t h = e->problem->hidden;
-  void* dx = at(e->tensors->grad_input, c->first * h, plan->grad_input_dtype);
+  void* dx = at(e->tensors->grad_input, gathers(e) ? 0 : c->first * h, plan->grad_input_dtype);
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
   void* product = own ? own : dx;
   FLCE_TRY(run_gemm(e, (flce_gemm){.m = c->rows,
@@ -187,14 +227,12 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
                                    .pitch_b = h,
                                    .pitch_c = h,
                                    .c_dtype = plan->dx_gemm_dtype}));
-  if (plan->form == FLCE_FORM_EXP) {
-    flce_rows with_coef = *view;
-    with_coef.coef = c->coef;
-    CALL(e, finish_grad_input, dx, plan->grad_input_dtype, product, plan->dx_gemm_dtype,
-         e->linear_weight, plan->dtype, &with_coef, buffer(e, FLCE_BUF_SMOOTH), h);
-  } else if (own) {
-    CALL(e, cast, dx, plan->grad_input_dtype, own, plan->dx_gemm_dtype, c->rows * h);
-  }
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  if (!exp_form && !own) return FLCE_OK;
+  flce_rows finished = *view;
+  finished.coef = exp_form ? c->coef : NULL;
+  CALL(e, finish_grad_input, dx, plan->grad_input_dtype, product, plan->dx_gemm_dtype,
+       e->linear_weight, plan->dtype, &finished, buffer(e, FLCE_BUF_SMOOTH), h);
   return FLCE_OK;
 }
 
@@ -211,8 +249,8 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
   int64_t h = e->problem->hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   void* x = buffer(e, FLCE_BUF_SCALED_X);
-  CALL(e, scale_rows, x, at(e->input, c->first * h, plan->dtype), plan->dtype,
-       coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->rows, h);
+  CALL(e, scale_rows, x, at(e->input, gathers(e) ? 0 : c->first * h, plan->dtype), plan->dtype,
+       coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
   flce_gemm gemm = {.m = v,
                     .n = h,
                     .k = c->rows,
@@ -243,6 +281,11 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
 
 static flce_status bias_gradient(const engine* e, const chunk* c) {
   const void* weights = e->plan->form == FLCE_FORM_EXP ? coef_row(e, c, FLCE_COEF_ROW) : NULL;
+  if (weights && gathers(e)) {
+    void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
+    CALL(e, scale_rows, gathered, weights, e->stat, NULL, c->view.index, c->rows, 1);
+    weights = gathered;
+  }
   CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), c->view.out, e->plan->dtype, c->view.out_pitch,
        c->rows, e->problem->vocab, weights, c->first > 0, buffer(e, FLCE_BUF_COLUMN_SUM));
   return FLCE_OK;
@@ -257,15 +300,38 @@ static flce_status chunk_gradients(const engine* e, const chunk* c) {
 
 /* ---- around the chunk loop of the gradients ---- */
 
+/* Gradients of the rows of W and b that lie beyond the vocabulary. */
+static flce_status zero_padding(const engine* e) {
+  const flce_problem* problem = e->problem;
+  const flce_plan* plan = e->plan;
+  int64_t v = problem->vocab, h = problem->hidden, padding = problem->weight_rows - v;
+  if (padding > 0 && problem->want_grad_weight)
+    CALL(e, zero, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype),
+         padding * h * flce_size_of(plan->grad_weight_dtype));
+  if (padding > 0 && problem->want_grad_bias)
+    CALL(e, zero, at(e->tensors->grad_bias, v, plan->grad_bias_dtype),
+         padding * flce_size_of(plan->grad_bias_dtype));
+  return FLCE_OK;
+}
+
 static flce_status begin_gradients(const engine* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
   if (smooth && problem->want_grad_input)
     CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, problem->hidden, problem->vocab,
          problem->hidden, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+  FLCE_TRY(zero_padding(e));
+  if (gathers(e)) {
+    flce_rows all = open_rows(e, 0, problem->tokens);
+    /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
+    CALL(e, zero, buffer(e, FLCE_BUF_COEF), e->plan->buffers[FLCE_BUF_COEF].bytes);
+    if (problem->want_grad_input)
+      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
+           problem->hidden);
+  }
   /* GEMMs overwrite with the first chunk; what they do not write, or only add to, starts from zero.
    */
-  bool no_chunks = problem->tokens == 0;
+  bool no_chunks = problem->rows == 0;
   if (problem->want_grad_weight && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, zero, dw_accum(e),
          problem->vocab * problem->hidden * flce_size_of(e->plan->accum_dtype));
@@ -316,7 +382,7 @@ static flce_status forward_rows(const engine* e, chunk* c) {
     return FLCE_OK;
   }
   if (keeps)
-    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
+    set_out(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch);
   else
     set_out_in_place(e, &c->view);
   if (plan->form == FLCE_FORM_EXP) {
@@ -324,17 +390,17 @@ static flce_status forward_rows(const engine* e, chunk* c) {
     return FLCE_OK;
   }
   CALL(e, stat_rows, &c->view);
-  if (keeps) CALL(e, grad_rows, &c->view, kF16ExpScale, false, false);
+  if (keeps && plan->saves_exp) CALL(e, grad_rows, &c->view, kF16ExpScale, false, false);
   return FLCE_OK;
 }
 
 /* save=grads: the gradient for grad_output 1, in float16 times a power of two that scale_grad takes
  * back. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
-  bool exp_form = e->plan->form == FLCE_FORM_EXP;
-  FLCE_TRY(
-      coefficients(e, c, NULL, scalar(e, exp_form ? FLCE_SCALAR_INV_DENOM : FLCE_SCALAR_UNIT)));
-  if (!exp_form) {
+  bool in_units = e->plan->dtype == FLCE_F16;
+  FLCE_TRY(coefficients(e, c, (flce_upstream){0},
+                        scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM)));
+  if (e->plan->form == FLCE_FORM_DZ) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
     CALL(e, grad_rows, &with_coef, 1.0, false, false);
@@ -342,14 +408,26 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
   return chunk_gradients(e, c);
 }
 
+/* The index of the rows to compute, and what the others give. */
+static flce_status gather_rows(const engine* e, bool blanks) {
+  if (!gathers(e)) return FLCE_OK;
+  CALL(e, compact_rows, e->problem, e->tensors->target, buffer(e, FLCE_BUF_INDEX));
+  if (!blanks) return FLCE_OK;
+  flce_rows all = open_rows(e, 0, e->problem->tokens);
+  CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
+  return FLCE_OK;
+}
+
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
                          const flce_plan* plan, const flce_tensors* tensors) {
   engine e;
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, true));
-  CALL(&e, prepare, problem, tensors->target, tensors->class_weight, tensors->scalars);
+  e.losses = problem->reduction == FLCE_NONE ? tensors->loss : buffer(&e, FLCE_BUF_ROW_LOSS);
+  CALL(&e, prepare, problem, tensors);
+  FLCE_TRY(gather_rows(&e, true));
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   if (gradients) FLCE_TRY(begin_gradients(&e));
-  for (int64_t first = 0; first < problem->tokens; first += plan->chunk_rows) {
+  for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
     chunk c = open_chunk(&e, first, plan->chunk_rows);
     FLCE_TRY(logits_gemm(&e, &c));
     FLCE_TRY(forward_rows(&e, &c));
@@ -367,22 +445,22 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
 /* Brings E or dz of the chunk into c->view.out. */
 static flce_status backward_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
-  bool exp_form = plan->form == FLCE_FORM_EXP;
-  if (plan->save == FLCE_SAVE_LOGITS && exp_form) {
+  bool exp_form = plan->form == FLCE_FORM_EXP, stored = plan->save == FLCE_SAVE_LOGITS;
+  if (stored && exp_form) {
     set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
     return FLCE_OK;
   }
-  bool stored = plan->save == FLCE_SAVE_LOGITS;
   if (stored) {
-    set_z(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
-    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->saved_pitch);
+    set_z(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch);
+    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch);
   } else {
     FLCE_TRY(logits_gemm(e, c));
     set_out_in_place(e, &c->view);
   }
   flce_rows view = c->view;
   view.coef = exp_form ? NULL : c->coef;
-  CALL(e, grad_rows, &view, stored ? kF16ExpScale : 1.0, true, stored);
+  bool from_exp = stored && plan->saves_exp;
+  CALL(e, grad_rows, &view, from_exp ? kF16ExpScale : 1.0, true, from_exp);
   return FLCE_OK;
 }
 
@@ -393,12 +471,18 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
                      "save: expected \"logits\" or \"stats\" in a backward, got \"%s\"",
                      flce_save_name(plan->save));
   engine e;
-  FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, plan->save == FLCE_SAVE_STATS));
+  bool needs_bias = plan->save == FLCE_SAVE_STATS || !plan->saves_exp;
+  FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
+  FLCE_TRY(gather_rows(&e, false));
   FLCE_TRY(begin_gradients(&e));
-  for (int64_t first = 0; first < problem->tokens; first += plan->backward_chunk_rows) {
+  flce_upstream upstream = {.loss = tensors->grad_output,
+                            .loss_stride = problem->reduction == FLCE_NONE ? 1 : 0,
+                            .lse = tensors->grad_lse,
+                            .entropy = tensors->grad_entropy};
+  for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows);
-    FLCE_TRY(coefficients(&e, &c, tensors->grad_output, scalar(&e, FLCE_SCALAR_INV_DENOM)));
+    FLCE_TRY(coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
     FLCE_TRY(backward_rows(&e, &c));
     FLCE_TRY(chunk_gradients(&e, &c));
   }
@@ -407,28 +491,17 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
 
 /* ---- cross entropy on the caller's logits ---- */
 
-static engine open_logits(const flce_backend* backend, const flce_problem* problem,
-                          const flce_tensors* tensors) {
-  return (engine){.backend = backend,
-                  .problem = problem,
-                  .tensors = tensors,
-                  .stat = flce_stat_dtype(problem->dtype)};
-}
-
-static flce_rows view_logits(const engine* e, void* losses) {
-  return (flce_rows){.rows = e->problem->tokens,
-                     .vocab = e->problem->vocab,
-                     .z = e->tensors->input,
-                     .z_dtype = e->problem->dtype,
-                     .z_pitch = e->problem->vocab,
-                     .target = e->tensors->target,
-                     .ignore_index = e->problem->ignore_index,
-                     .class_weight = e->tensors->class_weight,
-                     .label_smoothing = e->problem->label_smoothing,
-                     .stats = e->tensors->stats,
-                     .stat_pitch = e->problem->tokens,
-                     .loss = losses,
-                     .scalars = e->tensors->scalars};
+static flce_rows view_logits(const flce_backend* backend, const flce_problem* problem,
+                             const flce_tensors* tensors, void* losses, engine* e) {
+  *e = (engine){.backend = backend,
+                .problem = problem,
+                .tensors = tensors,
+                .stat = flce_stat_dtype(problem->dtype),
+                .losses = losses};
+  flce_rows view = open_rows(e, 0, problem->tokens);
+  view.probabilities_pitch = problem->vocab;
+  set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);
+  return view;
 }
 
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
@@ -437,10 +510,11 @@ int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
 
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
                                        const flce_tensors* tensors) {
-  engine e = open_logits(backend, problem, tensors);
+  engine e;
   bool reduced = problem->reduction != FLCE_NONE;
-  flce_rows view = view_logits(&e, reduced ? tensors->workspace : tensors->loss);
-  CALL(&e, prepare, problem, tensors->target, tensors->class_weight, tensors->scalars);
+  flce_rows view =
+      view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
+  CALL(&e, prepare, problem, tensors);
   CALL(&e, stat_rows, &view);
   if (reduced)
     CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
@@ -450,11 +524,15 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
 
 flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_problem* problem,
                                         const flce_tensors* tensors) {
-  engine e = open_logits(backend, problem, tensors);
-  flce_rows view = view_logits(&e, NULL);
+  engine e;
+  flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
   set_out(&view, tensors->grad_input, problem->dtype, problem->vocab);
-  CALL(&e, row_coefficients, &view, tensors->grad_output, problem->reduction == FLCE_NONE ? 1 : 0,
-       scalar(&e, FLCE_SCALAR_INV_DENOM), tensors->workspace);
+  flce_upstream upstream = {.loss = tensors->grad_output,
+                            .loss_stride = problem->reduction == FLCE_NONE ? 1 : 0,
+                            .lse = tensors->grad_lse,
+                            .entropy = tensors->grad_entropy};
+  CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
+       tensors->workspace);
   view.coef = tensors->workspace;
   CALL(&e, grad_rows, &view, 1.0, false, false);
   return FLCE_OK;

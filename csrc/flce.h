@@ -1,8 +1,9 @@
 /* flce: fused linear + cross entropy. The interface of the C core, callable without torch.
  *
  * Symbols: N tokens, H hidden size, V vocabulary; x[N,H] input, W[V,H] linear weight, b[V] bias,
- * y[N] target; z = x W^T + b logits; p softmax(z); nll = lse(z) - z_y; g the upstream gradient of a
- * row. Matrices are row-major; a "pitch" is the number of ELEMENTS from one row to the next.
+ * y[N] target; z = x W^T + b; l = softcap(logit_scale z) / temperature the logits that the loss
+ * sees (l = z without these options); p softmax(l); nll = lse(l) - l_y; g the upstream gradient of
+ * a row. Matrices are row-major; a "pitch" is the number of ELEMENTS from one row to the next.
  *
  * Flow: flce_plan_make() decides everything that can be decided from sizes (it is pure), the caller
  * allocates what the plan lists, flce_forward()/flce_backward() run the one chunk loop over a
@@ -74,13 +75,29 @@ typedef enum flce_save {
 const char* flce_save_name(flce_save save);
 
 /* What the gradient GEMMs read.
- * EXP: E_ij = exp(z_ij - c_i) with the target's column 0; the row factors go into x and dX, the
- * target term is added exactly. Never a cancellation, and grad_output needs no pass over N x V. DZ:
- * g (p - t), rounded once. For float16, whose range cannot hold E. */
+ * EXP: E_ij = exp(l_ij - c_i) (times 1 - tanh^2 with a softcap) with the target's column 0; the row
+ * factors go into x and dX, the target term is added exactly. Never a cancellation, and grad_output
+ * needs no pass over N x V. DZ: the gradient of z, rounded once. For float16, whose range cannot
+ * hold E, and where the gradient is no row factor times E: probability targets, softcap with
+ * smoothing, the entropy's gradient. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
+
+/* What the loss is, beside its tensors. */
+typedef struct flce_loss {
+  int64_t ignore_index;   /* of class targets */
+  double label_smoothing; /* s */
+  double logit_scale;     /* multiplies z; 1 for none */
+  double softcap;         /* C: C tanh(logit_scale z / C); 0 for none */
+  double temperature;     /* divides after the softcap, in all rows; 1 for none */
+  double z_loss;          /* adds z_loss lse^2 to a row's loss */
+} flce_loss;
 
 typedef struct flce_problem {
   int64_t tokens, hidden, vocab;
+  int64_t weight_rows; /* of W, b, dW, db and class weights as given, and columns of probabilities:
+                          rows from vocab on are padding, never read, with gradient 0 */
+  int64_t rows; /* to compute: tokens, or a bound of the number that are not ignored. Where it is
+                   less than tokens the computed rows are gathered (compact_rows) */
   flce_dtype dtype; /* that the products are to be computed in: autocast's, else that of x and W */
   flce_dtype input_dtype;  /* of x as given, and of dX */
   flce_dtype weight_dtype; /* of W as given, and of dW */
@@ -92,8 +109,10 @@ typedef struct flce_problem {
   flce_save save;
   bool want_grad_input, want_grad_weight, want_grad_bias;
   bool has_bias, has_class_weight;
-  double label_smoothing;
-  int64_t ignore_index;
+  bool has_probabilities; /* the targets are probabilities, not classes */
+  bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
+  bool wants_predictions;
+  flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
 } flce_problem;
 
@@ -103,6 +122,7 @@ typedef struct flce_facts {
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
+  int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
   int64_t column_sum_bytes;     /* scratch of column_sum for V or H columns, whichever is more */
 } flce_facts;
 
@@ -113,18 +133,22 @@ typedef struct flce_facts {
 typedef enum flce_buffer_id {
   FLCE_BUF_LOSS,
   FLCE_BUF_ROW_LOSS,    /* [N] stat dtype, where the loss is reduced */
-  FLCE_BUF_STATS,       /* [4][N] stat dtype: enum flce_stat_row */
-  FLCE_BUF_SCALARS,     /* [4] stat dtype: enum flce_scalar */
-  FLCE_BUF_SAVED,       /* E of the logits strategy, [N][saved_pitch] dtype */
+  FLCE_BUF_STATS,       /* [FLCE_STAT_ROWS][N] stat dtype: enum flce_stat_row */
+  FLCE_BUF_SCALARS,     /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar */
+  FLCE_BUF_SAVED,       /* E or z of the logits strategy, [rows][saved_pitch] saved_dtype */
+  FLCE_BUF_PREDICTIONS, /* [N] int64 */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
   FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype */
   FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
   FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
-  FLCE_BUF_INPUT_CAST,  /* x in dtype */
-  FLCE_BUF_WEIGHT_CAST, /* W in dtype */
-  FLCE_BUF_BIAS_CAST,   /* b in stat dtype */
-  FLCE_BUF_LOGITS,      /* a chunk of logits, overwritten by E or dz */
-  FLCE_BUF_COEF,        /* [4][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_INPUT_CAST,    /* x in dtype */
+  FLCE_BUF_WEIGHT_CAST,   /* W in dtype */
+  FLCE_BUF_BIAS_CAST,     /* b in stat dtype */
+  FLCE_BUF_LOGITS,        /* a chunk of logits, overwritten by E or dz */
+  FLCE_BUF_COEF,          /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_INDEX,         /* of the rows to compute, where they are gathered */
+  FLCE_BUF_GATHERED_X,    /* their rows of x, [chunk][H] dtype */
+  FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
   FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype */
   FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type, [V][H] */
@@ -152,10 +176,14 @@ typedef struct flce_plan {
   flce_save save;
   flce_form form;
   flce_dtype dtype;                             /* of the GEMM operands, of E and dz */
+  int64_t rows;                                 /* computed: flce_problem.rows */
   int64_t chunk_rows, chunks;                   /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
-  int64_t z_pitch, saved_pitch;                 /* elements of z_dtype, of dtype */
+  flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
+  bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
+  int64_t z_pitch, out_pitch,
+      saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype */
   flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;
   flce_dtype
       dx_gemm_dtype; /* of E W as its GEMM writes it: into dX itself where that has this type */
@@ -179,28 +207,46 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
 /* ---- backend table ---- */
 
 enum flce_stat_row {
-  FLCE_STAT_LSE,     /* logsumexp of the row */
-  FLCE_STAT_NLL,     /* lse - z_y, exact also when tiny */
-  FLCE_STAT_OFFSET,  /* c_i: E_ij = exp(z_ij - c_i) */
-  FLCE_STAT_INV_SUM, /* 1 / sum_j exp(z_ij - c_i), the target included */
+  FLCE_STAT_LSE,     /* logsumexp of the row's l */
+  FLCE_STAT_NLL,     /* class targets: lse - l_y, exact also when tiny; probabilities: 0 */
+  FLCE_STAT_OFFSET,  /* c_i: E_ij = exp(l_ij - c_i) */
+  FLCE_STAT_INV_SUM, /* 1 / sum_j exp(l_ij - c_i), the target included */
+  FLCE_STAT_ENTROPY, /* -sum_j p_j log p_j where it is wanted, else 0 */
+  FLCE_STAT_SLOPE,   /* class targets: 1 - tanh^2 of the target's softcap, 1 without; else 0 */
+  FLCE_STAT_MASS,    /* probabilities: sum_j w_j q_j, q = (1-s) t + s/V; class targets: 0 */
   FLCE_STAT_ROWS
 };
 
 enum flce_scalar {
   FLCE_SCALAR_VALID,     /* rows that are not ignored */
-  FLCE_SCALAR_INV_DENOM, /* mean: 1 / sum of class weights (or count) over valid rows, 0 where none
-                            is valid; else 1 */
-  FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights, V without them */
-  FLCE_SCALAR_UNIT, /* power of two u with u * max(class weight) in (2^13, 2^14]: float16 gradients
-                       made before grad_output is known are held times u */
+  FLCE_SCALAR_INV_DENOM, /* mean: 1 / num_items, else 1 / sum of class weights (or count) over valid
+                            rows, 0 where num_items or the count is 0; no mean: 1. NaN where more
+                            rows are valid than problem->rows */
+  FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights over vocab, vocab without them */
+  FLCE_SCALAR_UNIT,    /* power of two u with u * (bound of |dz|) in (2^13, 2^14]: float16 gradients
+                          made before grad_output is known are held times u. The bound is the product
+                          of max |class weight|, max token weight / temperature over valid rows,
+                          |logit_scale|, and 1 + 128 z_loss Z_SHARE (an lse of 64) */
+  FLCE_SCALAR_Z_SHARE, /* what z-loss has beside INV_DENOM. mean with class weights and without
+                          num_items: (sum of class weights over valid rows) / count; else 1 */
   FLCE_SCALAR_COUNT
 };
 
+/* The gradient of a row, with k = token_weight_i g, a_i = logit_scale / (temperature
+ * temperature_i), slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without softcap), A = (1-s)
+ * w_y
+ * + s/V sum(w) (probabilities: MASS), r = k (A + 2 z_loss Z_SHARE lse) + g_lse, m = lse - entropy:
+ *   dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j t_j)
+ *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
+ * where g = grad_output * factor[0], and g_lse, g_entropy are not multiplied by factor. */
 enum flce_coef_row {
-  FLCE_COEF_ROW,    /* g a inv_sum, a = (1-s) w_y + s/V sum(w): what multiplies exp(z - c) */
-  FLCE_COEF_TARGET, /* g (a p_y - (1-s) w_y): the target's own column, without smoothing's part */
-  FLCE_COEF_SMOOTH, /* g s/V: dz_j has -this * w_j in every column */
-  FLCE_COEF_VALID,  /* 1, 0 for ignored rows: what multiplies x in form dz */
+  FLCE_COEF_ROW,     /* a r inv_sum: what multiplies exp(l - c) */
+  FLCE_COEF_TARGET,  /* class targets: a slope_y (r p_y - k (1-s) w_y), without cancellation: the
+                        target's own column but for smoothing's and the entropy's part */
+  FLCE_COEF_SMOOTH,  /* a k s/V */
+  FLCE_COEF_VALID,   /* 1, 0 for ignored rows: what multiplies x in form dz */
+  FLCE_COEF_ENTROPY, /* a g_entropy inv_sum */
+  FLCE_COEF_SOFT,    /* probabilities: a k (1-s); class targets: 0 */
   FLCE_COEF_ROWS
 };
 
@@ -218,30 +264,77 @@ typedef struct flce_gemm {
   double beta;
 } flce_gemm;
 
-/* One chunk of rows for the row passes. Pointers of rows are already advanced to the chunk's first
- * row. The logit of a column is z + bias; all row passes see that. Rows whose target is
- * ignore_index: statistics 0 and rows of zeros, whatever z holds (NaN too). */
+/* One chunk of rows for the row passes. A computed row r of the chunk is row r of z and out. Its
+ * vectors (target, stats, loss, token_weight, ...) are taken at r where `index` is NULL, with
+ * pointers already advanced to the chunk's first row; else at index[r], with pointers to row 0, and
+ * index[r] = -1 stands for no row: zeros in out, nothing else. z of a column has `bias` added; all
+ * row passes see that. Rows whose target is ignore_index: statistics 0, prediction -1 and rows of
+ * zeros, whatever z holds (NaN too). Rows whose target is out of range: NaN, prediction -1. */
 typedef struct flce_rows {
   int64_t rows, vocab;
-  const void* z; /* [rows][z_pitch] z_dtype */
+  const int64_t* index; /* [rows], or NULL */
+  const void* z;        /* [rows][z_pitch] z_dtype */
   flce_dtype z_dtype;
   int64_t z_pitch;
-  const void* bias;      /* [V] stat dtype, or NULL */
-  const int64_t* target; /* [rows] */
-  int64_t ignore_index;
-  const void* class_weight; /* [V] stat dtype, or NULL for ones; read by smoothing and by loss */
-  double label_smoothing;
+  const void* bias;          /* [V] stat dtype, or NULL */
+  const int64_t* target;     /* NULL with probabilities */
+  const void* probabilities; /* t, [][probabilities_pitch] probabilities_dtype, which leave no row
+                                ignored; NULL with classes */
+  flce_dtype probabilities_dtype;
+  int64_t probabilities_pitch;
+  const void* class_weight; /* w, [V] stat dtype, or NULL for ones */
+  const void* token_weight; /* stat dtype, or NULL for ones */
+  const void* temperature;  /* temperature_i, stat dtype, or NULL for ones */
+  flce_loss options;
+  bool wants_entropy;
   void* out; /* [rows][out_pitch] out_dtype; may be z itself: then an out row starts where its z row
                 starts */
   flce_dtype out_dtype;
   int64_t out_pitch;
-  void* stats;        /* [4][stat_pitch] stat dtype, advanced to the first row */
+  void* stats;        /* [FLCE_STAT_ROWS][stat_pitch] stat dtype */
   int64_t stat_pitch; /* = N */
-  void* loss; /* [rows] stat dtype: unreduced loss (1-s) w_y nll + s/V sum_j w_j (lse - z_j); 0 for
-                 ignored rows */
-  const void* scalars; /* [4] stat dtype */
-  const void* coef;    /* [4][stat_pitch], advanced to the first row, or NULL */
+  void* loss; /* stat dtype: token_weight (nll-part + z_loss Z_SHARE lse^2), not divided, with
+                 nll-part = (1-s) w_y nll + s/V sum_j w_j (lse - l_j), or for probabilities
+                 sum_j w_j q_j (lse - l_j), q = (1-s) t + s/V; 0 for ignored rows */
+  int64_t* predictions; /* the lowest column of the largest l, or NULL */
+  const void* scalars;  /* [FLCE_SCALAR_COUNT] stat dtype */
+  const void* coef;     /* [FLCE_COEF_ROWS][stat_pitch], or NULL */
 } flce_rows;
+
+/* Upstream gradients, stat dtype, placed as the vectors of flce_rows are. */
+typedef struct flce_upstream {
+  const void* loss; /* of a row's loss (loss_stride 1) or of all (loss_stride 0); NULL for 1 */
+  int64_t loss_stride;
+  const void* lse;     /* NULL for 0 */
+  const void* entropy; /* NULL for 0 */
+} flce_upstream;
+
+/* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
+typedef struct flce_tensors {
+  const void* input;         /* [N][H] input_dtype */
+  const void* linear_weight; /* [weight_rows][H] weight_dtype */
+  const void* linear_bias;   /* [weight_rows] bias_dtype, or NULL */
+  const int64_t* target;     /* [N], or NULL with probabilities */
+  const void* probabilities; /* [N][weight_rows] probabilities_dtype, or NULL */
+  flce_dtype probabilities_dtype;
+  const void* class_weight; /* [weight_rows] stat dtype, or NULL */
+  const void* token_weight; /* [N] stat dtype, or NULL */
+  const void* temperature;  /* [N] stat dtype, or NULL */
+  const void* num_items;    /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
+  void* loss;               /* [1], or [N] for FLCE_NONE; stat dtype */
+  void* stats;              /* [FLCE_STAT_ROWS][N]; written by the forward, read by the backward */
+  void* scalars;            /* [FLCE_SCALAR_COUNT]; likewise */
+  void* saved;              /* save=logits: [rows][saved_pitch]; likewise */
+  void* predictions;        /* [N] int64 */
+  void* grad_input;         /* written by the forward for save=grads, else by the backward */
+  void* grad_weight;        /* [weight_rows][H] */
+  void* grad_bias;          /* [weight_rows] */
+  const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
+  const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
+  const void* grad_entropy; /* likewise */
+  void* workspace; /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, 256-byte
+                      aligned */
+} flce_tensors;
 
 /* Functions of a backend. `self` is the table's own. All but `facts` queue work in order; none
  * waits for a device. A dtype or pointer combination without a kernel gives FLCE_UNSUPPORTED, never
@@ -258,41 +351,55 @@ typedef struct flce_backend {
   flce_status (*cast)(void* self, void* out, flce_dtype out_dtype, const void* in,
                       flce_dtype in_dtype, int64_t count);
 
-  /* target[N] -> scalars[4]. Denominator by `problem->reduction`; class_weight [V] stat dtype or
-   * NULL. CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, before any work. CUDA: nothing
-   * is checked here. */
-  flce_status (*prepare)(void* self, const flce_problem* problem, const int64_t* target,
-                         const void* class_weight, void* scalars);
+  /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars.
+   * CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, and FLCE_INVALID_ARGUMENT says so
+   * where more rows are valid than problem->rows, before any work. CUDA: nothing is checked here;
+   * INV_DENOM is NaN in the second case. */
+  flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors);
 
-  /* z -> statistics and loss; reads each logit once on a device. */
+  /* target[N] -> index[problem->rows], the first elements of `index` (facts.compact_bytes): the
+   * rows that are not ignored, ascending, then -1. */
+  flce_status (*compact_rows)(void* self, const flce_problem* problem, const int64_t* target,
+                              void* index);
+  /* What compact_rows leaves out, of `rows`, which has index NULL and all N rows: ignored ones get
+   * what an ignored row of the row passes has; where scalars[VALID] > bound all others get NaN,
+   * else they are left alone. Writes stats, loss (unless NULL) and predictions (unless NULL); with
+   * dx those rows of dx [N][H] instead. */
+  flce_status (*blank_rows)(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                            flce_dtype dx_dtype, int64_t hidden);
+
+  /* z -> statistics, loss, predictions; reads each logit once on a device. */
   flce_status (*stat_rows)(void* self, const flce_rows* rows);
-  /* z -> statistics, loss and out = E = exp(z - c), the target's column and ignored rows 0. */
+  /* The same, and out = E = exp(l - c) (1 - tanh^2 of the softcap), the target's column and ignored
+   * rows 0. Not for probabilities. */
   flce_status (*exp_rows)(void* self, const flce_rows* rows);
-  /* z and statistics -> gradient rows. coef NULL: out = scale * exp(z - c), target column 0 when
-   * `hide_target`. Else out_j = coef_row exp(z_j - c) - coef_smooth w_j, and at the target
-   * coef_target - coef_smooth w_y. z_is_exp: z holds `scale` * exp(z - c) already (an out of an
-   * earlier call with coef NULL). Ignored rows: zeros. */
+  /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
+   * column 0 when `hide_target`. Else out = dz as enum flce_coef_row has it. z_is_exp: z holds
+   * `scale` * exp(l - c) already (an out of an earlier call with coef NULL; not with a softcap,
+   * probabilities or the entropy's gradient). Ignored rows: zeros. */
   flce_status (*grad_rows)(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
-  /* Per-row factors for the gradient, from rows->stats, target, class_weight, label_smoothing and
-   * scalars, into coef [4][stat_pitch]. grad_output: scalar (stride 0) or [rows] (stride 1), stat
-   * dtype, or NULL for 1. g = grad_output * factor[0]. Ignored rows: 0; out-of-range rows: NaN. */
-  flce_status (*row_coefficients)(void* self, const flce_rows* rows, const void* grad_output,
-                                  int64_t grad_stride, const void* factor, void* coef);
+  /* Per-row factors for the gradient, from rows->stats, target, class_weight, token_weight,
+   * temperature, options and scalars, into coef [FLCE_COEF_ROWS][stat_pitch], placed as stats are.
+   * factor[0] multiplies upstream->loss, NULL for 1. Ignored rows: 0; out-of-range rows: NaN; an
+   * index of -1: nothing is written. */
+  flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_upstream* upstream,
+                                  const void* factor, void* coef);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All stat dtype. */
   flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,
                         const void* factor, flce_dtype stat);
 
-  /* out[i] = coef[i] * x[i], a row of zeros where coef is 0 whatever x holds. out, x: [rows][H]
-   * dtype. coef: stat dtype. */
+  /* out[r] = coef[i] * x[i], i = index[r], or r where index is NULL; a row of zeros where coef is
+   * 0, whatever x holds, or i is -1. coef NULL for ones. out, x: [][H] dtype. coef: stat dtype. */
   flce_status (*scale_rows)(void* self, void* out, const void* x, flce_dtype dtype,
-                            const void* coef, int64_t rows, int64_t hidden);
+                            const void* coef, const int64_t* index, int64_t rows, int64_t hidden);
 
-  /* dX[i] = coef_row[i] D[i] + coef_target[i] W[y_i] - coef_smooth[i] wsum, one rounding; D may be
-   * dX itself. A row of zeros where the target is ignored, of NaN where it is out of range. wsum
-   * [H] stat dtype or NULL; W [V][H] dtype. */
+  /* dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum of rows->coef, one rounding, for row r
+   * of `rows` and i as its vectors have it; with rows->coef NULL dX[i] = D[r]. D may be dX itself
+   * where rows->index is NULL. A row of zeros where the target is ignored, of NaN where it is out
+   * of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W [V][H] dtype. */
   flce_status (*finish_grad_input)(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                    const flce_rows* rows, const void* wsum, int64_t hidden);
@@ -334,25 +441,6 @@ typedef struct flce_backend {
 
 /* ---- engine ---- */
 
-/* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
-typedef struct flce_tensors {
-  const void* input;         /* [N][H] input_dtype */
-  const void* linear_weight; /* [V][H] weight_dtype */
-  const void* linear_bias;   /* [V] bias_dtype, or NULL */
-  const int64_t* target;     /* [N] */
-  const void* class_weight;  /* [V] stat dtype, or NULL */
-  void* loss;                /* [1], or [N] for FLCE_NONE; stat dtype */
-  void* stats;               /* [4][N]; written by the forward, read by the backward */
-  void* scalars;             /* [4]; likewise */
-  void* saved;               /* save=logits: [N][saved_pitch]; likewise */
-  void* grad_input;          /* written by the forward for save=grads, else by the backward */
-  void* grad_weight;
-  void* grad_bias;
-  const void* grad_output; /* backward: [1], or [N] for FLCE_NONE; stat dtype */
-  void* workspace; /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, 256-byte
-                      aligned */
-} flce_tensors;
-
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
                          const flce_plan* plan, const flce_tensors* tensors);
 flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
@@ -361,11 +449,11 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
 /* GEMMs that the engine has asked backends for since the process began. */
 int64_t flce_gemm_count(void);
 
-/* Cross entropy on logits that the caller holds: z[N][V] with stats, scalars and loss as above; the
- * forward reads the logits once, and so does the backward, which writes dz[N][V] in z's dtype. Only
- * tokens, vocab, dtype, reduction, ignore_index, label_smoothing and has_class_weight of the
- * problem are read; tensors->input holds z, tensors->grad_input dz; workspace:
- * flce_cross_entropy_workspace_bytes(). */
+/* Cross entropy on logits that the caller holds: z[N][V] with stats, scalars, loss and the other
+ * tensors as above; the forward reads the logits once, and so does the backward, which writes
+ * dz[N][V] in z's dtype. Of the problem tokens, vocab, dtype, reduction, loss, wants_* and has_*
+ * are read, and weight_rows and rows, which are vocab and tokens; tensors->input holds z,
+ * tensors->grad_input dz; workspace: flce_cross_entropy_workspace_bytes(). */
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem);
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
                                        const flce_tensors* tensors);

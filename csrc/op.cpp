@@ -39,12 +39,6 @@ void expect_dim(const char* name, const Tensor& tensor, int64_t dim) {
                                 " dimensions, got shape " + shape_text(shape_of(tensor)));
 }
 
-void expect_target(const Tensor& target, int64_t tokens, Place place) {
-  expect_shape("target", target, {tokens});
-  expect_type("target", target, ScalarType::Long, "int64");
-  expect_same_device("target", target, place);
-}
-
 void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
                  flce_dtype dtype, Place place) {
   expect_shape(name, tensor, shape);
@@ -52,24 +46,61 @@ void expect_like(const char* name, const Tensor& tensor, const std::vector<int64
   expect_same_device(name, tensor, place);
 }
 
-// What a forward left for its backward.
-void expect_saved(const Tensor& grad_output, const Tensor& stats, const Tensor& scalars,
-                  const flce_problem& problem, Place place) {
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  std::vector<int64_t> rows = {problem.tokens}, one = {};
-  expect_like("grad_output", grad_output, problem.reduction == FLCE_NONE ? rows : one, stat, place);
-  expect_like("stats", stats, {FLCE_STAT_ROWS, problem.tokens}, stat, place);
-  expect_like("scalars", scalars, {FLCE_SCALAR_COUNT}, stat, place);
+// An optional tensor of statistics' dtype.
+const void* optional_pointer(const char* name, const OptionalTensor& tensor,
+                             const std::vector<int64_t>& shape, flce_dtype stat, Place place) {
+  if (!tensor) return nullptr;
+  expect_like(name, *tensor, shape, stat, place);
+  return tensor->const_data_ptr();
 }
 
-const void* class_weight_pointer(const OptionalTensor& weight, const flce_problem& problem,
-                                 Place place) {
-  if (!weight) return nullptr;
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  expect_shape("weight", *weight, {problem.vocab});
-  expect_type("weight", *weight, to_scalar_type(stat), flce_dtype_name(stat));
-  expect_same_device("weight", *weight, place);
-  return weight->const_data_ptr();
+// The tensors of the loss beside the operands; every operator has them in this order.
+struct LossTensors {
+  Tensor target;
+  OptionalTensor weight, token_weight, temperature, num_items;
+};
+
+// Checks them against the sizes of the problem, completes it and `tensors`.
+void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
+               flce_tensors* tensors) {
+  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  const Tensor& target = given.target;
+  expect_same_device("target", target, place);
+  problem->has_probabilities = target.scalar_type() != ScalarType::Long;
+  if (problem->has_probabilities) {
+    tensors->probabilities_dtype = to_dtype(target.scalar_type(), "target");
+    expect_shape("target", target, {problem->tokens, problem->weight_rows});
+    tensors->probabilities = target.const_data_ptr();
+  } else {
+    expect_shape("target", target, {problem->tokens});
+    tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
+  }
+  problem->has_class_weight = given.weight.has_value();
+  tensors->class_weight =
+      optional_pointer("weight", given.weight, {problem->weight_rows}, stat, place);
+  tensors->token_weight =
+      optional_pointer("token_weight", given.token_weight, {problem->tokens}, stat, place);
+  tensors->temperature =
+      optional_pointer("temperature", given.temperature, {problem->tokens}, stat, place);
+  tensors->num_items = optional_pointer("num_items", given.num_items, {}, stat, place);
+}
+
+// Rows to compute: on the CPU those that are not ignored, on a GPU all, or the caller's bound.
+int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors, Place place,
+                        std::optional<int64_t> bound) {
+  int64_t tokens = problem.tokens;
+  if (bound && (*bound < 0 || *bound > tokens))
+    throw std::invalid_argument("rows: expected 0 to " + std::to_string(tokens) +
+                                ", the number of tokens, got " + std::to_string(*bound));
+  if (place.type != aoti_torch_device_type_cpu() || problem.has_probabilities)
+    return bound.value_or(tokens);
+  int64_t valid = 0;
+  for (int64_t i = 0; i < tokens; i++) valid += tensors.target[i] != problem.loss.ignore_index;
+  if (bound && valid > *bound)
+    throw std::invalid_argument("valid_bound: expected at least " + std::to_string(valid) +
+                                ", the number of rows that are not ignored, got " +
+                                std::to_string(*bound));
+  return valid;
 }
 
 // ---- linear cross entropy ----
@@ -77,13 +108,36 @@ const void* class_weight_pointer(const OptionalTensor& weight, const flce_proble
 // The options that forward, backward and plan share; the order is the schemas'.
 struct Options {
   std::string reduction;
-  int64_t ignore_index;
-  double label_smoothing;
+  flce_loss loss;
+  std::optional<int64_t> valid_vocab, rows;
+  bool wants_entropy, wants_predictions;
   ScalarType dtype, accum_dtype, logits_dtype;
   std::string save;
   int64_t max_memory;
   bool grad_input, grad_weight, grad_bias;
 };
+
+// The arguments of struct Options as the schemas of forward and backward spell them, and the same
+// as their implementations take them: a boxed function has to name each.
+#define OPTIONS                                                                                 \
+  "str reduction, int ignore_index, float label_smoothing, float logit_scale, float softcap, "  \
+  "float temperature, float z_loss, SymInt? valid_vocab, SymInt? rows, bool wants_entropy, "    \
+  "bool wants_predictions, ScalarType dtype, ScalarType accum_dtype, ScalarType logits_dtype, " \
+  "str save, int max_memory, bool grad_input, bool grad_weight, bool grad_bias"
+#define ARGUMENTS                                                                                \
+  std::string reduction, int64_t ignore_index, double label_smoothing, double logit_scale,       \
+      double softcap, double temperature, double z_loss, std::optional<int64_t> valid_vocab,     \
+      std::optional<int64_t> rows, bool wants_entropy, bool wants_predictions, ScalarType dtype, \
+      ScalarType accum_dtype, ScalarType logits_dtype, std::string save, int64_t max_memory,     \
+      bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32
+#define GATHER_ARGUMENTS                                                                      \
+  {reduction,     {ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss}, \
+   valid_vocab,   rows,                                                                       \
+   wants_entropy, wants_predictions,                                                          \
+   dtype,         accum_dtype,                                                                \
+   logits_dtype,  save,                                                                       \
+   max_memory,    grad_input,                                                                 \
+   grad_weight,   grad_bias}
 
 flce_problem make_problem(const Options& options) {
   flce_problem problem{};
@@ -96,36 +150,42 @@ flce_problem make_problem(const Options& options) {
   problem.want_grad_input = options.grad_input;
   problem.want_grad_weight = options.grad_weight;
   problem.want_grad_bias = options.grad_bias;
-  problem.label_smoothing = options.label_smoothing;
-  problem.ignore_index = options.ignore_index;
+  problem.loss = options.loss;
+  problem.wants_entropy = options.wants_entropy;
+  problem.wants_predictions = options.wants_predictions;
   problem.max_memory = options.max_memory;
   return problem;
 }
 
+struct Operands {
+  Tensor input, linear_weight;
+  OptionalTensor linear_bias;
+};
+
 // Checks the operands against each other, completes the problem with their sizes and the tensors
 // with their memory.
-void bind_operands(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
-                   const OptionalTensor& linear_bias, const OptionalTensor& weight,
+void bind_operands(const Operands& given, const LossTensors& loss, const Options& options,
                    flce_problem* problem, flce_tensors* tensors) {
+  const Tensor &input = given.input, &linear_weight = given.linear_weight;
+  const OptionalTensor& linear_bias = given.linear_bias;
   Place place = place_of(input);
   expect_dim("input", input, 2);
   expect_dim("linear_weight", linear_weight, 2);
   problem->tokens = input.size(0);
   problem->hidden = input.size(1);
-  problem->vocab = linear_weight.size(0);
+  problem->weight_rows = linear_weight.size(0);
+  problem->vocab = options.valid_vocab.value_or(problem->weight_rows);
   problem->input_dtype = to_dtype(input.scalar_type(), "input");
   problem->weight_dtype = to_dtype(linear_weight.scalar_type(), "linear_weight");
   expect_shape("input", input, {problem->tokens, problem->hidden});
-  expect_shape("linear_weight", linear_weight, {problem->vocab, problem->hidden});
+  expect_shape("linear_weight", linear_weight, {problem->weight_rows, problem->hidden});
   expect_same_device("linear_weight", linear_weight, place);
-  expect_target(target, problem->tokens, place);
   tensors->input = input.const_data_ptr();
   tensors->linear_weight = linear_weight.const_data_ptr();
-  tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
   problem->has_bias = linear_bias.has_value();
   problem->bias_dtype = problem->input_dtype;
   if (linear_bias) {
-    expect_shape("linear_bias", *linear_bias, {problem->vocab});
+    expect_shape("linear_bias", *linear_bias, {problem->weight_rows});
     expect_same_device("linear_bias", *linear_bias, place);
     problem->bias_dtype = to_dtype(linear_bias->scalar_type(), "linear_bias");
     tensors->linear_bias = linear_bias->const_data_ptr();
@@ -133,8 +193,8 @@ void bind_operands(const Tensor& input, const Tensor& linear_weight, const Tenso
     throw std::invalid_argument(
         "grad_bias: expected a linear_bias to take the gradient of, got None");
   }
-  problem->has_class_weight = weight.has_value();
-  tensors->class_weight = class_weight_pointer(weight, *problem, place);
+  bind_loss(loss, place, problem, tensors);
+  problem->rows = rows_to_compute(*problem, *tensors, place, options.rows);
 }
 
 // Half of what the logits take now, where that still holds a row.
@@ -164,7 +224,7 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
     *pointer = needed ? tensor.mutable_data_ptr() : nullptr;
     return tensor;
   };
-  int64_t n = problem.tokens, h = problem.hidden, v = problem.vocab;
+  int64_t n = problem.tokens, h = problem.hidden, v = problem.weight_rows;
   Gradients gradients;
   gradients.input = make(problem.want_grad_input, {n, h}, plan.grad_input_dtype, "grad_input",
                          &tensors->grad_input);
@@ -175,50 +235,79 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
   return gradients;
 }
 
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// What a forward gives beside what its strategy keeps.
+struct Outputs {
+  Tensor loss, stats, scalars, predictions;
+};
 
-ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                          flce_tensors* tensors) {
+Outputs allocate_outputs(const Device& device, const flce_problem& problem, flce_tensors* tensors) {
   flce_dtype stat = flce_stat_dtype(problem.dtype);
   int64_t n = problem.tokens;
+  std::vector<int64_t> rows = {n}, one = {}, none = {0};
+  Outputs outputs;
+  outputs.loss = device.allocate(problem.reduction == FLCE_NONE ? rows : one, stat, "loss");
+  outputs.stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
+  outputs.scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
+  outputs.predictions =
+      device.allocate_indices(problem.wants_predictions ? rows : none, "predictions");
+  tensors->loss = outputs.loss.mutable_data_ptr();
+  tensors->stats = outputs.stats.mutable_data_ptr();
+  tensors->scalars = outputs.scalars.mutable_data_ptr();
+  if (problem.wants_predictions) tensors->predictions = outputs.predictions.mutable_data_ptr();
+  return outputs;
+}
 
-  Tensor loss = device.allocate(
-      problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{}, stat,
-      "loss");
-  Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
-  Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
-  bool keeps_logits = plan.save == FLCE_SAVE_LOGITS;
-  Tensor saved = device.allocate(
-      keeps_logits ? std::vector<int64_t>{n, plan.saved_pitch} : std::vector<int64_t>{0},
-      plan.dtype, "saved");
+// [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
+std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
+                                 const Options& options) {
+  if (plan.save != FLCE_SAVE_LOGITS) return {0};
+  return {options.rows.value_or(problem.tokens), plan.saved_pitch};
+}
+
+// A caller that could not count the valid rows (torch.compile on the CPU) has rows to spare; no
+// output is left undefined.
+void zero_unused_rows(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                      const Tensor& saved) {
+  if (plan.save != FLCE_SAVE_LOGITS) return;
+  int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
+  int64_t used = problem.rows * row_bytes, all = saved.size(0) * row_bytes;
+  const flce_backend* table = device.table();
+  if (used < all)
+    check(
+        table->zero(table->self, static_cast<char*>(saved.mutable_data_ptr()) + used, all - used));
+}
+
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                          const Options& options, flce_tensors* tensors) {
+  Outputs outputs = allocate_outputs(device, problem, tensors);
+  Tensor saved = device.allocate(saved_shape(problem, plan, options), plan.saved_dtype, "saved");
   Gradients gradients =
       allocate_gradients(device, problem, plan, plan.save == FLCE_SAVE_GRADS, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
-
-  tensors->loss = loss.mutable_data_ptr();
-  tensors->stats = stats.mutable_data_ptr();
-  tensors->scalars = scalars.mutable_data_ptr();
   tensors->saved = saved.mutable_data_ptr();
+  zero_unused_rows(device, problem, plan, saved);
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_forward(device.table(), &problem, &plan, tensors));
-  return {loss, stats, scalars, saved, gradients.input, gradients.weight, gradients.bias};
+  return {outputs.loss, outputs.stats,   outputs.scalars,  outputs.predictions,
+          saved,        gradients.input, gradients.weight, gradients.bias};
 }
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
-                      OptionalTensor weight, std::string reduction, int64_t ignore_index,
-                      double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
-                      ScalarType logits_dtype, std::string save, int64_t max_memory,
-                      bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32) {
-  flce_problem problem =
-      make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
-                    save, max_memory, grad_input, grad_weight, grad_bias});
+                      OptionalTensor weight, OptionalTensor token_weight,
+                      OptionalTensor token_temperature, OptionalTensor num_items, ARGUMENTS) {
+  Options options = GATHER_ARGUMENTS;
+  flce_problem problem = make_problem(options);
   flce_tensors tensors{};
-  bind_operands(input, linear_weight, target, linear_bias, weight, &problem, &tensors);
+  bind_operands({input, linear_weight, linear_bias},
+                {target, weight, token_weight, token_temperature, num_items}, options, &problem,
+                &tensors);
   Device device(place_of(input), allow_tf32);
   flce_plan plan = device.plan(problem);
   try {
-    return run_forward(device, problem, plan, &tensors);
+    return run_forward(device, problem, plan, options, &tensors);
   } catch (const OutOfMemory& error) {
     throw OutOfMemory(error.what() + memory_advice(problem, plan));
   }
@@ -233,27 +322,45 @@ BackwardResult run_backward(const Device& device, const flce_problem& problem,
   return {gradients.input, gradients.weight, gradients.bias};
 }
 
-BackwardResult backward(Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target,
-                        OptionalTensor linear_bias, OptionalTensor weight, Tensor stats,
-                        Tensor scalars, Tensor saved, std::string reduction, int64_t ignore_index,
-                        double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
-                        ScalarType logits_dtype, std::string save, int64_t max_memory,
-                        bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32) {
-  flce_problem problem =
-      make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
-                    save, max_memory, grad_input, grad_weight, grad_bias});
+// What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
+// and entropy in their rows; the others have none.
+void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, const Tensor& stats,
+                const Tensor& scalars, const flce_problem& problem, Place place,
+                flce_tensors* tensors) {
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+  std::vector<int64_t> rows = {n}, one = {};
+  expect_like("grad_output", grad_output, problem.reduction == FLCE_NONE ? rows : one, stat, place);
+  expect_like("stats", stats, {FLCE_STAT_ROWS, n}, stat, place);
+  expect_like("scalars", scalars, {FLCE_SCALAR_COUNT}, stat, place);
+  tensors->grad_output = grad_output.const_data_ptr();
+  tensors->stats = stats.mutable_data_ptr();
+  tensors->scalars = scalars.mutable_data_ptr();
+  if (!grad_stats) return;
+  expect_like("grad_stats", *grad_stats, {FLCE_STAT_ROWS, n}, stat, place);
+  const char* rows_of_stats = static_cast<const char*>(grad_stats->const_data_ptr());
+  tensors->grad_lse = rows_of_stats + FLCE_STAT_LSE * n * flce_size_of(stat);
+  if (problem.wants_entropy)
+    tensors->grad_entropy = rows_of_stats + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
+}
+
+BackwardResult backward(Tensor grad_output, OptionalTensor grad_stats, Tensor input,
+                        Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
+                        OptionalTensor weight, OptionalTensor token_weight,
+                        OptionalTensor token_temperature, Tensor stats, Tensor scalars,
+                        Tensor saved, ARGUMENTS) {
+  Options options = GATHER_ARGUMENTS;
+  flce_problem problem = make_problem(options);
   flce_tensors tensors{};
-  bind_operands(input, linear_weight, target, linear_bias, weight, &problem, &tensors);
+  bind_operands({input, linear_weight, linear_bias},
+                {target, weight, token_weight, token_temperature, std::nullopt}, options, &problem,
+                &tensors);
   Place place = place_of(input);
   Device device(place, allow_tf32);
   flce_plan plan = device.plan(problem);
-  expect_saved(grad_output, stats, scalars, problem, place);
+  bind_saved(grad_output, grad_stats, stats, scalars, problem, place, &tensors);
   if (plan.save == FLCE_SAVE_LOGITS)
-    expect_like("saved", saved, {problem.tokens, plan.saved_pitch}, plan.dtype, place);
-
-  tensors.grad_output = grad_output.const_data_ptr();
-  tensors.stats = stats.mutable_data_ptr();
-  tensors.scalars = scalars.mutable_data_ptr();
+    expect_like("saved", saved, saved_shape(problem, plan, options), plan.saved_dtype, place);
   tensors.saved = saved.mutable_data_ptr();
   try {
     return run_backward(device, problem, plan, &tensors);
@@ -293,67 +400,70 @@ Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarTyp
 
 // ---- cross entropy on logits ----
 
-flce_problem logits_problem(const Tensor& logits, const Tensor& target,
-                            const OptionalTensor& weight, const std::string& reduction,
-                            int64_t ignore_index, double label_smoothing, flce_tensors* tensors) {
-  expect_dim("logits", logits, 2);
+// As OPTIONS and ARGUMENTS, of cross entropy on logits.
+#define LOSS_OPTIONS                                                                           \
+  "str reduction, int ignore_index, float label_smoothing, float logit_scale, float softcap, " \
+  "float temperature, float z_loss, bool wants_entropy, bool wants_predictions"
+#define LOSS_ARGUMENTS                                                                     \
+  std::string reduction, int64_t ignore_index, double label_smoothing, double logit_scale, \
+      double softcap, double temperature, double z_loss, bool wants_entropy,               \
+      bool wants_predictions
+#define GATHER_LOSS_ARGUMENTS                                                                \
+  logits_problem(reduction,                                                                  \
+                 {ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss}, \
+                 wants_entropy, wants_predictions)
+
+flce_problem logits_problem(const std::string& reduction, const flce_loss& loss, bool wants_entropy,
+                            bool wants_predictions) {
   flce_problem problem{};
-  problem.tokens = logits.size(0);
-  problem.vocab = logits.size(1);
-  problem.dtype = to_dtype(logits.scalar_type(), "logits");
   problem.reduction = to_reduction(reduction);
-  problem.ignore_index = ignore_index;
-  problem.label_smoothing = label_smoothing;
-  problem.has_class_weight = weight.has_value();
-  expect_shape("logits", logits, {problem.tokens, problem.vocab});
-  expect_target(target, problem.tokens, place_of(logits));
-  tensors->input = logits.const_data_ptr();
-  tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
-  tensors->class_weight = class_weight_pointer(weight, problem, place_of(logits));
+  problem.loss = loss;
+  problem.wants_entropy = wants_entropy;
+  problem.wants_predictions = wants_predictions;
   return problem;
 }
 
-std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor logits, Tensor target,
-                                                         OptionalTensor weight,
-                                                         std::string reduction,
-                                                         int64_t ignore_index,
-                                                         double label_smoothing) {
-  flce_tensors tensors{};
-  flce_problem problem =
-      logits_problem(logits, target, weight, reduction, ignore_index, label_smoothing, &tensors);
-  Device device(place_of(logits), false);
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  int64_t n = problem.tokens;
-  Tensor loss = device.allocate(
-      problem.reduction == FLCE_NONE ? std::vector<int64_t>{n} : std::vector<int64_t>{}, stat,
-      "loss");
-  Tensor stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
-  Tensor scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
-  Tensor workspace =
-      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
-  tensors.loss = loss.mutable_data_ptr();
-  tensors.stats = stats.mutable_data_ptr();
-  tensors.scalars = scalars.mutable_data_ptr();
-  tensors.workspace = workspace.mutable_data_ptr();
-  check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
-  return {loss, stats, scalars};
+void bind_logits(const Tensor& logits, const LossTensors& loss, flce_problem* problem,
+                 flce_tensors* tensors) {
+  expect_dim("logits", logits, 2);
+  problem->tokens = problem->rows = logits.size(0);
+  problem->vocab = problem->weight_rows = logits.size(1);
+  problem->dtype = to_dtype(logits.scalar_type(), "logits");
+  expect_shape("logits", logits, {problem->tokens, problem->vocab});
+  tensors->input = logits.const_data_ptr();
+  bind_loss(loss, place_of(logits), problem, tensors);
 }
 
-Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target,
-                              OptionalTensor weight, Tensor stats, Tensor scalars,
-                              std::string reduction, int64_t ignore_index, double label_smoothing) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
+    Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor token_weight,
+    OptionalTensor token_temperature, OptionalTensor num_items, LOSS_ARGUMENTS) {
   flce_tensors tensors{};
-  flce_problem problem =
-      logits_problem(logits, target, weight, reduction, ignore_index, label_smoothing, &tensors);
-  expect_saved(grad_output, stats, scalars, problem, place_of(logits));
+  flce_problem problem = GATHER_LOSS_ARGUMENTS;
+  bind_logits(logits, {target, weight, token_weight, token_temperature, num_items}, &problem,
+              &tensors);
+  Device device(place_of(logits), false);
+  Outputs outputs = allocate_outputs(device, problem, &tensors);
+  Tensor workspace =
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
+  return {outputs.loss, outputs.stats, outputs.scalars, outputs.predictions};
+}
+
+Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
+                              Tensor target, OptionalTensor weight, OptionalTensor token_weight,
+                              OptionalTensor token_temperature, Tensor stats, Tensor scalars,
+                              LOSS_ARGUMENTS) {
+  flce_tensors tensors{};
+  flce_problem problem = GATHER_LOSS_ARGUMENTS;
+  bind_logits(logits, {target, weight, token_weight, token_temperature, std::nullopt}, &problem,
+              &tensors);
+  bind_saved(grad_output, grad_stats, stats, scalars, problem, place_of(logits), &tensors);
   Device device(place_of(logits), false);
   Tensor grad = device.allocate(shape_of(logits), problem.dtype, "grad_logits");
   Tensor workspace =
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
-  tensors.grad_output = grad_output.const_data_ptr();
   tensors.grad_input = grad.mutable_data_ptr();
-  tensors.stats = stats.mutable_data_ptr();
-  tensors.scalars = scalars.mutable_data_ptr();
   tensors.workspace = workspace.mutable_data_ptr();
   check(flce_cross_entropy_backward(device.table(), &problem, &tensors));
   return grad;
@@ -361,18 +471,17 @@ Tensor cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target,
 
 // ---- facts ----
 
-std::string plan(int64_t tokens, int64_t hidden, int64_t vocab, std::string device_type,
+std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
-                 std::optional<ScalarType> bias_dtype, std::string reduction, int64_t ignore_index,
-                 double label_smoothing, ScalarType dtype, ScalarType accum_dtype,
-                 ScalarType logits_dtype, std::string save, int64_t max_memory, bool grad_input,
-                 bool grad_weight, bool grad_bias) {
-  flce_problem problem =
-      make_problem({reduction, ignore_index, label_smoothing, dtype, accum_dtype, logits_dtype,
-                    save, max_memory, grad_input, grad_weight, grad_bias});
+                 std::optional<ScalarType> bias_dtype, bool has_probabilities, ARGUMENTS) {
+  Options options = GATHER_ARGUMENTS;
+  flce_problem problem = make_problem(options);
   problem.tokens = tokens;
   problem.hidden = hidden;
-  problem.vocab = vocab;
+  problem.weight_rows = weight_rows;
+  problem.vocab = valid_vocab.value_or(weight_rows);
+  problem.rows = rows.value_or(tokens);
+  problem.has_probabilities = has_probabilities;
   problem.input_dtype = to_dtype(input_dtype, "input_dtype");
   problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
   problem.has_bias = bias_dtype.has_value();
@@ -380,7 +489,7 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t vocab, std::string devi
   bool cpu = device_type == "cpu";
   Place place = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
-  Device device(place, false);
+  Device device(place, allow_tf32);
   flce_plan made = device.plan(problem);
   std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
   flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));
@@ -402,40 +511,33 @@ std::string cuda_describe() {
   return library.path + "\n" + library.describe();
 }
 
-// The arguments of struct Options, as the schemas of forward, backward and plan spell them.
-#define OPTIONS                                                                           \
-  "str reduction, int ignore_index, float label_smoothing, ScalarType dtype, ScalarType " \
-  "accum_dtype, ScalarType "                                                              \
-  "logits_dtype, str save, int max_memory, bool grad_input, bool grad_weight, bool grad_bias"
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
-      "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? "
-      "weight, " OPTIONS
-      ", bool allow_tf32) -> (Tensor loss, Tensor stats, Tensor scalars, Tensor saved, Tensor "
-      "grad_input, "
-      "Tensor grad_weight, Tensor grad_bias)");
+      "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
+      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, " OPTIONS
+      ", bool allow_tf32) -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions, "
+      "Tensor saved, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def(
-      "backward(Tensor grad_output, Tensor input, Tensor linear_weight, Tensor target, Tensor? "
-      "linear_bias, "
-      "Tensor? weight, Tensor stats, Tensor scalars, Tensor saved, " OPTIONS
+      "backward(Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, "
+      "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
+      "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor saved, " OPTIONS
       ", bool allow_tf32) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def("scale_(Tensor(a!) grad, Tensor grad_output, Tensor? scalars) -> ()");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
-      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, str reduction, int "
-      "ignore_index, "
-      "float label_smoothing) -> (Tensor loss, Tensor stats, Tensor scalars)");
+      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "
+      "Tensor? token_temperature, Tensor? num_items, " LOSS_OPTIONS
+      ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions)");
   m.def(
-      "cross_entropy_backward(Tensor grad_output, Tensor logits, Tensor target, Tensor? weight, "
-      "Tensor stats, "
-      "Tensor scalars, str reduction, int ignore_index, float label_smoothing) -> Tensor");
+      "cross_entropy_backward(Tensor grad_output, Tensor? grad_stats, Tensor logits, "
+      "Tensor target, Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
+      "Tensor stats, Tensor scalars, " LOSS_OPTIONS ") -> Tensor");
   m.def(
-      "plan(int tokens, int hidden, int vocab, str device_type, int device_index, ScalarType "
-      "input_dtype, "
-      "ScalarType weight_dtype, ScalarType? bias_dtype, " OPTIONS ") -> str");
+      "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
+      "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
+      "bool has_probabilities, " OPTIONS ", bool allow_tf32) -> str");
   m.def("gemm_count() -> int");
   m.def("cpu_variant() -> str");
   m.def("cuda_describe() -> str");

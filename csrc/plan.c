@@ -1,6 +1,7 @@
 /* The plan: every decision that follows from sizes, made once and in one place. Pure. */
 #include "flce.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -28,10 +29,36 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
+/* Whether only some rows are computed, which then have to be gathered. */
+static bool gathers(const flce_problem* problem) {
+  return problem->rows < problem->tokens;
+}
+
 /* Whether a GEMM over operands of plan->dtype can write `dtype`. */
 static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
   return dtype == plan->dtype ||
          (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
+}
+
+static flce_status check_loss(const flce_loss* loss) {
+  if (!(loss->label_smoothing >= 0.0 && loss->label_smoothing <= 1.0))
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "label_smoothing: expected 0 <= label_smoothing <= 1, got %g",
+                     loss->label_smoothing);
+  if (!isfinite(loss->logit_scale) || loss->logit_scale == 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "logit_scale: expected a finite number other than 0, got %g",
+                     loss->logit_scale);
+  if (!isfinite(loss->softcap) || loss->softcap < 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "softcap: expected a positive number, or 0 for none, got %g", loss->softcap);
+  if (!isfinite(loss->temperature) || loss->temperature <= 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "temperature: expected a positive number, got %g",
+                     loss->temperature);
+  if (!isfinite(loss->z_loss) || loss->z_loss < 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "z_loss: expected a number of at least 0, got %g",
+                     loss->z_loss);
+  return FLCE_OK;
 }
 
 static flce_status check_problem(const flce_problem* problem) {
@@ -40,6 +67,13 @@ static flce_status check_problem(const flce_problem* problem) {
                      "expected tokens >= 0, hidden >= 1, vocab >= 1, got %lld, %lld, %lld",
                      (long long)problem->tokens, (long long)problem->hidden,
                      (long long)problem->vocab);
+  if (problem->weight_rows < problem->vocab)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "valid_vocab: expected at most %lld, got %lld",
+                     (long long)problem->weight_rows, (long long)problem->vocab);
+  if (problem->rows < 0 || problem->rows > problem->tokens)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "rows: expected 0 to %lld, the number of tokens, got %lld",
+                     (long long)problem->tokens, (long long)problem->rows);
   if (problem->save == FLCE_SAVE_GRADS && problem->reduction == FLCE_NONE)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "save: expected \"logits\" or \"stats\" with reduction=\"none\", got "
@@ -54,44 +88,52 @@ static flce_status check_problem(const flce_problem* problem) {
     return flce_fail(FLCE_INVALID_ARGUMENT, "logits_dtype: expected %s or %s, got %s",
                      flce_dtype_name(problem->dtype), flce_dtype_name(stat),
                      flce_dtype_name(problem->logits_dtype));
-  if (!(problem->label_smoothing >= 0.0 && problem->label_smoothing <= 1.0))
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "label_smoothing: expected 0 <= label_smoothing <= 1, got %g",
-                     problem->label_smoothing);
-  return FLCE_OK;
+  return check_loss(&problem->loss);
 }
 
-/* The largest chunk whose logits fit the budget, in whole tiles, all chunks about equal. */
-static flce_status choose_chunks(const flce_problem* problem, flce_plan* plan) {
-  int64_t row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
+/* The largest chunk whose rows of `row_bytes` fit the budget, in whole tiles, all chunks about
+ * equal. */
+static flce_status fit_chunks(const flce_problem* problem, int64_t row_bytes, int64_t* chunk_rows,
+                              int64_t* chunks) {
   int64_t fit = problem->max_memory / row_bytes;
   if (fit < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
                      (long long)row_bytes, (long long)problem->max_memory);
-  bool in_place = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->dtype;
-  if (in_place || fit >= problem->tokens) {
-    plan->chunk_rows = problem->tokens;
-    plan->chunks = problem->tokens > 0;
-    return FLCE_OK;
-  }
+  *chunk_rows = problem->rows;
+  *chunks = problem->rows > 0;
+  if (fit >= problem->rows) return FLCE_OK;
   int64_t tile = fit >= TILE_ROWS ? TILE_ROWS : fit >= SMALL_TILE_ROWS ? SMALL_TILE_ROWS : 1;
-  int64_t chunks = ceil_div(problem->tokens, fit / tile * tile);
-  plan->chunk_rows = round_up(ceil_div(problem->tokens, chunks), tile);
-  plan->chunks = ceil_div(problem->tokens, plan->chunk_rows);
+  int64_t wanted = ceil_div(problem->rows, fit / tile * tile);
+  *chunk_rows = round_up(ceil_div(problem->rows, wanted), tile);
+  *chunks = ceil_div(problem->rows, *chunk_rows);
   return FLCE_OK;
 }
 
-static void choose_backward_chunks(flce_plan* plan, int64_t tokens) {
+/* Whether the logits GEMM writes into the saved buffer. */
+static bool writes_saved(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
+}
+
+static flce_status choose_chunks(const flce_problem* problem, flce_plan* plan) {
+  int64_t z_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
+  FLCE_TRY(fit_chunks(problem, z_bytes, &plan->chunk_rows, &plan->chunks));
+  if (writes_saved(plan)) {
+    plan->chunk_rows = problem->rows;
+    plan->chunks = problem->rows > 0;
+  }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
-  if (plan->save == FLCE_SAVE_STATS ||
-      (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)) {
+  if (plan->save == FLCE_SAVE_STATS) {
     plan->backward_chunk_rows = plan->chunk_rows;
     plan->backward_chunks = plan->chunks;
+  } else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ) {
+    return fit_chunks(problem, plan->out_pitch * flce_size_of(plan->dtype),
+                      &plan->backward_chunk_rows, &plan->backward_chunks);
   } else if (plan->save == FLCE_SAVE_LOGITS) {
-    plan->backward_chunk_rows = tokens;
-    plan->backward_chunks = tokens > 0;
+    plan->backward_chunk_rows = problem->rows;
+    plan->backward_chunks = problem->rows > 0;
   }
+  return FLCE_OK;
 }
 
 static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
@@ -107,15 +149,40 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
 
+/* Whether the entropy's gradient may be asked for: save=grads has made its gradients before. */
+static bool differentiates_entropy(const flce_problem* problem) {
+  return problem->wants_entropy && problem->save != FLCE_SAVE_GRADS && makes_gradients(problem);
+}
+
+static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
+  bool slope_of_all = problem->loss.softcap > 0.0 && problem->loss.label_smoothing > 0.0;
+  bool dz = dtype == FLCE_F16 || problem->has_probabilities || slope_of_all ||
+            differentiates_entropy(problem);
+  return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
+}
+
+/* What save=logits holds. E serves form dz too where dz follows from it, with half the bytes of
+ * float16's logits; softcap's slope, the entropy and a soft target need the logit itself. */
+static void choose_saved(const flce_problem* problem, flce_plan* plan) {
+  bool needs_logits =
+      problem->has_probabilities || problem->loss.softcap > 0.0 || differentiates_entropy(problem);
+  plan->saves_exp = plan->form == FLCE_FORM_EXP || !needs_logits;
+  plan->saved_dtype = plan->saves_exp ? plan->dtype : plan->z_dtype;
+  plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
+}
+
+static int64_t aligned_pitch(const flce_problem* problem, flce_dtype dtype) {
+  return round_up(problem->vocab, ROW_ALIGNMENT / flce_size_of(dtype));
+}
+
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
-  plan->form = plan->dtype == FLCE_F16 ? FLCE_FORM_DZ : FLCE_FORM_EXP;
+  plan->form = choose_form(problem, plan->dtype);
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
-  int64_t z_align = ROW_ALIGNMENT / flce_size_of(plan->z_dtype);
-  int64_t saved_align = ROW_ALIGNMENT / flce_size_of(plan->dtype);
-  plan->z_pitch = round_up(problem->vocab, z_align);
-  plan->saved_pitch = round_up(problem->vocab, saved_align);
+  plan->z_pitch = aligned_pitch(problem, plan->z_dtype);
+  plan->out_pitch = aligned_pitch(problem, plan->dtype);
+  choose_saved(problem, plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   plan->grad_weight_dtype = kept_dtype(problem, problem->weight_dtype);
   plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
@@ -138,7 +205,7 @@ static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t b
 }
 
 static void list_outputs(const flce_problem* problem, flce_plan* plan) {
-  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  int64_t n = problem->tokens, h = problem->hidden, v = problem->weight_rows;
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
   unsigned both = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
   unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;
@@ -147,7 +214,10 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   add(plan, FLCE_BUF_STATS, both, FLCE_STAT_ROWS * n * stat);
   add(plan, FLCE_BUF_SCALARS, both, FLCE_SCALAR_COUNT * stat);
   if (plan->save == FLCE_SAVE_LOGITS)
-    add(plan, FLCE_BUF_SAVED, both, n * plan->saved_pitch * flce_size_of(plan->dtype));
+    add(plan, FLCE_BUF_SAVED, both,
+        problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));
+  if (problem->wants_predictions)
+    add(plan, FLCE_BUF_PREDICTIONS, both, n * (int64_t)sizeof(int64_t));
   int64_t rounded = 0;
   if (gradients && problem->want_grad_input) {
     add(plan, FLCE_BUF_GRAD_INPUT, made, n * h * flce_size_of(plan->grad_input_dtype));
@@ -175,19 +245,23 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   bool again = plan->save == FLCE_SAVE_LOGITS ||
                plan->save == FLCE_SAVE_STATS; /* there is a backward loop */
   unsigned both = FLCE_IN_FORWARD | (again ? FLCE_IN_BACKWARD : 0);
-  bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->dtype;
-  bool dz_chunk = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
-  int64_t logits = plan->chunk_rows * plan->z_pitch * flce_size_of(plan->z_dtype);
-  if (dz_chunk && in_saved)
-    add(plan, FLCE_BUF_LOGITS, FLCE_IN_BACKWARD, logits);
-  else if (!in_saved)
-    add(plan, FLCE_BUF_LOGITS, plan->save == FLCE_SAVE_STATS || dz_chunk ? both : FLCE_IN_FORWARD,
-        logits);
+  bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
+  int64_t z =
+      writes_saved(plan) ? 0 : plan->chunk_rows * plan->z_pitch * flce_size_of(plan->z_dtype);
+  int64_t dz = stored_dz ? plan->backward_chunk_rows * plan->out_pitch * e : 0;
+  bool z_again = plan->save == FLCE_SAVE_STATS;
+  add(plan, FLCE_BUF_LOGITS,
+      (z > 0 ? FLCE_IN_FORWARD : 0) | (dz > 0 || z_again ? FLCE_IN_BACKWARD : 0), z > dz ? z : dz);
+  if (gathers(problem)) {
+    add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
+    add(plan, FLCE_BUF_GATHERED_X, z_again ? both : FLCE_IN_FORWARD, plan->chunk_rows * h * e);
+  }
   if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
   if (problem->input_dtype != plan->dtype) add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
   if (problem->weight_dtype != plan->dtype) add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
   if (problem->has_bias && problem->bias_dtype != stat_dtype)
-    add(plan, FLCE_BUF_BIAS_CAST, plan->save == FLCE_SAVE_STATS ? both : FLCE_IN_FORWARD, v * stat);
+    add(plan, FLCE_BUF_BIAS_CAST,
+        z_again || (stored_dz && !plan->saves_exp) ? both : FLCE_IN_FORWARD, v * stat);
   add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
 }
 
@@ -200,9 +274,10 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t rows = in_forward ? plan->chunk_rows : plan->backward_chunk_rows;
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  bool smooth = exp_form && problem->label_smoothing > 0.0;
+  bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
-  if (problem->want_grad_input && plan->dx_gemm_dtype != plan->grad_input_dtype)
+  if (problem->want_grad_input &&
+      (plan->dx_gemm_dtype != plan->grad_input_dtype || gathers(problem)))
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
     add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
@@ -210,7 +285,10 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
       add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
     add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);
   }
-  if (problem->want_grad_bias) add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
+  if (problem->want_grad_bias) {
+    add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
+    if (gathers(problem) && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
+  }
   if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
   if (smooth || problem->want_grad_bias)
     add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
@@ -264,9 +342,9 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   memset(plan, 0, sizeof *plan);
   FLCE_TRY(check_problem(problem));
   plan->save = problem->save;
+  plan->rows = problem->rows;
   choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, plan));
-  choose_backward_chunks(plan, problem->tokens);
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);
@@ -282,6 +360,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_STATS] = "stats",
       [FLCE_BUF_SCALARS] = "scalars",
       [FLCE_BUF_SAVED] = "saved",
+      [FLCE_BUF_PREDICTIONS] = "predictions",
       [FLCE_BUF_GRAD_INPUT] = "grad_input",
       [FLCE_BUF_GRAD_WEIGHT] = "grad_weight",
       [FLCE_BUF_GRAD_BIAS] = "grad_bias",
@@ -291,6 +370,9 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_BIAS_CAST] = "bias_cast",
       [FLCE_BUF_LOGITS] = "logits",
       [FLCE_BUF_COEF] = "coef",
+      [FLCE_BUF_INDEX] = "index",
+      [FLCE_BUF_GATHERED_X] = "gathered_x",
+      [FLCE_BUF_GATHERED_COEF] = "gathered_coef",
       [FLCE_BUF_DX_ROWS] = "dx_rows",
       [FLCE_BUF_SCALED_X] = "scaled_x",
       [FLCE_BUF_DW_ACCUM] = "dw_accum",
@@ -324,9 +406,9 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
          flce_dtype_name(plan->dtype), flce_dtype_name(plan->z_dtype),
          flce_dtype_name(plan->accum_dtype));
   append(text, size, &used,
-         "chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
-         (long long)plan->chunk_rows, (long long)plan->chunks, (long long)plan->backward_chunk_rows,
-         (long long)plan->backward_chunks);
+         "rows=%lld chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
+         (long long)plan->rows, (long long)plan->chunk_rows, (long long)plan->chunks,
+         (long long)plan->backward_chunk_rows, (long long)plan->backward_chunks);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms);
   append(text, size, &used, "forward_peak_bytes=%lld backward_peak_bytes=%lld peak_bytes=%lld\n",

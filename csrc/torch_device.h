@@ -241,6 +241,10 @@ class Device {
     return empty(sizes, to_scalar_type(dtype), flce_size_of(dtype), buffer);
   }
 
+  Tensor allocate_indices(const std::vector<int64_t>& sizes, const char* buffer) const {
+    return empty(sizes, ScalarType::Long, sizeof(int64_t), buffer);
+  }
+
   Tensor allocate_bytes(int64_t bytes, const char* buffer) const {
     return empty({bytes}, ScalarType::Byte, 1, buffer);
   }

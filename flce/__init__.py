@@ -1,21 +1,26 @@
 """flce: fused linear + cross entropy for PyTorch."""
 
-from . import reference
+from . import compat, reference
 from .loss import (
     LinearCrossEntropyHead,
     LinearCrossEntropyLoss,
     cross_entropy,
     linear_cross_entropy,
+    linear_logprobs,
 )
+from .output import LinearCrossEntropyOutput
 from .plan import Plan, plan
 
 __version__ = "0.1.0"
 __all__ = [
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",
+    "LinearCrossEntropyOutput",
     "Plan",
+    "compat",
     "cross_entropy",
     "linear_cross_entropy",
+    "linear_logprobs",
     "plan",
     "reference",
 ]

@@ -4,13 +4,49 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import ops, options
+from . import composite
+from .kdim import k_dimensional
+from .options import (
+    check_choices,
+    check_ignore_index,
+    check_integer,
+    check_scalars,
+    number,
+    parse_bytes,
+    shifted_target,
+)
+from .output import LinearCrossEntropyOutput
 
 
 def _entry(name):
     """The composite operator, or its body at once where nothing traces or transforms the call."""
     traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-    return getattr(torch.ops.flce if traced else ops, name)
+    return getattr(torch.ops.flce if traced else composite, name)
+
+
+def _call(name, operands, settings, wanted):
+    """The loss alone, or with the wanted outputs."""
+    if not any(wanted.values()):
+        return _entry(name)(*operands, **settings)
+    made = _entry(f"{name}_outputs")(*operands, **settings, **wanted)
+    asked = (True, *wanted.values())
+    return LinearCrossEntropyOutput(
+        *(value if ask else None for value, ask in zip(made, asked, strict=True))
+    )
+
+
+def _as_numbers(settings):
+    """Numbers as Python's; the temperature as a number or a vector, as the operators have it."""
+    for name in ("label_smoothing", "logit_scale", "z_loss"):
+        settings[name] = number(name, settings[name])
+    for name in ("softcap", "ignore_index"):
+        if settings[name] is not None:
+            settings[name] = number(name, settings[name])
+    temperature = settings["temperature"]
+    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
+        settings.update(temperature=1.0, token_temperature=temperature)
+    else:
+        settings["temperature"] = number("temperature", temperature)
 
 
 def linear_cross_entropy(
@@ -23,30 +59,72 @@ def linear_cross_entropy(
     reduction="mean",
     ignore_index=-100,
     label_smoothing=0.0,
+    options=None,
+    softcap=None,
+    logit_scale=1.0,
+    temperature=1.0,
+    z_loss=0.0,
+    token_weight=None,
+    num_items=None,
+    shift=0,
+    cu_seqlens=None,
+    valid_vocab=None,
+    valid_bound=None,
     accum_dtype=None,
     logits_dtype=None,
     save="auto",
     max_memory=None,
+    return_lse=False,
+    return_entropy=False,
+    return_accuracy=False,
+    return_predictions=False,
+    return_z_loss=False,
 ):
     """Cross entropy of `input @ linear_weight.T + linear_bias`, without holding all logits.
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
     target.flatten(), ...)`` with the loss in float32, except that the mean over no valid row is 0
-    (there: NaN).
+    (there: NaN). docs/semantics.md has the meanings of all options and outputs in one table.
 
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
         linear_weight: the head's weight, shape (V, H), of input's dtype (of any under autocast,
-            which casts as F.linear does).
-        target: class indices in [0, V) or `ignore_index`, shape (...), int64.
+            which casts as F.linear does); or (V, d1, ..., dK, H) with input (N, H), target
+            (N, d1, ..., dK) or (N, V, d1, ..., dK), as torch's function has it.
+        target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
+            probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
         reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
-            `weight`: by their number), "sum" does not divide, "none" gives a loss for each row,
-            0 for ignored ones.
+            `weight`: by their number; with probabilities by the number of rows), "sum" does not
+            divide, "none" gives a loss for each row, 0 for ignored ones.
         ignore_index: rows with this target give no loss and no gradient, whatever they hold.
-            None means -100.
-        label_smoothing: s in [0, 1]; the target becomes (1 - s) onehot + s/V.
+            None means -100. Probabilities have none.
+        label_smoothing: s in [0, 1]; the target becomes (1 - s) target + s/V.
+        options: torch.nn.LinearCrossEntropyOptions, from which `accum_dtype` and `max_memory`
+            follow where they are None; the others have no effect here.
+        softcap, logit_scale, temperature: the loss sees the logits
+            ``softcap tanh(logit_scale z / softcap) / temperature`` of ``z = x W^T + b``; softcap
+            None leaves out the tanh. temperature: a number, or a tensor of shape (...) with one
+            for each row, which must be positive and not require grad.
+        z_loss: adds z_loss lse^2 to a valid row's loss; under "mean" its sum is divided by the
+            number of valid rows, whatever their class weights.
+        token_weight: a factor for each row's loss, z-loss included, shape (...), any real dtype;
+            it does not enter the mean's denominator. It must not require grad.
+        num_items: a number or 0-d tensor, which may live on the device: the mean's denominator
+            instead of its own. 0 gives the loss 0. Only for "mean".
+        shift: the target of a position is that of `shift` positions further along the last
+            dimension of (...); the last ones are ignored. Takes an input of at least 3
+            dimensions, or `cu_seqlens`. Outputs keep their places, and so do `token_weight` and
+            `temperature`, which belong to the rows of input.
+        cu_seqlens: with a shift, offsets of packed sequences into the flattened (...), int32 or
+            int64, shape (sequences + 1,): no target is taken from beyond a sequence's end.
+        valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight behind
+            them are padding, which is never read and gets the gradient 0.
+        valid_bound: at most so many rows are not ignored: then only those are computed, in time
+            and memory. "count" counts them, with one wait for the device. More rows than the
+            bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU, where
+            ignored rows are always left out. None computes every row on CUDA, and never waits.
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None; its error grows with the number of chunks) or torch.float32, which takes
             4 V H bytes more for 16-bit operands.
@@ -54,78 +132,241 @@ def linear_cross_entropy(
             them be rounded, as an eager head does. On the CPU, bfloat16 operands always give
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
-            (the gradients, made in the forward; mean and sum only), "stats" (four numbers a row;
+            (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
             the backward computes the logits again) or "auto": logits where they fit `max_memory`
             (on CUDA grads, where a scalar loss has all logits in one chunk and the weight has at
-            most 128 MiB), else grads for a scalar loss (stats in float16), else stats.
+            most 128 MiB), else grads for a scalar loss (stats in float16, or where lse or entropy
+            may be differentiated), else stats.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory.
+        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: outputs of
+            the same pass. A gradient that comes from lse or entropy is added to the loss's in the
+            same two products; with save="grads" it raises.
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
-        "none", target's.
+        "none", (...). With a `return_*`, a `LinearCrossEntropyOutput`.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name.
+        TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name, or
+            a combination without a meaning.
         IndexError: a target out of range on the CPU, or on CUDA with FLCE_CHECK=1. Without it
             such a row's loss and gradients are NaN on CUDA, where checking would wait.
         torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
             MemoryError).
-        RuntimeError: double backward, forward-mode AD, vmap.
+        RuntimeError: double backward, forward-mode AD, vmap; save="grads" and a gradient of lse
+            or entropy.
 
-    Formula (torch.nn.CrossEntropyLoss): a valid row with class weights w has
-    ``(1-s) w_y (lse - z_y) + s/V sum_j w_j (lse - z_j)``.
+    Formula (torch.nn.CrossEntropyLoss): with class weights w, a valid row of target y has
+    ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t
+    ``sum_j w_j ((1-s) t_j + s/V) (lse - l_j)``, of the logits l above.
     """
-    return _entry("linear_cross_entropy")(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        accum_dtype=accum_dtype,
-        logits_dtype=logits_dtype,
-        save=save,
-        max_memory=None if max_memory is None else options.parse_bytes(max_memory),
-    )
+    settings = {
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "temperature": temperature,
+        "z_loss": z_loss,
+        "token_weight": token_weight,
+        "num_items": num_items,
+        "shift": shift,
+        "cu_seqlens": cu_seqlens,
+        "valid_vocab": valid_vocab,
+        "valid_bound": valid_bound,
+        "accum_dtype": accum_dtype,
+        "logits_dtype": logits_dtype,
+        "save": save,
+        "max_memory": max_memory,
+    }
+    wanted = {
+        "return_lse": return_lse,
+        "return_entropy": return_entropy,
+        "return_accuracy": return_accuracy,
+        "return_predictions": return_predictions,
+        "return_z_loss": return_z_loss,
+    }
+    if options is not None:
+        _apply_torch_options(settings, options, linear_weight)
+    if isinstance(linear_weight, torch.Tensor) and linear_weight.dim() > 2:
+        operands = (input, linear_weight, target)
+        return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
+    _as_numbers(settings)
+    if max_memory is not None:
+        settings["max_memory"] = parse_bytes(max_memory)
+    if valid_bound == "count":
+        settings["valid_bound"] = _count_valid(target, settings)
+    elif isinstance(valid_bound, str):
+        raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
+    return _call("linear_cross_entropy", (input, linear_weight, target), settings, wanted)
+
+
+def _apply_torch_options(settings, options, linear_weight):
+    # Not at the top: the shims of flce.compat are built on this module.
+    from .compat.torch import knobs
+
+    for name, value in knobs(options, linear_weight).items():
+        if settings[name] is None:
+            settings[name] = value
+
+
+def _count_valid(target, settings):
+    """The number of rows that are not ignored (a shift ignores more); waits for the device."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            'valid_bound: expected an int or None under torch.compile, got "count", which waits '
+            "for the device"
+        )
+    ignore_index = check_ignore_index(settings["ignore_index"])
+    if target.is_floating_point():
+        raise ValueError(
+            "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
+        )
+    target = shifted_target(target, settings["shift"], settings["cu_seqlens"], ignore_index)
+    return int((target != ignore_index).sum())
 
 
 def cross_entropy(
-    logits, target, *, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0
+    logits,
+    target,
+    *,
+    weight=None,
+    reduction="mean",
+    ignore_index=-100,
+    label_smoothing=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    temperature=1.0,
+    z_loss=0.0,
+    token_weight=None,
+    num_items=None,
+    return_lse=False,
+    return_entropy=False,
+    return_accuracy=False,
+    return_predictions=False,
+    return_z_loss=False,
 ):
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient.
-    Between the two it keeps four float32 numbers a row beside the logits, no log-probabilities.
+    Between the two it keeps seven float32 numbers a row beside the logits, no log-probabilities.
 
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.
-        target: class indices, shape (...), int64.
-        weight, reduction, ignore_index, label_smoothing: as in `linear_cross_entropy`.
+        target: class indices, shape (...), int64 or int32, or probabilities, shape (..., V).
+        weight, reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature,
+            z_loss, token_weight, num_items, return_lse, return_entropy, return_accuracy,
+            return_predictions, return_z_loss: as in `linear_cross_entropy`.
 
     Returns:
-        The loss, float32 (float64 for float64 logits), shape () or target's for "none". The
-        gradient has the logits' dtype.
+        The loss, float32 (float64 for float64 logits), shape () or (...) for "none"; with a
+        `return_*` a `LinearCrossEntropyOutput`. The gradient has the logits' dtype.
 
     Raises:
         As `linear_cross_entropy`.
     """
-    return _entry("cross_entropy")(
-        logits,
+    settings = {
+        "weight": weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "temperature": temperature,
+        "z_loss": z_loss,
+        "token_weight": token_weight,
+        "num_items": num_items,
+    }
+    wanted = {
+        "return_lse": return_lse,
+        "return_entropy": return_entropy,
+        "return_accuracy": return_accuracy,
+        "return_predictions": return_predictions,
+        "return_z_loss": return_z_loss,
+    }
+    _as_numbers(settings)
+    return _call("cross_entropy", (logits, target), settings, wanted)
+
+
+def linear_logprobs(
+    input,
+    linear_weight,
+    target,
+    *,
+    linear_bias=None,
+    ignore_index=-100,
+    softcap=None,
+    logit_scale=1.0,
+    temperature=1.0,
+    shift=0,
+    cu_seqlens=None,
+    valid_vocab=None,
+    valid_bound=None,
+    accum_dtype=None,
+    logits_dtype=None,
+    save="auto",
+    max_memory=None,
+):
+    """log p_y and the entropy of each row, for policy-gradient training.
+
+    Both are differentiable, and their gradients come from one backward pass of two products
+    (three with save="stats").
+
+    Args:
+        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, temperature, shift,
+            cu_seqlens, valid_vocab, valid_bound, accum_dtype, logits_dtype, save, max_memory: as
+            in `linear_cross_entropy`; save="grads" serves no scalar here and is refused.
+        target: class indices, shape (...), int64 or int32.
+
+    Returns:
+        (logprobs, entropy), both of shape (...), float32 (float64 for float64 operands), in nats;
+        0 where the target is ignored.
+
+    Raises:
+        As `linear_cross_entropy`.
+    """
+    if isinstance(target, torch.Tensor) and target.is_floating_point():
+        raise TypeError(
+            "target: expected class indices of dtype torch.int64 or torch.int32, got "
+            f"{target.dtype}"
+        )
+    output = linear_cross_entropy(
+        input,
+        linear_weight,
         target,
-        weight=weight,
-        reduction=reduction,
+        linear_bias=linear_bias,
+        reduction="none",
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        shift=shift,
+        cu_seqlens=cu_seqlens,
+        valid_vocab=valid_vocab,
+        valid_bound=valid_bound,
+        accum_dtype=accum_dtype,
+        logits_dtype=logits_dtype,
+        save=save,
+        max_memory=max_memory,
+        return_entropy=True,
     )
+    return -output.loss, output.entropy
 
 
+# What the Modules hold as attributes, which may change between calls.
 _MODULE_OPTIONS = (
     "reduction",
     "ignore_index",
     "label_smoothing",
+    "softcap",
+    "logit_scale",
+    "temperature",
+    "z_loss",
+    "shift",
+    "valid_vocab",
     "accum_dtype",
     "logits_dtype",
     "save",
@@ -133,15 +374,28 @@ _MODULE_OPTIONS = (
 )
 
 
-def _loss_of(module, input, linear, target, class_weight):
-    """The loss under a Module's options, which are its attributes and may change between calls."""
+def _keep_options(module, classes, **given):
+    """Keeps a Module's options, after the checks that need no tensor."""
+    check_choices(given["reduction"], given["save"])
+    scalars = ("ignore_index", "label_smoothing", "logit_scale", "softcap", "temperature", "z_loss")
+    check_scalars(*(given[name] for name in scalars))
+    check_integer("shift", given["shift"], 0)
+    if given["valid_vocab"] is not None:
+        check_integer("valid_vocab", given["valid_vocab"], 1, classes)
+    for name in _MODULE_OPTIONS:
+        setattr(module, name, given[name])
+
+
+def _loss_of(module, input, linear, target, class_weight, options):
+    """The loss under a Module's options and those of this call."""
+    settings = {name: getattr(module, name) for name in _MODULE_OPTIONS}
     return linear_cross_entropy(
         input,
         linear.weight,
         target,
         linear_bias=linear.bias,
         weight=class_weight,
-        **{name: getattr(module, name) for name in _MODULE_OPTIONS},
+        **{**settings, **options},
     )
 
 
@@ -153,8 +407,9 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         num_classes: V.
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
-        reduction, weight, ignore_index, label_smoothing, accum_dtype, logits_dtype, save,
-            max_memory: as in `linear_cross_entropy`.
+        reduction, weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
+            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory: as in
+            `linear_cross_entropy`.
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
     nn.Linear(H, V).
@@ -172,30 +427,47 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         weight=None,
         ignore_index=-100,
         label_smoothing=0.0,
+        softcap=None,
+        logit_scale=1.0,
+        temperature=1.0,
+        z_loss=0.0,
+        shift=0,
+        valid_vocab=None,
         accum_dtype=None,
         logits_dtype=None,
         save="auto",
         max_memory=None,
     ):
-        options.check_choices(reduction, label_smoothing, save)
         if weight is not None and weight.shape != (num_classes,):
             raise ValueError(
                 f"weight: expected shape ({num_classes},), a factor for each class, "
                 f"got {tuple(weight.shape)}"
             )
         super().__init__(weight=weight, reduction=reduction)
+        _keep_options(
+            self,
+            num_classes,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            z_loss=z_loss,
+            shift=shift,
+            valid_vocab=valid_vocab,
+            accum_dtype=accum_dtype,
+            logits_dtype=logits_dtype,
+            save=save,
+            max_memory=max_memory,
+        )
         self.num_classes = num_classes
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.accum_dtype = accum_dtype
-        self.logits_dtype = logits_dtype
-        self.save = save
-        self.max_memory = max_memory
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, input, target):
-        """The loss of `input` (..., H) with `target` (...)."""
-        return _loss_of(self, input, self.linear, target, self.weight)
+    def forward(self, input, target, **options):
+        """The loss of `input` (..., H) with `target` (...); `options` of `linear_cross_entropy`
+        are for this call (token_weight, num_items, return_lse ...)."""
+        return _loss_of(self, input, self.linear, target, self.weight, options)
 
     def extra_repr(self):
         return (
@@ -208,14 +480,15 @@ class LinearCrossEntropyHead(nn.Linear):
     """A model's head: an nn.Linear whose call with labels gives the loss, without them the logits.
 
     Both go through the Module's call, so that its hooks (FSDP, ZeRO, adapters) fire, and its
-    state_dict is that of the nn.Linear it replaces.
+    state_dict is that of the nn.Linear it replaces. The logits are those of the nn.Linear: before
+    logit_scale, softcap and temperature.
 
     Args:
         in_features, out_features, bias, device, dtype: as nn.Linear.
         class_weight: a factor for each class, shape (out_features,), kept as a buffer that is not
             saved, or None.
-        reduction, ignore_index, label_smoothing, accum_dtype, logits_dtype, save, max_memory: as in
-            `linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift,
+            valid_vocab, accum_dtype, logits_dtype, save, max_memory: as in `linear_cross_entropy`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
     (..., V).
@@ -233,27 +506,43 @@ class LinearCrossEntropyHead(nn.Linear):
         reduction="mean",
         ignore_index=-100,
         label_smoothing=0.0,
+        softcap=None,
+        logit_scale=1.0,
+        temperature=1.0,
+        z_loss=0.0,
+        shift=0,
+        valid_vocab=None,
         accum_dtype=None,
         logits_dtype=None,
         save="auto",
         max_memory=None,
     ):
-        options.check_choices(reduction, label_smoothing, save)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
-        self.reduction = reduction
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.accum_dtype = accum_dtype
-        self.logits_dtype = logits_dtype
-        self.save = save
-        self.max_memory = max_memory
+        _keep_options(
+            self,
+            out_features,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            z_loss=z_loss,
+            shift=shift,
+            valid_vocab=valid_vocab,
+            accum_dtype=accum_dtype,
+            logits_dtype=logits_dtype,
+            save=save,
+            max_memory=max_memory,
+        )
 
-    def forward(self, input, labels=None):
-        """The loss of `input` with `labels`, or the logits when there are none."""
+    def forward(self, input, labels=None, **options):
+        """The loss of `input` with `labels`, or the logits when there are none; `options` of
+        `linear_cross_entropy` are for this call (token_weight, num_items, return_lse ...)."""
         if labels is None:
             return F.linear(input, self.weight, self.bias)
-        return _loss_of(self, input, self, labels, self.class_weight)
+        return _loss_of(self, input, self, labels, self.class_weight, options)
 
     def extra_repr(self):
         return (

@@ -1,10 +1,10 @@
-"""Loads the library; registers what its C++ cannot: fakes, autograd formulas, composite operators.
+"""Loads the library; registers what its C++ cannot for its operators: fakes and autograd formulas.
 
-`torch.ops.flce.linear_cross_entropy` and `torch.ops.flce.cross_entropy` are composite: they read
-requires_grad and autocast, resolve `save`, and call the inner operators, whose tensors are
-positional and whose output shapes follow from their arguments alone. An inner operator's autograd
-formula never sees the composite.
+The tensors of these inner operators are positional, their output shapes follow from their
+arguments alone. flce/composite.py has the operators that users call.
 """
+
+import collections
 
 import torch
 
@@ -18,11 +18,12 @@ except ImportError as error:
 
 from . import options
 
-_library = torch.library.Library("flce", "FRAGMENT")
-_inner = torch.ops.flce
+library = torch.library.Library("flce", "FRAGMENT")
+inner = torch.ops.flce
 
-_ROWS_OF_STATS = 4  # flce.h: FLCE_STAT_ROWS
-_SCALARS = 4  # flce.h: FLCE_SCALAR_COUNT
+# csrc/flce.h: enum flce_stat_row, enum flce_scalar
+STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
+SCALAR_VALID, SCALAR_INV_DENOM, SCALAR_Z_SHARE, _SCALARS = 0, 1, 4, 5
 
 
 def stat_dtype(dtype):
@@ -35,7 +36,7 @@ def gemm_dtype(device_type, dtype):
     return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
 
 
-def _raise_out_of_memory(error):
+def raise_out_of_memory(error):
     raise torch.OutOfMemoryError(str(error)) from None
 
 
@@ -58,74 +59,82 @@ def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
     )
 
 
-@torch.library.register_fake("flce::forward", lib=_library)
-def _fake_forward(
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    weight,
-    reduction,
-    ignore_index,
-    label_smoothing,
-    dtype,
-    accum_dtype,
-    logits_dtype,
-    save,
-    max_memory,
-    grad_input,
-    grad_weight,
-    grad_bias,
-    allow_tf32,
-):
-    tokens, vocab = input.shape[0], linear_weight.shape[0]
-    stat = stat_dtype(dtype)
-    element = gemm_dtype(input.device.type, dtype)
-    pitch = options.row_pitch(vocab, element)
-    loss = input.new_empty((tokens,) if reduction == "none" else (), dtype=stat)
-    stats = input.new_empty((_ROWS_OF_STATS, tokens), dtype=stat)
-    scalars = input.new_empty((_SCALARS,), dtype=stat)
-    saved = input.new_empty((tokens, pitch) if save == "logits" else (0,), dtype=element)
-    wanted = tuple(want and save == "grads" for want in (grad_input, grad_weight, grad_bias))
+# The operators' arguments behind their tensors: OPTIONS of csrc/op.cpp.
+_Settings = collections.namedtuple(
+    "_Settings",
+    "reduction ignore_index label_smoothing logit_scale softcap temperature z_loss valid_vocab "
+    "rows wants_entropy wants_predictions dtype accum_dtype logits_dtype save max_memory "
+    "grad_input grad_weight grad_bias allow_tf32",
+)
+
+
+def _saved_shape(input, linear_weight, target, settings):
+    """Shape and dtype of what save="logits" keeps."""
+    operand = gemm_dtype(input.device.type, settings.dtype)
+    logits = operand if input.device.type == "cpu" else settings.logits_dtype
+    differentiates = settings.wants_entropy and any(settings[-4:-1])
+    dtype = options.saved_dtype(
+        (operand, logits), settings, target.is_floating_point(), differentiates
+    )
+    vocab = linear_weight.shape[0] if settings.valid_vocab is None else settings.valid_vocab
+    rows = input.shape[0] if settings.rows is None else settings.rows
+    return (rows, options.row_pitch(vocab, dtype)), dtype
+
+
+@torch.library.register_fake("flce::forward", lib=library)
+def _fake_forward(input, linear_weight, target, linear_bias, *rest):
+    settings = _Settings(*rest[4:])
+    tokens, save = input.shape[0], settings.save
+    stat = stat_dtype(settings.dtype)
+    shape, element = (0,), gemm_dtype(input.device.type, settings.dtype)
+    if save == "logits":
+        shape, element = _saved_shape(input, linear_weight, target, settings)
+    wanted = tuple(want and save == "grads" for want in settings[-4:-1])
     return (
-        loss,
-        stats,
-        scalars,
-        saved,
+        input.new_empty((tokens,) if settings.reduction == "none" else (), dtype=stat),
+        input.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
+        input.new_empty((_SCALARS,), dtype=stat),
+        input.new_empty((tokens if settings.wants_predictions else 0,), dtype=torch.int64),
+        input.new_empty(shape, dtype=element),
         *_fake_gradients(input, linear_weight, linear_bias, save, wanted),
     )
 
 
-@torch.library.register_fake("flce::backward", lib=_library)
-def _fake_backward(grad_output, input, linear_weight, target, linear_bias, *rest):
-    save, (grad_input, grad_weight, grad_bias) = rest[-6], rest[-4:-1]
-    return _fake_gradients(
-        input, linear_weight, linear_bias, save, (grad_input, grad_weight, grad_bias)
-    )
+@torch.library.register_fake("flce::backward", lib=library)
+def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
+    settings = _Settings(*rest[6:])
+    return _fake_gradients(input, linear_weight, linear_bias, settings.save, settings[-4:-1])
 
 
-@torch.library.register_fake("flce::scale_", lib=_library)
+@torch.library.register_fake("flce::scale_", lib=library)
 def _fake_scale_(grad, grad_output, scalars):
     return None
 
 
-@torch.library.register_fake("flce::scaled", lib=_library)
+@torch.library.register_fake("flce::scaled", lib=library)
 def _fake_scaled(grad, grad_output, scalars, dtype):
     return torch.empty_like(grad, dtype=dtype)
 
 
-@torch.library.register_fake("flce::cross_entropy_forward", lib=_library)
-def _fake_cross_entropy_forward(logits, target, weight, reduction, ignore_index, label_smoothing):
+_LossSettings = collections.namedtuple(
+    "_LossSettings", _Settings._fields[:7] + ("wants_entropy", "wants_predictions")
+)
+
+
+@torch.library.register_fake("flce::cross_entropy_forward", lib=library)
+def _fake_cross_entropy_forward(logits, target, *rest):
+    settings = _LossSettings(*rest[4:])
     tokens, stat = logits.shape[0], stat_dtype(logits.dtype)
     return (
-        logits.new_empty((tokens,) if reduction == "none" else (), dtype=stat),
+        logits.new_empty((tokens,) if settings.reduction == "none" else (), dtype=stat),
         logits.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
         logits.new_empty((_SCALARS,), dtype=stat),
+        logits.new_empty((tokens if settings.wants_predictions else 0,), dtype=torch.int64),
     )
 
 
-@torch.library.register_fake("flce::cross_entropy_backward", lib=_library)
-def _fake_cross_entropy_backward(grad_output, logits, *rest):
+@torch.library.register_fake("flce::cross_entropy_backward", lib=library)
+def _fake_cross_entropy_backward(grad_output, grad_stats, logits, *rest):
     return torch.empty_like(logits)
 
 
@@ -141,14 +150,14 @@ def _below_autograd(op, args):
 
 
 def _register_autograd(name, function):
-    op = getattr(_inner, name).default
+    op = getattr(inner, name).default
 
     def kernel(*args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return function.apply(op, False, *args)
+            return function.apply(op, False, False, *args)
         return _below_autograd(op, args)
 
-    _library.impl(name, kernel, "Autograd")
+    library.impl(name, kernel, "Autograd")
 
 
 def _refuse_double_backward():
@@ -162,7 +171,7 @@ class _Refuse(torch.autograd.Function):
     """An operator of the backward, whose own gradient is refused."""
 
     @staticmethod
-    def forward(ctx, op, owned, *args):
+    def forward(ctx, op, owned, outputs, *args):
         return _below_autograd(op, args)
 
     @staticmethod
@@ -171,22 +180,27 @@ class _Refuse(torch.autograd.Function):
 
 
 def _once_only(make):
-    """The backward of a Function from `make(ctx, grad_output)`, which gives the first gradients.
+    """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which gives the first
+    gradients; grad_stats is None where neither lse nor entropy has one.
 
     Grad mode is on here for create_graph=True alone. It is refused at once: to a second derivative
     the gradients would be constants, and their part of it would be missing without a word.
     """
 
-    def backward(ctx, grad_output, *_):
+    def backward(ctx, grad_output, grad_stats, *_):
         if torch.is_grad_enabled():
             _refuse_double_backward()
         needs = ctx.needs_input_grad
-        if grad_output is None:
+        if grad_output is None and grad_stats is None:
             return (None,) * len(needs)
+        if grad_output is None:
+            grad_output = grad_stats.new_zeros(ctx.loss_shape)
+        if grad_stats is not None:
+            grad_stats = grad_stats.contiguous()
         try:
-            grads = make(ctx, grad_output.contiguous())
+            grads = make(ctx, grad_output.contiguous(), grad_stats)
         except MemoryError as error:
-            _raise_out_of_memory(error)
+            raise_out_of_memory(error)
         return (*grads, *(None,) * (len(needs) - len(grads)))
 
     return staticmethod(backward)
@@ -210,97 +224,106 @@ def _hand_over(grad, grad_output, scalars, dtype, keep):
     """The forward's gradient times grad_output, in its own memory where nobody reads it again."""
     plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
     if keep or not plain or grad.dtype != dtype:
-        return _inner.scaled(grad, grad_output, scalars, dtype)
+        return inner.scaled(grad, grad_output, scalars, dtype)
     _scale_unseen(grad, grad_output, scalars)
     # A new tensor on the same memory: autograd may keep it as .grad without a copy.
     return grad.detach()
 
 
-class _Forward(torch.autograd.Function):
-    """flce::forward; its saved outputs are not differentiable.
+def _mark_outputs(ctx, output, outputs):
+    """The loss is differentiable, and with `outputs` the statistics, for their lse and entropy."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2 if outputs else 1 :])
+    ctx.loss_shape = output[0].shape
 
-    `owned`: the composite dropped them, so the backward may write to them.
+
+class Forward(torch.autograd.Function):
+    """flce::forward.
+
+    `owned`: the composite dropped what is saved, so the backward may write to it. `outputs`: the
+    composite hands out lse or entropy.
     """
 
     @staticmethod
-    def forward(ctx, op, owned, *args):
+    def forward(ctx, op, owned, outputs, *args):
         output = _below_autograd(op, args)
-        input, linear_weight, target, linear_bias, weight, *settings = args
-        _, stats, scalars, saved, grad_input, grad_weight, grad_bias = output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.settings = settings
-        ctx.save = settings[6]
+        tensors, ctx.settings = args[:8], _Settings(*args[8:])
+        _, stats, scalars, _, saved, grad_input, grad_weight, grad_bias = output
+        _mark_outputs(ctx, output, outputs)
+        input, linear_weight, _, linear_bias = tensors[:4]
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
         )
-        if ctx.save == "grads":
+        if ctx.settings.save == "grads":
             ctx.owned = owned and not _saved_by_hooks()
             ctx.save_for_backward(scalars, grad_input, grad_weight, grad_bias)
         else:
-            ctx.save_for_backward(
-                input, linear_weight, target, linear_bias, weight, stats, scalars, saved
-            )
+            # All but num_items, which has become a scalar.
+            ctx.save_for_backward(*tensors[:7], stats, scalars, saved)
         return output
 
     @_once_only
-    def backward(ctx, grad_output):
-        needs = ctx.needs_input_grad  # of op and owned, then of the operator's arguments
-        wanted = (needs[2], needs[3], needs[5])
-        make = _scale_made if ctx.save == "grads" else _run_backward
-        grad_input, grad_weight, grad_bias = make(ctx, grad_output, wanted)
-        return (None, None, grad_input, grad_weight, None, grad_bias)
+    def backward(ctx, grad_output, grad_stats):
+        needs = ctx.needs_input_grad  # of op, owned and outputs, then of the operator's arguments
+        wanted = (needs[3], needs[4], needs[6])
+        make = _scale_made if ctx.settings.save == "grads" else _run_backward
+        grad_input, grad_weight, grad_bias = make(ctx, grad_output, grad_stats, wanted)
+        return (None, None, None, grad_input, grad_weight, None, grad_bias)
 
 
-def _scale_made(ctx, grad_output, wanted):
+def _scale_made(ctx, grad_output, grad_stats, wanted):
+    if grad_stats is not None:
+        raise RuntimeError(
+            'flce: save="grads" has made the gradients of the loss before that of lse or entropy '
+            'was known; use save="logits", "stats" or "auto" to differentiate these outputs'
+        )
     scalars, *grads = ctx.saved_tensors
-    dtype = ctx.settings[3]
-    # In float16 form dz the denominator is still to be applied (engine.c: forward_gradients).
-    pending = scalars if gemm_dtype(scalars.device.type, dtype) == torch.float16 else None
+    # In float16 the denominator is still to be applied (engine.c: forward_gradients).
+    in_units = gemm_dtype(scalars.device.type, ctx.settings.dtype) == torch.float16
     keep = not ctx.owned or _graph_is_kept()
     return tuple(
-        _hand_over(grad, grad_output, pending, given, keep) if want else None
+        _hand_over(grad, grad_output, scalars if in_units else None, given, keep) if want else None
         for grad, given, want in zip(grads, ctx.dtypes, wanted, strict=True)
     )
 
 
-def _run_backward(ctx, grad_output, wanted):
-    # settings end in max_memory, the three wanted gradients, allow_tf32
-    settings = (*ctx.settings[:8], *wanted, ctx.settings[-1])
-    made = _below_autograd(_inner.backward.default, (grad_output, *ctx.saved_tensors, *settings))
+def _run_backward(ctx, grad_output, grad_stats, wanted):
+    grad_input, grad_weight, grad_bias = wanted
+    settings = ctx.settings._replace(
+        grad_input=grad_input, grad_weight=grad_weight, grad_bias=grad_bias
+    )
+    args = (grad_output, grad_stats, *ctx.saved_tensors, *settings)
+    made = _below_autograd(inner.backward.default, args)
     return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
 
 
-class _CrossEntropyForward(torch.autograd.Function):
-    """flce::cross_entropy_forward."""
+class CrossEntropyForward(torch.autograd.Function):
+    """flce::cross_entropy_forward; `outputs` as for Forward."""
 
     @staticmethod
-    def forward(ctx, op, owned, *args):
+    def forward(ctx, op, owned, outputs, *args):
         output = _below_autograd(op, args)
-        logits, target, weight, *settings = args
-        _, stats, scalars = output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(stats, scalars)
-        ctx.settings = settings
-        ctx.save_for_backward(logits, target, weight, stats, scalars)
+        _mark_outputs(ctx, output, outputs)
+        ctx.settings = args[6:]
+        ctx.save_for_backward(*args[:5], *output[1:3])
         return output
 
     @_once_only
-    def backward(ctx, grad_output):
-        args = (grad_output, *ctx.saved_tensors, *ctx.settings)
-        grad = _below_autograd(_inner.cross_entropy_backward.default, args)
-        return (None, None, grad)
+    def backward(ctx, grad_output, grad_stats):
+        args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.settings)
+        grad = _below_autograd(inner.cross_entropy_backward.default, args)
+        return (None, None, None, grad)
 
 
-_register_autograd("forward", _Forward)
-_register_autograd("cross_entropy_forward", _CrossEntropyForward)
+_register_autograd("forward", Forward)
+_register_autograd("cross_entropy_forward", CrossEntropyForward)
 for _name in ("backward", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse)
 
 
 def _scale_unseen(grad, grad_output, scalars):
     with torch._C._AutoDispatchBelowAutograd(), torch._C._AutoDispatchBelowADInplaceOrView():
-        _inner.scale_.default(grad, grad_output, scalars)
+        inner.scale_.default(grad, grad_output, scalars)
 
 
 def _scale_seen(grad, grad_output, scalars):
@@ -311,132 +334,4 @@ def _scale_seen(grad, grad_output, scalars):
     torch.autograd.graph.increment_version(grad)
 
 
-_library.impl("scale_", _scale_seen, "ADInplaceOrView")
-
-
-# ---- the composite operators ----
-
-
-def _wants(tensor):
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _call(op, function, differentiable, *args):
-    """The operator through its Function at once, past the dispatcher's way to the same Function."""
-    return function.apply(op, True, *args) if differentiable else op(*args)
-
-
-def _allow_tf32(device_type, dtype):
-    if device_type != "cuda" or dtype != torch.float32:
-        return False
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    return matmul.allow_tf32 if precision is None else precision == "tf32"
-
-
-def linear_cross_entropy(
-    input,
-    linear_weight,
-    target,
-    *,
-    linear_bias=None,
-    weight=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
-):
-    options.check_choices(reduction, label_smoothing, save)
-    options.check_linear(input, linear_weight, target, linear_bias, weight)
-    options.refuse_transforms(input, linear_weight, linear_bias)
-    device_type = input.device.type
-    ignore_index = options.check_ignore_index(ignore_index)
-    dtype = options.compute_dtype(input, linear_weight, linear_bias)
-    stat = stat_dtype(dtype)
-    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
-    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
-    vocab, hidden = linear_weight.shape
-    if options.checks_targets(input.device):
-        options.check_target_range(target, vocab, ignore_index)
-
-    wanted = (_wants(input), _wants(linear_weight), _wants(linear_bias))
-    max_memory = options.resolve_max_memory(max_memory, input.device)
-    save = options.resolve_save(
-        save if any(wanted) else "nothing",
-        device_type,
-        (target.numel(), hidden, vocab),
-        (gemm_dtype(device_type, dtype), logits_dtype),
-        reduction,
-        max_memory,
-    )
-    try:
-        loss = _call(
-            _inner.forward.default,
-            _Forward,
-            any(wanted),
-            input.reshape(-1, hidden).contiguous(),
-            linear_weight.contiguous(),
-            target.reshape(-1).contiguous(),
-            None if linear_bias is None else linear_bias.contiguous(),
-            None if weight is None else weight.detach().to(stat).contiguous(),
-            reduction,
-            ignore_index,
-            label_smoothing,
-            dtype,
-            accum_dtype,
-            logits_dtype,
-            save,
-            max_memory,
-            *wanted,
-            _allow_tf32(device_type, dtype),
-        )[0]
-    except MemoryError as error:
-        _raise_out_of_memory(error)
-    return loss.reshape(target.shape) if reduction == "none" else loss
-
-
-def cross_entropy(
-    logits, target, *, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0
-):
-    options.check_choices(reduction, label_smoothing)
-    options.check_logits(logits, target, weight)
-    options.refuse_transforms(logits)
-    ignore_index = options.check_ignore_index(ignore_index)
-    vocab = logits.shape[-1]
-    if options.checks_targets(logits.device):
-        options.check_target_range(target, vocab, ignore_index)
-    stat = stat_dtype(logits.dtype)
-    try:
-        loss = _call(
-            _inner.cross_entropy_forward.default,
-            _CrossEntropyForward,
-            _wants(logits),
-            logits.reshape(-1, vocab).contiguous(),
-            target.reshape(-1).contiguous(),
-            None if weight is None else weight.detach().to(stat).contiguous(),
-            reduction,
-            ignore_index,
-            label_smoothing,
-        )[0]
-    except MemoryError as error:
-        _raise_out_of_memory(error)
-    return loss.reshape(target.shape) if reduction == "none" else loss
-
-
-_LOSS_SCHEMA = (
-    "Tensor? weight=None, str reduction='mean', int? ignore_index=-100, float label_smoothing=0.0"
-)
-_library.define(
-    "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, "
-    f"Tensor? linear_bias=None, {_LOSS_SCHEMA}, ScalarType? accum_dtype=None, "
-    "ScalarType? logits_dtype=None, str save='auto', int? max_memory=None) -> Tensor"
-)
-_library.define(f"cross_entropy(Tensor logits, Tensor target, *, {_LOSS_SCHEMA}) -> Tensor")
-for _name in ("linear_cross_entropy", "cross_entropy"):
-    # Without this vmap would loop over the batch, one call a slice, with only a warning.
-    _library.impl(_name, options.refuse_vmap, "FuncTorchBatched")
-_library.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
-_library.impl("cross_entropy", cross_entropy, "CompositeImplicitAutograd")
+library.impl("scale_", _scale_seen, "ADInplaceOrView")

@@ -1,8 +1,10 @@
 """Checks and resolution of the options: a refusal names the argument, what it expected and got."""
 
+import math
 import numbers
 import os
 import re
+import typing
 from functools import cache
 
 import torch
@@ -69,29 +71,92 @@ def row_pitch(vocab, dtype):
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 
-def resolve_save(save, device_type, sizes, dtypes, reduction, max_memory):
+def is_dz_form(operand, scalars, has_probabilities, differentiates_entropy):
+    """Whether the gradient GEMMs read dz rather than E (plan.c: choose_form)."""
+    both = scalars.softcap > 0.0 and scalars.label_smoothing > 0.0
+    return operand == torch.float16 or has_probabilities or both or differentiates_entropy
+
+
+def saved_dtype(dtypes, scalars, has_probabilities, differentiates_entropy):
+    """The dtype of what save="logits" keeps: E, or z where dz needs it (plan.c: choose_saved).
+
+    `dtypes` are those of the products' operands and of the logits.
+    """
+    operand, logits = dtypes
+    dz = is_dz_form(operand, scalars, has_probabilities, differentiates_entropy)
+    needs_logits = has_probabilities or scalars.softcap > 0.0 or differentiates_entropy
+    return logits if dz and needs_logits else operand
+
+
+def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, outputs=False):
     """The strategy: an explicit one stands, "auto" is decided.
 
-    `sizes` are N, H, V and `dtypes` those of the products' operands and of the logits.
+    `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
+    logits, `kept` that of what save="logits" keeps; `outputs`: whether a gradient may come from
+    lse or entropy, which gradients made in the forward cannot know.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
     if save != "auto":
         return save
-    tokens, hidden, vocab = sizes
+    rows, hidden, vocab = sizes
     operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
-    can_keep_gradients = reduction != "none" and operand != torch.float16
-    if tokens * row_pitch(vocab, operand) * operand.itemsize > max_memory:
+    can_keep_gradients = reduction != "none" and operand != torch.float16 and not outputs
+    if rows * row_pitch(vocab, kept) * kept.itemsize > max_memory:
         return "grads" if can_keep_gradients else "stats"
     small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    one_chunk = tokens * row_pitch(vocab, logits_dtype) * logits_dtype.itemsize <= max_memory
+    one_chunk = rows * row_pitch(vocab, logits_dtype) * logits_dtype.itemsize <= max_memory
     if device_type == "cuda" and can_keep_gradients and small and one_chunk:
         return "grads"
     return "logits"
 
 
-def check_choices(reduction, label_smoothing, save="auto"):
+class Scalars(typing.NamedTuple):
+    """The numbers of the loss, in the order of the operators' schemas (csrc/flce.h: flce_loss)."""
+
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: float
+    temperature: float
+    z_loss: float
+
+
+def number(name, value):
+    """A Python number; 0-d tensors serve as one, as in torch's own functions."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    return value
+
+
+def check_scalars(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss):
+    """Each checked alone."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(
+            f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
+        )
+    if not math.isfinite(logit_scale) or logit_scale == 0.0:
+        raise ValueError(f"logit_scale: expected a finite number other than 0, got {logit_scale}")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap: expected a positive finite number or None, got {softcap}")
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"temperature: expected a positive finite number, got {temperature}")
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss: expected a finite number of at least 0, got {z_loss}")
+    return Scalars(
+        check_ignore_index(ignore_index),
+        float(label_smoothing),
+        float(logit_scale),
+        0.0 if softcap is None else float(softcap),
+        float(temperature),
+        float(z_loss),
+    )
+
+
+def check_choices(reduction, save="auto"):
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {REDUCTIONS}, got {reduction!r}")
     if save not in SAVES:
@@ -100,14 +165,6 @@ def check_choices(reduction, label_smoothing, save="auto"):
         raise ValueError(
             'save: expected "logits", "stats" or "auto" with reduction="none", got "grads", which '
             "holds the gradients of one scalar"
-        )
-    if not isinstance(label_smoothing, numbers.Real):
-        raise TypeError(
-            f"label_smoothing: expected a number in [0, 1], got {type(label_smoothing).__name__}"
-        )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(
-            f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
         )
 
 
@@ -174,16 +231,184 @@ def _check_same_device(name, tensor, first_name, first):
         )
 
 
-def _check_target(target, shape, first_name, first):
+def _check_target(target, shape, vocab, ignore_index, first_name, first):
+    """Class indices of `shape`, or probabilities with the classes in a further dimension."""
     _check_tensor("target", target)
-    if target.dtype != torch.int64:
-        raise TypeError(f"target: expected class indices of dtype torch.int64, got {target.dtype}")
+    _check_same_device("target", target, first_name, first)
+    if target.dtype in DTYPES:
+        _check_probabilities(target, (*shape, vocab), ignore_index)
+        return
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            "target: expected class indices of dtype torch.int64 or torch.int32, or probabilities "
+            f"of a floating dtype, got {target.dtype}"
+        )
     if target.shape != shape:
         raise ValueError(
             f"target: expected shape {tuple(shape)}, that of {first_name} without its last "
             f"dimension, got {tuple(target.shape)}"
         )
-    _check_same_device("target", target, first_name, first)
+
+
+def _check_probabilities(target, shape, ignore_index):
+    if target.shape != shape:
+        raise ValueError(
+            f"target: expected shape {tuple(shape)} for probabilities, a number for each class, "
+            f"got {tuple(target.shape)}"
+        )
+    if target.requires_grad:
+        raise ValueError(
+            "target: expected probabilities that do not require grad, got requires_grad=True; "
+            "no gradient is defined for them"
+        )
+    if ignore_index not in (None, -100):
+        raise ValueError(
+            "ignore_index: expected None or -100 with probabilities, which have no index to "
+            f"ignore, got {ignore_index}"
+        )
+
+
+def row_vector(name, tensor, shape, stat, first_name, first):
+    """A number for each row, flat and in the statistics' dtype; None stays None."""
+    if tensor is None:
+        return None
+    _check_tensor(name, tensor)
+    if tensor.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{name}: expected shape {tuple(shape)}, a number for each row of {first_name}, got "
+            f"{tuple(tensor.shape)}"
+        )
+    _check_constant(name, tensor)
+    _check_same_device(name, tensor, first_name, first)
+    return tensor.detach().reshape(-1).to(stat).contiguous()
+
+
+def _check_constant(name, tensor):
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{name}: expected a tensor that does not require grad, got requires_grad=True; no "
+            "gradient is defined for it"
+        )
+
+
+def num_items_tensor(num_items, reduction, stat, first):
+    """The denominator of the mean as a 0-d tensor on `first`'s device, made without a wait."""
+    if num_items is None:
+        return None
+    if reduction != "mean":
+        raise ValueError(
+            f"num_items: expected None with reduction={reduction!r}, which divides by nothing, got "
+            f"{num_items}"
+        )
+    if isinstance(num_items, torch.Tensor):
+        if num_items.dim() != 0 or num_items.is_complex():
+            raise ValueError(
+                "num_items: expected a number or a real 0-d tensor, got a tensor of shape "
+                f"{tuple(num_items.shape)} and dtype {num_items.dtype}"
+            )
+        _check_constant("num_items", num_items)
+        return num_items.detach().to(first.device, stat)
+    if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
+        raise TypeError(
+            f"num_items: expected a number or a 0-d tensor, got {type(num_items).__name__}"
+        )
+    if not 0 <= num_items < math.inf:
+        raise ValueError(f"num_items: expected a finite number of at least 0, got {num_items}")
+    return torch.full((), float(num_items), dtype=stat, device=first.device)
+
+
+def check_integer(name, value, low, high=None):
+    """An int of [low, high], bool excluded."""
+    bounds = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name}: expected {bounds}, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected {bounds}, got {value}")
+    return value
+
+
+def shifted_target(target, shift, cu_seqlens, ignore_index):
+    """The target of each position: that `shift` further on, `ignore_index` at a sequence's end.
+
+    Sequences are the last dimension of `target` and, with `cu_seqlens`, end there too.
+    """
+    check_integer("shift", shift, 0)
+    if shift == 0:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens: expected None without a shift, whose ends it marks, got a tensor"
+            )
+        return target
+    if target.is_floating_point():
+        raise ValueError(
+            f"shift: expected 0 with probabilities, which a shift would have to copy, got {shift}"
+        )
+    if cu_seqlens is None and target.dim() < 2:
+        raise ValueError(
+            "shift: expected an input of at least 3 dimensions, or cu_seqlens, got an input of "
+            f"{target.dim() + 1} dimensions"
+        )
+    length = target.shape[-1]
+    shifted = torch.full_like(target, ignore_index)
+    if shift < length:
+        shifted[..., : length - shift] = target[..., shift:]
+    if cu_seqlens is None:
+        return shifted
+    return shifted.masked_fill(_crosses_end(target, shift, cu_seqlens), ignore_index)
+
+
+def _crosses_end(target, shift, cu_seqlens):
+    """Which positions have the end of their sequence before their target, or no sequence."""
+    _check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise ValueError(
+            "cu_seqlens: expected a vector of torch.int32 or torch.int64 offsets, got shape "
+            f"{tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            "cu_seqlens: expected at least two offsets, the begin and the end of a sequence, got "
+            f"{cu_seqlens.shape[0]}"
+        )
+    _check_same_device("cu_seqlens", cu_seqlens, "target", target)
+    offsets = cu_seqlens.to(torch.int64)
+    position = torch.arange(target.numel(), device=target.device)
+    segment = torch.searchsorted(offsets, position, right=True)
+    end = offsets[segment.clamp(max=offsets.shape[0] - 1)]
+    # Before the first offset there is no sequence either.
+    return ((position + shift >= end) | (segment == 0)).reshape(target.shape)
+
+
+def rows_to_compute(target, valid_bound, ignore_index):
+    """How many rows are to be computed, None for all.
+
+    On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
+    """
+    tokens = target.shape[0]
+    if valid_bound is not None:
+        check_integer("valid_bound", valid_bound, 0)
+        if target.is_floating_point():
+            raise ValueError(
+                "valid_bound: expected None with probabilities, of which no row is ignored, got "
+                f"{valid_bound}"
+            )
+    # Without values to count (compile, export) the operator counts them itself.
+    countable = target.device.type == "cpu" and type(target) is torch.Tensor
+    countable = countable and not torch.compiler.is_compiling()
+    if target.is_floating_point() or not (countable or valid_bound is not None):
+        return None
+    rows = valid_bound
+    if countable or checks_targets(target.device):
+        valid = int((target != ignore_index).sum())
+        if valid_bound is not None and valid > valid_bound:
+            raise ValueError(
+                f"valid_bound: expected at least {valid}, the number of rows that are not "
+                f"ignored, got {valid_bound}"
+            )
+        rows = valid if countable else rows
+    return rows if rows < tokens else None
 
 
 def _check_class_weight(weight, vocab, first_name, first):
@@ -210,7 +435,7 @@ def _check_first(name, tensor):
         raise ValueError(f"{name}: expected at least one dimension, got a 0-d tensor")
 
 
-def check_linear(input, linear_weight, target, linear_bias, weight):
+def check_linear(input, linear_weight, target, linear_bias, weight, ignore_index):
     _check_first("input", input)
     _check_float("linear_weight", linear_weight)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -224,7 +449,7 @@ def check_linear(input, linear_weight, target, linear_bias, weight):
             f"linear_weight: expected at least one row and column, got {tuple(linear_weight.shape)}"
         )
     _check_same_device("linear_weight", linear_weight, "input", input)
-    _check_target(target, input.shape[:-1], "input", input)
+    _check_target(target, input.shape[:-1], vocab, ignore_index, "input", input)
     if linear_bias is not None:
         _check_float("linear_bias", linear_bias)
         if linear_bias.shape != (vocab,):
@@ -235,12 +460,13 @@ def check_linear(input, linear_weight, target, linear_bias, weight):
     _check_class_weight(weight, vocab, "input", input)
 
 
-def check_logits(logits, target, weight):
+def check_logits(logits, target, weight, ignore_index):
     _check_first("logits", logits)
     if logits.shape[-1] < 1:
         raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
-    _check_target(target, logits.shape[:-1], "logits", logits)
-    _check_class_weight(weight, logits.shape[-1], "logits", logits)
+    vocab = logits.shape[-1]
+    _check_target(target, logits.shape[:-1], vocab, ignore_index, "logits", logits)
+    _check_class_weight(weight, vocab, "logits", logits)
 
 
 def refuse_vmap(*args, **kwargs):
@@ -273,6 +499,9 @@ def checks_targets(device):
 
 
 def check_target_range(target, vocab, ignore_index):
+    """IndexError as on the CPU. Classes alone have a range."""
+    if target.is_floating_point():
+        return
     flat = target.reshape(-1)
     bad = ((flat < 0) | (flat >= vocab)) & (flat != ignore_index)
     rows = bad.nonzero()

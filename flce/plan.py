@@ -22,6 +22,7 @@ class Plan:
     dtype: str
     logits_dtype: str
     accum_dtype: str
+    rows: int
     chunk_rows: int
     chunks: int
     backward_chunk_rows: int
@@ -57,6 +58,13 @@ def plan(
     bias=False,
     reduction="mean",
     label_smoothing=0.0,
+    softcap=None,
+    probabilities=False,
+    valid_vocab=None,
+    valid_bound=None,
+    return_lse=False,
+    return_entropy=False,
+    return_predictions=False,
     accum_dtype=None,
     logits_dtype=None,
     save="auto",
@@ -72,8 +80,11 @@ def plan(
         device: "cpu", "cuda" or a torch.device; a CUDA one has to be present.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one (its gradient is wanted then).
+        probabilities: whether the targets are probabilities.
+        valid_bound: the number of rows to compute, or None for all.
         grad_input, grad_weight: whether these gradients are wanted; none of the three is no_grad.
-        reduction, label_smoothing, accum_dtype, logits_dtype, save, max_memory: as in
+        reduction, label_smoothing, softcap, valid_vocab, return_lse, return_entropy,
+            return_predictions, accum_dtype, logits_dtype, save, max_memory: as in
             `linear_cross_entropy`.
 
     Returns:
@@ -83,7 +94,8 @@ def plan(
         TypeError, ValueError: what the call itself would refuse.
     """
     device = torch.device(device)
-    options.check_choices(reduction, label_smoothing, save)
+    options.check_choices(reduction, save)
+    scalars = options.check_scalars(-100, label_smoothing, 1.0, softcap, 1.0, 0.0)
     max_memory = options.resolve_max_memory(max_memory, device)
     wanted = (grad_input, grad_weight, bias)
     if device.type not in ("cpu", "cuda"):
@@ -91,13 +103,18 @@ def plan(
     stat = ops.stat_dtype(dtype)
     accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
     logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
+    operand = ops.gemm_dtype(device.type, dtype)
+    dtypes = (operand, logits_dtype if device.type != "cpu" else operand)
+    rows = tokens if valid_bound is None else min(valid_bound, tokens)
     save = options.resolve_save(
         save if any(wanted) else "nothing",
         device.type,
-        (tokens, hidden, vocab),
-        (ops.gemm_dtype(device.type, dtype), logits_dtype),
+        (rows, hidden, vocab if valid_vocab is None else valid_vocab),
+        dtypes,
+        options.saved_dtype(dtypes, scalars, probabilities, return_entropy),
         reduction,
         max_memory,
+        return_lse or return_entropy,
     )
     text = torch.ops.flce.plan(
         tokens,
@@ -108,14 +125,19 @@ def plan(
         input_dtype or dtype,
         weight_dtype or dtype,
         (weight_dtype or dtype) if bias else None,
+        probabilities,
         reduction,
-        -100,
-        label_smoothing,
+        *scalars,
+        valid_vocab,
+        rows,
+        return_entropy,
+        return_predictions,
         dtype,
         accum_dtype,
         logits_dtype,
         save,
         max_memory,
         *wanted,
+        False,
     )
     return _parse(text)

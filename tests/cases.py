@@ -8,13 +8,17 @@ import dataclasses
 import math
 
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+import flce
 from flce import reference
 
 SAVES = ("logits", "grads", "stats")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("input", "linear_weight", "linear_bias")
+# Outputs with a number for each row, whatever the reduction.
+ROW_OUTPUTS = ("lse", "entropy", "predictions")
 HAS_CUDA = torch.cuda.is_available()
 
 # Relative errors that are granted to a tensor, and to one row of it, whatever eager loses. float64:
@@ -40,20 +44,25 @@ TRUTH_ROUNDING = 2.0**-51
 
 @dataclasses.dataclass
 class Case:
-    """One call: input (..., H), linear_weight (V, H), target (...), and keyword options."""
+    """One call: input (..., H), linear_weight (V, H), target (...), and keyword options.
+
+    Without a linear_weight `input` are the logits (..., V) of a call of cross_entropy.
+    """
 
     input: torch.Tensor
-    linear_weight: torch.Tensor
+    linear_weight: torch.Tensor | None
     target: torch.Tensor
     options: dict = dataclasses.field(default_factory=dict)
 
     def to(self, dtype):
         """The same values in another floating dtype."""
-        options = {
-            name: value.to(dtype) if isinstance(value, torch.Tensor) else value
-            for name, value in self.options.items()
-        }
-        return Case(self.input.to(dtype), self.linear_weight.to(dtype), self.target, options)
+
+        def cast(value):
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating else value
+
+        options = {name: cast(value) for name, value in self.options.items()}
+        return Case(cast(self.input), cast(self.linear_weight), cast(self.target), options)
 
     def with_options(self, **options):
         return dataclasses.replace(self, options={**self.options, **options})
@@ -106,33 +115,39 @@ def ignore_some(case, index=-100, every=3):
     return Case(x, case.linear_weight, target, {**case.options, "ignore_index": index})
 
 
-def outcome(function, case, *, wants=GRADIENTS, grad_output=None, **knobs):
-    """Loss and gradients of one call, by name; `wants` are the inputs that require a gradient."""
+def outcome(function, case, *, wants=GRADIENTS, grad_output=None, upstream=None, **knobs):
+    """Loss, further outputs and gradients of one call, by name.
+
+    `wants` are the inputs that require a gradient; `upstream` maps the outputs that are
+    differentiated together to their gradients, by default the loss alone to `grad_output` (1).
+    """
     named = {"input": case.input, "linear_weight": case.linear_weight}
-    if "linear_bias" in case.options:
-        named["linear_bias"] = case.options["linear_bias"]
+    named["linear_bias"] = case.options.get("linear_bias")
     leaves = {
         name: tensor.detach().clone().requires_grad_(name in wants)
         for name, tensor in named.items()
+        if tensor is not None
     }
     wanted = [name for name in leaves if name in wants]
-    options = {**case.options, **knobs}
-    options.pop("linear_bias", None)
-    loss = function(
-        leaves["input"],
-        leaves["linear_weight"],
-        case.target,
-        linear_bias=leaves.get("linear_bias"),
-        **options,
-    )
-    results = {"loss": loss.detach()}
+    options = {**case.options, **knobs, **leaves}
+    operands = [options.pop(n) for n in ("input", "linear_weight") if n in leaves]
+    made = function(*operands, case.target, **options)
+    made = made._asdict() if isinstance(made, flce.LinearCrossEntropyOutput) else {"loss": made}
+    outputs = {name: value for name, value in made.items() if value is not None}
+    results = {name: value.detach() for name, value in outputs.items()}
     if wanted:
-        upstream = None if grad_output is None else grad_output.to(loss.dtype)
-        if upstream is None and loss.dim() > 0:
-            upstream = torch.ones_like(loss)
-        grads = torch.autograd.grad(loss, [leaves[name] for name in wanted], upstream)
+        upstream = {"loss": grad_output} if upstream is None else upstream
+        grads = torch.autograd.grad(
+            [outputs[name] for name in upstream],
+            [leaves[name] for name in wanted],
+            [_upstream_of(outputs[name], gradient) for name, gradient in upstream.items()],
+        )
         results.update(zip(wanted, grads, strict=True))
     return results
+
+
+def _upstream_of(output, gradient):
+    return torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
 
 
 def relative_error(value, truth):
@@ -142,22 +157,37 @@ def relative_error(value, truth):
 
 
 class Yardstick:
-    """Truth and tolerance for one call; `check` compares a result with them."""
+    """Truth and tolerance for one call; `check` compares a result with them.
 
-    def __init__(self, case, *, wants=GRADIENTS, grad_output=None, logits_dtype=None):
+    `cancels`: the gradient of a row may be much smaller than its terms (probabilities near the
+    softmax, an entropy near its maximum, gradients of several outputs), where eager may be lucky.
+    Then the rounding of each logit, probability and statistic is granted whole.
+    """
+
+    def __init__(
+        self,
+        case,
+        *,
+        wants=GRADIENTS,
+        grad_output=None,
+        upstream=None,
+        logits_dtype=None,
+        cancels=False,
+    ):
         self.case = case
-        wide = case.to(torch.float64)
-        call = {"wants": wants, "grad_output": grad_output}
-        self.truth = outcome(reference.linear_cross_entropy, wide, **call)
-        self.eager = outcome(reference.linear_cross_entropy, case, **call)
+        self.wide = wide = case.to(torch.float64)
+        upstream = {"loss": grad_output} if upstream is None else upstream
+        call = {"wants": wants, "upstream": upstream}
+        function = reference.cross_entropy
+        if case.linear_weight is not None:
+            function = reference.linear_cross_entropy
+        self.truth = outcome(function, wide, **call)
+        self.eager = outcome(function, case, **call)
         self.logit_error = _logit_error(case, wide, logits_dtype)
-        upstream = 1.0 if grad_output is None else grad_output.abs().max().item()
-        self.truth_error = {
-            "input": TRUTH_ROUNDING * upstream * _longest_row(wide.linear_weight),
-            "linear_weight": TRUTH_ROUNDING * upstream * _longest_row(wide.input.nan_to_num()),
-            "linear_bias": TRUTH_ROUNDING * upstream,
-            "loss": TRUTH_ROUNDING,
-        }
+        # Errors that are granted to a row (or element) of a tensor whatever its size.
+        self.granted = _truth_errors(wide, upstream)
+        if cancels and case.input.numel():
+            self._grant_roundings(upstream)
 
     def check(self, results, context=""):
         assert results.keys() == self.truth.keys()
@@ -166,22 +196,55 @@ class Yardstick:
             where = f"{name} {context}"
             assert value.shape == truth.shape, where
             assert value.dtype == self._dtype_of(name), where
+            if name in ("predictions", "accuracy"):
+                self._check_choice(where, name, value)
+                continue
             self._check_tensor(where, name, value)
             self._check_rows(where, name, value)
 
     def _dtype_of(self, name):
-        if name == "loss":
-            return torch.float64 if self.case.dtype == torch.float64 else torch.float32
-        return self.case.dtype
+        if name == "predictions":
+            return torch.int64
+        if name in GRADIENTS:
+            return self.case.dtype
+        return torch.float64 if self.case.dtype == torch.float64 else torch.float32
+
+    def _grant_roundings(self, upstream):
+        """Half a unit of each logit and each probability as a product reads it, and a few roundings
+        of each statistic, times what multiplies them."""
+        options = self.wide.options
+        logits, cut, target = _final_logits(self.wide)
+        size = 1.0 + logits.masked_fill(logits.isinf(), 0.0).abs().max().item()
+        stat = LOGIT_ROUNDING[self._dtype_of("loss")]
+        rounding = 0.5 * self.logit_error["input"] + 4.0 * stat * size
+        spread = size + math.log(logits.shape[-1])  # bounds lse and entropy
+        of_loss = _largest(options.get("token_weight")) * _largest(options.get("weight"))
+        of_loss *= 1.0 + 2.0 * options.get("z_loss", 0.0) * spread
+        if options.get("reduction", "mean") == "mean":
+            of_loss /= _divisor(options, cut, target)
+        factors = {"loss": of_loss, "lse": 1.0, "entropy": 1.0 + spread, "z_loss": of_loss * spread}
+        reach = sum(factors[name] * _largest(gradient) for name, gradient in upstream.items())
+        rows = rounding + 0.5 * LOGIT_ROUNDING[self.case.dtype]
+        rows = rows * reach * _largest(_logit_factor(self.wide))
+        x, w = self.wide.input.nan_to_num(), self.wide.linear_weight
+        extra = {name: rounding * factor for name, factor in factors.items()}
+        if options.get("reduction", "mean") != "none":
+            extra.update({name: extra[name].sum() for name in ("loss", "z_loss")})
+        extra["input"] = rows * (1.0 if w is None else _longest_row(w))
+        extra["linear_bias"] = rows.norm()
+        extra["linear_weight"] = rows.norm() * _longest_row(x)
+        for name, error in extra.items():
+            self.granted[name] = self.granted[name] + error
 
     def _check_tensor(self, where, name, value):
         truth, eager = self.truth[name], self.eager[name]
         error = (value.double() - truth).norm()
+        granted = torch.as_tensor(self.granted[name]).max().item()
         limit = self._limit(
             FLOORS[self.case.dtype][0],
             truth.norm(),
             (eager.double() - truth).norm(),
-            self.truth_error[name] * math.sqrt(truth.numel()),
+            granted * math.sqrt(truth.numel()),
             truth.numel(),
         )
         assert error <= limit, f"{where}: error {error:.3e} > {limit:.3e} of {truth.norm():.3e}"
@@ -191,19 +254,20 @@ class Yardstick:
         bias, or of a head with few columns, is one number a row (or few), which cancels, and a
         reduced loss is one row: the norm serves."""
         truth, eager = self.truth[name], self.eager[name]
-        width = 1 if name == "loss" or truth.dim() == 0 else truth.shape[-1]
-        if truth.dim() == 0 or name == "linear_bias" or (name != "loss" and width < 8):
+        is_output = name not in GRADIENTS
+        width = 1 if is_output or truth.dim() == 0 else truth.shape[-1]
+        if truth.dim() == 0 or name == "linear_bias" or (not is_output and width < 8):
             return
         value, truth, eager = (t.double().reshape(-1, width) for t in (value, truth, eager))
         logit_error = self.logit_error["linear_weight" if name == "linear_weight" else "input"]
         # A loss carries the error of its logits whole, a gradient in proportion to its size.
-        absolute = logit_error if name == "loss" else 0.0
+        absolute = logit_error if is_output else 0.0
         error = (value - truth).norm(dim=-1)
         limit = self._limit(
             FLOORS[self.case.dtype][1] + 2.0 * logit_error,
             truth.norm(dim=-1),
             (eager - truth).norm(dim=-1),
-            2.0 * absolute + self.truth_error[name],
+            2.0 * absolute + self.granted[name],
             width,
         )
         bad = ~(error <= limit)
@@ -213,6 +277,24 @@ class Yardstick:
                 f"{where}: {int(bad.sum())} of {len(bad)} rows, first {row}:"
                 f" error {error[row]:.3e} > {limit[row]:.3e} of {truth[row].norm():.3e}"
             )
+
+    def _check_choice(self, where, name, value):
+        """Predictions and their accuracy, exactly wherever no rounding can change the largest."""
+        logits, cut, _ = _final_logits(self.wide)
+        logits, cut = logits.reshape(-1, logits.shape[-1]), cut.reshape(-1)
+        top = logits.topk(min(2, logits.shape[-1])).values
+        stat = LOGIT_ROUNDING[self._dtype_of("loss")]
+        unsure = 2.0 * self.logit_error["input"] + 8.0 * stat * top.abs().amax(dim=-1)
+        close = (top[:, 0] - top[:, -1] <= unsure) & ~cut & (logits.shape[-1] > 1)
+        if name == "accuracy":
+            limit = (close.sum() / (~cut).sum().clamp(min=1)).item() + 4.0 * stat
+            assert abs(value - self.truth[name]) <= limit, f"{where}: {value}"
+            return
+        value, truth = value.reshape(-1), self.truth[name].reshape(-1)
+        bad = (value != truth) & ~close
+        assert not bad.any(), f"{where}: rows {bad.nonzero().flatten().tolist()}"
+        chosen = logits.gather(-1, value.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        assert (~close | (top[:, 0] - chosen <= unsure)).all(), where
 
     def _limit(self, granted, size, eager_error, absolute, width):
         # Below the smallest normal number there is no relative accuracy to hold. float16 ends at
@@ -227,17 +309,70 @@ def _longest_row(matrix):
     return matrix.reshape(-1, matrix.shape[-1]).norm(dim=-1).max().item() if matrix.numel() else 0.0
 
 
+def _largest(factor):
+    """The largest size of a number or tensor; 1 for None."""
+    if factor is None:
+        return 1.0
+    factor = torch.as_tensor(factor).double()
+    return factor.abs().max().item() if factor.numel() else 0.0
+
+
+def _truth_errors(wide, upstream):
+    """What the float64 truth itself may be off by, of each tensor's rows."""
+    size = TRUTH_ROUNDING * max(map(_largest, upstream.values()), default=0.0)
+    weight = wide.linear_weight
+    return {
+        "input": size * (1.0 if weight is None else _longest_row(weight)),
+        "linear_weight": size * _longest_row(wide.input.nan_to_num()),
+        "linear_bias": size,
+        **dict.fromkeys(("loss", "lse", "entropy", "z_loss"), TRUTH_ROUNDING),
+    }
+
+
+def _logit_factor(case):
+    """What multiplies a product on its way to a final logit, for each row (or all of them)."""
+    scale = abs(case.options.get("logit_scale", 1.0))
+    temperature = torch.as_tensor(case.options.get("temperature", 1.0), dtype=torch.float64)
+    return scale / temperature.reshape(-1)
+
+
+def _final_logits(case):
+    """The logits that the loss sees (..., V), which rows are ignored (...), and the targets."""
+    options = case.options
+    target, ignore_index = case.target, options.get("ignore_index")
+    target = reference.shifted(
+        target, options.get("shift", 0), options.get("cu_seqlens"), ignore_index
+    )
+    cut = reference.ignored(target, ignore_index)
+    product = case.input.masked_fill(cut.unsqueeze(-1), 0.0)
+    if case.linear_weight is not None:
+        product = F.linear(product, case.linear_weight, options.get("linear_bias"))
+    scales = (options.get("logit_scale", 1.0), options.get("temperature", 1.0))
+    product = product[..., : options.get("valid_vocab")]
+    logits = reference.final_logits(product, cut, options.get("softcap"), *scales)
+    return logits, cut, target
+
+
+def _divisor(options, cut, target):
+    """What a mean divides by, or 1 where that is 0."""
+    if options.get("num_items") is not None:
+        return float(options["num_items"]) or 1.0
+    divisor = reference.denominator(target, options.get("weight"), cut, torch.float64)
+    return min(divisor.item(), (~cut).sum().item()) or 1.0
+
+
 def _logit_error(case, wide, logits_dtype):
     """What the rounding of the logits alone can do, per row of dX (and the loss) and of dW."""
-    on_cpu = case.input.device.type == "cpu"
+    on_cpu = case.input.device.type == "cpu" and case.linear_weight is not None
     held = case.dtype if case.dtype == torch.float64 or on_cpu else torch.float32
     held = logits_dtype or held
     rounding = LOGIT_ROUNDING.get(held, LOGIT_ROUNDING[torch.float32])
-    x = wide.input.reshape(-1, wide.input.shape[-1]).nan_to_num()
-    logits = x @ wide.linear_weight.T
+    logits = wide.input.reshape(-1, wide.input.shape[-1]).nan_to_num()
+    if wide.linear_weight is not None:
+        logits = logits @ wide.linear_weight.T
     if not logits.numel():
-        return {"input": torch.zeros(len(x), device=x.device), "linear_weight": 0.0}
-    rows = rounding * logits.abs().amax(dim=-1)
+        return {"input": logits.new_zeros(len(logits)), "linear_weight": 0.0}
+    rows = rounding * logits.abs().amax(dim=-1) * _logit_factor(wide).to(logits.device)
     return {"input": rows, "linear_weight": rows.max()}
 
 
@@ -247,6 +382,35 @@ def check(function, case, *, wants=GRADIENTS, grad_output=None, **knobs):
     yardstick = Yardstick(case, wants=wants, grad_output=grad_output, logits_dtype=logits_dtype)
     results = outcome(function, case, wants=wants, grad_output=grad_output, **knobs)
     yardstick.check(results, f"{knobs}")
+
+
+def leaves(device, *shape, hidden=12, vocab=41, dtype=torch.float64):
+    """Input (..., H), weight (V, H) and targets (...) of `shape`, the first two as leaves."""
+    random = generator()
+    x = torch.randn(*shape, hidden, generator=random, dtype=torch.float64)
+    w = torch.randn(vocab, hidden, generator=random, dtype=torch.float64) / 2
+    y = torch.randint(vocab, shape, generator=random).to(device)
+    x, w = (tensor.to(device, dtype).requires_grad_() for tensor in (x, w))
+    return x, w, y
+
+
+def per_row(device, *shape, low=0.5, high=2.0):
+    """A number for each row, between the two."""
+    random = generator(7)
+    return (low + (high - low) * torch.rand(shape, generator=random)).to(device, torch.float64)
+
+
+def assert_same(ours, theirs, inputs, tolerance=1e-12):
+    """Two results and their gradients; the results are tensors or sequences of tensors."""
+    ours, theirs = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (ours, theirs))
+    upstream = [
+        torch.linspace(0.3, -1.1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
+        for t in ours
+    ]
+    grads = [torch.autograd.grad(side, inputs, upstream) for side in (ours, theirs)]
+    for value, expected in zip([*ours, *grads[0]], [*theirs, *grads[1]], strict=True):
+        assert value.shape == expected.shape
+        assert relative_error(value.detach(), expected.detach().double()) <= tolerance
 
 
 def chunked_truth(case, rows):

@@ -4,6 +4,7 @@ import copy
 
 import cases
 import pytest
+import raw
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
@@ -229,36 +230,40 @@ def opcheck_linear_cross_entropy(device):
     yield (x, w, target), {"reduction": "none", "label_smoothing": 0.1}
 
 
-def inner_settings(save, reduction="mean"):
-    """reduction ... max_memory of the inner operators' schemas (csrc/op.cpp)."""
-    float32 = torch.float32
-    return (reduction, -100, 0.1, float32, float32, float32, save, BUDGET)
+def opcheck_linear_cross_entropy_outputs(device):
+    x, w, b, target = sample_tensors(device)
+    wanted = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
+    for save in ("logits", "stats"):
+        yield (x, w, target), {"linear_bias": b, "save": save, "z_loss": 0.1, **wanted}
+    wanted = {"return_predictions": True, "return_z_loss": True}
+    yield (x, w, target), {"softcap": 3.0, "shift": 0, "reduction": "none", **wanted}
 
 
 def opcheck_forward(device):
     x, w, b, target = sample_tensors(device)
+    every = (True, True, True)
+    options = {"bias": b, "label_smoothing": 0.1, "max_memory": BUDGET, "grads": every}
     for save in cases.SAVES:
-        yield (x, w, target, b, None, *inner_settings(save), True, True, True, False), {}
-    yield (
-        (x, w, target, None, None, *inner_settings("logits", "none"), True, False, False, False),
-        {},
-    )
-    frozen = [tensor.detach() for tensor in (x, w, b)]
-    settings = (*inner_settings("nothing"), False, False, False, False)
-    x, w, b = frozen
-    yield (x, w, target, b, torch.ones(VOCAB, device=device), *settings), {}
+        yield raw.forward(x, w, target, save, **options), {}
+    # Softcap with smoothing keeps the logits themselves.
+    yield raw.forward(x, w, target, "logits", **{**options, "softcap": 5.0}), {}
+    one = {"reduction": "none", "label_smoothing": 0.1, "grads": (True, False, False)}
+    yield raw.forward(x, w, target, "logits", **one), {}
+    x, w, b = (tensor.detach() for tensor in (x, w, b))
+    outputs = {"wants_entropy": True, "wants_predictions": True, "grads": (False, False, False)}
+    yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
 
 
 def opcheck_backward(device):
     x, w, b, target = sample_tensors(device)
     for save in ("logits", "stats"):
-        settings = inner_settings(save)
-        made = torch.ops.flce.forward(x, w, target, b, None, *settings, True, True, True, False)
-        _, stats, scalars, saved, *_ = (tensor.detach() for tensor in made)
-        grad_output = torch.tensor(0.3, device=device)
-        operands = (grad_output, x, w, target, b, None, stats, scalars, saved)
-        yield (*operands, *settings, True, True, True, False), {}
-        yield (*operands, *settings, True, False, False, False), {}
+        for grads in ((True, True, True), (True, False, False)):
+            options = {"label_smoothing": 0.1, "max_memory": BUDGET, "grads": grads}
+            arguments = raw.forward(x, w, target, save, bias=b, wants_entropy=True, **options)
+            made = torch.ops.flce.forward(*arguments)
+            grad_stats = torch.rand_like(made[1])
+            grad_output = torch.tensor(0.3, device=device)
+            yield raw.backward(arguments, made, grad_output, grad_stats), {}
 
 
 def opcheck_scale_(device):
@@ -277,29 +282,36 @@ def opcheck_cross_entropy(device):
     yield (logits, target), {"reduction": "none", "label_smoothing": 0.1}
 
 
+def opcheck_cross_entropy_outputs(device):
+    for args, kwargs in opcheck_cross_entropy(device):
+        yield args, {**kwargs, "return_lse": True, "return_entropy": True, "return_accuracy": True}
+
+
 def opcheck_cross_entropy_forward(device):
     (logits, target), _ = next(opcheck_cross_entropy(device))
-    yield (logits, target, None, "mean", -100, 0.1), {}
-    yield (logits, target, torch.ones(VOCAB, device=device), "none", -100, 0.0), {}
+    yield raw.cross_entropy_forward(logits, target, label_smoothing=0.1), {}
+    weight = torch.ones(VOCAB, device=device)
+    yield raw.cross_entropy_forward(logits, target, weight=weight, reduction="none"), {}
 
 
 def opcheck_cross_entropy_backward(device):
     (logits, target), _ = next(opcheck_cross_entropy(device))
-    settings = (None, "mean", -100, 0.1)
-    made = torch.ops.flce.cross_entropy_forward(logits, target, *settings)
-    _, stats, scalars = (tensor.detach() for tensor in made)
+    arguments = raw.cross_entropy_forward(logits, target, label_smoothing=0.1)
+    made = torch.ops.flce.cross_entropy_forward(*arguments)
     grad_output = torch.tensor(0.3, device=device)
-    yield (grad_output, logits, target, None, stats, scalars, *settings[1:]), {}
+    yield raw.cross_entropy_backward(arguments, made, grad_output), {}
 
 
 # One entry for every operator that takes tensors; test_every_op_has_a_sample holds it to that.
 OPCHECK_SAMPLES = {
     "linear_cross_entropy": opcheck_linear_cross_entropy,
+    "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
     "forward": opcheck_forward,
     "backward": opcheck_backward,
     "scale_": opcheck_scale_,
     "scaled": opcheck_scaled,
     "cross_entropy": opcheck_cross_entropy,
+    "cross_entropy_outputs": opcheck_cross_entropy_outputs,
     "cross_entropy_forward": opcheck_cross_entropy_forward,
     "cross_entropy_backward": opcheck_cross_entropy_backward,
 }

@@ -2,6 +2,7 @@
 
 import cases
 import pytest
+import raw
 import torch
 
 import flce
@@ -38,18 +39,12 @@ def test_saved_tensor_hooks_keep_their_memory(device, save):
     assert torch.equal(first, kept)
 
 
-def forward_arguments(x, w, target, save):
-    float32 = torch.float32
-    settings = ("mean", -100, 0.0, float32, float32, float32, save, 1 << 20)
-    return (x, w, target, None, None, *settings, True, True, False, False)
-
-
 def test_raw_forward_keeps_the_outputs_it_gave(device):
     x, w, target = leaves(device)
-    made = torch.ops.flce.forward(*forward_arguments(x, w, target, "grads"))
-    before = made[5].clone()
+    *_, grad_weight, _ = made = torch.ops.flce.forward(*raw.forward(x, w, target, "grads"))
+    before = grad_weight.clone()
     (made[0] * 5.0).backward()
-    assert torch.equal(made[5], before)
+    assert torch.equal(grad_weight, before)
     assert torch.equal(w.grad, 5.0 * before)
 
 
@@ -65,39 +60,30 @@ def test_scale_tells_other_graphs(device):
         torch.ops.flce.scale_(leaf, factor, None)
 
 
-@pytest.mark.parametrize("argument", ["grad_output", "stats", "scalars", "saved"])
+@pytest.mark.parametrize("argument", ["grad_output", "grad_stats", "stats", "scalars", "saved"])
 def test_raw_backward_checks_what_it_is_given(device, argument):
     x, w, target = (t.detach() for t in leaves(device))
-    arguments = forward_arguments(x, w, target, "logits")
-    _, stats, scalars, saved, *_ = torch.ops.flce.forward(*arguments)
-    given = {
-        "grad_output": torch.ones((), device=device),
-        "stats": stats,
-        "scalars": scalars,
-        "saved": saved,
-    }
-    for wrong in (given[argument].double(), given[argument][..., None]):
-        passed = {**given, argument: wrong}
-        operands = (passed["grad_output"], *arguments[:5], *list(passed.values())[1:])
+    arguments = raw.forward(x, w, target, "logits")
+    made = torch.ops.flce.forward(*arguments)
+    grads = {"grad_output": torch.ones((), device=device), "grad_stats": torch.zeros_like(made[1])}
+    right = {**grads, "stats": made[1], "scalars": made[2], "saved": made[4]}[argument]
+    for wrong in (right.double(), right[..., None]):
+        passed = raw.backward(arguments, made, **{**grads, argument: wrong})
         with pytest.raises(ValueError, match=f"{argument}: expected"):
-            torch.ops.flce.backward(*operands, *arguments[5:])
+            torch.ops.flce.backward(*passed)
 
 
 @pytest.mark.parametrize("argument", ["grad_output", "stats", "scalars"])
 def test_raw_cross_entropy_backward_checks_what_it_is_given(device, argument):
     logits = torch.randn(TOKENS, VOCAB, device=device)
-    target = torch.arange(TOKENS, device=device)
-    settings = ("mean", -100, 0.0)
-    _, stats, scalars = torch.ops.flce.cross_entropy_forward(logits, target, None, *settings)
-    given = {
-        "grad_output": torch.ones((), device=device),
-        "stats": stats,
-        "scalars": scalars,
-    }
-    given[argument] = given[argument].double()
-    operands = (given["grad_output"], logits, target, None, given["stats"], given["scalars"])
+    arguments = raw.cross_entropy_forward(logits, torch.arange(TOKENS, device=device))
+    made = torch.ops.flce.cross_entropy_forward(*arguments)
+    given = {"grad_output": torch.ones((), device=device), "stats": made[1], "scalars": made[2]}
+    changed = {"grad_output": given["grad_output"], argument: given[argument].double()}
     with pytest.raises(ValueError, match=f"{argument}: expected dtype float32"):
-        torch.ops.flce.cross_entropy_backward(*operands, *settings)
+        torch.ops.flce.cross_entropy_backward(
+            *raw.cross_entropy_backward(arguments, made, **changed)
+        )
 
 
 @pytest.mark.parametrize("save", ["grads", "stats"])

@@ -34,7 +34,6 @@ REFUSALS = [
     ("input", ones((), dtype=torch.float32), ValueError, ["dimension"]),
     ("linear_weight", ones(VOCAB, HIDDEN + 1), ValueError, [f"(V, {HIDDEN})", f"{HIDDEN + 1})"]),
     ("linear_weight", ones(VOCAB), ValueError, ["(V, ", f"({VOCAB},)"]),
-    ("linear_weight", ones(VOCAB, 2, HIDDEN), ValueError, ["(V, ", f"({VOCAB}, 2, {HIDDEN})"]),
     ("linear_weight", ones(0, HIDDEN), ValueError, [f"(0, {HIDDEN})"]),
     ("linear_weight", ones(VOCAB, HIDDEN, dtype=torch.int8), TypeError, ["float32", "int8"]),
     (
@@ -50,10 +49,18 @@ REFUSALS = [
         [f"({TOKENS},)", f"({TOKENS + 1},)"],
     ),
     ("target", ones(TOKENS, 1, dtype=torch.int64), ValueError, [f"({TOKENS},)", f"({TOKENS}, 1)"]),
-    ("target", ones(TOKENS, dtype=torch.int32), TypeError, ["int64", "int32"]),
+    ("target", ones(TOKENS, dtype=torch.int16), TypeError, ["int64", "int32", "int16"]),
+    ("target", ones(TOKENS, dtype=torch.uint8), TypeError, ["int64", "int32", "uint8"]),
     ("target", ones(TOKENS, dtype=torch.bool), TypeError, ["int64", "bool"]),
-    ("target", ones(TOKENS, dtype=torch.float32), TypeError, ["int64", "float32"]),
-    ("target", ones(TOKENS, VOCAB, requires_grad=True), TypeError, ["int64", "float32"]),
+    ("target", ones(TOKENS, VOCAB, dtype=torch.complex64), TypeError, ["floating", "complex64"]),
+    ("target", ones(TOKENS), ValueError, [f"({TOKENS}, {VOCAB})", "probabilities", f"({TOKENS},)"]),
+    (
+        "target",
+        ones(TOKENS, VOCAB + 1),
+        ValueError,
+        [f"({TOKENS}, {VOCAB})", "probabilities", f"({TOKENS}, {VOCAB + 1})"],
+    ),
+    ("target", ones(TOKENS, VOCAB, requires_grad=True), ValueError, ["requires_grad"]),
     ("linear_bias", ones(VOCAB + 1), ValueError, [f"({VOCAB},)", f"({VOCAB + 1},)"]),
     ("linear_bias", ones(1, VOCAB), ValueError, [f"({VOCAB},)", f"(1, {VOCAB})"]),
     ("linear_bias", ones(VOCAB, dtype=torch.int64), TypeError, ["float32", "int64"]),
@@ -91,6 +98,100 @@ REFUSALS = [
     ("accum_dtype", value(torch.bfloat16), ValueError, ["float32", "bfloat16"]),
     ("accum_dtype", value(torch.float64), ValueError, ["float32", "float64"]),
     ("logits_dtype", value(torch.float16), ValueError, ["float32", "float16"]),
+    ("softcap", value(0.0), ValueError, ["positive", "None", "0.0"]),
+    ("softcap", value(-30.0), ValueError, ["positive", "-30.0"]),
+    ("softcap", value(math.inf), ValueError, ["finite", "inf"]),
+    ("softcap", value(math.nan), ValueError, ["positive", "nan"]),
+    ("softcap", value("30"), TypeError, ["number", "str"]),
+    ("logit_scale", value(0.0), ValueError, ["finite", "other than 0", "0.0"]),
+    ("logit_scale", value(math.inf), ValueError, ["finite", "inf"]),
+    ("logit_scale", value(math.nan), ValueError, ["finite", "nan"]),
+    ("logit_scale", ones(2), TypeError, ["number", "Tensor"]),
+    ("temperature", value(0.0), ValueError, ["positive", "0.0"]),
+    ("temperature", value(-1.0), ValueError, ["positive", "-1.0"]),
+    ("temperature", value(math.inf), ValueError, ["finite", "inf"]),
+    ("temperature", value(math.nan), ValueError, ["positive", "nan"]),
+    ("temperature", value(None), TypeError, ["number", "NoneType"]),
+    ("temperature", ones(TOKENS + 1), ValueError, [f"({TOKENS},)", f"({TOKENS + 1},)"]),
+    ("temperature", ones(TOKENS, 1), ValueError, [f"({TOKENS},)", f"({TOKENS}, 1)"]),
+    ("temperature", ones(TOKENS, requires_grad=True), ValueError, ["requires_grad"]),
+    ("temperature", ones(TOKENS, dtype=torch.complex64), TypeError, ["real", "complex64"]),
+    ("z_loss", value(-1e-4), ValueError, ["at least 0", "-0.0001"]),
+    ("z_loss", value(math.inf), ValueError, ["finite", "inf"]),
+    ("z_loss", value(math.nan), ValueError, ["at least 0", "nan"]),
+    ("token_weight", ones(TOKENS + 1), ValueError, [f"({TOKENS},)", f"({TOKENS + 1},)"]),
+    ("token_weight", ones(()), ValueError, [f"({TOKENS},)", "()"]),
+    ("token_weight", ones(TOKENS, requires_grad=True), ValueError, ["requires_grad"]),
+    ("token_weight", ones(TOKENS, dtype=torch.complex64), TypeError, ["real", "complex64"]),
+    ("token_weight", value(1.0), TypeError, ["tensor", "float"]),
+    ("num_items", value(-1), ValueError, ["at least 0", "-1"]),
+    ("num_items", value(math.inf), ValueError, ["finite", "inf"]),
+    ("num_items", value(math.nan), ValueError, ["at least 0", "nan"]),
+    ("num_items", value(True), TypeError, ["number", "bool"]),
+    ("num_items", value("7"), TypeError, ["number", "str"]),
+    ("num_items", ones(1), ValueError, ["0-d", "(1,)"]),
+    ("num_items", ones((), requires_grad=True), ValueError, ["requires_grad"]),
+    ("num_items", ones((), dtype=torch.complex64), ValueError, ["real", "complex64"]),
+    ("shift", value(-1), ValueError, ["at least 0", "-1"]),
+    ("shift", value(True), TypeError, ["int", "True"]),
+    ("shift", value(1.0), TypeError, ["int", "1.0"]),
+    ("shift", value(1), ValueError, ["3 dimensions", "cu_seqlens", "2 dimensions"]),
+    ("valid_vocab", value(0), ValueError, [f"from 1 to {VOCAB}", "0"]),
+    ("valid_vocab", value(VOCAB + 1), ValueError, [f"from 1 to {VOCAB}", str(VOCAB + 1)]),
+    ("valid_vocab", value(2.0), TypeError, ["int", "2.0"]),
+    ("valid_vocab", value(True), TypeError, ["int", "True"]),
+    ("valid_bound", value(-1), ValueError, ["at least 0", "-1"]),
+    ("valid_bound", value("auto"), ValueError, ['"count"', "'auto'"]),
+    ("valid_bound", value(3.0), TypeError, ["int", "3.0"]),
+    ("valid_bound", value(True), TypeError, ["int", "True"]),
+    ("options", value(object()), TypeError, ["LinearCrossEntropyOptions", "object"]),
+]
+
+
+def probabilities(device):
+    return torch.full((TOKENS, VOCAB), 1.0 / VOCAB, device=device)
+
+
+def offsets(*given, **options):
+    return lambda device: torch.tensor(given, device=device, **options)
+
+
+WHOLE = offsets(0, TOKENS, dtype=torch.int32)
+PROBABLE = {"target": probabilities}
+NONE, SUM = {"reduction": value("none")}, {"reduction": value("sum")}
+SHIFTED = {"shift": value(1)}
+PLACES = {
+    "linear_weight": ones(VOCAB, 2, HIDDEN),
+    "target": ones(TOKENS, 2, dtype=torch.int64),
+}
+
+# As REFUSALS, with what else the call has: each argument would do without it.
+COMBINED_REFUSALS = [
+    ("num_items", value(7), NONE, ValueError, ["None", "'none'", "7"]),
+    ("num_items", value(7), SUM, ValueError, ["None", "'sum'", "7"]),
+    ("num_items", ones(()), SUM, ValueError, ["None", "'sum'"]),
+    ("save", value("grads"), NONE, ValueError, ["logits", "stats", "none", "grads"]),
+    ("shift", value(1), {**PROBABLE, "cu_seqlens": WHOLE}, ValueError, ["0", "probabilities", "1"]),
+    ("ignore_index", value(3), PROBABLE, ValueError, ["-100", "None", "probabilities", "3"]),
+    ("valid_bound", value(6), PROBABLE, ValueError, ["None", "probabilities", "6"]),
+    ("valid_bound", value("count"), PROBABLE, ValueError, ["None", "probabilities", "count"]),
+    ("return_accuracy", value(True), PROBABLE, ValueError, ["False", "probabilities", "True"]),
+    (
+        "valid_bound",
+        value(0),
+        {"reduction": value("mean")},
+        ValueError,
+        [f"at least {TOKENS}", "0"],
+    ),
+    ("cu_seqlens", WHOLE, {}, ValueError, ["None", "shift"]),
+    ("cu_seqlens", offsets(0.0, 6.0), SHIFTED, ValueError, ["int32", "int64", "float32"]),
+    ("cu_seqlens", offsets(0, 6, dtype=torch.int16), SHIFTED, ValueError, ["int32", "int16"]),
+    ("cu_seqlens", offsets([0, 6]), SHIFTED, ValueError, ["vector", "(1, 2)"]),
+    ("cu_seqlens", offsets(6), SHIFTED, ValueError, ["two", "1"]),
+    ("cu_seqlens", value([0, 6]), SHIFTED, TypeError, ["tensor", "list"]),
+    ("shift", value(1), PLACES, ValueError, ["0", "more than two dimensions", "1"]),
+    ("return_lse", value(True), PLACES, ValueError, ["False", "more than two dimensions", "True"]),
+    ("input", ones(TOKENS, 2, HIDDEN), PLACES, ValueError, ["(N, H)", f"({TOKENS}, 2, {HIDDEN})"]),
 ]
 
 
@@ -119,20 +220,41 @@ def test_refusal(device, name, given, error, words):
     flce.linear_cross_entropy(**arguments(device)).backward()
 
 
-def test_grads_with_no_reduction(device):
-    """The forward cannot know a gradient for each row."""
-    call = {**arguments(device), "save": "grads", "reduction": "none"}
-    message = raised(ValueError, lambda: flce.linear_cross_entropy(**call))
-    for word in ("save", "logits", "stats", "grads", "none"):
-        assert word in message
+@pytest.mark.parametrize(
+    ("name", "given", "beside", "error", "words"), COMBINED_REFUSALS, ids=label
+)
+def test_combined_refusal(device, name, given, beside, error, words):
+    if name == "valid_bound" and not beside.keys() & {"target"} and device == "cuda":
+        pytest.skip("nothing counts the rows on CUDA: test_surface.py has the NaN it gives")
+    beside = {key: make(device) for key, make in beside.items()}
+    call = {**arguments(device), **beside, name: given(device)}
+    message = raised(error, lambda: flce.linear_cross_entropy(**call))
+    assert message.startswith(f"{name}: expected")
+    for word in words:
+        assert word in message, message
 
 
-@pytest.mark.parametrize("name", ["linear_weight", "target", "linear_bias", "weight"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_shift_and_probabilities_of_three_dimensions(device, k):
+    """Where the shape would allow the shift."""
+    x = torch.randn(2, TOKENS, HIDDEN, device=device)
+    w = torch.randn(VOCAB, HIDDEN, device=device)
+    t = torch.full((2, TOKENS, VOCAB), 1.0 / VOCAB, device=device)
+    message = raised(ValueError, lambda: flce.linear_cross_entropy(x, w, t, shift=k))
+    assert message.startswith("shift: expected 0") and str(k) in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["linear_weight", "target", "linear_bias", "weight", "token_weight", "temperature"],
+)
 def test_other_device(device, name):
     """A tensor elsewhere is refused by name (the meta device is elsewhere for everyone)."""
     call = arguments(device)
     call["linear_bias"] = torch.ones(VOCAB, device=device)
     call["weight"] = torch.ones(VOCAB, device=device)
+    call["token_weight"] = torch.ones(TOKENS, device=device)
+    call["temperature"] = torch.ones(TOKENS, device=device)
     call[name] = call[name].detach().to("meta")
     message = raised(ValueError, lambda: flce.linear_cross_entropy(**call))
     for word in (name, "device", device, "meta"):
@@ -193,8 +315,17 @@ def test_options_are_keywords_only():
     [
         ({"logits": torch.ones(TOKENS, VOCAB, dtype=torch.int64)}, TypeError, ["logits", "int64"]),
         ({"logits": torch.ones(TOKENS, 0)}, ValueError, ["logits", f"({TOKENS}, 0)"]),
-        ({"target": torch.zeros(TOKENS, VOCAB)}, TypeError, ["target", "int64", "float32"]),
+        ({"target": torch.zeros(TOKENS)}, ValueError, ["target", "probabilities", f"({TOKENS},)"]),
         ({"target": torch.zeros(2, dtype=torch.int64)}, ValueError, ["target", "(2,)"]),
+        ({"target": torch.zeros(TOKENS, dtype=torch.int8)}, TypeError, ["target", "int32", "int8"]),
+        ({"softcap": 0.0}, ValueError, ["softcap", "positive"]),
+        ({"logit_scale": 0.0}, ValueError, ["logit_scale", "other than 0"]),
+        ({"temperature": -1.0}, ValueError, ["temperature", "positive", "-1.0"]),
+        ({"temperature": torch.ones(2)}, ValueError, ["temperature", f"({TOKENS},)", "(2,)"]),
+        ({"z_loss": -1.0}, ValueError, ["z_loss", "at least 0"]),
+        ({"token_weight": torch.ones(2)}, ValueError, ["token_weight", f"({TOKENS},)", "(2,)"]),
+        ({"num_items": 3, "reduction": "sum"}, ValueError, ["num_items", "None", "'sum'"]),
+        ({"num_items": -3}, ValueError, ["num_items", "at least 0", "-3"]),
         ({"weight": torch.ones(VOCAB + 1)}, ValueError, ["weight", f"({VOCAB + 1},)"]),
         ({"reduction": "avg"}, ValueError, ["reduction", "avg"]),
         ({"label_smoothing": 2.0}, ValueError, ["label_smoothing", "2.0"]),
@@ -209,9 +340,41 @@ def test_cross_entropy(change, error, words):
         assert word in message, message
 
 
+def test_cross_entropy_with_probabilities():
+    logits = torch.randn(TOKENS, VOCAB)
+    for name, given in (("return_accuracy", True), ("ignore_index", 3)):
+        with pytest.raises(ValueError, match=f"^{name}: expected .* probabilities.* got {given}"):
+            flce.cross_entropy(logits, logits.softmax(-1), **{name: given})
+
+
+def test_logprobs_of_probabilities(device):
+    """There is no class whose log-probability it would be."""
+    x, w, _ = arguments(device).values()
+    message = raised(
+        (TypeError, ValueError), lambda: flce.linear_logprobs(x, w, probabilities(device))
+    )
+    assert message.startswith("target: expected class indices")
+
+
+def test_logprobs_refuse_grads(device):
+    message = raised(ValueError, lambda: flce.linear_logprobs(**arguments(device), save="grads"))
+    assert message.startswith("save: expected") and "grads" in message
+
+
 @pytest.mark.parametrize("module", ["LinearCrossEntropyLoss", "LinearCrossEntropyHead"])
 @pytest.mark.parametrize(
-    ("name", "given"), [("reduction", "avg"), ("save", "all"), ("label_smoothing", 2.0)]
+    ("name", "given"),
+    [
+        ("reduction", "avg"),
+        ("save", "all"),
+        ("label_smoothing", 2.0),
+        ("softcap", -1.0),
+        ("logit_scale", 0.0),
+        ("temperature", 0.0),
+        ("z_loss", -1.0),
+        ("shift", -1),
+        ("valid_vocab", VOCAB + 1),
+    ],
 )
 def test_modules_refuse_when_they_are_made(module, name, given):
     """Not at the first step of a long job."""

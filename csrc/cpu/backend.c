@@ -1,8 +1,6 @@
 /* The CPU backend's table, and the choice of its kernels. */
-#include "convert.h"
 #include "cpu.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -90,7 +88,8 @@ static flce_status facts(void* self, const flce_problem* problem, flce_facts* ou
   /* torch's CPU products write the operands' dtype; float16 ones are slow there. */
   *out = (flce_facts){.gemm_writes_f32 = false,
                       .gemm_f16 = false,
-                      .order_bytes = flce_cpu_order_bytes(problem->tokens)};
+                      .order_bytes = flce_cpu_order_bytes(problem->tokens),
+                      .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
   return FLCE_OK;
 }
 
@@ -123,56 +122,6 @@ static flce_status gemm(void* self, const flce_gemm* product, void* workspace,
   return FLCE_OK;
 }
 
-static flce_status check_targets(const flce_problem* problem, const int64_t* target) {
-  for (int64_t i = 0; i < problem->tokens; i++) {
-    int64_t y = target[i];
-    if (y == problem->ignore_index || (y >= 0 && y < problem->vocab)) continue;
-    return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
-                     "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
-                     (long long)i, (long long)y, (long long)problem->vocab,
-                     (long long)problem->ignore_index);
-  }
-  return FLCE_OK;
-}
-
-/* The power of two u with u * largest in (2^13, 2^14], as far as a float holds it. */
-static double unit_of(double largest) {
-  if (!(largest > 0.0) || isinf(largest)) return 1.0;
-  int exponent;
-  double fraction = frexp(largest, &exponent);
-  int power = (fraction == 0.5 ? 15 : 14) - exponent;
-  return ldexp(1.0, power > 127 ? 127 : power < -126 ? -126 : power);
-}
-
-static flce_status prepare(void* self, const flce_problem* problem, const int64_t* target,
-                           const void* class_weight, void* scalars) {
-  (void)self;
-  const variant* chosen;
-  FLCE_TRY(require_variant(&chosen));
-  FLCE_TRY(check_targets(problem, target));
-  flce_dtype stat = flce_stat_dtype(problem->dtype);
-  int64_t valid = 0;
-  double denominator = 0.0;
-  for (int64_t i = 0; i < problem->tokens; i++) {
-    if (target[i] == problem->ignore_index) continue;
-    valid++;
-    denominator += class_weight ? flce_load(class_weight, stat, target[i]) : 1.0;
-  }
-  double total = class_weight ? 0.0 : (double)problem->vocab;
-  double largest = class_weight ? 0.0 : 1.0;
-  for (int64_t j = 0; class_weight && j < problem->vocab; j++) {
-    double weight = flce_load(class_weight, stat, j);
-    total += weight;
-    largest = weight > largest ? weight : largest;
-  }
-  double inverse = problem->reduction != FLCE_MEAN ? 1.0 : valid == 0 ? 0.0 : 1.0 / denominator;
-  flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)valid);
-  flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
-  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, total);
-  flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit_of(largest));
-  return FLCE_OK;
-}
-
 void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
   *backend = (flce_backend){.name = "cpu",
                             .self = cpu,
@@ -181,7 +130,9 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .gemm = gemm,
                             .zero = flce_cpu_zero,
                             .cast = flce_cpu_cast,
-                            .prepare = prepare,
+                            .prepare = flce_cpu_prepare,
+                            .compact_rows = flce_cpu_compact_rows,
+                            .blank_rows = flce_cpu_blank_rows,
                             .stat_rows = flce_cpu_stat_rows,
                             .exp_rows = flce_cpu_exp_rows,
                             .grad_rows = flce_cpu_grad_rows,

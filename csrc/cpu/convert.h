@@ -89,4 +89,11 @@ static inline const void* flce_const_at(const void* data, flce_dtype dtype, int6
   return (const char*)data + i * flce_size_of(dtype);
 }
 
+static inline void flce_fill(void* data, flce_dtype dtype, double value, int64_t count) {
+  if (value == 0.0)
+    memset(data, 0, (size_t)(count * flce_size_of(dtype)));
+  else
+    for (int64_t i = 0; i < count; i++) flce_store(data, dtype, i, value);
+}
+
 #endif

@@ -23,6 +23,26 @@ static inline int64_t flce_blocks(int64_t count) {
   return (count + FLCE_BLOCK - 1) / FLCE_BLOCK;
 }
 
+/* Row r of a pass has its vectors at this index; -1 stands for no row. */
+static inline int64_t flce_row_place(const flce_rows* rows, int64_t r) {
+  return rows->index ? rows->index[r] : r;
+}
+
+typedef enum flce_row_kind {
+  FLCE_ROW_NONE,
+  FLCE_ROW_IGNORED,
+  FLCE_ROW_OUT_OF_RANGE,
+  FLCE_ROW_VALID
+} flce_row_kind;
+
+static inline flce_row_kind flce_row_kind_at(const flce_rows* rows, int64_t i) {
+  if (i < 0) return FLCE_ROW_NONE;
+  if (!rows->target) return FLCE_ROW_VALID;
+  int64_t y = rows->target[i];
+  if (y == rows->options.ignore_index) return FLCE_ROW_IGNORED;
+  return y >= 0 && y < rows->vocab ? FLCE_ROW_VALID : FLCE_ROW_OUT_OF_RANGE;
+}
+
 /* backend.c. FLCE_UNSUPPORTED names the types where there is no kernel; a FLCE_CPU_VARIANT that is
  * unknown here gives FLCE_INVALID_ARGUMENT. */
 flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kernels);
@@ -32,13 +52,22 @@ flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
  * computed for an index may not depend on the part that it falls in. */
 void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
 
+/* prepare.c */
+flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors);
+flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
+                                  void* index);
+flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                                flce_dtype dx_dtype, int64_t hidden);
+
 /* rows.c */
+void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value);
 flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows);
 flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows);
 flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                                bool z_is_exp);
-flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const void* grad_output,
-                                      int64_t grad_stride, const void* factor, void* coef);
+flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
+                                      const flce_upstream* upstream, const void* factor,
+                                      void* coef);
 
 /* vectors.c */
 flce_status flce_cpu_zero(void* self, void* data, int64_t bytes);
@@ -60,7 +89,8 @@ int64_t flce_cpu_order_bytes(int64_t tokens);
 flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                    void* order);
 flce_status flce_cpu_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                                const void* coef, int64_t rows, int64_t hidden);
+                                const void* coef, const int64_t* index, int64_t rows,
+                                int64_t hidden);
 flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                        flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                        const flce_rows* rows, const void* wsum, int64_t hidden);

@@ -55,7 +55,7 @@ flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, cons
   int64_t count = 0;
   for (int64_t i = 0; i < problem->tokens; i++) {
     int64_t y = target[i];
-    if (y == problem->ignore_index || y < 0 || y >= problem->vocab) continue;
+    if (y == problem->loss.ignore_index || y < 0 || y >= problem->vocab) continue;
     keys[count++] = y << TOKEN_BITS | i;
   }
   sort_keys(keys, keys + problem->tokens, count, problem->vocab);
@@ -87,6 +87,7 @@ typedef struct scale_rows_job {
   const flce_block_kernels* kernels;
   void* out;
   const void *x, *coef;
+  const int64_t* index;
   flce_dtype dtype, stat;
   int64_t hidden;
 } scale_rows_job;
@@ -94,12 +95,18 @@ typedef struct scale_rows_job {
 static void scale_rows_range(int64_t begin, int64_t end, void* context) {
   const scale_rows_job* job = context;
   flce_sums sums;
-  for (int64_t i = begin; i < end; i++) {
-    double coef = flce_load(job->coef, job->stat, i);
-    void* out = flce_at(job->out, job->dtype, i * job->hidden);
-    const void* x = flce_const_at(job->x, job->dtype, i * job->hidden);
+  size_t bytes = (size_t)(job->hidden * flce_size_of(job->dtype));
+  for (int64_t r = begin; r < end; r++) {
+    int64_t i = job->index ? job->index[r] : r;
+    double coef = i < 0 ? 0.0 : job->coef ? flce_load(job->coef, job->stat, i) : 1.0;
+    void* out = flce_at(job->out, job->dtype, r * job->hidden);
     if (coef == 0.0) {
-      memset(out, 0, (size_t)(job->hidden * flce_size_of(job->dtype)));
+      memset(out, 0, bytes);
+      continue;
+    }
+    const void* x = flce_const_at(job->x, job->dtype, i * job->hidden);
+    if (!job->coef) {
+      memcpy(out, x, bytes);
       continue;
     }
     for (int64_t h = 0, next; h < job->hidden; h = next) {
@@ -111,10 +118,12 @@ static void scale_rows_range(int64_t begin, int64_t end, void* context) {
 }
 
 flce_status flce_cpu_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                                const void* coef, int64_t rows, int64_t hidden) {
+                                const void* coef, const int64_t* index, int64_t rows,
+                                int64_t hidden) {
   scale_rows_job job = {.out = out,
                         .x = x,
                         .coef = coef,
+                        .index = index,
                         .dtype = dtype,
                         .stat = flce_stat_dtype(dtype),
                         .hidden = hidden};
@@ -132,37 +141,41 @@ typedef struct grad_input_job {
   int64_t hidden;
 } grad_input_job;
 
-static void grad_input_row(const grad_input_job* job, int64_t i, int64_t y) {
+/* dX[i] from row r of D. */
+static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
   const flce_rows* rows = job->rows;
   int64_t pitch = rows->stat_pitch, hidden = job->hidden;
-  double coef_row = flce_load(rows->coef, job->stat, FLCE_COEF_ROW * pitch + i);
-  double coef_target = flce_load(rows->coef, job->stat, FLCE_COEF_TARGET * pitch + i);
-  double coef_smooth = flce_load(rows->coef, job->stat, FLCE_COEF_SMOOTH * pitch + i);
+  double row = 1.0, target = 0.0, smooth = 0.0;
+  if (rows->coef) {
+    row = flce_load(rows->coef, job->stat, FLCE_COEF_ROW * pitch + i);
+    target = flce_load(rows->coef, job->stat, FLCE_COEF_TARGET * pitch + i);
+    smooth = flce_load(rows->coef, job->stat, FLCE_COEF_SMOOTH * pitch + i);
+  }
+  int64_t w_row = rows->coef && rows->target ? rows->target[i] : -1;
   flce_sums sums;
   for (int64_t h = 0, next; h < hidden; h = next) {
     next = flce_block_end(h, hidden);
     int64_t count = next - h;
-    job->d_kernels->scaled(&sums, coef_row, flce_const_at(job->d, job->d_dtype, i * hidden + h),
+    job->d_kernels->scaled(&sums, row, flce_const_at(job->d, job->d_dtype, r * hidden + h), count);
+    if (w_row >= 0)
+      job->w_kernels->axpy(&sums, target, flce_const_at(job->w, job->dtype, w_row * hidden + h),
                            count);
-    job->w_kernels->axpy(&sums, coef_target, flce_const_at(job->w, job->dtype, y * hidden + h),
-                         count);
-    if (job->wsum)
-      job->stat_kernels->axpy(&sums, -coef_smooth, flce_const_at(job->wsum, job->stat, h), count);
+    if (rows->coef && job->wsum)
+      job->stat_kernels->axpy(&sums, -smooth, flce_const_at(job->wsum, job->stat, h), count);
     job->dx_kernels->narrow(flce_at(job->dx, job->dx_dtype, i * hidden + h), &sums, count);
   }
 }
 
 static void grad_input_range(int64_t begin, int64_t end, void* context) {
   const grad_input_job* job = context;
-  int64_t hidden = job->hidden;
-  for (int64_t i = begin; i < end; i++) {
-    int64_t y = job->rows->target[i];
-    if (y >= 0 && y < job->rows->vocab && y != job->rows->ignore_index) {
-      grad_input_row(job, i, y);
-      continue;
-    }
-    double blank = y == job->rows->ignore_index ? 0.0 : NAN;
-    for (int64_t h = 0; h < hidden; h++) flce_store(job->dx, job->dx_dtype, i * hidden + h, blank);
+  for (int64_t r = begin; r < end; r++) {
+    int64_t i = flce_row_place(job->rows, r);
+    flce_row_kind kind = flce_row_kind_at(job->rows, i);
+    if (kind == FLCE_ROW_VALID)
+      grad_input_row(job, r, i);
+    else if (kind != FLCE_ROW_NONE)
+      flce_fill(flce_at(job->dx, job->dx_dtype, i * job->hidden), job->dx_dtype,
+                kind == FLCE_ROW_IGNORED ? 0.0 : NAN, job->hidden);
   }
 }
 
@@ -179,6 +192,8 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
                         .stat = flce_stat_dtype(dtype),
                         .rows = rows,
                         .hidden = hidden};
+  if (dx == d && rows->index)
+    return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows in their own order in place");
   if (dx == d && dx_dtype != d_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected %s in place, got %s",
                      flce_dtype_name(d_dtype), flce_dtype_name(dx_dtype));

@@ -2,37 +2,9 @@
  *
  * A thread takes whole rows, and a row's sums run in one order, so no result depends on the number
  * of threads. Row scalars are doubles here, rounded where they are stored. */
-#include "convert.h"
-#include "cpu.h"
+#include "rows.h"
 
 #include <math.h>
-#include <string.h>
-
-typedef struct row_pass {
-  const flce_rows* rows;
-  const flce_row_kernels* kernels;
-  flce_dtype dtype, stat;
-  bool write_exp; /* of the statistics pass */
-  double scale;   /* the rest: of the gradient pass */
-  bool hide_target, z_is_exp;
-} row_pass;
-
-static const void* z_row(const row_pass* pass, int64_t i) {
-  return flce_const_at(pass->rows->z, pass->dtype, i * pass->rows->z_pitch);
-}
-
-static void* out_row(const row_pass* pass, int64_t i) {
-  return flce_at(pass->rows->out, pass->dtype, i * pass->rows->out_pitch);
-}
-
-/* Element j of an optional [V] stat dtype vector, advanced by j. */
-static const void* from(const row_pass* pass, const void* vector, int64_t j) {
-  return vector ? flce_const_at(vector, pass->stat, j) : NULL;
-}
-
-static double class_weight(const flce_rows* rows, flce_dtype stat, int64_t j) {
-  return rows->class_weight ? flce_load(rows->class_weight, stat, j) : 1.0;
-}
 
 static double logit(const row_pass* pass, const void* z, int64_t j) {
   double value = flce_load(z, pass->dtype, j);
@@ -43,7 +15,7 @@ static double logit(const row_pass* pass, const void* z, int64_t j) {
 
 static double max_span(const row_pass* pass, const void* z, int64_t begin, int64_t end) {
   return pass->kernels->max(flce_const_at(z, pass->dtype, begin),
-                            from(pass, pass->rows->bias, begin), end - begin);
+                            row_from(pass, pass->rows->bias, begin), end - begin);
 }
 
 static double exp_span(const row_pass* pass, void* out, const void* z, double offset, int64_t begin,
@@ -51,7 +23,7 @@ static double exp_span(const row_pass* pass, void* out, const void* z, double of
   if (begin >= end) return 0.0;
   return pass->kernels->exp_sum(out ? flce_at(out, pass->dtype, begin) : NULL,
                                 flce_const_at(z, pass->dtype, begin),
-                                from(pass, pass->rows->bias, begin), offset, end - begin);
+                                row_from(pass, pass->rows->bias, begin), offset, end - begin);
 }
 
 /* exp over [begin, end) without column `skip`; returns the sum of what is left. */
@@ -62,17 +34,13 @@ static double exp_span_without(const row_pass* pass, void* out, const void* z, d
          exp_span(pass, out, z, offset, skip + 1, end);
 }
 
-static int64_t span_end(int64_t begin, int64_t vocab) {
-  return vocab - begin > FLCE_SPAN ? begin + FLCE_SPAN : vocab;
-}
-
 /* One reading of the row from memory: each span is read for its maximum and again, from the cache,
  * for its sum; the sum so far is scaled when the maximum grows. */
 static double online_sum(const row_pass* pass, const void* z, int64_t target, double* offset) {
   int64_t vocab = pass->rows->vocab;
   double largest = -INFINITY, sum = 0.0;
   for (int64_t begin = 0, end; begin < vocab; begin = end) {
-    end = span_end(begin, vocab);
+    end = row_span_end(begin, vocab);
     double top = max_span(pass, z, begin, end);
     if (top > largest) {
       sum *= exp(largest - top);
@@ -92,7 +60,7 @@ static double written_sum(const row_pass* pass, void* out, const void* z, int64_
   int64_t vocab = pass->rows->vocab;
   double sum = 0.0;
   for (int64_t begin = 0, end; begin < vocab; begin = end) {
-    end = span_end(begin, vocab);
+    end = row_span_end(begin, vocab);
     sum += exp_span_without(pass, out, z, offset, begin, end, target);
   }
   flce_store(out, pass->dtype, target, 0.0);
@@ -104,75 +72,125 @@ static double gap_sum(const row_pass* pass, const void* z, double offset) {
   int64_t vocab = pass->rows->vocab;
   double sum = 0.0;
   for (int64_t begin = 0, end; begin < vocab; begin = end) {
-    end = span_end(begin, vocab);
+    end = row_span_end(begin, vocab);
     sum += pass->kernels->gap(flce_const_at(z, pass->dtype, begin),
-                              from(pass, pass->rows->bias, begin),
-                              from(pass, pass->rows->class_weight, begin), offset, end - begin);
+                              row_from(pass, pass->rows->bias, begin),
+                              row_from(pass, pass->rows->class_weight, begin), offset, end - begin);
   }
   return sum;
 }
 
-static void store_stats(const row_pass* pass, int64_t i, double lse, double nll, double offset,
-                        double inv_sum) {
-  void* stats = pass->rows->stats;
-  int64_t pitch = pass->rows->stat_pitch;
-  flce_store(stats, pass->stat, FLCE_STAT_LSE * pitch + i, lse);
-  flce_store(stats, pass->stat, FLCE_STAT_NLL * pitch + i, nll);
-  flce_store(stats, pass->stat, FLCE_STAT_OFFSET * pitch + i, offset);
-  flce_store(stats, pass->stat, FLCE_STAT_INV_SUM * pitch + i, inv_sum);
+/* ---- statistics ---- */
+
+static void store_stats(const flce_rows* rows, flce_dtype stat, int64_t i,
+                        const double values[FLCE_STAT_ROWS]) {
+  for (int64_t k = 0; k < FLCE_STAT_ROWS; k++)
+    flce_store(rows->stats, stat, k * rows->stat_pitch + i, values[k]);
 }
 
-static double stat_of(const row_pass* pass, int64_t which, int64_t i) {
-  return flce_load(pass->rows->stats, pass->stat, which * pass->rows->stat_pitch + i);
+/* What is kept of a row that is ignored (value 0) or out of range (value NaN). */
+void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value) {
+  double values[FLCE_STAT_ROWS];
+  flce_fill(values, FLCE_F64, value, FLCE_STAT_ROWS);
+  store_stats(rows, stat, i, values);
+  if (rows->loss) flce_store(rows->loss, stat, i, value);
+  if (rows->predictions) rows->predictions[i] = -1;
 }
 
-static void zero_row(const row_pass* pass, int64_t i) {
-  memset(out_row(pass, i), 0, (size_t)(pass->rows->vocab * flce_size_of(pass->dtype)));
-}
-
-/* A row without a target: ignored (value 0) or out of range (value NaN); z is not read. */
-static void blank_row(const row_pass* pass, int64_t i, double value) {
-  store_stats(pass, i, value, value, value, value);
-  flce_store(pass->rows->loss, pass->stat, i, value);
-  if (pass->write_exp) zero_row(pass, i);
-}
-
-static void stat_row(const row_pass* pass, int64_t i) {
+/* z + bias as it is, target a class: the kernels of z's own dtype. */
+static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sums) {
   const flce_rows* rows = pass->rows;
-  int64_t y = rows->target[i];
-  if (y == rows->ignore_index || y < 0 || y >= rows->vocab) {
-    blank_row(pass, i, y == rows->ignore_index ? 0.0 : NAN);
+  const void* z = row_z(pass, r);
+  double smoothing = rows->options.label_smoothing;
+  *sums = (row_sums){.l_y = logit(pass, z, y), .slope_y = 1.0};
+  if (pass->write_exp)
+    sums->offset = max_span(pass, z, 0, rows->vocab);
+  else
+    sums->rest = online_sum(pass, z, y, &sums->offset);
+  if (smoothing > 0.0) {
+    double share = smoothing / (double)rows->vocab;
+    sums->gap = share * gap_sum(pass, z, sums->offset);
+    sums->mass = share * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_WEIGHT_TOTAL);
+  }
+  if (pass->write_exp) sums->rest = written_sum(pass, row_out(pass, r), z, y, sums->offset);
+}
+
+/* y: -1 for probabilities. */
+static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums* sums) {
+  const flce_rows* rows = pass->rows;
+  const flce_loss* options = &rows->options;
+  double e_y = y >= 0 ? exp(sums->l_y - sums->offset) : 0.0, sum = sums->rest + e_y;
+  double log_sum = log(sum), nll = 0.0, loss = sums->gap + sums->mass * log_sum;
+  if (y >= 0) {
+    /* Near a certain target ln S - (l_y - c) would cancel; log1p keeps the smallest losses. */
+    nll = sums->rest <= e_y ? log1p(sums->rest / e_y) : log_sum + (sums->offset - sums->l_y);
+    loss += (1.0 - options->label_smoothing) * row_factor(rows->class_weight, pass->stat, y) * nll;
+  }
+  double lse = sums->offset + log_sum, entropy = 0.0;
+  if (options->z_loss != 0.0)
+    loss += options->z_loss * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_Z_SHARE) * lse * lse;
+  if (rows->wants_entropy) { /* both terms are positive */
+    double others = sums->largest == y ? sums->tail : sums->tail + e_y;
+    double pull = e_y == 0.0 ? sums->pull : sums->pull + e_y * (sums->l_y - sums->offset);
+    entropy = log1p(others) - pull / sum;
+  }
+  store_stats(rows, pass->stat, i,
+              (double[]){[FLCE_STAT_LSE] = lse,
+                         [FLCE_STAT_NLL] = nll,
+                         [FLCE_STAT_OFFSET] = sums->offset,
+                         [FLCE_STAT_INV_SUM] = 1.0 / sum,
+                         [FLCE_STAT_ENTROPY] = entropy,
+                         [FLCE_STAT_SLOPE] = y >= 0 ? sums->slope_y : 0.0,
+                         [FLCE_STAT_MASS] = y >= 0 ? 0.0 : sums->mass});
+  flce_store(rows->loss, pass->stat, i, row_factor(rows->token_weight, pass->stat, i) * loss);
+  if (rows->predictions) rows->predictions[i] = sums->largest > 0 ? sums->largest : 0;
+}
+
+static void fill_row(const row_pass* pass, int64_t r, double value) {
+  flce_fill(row_out(pass, r), pass->dtype, value, pass->rows->vocab);
+}
+
+static void stat_row(const row_pass* pass, int64_t r) {
+  const flce_rows* rows = pass->rows;
+  int64_t i = flce_row_place(rows, r);
+  flce_row_kind kind = flce_row_kind_at(rows, i);
+  if (kind != FLCE_ROW_VALID) { /* z is not read */
+    double value = kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0;
+    if (kind != FLCE_ROW_NONE) flce_cpu_blank_stats(rows, pass->stat, i, value);
+    if (pass->write_exp) fill_row(pass, r, value);
     return;
   }
-  const void* z = z_row(pass, i);
-  double smoothing = rows->label_smoothing, z_y = logit(pass, z, y);
-  double offset, rest = 0.0, gap = 0.0;
-  if (pass->write_exp)
-    offset = max_span(pass, z, 0, rows->vocab);
+  int64_t y = rows->target ? rows->target[i] : -1;
+  row_sums sums;
+  if (pass->general)
+    flce_cpu_general_sums(pass, r, i, y, &sums);
   else
-    rest = online_sum(pass, z, y, &offset);
-  if (smoothing > 0.0) gap = gap_sum(pass, z, offset);
-  if (pass->write_exp) rest = written_sum(pass, out_row(pass, i), z, y, offset);
-
-  double e_y = exp(z_y - offset), sum = rest + e_y, log_sum = log(sum);
-  /* Near a certain target ln S - (z_y - c) would cancel; log1p keeps the smallest losses. */
-  double nll = rest <= e_y ? log1p(rest / e_y) : log_sum + (offset - z_y);
-  store_stats(pass, i, offset + log_sum, nll, offset, 1.0 / sum);
-  double loss = (1.0 - smoothing) * class_weight(rows, pass->stat, y) * nll;
-  if (smoothing > 0.0) {
-    double total = flce_load(rows->scalars, pass->stat, FLCE_SCALAR_WEIGHT_TOTAL);
-    loss += smoothing / (double)rows->vocab * (gap + total * log_sum);
-  }
-  flce_store(rows->loss, pass->stat, i, loss);
+    plain_sums(pass, r, y, &sums);
+  store_row(pass, i, y, &sums);
+  if (pass->general && pass->write_exp) flce_cpu_general_gradient(pass, r, i, y);
 }
 
 static void stat_range(int64_t begin, int64_t end, void* context) {
-  for (int64_t i = begin; i < end; i++) stat_row(context, i);
+  for (int64_t r = begin; r < end; r++) stat_row(context, r);
+}
+
+/* l is not z + bias. */
+static bool maps_logits(const flce_rows* rows) {
+  const flce_loss* options = &rows->options;
+  return options->logit_scale != 1.0 || options->softcap != 0.0 || options->temperature != 1.0 ||
+         rows->temperature;
 }
 
 static flce_status make_pass(const flce_rows* rows, bool writes, row_pass* pass) {
-  *pass = (row_pass){.rows = rows, .dtype = rows->z_dtype, .stat = flce_stat_dtype(rows->z_dtype)};
+  flce_dtype stat = flce_stat_dtype(rows->z_dtype);
+  *pass = (row_pass){.rows = rows,
+                     .dtype = rows->z_dtype,
+                     .stat = stat,
+                     .general = maps_logits(rows) || rows->probabilities};
   FLCE_TRY(flce_cpu_row_kernels(rows->z_dtype, &pass->kernels));
+  FLCE_TRY(flce_cpu_row_kernels(stat, &pass->l_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(stat, rows->z_dtype, &pass->z_blocks));
+  FLCE_TRY(flce_cpu_block_kernels(stat, stat, &pass->l_blocks));
   if (!writes) return FLCE_OK;
   if (rows->out_dtype != rows->z_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "CPU row pass: expected out in the logits' %s, got %s",
@@ -183,57 +201,94 @@ static flce_status make_pass(const flce_rows* rows, bool writes, row_pass* pass)
   return FLCE_OK;
 }
 
+static flce_status make_stat_pass(const flce_rows* rows, bool writes, row_pass* pass) {
+  FLCE_TRY(make_pass(rows, writes, pass));
+  pass->general |= rows->wants_entropy || rows->predictions;
+  pass->write_exp = writes;
+  pass->scale = 1.0;
+  pass->hide_target = true;
+  return FLCE_OK;
+}
+
 flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows) {
   row_pass pass;
-  FLCE_TRY(make_pass(rows, false, &pass));
+  FLCE_TRY(make_stat_pass(rows, false, &pass));
   flce_cpu_parallel(self, rows->rows, rows->vocab, stat_range, &pass);
   return FLCE_OK;
 }
 
 flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows) {
+  flce_rows exp_view = *rows;
+  exp_view.coef = NULL; /* rows of exp, whatever the caller's view holds for a gradient */
   row_pass pass;
-  FLCE_TRY(make_pass(rows, true, &pass));
-  pass.write_exp = true;
+  FLCE_TRY(make_stat_pass(&exp_view, true, &pass));
+  if (rows->probabilities)
+    return flce_fail(FLCE_UNSUPPORTED, "exp_rows: expected class targets, got probabilities");
   flce_cpu_parallel(self, rows->rows, rows->vocab, stat_range, &pass);
   return FLCE_OK;
 }
 
-static double coef_of(const row_pass* pass, int64_t which, int64_t i) {
-  return flce_load(pass->rows->coef, pass->stat, which * pass->rows->stat_pitch + i);
-}
+/* ---- gradient rows ---- */
 
-static void grad_row(const row_pass* pass, int64_t i) {
+static void plain_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
   const flce_rows* rows = pass->rows;
-  int64_t y = rows->target[i];
-  if (y == rows->ignore_index) {
-    zero_row(pass, i);
-    return;
-  }
   double factor = pass->scale, smooth = 0.0;
   if (rows->coef) {
-    factor = coef_of(pass, FLCE_COEF_ROW, i) / (pass->z_is_exp ? pass->scale : 1.0);
-    smooth = coef_of(pass, FLCE_COEF_SMOOTH, i);
+    factor = row_coef(pass, FLCE_COEF_ROW, i) / (pass->z_is_exp ? pass->scale : 1.0);
+    smooth = row_coef(pass, FLCE_COEF_SMOOTH, i);
   } else if (pass->z_is_exp) {
     factor = 1.0;
   }
   const void* weight = smooth != 0.0 ? rows->class_weight : NULL;
-  const void* z = z_row(pass, i);
-  void* out = out_row(pass, i);
+  const void* z = row_z(pass, r);
+  void* out = row_out(pass, r);
   if (pass->z_is_exp)
     pass->kernels->grad_linear(out, z, factor, weight, smooth, rows->vocab);
   else
-    pass->kernels->grad_exp(out, z, rows->bias, stat_of(pass, FLCE_STAT_OFFSET, i), factor, weight,
+    pass->kernels->grad_exp(out, z, rows->bias, row_stat(pass, FLCE_STAT_OFFSET, i), factor, weight,
                             smooth, rows->vocab);
-  if (y < 0 || y >= rows->vocab) return; /* the row is NaN by its statistics and coefficients */
   if (rows->coef)
     flce_store(out, pass->dtype, y,
-               coef_of(pass, FLCE_COEF_TARGET, i) - smooth * class_weight(rows, pass->stat, y));
+               row_coef(pass, FLCE_COEF_TARGET, i) -
+                   smooth * row_factor(rows->class_weight, pass->stat, y));
   else if (pass->hide_target)
     flce_store(out, pass->dtype, y, 0.0);
 }
 
+static bool has_entropy(const row_pass* pass, int64_t i) {
+  return pass->rows->coef && row_coef(pass, FLCE_COEF_ENTROPY, i) != 0.0;
+}
+
+static void grad_row(const row_pass* pass, int64_t r) {
+  const flce_rows* rows = pass->rows;
+  int64_t i = flce_row_place(rows, r);
+  flce_row_kind kind = flce_row_kind_at(rows, i);
+  if (kind != FLCE_ROW_VALID) {
+    fill_row(pass, r, kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0);
+    return;
+  }
+  int64_t y = rows->target ? rows->target[i] : -1;
+  if (!pass->z_is_exp && (pass->general || has_entropy(pass, i)))
+    flce_cpu_general_gradient(pass, r, i, y);
+  else
+    plain_gradient(pass, r, i, y);
+}
+
 static void grad_range(int64_t begin, int64_t end, void* context) {
-  for (int64_t i = begin; i < end; i++) grad_row(context, i);
+  for (int64_t r = begin; r < end; r++) grad_row(context, r);
+}
+
+/* What exp rows hold cannot give the gradient. */
+static flce_status check_exp(const row_pass* pass) {
+  const flce_rows* rows = pass->rows;
+  if (rows->options.softcap != 0.0 || rows->probabilities)
+    return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected class targets and no softcap");
+  for (int64_t r = 0; r < rows->rows; r++) {
+    int64_t i = flce_row_place(rows, r);
+    if (flce_row_kind_at(rows, i) == FLCE_ROW_VALID && has_entropy(pass, i))
+      return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected no gradient of the entropy");
+  }
+  return FLCE_OK;
 }
 
 flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
@@ -243,39 +298,77 @@ flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, 
   pass.scale = scale;
   pass.hide_target = hide_target;
   pass.z_is_exp = z_is_exp;
+  if (z_is_exp) FLCE_TRY(check_exp(&pass));
   flce_cpu_parallel(self, rows->rows, rows->vocab, grad_range, &pass);
   return FLCE_OK;
 }
 
-flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const void* grad_output,
-                                      int64_t grad_stride, const void* factor, void* coef) {
+/* ---- coefficients ---- */
+
+typedef struct coef_pass {
+  row_pass pass;
+  const flce_upstream* upstream;
+  double factor;
+} coef_pass;
+
+static double upstream_of(const void* vector, flce_dtype stat, int64_t i, double absent) {
+  return vector ? flce_load(vector, stat, i) : absent;
+}
+
+static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
+  const row_pass* pass = &job->pass;
+  const flce_rows* rows = pass->rows;
+  const flce_loss* options = &rows->options;
+  const flce_upstream* upstream = job->upstream;
+  flce_dtype stat = pass->stat;
+  double s = options->label_smoothing, share = s / (double)rows->vocab;
+  double k = row_factor(rows->token_weight, stat, i) * job->factor *
+             upstream_of(upstream->loss, stat, i * upstream->loss_stride, 1.0);
+  double a = options->logit_scale / (options->temperature * row_factor(rows->temperature, stat, i));
+  double inv_sum = row_stat(pass, FLCE_STAT_INV_SUM, i), own = 0.0, other = 0.0;
+  if (rows->target)
+    own = k * (1.0 - s) * row_factor(rows->class_weight, stat, rows->target[i]);
+  else
+    other = k * row_stat(pass, FLCE_STAT_MASS, i);
+  if (rows->target && s > 0.0)
+    other = k * share * flce_load(rows->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
+  if (options->z_loss != 0.0)
+    other += k * 2.0 * options->z_loss * flce_load(rows->scalars, stat, FLCE_SCALAR_Z_SHARE) *
+             row_stat(pass, FLCE_STAT_LSE, i);
+  other += upstream_of(upstream->lse, stat, i, 0.0);
+  coef[FLCE_COEF_ROW] = a * (own + other) * inv_sum;
+  if (rows->target) {
+    /* r p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
+    double nll = row_stat(pass, FLCE_STAT_NLL, i);
+    coef[FLCE_COEF_TARGET] =
+        a * row_stat(pass, FLCE_STAT_SLOPE, i) * (own * expm1(-nll) + other * exp(-nll));
+  } else {
+    coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
+  }
+  coef[FLCE_COEF_SMOOTH] = a * k * share;
+  coef[FLCE_COEF_VALID] = 1.0;
+  coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;
+}
+
+flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
+                                      const flce_upstream* upstream, const void* factor,
+                                      void* coef) {
   (void)self;
   flce_dtype stat = flce_stat_dtype(rows->z_dtype);
-  row_pass pass = {.rows = rows, .dtype = rows->z_dtype, .stat = stat};
-  double smoothing = rows->label_smoothing, smooth_share = smoothing / (double)rows->vocab;
-  double smooth_total =
-      smoothing > 0.0 ? smooth_share * flce_load(rows->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL)
-                      : 0.0;
-  for (int64_t i = 0; i < rows->rows; i++) {
-    int64_t y = rows->target[i];
-    double row = 0.0, target = 0.0, smooth = 0.0, valid = 0.0;
-    if (y != rows->ignore_index && (y < 0 || y >= rows->vocab)) {
-      row = target = smooth = valid = NAN;
-    } else if (y != rows->ignore_index) {
-      double g = grad_output ? flce_load(grad_output, stat, i * grad_stride) : 1.0;
-      if (factor) g *= flce_load(factor, stat, 0);
-      double own = (1.0 - smoothing) * class_weight(rows, stat, y);
-      double nll = stat_of(&pass, FLCE_STAT_NLL, i);
-      row = g * (own + smooth_total) * stat_of(&pass, FLCE_STAT_INV_SUM, i);
-      /* a p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
-      target = g * (own * expm1(-nll) + smooth_total * exp(-nll));
-      smooth = g * smooth_share;
-      valid = 1.0;
-    }
-    flce_store(coef, stat, FLCE_COEF_ROW * rows->stat_pitch + i, row);
-    flce_store(coef, stat, FLCE_COEF_TARGET * rows->stat_pitch + i, target);
-    flce_store(coef, stat, FLCE_COEF_SMOOTH * rows->stat_pitch + i, smooth);
-    flce_store(coef, stat, FLCE_COEF_VALID * rows->stat_pitch + i, valid);
+  coef_pass job = {.pass = {.rows = rows, .dtype = rows->z_dtype, .stat = stat},
+                   .upstream = upstream,
+                   .factor = row_factor(factor, stat, 0)};
+  for (int64_t r = 0; r < rows->rows; r++) {
+    int64_t i = flce_row_place(rows, r);
+    flce_row_kind kind = flce_row_kind_at(rows, i);
+    if (kind == FLCE_ROW_NONE) continue;
+    double values[FLCE_COEF_ROWS] = {0};
+    if (kind == FLCE_ROW_VALID)
+      valid_coefficients(&job, i, values);
+    else if (kind == FLCE_ROW_OUT_OF_RANGE)
+      flce_fill(values, FLCE_F64, NAN, FLCE_COEF_ROWS);
+    for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
+      flce_store(coef, stat, c * rows->stat_pitch + i, values[c]);
   }
   return FLCE_OK;
 }

@@ -35,7 +35,8 @@ static void scale_range(int64_t begin, int64_t end, void* context) {
 static flce_status scale(void* self, scale_job* job) {
   bool wide = job->in_dtype == FLCE_F64 || job->out_dtype == FLCE_F64;
   flce_dtype stat = wide ? FLCE_F64 : FLCE_F32;
-  if (job->out == job->in && job->out_dtype != job->in_dtype)
+  /* Two tensors without elements share the pointer NULL. */
+  if (job->count > 0 && job->out == job->in && job->out_dtype != job->in_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "expected one dtype in place, got %s for %s",
                      flce_dtype_name(job->out_dtype), flce_dtype_name(job->in_dtype));
   FLCE_TRY(flce_cpu_block_kernels(stat, job->in_dtype, &job->in_kernels));

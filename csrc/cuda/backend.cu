@@ -34,6 +34,10 @@ static flce_status cuda_facts(void* self, const flce_problem* problem, flce_fact
   facts->gemm_f16 = true;
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);
+  facts->compact_bytes = 0;
+  if (problem->rows < problem->tokens) { /* else no rows are gathered */
+    FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
+  }
   return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
 }
 
@@ -52,6 +56,8 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .zero = cuda_zero,
       .cast = cuda_cast,
       .prepare = cuda_prepare,
+      .compact_rows = cuda_compact_rows,
+      .blank_rows = cuda_blank_rows,
       .stat_rows = cuda_stat_rows,
       .exp_rows = cuda_exp_rows,
       .grad_rows = cuda_grad_rows,

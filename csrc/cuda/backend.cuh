@@ -17,6 +17,8 @@ size_t cuda_gemm_version(void);
 /* softmax.cu */
 flce_status cuda_stat_rows(void* self, const flce_rows* rows);
 flce_status cuda_exp_rows(void* self, const flce_rows* rows);
+
+/* grad_rows.cu */
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
@@ -24,6 +26,9 @@ flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                void* order);
+flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes);
+flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
+                              void* index);
 flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
                                     flce_dtype accum_dtype, const void* x, flce_dtype dtype,
                                     const void* coef_target, const void* order, int64_t tokens,
@@ -34,18 +39,24 @@ flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, con
                                   int64_t tokens, const void* smooth_total,
                                   const void* class_weight, int64_t vocab);
 
+/* vectors.cu */
+flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors);
+flce_status cuda_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                            flce_dtype dx_dtype, int64_t hidden);
+flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_upstream* upstream,
+                                  const void* factor, void* coef);
+flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
+                        const void* factor, flce_dtype stat);
+
 /* gradient.cu */
 flce_status cuda_zero(void* self, void* data, int64_t bytes);
 flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
                       flce_dtype in_dtype, int64_t count);
-flce_status cuda_prepare(void* self, const flce_problem* problem, const int64_t* target,
-                         const void* class_weight, void* scalars);
-flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const void* grad_output,
-                                  int64_t grad_stride, const void* factor, void* coef);
-flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat);
 flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                            const void* coef, int64_t rows, int64_t hidden);
+                            const void* coef, const int64_t* index, int64_t rows, int64_t hidden);
+/* The part of blank_rows that writes dX. */
+flce_status cuda_blank_grad_input(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                                  flce_dtype dx_dtype, int64_t hidden);
 flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                    const flce_rows* rows, const void* wsum, int64_t hidden);

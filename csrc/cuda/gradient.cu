@@ -1,5 +1,5 @@
-/* What stands between the row passes and the gradient GEMMs: coefficients, scaled rows, sums over
- * rows, and elementwise passes. Every sum has a fixed order. */
+/* What stands between the row passes and the gradient GEMMs: scaled rows, sums over rows, and
+ * elementwise passes. Every sum has a fixed order. */
 #include "backend.cuh"
 
 /* ---- elementwise passes ---- */
@@ -139,192 +139,90 @@ flce_status cuda_scale_grad(void* self, void* out, flce_dtype out_dtype, const v
   return FLCE_OK;
 }
 
-/* ---- scalars ---- */
-
-enum { kSumThreads = 1024 };
-
-/* Power of two u with u * top in (2^13, 2^14]; 1 where there is none. */
-__device__ double unit_for(double top) {
-  if (!(top > 0) || top == (double)INFINITY) return 1;
-  int exponent;
-  const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
-  const int power = (fraction == 0.5 ? 15 : 14) - exponent;
-  return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
-}
-
-template <typename S>
-__global__ void __launch_bounds__(kSumThreads)
-    prepare_scalars(const int64_t* target, int64_t tokens, int64_t vocab, int64_t ignore_index,
-                    const S* class_weight, bool mean, S* scalars) {
-  __shared__ double scratch[kMaxWarps];
-  double valid = 0, weight = 0, total = 0, top = 0;
-  for (int64_t i = threadIdx.x; i < tokens; i += kSumThreads) {
-    const int64_t y = target[i];
-    if (y == ignore_index) continue;
-    valid += 1;
-    /* A target out of range makes its own row NaN; the mean of the others stays what it is. */
-    if (class_weight && y >= 0 && y < vocab) weight += (double)class_weight[y];
-  }
-  for (int64_t j = threadIdx.x; class_weight && j < vocab; j += kSumThreads) {
-    const double w = (double)class_weight[j];
-    total += w;
-    top = fmax(top, fabs(w));
-  }
-  valid = block_sum(valid, scratch);
-  weight = class_weight ? block_sum(weight, scratch) : valid;
-  total = class_weight ? block_sum(total, scratch) : (double)vocab;
-  top = class_weight ? block_max(top, scratch) : 1;
-  if (threadIdx.x != 0) return;
-  scalars[FLCE_SCALAR_VALID] = (S)valid;
-  scalars[FLCE_SCALAR_INV_DENOM] = (S)(!mean ? 1 : valid == 0 ? 0 : 1 / weight);
-  scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
-  scalars[FLCE_SCALAR_UNIT] = (S)unit_for(top);
-}
-
-template <typename S>
-__global__ void __launch_bounds__(kSumThreads)
-    reduce_values(S* out, const S* values, int64_t count, const S* factor) {
-  __shared__ double scratch[kMaxWarps];
-  double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kSumThreads) sum += (double)values[i];
-  sum = block_sum(sum, scratch);
-  if (threadIdx.x == 0) out[0] = (S)(factor ? sum * (double)factor[0] : sum);
-}
-
-flce_status cuda_prepare(void* self, const flce_problem* problem, const int64_t* target,
-                         const void* class_weight, void* scalars) {
-  FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
-    prepare_scalars<<<1, kSumThreads, 0, stream_of(self)>>>(
-        target, problem->tokens, problem->vocab, problem->ignore_index, (const S*)class_weight,
-        problem->reduction == FLCE_MEAN, (S*)scalars);
-  });
-  FLCE_LAUNCHED("prepare");
-  return FLCE_OK;
-}
-
-flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat) {
-  FLCE_WITH_STAT(stat, S, {
-    reduce_values<<<1, kSumThreads, 0, stream_of(self)>>>((S*)out, (const S*)values, count,
-                                                          (const S*)factor);
-  });
-  FLCE_LAUNCHED("reduce");
-  return FLCE_OK;
-}
-
-/* ---- row coefficients ---- */
-
-template <typename S>
-__global__ void row_coefficients(const __grid_constant__ flce_rows r, const S* grad_output,
-                                 int64_t grad_stride, const S* factor, S* coef) {
-  const int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i >= r.rows) return;
-  const int64_t y = r.target[i];
-  const bool ignored = y == r.ignore_index, valid = !ignored && y >= 0 && y < r.vocab;
-  S row = ignored ? (S)0 : (S)NAN, target = row, smooth = row, counts = row;
-  if (valid) {
-    const S* stats = (const S*)r.stats + i;
-    const S inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch];
-    const S nll = stats[FLCE_STAT_NLL * r.stat_pitch];
-    const S* w = (const S*)r.class_weight;
-    const S g = (grad_output ? grad_output[i * grad_stride] : 1) * (factor ? factor[0] : 1);
-    const S hard = (S)(1 - r.label_smoothing) * (w ? w[y] : 1);
-    S soft = 0;
-    if (r.label_smoothing > 0) {
-      smooth = (S)(r.label_smoothing / (double)r.vocab);
-      soft = smooth * ((const S*)r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
-    } else {
-      smooth = 0;
-    }
-    row = g * (hard + soft) * inv_sum;
-    /* a p_y - hard, as hard (p_y - 1) + soft p_y: no cancellation where p_y is near 1. */
-    target = g * (hard * expm1(-nll));
-    if (soft != 0) target += g * (soft * exp(-nll));
-    smooth *= g;
-    counts = 1;
-  }
-  coef[FLCE_COEF_ROW * r.stat_pitch + i] = row;
-  coef[FLCE_COEF_TARGET * r.stat_pitch + i] = target;
-  coef[FLCE_COEF_SMOOTH * r.stat_pitch + i] = smooth;
-  coef[FLCE_COEF_VALID * r.stat_pitch + i] = counts;
-}
-
-flce_status cuda_row_coefficients(void* self, const flce_rows* r, const void* grad_output,
-                                  int64_t grad_stride, const void* factor, void* coef) {
-  if (r->rows == 0) return FLCE_OK;
-  unsigned blocks;
-  FLCE_TRY(vector_grid<1>(r->rows, "row_coefficients", &blocks));
-  FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
-    row_coefficients<<<blocks, kThreads, 0, stream_of(self)>>>(
-        *r, (const S*)grad_output, grad_stride, (const S*)factor, (S*)coef);
-  });
-  FLCE_LAUNCHED("row_coefficients");
-  return FLCE_OK;
-}
-
 /* ---- passes over [rows][H] ---- */
 
 /* A block a row; N is 8 where every row of every matrix is aligned, else 1. */
 template <typename S, int N>
 __global__ void scale_rows(void* out, const void* x, flce_dtype dtype, const S* coef,
-                           int64_t hidden) {
-  const S c = coef[blockIdx.x];
+                           const int64_t* index, int64_t hidden) {
+  const int64_t i = index ? index[blockIdx.x] : blockIdx.x;
+  const S c = i < 0 ? (S)0 : coef ? coef[i] : (S)1;
   for (int64_t h = (int64_t)threadIdx.x * N; h < hidden; h += (int64_t)blockDim.x * N) {
-    const int64_t at = (int64_t)blockIdx.x * hidden + h;
     S v[N] = {};
-    if (c != 0) load_any<S, N>(x, dtype, at, v);
+    if (c != 0) load_any<S, N>(x, dtype, i * hidden + h, v);
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] *= c;
-    store_any<S, N>(out, dtype, at, v);
+    store_any<S, N>(out, dtype, (int64_t)blockIdx.x * hidden + h, v);
   }
 }
 
 typedef struct grad_input_args {
+  flce_rows r;
   void* dx;
   const void *d, *w;
   flce_dtype dx_dtype, d_dtype, dtype;
-  const int64_t* target;
-  int64_t ignore_index, vocab, hidden, coef_pitch;
+  int64_t hidden;
 } grad_input_args;
 
+/* Elements [h, h + N) of a row of dX, from D there and the target's row of W. */
 template <typename S, int N>
-__global__ void finish_grad_input(const __grid_constant__ grad_input_args p, const S* coef,
-                                  const S* wsum) {
-  const int64_t i = blockIdx.x, y = p.target[i];
-  const bool ignored = y == p.ignore_index, valid = !ignored && y >= 0 && y < p.vocab;
-  const S row = coef[FLCE_COEF_ROW * p.coef_pitch + i];
-  const S target = coef[FLCE_COEF_TARGET * p.coef_pitch + i];
-  const S smooth = coef[FLCE_COEF_SMOOTH * p.coef_pitch + i];
+__device__ __forceinline__ void add_target_terms(const grad_input_args& p, int64_t at,
+                                                 const S* wsum, int64_t h, S (&v)[N]) {
+  const S* coef = (const S*)p.r.coef + at;
+  const S row = coef[FLCE_COEF_ROW * p.r.stat_pitch];
+  const S target = coef[FLCE_COEF_TARGET * p.r.stat_pitch];
+  const S smooth = coef[FLCE_COEF_SMOOTH * p.r.stat_pitch];
+  S w[N];
+  load_any<S, N>(p.w, p.dtype, p.r.target[at] * p.hidden + h, w);
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] = row * v[e] + target * w[e];
+  if (wsum) {
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] -= smooth * wsum[h + e];
+  }
+}
+
+template <typename S, int N>
+__global__ void finish_grad_input(const __grid_constant__ grad_input_args p, const S* wsum) {
+  const Place place = place_of(p.r, blockIdx.x);
+  if (place.kind == kRowAbsent) return;
   for (int64_t h = (int64_t)threadIdx.x * N; h < p.hidden; h += (int64_t)blockDim.x * N) {
     S v[N];
-    if (valid) {
-      S w[N];
-      load_any<S, N>(p.d, p.d_dtype, i * p.hidden + h, v);
-      load_any<S, N>(p.w, p.dtype, y * p.hidden + h, w);
-#pragma unroll
-      for (int e = 0; e < N; e++) v[e] = row * v[e] + target * w[e];
-      if (wsum) {
-#pragma unroll
-        for (int e = 0; e < N; e++) v[e] -= smooth * wsum[h + e];
-      }
+    if (place.kind == kRowValid) {
+      load_any<S, N>(p.d, p.d_dtype, (int64_t)blockIdx.x * p.hidden + h, v);
+      if (p.r.coef) add_target_terms<S, N>(p, place.at, wsum, h, v);
     } else {
 #pragma unroll
-      for (int e = 0; e < N; e++) v[e] = ignored ? (S)0 : (S)NAN;
+      for (int e = 0; e < N; e++) v[e] = blank_of<S>(place);
     }
-    store_any<S, N>(p.dx, p.dx_dtype, i * p.hidden + h, v);
+    store_any<S, N>(p.dx, p.dx_dtype, place.at * p.hidden + h, v);
+  }
+}
+
+/* dX's rows that compact_rows leaves out. */
+template <typename S, int N>
+__global__ void blank_grad_input(const __grid_constant__ flce_rows r, int64_t bound, void* dx,
+                                 flce_dtype dx_dtype, int64_t hidden) {
+  S value;
+  if (!is_left_out(r, blockIdx.x, bound, &value)) return;
+  for (int64_t h = (int64_t)threadIdx.x * N; h < hidden; h += (int64_t)blockDim.x * N) {
+    S v[N];
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = value;
+    store_any<S, N>(dx, dx_dtype, (int64_t)blockIdx.x * hidden + h, v);
   }
 }
 
 flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                            const void* coef, int64_t rows, int64_t hidden) {
+                            const void* coef, const int64_t* index, int64_t rows, int64_t hidden) {
   if (rows == 0 || hidden == 0) return FLCE_OK;
   FLCE_TRY(check_grid(rows, "scale_rows"));
   const bool aligned = hidden % 8 == 0 && both_aligned(out, x);
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
-    void (*kernel)(void*, const void*, flce_dtype, const S*, int64_t) =
-        aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
-    kernel<<<(unsigned)rows, threads, 0, stream_of(self)>>>(out, x, dtype, (const S*)coef, hidden);
+    auto kernel = aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
+    kernel<<<(unsigned)rows, threads, 0, stream_of(self)>>>(out, x, dtype, (const S*)coef, index,
+                                                            hidden);
   });
   FLCE_LAUNCHED("scale_rows");
   return FLCE_OK;
@@ -335,18 +233,31 @@ flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, co
                                    const flce_rows* r, const void* wsum, int64_t hidden) {
   if (r->rows == 0 || hidden == 0) return FLCE_OK;
   FLCE_TRY(check_grid(r->rows, "finish_grad_input"));
-  const grad_input_args args = {
-      dx,           d, w, dx_dtype, d_dtype, dtype, r->target, r->ignore_index, r->vocab, hidden,
-      r->stat_pitch};
+  if (r->coef && !r->target) {
+    return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
+  }
+  const grad_input_args args = {*r, dx, d, w, dx_dtype, d_dtype, dtype, hidden};
   const bool aligned = hidden % 8 == 0 && both_aligned(dx, d) && is_aligned(w, 16);
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
-    void (*kernel)(const grad_input_args, const S*, const S*) =
-        aligned ? finish_grad_input<S, 8> : finish_grad_input<S, 1>;
-    kernel<<<(unsigned)r->rows, threads, 0, stream_of(self)>>>(args, (const S*)r->coef,
-                                                               (const S*)wsum);
+    auto kernel = aligned ? finish_grad_input<S, 8> : finish_grad_input<S, 1>;
+    kernel<<<(unsigned)r->rows, threads, 0, stream_of(self)>>>(args, (const S*)wsum);
   });
   FLCE_LAUNCHED("finish_grad_input");
+  return FLCE_OK;
+}
+
+flce_status cuda_blank_grad_input(void* self, const flce_rows* r, int64_t bound, void* dx,
+                                  flce_dtype dx_dtype, int64_t hidden) {
+  if (r->rows == 0 || hidden == 0) return FLCE_OK;
+  FLCE_TRY(check_grid(r->rows, "blank_rows"));
+  const bool aligned = hidden % 8 == 0 && is_aligned(dx, 16);
+  const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
+  FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
+    auto kernel = aligned ? blank_grad_input<S, 8> : blank_grad_input<S, 1>;
+    kernel<<<(unsigned)r->rows, threads, 0, stream_of(self)>>>(*r, bound, dx, dx_dtype, hidden);
+  });
+  FLCE_LAUNCHED("blank_rows");
   return FLCE_OK;
 }
 

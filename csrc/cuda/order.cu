@@ -1,8 +1,10 @@
 /* Tokens ordered by target, and the passes that need them so: the target terms of dW and db, summed
- * in a fixed order without atomics. */
+ * in a fixed order without atomics. Also the index of the tokens that are not ignored. */
 #include "backend.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_select.cuh>
+#include <thrust/iterator/counting_iterator.h>
 
 /* ---- the order ---- */
 
@@ -90,11 +92,64 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
   const order_view view = view_order(order, tokens);
   const order_view none = {NULL, NULL, NULL, NULL, NULL};
   make_keys<<<(unsigned)ceil_div(tokens, kOrderThreads), kOrderThreads, 0, stream_of(self)>>>(
-      view.keys_in, view.tokens_in, target, tokens, vocab, problem->ignore_index);
+      view.keys_in, view.tokens_in, target, tokens, vocab, problem->loss.ignore_index);
   FLCE_LAUNCHED("order_targets");
   size_t scratch_bytes = 0;
   FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
   return sort_order(&view, view.scratch, &scratch_bytes, tokens, vocab, stream_of(self));
+}
+
+/* ---- the index ---- */
+
+struct IsCounted {
+  const int64_t* target;
+  int64_t ignore_index;
+  __host__ __device__ bool operator()(int64_t i) const { return target[i] != ignore_index; }
+};
+
+/* [tokens] positions, their number, then the selection's own scratch. */
+static int64_t index_stride(int64_t tokens) {
+  return ceil_div((tokens + 1) * (int64_t)sizeof(int64_t), 256) * 256;
+}
+
+/* With scratch NULL only `scratch_bytes` is set. The selection is stable: tokens ascend. */
+static flce_status select_tokens(int64_t* index, void* scratch, size_t* scratch_bytes,
+                                 int64_t tokens, IsCounted is_counted, cudaStream_t stream) {
+  return check_cuda(
+      cub::DeviceSelect::If(scratch, *scratch_bytes, thrust::counting_iterator<int64_t>(0), index,
+                            index + tokens, (int)tokens, is_counted, stream),
+      "compact_rows: select");
+}
+
+/* Asked for in every call, as cuda_order_bytes is. */
+flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes) {
+  static thread_local int64_t known_tokens = -1, known_bytes = 0;
+  static thread_local int known_device = -1;
+  int device;
+  FLCE_TRY(check_cuda(cudaGetDevice(&device), "compact_bytes"));
+  if (device != known_device || tokens != known_tokens) {
+    FLCE_TRY(check_order(tokens, 0));
+    size_t scratch_bytes = 0;
+    FLCE_TRY(select_tokens(NULL, NULL, &scratch_bytes, tokens, IsCounted{NULL, 0}, NULL));
+    known_bytes = index_stride(tokens) + (int64_t)scratch_bytes;
+    known_device = device;
+    known_tokens = tokens;
+  }
+  *bytes = known_bytes;
+  return FLCE_OK;
+}
+
+flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
+                              void* index) {
+  const int64_t tokens = problem->tokens;
+  if (tokens == 0) return FLCE_OK;
+  int64_t bytes;
+  FLCE_TRY(cuda_compact_bytes(tokens, &bytes));
+  const size_t list_bytes = (size_t)tokens * sizeof(int64_t);
+  FLCE_TRY(check_cuda(cudaMemsetAsync(index, 0xff, list_bytes, stream_of(self)), "compact_rows"));
+  size_t scratch_bytes = (size_t)(bytes - index_stride(tokens));
+  return select_tokens((int64_t*)index, (char*)index + index_stride(tokens), &scratch_bytes, tokens,
+                       IsCounted{target, problem->loss.ignore_index}, stream_of(self));
 }
 
 /* First position whose key is not below `key`. */

@@ -12,9 +12,18 @@ enum { kRowThreads = 512, kMaxVocab = 1 << 30 };
 template <typename Z>
 constexpr int kUnroll = sizeof(Z) == 2 ? 2 : 4;
 
+/* The versions of a row kernel. The general one tests the options as it runs, the same way in a
+ * whole block; the others know them to be absent, all but a positive number that multiplies z. */
+enum Kind {
+  kPlain,
+  kBiased,
+  kExp, /* grad_rows only: z holds exp */
+  kGeneral
+};
+
 /* Blocks of an SM that a row kernel's registers must leave room for: as many as spill nothing. */
-constexpr int row_blocks(size_t z_size, bool bias, bool smooth) {
-  return z_size == 8 || (bias && smooth) ? 1 : bias || smooth ? 2 : 3;
+constexpr int row_blocks(size_t z_size, Kind kind) {
+  return z_size == 8 ? 1 : kind == kPlain || kind == kExp ? 3 : 2;
 }
 
 constexpr float kLog2e = 1.44269504f;
@@ -30,6 +39,12 @@ __device__ __forceinline__ float smallest_normal(float) {
 }
 __device__ __forceinline__ double smallest_normal(double) {
   return 2.2250738585072014e-308;
+}
+__device__ __forceinline__ float largest_finite(float) {
+  return 3.40282347e38f;
+}
+__device__ __forceinline__ double largest_finite(double) {
+  return 1.7976931348623157e308;
 }
 
 /* 2^x within 2^-22 of its value, results below 2^-126 flushed to 0. */
@@ -56,6 +71,22 @@ __device__ __forceinline__ S exp_for(S x) {
   } else {
     return exp_fast(x);
   }
+}
+
+/* tanh(u) for 16-bit results: as 1 - 2 / (1 + e^2u) within 2^-21, most of it by the quotient's 2
+ * ulp where it is near 1 and 2 (u <= 0); e^2u's own error, |2u| 2^-24 + 2^-22 of it, counts with at
+ * most 1/2 and vanishes with e^2u or 1 / e^2u. */
+template <bool FAST>
+__device__ __forceinline__ float tanh_of(float u) {
+  if constexpr (FAST) {
+    return 1 - __fdividef(2, 1 + exp2_fast(u * (2 * kLog2e)));
+  } else {
+    return tanhf(u);
+  }
+}
+template <bool FAST>
+__device__ __forceinline__ double tanh_of(double u) {
+  return tanh(u);
 }
 
 /* ---- access ---- */
@@ -111,16 +142,21 @@ __device__ __forceinline__ void load_tile(const Z* row, int lead, int vocab, int
   }
 }
 
-/* The same of a vector beside the row (bias, class weights), whose alignment is its own. */
-template <typename S, int N>
-__device__ __forceinline__ void load_beside(const S* side, int col, int vocab, S (&v)[N]) {
-  if (col >= 0 && col + N <= vocab && is_aligned(side + col, 16)) {
-    Vec<S, N> raw;
+/* The same of a vector beside the row (bias, class weights, probabilities), whose alignment is its
+ * own; 0 beyond the ends. Float64 beside 16-bit logits is not worth the registers of its loads. */
+template <typename T, typename S, int N>
+__device__ __forceinline__ void load_beside(const T* side, int col, int vocab, S (&v)[N]) {
+  constexpr int kAlign = sizeof(T) * N < 16 ? sizeof(T) * N : 16;
+  constexpr bool kWhole = sizeof(T) * N <= 32;
+  if (kWhole && col >= 0 && col + N <= vocab && is_aligned(side + col, kAlign)) {
+    Vec<T, N> raw;
     load_vec<false>(side + col, raw);
     unpack(raw, v);
   } else {
 #pragma unroll
-    for (int e = 0; e < N; e++) v[e] = (unsigned)(col + e) < (unsigned)vocab ? side[col + e] : 0;
+    for (int e = 0; e < N; e++) {
+      v[e] = (unsigned)(col + e) < (unsigned)vocab ? (S)to_stat(side[col + e]) : (S)0;
+    }
   }
 }
 
@@ -148,10 +184,10 @@ __device__ __forceinline__ void fill_row(Out* row, int vocab, Out value) {
   }
 }
 
-/* Logits as the statistics see them. */
+/* z of a vector's columns, the bias added. */
 template <bool BIAS, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void logits_of(const Vec<Z, kVec<Z>>& raw, const S* bias, int col,
-                                          int vocab, S (&v)[kVec<Z>]) {
+__device__ __forceinline__ void z_of(const Vec<Z, kVec<Z>>& raw, const S* bias, int col, int vocab,
+                                     S (&v)[kVec<Z>]) {
   unpack(raw, v);
   if constexpr (BIAS) {
     S b[kVec<Z>];
@@ -173,104 +209,98 @@ __device__ __forceinline__ void hide_column(Vec<Z, kVec<Z>>& raw, int hit) {
 
 /* ---- rows ---- */
 
+/* flce_rows as the kernels get it, with what the host makes of its options once. */
+struct row_args {
+  flce_rows r;
+  double scale; /* logit_scale / temperature */
+  float scale_f32;
+  double gain;   /* logit_scale / softcap */
+  double height; /* softcap / temperature; 0 without a softcap */
+  double hard;   /* 1 - s */
+  double share;  /* s / V */
+  bool weighted; /* the loss has a sum over all columns: smoothing, probabilities */
+};
+
 /* One row of flce_rows as a block sees it. */
 template <typename Z>
 struct Row {
   using S = stat_t<Z>;
-  int64_t index;
   const Z* z;
-  const S* bias;
-  const S* class_weight;
-  int vocab, target, lead, vectors;
-  S z_target;
-  S reference; /* of the smoothing sum: z_target, 0 where that is not finite */
+  const S *bias, *class_weight;
+  const void* probabilities;
+  int vocab, target, lead, vectors; /* target -1: probabilities */
+  S scale;                          /* l = scale z where there is no softcap, */
+  S gain, height, inverse;          /* else height tanh(gain z); height 0: none */
+  S hard, share;
+  S l_target;
+  S reference; /* of sums over l: l_target, 0 where that is not finite */
 };
-
-enum RowKind { kRowValid, kRowIgnored, kRowOutOfRange };
-
-/* The kind of this block's row. */
-__device__ __forceinline__ RowKind row_kind(const flce_rows& r) {
-  const int64_t y = r.target[blockIdx.x];
-  if (y == r.ignore_index) return kRowIgnored;
-  return y >= 0 && y < r.vocab ? kRowValid : kRowOutOfRange;
-}
-
-template <typename Z>
-__device__ __forceinline__ Row<Z> open_row(const flce_rows& r) {
-  using S = stat_t<Z>;
-  Row<Z> row;
-  row.index = blockIdx.x;
-  row.z = (const Z*)r.z + row.index * r.z_pitch;
-  row.bias = (const S*)r.bias;
-  row.class_weight = (const S*)r.class_weight;
-  row.vocab = (int)r.vocab;
-  row.target = (int)r.target[row.index];
-  row.lead = lead_of(row.z);
-  row.vectors = vectors_of<Z>(row.lead, row.vocab);
-  row.z_target = to_stat(row.z[row.target]) + (r.bias ? row.bias[row.target] : 0);
-  row.reference = isfinite(row.z_target) ? row.z_target : 0;
-  return row;
-}
-
-/* Adds w_j (reference - z_j) over the columns of one vector, the target left out. */
-template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ S smoothing_sum(const Row<Z>& row, int col, const S (&z)[kVec<Z>]) {
-  constexpr int N = kVec<Z>;
-  S w[N], sum = 0;
-#pragma unroll
-  for (int e = 0; e < N; e++) w[e] = 1;
-  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
-#pragma unroll
-  for (int e = 0; e < N; e++) {
-    const bool counts = (unsigned)(col + e) < (unsigned)row.vocab && col + e != row.target;
-    if (counts) sum += w[e] * (row.reference - z[e]);
-  }
-  return sum;
-}
 
 template <typename S>
 __device__ __forceinline__ S* stat_row(const flce_rows& r, int which) {
   return (S*)r.stats + which * r.stat_pitch;
 }
 
-/* Statistics and loss of a row from its offset c, sum_rest (exp(z - c) summed without the target)
- * and the smoothing sum. By one thread. */
-template <typename Z, typename S = stat_t<Z>>
-__device__ void write_statistics(const flce_rows& r, const Row<Z>& row, S c, S sum_rest, S smooth) {
-  const S z = row.z_target, inf = infinity_of(z);
-  /* A target of +inf would look like a certain one; eager gives NaN. */
-  const S e_target = z == inf ? z - z : exp(z - c);
-  const S sum = sum_rest + e_target;
-  /* The first form keeps every digit of a tiny loss; the second serves where exp(z - c) has lost
-   * its own. A NaN ends in the second. */
-  const S ratio = sum_rest / e_target;
-  const bool direct = e_target >= smallest_normal(z) && ratio < inf;
-  const S nll = direct ? log1p(ratio) : log(sum) + (c - z);
-  const S lse = isfinite(z) ? z + nll : c + log(sum);
-
-  const S* w = row.class_weight;
-  const S w_target = w ? w[row.target] : 1;
-  S loss = (S)(1 - r.label_smoothing) * w_target * nll;
-  if (r.label_smoothing > 0) {
-    const S total = ((const S*)r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
-    const S own = w_target * (row.reference - z);
-    loss += (S)(r.label_smoothing / (double)r.vocab) *
-            (total * (isfinite(z) ? nll : lse) + (smooth + own));
-  }
-  stat_row<S>(r, FLCE_STAT_LSE)[row.index] = lse;
-  stat_row<S>(r, FLCE_STAT_NLL)[row.index] = nll;
-  stat_row<S>(r, FLCE_STAT_OFFSET)[row.index] = c;
-  stat_row<S>(r, FLCE_STAT_INV_SUM)[row.index] = 1 / sum;
-  ((S*)r.loss)[row.index] = loss;
+/* logit_scale / temperature, read where it is used: no register of the plain kernels holds it. */
+__device__ __forceinline__ float scale_of(const row_args& p, float) {
+  return p.scale_f32;
+}
+__device__ __forceinline__ double scale_of(const row_args& p, double) {
+  return p.scale;
 }
 
-/* The same of a row without a target: zeros where it is ignored, else NaN. */
-template <typename S>
-__device__ __forceinline__ void write_no_statistics(const flce_rows& r, RowKind kind) {
-  if (threadIdx.x != 0) return;
-  const S value = kind == kRowIgnored ? (S)0 : (S)NAN;
-  for (int which = 0; which < FLCE_STAT_ROWS; which++) stat_row<S>(r, which)[blockIdx.x] = value;
-  ((S*)r.loss)[blockIdx.x] = value;
+/* FAST: for 16-bit results. */
+template <bool FAST, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S logit_of(const Row<Z>& row, S z) {
+  return row.height != 0 ? row.height * tanh_of<FAST>(row.gain * z) : row.scale * z;
+}
+
+__device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
+  return dtype == FLCE_F64 ? 8 : dtype == FLCE_F32 ? 4 : 2;
+}
+
+/* A row without its target's logit: grad_rows has no use for that, and may be overwriting it. */
+template <Kind KIND, typename Z>
+__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
+  using S = stat_t<Z>;
+  const flce_rows& r = p.r;
+  Row<Z> row = {};
+  row.z = (const Z*)r.z + (int64_t)blockIdx.x * r.z_pitch;
+  row.bias = (const S*)r.bias;
+  row.class_weight = (const S*)r.class_weight;
+  row.vocab = (int)r.vocab;
+  row.target = KIND == kGeneral && !r.target ? -1 : (int)r.target[at];
+  row.lead = lead_of(row.z);
+  row.vectors = vectors_of<Z>(row.lead, row.vocab);
+  row.scale = scale_of(p, S(0));
+  if constexpr (KIND == kGeneral) {
+    row.gain = (S)p.gain;
+    row.height = (S)p.height;
+    if (r.temperature) {
+      const S temperature = ((const S*)r.temperature)[at];
+      row.scale /= temperature;
+      row.height /= temperature;
+    }
+    row.inverse = 1 / row.height;
+    row.hard = (S)p.hard;
+    row.share = (S)p.share;
+    if (r.probabilities) {
+      row.probabilities = (const char*)r.probabilities +
+                          at * r.probabilities_pitch * bytes_of(r.probabilities_dtype);
+    }
+  }
+  return row;
+}
+
+template <Kind KIND, bool FAST, typename Z>
+__device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t at) {
+  using S = stat_t<Z>;
+  Row<Z> row = open_walk<KIND, Z>(p, at);
+  if (KIND == kGeneral && row.target < 0) return row;
+  const S z = (S)to_stat(row.z[row.target]) + (row.bias ? row.bias[row.target] : 0);
+  row.l_target = KIND == kGeneral ? logit_of<FAST>(row, z) : row.scale * z;
+  row.reference = isfinite(row.l_target) ? row.l_target : 0;
+  return row;
 }
 
 #endif

@@ -1,10 +1,28 @@
-/* Row passes: statistics, E = exp(z - c) and gradient rows. One block walks one row. */
+/* Row passes of the forward: statistics and E = exp(l - c). One block walks one row. */
 #include "backend.cuh"
-#include "row.cuh"
+#include "launch.cuh"
+#include "statistics.cuh"
+
+/* The largest z (+ bias) of this thread's vectors of a tile; the target's becomes -inf. */
+template <bool BIAS, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>],
+                                          int first) {
+  S top = -infinity_of(S(0));
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+    S z[kVec<Z>];
+    hide_column(raw[u], row.target - col);
+    z_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
+#pragma unroll
+    for (int e = 0; e < kVec<Z>; e++) top = fmax(top, z[e]);
+  }
+  return top;
+}
 
 /* ---- exp_rows for 16-bit E: one read ---- */
 
-/* The offset is known before the row is: c = z_y + kAbove. The target is one of the sum's terms, so
+/* The offset is known before the row is: c = l_y + kAbove. The target is one of the sum's terms, so
  * the sum cannot vanish; E may rise to exp(kWindow), so a sum of 2^30 columns stays below 2^90.
  * Only a logit further than kAbove + kWindow = 86 above the target's leaves the window. */
 constexpr float kAbove = 44.361420f;  /* 64 ln 2 */
@@ -18,7 +36,7 @@ __device__ __forceinline__ void rescale_written(Out* out, const Row<Z>& row, int
   constexpr int N = kVec<Z>;
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
     const int col = column_of<Z>(v, row.lead);
-#pragma unroll
+#pragma unroll 1 /* rare; the loop around holds its registers meanwhile */
     for (int e = 0; e < N; e++) {
       if ((unsigned)(col + e) >= (unsigned)row.vocab) continue;
       const float scaled = to_stat(out[col + e]) * factor;
@@ -27,16 +45,27 @@ __device__ __forceinline__ void rescale_written(Out* out, const Row<Z>& row, int
   }
 }
 
+/* Raises the offset of what a thread has summed. */
+template <Kind KIND>
+__device__ __forceinline__ void raise_sums(RowSums<float>& sums, float raised, float factor) {
+  if constexpr (KIND == kGeneral) {
+    sums.spread = factor * (sums.spread - (raised - sums.spread_from) * sums.rest);
+    sums.spread_from = raised;
+  }
+  sums.rest *= factor;
+  sums.offset = raised;
+}
+
 /* E of one vector; gives its sum, taken before E is rounded. */
 template <bool BIAS, typename Z, typename Out>
 __device__ __forceinline__ float write_exp(Out* out, const Row<Z>& row, const Vec<Z, kVec<Z>>& raw,
                                            int col, float shift) {
   constexpr int N = kVec<Z>;
   float z[N], sum = 0;
-  logits_of<BIAS>(raw, row.bias, col, row.vocab, z);
+  z_of<BIAS>(raw, row.bias, col, row.vocab, z);
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    z[e] = exp_fast(z[e] - shift);
+    z[e] = exp_fast(fma(z[e], row.scale, -shift));
     sum += z[e];
   }
   Vec<Out, N> packed;
@@ -45,98 +74,185 @@ __device__ __forceinline__ float write_exp(Out* out, const Row<Z>& row, const Ve
   return sum;
 }
 
-template <typename Z, typename Out, bool BIAS, bool SMOOTH>
-__global__ void __launch_bounds__(kRowThreads, row_blocks(4, BIAS, SMOOTH))
-    exp_rows_one_read(const __grid_constant__ flce_rows r) {
+/* The same of the general kernel, from l. */
+template <typename Z, typename Out>
+__device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const Row<Z>& row,
+                                             const float (&l)[kVec<Z>], int col, float shift,
+                                             RowSums<float>& sums) {
+  constexpr int N = kVec<Z>;
+  float v[N];
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    v[e] = exp_fast(l[e] - shift);
+    sums.rest += v[e];
+  }
+  if (r.wants_entropy) {
+#pragma unroll
+    for (int e = 0; e < N; e++) sums.spread += spread_of(v[e], l[e], sums.spread_from);
+  }
+  if (row.height != 0) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const float t = l[e] * row.inverse;
+      v[e] *= fmaxf(1 - t * t, 0); /* 0 where l is -inf or rounding has t beyond 1 */
+    }
+  }
+  Vec<Out, N> packed;
+  pack(v, packed);
+  store_columns(out, col, row.vocab, packed);
+}
+
+template <typename Z, typename Out, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
+    exp_rows_one_read(const __grid_constant__ row_args p) {
   constexpr int N = kVec<Z>;
   __shared__ float scratch[kMaxWarps];
+  const flce_rows& r = p.r;
   Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const RowKind kind = row_kind(r);
-  if (kind != kRowValid) {
-    fill_row(out, (int)r.vocab, from_stat<Out>(0.0f));
-    write_no_statistics<float>(r, kind);
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<float>(place)));
+    write_no_statistics<float>(r, place);
     return;
   }
-  const Row<Z> row = open_row<Z>(r);
-  float c = isfinite(row.z_target) ? row.z_target + kAbove : -INFINITY;
-  float sum = 0, smooth = 0;
+  const Row<Z> row = open_row<KIND, true, Z>(p, place.at);
+  RowSums<float> sums = {};
+  sums.offset = isfinite(row.l_target) ? row.l_target + kAbove : -INFINITY;
+  sums.gap_from = sums.spread_from = row.reference;
+  Best<float> best = no_best<float>();
   for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     const int mine = first + threadIdx.x;
     Vec<Z, N> raw[kUnroll<Z>];
     load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
-    float top = -INFINITY;
-#pragma unroll
-    for (int u = 0; u < kUnroll<Z>; u++) {
-      const int col = column_of<Z>(mine + u * blockDim.x, row.lead);
-      float z[N];
-      if constexpr (SMOOTH) {
-        logits_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
-        smooth += smoothing_sum(row, col, z);
-      }
-      hide_column(raw[u], row.target - col);
-      logits_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
-#pragma unroll
-      for (int e = 0; e < N; e++) top = fmaxf(top, z[e]);
+    float l[kUnroll<Z>][N], top;
+    if constexpr (KIND == kGeneral) {
+      tile_logits<true>(row, raw, mine, l);
+      top = tile_max(l);
+      if (p.weighted) add_tile_gaps<false>(r, row, mine, l, sums.gap_from, sums);
+      if (r.predictions && top > best.value) best = {top, column_holding(row, top, mine, l)};
+    } else {
+      top = row.scale * hide_and_max<KIND == kBiased>(row, raw, mine);
     }
     /* The barrier also separates the reads of this tile (and of z_y) from the writes below: in
      * place and with Out half of Z, tile t's E covers logits of tiles up to t, of other threads
      * too. */
-    if (__syncthreads_or(top > c + kWindow)) {
+    if (__syncthreads_or(top > sums.offset + kWindow)) {
       const float raised = block_max(top, scratch);
-      const float factor = exp_fast(c - raised);
+      const float factor = exp_fast(sums.offset - raised);
       rescale_written(out, row, first, factor);
-      sum *= factor;
-      c = raised;
+      raise_sums<KIND>(sums, raised, factor);
     }
     /* No offset yet: every logit so far is -inf (or NaN), and exp(-inf) needs a finite shift. */
-    const float shift = c == -INFINITY ? 0.0f : c;
+    const float shift = sums.offset == -INFINITY ? 0.0f : sums.offset;
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
       const int col = column_of<Z>(mine + u * blockDim.x, row.lead);
-      sum += write_exp<BIAS>(out, row, raw[u], col, shift);
+      if constexpr (KIND == kGeneral) {
+        write_exp_of(out, r, row, l[u], col, shift, sums);
+      } else {
+        sums.rest += write_exp<KIND == kBiased>(out, row, raw[u], col, shift);
+      }
     }
   }
-  sum = block_sum(sum, scratch);
-  if constexpr (SMOOTH) smooth = block_sum(smooth, scratch);
-  if (threadIdx.x == 0) write_statistics(r, row, c, sum, smooth);
+  add_up<KIND>(p, sums, scratch);
+  if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
+  if (threadIdx.x != 0) return;
+  write_statistics<KIND>(p, row, sums);
+  if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
 }
 
 /* ---- exp_rows for float32 and float64 E: the row's maximum first, then E ---- */
 
-template <typename T, bool BIAS>
+/* A subnormal would be worthless in the products that follow, and slow on some units. */
+template <typename T>
+__device__ __forceinline__ T flushed(T value) {
+  return value < smallest_normal(value) ? 0 : value;
+}
+
+/* The largest l of the row, the target's too. */
+template <Kind KIND, typename T>
 __device__ __forceinline__ T row_max(const Row<T>& row, T* scratch) {
   constexpr int N = kVec<T>;
   T top = -infinity_of(T(0));
   for (int first = threadIdx.x; first < row.vectors; first += kUnroll<T> * blockDim.x) {
     Vec<T, N> raw[kUnroll<T>];
     load_tile<false>(row.z, row.lead, row.vocab, first, raw);
+    T l[kUnroll<T>][N];
+    if constexpr (KIND == kGeneral) {
+      tile_logits<false>(row, raw, first, l);
+    } else {
 #pragma unroll
-    for (int u = 0; u < kUnroll<T>; u++) {
-      T z[N];
-      logits_of<BIAS>(raw[u], row.bias, column_of<T>(first + u * blockDim.x, row.lead), row.vocab,
-                      z);
-#pragma unroll
-      for (int e = 0; e < N; e++) top = fmax(top, z[e]);
+      for (int u = 0; u < kUnroll<T>; u++) {
+        const int col = column_of<T>(first + u * blockDim.x, row.lead);
+        z_of<KIND == kBiased>(raw[u], row.bias, col, row.vocab, l[u]);
+      }
     }
+    top = fmax(top, tile_max(l));
   }
-  return block_max(top, scratch);
+  if constexpr (KIND != kGeneral) return row.scale * block_max(top, scratch);
+  return fmax(block_max(top, scratch), row.l_target);
 }
 
-template <typename T, bool BIAS, bool SMOOTH>
-__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || (BIAS && SMOOTH) ? 1 : 2)
-    exp_rows_two_reads(const __grid_constant__ flce_rows r) {
+/* E of one vector, of which the target and what lies beyond the row's ends count nothing. */
+template <bool BIAS, typename T>
+__device__ __forceinline__ void write_exp_two_reads(T* out, const Row<T>& row, Vec<T, kVec<T>>& raw,
+                                                    int col, RowSums<T>& sums) {
+  constexpr int N = kVec<T>;
+  T z[N];
+  z_of<BIAS>(raw, row.bias, col, row.vocab, z);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const T value = is_gap(row, col + e) ? 0 : exp(fma(z[e], row.scale, -sums.offset));
+    sums.rest += value;
+    raw.at[e] = flushed(value);
+  }
+  store_columns(out, col, row.vocab, raw);
+}
+
+/* The same of the general kernel. */
+template <typename T>
+__device__ __forceinline__ void write_exp_of_two_reads(T* out, const row_args& p, const Row<T>& row,
+                                                       Vec<T, kVec<T>>& raw, int col,
+                                                       RowSums<T>& sums, int& best) {
+  constexpr int N = kVec<T>;
+  const T c = sums.offset;
+  T l[N], slope[N];
+  logits_of<false>(row, raw, col, l, slope);
+  hide_gaps(row, col, l);
+  if (p.weighted) add_gaps<false>(p.r, row, col, l, c, sums);
+  if (p.r.predictions) {
+#pragma unroll
+    for (int e = N - 1; e >= 0; e--) {
+      if (l[e] == c) best = min(best, col + e);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const T value = exp(l[e] - c);
+    sums.rest += value;
+    if (p.r.wants_entropy) sums.spread += spread_of(value, l[e], c);
+    raw.at[e] = flushed(value * slope[e]);
+  }
+  store_columns(out, col, row.vocab, raw);
+}
+
+template <typename T, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
+    exp_rows_two_reads(const __grid_constant__ row_args p) {
   constexpr int N = kVec<T>;
   __shared__ T scratch[kMaxWarps];
+  const flce_rows& r = p.r;
   T* out = (T*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const RowKind kind = row_kind(r);
-  if (kind != kRowValid) {
-    fill_row(out, (int)r.vocab, T(0));
-    write_no_statistics<T>(r, kind);
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, blank_of<T>(place));
+    write_no_statistics<T>(r, place);
     return;
   }
-  const Row<T> row = open_row<T>(r);
-  const T c = row_max<T, BIAS>(row, scratch);
-  T sum = 0, smooth = 0;
+  const Row<T> row = open_row<KIND, false, T>(p, place.at);
+  RowSums<T> sums = {};
+  sums.offset = sums.gap_from = sums.spread_from = row_max<KIND>(row, scratch);
+  int lowest = INT32_MAX; /* column that holds the offset */
   /* In place a thread overwrites only what it has read itself, and z_y was read before row_max's
    * barriers. */
   for (int first = threadIdx.x; first < row.vectors; first += kUnroll<T> * blockDim.x) {
@@ -145,285 +261,195 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || (BIAS && SMOOTH
 #pragma unroll
     for (int u = 0; u < kUnroll<T>; u++) {
       const int col = column_of<T>(first + u * blockDim.x, row.lead);
-      T z[N];
-      logits_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
-      if constexpr (SMOOTH) smooth += smoothing_sum(row, col, z);
-#pragma unroll
-      for (int e = 0; e < N; e++) {
-        const bool counts = (unsigned)(col + e) < (unsigned)row.vocab && col + e != row.target;
-        const T value = counts ? exp(z[e] - c) : 0;
-        sum += value;
-        /* A subnormal would be worthless in the products that follow, and slow on some units. */
-        raw[u].at[e] = value < smallest_normal(value) ? 0 : value;
+      if constexpr (KIND == kGeneral) {
+        write_exp_of_two_reads(out, p, row, raw[u], col, sums, lowest);
+      } else {
+        write_exp_two_reads<KIND == kBiased>(out, row, raw[u], col, sums);
       }
-      store_columns(out, col, row.vocab, raw[u]);
     }
   }
-  sum = block_sum(sum, scratch);
-  if constexpr (SMOOTH) smooth = block_sum(smooth, scratch);
-  if (threadIdx.x == 0) write_statistics(r, row, c, sum, smooth);
+  add_up<KIND>(p, sums, scratch);
+  Best<T> best = {sums.offset, lowest};
+  if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
+  if (threadIdx.x != 0) return;
+  write_statistics<KIND>(p, row, sums);
+  if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
 }
 
 /* ---- stat_rows ---- */
 
-/* A running maximum and the sum of exp(z - maximum): one exp for each logit and one for each tile.
+/* A thread's running maximum, in units of which one is `unit` of l: z in the plain kernels. */
+template <typename S>
+struct Running {
+  S top, shift; /* shift: of its sums, unit top; 0 while top is -inf */
+};
+
+template <Kind KIND, typename S>
+__device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S highest, S unit) {
+  const S raised = unit * highest;
+  const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
+  if constexpr (KIND == kGeneral) {
+    const S step = raised - run.shift;
+    sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+  }
+  sums.rest *= factor;
+  run.top = highest;
+  run.shift = raised;
+}
+
+/* Brings a thread's sums to the block's offset. A thread that saw only -inf has the sum 0 (NaN if
+ * it saw a NaN) for any offset. */
+template <Kind KIND, typename S>
+__device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
+  const S none = -infinity_of(S(0)), c = sums.offset;
+  const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
+  if constexpr (KIND == kGeneral) {
+    const S step = c - run.shift;
+    if (run.top != none) sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+    sums.gap_from = sums.spread_from = c;
+  }
+  sums.rest *= factor;
+}
+
+/* Adds exp(l - shift) of one vector, and what the entropy needs. */
+template <typename S, int N>
+__device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy, RowSums<S>& sums) {
+  if (entropy) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const S value = exp_fast(l[e] - shift);
+      sums.rest += value;
+      sums.spread += spread_of(value, l[e], shift);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) sums.rest += exp_fast(l[e] - shift);
+  }
+}
+
+/* A running maximum and the sum of exp(l - maximum): one exp for each logit and one for each tile.
  */
-template <typename Z, bool BIAS, bool SMOOTH>
-__global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), BIAS, SMOOTH))
-    stat_rows(const __grid_constant__ flce_rows r) {
+template <typename Z, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
+    stat_rows(const __grid_constant__ row_args p) {
   using S = stat_t<Z>;
   constexpr int N = kVec<Z>;
+  constexpr bool kFast = sizeof(Z) == 2;
   __shared__ S scratch[kMaxWarps];
-  const RowKind kind = row_kind(r);
-  if (kind != kRowValid) {
-    write_no_statistics<S>(r, kind);
+  const flce_rows& r = p.r;
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    write_no_statistics<S>(r, place);
     return;
   }
-  const Row<Z> row = open_row<Z>(r);
-  const S none = -infinity_of(S(0));
-  S top = none, shift = 0, sum = 0, smooth = 0;
+  const Row<Z> row = open_row<KIND, kFast, Z>(p, place.at);
+  const S none = -infinity_of(S(0)), unit = KIND == kGeneral ? S(1) : row.scale;
+  Running<S> run = {none, 0};
+  RowSums<S> sums = {};
+  Best<S> best = no_best<S>();
   for (int first = threadIdx.x; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     Vec<Z, N> raw[kUnroll<Z>];
     load_tile<true>(row.z, row.lead, row.vocab, first, raw);
-    S highest = top;
-#pragma unroll
-    for (int u = 0; u < kUnroll<Z>; u++) {
-      const int col = column_of<Z>(first + u * blockDim.x, row.lead);
-      S z[N];
-      if constexpr (SMOOTH) {
-        logits_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
-        smooth += smoothing_sum(row, col, z);
+    S l[kUnroll<Z>][N], highest = run.top;
+    if constexpr (KIND == kGeneral) {
+      tile_logits<kFast>(row, raw, first, l);
+      highest = fmax(highest, tile_max(l));
+    } else {
+      highest = fmax(highest, hide_and_max<KIND == kBiased>(row, raw, first));
+    }
+    if (highest > run.top) {
+      if (KIND == kGeneral && r.predictions) {
+        best = {highest, column_holding(row, highest, first, l)};
       }
-      hide_column(raw[u], row.target - col);
-      logits_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
-#pragma unroll
-      for (int e = 0; e < N; e++) highest = fmax(highest, z[e]);
+      raise_top<KIND>(run, sums, highest, unit);
     }
-    if (highest > top) {
-      sum *= exp_fast(top - highest); /* top = -inf: the sum is 0, and stays 0 */
-      top = shift = highest;
-    }
+    if (KIND == kGeneral && p.weighted) add_tile_gaps<true>(r, row, first, l, run.shift, sums);
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
-      S z[N];
-      logits_of<BIAS>(raw[u], row.bias, column_of<Z>(first + u * blockDim.x, row.lead), row.vocab,
-                      z);
+      if constexpr (KIND == kGeneral) {
+        add_exps(l[u], run.shift, r.wants_entropy, sums);
+      } else {
+        const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+        z_of<KIND == kBiased>(raw[u], row.bias, col, row.vocab, l[u]);
 #pragma unroll
-      for (int e = 0; e < N; e++) sum += exp_fast(z[e] - shift);
+        for (int e = 0; e < N; e++) sums.rest += exp_fast(fma(l[u][e], unit, -run.shift));
+      }
     }
   }
-  const S c = fmax(block_max(top, scratch), row.z_target);
-  /* A thread that saw only -inf has the sum 0 (NaN if it saw a NaN) for any offset. */
-  sum = block_sum(top == none ? sum : sum * exp_fast(top - c), scratch);
-  if constexpr (SMOOTH) smooth = block_sum(smooth, scratch);
-  if (threadIdx.x == 0) write_statistics(r, row, c, sum, smooth);
-}
-
-/* ---- grad_rows ---- */
-
-enum Source { kFromLogits, kFromBiasedLogits, kFromExp };
-
-/* out_j = factor exp(z_j - offset) - smooth w_j, and `target` instead at the target's column. */
-template <typename S>
-struct GradRow {
-  S factor, offset, target, smooth;
-  int target_column;
-  bool set_target;
-};
-
-template <typename S>
-__device__ __forceinline__ GradRow<S> open_grad_row(const flce_rows& r, int64_t i, double scale,
-                                                    bool hide_target, bool z_is_exp) {
-  GradRow<S> g;
-  g.offset = stat_row<S>(r, FLCE_STAT_OFFSET)[i];
-  g.target_column = (int)r.target[i];
-  g.factor = (S)(z_is_exp ? 1.0 : scale);
-  g.target = g.smooth = 0;
-  g.set_target = hide_target;
-  if (r.coef) {
-    const S* coef = (const S*)r.coef + i;
-    g.factor = coef[FLCE_COEF_ROW * r.stat_pitch];
-    if (z_is_exp) g.factor /= (S)scale;
-    g.smooth = coef[FLCE_COEF_SMOOTH * r.stat_pitch];
-    const S* w = (const S*)r.class_weight;
-    g.target = coef[FLCE_COEF_TARGET * r.stat_pitch];
-    if (g.smooth != 0) g.target -= g.smooth * (w ? w[g.target_column] : 1);
-    g.set_target = true;
-  }
-  return g;
-}
-
-/* Gradients of one vector, which begins at column `col`. */
-template <Source SOURCE, bool SMOOTH, typename Z, typename Out, typename S = stat_t<Z>>
-__device__ __forceinline__ void grad_vector(const flce_rows& r, const GradRow<S>& g,
-                                            const Vec<Z, kVec<Z>>& raw, int col,
-                                            Vec<Out, kVec<Z>>& packed) {
-  constexpr int N = kVec<Z>;
-  const int hit = g.target_column - col, vocab = (int)r.vocab;
-  S v[N];
-  logits_of<SOURCE == kFromBiasedLogits>(raw, (const S*)r.bias, col, vocab, v);
-#pragma unroll
-  for (int e = 0; e < N; e++) {
-    if constexpr (SOURCE != kFromExp) v[e] = exp_for<Out>(v[e] - g.offset);
-    v[e] *= g.factor;
-  }
-  if constexpr (SMOOTH) {
-    S w[N];
-#pragma unroll
-    for (int e = 0; e < N; e++) w[e] = 1;
-    if (r.class_weight) load_beside((const S*)r.class_weight, col, vocab, w);
-#pragma unroll
-    for (int e = 0; e < N; e++) v[e] -= g.smooth * w[e];
-  }
-  if (g.set_target && (unsigned)hit < (unsigned)N) {
-#pragma unroll
-    for (int e = 0; e < N; e++) {
-      if (e == hit) v[e] = g.target;
-    }
-  }
-  pack(v, packed);
-}
-
-template <typename Z, typename Out, Source SOURCE, bool SMOOTH>
-__global__ void __launch_bounds__(kRowThreads,
-                                  row_blocks(sizeof(Z), SOURCE == kFromBiasedLogits, SMOOTH))
-    grad_rows(const __grid_constant__ flce_rows r, double scale, bool hide_target) {
-  using S = stat_t<Z>;
-  constexpr int N = kVec<Z>;
-  Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const RowKind kind = row_kind(r);
-  if (kind != kRowValid) {
-    const bool nan = kind == kRowOutOfRange && r.coef;
-    fill_row(out, (int)r.vocab, from_stat<Out>(nan ? (S)NAN : (S)0));
-    return;
-  }
-  const GradRow<S> g = open_grad_row<S>(r, blockIdx.x, scale, hide_target, SOURCE == kFromExp);
-  const Z* z = (const Z*)r.z + (int64_t)blockIdx.x * r.z_pitch;
-  const int vocab = (int)r.vocab, lead = lead_of(z), vectors = vectors_of<Z>(lead, vocab);
-  for (int first = 0; first < vectors; first += kUnroll<Z> * blockDim.x) {
-    const int mine = first + threadIdx.x;
-    Vec<Z, N> raw[kUnroll<Z>];
-    load_tile<true>(z, lead, vocab, mine, raw);
-    /* In place with Out half of Z a tile's gradients cover logits of tiles up to it, of other
-     * threads too; with equal sizes a thread overwrites only what it has read itself. */
-    if constexpr (sizeof(Out) != sizeof(Z)) __syncthreads();
-#pragma unroll
-    for (int u = 0; u < kUnroll<Z>; u++) {
-      const int col = column_of<Z>(mine + u * blockDim.x, lead);
-      Vec<Out, N> packed;
-      grad_vector<SOURCE, SMOOTH>(r, g, raw[u], col, packed);
-      store_columns(out, col, vocab, packed);
-    }
-  }
+  sums.offset = unit * block_max(run.top, scratch);
+  if (row.target >= 0) sums.offset = fmax(sums.offset, row.l_target);
+  settle<KIND>(run, sums, unit);
+  add_up<KIND>(p, sums, scratch);
+  if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
+  if (threadIdx.x != 0) return;
+  write_statistics<KIND>(p, row, sums);
+  if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
 }
 
 /* ---- launches ---- */
 
-typedef void (*row_kernel)(const flce_rows);
-typedef void (*grad_kernel)(const flce_rows, double, bool);
-
-static flce_status check_rows(const flce_rows* r, const char* what) {
-  if (r->vocab > kMaxVocab) {
-    return flce_fail(FLCE_UNSUPPORTED, "%s: at most %d columns, got %lld", what, kMaxVocab,
-                     (long long)r->vocab);
-  }
-  return check_grid(r->rows, what);
-}
-
-/* Enough threads for one tile a row, in steps of whole warps. */
-static int row_threads(const flce_rows* r) {
-  const int64_t logits = 16; /* of a thread in one tile: kUnroll vectors; fewer for float64 */
-  return threads_for(ceil_div(r->vocab, logits), kRowThreads);
-}
+typedef void (*row_kernel)(const row_args);
 
 static flce_status launch_rows(void* self, const flce_rows* r, row_kernel kernel,
                                const char* what) {
   FLCE_TRY(check_rows(r, what));
-  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(*r);
+  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r));
   FLCE_LAUNCHED(what);
   return FLCE_OK;
 }
 
-static flce_status no_row_kernel(const flce_rows* r, const char* what) {
-  return flce_fail(FLCE_UNSUPPORTED, "%s: no CUDA kernel from %s to %s", what,
-                   flce_dtype_name(r->z_dtype), flce_dtype_name(r->out_dtype));
+/* A scale below 0 makes the smallest z the largest l. */
+static Kind forward_kind(const flce_rows* r) {
+  const flce_loss* o = &r->options;
+  const bool general = o->label_smoothing > 0 || o->softcap > 0 || !(o->logit_scale > 0) ||
+                       r->temperature || r->wants_entropy || r->predictions || !r->target;
+  return general ? kGeneral : r->bias ? kBiased : kPlain;
 }
 
 template <typename Z>
-static row_kernel stat_kernel(const flce_rows* r) {
-  if (r->label_smoothing > 0) {
-    return r->bias ? stat_rows<Z, true, true> : stat_rows<Z, false, true>;
-  }
-  return r->bias ? stat_rows<Z, true, false> : stat_rows<Z, false, false>;
+static row_kernel stat_kernel(Kind kind) {
+  return kind == kPlain    ? stat_rows<Z, kPlain>
+         : kind == kBiased ? stat_rows<Z, kBiased>
+                           : stat_rows<Z, kGeneral>;
 }
 
 template <typename Z, typename Out>
-static row_kernel one_read_kernel(const flce_rows* r) {
-  if (r->label_smoothing > 0) {
-    return r->bias ? exp_rows_one_read<Z, Out, true, true> : exp_rows_one_read<Z, Out, false, true>;
-  }
-  return r->bias ? exp_rows_one_read<Z, Out, true, false> : exp_rows_one_read<Z, Out, false, false>;
+static row_kernel one_read_kernel(Kind kind) {
+  return kind == kPlain    ? exp_rows_one_read<Z, Out, kPlain>
+         : kind == kBiased ? exp_rows_one_read<Z, Out, kBiased>
+                           : exp_rows_one_read<Z, Out, kGeneral>;
 }
 
 template <typename T>
-static row_kernel two_reads_kernel(const flce_rows* r) {
-  if (r->label_smoothing > 0) {
-    return r->bias ? exp_rows_two_reads<T, true, true> : exp_rows_two_reads<T, false, true>;
-  }
-  return r->bias ? exp_rows_two_reads<T, true, false> : exp_rows_two_reads<T, false, false>;
-}
-
-/* NULL where there is none: z that holds exp has the type of what it becomes. Its bias is in it. */
-template <typename Z, typename Out>
-static grad_kernel grad_kernel_of(const flce_rows* r, bool z_is_exp) {
-  const bool smooth = r->coef && r->label_smoothing > 0;
-  if (z_is_exp) {
-    if constexpr (sizeof(Z) == sizeof(Out)) {
-      return smooth ? grad_rows<Z, Out, kFromExp, true> : grad_rows<Z, Out, kFromExp, false>;
-    }
-    return NULL;
-  }
-  if (r->bias) {
-    return smooth ? grad_rows<Z, Out, kFromBiasedLogits, true>
-                  : grad_rows<Z, Out, kFromBiasedLogits, false>;
-  }
-  return smooth ? grad_rows<Z, Out, kFromLogits, true> : grad_rows<Z, Out, kFromLogits, false>;
+static row_kernel two_reads_kernel(Kind kind) {
+  return kind == kPlain    ? exp_rows_two_reads<T, kPlain>
+         : kind == kBiased ? exp_rows_two_reads<T, kBiased>
+                           : exp_rows_two_reads<T, kGeneral>;
 }
 
 flce_status cuda_stat_rows(void* self, const flce_rows* r) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
   row_kernel kernel = NULL;
-  FLCE_WITH_TYPE(r->z_dtype, Z, kernel = stat_kernel<Z>(r));
+  FLCE_WITH_TYPE(r->z_dtype, Z, kernel = stat_kernel<Z>(forward_kind(r)));
   return launch_rows(self, r, kernel, "stat_rows");
 }
 
 flce_status cuda_exp_rows(void* self, const flce_rows* r) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  if (!r->target) {
+    return flce_fail(FLCE_UNSUPPORTED, "exp_rows: no CUDA kernel for target probabilities");
+  }
   const flce_dtype z = r->z_dtype, out = r->out_dtype;
+  const Kind kind = forward_kind(r);
   row_kernel kernel = NULL;
-  if (z == FLCE_F32 && out == FLCE_BF16) kernel = one_read_kernel<float, __nv_bfloat16>(r);
-  if (z == FLCE_BF16 && out == FLCE_BF16) kernel = one_read_kernel<__nv_bfloat16, __nv_bfloat16>(r);
-  if (z == FLCE_F32 && out == FLCE_F32) kernel = two_reads_kernel<float>(r);
-  if (z == FLCE_F64 && out == FLCE_F64) kernel = two_reads_kernel<double>(r);
+  if (z == FLCE_F32 && out == FLCE_BF16) kernel = one_read_kernel<float, __nv_bfloat16>(kind);
+  if (z == FLCE_BF16 && out == FLCE_BF16) {
+    kernel = one_read_kernel<__nv_bfloat16, __nv_bfloat16>(kind);
+  }
+  if (z == FLCE_F32 && out == FLCE_F32) kernel = two_reads_kernel<float>(kind);
+  if (z == FLCE_F64 && out == FLCE_F64) kernel = two_reads_kernel<double>(kind);
   if (!kernel) return no_row_kernel(r, "exp_rows");
   return launch_rows(self, r, kernel, "exp_rows");
-}
-
-flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hide_target,
-                           bool z_is_exp) {
-  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
-  const flce_dtype z = r->z_dtype, out = r->out_dtype;
-  grad_kernel kernel = NULL;
-  if (z == out) {
-    FLCE_WITH_TYPE(z, T, kernel = (grad_kernel_of<T, T>(r, z_is_exp)));
-  } else if (z == FLCE_F32 && out == FLCE_BF16) {
-    kernel = grad_kernel_of<float, __nv_bfloat16>(r, z_is_exp);
-  } else if (z == FLCE_F32 && out == FLCE_F16) {
-    kernel = grad_kernel_of<float, __half>(r, z_is_exp);
-  }
-  if (!kernel) return no_row_kernel(r, z_is_exp ? "grad_rows of exp rows" : "grad_rows");
-  FLCE_TRY(check_rows(r, "grad_rows"));
-  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(*r, scale, hide_target);
-  FLCE_LAUNCHED("grad_rows");
-  return FLCE_OK;
 }

@@ -1,5 +1,5 @@
-/* The passes around the GEMMs, called one by one: prepare, order, sums, scaling, the finishing of
- * dX, dW and db. Every variant, one and three threads, against double. */
+/* The passes around the GEMMs, called one by one: sums, scaling, the finishing of dX, dW and db.
+ * Every variant, one and three threads, against double. */
 #include "test.h"
 
 #include <stdio.h>
@@ -54,82 +54,7 @@ static bool all_close(const void* actual, flce_dtype dtype, const double* expect
   return true;
 }
 
-/* ---- prepare, order, reduce ---- */
-
-static void check_scalars(flce_reduction reduction, const double* weight, int64_t tokens,
-                          const double* expected) {
-  int64_t target[] = {0, 2, IGNORE_INDEX, 2};
-  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
-    flce_dtype stat = flce_stat_dtype((flce_dtype)dtype);
-    void *weights = test_buffer(stat, 3), *scalars = test_buffer(stat, FLCE_SCALAR_COUNT);
-    for (int j = 0; weight && j < 3; j++) flce_store(weights, stat, j, weight[j]);
-    flce_problem problem = {.tokens = tokens,
-                            .vocab = 3,
-                            .dtype = (flce_dtype)dtype,
-                            .reduction = reduction,
-                            .ignore_index = IGNORE_INDEX};
-    CHECK_OK(
-        backends[0].prepare(backends[0].self, &problem, target, weight ? weights : NULL, scalars));
-    for (int k = 0; k < FLCE_SCALAR_COUNT; k++) {
-      double actual = flce_load(scalars, stat, k);
-      CHECK(test_close(actual, expected[k], test_epsilon(stat) * fabs(expected[k])),
-            "scalar %d is %g, expected %g", k, actual, expected[k]);
-    }
-    free(weights);
-    free(scalars);
-  }
-}
-
-static void test_prepare(void) {
-  const double weight[] = {0.5, 8.0, 3.0}, heavy[] = {1.0, 0x1.8p127, 1.0},
-               none[] = {0.0, 0.0, 0.0};
-  check_scalars(FLCE_MEAN, NULL, 4, (double[]){3.0, 1.0 / 3.0, 3.0, 16384.0});
-  check_scalars(FLCE_SUM, NULL, 4, (double[]){3.0, 1.0, 3.0, 16384.0});
-  check_scalars(FLCE_MEAN, NULL, 0, (double[]){0.0, 0.0, 3.0, 16384.0});
-  check_scalars(FLCE_MEAN, weight, 4, (double[]){3.0, 1.0 / 6.5, 11.5, 2048.0});
-  check_scalars(FLCE_SUM, heavy, 4, (double[]){3.0, 1.0, 0x1.8p127, 0x1p-114});
-  check_scalars(FLCE_NONE, none, 4, (double[]){3.0, 1.0, 0.0, 1.0});
-
-  int64_t target[TOKENS] = {0};
-  flce_problem problem = {.tokens = TOKENS, .vocab = 50257, .ignore_index = -100};
-  double scalars[FLCE_SCALAR_COUNT];
-  target[4] = -100;
-  target[5] = 50300;
-  flce_status status = backends[0].prepare(backends[0].self, &problem, target, NULL, scalars);
-  CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
-  const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
-  CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
-  target[5] = -1;
-  CHECK(backends[0].prepare(backends[0].self, &problem, target, NULL, scalars) ==
-            FLCE_TARGET_OUT_OF_RANGE,
-        "target -1 is let through");
-}
-
-static void test_order(void) {
-  static const int64_t vocabs[] = {1, 2, 37, 2048, 2049, 128256, 5000000};
-  for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++) {
-    flce_problem problem = {
-        .tokens = TOKENS, .vocab = vocabs[v], .ignore_index = IGNORE_INDEX, .dtype = FLCE_F32};
-    flce_facts facts;
-    CHECK_OK(backends[0].facts(backends[0].self, &problem, &facts));
-    int64_t target[TOKENS], valid = 0;
-    int64_t* order = malloc((size_t)facts.order_bytes);
-    for (int64_t i = 0; i < TOKENS; i++) {
-      target[i] = (int64_t)(test_random() % (uint64_t)vocabs[v]);
-      if (i % 7 == 2) target[i] = i % 2 ? IGNORE_INDEX : vocabs[v]; /* ignored, out of range */
-      valid += target[i] >= 0 && target[i] < vocabs[v];
-    }
-    CHECK_OK(backends[0].order_targets(backends[0].self, &problem, target, order));
-    CHECK(order[0] == valid, "%lld keys, expected %lld", (long long)order[0], (long long)valid);
-    bool sorted = true;
-    for (int64_t k = 1; k <= order[0]; k++) {
-      sorted &= k == 1 || order[k - 1] < order[k];
-      sorted &= target[order[k] & UINT32_MAX] == order[k] >> 32;
-    }
-    CHECK(sorted, "order of vocab %lld", (long long)vocabs[v]);
-    free(order);
-  }
-}
+/* ---- vectors ---- */
 
 static void test_reduce(void) {
   for (int d = 0; d < 2; d++) {
@@ -150,8 +75,6 @@ static void test_reduce(void) {
     free(values);
   }
 }
-
-/* ---- vectors ---- */
 
 static void test_cast_and_scale(const types* t, int64_t width) {
   flce_dtype pair[2][2] = {{t->accum, t->grad}, {t->dtype, t->accum}};
@@ -246,24 +169,28 @@ static void test_column_sum(const types* t, int64_t width, bool weighted, bool a
 
 /* ---- rows of x, dX, dW ---- */
 
-static void test_scale_rows(const types* t, int64_t width) {
-  enum { ROWS = 5 };
+static void test_scale_rows(const types* t, int64_t width, bool scaled, bool gathered) {
+  enum { ROWS = 5, PICKED = 4 };
+  static const int64_t index[PICKED] = {4, -1, 3, 1};
   flce_dtype stat = flce_stat_dtype(t->dtype);
-  int64_t count = ROWS * width;
-  void *x = test_fill_normal(t->dtype, count, 1.0), *coef = test_fill_normal(stat, ROWS, 1.0);
+  int64_t rows = gathered ? PICKED : ROWS, count = rows * width;
+  void* x = test_fill_normal(t->dtype, ROWS * width, 1.0);
+  void* coef = test_fill_normal(stat, ROWS, 1.0);
   flce_store(coef, stat, 3, 0.0);
-  flce_store(x, t->dtype, 3 * width, NAN);
+  if (scaled) flce_store(x, t->dtype, 3 * width, NAN);
   double *expected = test_doubles(count), *tolerance = test_doubles(count);
-  for (int64_t i = 0; i < count; i++) {
-    double c = flce_load(coef, stat, i / width);
-    expected[i] = c == 0.0 ? 0.0 : c * flce_load(x, t->dtype, i);
-    tolerance[i] = test_epsilon(stat) * fabs(expected[i]);
+  for (int64_t k = 0; k < count; k++) {
+    int64_t i = gathered ? index[k / width] : k / width;
+    double c = i < 0 ? 0.0 : scaled ? flce_load(coef, stat, i) : 1.0;
+    expected[k] = c == 0.0 ? 0.0 : c * flce_load(x, t->dtype, i * width + k % width);
+    tolerance[k] = test_epsilon(stat) * fabs(expected[k]);
   }
   void* out = test_buffer(t->dtype, count);
   for (int b = 0; b < 2; b++) {
-    CHECK_OK(backends[b].scale_rows(backends[b].self, out, x, t->dtype, coef, ROWS, width));
-    CHECK(all_close(out, t->dtype, expected, tolerance, count), "scale_rows, " WHERE,
-          WHERE_VALUES(t, width));
+    CHECK_OK(backends[b].scale_rows(backends[b].self, out, x, t->dtype, scaled ? coef : NULL,
+                                    gathered ? index : NULL, rows, width));
+    CHECK(all_close(out, t->dtype, expected, tolerance, count),
+          "scale_rows scaled %d gathered %d, " WHERE, scaled, gathered, WHERE_VALUES(t, width));
   }
   free(x), free(coef), free(expected), free(tolerance), free(out);
 }
@@ -290,7 +217,7 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
   flce_rows rows = {.rows = ROWS,
                     .vocab = VOCAB,
                     .target = target,
-                    .ignore_index = IGNORE_INDEX,
+                    .options = {.ignore_index = IGNORE_INDEX},
                     .stat_pitch = ROWS,
                     .coef = coef};
   for (int run = 0; run < 4; run++) { /* threads, in place */
@@ -310,6 +237,55 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
     free(dx);
   }
   free(d), free(wsum), free(w), free(coef), free(expected), free(tolerance);
+}
+
+/* Gathered rows, and rows that only need their place and type: coef NULL. */
+static void test_place_grad_input(const types* t, int64_t width, bool with_coef, bool gathered) {
+  enum { ROWS = 6, PICKED = 4, UNTOUCHED = 7 };
+  static const int64_t index[PICKED] = {5, -1, 0, 4}, own[ROWS] = {0, 1, 2, 3, 4, 5};
+  flce_dtype stat = flce_stat_dtype(t->dtype);
+  int64_t count = ROWS * width, target[ROWS] = {0, 2, IGNORE_INDEX, 3, VOCAB, 3};
+  int64_t picked = gathered ? PICKED : ROWS;
+  const int64_t* place = gathered ? index : own;
+  void *d = test_fill_normal(t->accum, picked * width, 1.0), *dx = test_buffer(t->grad, count);
+  void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
+  void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
+  double *expected = test_doubles(count), *tolerance = test_doubles(count);
+  flce_fill(expected, FLCE_F64, UNTOUCHED, count);
+  flce_fill(dx, t->grad, UNTOUCHED, count);
+  for (int64_t k = 0; k < picked * width; k++) {
+    int64_t i = place[k / width], h = k % width;
+    if (i < 0) continue;
+    double a = flce_load(d, t->accum, k), b = 0.0;
+    if (with_coef) {
+      a *= flce_load(coef, stat, FLCE_COEF_ROW * ROWS + i);
+      b = flce_load(coef, stat, FLCE_COEF_TARGET * ROWS + i) *
+          flce_load(w, t->dtype, target[i] >= 0 && target[i] < VOCAB ? target[i] * width + h : 0);
+    }
+    expected[i * width + h] = target[i] == IGNORE_INDEX ? 0.0 : a + b;
+    tolerance[i * width + h] = 4.0 * test_epsilon(stat) * (fabs(a) + fabs(b));
+  }
+  flce_rows rows = {.rows = picked,
+                    .vocab = VOCAB,
+                    .index = gathered ? index : NULL,
+                    .target = target,
+                    .options = {.ignore_index = IGNORE_INDEX},
+                    .stat_pitch = ROWS,
+                    .coef = with_coef ? coef : NULL};
+  for (int b = 0; b < 2; b++) {
+    CHECK_OK(backends[b].finish_grad_input(backends[b].self, dx, t->grad, d, t->accum,
+                                           with_coef ? w : NULL, t->dtype, &rows, NULL, width));
+    bool nan = true; /* of the row out of range */
+    for (int64_t h = 0; h < width; h++) {
+      nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
+      flce_store(dx, t->grad, 4 * width + h, expected[4 * width + h]);
+    }
+    CHECK(nan, "dX of a row out of range is NaN, " WHERE, WHERE_VALUES(t, width));
+    CHECK(all_close(dx, t->grad, expected, tolerance, count),
+          "finish_grad_input coef %d gathered %d, " WHERE, with_coef, gathered,
+          WHERE_VALUES(t, width));
+  }
+  free(d), free(dx), free(w), free(coef), free(expected), free(tolerance);
 }
 
 typedef struct weight_case {
@@ -374,7 +350,7 @@ static void test_finish_grad_weight(const types* t, int64_t width, int options) 
   c.weight = test_fill_normal(c.stat, VOCAB, 1.0);
   c.expected = test_doubles(VOCAB * width);
   c.tolerance = test_doubles(VOCAB * width);
-  flce_problem problem = {.tokens = TOKENS, .vocab = VOCAB, .ignore_index = IGNORE_INDEX};
+  flce_problem problem = {.tokens = TOKENS, .vocab = VOCAB, .loss = {.ignore_index = IGNORE_INDEX}};
   flce_facts facts;
   CHECK_OK(backends[0].facts(backends[0].self, &problem, &facts));
   c.order = malloc((size_t)facts.order_bytes);
@@ -417,8 +393,6 @@ int main(void) {
     cpus[threads] = test_cpu(threads ? 3 : 1);
     flce_cpu_backend(&cpus[threads], &backends[threads]);
   }
-  test_prepare();
-  test_order();
   test_reduce();
   test_refusals();
   for (int index = 0; test_next_variant(&index);) {
@@ -429,8 +403,11 @@ int main(void) {
         test_add_block(t, kWidths[w]);
         for (int options = 0; options < 4; options++)
           test_column_sum(t, kWidths[w], options & 1, options & 2);
-        test_scale_rows(t, kWidths[w]);
+        for (int options = 0; options < 4; options++)
+          test_scale_rows(t, kWidths[w], options & 1, options & 2);
         for (int smooth = 0; smooth < 2; smooth++) test_finish_grad_input(t, kWidths[w], smooth);
+        for (int options = 0; options < 4; options++)
+          test_place_grad_input(t, kWidths[w], options & 1, options & 2);
         for (int options = 0; options < 3; options++)
           test_finish_grad_weight(t, kWidths[w], options);
       }

@@ -147,9 +147,11 @@ static flce_rows view_of(const setting* s, const data* d, const result* r) {
                      .z_pitch = d->pitch,
                      .bias = s->bias ? d->bias : NULL,
                      .target = d->target,
-                     .ignore_index = IGNORE_INDEX,
                      .class_weight = s->weight ? d->weight : NULL,
-                     .label_smoothing = s->smoothing,
+                     .options = {.ignore_index = IGNORE_INDEX,
+                                 .label_smoothing = s->smoothing,
+                                 .logit_scale = 1.0,
+                                 .temperature = 1.0},
                      .out = r->out,
                      .out_dtype = s->dtype,
                      .out_pitch = d->pitch,
@@ -174,8 +176,9 @@ static void check_stats(const setting* s, const data* d, const result* r) {
     double c = stat_of(d, r, FLCE_STAT_OFFSET, i), inv_sum = stat_of(d, r, FLCE_STAT_INV_SUM, i);
     double loss = flce_load(r->loss, d->stat, i);
     if (i == IGNORED_ROW) {
-      CHECK(lse == 0.0 && nll == 0.0 && c == 0.0 && inv_sum == 0.0 && loss == 0.0,
-            "ignored, " WHERE, WHERE_VALUES(s, i));
+      bool zeros = loss == 0.0;
+      for (int k = 0; k < FLCE_STAT_ROWS; k++) zeros &= stat_of(d, r, k, i) == 0.0;
+      CHECK(zeros, "ignored, " WHERE, WHERE_VALUES(s, i));
       continue;
     }
     truth t = make_truth(s, d, i);
@@ -186,6 +189,9 @@ static void check_stats(const setting* s, const data* d, const result* r) {
           "lse %.9g, expected %.9g, " WHERE, lse, t.c + log(t.sum), WHERE_VALUES(s, i));
     CHECK(test_close(nll, t.nll, error * t.nll + tiny), "nll %.9g, expected %.9g, " WHERE, nll,
           t.nll, WHERE_VALUES(s, i));
+    CHECK(stat_of(d, r, FLCE_STAT_ENTROPY, i) == 0.0 && stat_of(d, r, FLCE_STAT_SLOPE, i) == 1.0 &&
+              stat_of(d, r, FLCE_STAT_MASS, i) == 0.0,
+          "statistics without an option, " WHERE, WHERE_VALUES(s, i));
     CHECK(test_close(inv_sum, 1.0 / t.sum, error / t.sum), "inv_sum %.9g, expected %.9g, " WHERE,
           inv_sum, 1.0 / t.sum, WHERE_VALUES(s, i));
     /* All terms of the loss are positive. */
@@ -282,9 +288,12 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
   flce_problem problem = {.tokens = ROWS,
                           .vocab = s->vocab,
                           .dtype = s->dtype,
+                          .rows = ROWS,
                           .reduction = FLCE_SUM,
-                          .ignore_index = IGNORE_INDEX};
-  CHECK_OK(b.prepare(b.self, &problem, d->target, view.class_weight, d->scalars));
+                          .loss = view.options};
+  flce_tensors tensors = {
+      .target = d->target, .class_weight = view.class_weight, .scalars = d->scalars};
+  CHECK_OK(b.prepare(b.self, &problem, &tensors));
   if (pass == EXP) {
     CHECK_OK(b.exp_rows(b.self, &view));
     return;
@@ -292,7 +301,8 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
   CHECK_OK(b.stat_rows(b.self, &view));
   if (pass == STATS) return;
   const void* unit = flce_const_at(d->scalars, d->stat, FLCE_SCALAR_INV_DENOM);
-  CHECK_OK(b.row_coefficients(b.self, &view, d->grad_output, 1, unit, r->coef));
+  flce_upstream upstream = {.loss = d->grad_output, .loss_stride = 1};
+  CHECK_OK(b.row_coefficients(b.self, &view, &upstream, unit, r->coef));
   if (pass == SCALED_EXP) {
     CHECK_OK(b.grad_rows(b.self, &view, kScale, false, false));
     return;
@@ -388,7 +398,7 @@ static void test_bad_rows(flce_dtype dtype) {
     double c = stat_of(&d, &r, FLCE_STAT_OFFSET, 3);
     CHECK(isfinite(c) && c > 0.0, "offset is %g, pass %d, " WHERE, c, pass, WHERE_VALUES(&s, 3));
     flce_store(d.scalars, d.stat, FLCE_SCALAR_WEIGHT_TOTAL, (double)s.vocab);
-    CHECK_OK(b.row_coefficients(b.self, &view, NULL, 0, NULL, r.coef));
+    CHECK_OK(b.row_coefficients(b.self, &view, &(flce_upstream){0}, NULL, r.coef));
     CHECK(isnan(flce_load(r.coef, d.stat, 5)) && isnan(flce_load(r.coef, d.stat, 6)) &&
               flce_load(r.coef, d.stat, IGNORED_ROW) == 0.0,
           "coefficients of rows out of range");

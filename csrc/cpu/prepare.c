@@ -1,0 +1,119 @@
+/* What is known before any logit: the scalars of a call, and the rows that are worth computing. */
+#include "convert.h"
+#include "cpu.h"
+
+#include <math.h>
+
+static flce_status check_targets(const flce_problem* problem, const int64_t* target) {
+  int64_t ignore_index = problem->loss.ignore_index;
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    int64_t y = target[i];
+    if (y == ignore_index || (y >= 0 && y < problem->vocab)) continue;
+    return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
+                     "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
+                     (long long)i, (long long)y, (long long)problem->vocab,
+                     (long long)ignore_index);
+  }
+  return FLCE_OK;
+}
+
+/* The power of two u with u * largest in (2^13, 2^14], as far as a float holds it. */
+static double unit_of(double largest) {
+  if (!(largest > 0.0) || isinf(largest)) return 1.0;
+  int exponent;
+  double fraction = frexp(largest, &exponent);
+  int power = (fraction == 0.5 ? 15 : 14) - exponent;
+  return ldexp(1.0, power > 127 ? 127 : power < -126 ? -126 : power);
+}
+
+/* Over the valid rows and over the vocabulary. */
+typedef struct totals {
+  int64_t valid;
+  double target_weight; /* sum of the targets' class weights */
+  double class_weight, largest_class_weight;
+  double largest_share; /* of token weight / temperature */
+} totals;
+
+static totals make_totals(const flce_problem* problem, const flce_tensors* tensors,
+                          flce_dtype stat) {
+  const void *weight = tensors->class_weight, *token_weight = tensors->token_weight,
+             *temperature = tensors->temperature;
+  const int64_t* target = problem->has_probabilities ? NULL : tensors->target;
+  totals sums = {.class_weight = weight ? 0.0 : (double)problem->vocab,
+                 .largest_class_weight = weight ? 0.0 : 1.0};
+  if (!token_weight && !temperature) sums.largest_share = 1.0 / problem->loss.temperature;
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    if (target && target[i] == problem->loss.ignore_index) continue;
+    sums.valid++;
+    sums.target_weight += target && weight ? flce_load(weight, stat, target[i]) : 1.0;
+    double share = token_weight ? fabs(flce_load(token_weight, stat, i)) : 1.0;
+    share /= problem->loss.temperature * (temperature ? flce_load(temperature, stat, i) : 1.0);
+    if (share > sums.largest_share) sums.largest_share = share;
+  }
+  for (int64_t j = 0; weight && j < problem->vocab; j++) {
+    double value = flce_load(weight, stat, j);
+    sums.class_weight += value;
+    if (fabs(value) > sums.largest_class_weight) sums.largest_class_weight = fabs(value);
+  }
+  return sums;
+}
+
+flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors) {
+  (void)self;
+  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  const flce_row_kernels* kernels; /* refuses a variant that cannot run before any work */
+  FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
+  if (!problem->has_probabilities) FLCE_TRY(check_targets(problem, tensors->target));
+  totals sums = make_totals(problem, tensors, stat);
+  if (sums.valid > problem->rows)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "valid_bound: expected at least as many as the valid rows, %lld, got %lld",
+                     (long long)sums.valid, (long long)problem->rows);
+  double inverse = 1.0, z_share = 1.0;
+  if (problem->reduction == FLCE_MEAN && tensors->num_items) {
+    double items = flce_load(tensors->num_items, stat, 0);
+    inverse = items == 0.0 ? 0.0 : 1.0 / items;
+  } else if (problem->reduction == FLCE_MEAN) {
+    inverse = sums.valid == 0 ? 0.0 : 1.0 / sums.target_weight;
+    if (sums.valid > 0) z_share = sums.target_weight / (double)sums.valid;
+  }
+  double largest = sums.largest_class_weight * sums.largest_share *
+                   fabs(problem->loss.logit_scale) * (1.0 + 128.0 * problem->loss.z_loss * z_share);
+  void* scalars = tensors->scalars;
+  flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)sums.valid);
+  flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
+  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, sums.class_weight);
+  flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit_of(largest));
+  flce_store(scalars, stat, FLCE_SCALAR_Z_SHARE, z_share);
+  return FLCE_OK;
+}
+
+/* ---- rows to compute ---- */
+
+flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
+                                  void* index) {
+  (void)self;
+  int64_t* rows = index;
+  int64_t count = 0;
+  for (int64_t i = 0; i < problem->tokens && count < problem->rows; i++)
+    if (target[i] != problem->loss.ignore_index) rows[count++] = i;
+  while (count < problem->rows) rows[count++] = -1;
+  return FLCE_OK;
+}
+
+flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                                flce_dtype dx_dtype, int64_t hidden) {
+  (void)self;
+  flce_dtype stat = flce_stat_dtype(rows->z_dtype);
+  bool spoilt = flce_load(rows->scalars, stat, FLCE_SCALAR_VALID) > (double)bound;
+  for (int64_t i = 0; i < rows->rows; i++) {
+    bool ignored = flce_row_kind_at(rows, i) == FLCE_ROW_IGNORED;
+    double value = ignored ? 0.0 : NAN;
+    if (!ignored && !spoilt) continue;
+    if (dx)
+      flce_fill(flce_at(dx, dx_dtype, i * hidden), dx_dtype, value, hidden);
+    else
+      flce_cpu_blank_stats(rows, stat, i, value);
+  }
+  return FLCE_OK;
+}

@@ -1,0 +1,299 @@
+"""The fused linear cross entropy of liger-kernel 0.8: Module, function and autograd Function.
+
+Arguments, their order and what is returned are Liger's, read in 0.8.2 and 0.8.5. What differs:
+
+- The gradient of a frozen input does not switch off those of weight and bias.
+- The returned z-loss is float32 (Liger: the input's dtype for "none" and a sum of it otherwise).
+- Accuracy over no valid token is 0 (Liger: NaN); so is the loss over no rows (Liger: an error).
+- A target out of range is an error or NaN (flce.linear_cross_entropy); Liger does not check it.
+- Every output but the loss is detached (in Liger they hang in the graph and give no gradient).
+- A backward may be repeated and the graph kept: nothing that autograd saved is overwritten.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+import flce
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclasses.dataclass
+class CrossEntropyOutput:
+    """What a call gives that asks for more than the loss; None for what was not asked.
+
+    loss and z_loss: shape (), or (N,) for reduction="none". token_accuracy: shape (), or a 1 or 0
+    for each token, shape (N,), for "none". predicted_tokens: int64, shape (N,), -1 where ignored.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+def liger_fused_linear_cross_entropy(
+    input,
+    weight,
+    target,
+    bias=None,
+    ce_weight=None,
+    ignore_index=-100,
+    lse_square_scale=0.0,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
+    return_z_loss=False,
+    accum_dtype=None,
+    use_token_scaling=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+    chunk_mem_const=1,
+):
+    """liger_kernel.transformers.functional.liger_fused_linear_cross_entropy.
+
+    Args:
+        input: shape (N, H).
+        weight: the head's weight, shape (V, H).
+        target: class indices, shape (N,).
+        bias: shape (V,), or None.
+        ce_weight: a factor for each class, shape (V,), or None.
+        ignore_index, label_smoothing, reduction: as F.cross_entropy.
+        lse_square_scale: adds this times lse^2 to a token's loss; under "mean" divided by the
+            number of valid tokens, never by class weights.
+        softcap: logits become softcap * tanh(logits / softcap); None for none.
+        return_z_loss: return that part of the loss beside it, detached.
+        accum_dtype: dtype in which the weight's gradient is summed.
+        use_token_scaling: each token's loss, z-loss included, times the detached probability that
+            the model gives its target; denominators stay. It takes memory as reduction="none"
+            does; with class weights, smoothing or z-loss it takes one more forward instead.
+        return_token_accuracy, return_predicted_tokens: return these beside the loss.
+        chunk_mem_const: Liger's chunk size (0.8.5). No effect: flce's `max_memory` has its place.
+
+    Returns:
+        The loss, float32 (float64 for float64); or a CrossEntropyOutput where a return_* is set.
+
+    Raises:
+        As `flce.linear_cross_entropy`.
+    """
+    _check_chunk_mem_const(chunk_mem_const)
+    output = _outputs(
+        input,
+        weight,
+        target,
+        bias=bias,
+        ce_weight=ce_weight,
+        ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+        return_z_loss=return_z_loss,
+        accum_dtype=accum_dtype,
+        use_token_scaling=use_token_scaling,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
+    asked = return_z_loss or return_token_accuracy or return_predicted_tokens
+    return output if asked else output.loss
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """`apply` of liger_kernel.ops.LigerFusedLinearCrossEntropyFunction, by position.
+
+    It is no autograd.Function of its own: flce's operators stand behind it.
+    """
+
+    supports_inner_impl_dispatch = True
+
+    @staticmethod
+    def apply(
+        _input,
+        weight,
+        target,
+        bias=None,
+        ce_weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        accum_dtype=None,
+        use_token_scaling=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+        ce_impl=None,
+        ce_mode=None,
+        chunk_mem_const=1,
+    ):
+        """Arguments as `liger_fused_linear_cross_entropy`; always the four (loss, z_loss,
+        token_accuracy, predicted_tokens), None for what was not asked. `ce_impl` and `ce_mode`,
+        which choose among Liger's kernels, must be None."""
+        for name, value in (("ce_impl", ce_impl), ("ce_mode", ce_mode)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None, flce has its own kernels, got {value!r}")
+        _check_chunk_mem_const(chunk_mem_const)
+        output = _outputs(
+            _input,
+            weight,
+            target,
+            bias=bias,
+            ce_weight=ce_weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            return_z_loss=return_z_loss,
+            accum_dtype=accum_dtype,
+            use_token_scaling=use_token_scaling,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
+        return output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss.
+
+    Args:
+        As `liger_fused_linear_cross_entropy`. `ce_weight` is an attribute, no buffer, as in Liger:
+        it has to be on the device of the call, and the state_dict is empty.
+
+    Raises:
+        ValueError: reduction, label_smoothing or softcap is none of the allowed values.
+    """
+
+    def __init__(
+        self,
+        ce_weight=None,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="mean",
+        softcap=None,
+        return_z_loss=False,
+        accum_dtype=None,
+        use_token_scaling=False,
+        return_token_accuracy=False,
+        return_predicted_tokens=False,
+    ):
+        super().__init__()
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(
+                f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
+            )
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction: expected one of {_REDUCTIONS}, got {reduction!r}")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap: expected a positive number or None, got {softcap}")
+        self.ce_weight = ce_weight
+        self.ignore_index = ignore_index
+        self.lse_square_scale = lse_square_scale
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.softcap = softcap
+        self.return_z_loss = return_z_loss
+        self.accum_dtype = accum_dtype
+        self.use_token_scaling = use_token_scaling
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        """The loss, or a CrossEntropyOutput; the weight (V, H) comes first, then (N, H), (N,)."""
+        return liger_fused_linear_cross_entropy(
+            _input,
+            lin_weight,
+            target,
+            bias=bias,
+            ce_weight=self.ce_weight,
+            ignore_index=self.ignore_index,
+            lse_square_scale=self.lse_square_scale,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            softcap=self.softcap,
+            return_z_loss=self.return_z_loss,
+            accum_dtype=self.accum_dtype,
+            use_token_scaling=self.use_token_scaling,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+        )
+
+
+def _check_chunk_mem_const(value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"chunk_mem_const: expected a positive int, got {value!r}")
+
+
+def _outputs(
+    input,
+    weight,
+    target,
+    *,
+    bias,
+    ce_weight,
+    lse_square_scale,
+    reduction,
+    return_z_loss,
+    use_token_scaling,
+    return_token_accuracy,
+    return_predicted_tokens,
+    **same,
+):
+    """The CrossEntropyOutput of a call; `same` are the options that flce has under Liger's name."""
+    per_token = reduction == "none"
+    asked = {
+        "return_z_loss": return_z_loss,
+        "return_accuracy": return_token_accuracy and not per_token,
+        # The accuracy of single tokens is whether their predictions are right.
+        "return_predictions": return_predicted_tokens or (return_token_accuracy and per_token),
+    }
+    options = {**same, "linear_bias": bias, "weight": ce_weight, "reduction": reduction, **asked}
+    if lse_square_scale:
+        options["z_loss"] = lse_square_scale
+    call = _scaled if use_token_scaling else flce.linear_cross_entropy
+    output = call(input, weight, target, **options)
+    if not any(asked.values()):
+        return CrossEntropyOutput(output)
+    accuracy = output.accuracy
+    if return_token_accuracy and per_token:
+        accuracy = (output.predictions == target).to(output.loss.dtype)
+        accuracy = accuracy.masked_fill(target == same["ignore_index"], 0.0)
+    return CrossEntropyOutput(
+        output.loss,
+        output.z_loss,
+        accuracy,
+        output.predictions if return_predicted_tokens else None,
+    )
+
+
+def _scaled(input, head, target, **options):
+    """The loss with each token's times the detached probability of its target."""
+    if options["weight"] is None and not options["label_smoothing"] and not options.get("z_loss"):
+        return _scaled_plain(input, head, target, **options)
+    # Class weights, smoothing and z-loss hide the probability in a row's loss: it takes a forward
+    # of its own.
+    plain = ("linear_bias", "softcap", "ignore_index")
+    with torch.no_grad():
+        nll = flce.linear_cross_entropy(
+            input, head, target, reduction="none", **{name: options[name] for name in plain}
+        )
+    return flce.linear_cross_entropy(input, head, target, token_weight=nll.neg().exp(), **options)
+
+
+def _scaled_plain(input, head, target, *, reduction, **options):
+    """The same where a row's loss is -log of the probability: one call for each row's loss."""
+    output = flce.linear_cross_entropy(input, head, target, reduction="none", **options)
+    is_tuple = isinstance(output, tuple)
+    rows = output.loss if is_tuple else output
+    loss = rows * rows.detach().neg().exp()
+    z_loss = output.z_loss if is_tuple else None
+    if reduction != "none":
+        loss = loss.sum()
+        z_loss = None if z_loss is None else z_loss.sum()  # of zeros
+    if reduction == "mean":
+        loss = loss / (target != options["ignore_index"]).sum().clamp(min=1)
+    return output._replace(loss=loss, z_loss=z_loss) if is_tuple else loss

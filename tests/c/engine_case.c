@@ -1,0 +1,410 @@
+#include "engine_case.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+setting make_setting(flce_dtype dtype, flce_save save) {
+  return (setting){
+      .problem = {.tokens = 23,
+                  .hidden = 19,
+                  .vocab = 67,
+                  .weight_rows = 67,
+                  .rows = 23,
+                  .dtype = dtype,
+                  .input_dtype = dtype,
+                  .weight_dtype = dtype,
+                  .bias_dtype = dtype,
+                  .accum_dtype = dtype,
+                  .logits_dtype = flce_stat_dtype(dtype),
+                  .reduction = FLCE_MEAN,
+                  .save = save,
+                  .want_grad_input = true,
+                  .want_grad_weight = true,
+                  .want_grad_bias = true,
+                  .has_bias = true,
+                  .loss = {.ignore_index = IGNORE_INDEX, .logit_scale = 1.0, .temperature = 1.0},
+                  .max_memory = 1 << 20},
+      .spread = 2.0};
+}
+
+flce_dtype stat_of(const setting* s) {
+  return flce_stat_dtype(s->problem.dtype);
+}
+
+/* ---- the definition ---- */
+
+static double optional(bool given, const void* vector, flce_dtype stat, int64_t i) {
+  return given ? flce_load(vector, stat, i) : 1.0;
+}
+
+static double class_weight(const setting* s, const model* m, int64_t j) {
+  return optional(s->problem.has_class_weight, m->class_weight, stat_of(s), j);
+}
+
+/* A row: its logits, their slopes by z, the gradient and the magnitudes of its terms. The logits
+ * are wider than what is tested, where the machine has that: of large ones exp shows every
+ * rounding. */
+typedef struct row {
+  long double *l, lse;
+  double *slope, *dz, *size;
+  double entropy, loss, loss_size;
+} row;
+
+static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
+  const flce_problem* p = &s->problem;
+  const flce_loss* o = &p->loss;
+  double temperature = o->temperature * optional(s->temperature, m->temperature, stat_of(s), i);
+  long double largest = -INFINITY, sum = 0.0;
+  for (int64_t j = 0; j < p->vocab; j++) {
+    long double z = p->has_bias ? flce_load(m->bias, p->bias_dtype, j) : 0.0;
+    for (int64_t h = 0; h < p->hidden; h++)
+      z += (long double)flce_load(m->x, p->input_dtype, i * p->hidden + h) *
+           flce_load(m->w, p->weight_dtype, j * p->hidden + h);
+    long double bent = o->softcap > 0.0 ? tanhl(o->logit_scale * z / o->softcap) : 0.0;
+    r->l[j] = (o->softcap > 0.0 ? o->softcap * bent : o->logit_scale * z) / temperature;
+    r->slope[j] = (double)(o->logit_scale / temperature * (1.0 - bent * bent));
+    largest = fmaxl(largest, r->l[j]);
+  }
+  for (int64_t j = 0; j < p->vocab; j++) sum += expl(r->l[j] - largest);
+  r->lse = largest + logl(sum);
+  r->entropy = 0.0;
+  for (int64_t j = 0; j < p->vocab; j++)
+    r->entropy += (double)(expl(r->l[j] - r->lse) * (r->lse - r->l[j]));
+}
+
+/* The row's loss, and its gradient for k of the loss, g_lse of the lse, g_entropy of the entropy;
+ * z_share: what z-loss has beside the loss's factor. */
+static void row_loss(const setting* s, const model* m, int64_t i, double k, double g_lse,
+                     double g_entropy, double z_share, row* r) {
+  const flce_problem* p = &s->problem;
+  double smoothing = p->loss.label_smoothing, z_loss = p->loss.z_loss * z_share, mass = 0.0;
+  double lse = (double)r->lse;
+  double token = optional(s->token_weight, m->token_weight, stat_of(s), i);
+  r->loss = z_loss * lse * lse;
+  for (int64_t j = 0; j < p->vocab; j++) {
+    double q = smoothing / (double)p->vocab;
+    if (p->has_probabilities)
+      q += (1.0 - smoothing) * flce_load(m->probabilities, FLCE_F32, i * p->weight_rows + j);
+    else if (j == m->target[i])
+      q += 1.0 - smoothing;
+    mass += q * class_weight(s, m, j);
+    r->loss += q * class_weight(s, m, j) * (double)(r->lse - r->l[j]);
+    r->dz[j] = -k * token * q * class_weight(s, m, j);
+    r->size[j] = fabs(r->dz[j]);
+  }
+  double push = k * token * (mass + 2.0 * z_loss * lse) + g_lse;
+  for (int64_t j = 0; j < p->vocab; j++) {
+    double log_p = (double)(r->l[j] - r->lse), prob = (double)expl(r->l[j] - r->lse);
+    r->dz[j] = r->slope[j] * (r->dz[j] + prob * (push - g_entropy * (log_p + r->entropy)));
+    r->size[j] += prob * (fabs(k * token) * (mass + 2.0 * z_loss * fabs(lse)) + fabs(g_lse) +
+                          fabs(g_entropy) * (fabs(log_p) + r->entropy));
+    r->size[j] *= fabs(r->slope[j]);
+  }
+  r->loss *= token;
+  r->loss_size = fabs(r->loss) + token * (1.0 + 2.0 * z_loss) * fabs(lse);
+}
+
+static void add_row(const setting* s, model* m, int64_t i, const row* r) {
+  const flce_problem* p = &s->problem;
+  for (int64_t j = 0; j < p->vocab; j++) {
+    m->db[j] += r->dz[j];
+    m->db_size[j] += r->size[j];
+    for (int64_t h = 0; h < p->hidden; h++) {
+      int64_t xi = i * p->hidden + h, wi = j * p->hidden + h;
+      double x = flce_load(m->x, p->input_dtype, xi), w = flce_load(m->w, p->weight_dtype, wi);
+      m->dx[xi] += r->dz[j] * w;
+      m->dx_size[xi] += fabs(w) * r->size[j];
+      m->dw[wi] += r->dz[j] * x;
+      m->dw_size[wi] += fabs(x) * r->size[j];
+    }
+  }
+}
+
+static bool is_ignored(const setting* s, const model* m, int64_t i) {
+  return !s->problem.has_probabilities && m->target[i] == IGNORE_INDEX;
+}
+
+static void make_expected(const setting* s, model* m) {
+  const flce_problem* p = &s->problem;
+  flce_dtype stat = stat_of(s);
+  row r = {.l = malloc((size_t)p->vocab * sizeof *r.l),
+           .slope = test_doubles(p->vocab),
+           .dz = test_doubles(p->vocab),
+           .size = test_doubles(p->vocab)};
+  double weights = 0.0, count = 0.0;
+  for (int64_t i = 0; i < p->tokens; i++) {
+    if (is_ignored(s, m, i)) continue;
+    weights += p->has_probabilities ? 1.0 : class_weight(s, m, m->target[i]);
+    count += 1.0;
+  }
+  bool mean = p->reduction == FLCE_MEAN, none = p->reduction == FLCE_NONE;
+  double denominator = s->num_items ? flce_load(m->num_items, stat, 0) : weights;
+  double factor = !mean ? 1.0 : denominator > 0.0 ? 1.0 / denominator : 0.0;
+  double z_share = mean && !s->num_items ? weights / count : 1.0; /* the z-loss has a plain mean */
+  for (int64_t i = 0; i < p->tokens; i++) {
+    if (is_ignored(s, m, i)) continue;
+    make_logits(s, m, i, &r);
+    double g_lse = s->upstream ? flce_load(m->grad_lse, stat, i) : 0.0;
+    bool pulls = s->upstream && p->wants_entropy;
+    row_loss(s, m, i, factor * flce_load(m->grad_output, stat, none ? i : 0), g_lse,
+             pulls ? flce_load(m->grad_entropy, stat, i) : 0.0, z_share, &r);
+    m->loss[none ? i : 0] += factor * r.loss;
+    m->loss_size[none ? i : 0] += factor * r.loss_size;
+    add_row(s, m, i, &r);
+  }
+  free(r.l), free(r.slope), free(r.dz), free(r.size);
+}
+
+model make_model(const setting* s) {
+  const flce_problem* p = &s->problem;
+  int64_t n = p->tokens, h = p->hidden, v = p->weight_rows;
+  flce_dtype stat = stat_of(s);
+  model m = {.x = test_fill_normal(p->input_dtype, n * h, 1.0),
+             .w = test_fill_normal(p->weight_dtype, v * h, s->spread / sqrt((double)h)),
+             .bias = test_fill_normal(p->bias_dtype, v, 0.5),
+             .class_weight = test_buffer(stat, v),
+             .grad_output = test_buffer(stat, n + 1),
+             .token_weight = test_buffer(stat, n),
+             .temperature = test_buffer(stat, n),
+             .num_items = test_buffer(stat, 1),
+             .grad_lse = test_fill_normal(stat, n, 1.0),
+             .grad_entropy = test_fill_normal(stat, n, 1.0),
+             .probabilities = test_buffer(FLCE_F32, n * v),
+             .target = malloc(sizeof(int64_t) * (size_t)(n + 1))};
+  for (int64_t k = 0; s->identity && k < v * h; k++)
+    flce_store(m.w, p->weight_dtype, k, k % h == k / h ? 1.0 : 0.0);
+  for (int64_t j = 0; j < v; j++) flce_store(m.class_weight, stat, j, test_uniform(0.25, 4.0));
+  for (int64_t i = 0; i <= n; i++) flce_store(m.grad_output, stat, i, test_uniform(0.5, 3.0));
+  for (int64_t k = 0; k < n * v; k++)
+    flce_store(m.probabilities, FLCE_F32, k, test_uniform(0.0, 2.0 / (double)v));
+  flce_store(m.num_items, stat, 0, 11.0);
+  for (int64_t i = 0; i < n; i++) {
+    flce_store(m.token_weight, stat, i, i == 4 ? 0.0 : test_uniform(0.25, 2.0));
+    flce_store(m.temperature, stat, i, test_uniform(0.5, 2.0));
+    m.target[i] = (int64_t)(test_random() % (uint64_t)p->vocab);
+    if (s->peaked) /* x points at its target's row of W: a tiny loss */
+      for (int64_t k = 0; k < h; k++)
+        flce_store(m.x, p->input_dtype, i * h + k,
+                   16.0 * flce_load(m.w, p->weight_dtype, m.target[i] * h + k));
+    if (p->has_probabilities || (!s->all_ignored && i % 5 != 3)) continue;
+    m.target[i] = IGNORE_INDEX;
+    /* NaN in an ignored row must not be seen anywhere; the definition never reads it. */
+    for (int64_t k = 0; k < h; k++) flce_store(m.x, p->input_dtype, i * h + k, NAN);
+  }
+  /* Padding is not read: NaN there must not be seen either. */
+  for (int64_t j = p->vocab; j < v; j++) {
+    flce_store(m.bias, p->bias_dtype, j, NAN);
+    flce_store(m.class_weight, stat, j, NAN);
+    for (int64_t k = 0; k < h; k++) flce_store(m.w, p->weight_dtype, j * h + k, NAN);
+    for (int64_t i = 0; i < n; i++) flce_store(m.probabilities, FLCE_F32, i * v + j, NAN);
+  }
+  m.loss = test_doubles(n + 1), m.loss_size = test_doubles(n + 1);
+  m.dx = test_doubles(n * h), m.dx_size = test_doubles(n * h);
+  m.dw = test_doubles(v * h), m.dw_size = test_doubles(v * h);
+  m.db = test_doubles(v), m.db_size = test_doubles(v);
+  make_expected(s, &m);
+  return m;
+}
+
+void free_model(model* m) {
+  free(m->x), free(m->w), free(m->bias), free(m->class_weight), free(m->grad_output);
+  free(m->token_weight), free(m->temperature), free(m->num_items), free(m->grad_lse);
+  free(m->grad_entropy), free(m->probabilities);
+  free(m->target), free(m->loss), free(m->loss_size), free(m->dx), free(m->dx_size);
+  free(m->dw), free(m->dw_size), free(m->db), free(m->db_size);
+}
+
+/* ---- a run ---- */
+
+void* plan_buffer(const flce_plan* plan, flce_buffer_id id) {
+  int64_t bytes = plan->buffers[id].bytes;
+  if (bytes == 0) return NULL;
+  void* buffer = malloc((size_t)bytes);
+  memset(buffer, 0xff, (size_t)bytes); /* NaN in every dtype: nothing may be read before written */
+  return buffer;
+}
+
+void* workspace(int64_t bytes) {
+  void* buffer = aligned_alloc(256, (size_t)((bytes + 256) / 256 * 256));
+  memset(buffer, 0xff, (size_t)bytes);
+  return buffer;
+}
+
+/* save=grads: what op.cpp does in a backward. */
+static void scale_gradients(const flce_backend* b, const setting* s, run* r, const void* g) {
+  const flce_problem* p = &s->problem;
+  flce_dtype stat = stat_of(s);
+  const void* scalars = r->plan.dtype == FLCE_F16 ? r->t.scalars : NULL;
+  struct {
+    void* data;
+    flce_dtype dtype;
+    int64_t count;
+  } all[] = {{r->t.grad_input, r->plan.grad_input_dtype, p->tokens * p->hidden},
+             {r->t.grad_weight, r->plan.grad_weight_dtype, p->weight_rows * p->hidden},
+             {r->t.grad_bias, r->plan.grad_bias_dtype, p->weight_rows}};
+  for (int k = 0; k < 3; k++)
+    if (all[k].data)
+      CHECK_OK(b->scale_grad(b->self, all[k].data, all[k].dtype, all[k].data, all[k].dtype, g,
+                             scalars, stat, all[k].count));
+}
+
+static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
+  r->t.grad_output = m->grad_output;
+  r->t.grad_lse = s->upstream ? m->grad_lse : NULL;
+  r->t.grad_entropy = s->upstream && s->problem.wants_entropy ? m->grad_entropy : NULL;
+  if (r->plan.save == FLCE_SAVE_GRADS) {
+    scale_gradients(b, s, r, m->grad_output);
+  } else if (r->plan.save != FLCE_SAVE_NOTHING) {
+    free(r->t.workspace);
+    r->t.workspace = workspace(r->plan.backward_workspace_bytes);
+    int64_t before = flce_gemm_count();
+    r->status = flce_backward(b, &s->problem, &r->plan, &r->t);
+    CHECK(r->status == FLCE_OK, "backward: %s", flce_last_error());
+    r->backward_gemms = flce_gemm_count() - before;
+  }
+}
+
+run run_all(const setting* s, const model* m, int threads) {
+  flce_cpu cpu = test_cpu(threads);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  flce_facts facts;
+  CHECK_OK(b.facts(b.self, &s->problem, &facts));
+  run r = {0};
+  r.status = flce_plan_make(&s->problem, &facts, &r.plan);
+  CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
+  if (r.status != FLCE_OK) return r;
+  r.t = (flce_tensors){.input = m->x,
+                       .linear_weight = m->w,
+                       .linear_bias = s->problem.has_bias ? m->bias : NULL,
+                       .target = s->problem.has_probabilities ? NULL : m->target,
+                       .probabilities = s->problem.has_probabilities ? m->probabilities : NULL,
+                       .probabilities_dtype = FLCE_F32,
+                       .class_weight = s->problem.has_class_weight ? m->class_weight : NULL,
+                       .token_weight = s->token_weight ? m->token_weight : NULL,
+                       .temperature = s->temperature ? m->temperature : NULL,
+                       .num_items = s->num_items ? m->num_items : NULL,
+                       .predictions = plan_buffer(&r.plan, FLCE_BUF_PREDICTIONS),
+                       .loss = plan_buffer(&r.plan, FLCE_BUF_LOSS),
+                       .stats = plan_buffer(&r.plan, FLCE_BUF_STATS),
+                       .scalars = plan_buffer(&r.plan, FLCE_BUF_SCALARS),
+                       .saved = plan_buffer(&r.plan, FLCE_BUF_SAVED),
+                       .grad_input = plan_buffer(&r.plan, FLCE_BUF_GRAD_INPUT),
+                       .grad_weight = plan_buffer(&r.plan, FLCE_BUF_GRAD_WEIGHT),
+                       .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
+                       .workspace = workspace(r.plan.forward_workspace_bytes)};
+  int64_t before = flce_gemm_count();
+  r.status = flce_forward(&b, &s->problem, &r.plan, &r.t);
+  CHECK(r.status == FLCE_OK, "forward: %s", flce_last_error());
+  r.forward_gemms = flce_gemm_count() - before;
+  if (r.status == FLCE_OK) run_backward(&b, s, m, &r);
+  return r;
+}
+
+void free_run(run* r) {
+  free(r->t.loss), free(r->t.stats), free(r->t.predictions), free(r->t.scalars), free(r->t.saved),
+      free(r->t.grad_input);
+  free(r->t.grad_weight), free(r->t.grad_bias), free(r->t.workspace);
+}
+
+/* ---- comparison ---- */
+
+/* Steps of rounding that an element passes through: logits, E, products, sums. The products' dtype
+ * rounds the logits on the CPU, so that their size enters every error there. */
+static double error_of(const setting* s, const run* r) {
+  double logits = 1.0 + 4.0 * s->spread;
+  double rounding = test_epsilon(r->plan.dtype);
+  if (s->peaked) logits += 32.0 * s->spread * s->spread; /* x = 16 W_y */
+  /* The plain GEMM sums in double, so that a float64 logit has a rounding a term, others one. */
+  if (r->plan.dtype == FLCE_F64) logits *= sqrt((double)s->problem.hidden);
+  const flce_loss* o = &s->problem.loss;
+  logits *= fmax(1.0, fabs(o->logit_scale) / o->temperature * (s->temperature ? 2.0 : 1.0));
+  return rounding * (4.0 + 2.0 * logits) + test_epsilon(stat_of(s)) * 16.0;
+}
+
+void describe(const setting* s, const run* r, char* text, size_t size) {
+  const flce_problem* p = &s->problem;
+  snprintf(
+      text, size,
+      "%s save %s dtype %s x %s W %s accum %s N %lld H %lld V %lld reduction %d bias %d "
+      "weight %d smoothing %g scale %g cap %g T %g z-loss %g t %d entropy %d rows %lld rows of W "
+      "%lld chunks %lld wants %d%d%d",
+      flce_cpu_variant(), flce_save_name(p->save), flce_dtype_name(p->dtype),
+      flce_dtype_name(p->input_dtype), flce_dtype_name(p->weight_dtype),
+      flce_dtype_name(p->accum_dtype), (long long)p->tokens, (long long)p->hidden,
+      (long long)p->vocab, p->reduction, p->has_bias, p->has_class_weight, p->loss.label_smoothing,
+      p->loss.logit_scale, p->loss.softcap, p->loss.temperature, p->loss.z_loss,
+      p->has_probabilities, p->wants_entropy, (long long)p->rows, (long long)p->weight_rows,
+      (long long)r->plan.chunks, p->want_grad_input, p->want_grad_weight, p->want_grad_bias);
+}
+
+void compare(const setting* s, const run* r, const char* name, const void* actual, flce_dtype dtype,
+             const double* expected, const double* size, int64_t count) {
+  char text[600];
+  describe(s, r, text, sizeof text);
+  CHECK(actual != NULL, "%s is missing, %s", name, text);
+  if (!actual) return;
+  double error = error_of(s, r) + 2.0 * test_epsilon(dtype), worst = 0.0;
+  /* An E that underflows is 0; it would have met a sum of x or W, some hundreds here. */
+  double underflow = test_tiny(dtype) + 1000.0 * test_tiny(stat_of(s));
+  int64_t wrong = -1;
+  for (int64_t k = 0; k < count; k++) {
+    double value = flce_load(actual, dtype, k), off = fabs(value - expected[k]);
+    if (!(off <= error * size[k] + underflow)) {
+      wrong = k;
+      worst = size[k] > 0.0 ? off / size[k] : INFINITY;
+    }
+  }
+  CHECK(wrong < 0, "%s[%lld] is off by %g of its terms, allowed %g, %s", name, (long long)wrong,
+        worst, error, text);
+}
+
+void check_run(const setting* s, const model* m, const run* r) {
+  const flce_problem* p = &s->problem;
+  const flce_plan* plan = &r->plan;
+  bool none = p->reduction == FLCE_NONE, gradients = plan->save != FLCE_SAVE_NOTHING;
+  char text[600];
+  describe(s, r, text, sizeof text);
+  CHECK(r->forward_gemms == plan->forward_gemms && r->backward_gemms == plan->backward_gemms,
+        "GEMMs %lld and %lld, planned %lld and %lld, %s", (long long)r->forward_gemms,
+        (long long)r->backward_gemms, (long long)plan->forward_gemms,
+        (long long)plan->backward_gemms, text);
+  compare(s, r, "loss", r->t.loss, stat_of(s), m->loss, m->loss_size, none ? p->tokens : 1);
+  if (gradients && p->want_grad_input && p->tokens > 0)
+    compare(s, r, "dX", r->t.grad_input, plan->grad_input_dtype, m->dx, m->dx_size,
+            p->tokens * p->hidden);
+  if (gradients && p->want_grad_weight)
+    compare(s, r, "dW", r->t.grad_weight, plan->grad_weight_dtype, m->dw, m->dw_size,
+            p->weight_rows * p->hidden);
+  if (gradients && p->want_grad_bias)
+    compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, m->db, m->db_size, p->weight_rows);
+}
+
+static bool same_run(const setting* s, const run* a, const run* b) {
+  const flce_problem* p = &s->problem;
+  const flce_plan* plan = &a->plan;
+  bool same = test_same(a->t.loss, b->t.loss, plan->buffers[FLCE_BUF_LOSS].bytes);
+  if (a->t.grad_input)
+    same &= test_same(a->t.grad_input, b->t.grad_input,
+                      p->tokens * p->hidden * flce_size_of(plan->grad_input_dtype));
+  if (a->t.grad_weight)
+    same &= test_same(a->t.grad_weight, b->t.grad_weight,
+                      p->weight_rows * p->hidden * flce_size_of(plan->grad_weight_dtype));
+  return same;
+}
+
+void test_setting(const setting* s) {
+  model m = make_model(s);
+  run serial = run_all(s, &m, 1);
+  if (serial.status == FLCE_OK) {
+    check_run(s, &m, &serial);
+    run threaded = run_all(s, &m, 3);
+    char text[600];
+    describe(s, &serial, text, sizeof text);
+    CHECK(same_run(s, &serial, &threaded), "threads change the bits, %s", text);
+    free_run(&threaded);
+  }
+  free_run(&serial);
+  free_model(&m);
+}

@@ -1,0 +1,60 @@
+"""Arguments of the inner operators (csrc/op.cpp), which are positional and many."""
+
+import torch
+
+TENSORS = 8  # of flce::forward: input ... num_items
+LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
+
+
+def settings(
+    save,
+    *,
+    reduction="mean",
+    label_smoothing=0.0,
+    softcap=0.0,
+    temperature=1.0,
+    z_loss=0.0,
+    valid_vocab=None,
+    rows=None,
+    wants_entropy=False,
+    wants_predictions=False,
+    max_memory=1 << 20,
+    grads=(True, True, False),
+):
+    """OPTIONS and allow_tf32, for float32 operands."""
+    loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
+    outputs = (valid_vocab, rows, wants_entropy, wants_predictions)
+    return (*loss, *outputs, *(torch.float32,) * 3, save, max_memory, *grads, False)
+
+
+def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **rest):
+    return (x, w, target, bias, weight, token_weight, None, None, *settings(save, **rest))
+
+
+def backward(arguments, made, grad_output, grad_stats=None, **changed):
+    """The backward of a forward with `arguments` that gave `made`; `changed` replaces by name."""
+    _, stats, scalars, _, saved, *_ = (tensor.detach() for tensor in made)
+    given = {
+        "grad_output": grad_output,
+        "grad_stats": grad_stats,
+        "stats": stats,
+        "scalars": scalars,
+        "saved": saved,
+        **changed,
+    }
+    operands = arguments[: TENSORS - 1]
+    kept = (given["stats"], given["scalars"], given["saved"])
+    return (given["grad_output"], given["grad_stats"], *operands, *kept, *arguments[TENSORS:])
+
+
+def cross_entropy_forward(logits, target, *, weight=None, reduction="mean", label_smoothing=0.0):
+    loss = (reduction, -100, label_smoothing, 1.0, 0.0, 1.0, 0.0)
+    return (logits, target, weight, None, None, None, *loss, False, False)
+
+
+def cross_entropy_backward(arguments, made, grad_output, **changed):
+    _, stats, scalars, _ = (tensor.detach() for tensor in made)
+    given = {"grad_output": grad_output, "stats": stats, "scalars": scalars, **changed}
+    operands = arguments[: LOSS_TENSORS - 1]
+    kept = (given["stats"], given["scalars"])
+    return (given["grad_output"], None, *operands, *kept, *arguments[LOSS_TENSORS:])

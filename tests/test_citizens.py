@@ -1,0 +1,534 @@
+"""flce among the rest of torch: copies, pickles, parametrization, tied weights, checkpoints, hooks,
+functional calls, inference, and the transforms that it refuses. More in test_autograd.py."""
+
+import copy
+import io
+import pickle
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import flce
+
+TOKENS, HIDDEN, VOCAB = 24, 16, 40
+SETTINGS = {
+    "reduction": "sum",
+    "ignore_index": -1,
+    "label_smoothing": 0.1,
+    "softcap": 5.0,
+    "logit_scale": 0.5,
+    "temperature": 1.3,
+    "max_memory": "1MiB",
+}
+
+
+def make_loss(device, **options):
+    weight = torch.rand(VOCAB, device=device, dtype=torch.float64)
+    place = {"device": device, "dtype": torch.float64}
+    return flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, bias=True, weight=weight, **place, **options)
+
+
+def make_head(device, **options):
+    weight = torch.rand(VOCAB, device=device, dtype=torch.float64)
+    place = {"device": device, "dtype": torch.float64}
+    return flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=weight, **place, **options)
+
+
+MAKERS = pytest.mark.parametrize("make", [make_loss, make_head])
+
+
+@pytest.fixture
+def batch(device):
+    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.float64)
+    y = torch.randint(VOCAB, (TOKENS,), device=device)
+    y[::5] = -1
+    return x, y
+
+
+def class_weight(module):
+    head = isinstance(module, flce.LinearCrossEntropyHead)
+    return module.class_weight if head else module.weight
+
+
+def linear(module):
+    return module if isinstance(module, nn.Linear) else module.linear
+
+
+def eager(module, x, y):
+    """The module's loss by torch's own operations."""
+    layer = linear(module)
+    logits = module.logit_scale * F.linear(x, layer.weight, layer.bias)
+    return F.cross_entropy(
+        module.softcap * torch.tanh(logits / module.softcap) / module.temperature,
+        y,
+        weight=class_weight(module),
+        reduction=module.reduction,
+        ignore_index=module.ignore_index,
+        label_smoothing=module.label_smoothing,
+    )
+
+
+def close(value, truth, tolerance=1e-11):
+    return bool((value - truth).abs().max() <= tolerance * (1 + truth.abs().max()))
+
+
+# ---- copies ----
+
+
+@MAKERS
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_the_module(device, make, way, batch):
+    """Parameters, class weights and every option; and nothing is shared."""
+    module = make(device, **SETTINGS)
+    if way == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    expected = module(*batch)
+    assert close(expected, eager(module, *batch))
+    assert torch.equal(twin(*batch), expected)
+    assert repr(twin) == repr(module)
+    plain = {name for name, value in vars(module).items() if isinstance(value, (str, float, int))}
+    assert plain >= set(SETTINGS)
+    assert all(getattr(twin, name) == getattr(module, name) for name in plain)
+    with torch.no_grad():
+        linear(twin).weight.zero_()
+    assert torch.equal(module(*batch), expected)
+    twin(*batch).backward()
+    assert linear(module).weight.grad is None
+
+
+@MAKERS
+def test_state_dict_through_a_file(device, make, batch):
+    module, twin = make(device, **SETTINGS), make(device, **SETTINGS)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file))
+    if make is make_head:  # its class weights are no part of what nn.Linear saves
+        twin.class_weight = module.class_weight
+    assert torch.equal(twin(*batch), module(*batch))
+
+
+def test_the_head_loads_what_a_linear_saved(device, batch):
+    """And the other way round: a checkpoint of a model does not know which head it had."""
+    place = {"device": device, "dtype": torch.float64}
+    plain = nn.Linear(HIDDEN, VOCAB, **place)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, ignore_index=-1, **place)
+    head.load_state_dict(plain.state_dict())
+    x, y = batch
+    assert torch.equal(head(x), plain(x))
+    assert close(head(x, y), F.cross_entropy(plain(x), y, ignore_index=-1))
+    nn.Linear(HIDDEN, VOCAB, **place).load_state_dict(head.state_dict())
+    assert head.state_dict().keys() == plain.state_dict().keys()
+
+
+# ---- the weight made by other code ----
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2.0 * weight
+
+
+class Masked(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, weight):
+        return weight * self.mask
+
+
+@MAKERS
+def test_parametrized_weight(device, make, batch):
+    """The loss uses the weight as parametrized; the gradient reaches what it is made of."""
+    module = make(device, **SETTINGS)
+    mask = (torch.rand(VOCAB, HIDDEN, device=device) < 0.7).double()
+    parametrize.register_parametrization(linear(module), "weight", Doubled())
+    parametrize.register_parametrization(linear(module), "weight", Masked(mask))
+    original = linear(module).parametrizations.weight.original
+    loss = module(*batch)
+    truth = eager(module, *batch)
+    assert close(loss, truth)
+    got, expected = torch.autograd.grad(loss, original), torch.autograd.grad(truth, original)
+    assert close(got[0], expected[0])
+    assert (got[0][mask == 0] == 0).all()
+    with parametrize.cached():
+        assert torch.equal(module(*batch), loss)
+    parametrize.remove_parametrizations(linear(module), "weight")
+    assert torch.equal(module(*batch), loss)
+
+
+def test_weight_norm(device, batch):
+    head = make_head(device, **SETTINGS)
+    nn.utils.parametrizations.weight_norm(head)
+    loss, truth = head(*batch), eager(head, *batch)
+    made_of = list(head.parametrizations.weight.parameters())
+    assert len(made_of) == 2
+    for got, expected in zip(
+        torch.autograd.grad(loss, made_of), torch.autograd.grad(truth, made_of), strict=True
+    ):
+        assert close(got, expected)
+
+
+class Tied(nn.Module):
+    """An embedding, a layer, and a head with the embedding's weight."""
+
+    def __init__(self, device, save="auto"):
+        super().__init__()
+        place = {"device": device, "dtype": torch.float64}
+        self.embedding = nn.Embedding(VOCAB, HIDDEN, **place)
+        self.body = nn.Linear(HIDDEN, HIDDEN, **place)
+        self.head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, bias=False, save=save, **place)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, labels=None):
+        return self.head(torch.tanh(self.body(self.embedding(tokens))), labels)
+
+
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
+def test_tied_embedding(device, save):
+    """The gradient of the shared weight is the sum of both uses; a step of an optimizer is eager's,
+    and so are the next ones, in which save="grads" writes in its own memory only."""
+    model = Tied(device, save)
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.embedding.weight
+    assert len(list(model.parameters())) == 3
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, twin)]
+    for _ in range(3):
+        tokens = torch.randint(VOCAB, (3, 8), device=device)
+        labels = tokens.roll(-1, dims=1)
+        labels[:, -1] = -100
+        model(tokens, labels).backward()
+        F.cross_entropy(twin(tokens).flatten(0, 1), labels.flatten()).backward()
+        assert close(model.embedding.weight.grad, twin.embedding.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        # Adam's first steps divide a gradient by its size: rounding of tiny ones shows.
+        assert close(model.embedding.weight, twin.embedding.weight, 1e-6)
+
+
+def test_tied_embedding_survives_a_state_dict(device):
+    model, other = Tied(device), Tied(device)
+    other.load_state_dict(model.state_dict())
+    assert other.head.weight is other.embedding.weight
+    tokens = torch.randint(VOCAB, (3, 8), device=device)
+    assert torch.equal(other(tokens, tokens), model(tokens, tokens))
+
+
+# ---- checkpointing ----
+
+
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_layer_and_loss(device, reentrant, save, batch):
+    x, y = batch
+    x.requires_grad_()
+    body = nn.Linear(HIDDEN, HIDDEN, device=device, dtype=torch.float64)
+    head = make_head(device, save=save, **SETTINGS)
+
+    def step(hidden):
+        return head(torch.tanh(body(hidden)), y)
+
+    leaves = [x, *body.parameters(), head.weight, head.bias]
+
+    def gradients(loss):
+        for leaf in leaves:
+            leaf.grad = None
+        (0.3 * loss).backward()
+        return [leaf.grad.clone() for leaf in leaves]
+
+    expected = gradients(step(x))
+    got = gradients(checkpoint(step, x, use_reentrant=reentrant))
+    for mine, truth in zip(got, expected, strict=True):
+        assert torch.equal(mine, truth)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_several_outputs(device, reentrant, batch):
+    """lse and the rows' losses through one checkpoint: both carry gradients."""
+    x, y = batch
+    x.requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, device=device, dtype=torch.float64, requires_grad=True)
+
+    def step(hidden, matrix):
+        output = flce.linear_cross_entropy(
+            hidden, matrix, y, ignore_index=-1, reduction="none", return_lse=True
+        )
+        return output.loss, output.lse
+
+    def gradients(outputs):
+        loss, lse = outputs
+        return torch.autograd.grad(loss.sum() + 0.1 * lse.square().sum(), (x, weight))
+
+    def backward(outputs):  # a reentrant checkpoint has no torch.autograd.grad
+        x.grad = weight.grad = None
+        loss, lse = outputs
+        (loss.sum() + 0.1 * lse.square().sum()).backward()
+        return x.grad, weight.grad
+
+    expected = gradients(step(x, weight))
+    got = backward(checkpoint(step, x, weight, use_reentrant=reentrant))
+    for mine, truth in zip(got, expected, strict=True):
+        assert torch.equal(mine, truth)
+
+
+# ---- hooks ----
+
+
+def test_hooks_change_what_the_head_sees_and_gives(device, batch):
+    """As adapters do: a hook before the call replaces the hidden states, one after it the loss."""
+    x, y = batch
+    head = make_head(device, **SETTINGS)
+    plain = head(2.0 * x, y)
+    before = head.register_forward_pre_hook(
+        lambda module, args, kwargs: ((2.0 * args[0], *args[1:]), kwargs), with_kwargs=True
+    )
+    assert torch.equal(head(x, y), plain)
+    assert torch.equal(head(x, labels=y), plain)
+    after = head.register_forward_hook(lambda module, args, loss: 3.0 * loss)
+    assert torch.equal(head(x, y), 3.0 * plain)
+    before.remove()
+    after.remove()
+    assert close(head(x, y), eager(head, x, y))
+
+
+def test_a_hook_that_gathers_the_weight(device, batch):
+    """ZeRO-3 fills the weight before the call and lets go of it afterwards: the loss must have what
+    its backward needs by then."""
+    x, y = batch[0].requires_grad_(), batch[1]
+    head = make_head(device, **SETTINGS)
+    expected = head(x, y)
+    expected.backward()
+    gradient, head.weight.grad = head.weight.grad, None
+    whole = head.weight.detach().clone()
+    head.weight.data = torch.empty(0, device=device, dtype=torch.float64)
+
+    def gather(module, args):
+        module.weight.data = whole.clone()
+
+    def release(module, args, output):
+        module.weight.data = torch.empty(0, device=device, dtype=torch.float64)
+
+    head.register_forward_pre_hook(gather)
+    head.register_full_backward_pre_hook(lambda module, grads: gather(module, grads))
+    head.register_forward_hook(release)
+    loss = head(x, y)
+    assert torch.equal(loss, expected)
+    assert head.weight.numel() == 0
+    loss.backward()
+    assert torch.equal(head.weight.grad, gradient)
+
+
+def test_tensor_hooks_see_the_gradients(device, batch):
+    x, y = batch
+    head = make_head(device, **SETTINGS)
+    seen = {}
+    x.requires_grad_().register_hook(lambda grad: seen.__setitem__("x", grad.clone()))
+    head.weight.register_hook(lambda grad: seen.__setitem__("w", grad.clone()) or 2.0 * grad)
+    head.weight.register_post_accumulate_grad_hook(lambda leaf: seen.__setitem__("after", leaf))
+    head(x, y).backward()
+    assert torch.equal(seen["x"], x.grad)
+    assert torch.equal(2.0 * seen["w"], head.weight.grad)
+    assert seen["after"] is head.weight
+
+
+def test_hooks_see_a_named_output(device, batch):
+    """Options for one call reach the loss through the Module's call; no hook turns what it gives
+    into a plain tuple, and gradients that come from two of its fields are in what a hook sees."""
+    x, y = batch[0].requires_grad_(), batch[1]
+    head = make_head(device, **SETTINGS)
+    seen = []
+    head.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    head.register_full_backward_hook(lambda module, inward, outward: seen.append(outward))
+    output = head(x, y, return_lse=True, return_accuracy=True, return_predictions=True)
+    assert isinstance(output, flce.LinearCrossEntropyOutput)
+    (2.0 * output.loss + output.lse.sum()).backward()
+    assert seen[0] is flce.LinearCrossEntropyOutput
+    loss, lse, *others = seen[1]
+    assert loss == 2.0 and torch.equal(lse, torch.ones_like(output.lse))
+    assert others == [None] * 4
+    mapped = torch.utils._pytree.tree_map(lambda value: value, output)
+    assert isinstance(mapped, flce.LinearCrossEntropyOutput)
+
+
+# ---- functional calls and grad modes ----
+
+
+@MAKERS
+def test_functional_call(device, make, batch):
+    """With other parameters than its own, which get the gradients."""
+    module = make(device, **SETTINGS)
+    own = module(*batch)
+    others = {
+        name: torch.randn_like(parameter).requires_grad_()
+        for name, parameter in module.named_parameters()
+    }
+    twin = make(device, **SETTINGS)
+    twin.load_state_dict({**module.state_dict(), **{n: t.detach() for n, t in others.items()}})
+    if make is make_head:
+        twin.class_weight = module.class_weight
+    loss = torch.func.functional_call(module, others, batch)
+    assert torch.equal(loss, twin(*batch))
+    loss.backward()
+    twin(*batch).backward()
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(others[name].grad, parameter.grad)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(module(*batch), own)
+
+
+@MAKERS
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modules_without_gradients(device, make, mode, batch):
+    module = make(device, **SETTINGS)
+    expected = module(*batch)
+    with mode():
+        loss = module(*batch)
+        output = flce.linear_cross_entropy(
+            batch[0],
+            linear(module).weight,
+            batch[1],
+            ignore_index=-1,
+            return_lse=True,
+            return_entropy=True,
+            return_accuracy=True,
+            return_predictions=True,
+            return_z_loss=True,
+            z_loss=1e-3,
+        )
+    assert cases.relative_error(loss, expected.double()) <= 1e-12
+    assert not any(value.requires_grad for value in (loss, *output))
+    assert loss.is_inference() == (mode is torch.inference_mode)
+
+
+def test_tensors_made_in_inference_mode(device, batch):
+    """They may be used outside of it: as hidden states that need no gradient."""
+    head = make_head(device, **SETTINGS)
+    with torch.inference_mode():
+        hidden = batch[0] * 1.0
+    with torch.no_grad():
+        assert torch.equal(head(hidden, batch[1]), head(*batch))
+
+
+def test_what_carries_a_gradient(device, batch):
+    """loss, lse and entropy do; accuracy, predictions and the z-loss do not."""
+    x, y = batch
+    head = make_head(device)
+    output = flce.linear_cross_entropy(
+        x,
+        head.weight,
+        y,
+        ignore_index=-1,
+        z_loss=1e-3,
+        return_lse=True,
+        return_entropy=True,
+        return_accuracy=True,
+        return_predictions=True,
+        return_z_loss=True,
+    )
+    carries = {name: value.requires_grad for name, value in output._asdict().items()}
+    assert carries == {
+        "loss": True,
+        "lse": True,
+        "entropy": True,
+        "accuracy": False,
+        "predictions": False,
+        "z_loss": False,
+    }
+    with torch.no_grad():
+        frozen = flce.linear_logprobs(x, head.weight, y, ignore_index=-1)
+    assert not any(value.requires_grad for value in frozen)
+
+
+# ---- what is refused ----
+
+
+def refused_calls(x, w, y):
+    """Functions of x alone, by name: all of flce's public ones."""
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=x.device, dtype=x.dtype)
+    return {
+        "outputs": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).loss,
+        "lse": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).lse.sum(),
+        "rows": lambda x: flce.linear_cross_entropy(x, w, y, reduction="none").sum(),
+        "logprobs": lambda x: flce.linear_logprobs(x, w, y)[0].sum(),
+        "entropy": lambda x: flce.linear_logprobs(x, w, y)[1].sum(),
+        "logits": lambda x: flce.cross_entropy(x @ w.T, y),
+        "head": lambda x: head(x, y),
+        "positions": lambda x: flce.linear_cross_entropy(
+            x, w.reshape(VOCAB // 2, 2, HIDDEN), (y % (VOCAB // 2)).unsqueeze(1).expand(-1, 2)
+        ),
+    }
+
+
+REFUSED = ("outputs", "lse", "rows", "logprobs", "entropy", "logits", "head", "positions")
+
+
+@pytest.fixture(params=REFUSED)
+def refused(request, device):
+    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.float64)
+    w = torch.randn(VOCAB, HIDDEN, device=device, dtype=torch.float64)
+    y = torch.randint(VOCAB, (TOKENS,), device=device)
+    calls = refused_calls(x, w, y)
+    assert set(calls) == set(REFUSED)
+    return calls[request.param], x
+
+
+def test_vmap_says_what_to_use(refused):
+    function, x = refused
+    with pytest.raises(RuntimeError, match="vmap is not supported; use the leading dimensions"):
+        torch.func.vmap(function)(torch.stack([x, x]))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "hessian"])
+def test_functional_transforms_say_what_to_use(refused, transform):
+    function, x = refused
+    with pytest.raises(RuntimeError, match="flce: .* not supported; use"):
+        if transform == "vjp":
+            torch.func.vjp(function, x)
+        else:
+            getattr(torch.func, transform)(function)(x)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual"])
+def test_forward_mode_says_what_to_use(refused, transform):
+    function, x = refused
+    with pytest.raises(RuntimeError, match="flce: .* not supported; use"):
+        if transform == "jvp":
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
+        elif transform == "jacfwd":
+            torch.func.jacfwd(function)(x)
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_create_graph_says_what_to_use(refused):
+    """Refused at the first backward: to a second one the gradient would be a constant."""
+    function, x = refused
+    x = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="double backward .*use"):
+        torch.autograd.grad(function(x), x, create_graph=True)
+    (grad,) = torch.autograd.grad(function(x), x)
+    assert not grad.requires_grad
+
+
+def test_functional_call_in_a_transform_is_refused(device, batch):
+    head = make_head(device, **SETTINGS)
+    parameters = {name: tensor.detach() for name, tensor in head.named_parameters()}
+    with pytest.raises(RuntimeError, match="torch.func transforms are not supported; use"):
+        torch.func.grad(lambda tensors: torch.func.functional_call(head, tensors, batch))(
+            parameters
+        )

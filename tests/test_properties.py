@@ -1,0 +1,253 @@
+"""Options drawn at random, in combination: value, outputs and every gradient against float64.
+
+Each case runs under every strategy that serves it, whole and in chunks. FLCE_EXAMPLES sets how many
+cases are drawn; they are the same ones in each run.
+"""
+
+import os
+from itertools import combinations
+
+import cases
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import flce
+
+ALL_OUTPUTS = ("loss", "lse", "entropy")
+EXAMPLES = {"cpu": 2000, "cuda": 500}
+RARELY = [None] * 3  # before the values of an option that most calls leave out
+SHAPES = [
+    *((n,) for n in range(41)),
+    *((b, n) for b in range(5) for n in range(1, 11)),
+    *((a, b, n) for a in (1, 2) for b in (1, 2, 3) for n in range(7)),
+]
+
+# What each part of a call is drawn from, the plainest first: to it a failing case is shrunk.
+LOSS = {
+    "seed": range(256),
+    "shape": SHAPES,
+    "vocab": range(1, 71),
+    "dtype": [torch.float64] * 5 + [torch.float32, torch.bfloat16, torch.float16],
+    "std": [0.5, 3.0, 8.0],
+    "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
+    "ignore": [0.0, 0.0, 0.6, 1.0],  # the share of ignored rows
+    "ignore_index": [-100, -100, None, 0, 5],
+    "reduction": ["mean", "mean", "sum", "none"],
+    "label_smoothing": [0.0, 0.0, 0.1, 1.0],
+    "class_weight": [None, None, "own", "float32"],
+    "softcap": [*RARELY, 1.5, 30.0],
+    "logit_scale": [1.0, 1.0, 0.25, -1.5],
+    "temperature": [1.0, 1.0, 0.7, "rows", "scalar"],
+    "z_loss": [0.0, 0.0, 0.01, 0.5],
+    "token_weight": [*RARELY, torch.float32, torch.bfloat16, torch.bool, torch.int32],
+    "num_items": [*RARELY, 7, 2.5, torch.float32, torch.int64, 0],
+    "returns": [tuple(bool(bits >> i & 1) for i in range(5)) for bits in range(32)],
+    "upstream": [(), ("loss", "lse"), ("loss", "entropy"), ("lse",), ("entropy",), ALL_OUTPUTS],
+}
+LINEAR = {
+    **LOSS,
+    "hidden": range(1, 25),
+    "bias": [False, True],
+    "wants": [subset for size in (3, 2, 1, 0) for subset in combinations(cases.GRADIENTS, size)],
+    "shift": [0, 0, 0, 1, 2, 5],
+    "documents": [False, False, True],
+    "valid_vocab": [*RARELY, 0.01, 0.5, 1.0],  # of the vocabulary
+    "valid_bound": [None, "count", 0, 3],  # more than there are
+    "accum_dtype": [None, torch.float32],
+    "chunk_rows": range(1, 10),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Where the cores are shared, threads that wait for each other take most of a small case."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plans(table):
+    """A plan as one draw of bytes, each of which chooses one part.
+
+    Drawn part by part, most examples would be mutants of others: hypothesis copies what one draw
+    gave to another one, and of so many independent parts that repeats the same combinations.
+    """
+
+    def plan(drawn):
+        parts = zip(table.items(), drawn, strict=True)
+        return {name: values[byte % len(values)] for (name, values), byte in parts}
+
+    return st.binary(min_size=len(table), max_size=len(table)).map(plan)
+
+
+def examples(device):
+    """As many as the environment or the device says."""
+    return hypothesis.settings(
+        max_examples=int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device])),
+        derandomize=True,
+        database=None,
+        deadline=None,
+    )
+
+
+RETURNS = ("return_lse", "return_entropy", "return_accuracy", "return_predictions", "return_z_loss")
+
+
+def steps(shape, random, dtype, least=0):
+    """Multiples of 1/4 up to 2, which every dtype holds; the integer ones are whole."""
+    return (torch.randint(least, 9, shape, generator=random) / 4).to(dtype)
+
+
+def draw_targets(plan, random, vocab):
+    """Classes with the given share of ignored ones, or probabilities."""
+    shape = plan["shape"]
+    if plan["targets"] == "probabilities":
+        logits = 2.0 * torch.randn(*shape, plan["vocab"], generator=random)
+        return logits.softmax(-1).to(plan["dtype"])
+    target = torch.randint(vocab, shape, generator=random)
+    index = -100 if plan["ignore_index"] is None else plan["ignore_index"]
+    ignored = torch.rand(shape, generator=random) < plan["ignore"]
+    return target.masked_fill(ignored, index).to(plan["targets"])
+
+
+def loss_options(plan, random, vocab):
+    """The options that linear_cross_entropy and cross_entropy share, those with a meaning."""
+    shape, dtype = plan["shape"], plan["dtype"]
+    probabilities = plan["targets"] == "probabilities"
+    names = ("reduction", "label_smoothing", "softcap", "logit_scale", "z_loss", "temperature")
+    options = {name: plan[name] for name in names}
+    options["ignore_index"] = -100 if probabilities else plan["ignore_index"]
+    if plan["class_weight"]:
+        kind = torch.float32 if plan["class_weight"] == "float32" else dtype
+        # Not 0: a mean over rows of weight 0 is NaN, as F.cross_entropy has it.
+        options["weight"] = steps((plan["vocab"],), random, kind, least=1)
+    if plan["temperature"] == "rows":
+        options["temperature"] = 0.5 + steps(shape, random, torch.float32)
+    elif plan["temperature"] == "scalar":
+        options["temperature"] = torch.tensor(1.25)
+    if plan["token_weight"] is not None:
+        options["token_weight"] = steps(shape, random, plan["token_weight"])
+    if plan["num_items"] is not None and plan["reduction"] == "mean":
+        given = plan["num_items"]
+        is_tensor = isinstance(given, torch.dtype)
+        options["num_items"] = torch.tensor(9, dtype=given) if is_tensor else given
+    options.update(zip(RETURNS, plan["returns"], strict=True))
+    if probabilities:
+        options["return_accuracy"] = False
+    return options
+
+
+def upstream_of(plan, random):
+    """Gradients of the outputs that are differentiated together, of the loss if there is no other.
+
+    Their signs differ, and none is a power of two."""
+    rows = plan["shape"]
+    can = {"loss": True, "lse": plan["returns"][0], "entropy": plan["returns"][1]}
+    names = [name for name in plan["upstream"] if can[name]] or ["loss"]
+    scalar = plan["reduction"] != "none"
+    return {
+        name: torch.randn(() if name == "loss" and scalar else rows, generator=random)
+        for name in names
+    }
+
+
+def linear_case(plan):
+    """A call of linear_cross_entropy as the plan has it, with NaN in each row that is ignored."""
+    random = cases.generator(plan["seed"])
+    shape, vocab, dtype = plan["shape"], plan["vocab"], plan["dtype"]
+    x = torch.randn(*shape, plan["hidden"], generator=random) * plan["std"] ** 0.5
+    w = torch.randn(vocab, plan["hidden"], generator=random)
+    w = w * (plan["std"] / plan["hidden"]) ** 0.5
+    valid_vocab = None
+    if plan["valid_vocab"] is not None:
+        valid_vocab = max(1, int(plan["valid_vocab"] * vocab))
+    target = draw_targets(plan, random, valid_vocab or vocab)
+    options = loss_options(plan, random, vocab)
+    options.update(valid_vocab=valid_vocab, accum_dtype=plan["accum_dtype"])
+    if dtype == torch.float64:
+        options["accum_dtype"] = None
+    if plan["bias"]:
+        options["linear_bias"] = torch.randn(vocab, generator=random).to(dtype)
+    if not target.is_floating_point():
+        options.update(shift_of(plan, random))
+    options["valid_bound"] = None
+    ignore_index, cu_seqlens = options["ignore_index"], options.get("cu_seqlens")
+    later = flce.reference.shifted(target, options.get("shift", 0), cu_seqlens, ignore_index)
+    ignored = flce.reference.ignored(later, ignore_index)
+    if not target.is_floating_point() and plan["valid_bound"] is not None:
+        more, valid = plan["valid_bound"], int((~ignored).sum())
+        options["valid_bound"] = more if more == "count" else valid + more
+    x = x.to(dtype).masked_fill(ignored.unsqueeze(-1), float("nan"))
+    return cases.Case(x, w.to(dtype), target, options), random
+
+
+def shift_of(plan, random):
+    """A shift where the shape or documents give it a meaning."""
+    tokens = torch.Size(plan["shape"]).numel()
+    if plan["documents"]:
+        ends = torch.randint(tokens + 1, (4,), generator=random).sort().values
+        kind = torch.int32 if plan["seed"] % 2 else torch.int64
+        return {"shift": max(1, plan["shift"]), "cu_seqlens": ends.to(kind)}
+    return {"shift": plan["shift"] if len(plan["shape"]) > 1 else 0}
+
+
+def moved(case, upstream, device):
+    """The case and the upstream gradients on a device."""
+
+    def move(value):
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    options = {name: move(value) for name, value in case.options.items()}
+    case = cases.Case(move(case.input), move(case.linear_weight), move(case.target), options)
+    return case, {name: move(gradient) for name, gradient in upstream.items()}
+
+
+def strategies(case, upstream):
+    """Those that serve the call: gradients made in the forward are those of one scalar loss."""
+    scalar = case.options["reduction"] != "none" and upstream.keys() == {"loss"}
+    return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
+
+
+def budget_of(plan):
+    """Bytes of a few rows of logits in the widest type, with their alignment."""
+    return plan["chunk_rows"] * (plan["vocab"] + 4) * 8
+
+
+def test_linear_cross_entropy(device):
+    @examples(device)
+    @hypothesis.given(plans(LINEAR))
+    def run(plan):
+        case, random = linear_case(plan)
+        case, upstream = moved(case, upstream_of(plan, random), device)
+        call = {"wants": plan["wants"], "upstream": upstream}
+        yardstick = cases.Yardstick(case, cancels=True, **call)
+        for save in strategies(case, upstream):
+            for budget in (None, budget_of(plan)):
+                knobs = {"save": save, "max_memory": budget}
+                results = cases.outcome(flce.linear_cross_entropy, case, **call, **knobs)
+                yardstick.check(results, f"{knobs}")
+
+    run()
+
+
+def test_cross_entropy(device):
+    @examples(device)
+    @hypothesis.given(plans(LOSS))
+    def run(plan):
+        random = cases.generator(plan["seed"])
+        logits = plan["std"] * torch.randn(*plan["shape"], plan["vocab"], generator=random)
+        target = draw_targets(plan, random, plan["vocab"])
+        options = loss_options(plan, random, plan["vocab"])
+        ignored = flce.reference.ignored(target, options["ignore_index"])
+        logits = logits.to(plan["dtype"]).masked_fill(ignored.unsqueeze(-1), float("nan"))
+        case, upstream = moved(
+            cases.Case(logits, None, target, options), upstream_of(plan, random), device
+        )
+        call = {"wants": ("input",), "upstream": upstream}
+        yardstick = cases.Yardstick(case, cancels=True, **call)
+        yardstick.check(cases.outcome(flce.cross_entropy, case, **call))
+
+    run()

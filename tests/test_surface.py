@@ -1,0 +1,380 @@
+"""Each option by itself, against what it means said in other words.
+
+test_properties.py has them in combination, against flce.reference; test_outputs.py the outputs.
+"""
+
+import math
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce
+
+TOKENS, VOCAB = 30, 41
+SAVES = pytest.mark.parametrize("save", cases.SAVES)
+
+
+# ---- targets: probabilities, dtypes, shifts, documents ----
+
+
+@SAVES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_probabilities_of_any_dtype(device, save, dtype, smoothing):
+    x, w, _ = cases.leaves(device, TOKENS)
+    t = torch.randn(TOKENS, VOCAB, generator=cases.generator(3)).softmax(-1).to(device, dtype)
+    class_weight = cases.per_row(device, VOCAB)
+    options = {"weight": class_weight, "label_smoothing": smoothing}
+    ours = flce.linear_cross_entropy(x, w, t, save=save, **options)
+    cases.assert_same(ours, F.cross_entropy(F.linear(x, w), t.double(), **options), (x, w))
+
+
+@SAVES
+def test_one_hot_probabilities_are_classes(device, save):
+    x, w, y = cases.leaves(device, TOKENS)
+    ours = flce.linear_cross_entropy(x, w, F.one_hot(y, VOCAB).double(), save=save)
+    cases.assert_same(ours, flce.linear_cross_entropy(x, w, y, save=save), (x, w))
+
+
+def test_int32_targets_give_the_same_bits(device):
+    x, w, y = cases.leaves(device, TOKENS)
+    y[::4] = -100
+    results = [
+        flce.linear_cross_entropy(x, w, target, return_predictions=True, return_accuracy=True)
+        for target in (y, y.int())
+    ]
+    for wide, narrow in zip(*results, strict=True):
+        assert (wide is None and narrow is None) or torch.equal(wide, narrow)
+
+
+@SAVES
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_shift(device, save, k):
+    """As if the last k positions of the input and the first k targets were cut off."""
+    x, w, y = cases.leaves(device, 3, 7)
+    y[1, 4] = -100
+    expected = F.cross_entropy(F.linear(x[:, :-k], w).flatten(0, 1), y[:, k:].flatten())
+    filled = x.detach().clone()
+    filled[:, -k:] = math.nan
+    ours = flce.linear_cross_entropy(filled.requires_grad_(), w, y, shift=k, save=save)
+    assert cases.relative_error(ours.detach(), expected.detach()) <= 1e-12
+    grads = zip(
+        torch.autograd.grad(ours, (filled, w)), torch.autograd.grad(expected, (x, w)), strict=True
+    )
+    for gradient, truth in grads:
+        assert cases.relative_error(gradient, truth) <= 1e-12
+
+
+def test_shift_keeps_the_shape_of_the_target(device):
+    """Row outputs stand at the input's position, with nothing at the last."""
+    x, w, y = cases.leaves(device, 2, 5)
+    names = ("return_lse", "return_entropy", "return_predictions", "return_z_loss")
+    options = {"reduction": "none", "z_loss": 0.1, **dict.fromkeys(names, True)}
+    made = flce.linear_cross_entropy(x, w, y, shift=2, **options)._asdict()
+    plain = flce.linear_cross_entropy(x[:, :-2], w, y[:, 2:], **options)._asdict()
+    for name in ("loss", "lse", "entropy", "predictions", "z_loss"):
+        assert made[name].shape == y.shape
+        torch.testing.assert_close(made[name][:, :-2], plain[name], rtol=1e-12, atol=0.0)
+        assert (made[name][:, -2:] == (-1 if name == "predictions" else 0)).all(), name
+
+
+def test_shift_leaves_row_options_where_they_are(device):
+    """token_weight and temperature belong to the input's rows."""
+    x, w, y = cases.leaves(device, 2, 5)
+    token_weight, temperature = cases.per_row(device, 2, 5), cases.per_row(device, 2, 5, low=1.0)
+    ours = flce.linear_cross_entropy(
+        x, w, y, shift=1, reduction="sum", token_weight=token_weight, temperature=temperature
+    )
+    logits = F.linear(x, w) / temperature.unsqueeze(-1)
+    rows = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
+    cases.assert_same(ours, (rows * token_weight[:, :-1].flatten()).sum(), (x, w))
+
+
+@pytest.mark.parametrize("k", [4, 5, 100])
+def test_shift_past_the_sequence_leaves_nothing(device, k):
+    x, w, y = cases.leaves(device, 2, 4)
+    loss = flce.linear_cross_entropy(x, w, y, shift=k)
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
+@SAVES
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("batched", [False, True])
+def test_documents(device, save, k, dtype, batched):
+    """Packed documents: as a loop over them, each by itself; one is empty, one has a single token,
+    and the rows after the last belong to none."""
+    bounds = [0, 9, 9, 10, 22, 27]
+    x, w, y = cases.leaves(device, TOKENS)
+    y[12] = -100
+    cu_seqlens = torch.tensor(bounds, dtype=dtype, device=device)
+    losses = [
+        F.cross_entropy(
+            F.linear(x[begin : max(begin, end - k)], w), y[begin + k : end], reduction="sum"
+        )
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        if end - begin > k
+    ]
+    given = (x.unsqueeze(0), w, y.unsqueeze(0)) if batched else (x, w, y)
+    ours = flce.linear_cross_entropy(
+        *given, shift=k, cu_seqlens=cu_seqlens, reduction="sum", save=save
+    )
+    cases.assert_same(ours, sum(losses), (x, w))
+
+
+# ---- what a row's loss is divided by and multiplied with ----
+
+
+def items(given, device):
+    return given.to(device) if isinstance(given, torch.Tensor) else given
+
+
+@SAVES
+@pytest.mark.parametrize(
+    "given",
+    [50, 12.5, torch.tensor(12.5), torch.tensor(12.5, dtype=torch.float64), torch.tensor(50)],
+    ids=repr,
+)
+def test_num_items(device, save, given):
+    """The mean's denominator, of the z-loss too, whatever the class weights and ignored rows."""
+    x, w, y = cases.leaves(device, TOKENS)
+    y[::3] = -100
+    options = {"weight": cases.per_row(device, VOCAB), "z_loss": 0.05, "save": save}
+    ours = flce.linear_cross_entropy(x, w, y, num_items=items(given, device), **options)
+    total = flce.linear_cross_entropy(x, w, y, reduction="sum", **options)
+    cases.assert_same(ours, total / float(given), (x, w))
+
+
+@SAVES
+@pytest.mark.parametrize("given", [0, 0.0, torch.tensor(0)], ids=repr)
+def test_zero_items(device, save, given):
+    x, w, y = cases.leaves(device, TOKENS)
+    loss = flce.linear_cross_entropy(x, w, y, num_items=items(given, device), save=save, z_loss=0.1)
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
+@SAVES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int32], ids=str)
+def test_token_weight(device, save, dtype):
+    """Negative ones too, as in policy gradients; the mean's denominator does not see them."""
+    x, w, y = cases.leaves(device, TOKENS)
+    y[::5] = -100
+    token_weight = torch.randint(-2, 3, (TOKENS,), generator=cases.generator(4)).to(device, dtype)
+    with torch.no_grad():
+        x[::5] = math.nan
+    if dtype.is_floating_point:
+        token_weight[::5] = math.nan
+    ours = flce.linear_cross_entropy(x, w, y, token_weight=token_weight, z_loss=0.1, save=save)
+    kept = y != -100
+    logits = F.linear(x[kept], w)
+    rows = F.cross_entropy(logits, y[kept], reduction="none") + 0.1 * logits.logsumexp(-1).square()
+    cases.assert_same(ours, (rows * token_weight[kept].double()).sum() / kept.sum(), (x, w))
+
+
+def test_z_loss_does_not_see_class_weights(device):
+    """Its mean is over the valid rows, that of the loss over their weights."""
+    x, w, y = cases.leaves(device, TOKENS)
+    class_weight = cases.per_row(device, VOCAB)
+    options = {"z_loss": 0.3, "return_z_loss": True}
+    made = flce.linear_cross_entropy(x, w, y, weight=class_weight, **options)
+    logits = F.linear(x, w)
+    z_loss = 0.3 * logits.logsumexp(-1).square().mean()
+    cases.assert_same(made.loss, F.cross_entropy(logits, y, weight=class_weight) + z_loss, (x, w))
+    assert abs(made.z_loss - z_loss) <= 1e-12 * z_loss
+    assert not made.z_loss.requires_grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mean_over_weights_of_zero_is_torchs(device, smoothing):
+    """NaN, as F.cross_entropy has it: rows are there, but nothing to divide by."""
+    x, w, y = cases.leaves(device, 4)
+    options = {"weight": torch.zeros(VOCAB, device=device).double(), "label_smoothing": smoothing}
+    assert F.cross_entropy(F.linear(x, w), y, **options).isnan()
+    assert flce.linear_cross_entropy(x, w, y, **options).isnan()
+
+
+# ---- logits: scale, softcap, temperature ----
+
+
+@SAVES
+def test_softcap_scale_and_temperature_in_their_order(device, save):
+    x, w, y = cases.leaves(device, TOKENS)
+    ours = flce.linear_cross_entropy(
+        x, w, y, softcap=2.5, logit_scale=-1.5, temperature=0.7, save=save
+    )
+    logits = 2.5 * torch.tanh(-1.5 * F.linear(x, w) / 2.5) / 0.7
+    cases.assert_same(ours, F.cross_entropy(logits, y), (x, w))
+
+
+@SAVES
+def test_temperature_of_each_token(device, save):
+    x, w, y = cases.leaves(device, 5, 6)
+    temperature = cases.per_row(device, 5, 6, low=0.1, high=5.0)
+    y[0], y[2, 3] = -100, -100
+    temperature[0] = math.nan
+    ours = flce.linear_cross_entropy(x, w, y, temperature=temperature, save=save)
+    kept = y != -100
+    logits = F.linear(x[kept], w) / temperature[kept].unsqueeze(-1)
+    cases.assert_same(ours, F.cross_entropy(logits, y[kept]), (x, w))
+
+
+@pytest.mark.parametrize("make", [float, torch.tensor], ids=["number", "0-d"])
+def test_scalars_may_be_tensors(device, make):
+    """As torch's own functions take them; the bits are the same."""
+    x, w, y = cases.leaves(device, TOKENS)
+    values = {"temperature": 0.5, "softcap": 8.0, "logit_scale": 0.25, "z_loss": 0.125}
+    ours = flce.linear_cross_entropy(x, w, y, **{name: make(v) for name, v in values.items()})
+    assert torch.equal(ours, flce.linear_cross_entropy(x, w, y, **values))
+
+
+# ---- the vocabulary's padding ----
+
+
+@SAVES
+@pytest.mark.parametrize("valid", [1, 8, 33, VOCAB])
+def test_valid_vocab(device, save, valid):
+    """The same bits as a head without the rows beyond, which get exactly zero gradients, NaN or
+    not; smoothing spreads over what is there."""
+    x, w, y = cases.leaves(device, TOKENS)
+    y %= valid
+    bias, class_weight = cases.per_row(device, VOCAB), cases.per_row(device, VOCAB)
+    part, part_bias = (t.detach()[:valid].clone().requires_grad_() for t in (w, bias))
+    with torch.no_grad():
+        for tensor in (w, bias, class_weight):
+            tensor[valid:] = math.nan
+    bias.requires_grad_()
+    options = {"label_smoothing": 0.1, "save": save}
+    ours = flce.linear_cross_entropy(
+        x, w, y, linear_bias=bias, weight=class_weight, valid_vocab=valid, **options
+    )
+    sliced = flce.linear_cross_entropy(
+        x, part, y, linear_bias=part_bias, weight=class_weight[:valid], **options
+    )
+    dx, dw, db = torch.autograd.grad(ours, (x, w, bias))
+    expected = torch.autograd.grad(sliced, (x, part, part_bias))
+    assert not dw[valid:].any() and not db[valid:].any()
+    for value, truth in zip((ours, dx, dw[:valid], db[:valid]), (sliced, *expected), strict=True):
+        assert cases.relative_error(value.detach(), truth.detach()) <= 1e-12
+
+
+def test_valid_vocab_of_probabilities(device):
+    """Columns beyond are not read."""
+    x, w, _ = cases.leaves(device, TOKENS)
+    t = torch.randn(TOKENS, VOCAB, device=device, dtype=torch.float64).softmax(-1)
+    t[:, 20:] = math.nan
+    ours = flce.linear_cross_entropy(x, w, t, valid_vocab=20)
+    cases.assert_same(ours, F.cross_entropy(F.linear(x, w[:20]), t[:, :20]), (x, w))
+
+
+def test_targets_beyond_the_valid_vocab_are_out_of_range():
+    x, w, y = cases.leaves("cpu", 4)
+    y.fill_(20)
+    with pytest.raises(IndexError, match="20"):
+        flce.linear_cross_entropy(x, w, y, valid_vocab=20)
+
+
+# ---- ignored rows are skipped ----
+
+
+def mostly_ignored(device, tokens, share=0.6, dtype=torch.float64):
+    """A batch of which `share` is ignored, in a random order, and NaN there; and the valid rows."""
+    x, w, y = cases.leaves(device, tokens, dtype=dtype)
+    order = torch.randperm(tokens, generator=cases.generator(5)).to(device)
+    ignored = order[: int(share * tokens)]
+    kept = order[len(ignored) :].sort().values
+    with torch.no_grad():
+        x[ignored] = math.nan
+    y[ignored] = -100
+    return (x, w, y), kept
+
+
+@SAVES
+@pytest.mark.parametrize("bound", [None, "count", "exact", "loose", "all"])
+def test_valid_bound_changes_no_result(device, save, bound):
+    (x, w, y), kept = mostly_ignored(device, TOKENS)
+    numbers = {"exact": len(kept), "loose": len(kept) + 3, "all": 10 * TOKENS}
+    ours = flce.linear_cross_entropy(
+        x, w, y, valid_bound=numbers.get(bound, bound), save=save, reduction="sum"
+    )
+    expected = F.cross_entropy(F.linear(x[kept], w), y[kept], reduction="sum")
+    cases.assert_same(ours, expected, (x, w))
+
+
+@pytest.mark.parametrize("save", ["grads", "stats"])
+def test_ignored_rows_cost_no_products(device, save):
+    """As many chunks, so as many GEMMs, as a batch of the valid rows alone. On the CPU they are
+    always counted."""
+    (x, w, y), kept = mostly_ignored(device, 100)
+    alone = x.detach()[kept].clone().requires_grad_()
+    knobs = {"save": save, "max_memory": 10 * (VOCAB + 3) * 8}
+    bound = "count" if device == "cuda" else None
+
+    def gemms(rows, target, bound=None):
+        def step():
+            loss = flce.linear_cross_entropy(rows, w, target, valid_bound=bound, **knobs)
+            torch.autograd.grad(loss, (rows, w))
+
+        return cases.gemms_of(step)
+
+    few = gemms(alone, y[kept])
+    assert gemms(x, y, bound) == few
+    # With no row ignored there are more: the count can tell.
+    assert gemms(x.detach().nan_to_num().requires_grad_(), torch.zeros_like(y)) >= 2 * few
+
+
+def test_memory_follows_the_valid_rows(device):
+    """save="grads" holds one chunk of logits: of the valid rows."""
+    (x, w, y), kept = mostly_ignored(device, 400, dtype=torch.float32)
+    weight = w.detach().repeat(25, 1).requires_grad_()
+    bound = "count" if device == "cuda" else None
+
+    def peak(target):
+        def step():
+            loss = flce.linear_cross_entropy(x, weight, target, save="grads", valid_bound=bound)
+            return torch.autograd.grad(loss, (x, weight))
+
+        step()
+        return cases.peak_bytes(step, device)
+
+    some = peak(y)
+    with torch.no_grad():
+        x.nan_to_num_()
+    assert some <= 0.5 * peak(torch.zeros_like(y))
+
+
+def test_more_valid_rows_than_the_bound_are_refused_on_the_cpu():
+    (x, w, y), kept = mostly_ignored("cpu", TOKENS)
+    with pytest.raises(ValueError, match=f"valid_bound: expected at least {len(kept)}.* got 3"):
+        flce.linear_cross_entropy(x, w, y, valid_bound=3)
+
+
+@SAVES
+def test_more_valid_rows_than_the_bound_are_nan_on_cuda(cuda, save):
+    """Never a silent cut."""
+    (x, w, y), kept = mostly_ignored(cuda, TOKENS)
+    loss = flce.linear_cross_entropy(x, w, y, valid_bound=len(kept) - 1, save=save)
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    assert loss.isnan() and dw.isnan().all() and dx[kept].isnan().all()
+
+
+# ---- the reference itself ----
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("targets", ["classes", "probabilities"])
+def test_the_reference_is_cross_entropy(device, reduction, smoothing, targets):
+    """Where F.cross_entropy has the option, the reference has its numbers, the mean's included."""
+    x, w, y = cases.leaves(device, TOKENS)
+    y[::4] = -100
+    if targets == "probabilities":
+        y = torch.rand(TOKENS, VOCAB, device=device, dtype=torch.float64)
+    options = {
+        "weight": cases.per_row(device, VOCAB),
+        "reduction": reduction,
+        "label_smoothing": smoothing,
+    }
+    ours = flce.reference.linear_cross_entropy(x, w, y, **options)
+    cases.assert_same(ours, F.cross_entropy(F.linear(x, w), y, **options), (x, w))
