@@ -459,6 +459,7 @@ static flce_status backward_rows(const engine* e, chunk* c) {
   }
   flce_rows view = c->view;
   view.coef = exp_form ? NULL : c->coef;
+  view.wants_entropy = e->tensors->grad_entropy != NULL;
   bool from_exp = stored && plan->saves_exp;
   CALL(e, grad_rows, &view, from_exp ? kF16ExpScale : 1.0, true, from_exp);
   return FLCE_OK;

@@ -1,5 +1,7 @@
 """The loss as a function and as Modules."""
 
+import numbers
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +13,7 @@ from .options import (
     check_ignore_index,
     check_integer,
     check_scalars,
+    num_items_tensor,
     number,
     parse_bytes,
     shifted_target,
@@ -26,6 +29,11 @@ def _entry(name):
 
 def _call(name, operands, settings, wanted):
     """The loss alone, or with the wanted outputs."""
+    if isinstance(settings["num_items"], numbers.Real):
+        # An operator takes one type; the number becomes a tensor without a wait.
+        settings["num_items"] = num_items_tensor(
+            settings["num_items"], settings["reduction"], torch.float64, operands[0]
+        )
     if not any(wanted.values()):
         return _entry(name)(*operands, **settings)
     made = _entry(f"{name}_outputs")(*operands, **settings, **wanted)

@@ -5,6 +5,7 @@ eager PyTorch loses. Ours may lose twice that, or what FLOORS allows where eager
 """
 
 import dataclasses
+import gc
 import math
 
 import torch
@@ -443,6 +444,7 @@ def peak_bytes(function, device):
     """The most bytes that tensors allocated by `function` held at one time, as asked for (without
     the allocator's rounding). What `function` returns is kept until the end."""
     if torch.device(device).type == "cuda":
+        gc.collect()  # an earlier test's cycles, freed in the middle, would count as less
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()

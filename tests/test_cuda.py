@@ -6,6 +6,7 @@ import re
 import cases
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import flce
 
@@ -50,6 +51,19 @@ def test_more_than_2_to_the_31_logits(save, budget):
         assert not bad.any(), f"{name}: row {int(bad.nonzero()[0])}"
 
 
+def captured(step):
+    """A graph of `step`, and what it gave."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    return graph, static
+
+
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_graph_replay_equals_eager(save, dtype):
@@ -64,14 +78,7 @@ def test_graph_replay_equals_eager(save, dtype):
         loss = flce.linear_cross_entropy(x, w, y, **knobs)
         return (loss.detach(), *torch.autograd.grad(loss, (x, w), scale))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = step()
+    graph, static = captured(step)
     for case, factor in ((first, 1.0), (second, 1.0), (second, 0.3)):
         with torch.no_grad():
             x.copy_(case.input)
@@ -84,6 +91,74 @@ def test_graph_replay_equals_eager(save, dtype):
         )
         for got, truth in zip(static, expected.values(), strict=True):
             assert torch.equal(got, truth)
+
+
+# Every option that reads something from the device, and a bound of the rows that are not ignored.
+DEVICE_OPTIONS = {
+    "softcap": 20.0,
+    "label_smoothing": 0.1,
+    "z_loss": 1e-3,
+    "valid_bound": TOKENS * 3 // 4,
+    "return_accuracy": True,
+    "return_predictions": True,
+    "return_z_loss": True,
+}
+
+
+def device_step(case, save):
+    x, w = leaves_of(case)
+    vectors = {
+        "temperature": torch.rand(TOKENS, device="cuda") + 0.5,
+        "token_weight": torch.rand(TOKENS, device="cuda"),
+        "num_items": torch.tensor(100, device="cuda"),
+    }
+
+    def step():
+        made = flce.linear_cross_entropy(
+            x, w, case.target, save=save, max_memory=BUDGET, **vectors, **DEVICE_OPTIONS
+        )
+        return (made.loss, made.accuracy, made.predictions, *torch.autograd.grad(made.loss, (x, w)))
+
+    return step
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_graph_replay_with_a_bound(save):
+    """The number of valid rows may change between replays, within the bound; beyond it: NaN."""
+    case = make(torch.float32)
+    step = device_step(case, save)
+    full = case.target.clone()
+    case.target[::2] = -100
+    graph, static = captured(step)
+    for every in (2, 3):
+        case.target.copy_(full)
+        case.target[::every] = -100
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(static, step(), strict=True))
+    case.target.copy_(full)
+    graph.replay()
+    loss, _, _, grad_input, grad_weight = static
+    assert loss.isnan() and grad_input.isnan().all() and grad_weight.isnan().all()
+
+
+WAITS = ("Synchronize", "cudaMemcpy", "cuMemcpy")
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("bound", [None, TOKENS * 3 // 4])
+def test_trace_shows_no_wait(save, bound, monkeypatch):
+    """Neither the default nor a bound waits: the driver is asked for no synchronisation, no copy."""
+    monkeypatch.setitem(DEVICE_OPTIONS, "valid_bound", bound)
+    step = device_step(cases.ignore_some(make(torch.float32), every=2), save)
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step()
+    names = {event.name() for event in trace.profiler.kineto_results.events()}
+    assert any("LaunchKernel" in name for name in names), "the trace saw no launch"
+    # The profiler itself synchronizes the device once, when it stops.
+    waits = {name for name in names if any(word in name for word in WAITS)}
+    assert not waits - {"cudaDeviceSynchronize"}, waits
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
