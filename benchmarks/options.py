@@ -5,8 +5,9 @@
     python benchmarks/options.py cpu --device cpu --dtype float32
 
 Each contestant runs right after the plain loss, round by round on fresh random data (a GPU's clock
-falls as a round goes on); medians of the two are compared. Errors are those of loss, dX and dW against flce.reference in float32 (float64 on
-the CPU), in chunks of rows; every contestant sums its rows, so that chunks add up.
+falls as a round goes on); medians of the two are compared. Errors are those of loss, dX and dW
+against flce.reference in float32 (float64 on the CPU), in chunks of rows; every contestant sums its
+rows, so that chunks add up.
 """
 
 import argparse

@@ -105,12 +105,13 @@ static flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
   int64_t columns = problem->weight_rows;
+  bool adds_bias = e->plan && e->plan->gemm_adds_bias;
   return (flce_rows){
       .rows = rows,
       .vocab = problem->vocab,
       /* Until there is a z its type tells row_coefficients the stat dtype. */
       .z_dtype = e->stat,
-      .bias = e->bias,
+      .bias = adds_bias ? NULL : e->bias,
       .target = tensors->target ? tensors->target + first : NULL,
       .probabilities = from(tensors->probabilities, first * columns, tensors->probabilities_dtype),
       .probabilities_dtype = tensors->probabilities_dtype,
@@ -190,7 +191,8 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
                                  .pitch_a = h,
                                  .pitch_b = h,
                                  .pitch_c = plan->z_pitch,
-                                 .c_dtype = plan->z_dtype});
+                                 .c_dtype = plan->z_dtype,
+                                 .bias = plan->gemm_adds_bias ? e->bias : NULL});
 }
 
 /* The rows' factors for `upstream`, whose vectors begin at row 0. */

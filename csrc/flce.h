@@ -119,6 +119,7 @@ typedef struct flce_problem {
 /* What the plan has to know of a device and of its backend. */
 typedef struct flce_facts {
   bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
+  bool gemm_adds_bias;  /* to a float32 result, at no cost */
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
@@ -181,6 +182,7 @@ typedef struct flce_plan {
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
   flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
+  bool gemm_adds_bias;                          /* then no row pass does */
   bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
   int64_t z_pitch, out_pitch,
       saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype */
@@ -262,6 +264,7 @@ typedef struct flce_gemm {
   flce_dtype dtype;   /* of A and B */
   flce_dtype c_dtype; /* of C */
   double beta;
+  const void* bias; /* [n] c_dtype, added to every row of C; or NULL. Only where facts say so */
 } flce_gemm;
 
 /* One chunk of rows for the row passes. A computed row r of the chunk is row r of z and out. Its

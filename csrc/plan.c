@@ -182,6 +182,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
   plan->z_pitch = aligned_pitch(problem, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, plan->dtype);
+  plan->gemm_adds_bias = problem->has_bias && facts->gemm_adds_bias && plan->z_dtype == FLCE_F32;
   choose_saved(problem, plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   plan->grad_weight_dtype = kept_dtype(problem, problem->weight_dtype);

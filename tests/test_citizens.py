@@ -281,8 +281,10 @@ def test_checkpoint_around_several_outputs(device, reentrant, batch):
 
     expected = gradients(step(x, weight))
     got = backward(checkpoint(step, x, weight, use_reentrant=reentrant))
+    # A reentrant checkpoint's lse comes from a forward without gradients, whose sums have another
+    # order: the upstream gradient that is made of it may differ by a rounding.
     for mine, truth in zip(got, expected, strict=True):
-        assert torch.equal(mine, truth)
+        torch.testing.assert_close(mine, truth, rtol=1e-13, atol=1e-13)
 
 
 # ---- hooks ----

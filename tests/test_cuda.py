@@ -141,13 +141,14 @@ def test_graph_replay_with_a_bound(save):
     assert loss.isnan() and grad_input.isnan().all() and grad_weight.isnan().all()
 
 
-WAITS = ("Synchronize", "cudaMemcpy", "cuMemcpy")
+# A copy within the device waits for nothing.
+WAITS = ("StreamSynchronize", "EventSynchronize", "Memcpy DtoH", "Memcpy HtoD")
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("bound", [None, TOKENS * 3 // 4])
 def test_trace_shows_no_wait(save, bound, monkeypatch):
-    """Neither the default nor a bound waits: the driver is asked for no synchronisation, no copy."""
+    """Neither the default nor a bound waits: no synchronisation, no copy to or from the host."""
     monkeypatch.setitem(DEVICE_OPTIONS, "valid_bound", bound)
     step = device_step(cases.ignore_some(make(torch.float32), every=2), save)
     step()
@@ -156,9 +157,9 @@ def test_trace_shows_no_wait(save, bound, monkeypatch):
         step()
     names = {event.name() for event in trace.profiler.kineto_results.events()}
     assert any("LaunchKernel" in name for name in names), "the trace saw no launch"
-    # The profiler itself synchronizes the device once, when it stops.
+    # cudaDeviceSynchronize is not among them: the profiler asks for it when it stops.
     waits = {name for name in names if any(word in name for word in WAITS)}
-    assert not waits - {"cudaDeviceSynchronize"}, waits
+    assert not waits
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
@@ -255,6 +256,7 @@ def test_out_of_memory_says_what_would_fit():
 def test_memory_is_given_back(save):
     case = make()
     cases.outcome(flce.linear_cross_entropy, case, save=save)
+    gc.collect()  # nothing of an earlier test is counted
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

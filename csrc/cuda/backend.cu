@@ -31,6 +31,7 @@ static flce_status cuda_facts(void* self, const flce_problem* problem, flce_fact
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
   facts->gemm_writes_f32 = true;
+  facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);

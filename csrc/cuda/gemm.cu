@@ -26,10 +26,10 @@ typedef struct lt_functions {
 /* Everything that an algorithm's choice depends on. Compared as bytes: it has no padding. */
 typedef struct gemm_key {
   int64_t m, n, k, pitch_a, pitch_b, pitch_c, workspace_bytes;
-  int32_t device, dtype, c_dtype, align_a, align_b, align_c;
-  int32_t transpose_a, transpose_b, accumulate, tf32;
+  int32_t device, dtype, c_dtype, align_a, align_b, align_c, align_d;
+  int32_t transpose_a, transpose_b, accumulate, tf32, bias;
 } gemm_key;
-static_assert(sizeof(gemm_key) == 7 * sizeof(int64_t) + 10 * sizeof(int32_t), "padding");
+static_assert(sizeof(gemm_key) == 7 * sizeof(int64_t) + 12 * sizeof(int32_t), "padding");
 
 typedef struct gemm_slot {
   bool used;
@@ -162,6 +162,15 @@ static cublasStatus_t make_descriptors(const lt_functions* lt, const flce_gemm* 
   if (status == CUBLAS_STATUS_SUCCESS && g->transpose_a) {
     status = lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_TRANSB, &transpose, sizeof(transpose));
   }
+  if (status == CUBLAS_STATUS_SUCCESS && g->bias) {
+    /* Along the library's rows, which are our columns. */
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    status = lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue));
+    if (status == CUBLAS_STATUS_SUCCESS) {
+      status =
+          lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof(g->bias));
+    }
+  }
   if (status == CUBLAS_STATUS_SUCCESS) {
     status = lt->layout_create(&d->first, type, g->transpose_b ? g->k : g->n,
                                g->transpose_b ? g->n : g->k, g->pitch_b);
@@ -185,6 +194,7 @@ static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* ke
     schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
   }
   const uint32_t align_a = key->align_a, align_b = key->align_b, align_c = key->align_c;
+  const uint32_t align_d = key->align_d;
   const struct {
     cublasLtMatmulPreferenceAttributes_t attribute;
     const void* value;
@@ -195,7 +205,7 @@ static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* ke
       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align_b, sizeof(align_b)},
       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_a, sizeof(align_a)},
       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c, sizeof(align_c)},
-      {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_c, sizeof(align_c)},
+      {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_d, sizeof(align_d)},
   };
   cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
   for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
@@ -250,9 +260,12 @@ static gemm_key key_of(const flce_cuda* cuda, const flce_gemm* g, int64_t worksp
   key.align_a = alignment_of(g->a);
   key.align_b = alignment_of(g->b);
   key.align_c = alignment_of(g->c);
+  /* The bias has no attribute of its own: the result's stands for what is read beside it too. */
+  key.align_d = g->bias ? (int32_t)min_of(key.align_c, alignment_of(g->bias)) : key.align_c;
   key.transpose_a = g->transpose_a;
   key.transpose_b = g->transpose_b;
   key.accumulate = g->beta != 0;
+  key.bias = g->bias != NULL;
   key.tf32 = cuda->allow_tf32;
   return key;
 }

@@ -207,20 +207,17 @@ __device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t be
   }
 }
 
-/* Elements [h, h + N) of dW's row j, whose tokens are in positions [begin, end). */
+/* Elements [h, h + N) of dW's row j from `v`, those of its accumulator, and of xsum; its tokens are
+ * in positions [begin, end). */
 template <typename X, int N, typename S = stat_t<X>>
 __device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64_t j, int64_t begin,
-                                                int64_t end, int64_t h) {
-  S v[N], terms[N] = {};
-  load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
+                                                int64_t end, int64_t h, const S (&xsum)[N],
+                                                S (&v)[N]) {
+  S terms[N] = {};
   add_tokens<X, N>(p, begin, end, h, terms);
-  if (p.xsum) {
-    const S w = p.class_weight ? ((const S*)p.class_weight)[j] : (S)1;
+  const S w = p.xsum && p.class_weight ? ((const S*)p.class_weight)[j] : (S)1;
 #pragma unroll
-    for (int e = 0; e < N; e++) terms[e] -= w * ((const S*)p.xsum)[h + e];
-  }
-#pragma unroll
-  for (int e = 0; e < N; e++) v[e] += terms[e];
+  for (int e = 0; e < N; e++) v[e] += terms[e] - w * xsum[e];
   store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
 }
 
@@ -229,6 +226,7 @@ __device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64
 template <typename X, int N>
 __global__ void __launch_bounds__(kSliceThreads)
     finish_touched_rows(const __grid_constant__ grad_weight_args p) {
+  using S = stat_t<X>;
   const int64_t begin = blockIdx.x;
   const uint32_t j = p.keys[begin];
   if (j >= p.vocab || (begin > 0 && p.keys[begin - 1] == j)) return;
@@ -237,13 +235,17 @@ __global__ void __launch_bounds__(kSliceThreads)
   /* Most targets stand alone; the search is for those that may have hundreds of tokens. */
   const bool alone = begin + 1 == p.count || p.keys[begin + 1] != j;
   const int64_t end = alone ? begin + 1 : lower_bound(p.keys, p.count, j + 1);
-  finish_elements<X, N>(p, j, begin, end, h);
+  S none[N] = {}, v[N];
+  load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
+  finish_elements<X, N>(p, j, begin, end, h, none, v);
 }
 
-/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side. */
+/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side; kBatch rows
+ * are loaded before the first of them is stored. */
 template <typename X, int N>
 __global__ void __launch_bounds__(kSliceThreads)
     finish_all_rows(const __grid_constant__ grad_weight_args p) {
+  using S = stat_t<X>;
   __shared__ int64_t bounds[kStripeRows + 1];
   const int64_t stripe = (int64_t)blockIdx.x * kStripeRows;
   if (threadIdx.x <= kStripeRows) {
@@ -252,8 +254,22 @@ __global__ void __launch_bounds__(kSliceThreads)
   __syncthreads();
   const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
   if (h >= p.hidden) return;
-  for (int r = 0; r < kStripeRows && stripe + r < p.vocab; r++) {
-    finish_elements<X, N>(p, stripe + r, bounds[r], bounds[r + 1], h);
+  S xsum[N] = {};
+#pragma unroll
+  for (int e = 0; p.xsum && e < N; e++) xsum[e] = ((const S*)p.xsum)[h + e];
+  for (int first = 0; first < kStripeRows && stripe + first < p.vocab; first += kBatch) {
+    S v[kBatch][N];
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int64_t j = stripe + first + b;
+      load_any<S, N>(p.accum, p.accum_dtype, (j < p.vocab ? j : stripe) * p.hidden + h, v[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      const int r = first + b;
+      if (stripe + r >= p.vocab) break;
+      finish_elements<X, N>(p, stripe + r, bounds[r], bounds[r + 1], h, xsum, v[b]);
+    }
   }
 }
 
