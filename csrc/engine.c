@@ -474,7 +474,7 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
                      "save: expected \"logits\" or \"stats\" in a backward, got \"%s\"",
                      flce_save_name(plan->save));
   engine e;
-  bool needs_bias = plan->save == FLCE_SAVE_STATS || !plan->saves_exp;
+  bool needs_bias = plan->save == FLCE_SAVE_STATS || (!plan->saves_exp && !plan->gemm_adds_bias);
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e, false));
@@ -517,6 +517,7 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
   bool reduced = problem->reduction != FLCE_NONE;
   flce_rows view =
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
+  FLCE_TRY(flce_check_loss(&problem->loss));
   CALL(&e, prepare, problem, tensors);
   CALL(&e, stat_rows, &view);
   if (reduced)

@@ -198,6 +198,9 @@ typedef struct flce_plan {
   int64_t forward_gemms, backward_gemms;
 } flce_plan;
 
+/* FLCE_INVALID_ARGUMENT names the number that is out of its range. */
+flce_status flce_check_loss(const flce_loss* loss);
+
 /* Pure: no allocation, no device call. Errors: FLCE_INVALID_ARGUMENT (a budget below one row of
  * logits, a strategy that cannot serve the reduction). */
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);

@@ -40,7 +40,7 @@ static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dty
          (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
 }
 
-static flce_status check_loss(const flce_loss* loss) {
+flce_status flce_check_loss(const flce_loss* loss) {
   if (!(loss->label_smoothing >= 0.0 && loss->label_smoothing <= 1.0))
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "label_smoothing: expected 0 <= label_smoothing <= 1, got %g",
@@ -88,7 +88,7 @@ static flce_status check_problem(const flce_problem* problem) {
     return flce_fail(FLCE_INVALID_ARGUMENT, "logits_dtype: expected %s or %s, got %s",
                      flce_dtype_name(problem->dtype), flce_dtype_name(stat),
                      flce_dtype_name(problem->logits_dtype));
-  return check_loss(&problem->loss);
+  return flce_check_loss(&problem->loss);
 }
 
 /* The largest chunk whose rows of `row_bytes` fit the budget, in whole tiles, all chunks about
@@ -262,7 +262,9 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   if (problem->weight_dtype != plan->dtype) add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
   if (problem->has_bias && problem->bias_dtype != stat_dtype)
     add(plan, FLCE_BUF_BIAS_CAST,
-        z_again || (stored_dz && !plan->saves_exp) ? both : FLCE_IN_FORWARD, v * stat);
+        z_again || (stored_dz && !plan->saves_exp && !plan->gemm_adds_bias) ? both
+                                                                            : FLCE_IN_FORWARD,
+        v * stat);
   add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
 }
 

@@ -5,6 +5,7 @@ They read requires_grad and autocast, resolve `save`, and call the inner operato
 operator's autograd formula never sees the composite.
 """
 
+import math
 import typing
 
 import torch
@@ -74,13 +75,16 @@ def _check_accuracy(wanted, target):
         )
 
 
-def _outputs(wanted, made, tensors, reduction, scalars, rows):
-    """The loss and what is wanted beside it, from an inner operator's first four outputs."""
+def _outputs(wanted, made, tensors, reduction, scalars, rows, bound=None):
+    """The loss and what is wanted beside it, from an inner operator's first four outputs.
+
+    `bound`: how many rows were computed; more valid ones make the accuracy NaN, as the loss is.
+    """
     loss, stats, sums, predictions = made
     given = [loss.reshape(rows) if reduction == "none" else loss, *(None,) * len(wanted)]
     if not any(wanted):
         return given
-    target, _, token_weight, *_ = tensors
+    target, _, token_weight, _, num_items = tensors
     ignored = None if target.is_floating_point() else target == scalars.ignore_index
 
     def shaped(vector):
@@ -94,23 +98,37 @@ def _outputs(wanted, made, tensors, reduction, scalars, rows):
         # No ignored row is right: its prediction is -1, which may be ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
         given[3] = right / sums[ops.SCALAR_VALID].clamp(min=1.0)
+        if bound is not None:
+            given[3] = given[3].masked_fill(sums[ops.SCALAR_VALID] > bound, math.nan)
     if wanted.predictions:
         given[4] = shaped(predictions)
     if wanted.z_loss:
-        given[5] = _z_loss(stats.detach(), sums, token_weight, ignored, reduction, scalars.z_loss)
-        given[5] = shaped(given[5]) if reduction == "none" else given[5]
+        parts = _z_losses(stats.detach(), token_weight, ignored, scalars.z_loss)
+        count = sums[ops.SCALAR_VALID] if num_items is None else num_items
+        given[5] = {"none": shaped, "sum": torch.sum}.get(reduction, _mean_over(count))(parts)
     return given
 
 
-def _z_loss(stats, sums, token_weight, ignored, reduction, factor):
+def _z_losses(stats, token_weight, ignored, factor):
     rows = factor * stats[ops.STAT_LSE].square()
-    if token_weight is not None:
-        rows = rows * token_weight
-        if ignored is not None:
-            rows = rows.masked_fill(ignored, 0.0)
-    if reduction == "none":
+    if token_weight is None:
         return rows
-    return rows.sum() * sums[ops.SCALAR_INV_DENOM] * sums[ops.SCALAR_Z_SHARE]
+    rows = rows * token_weight
+    return rows if ignored is None else rows.masked_fill(ignored, 0.0)
+
+
+def _mean_over(count):
+    """Sum over `count`, 0 where that is 0."""
+    return lambda values: (values.sum() / count).masked_fill(count == 0, 0.0)
+
+
+def _product_dtypes(input, linear_weight, linear_bias, accum_dtype, logits_dtype):
+    """Those of the products' operands, of dW's sum and of the logits."""
+    dtype = options.compute_dtype(input, linear_weight, linear_bias)
+    stat = ops.stat_dtype(dtype)
+    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
+    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
+    return dtype, accum_dtype, logits_dtype
 
 
 def _linear(
@@ -122,14 +140,8 @@ def _linear(
     linear_bias=None,
     weight=None,
     reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    token_temperature=None,
-    z_loss=0.0,
     token_weight=None,
+    token_temperature=None,
     num_items=None,
     shift=0,
     cu_seqlens=None,
@@ -139,69 +151,59 @@ def _linear(
     logits_dtype=None,
     save="auto",
     max_memory=None,
+    **numbers,
 ):
-    """The loss and the outputs of `wanted`, None for the others."""
+    """The loss and the outputs of `wanted`, None for the others; `numbers` as check_scalars."""
     options.check_choices(reduction, save)
-    options.check_linear(input, linear_weight, target, linear_bias, weight, ignore_index)
+    scalars = options.check_scalars(**numbers)
+    options.check_linear(input, linear_weight, target, linear_bias, weight, scalars.ignore_index)
     options.refuse_transforms(input, linear_weight, linear_bias)
     _check_accuracy(wanted, target)
-    scalars = options.check_scalars(
-        ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss
-    )
     target = options.shifted_target(target, shift, cu_seqlens, scalars.ignore_index)
-    device_type, hidden = input.device.type, linear_weight.shape[1]
-    vocab = linear_weight.shape[0]
     if valid_vocab is not None:
-        vocab = options.check_integer("valid_vocab", valid_vocab, 1, vocab)
-    dtype = options.compute_dtype(input, linear_weight, linear_bias)
-    stat = ops.stat_dtype(dtype)
-    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
-    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
+        options.check_integer("valid_vocab", valid_vocab, 1, linear_weight.shape[0])
+    vocab = linear_weight.shape[0] if valid_vocab is None else valid_vocab
     if options.checks_targets(input.device):
         options.check_target_range(target, vocab, scalars.ignore_index)
-    loss = ("input", reduction, stat)
+    types = _product_dtypes(input, linear_weight, linear_bias, accum_dtype, logits_dtype)
+    loss = ("input", reduction, ops.stat_dtype(types[0]))
     tensors = _loss_tensors(target, weight, token_weight, token_temperature, num_items, loss, input)
     rows = options.rows_to_compute(tensors[0], valid_bound, scalars.ignore_index)
-
-    grads = (_wants(input), _wants(linear_weight), _wants(linear_bias))
     max_memory = options.resolve_max_memory(max_memory, input.device)
-    operand = ops.gemm_dtype(device_type, dtype)
-    dtypes = (operand, logits_dtype if device_type != "cpu" else operand)
-    save = options.resolve_save(
-        save if any(grads) else "nothing",
-        device_type,
-        (tensors[0].shape[0] if rows is None else rows, hidden, vocab),
-        dtypes,
-        options.saved_dtype(dtypes, scalars, target.is_floating_point(), wanted.entropy),
-        reduction,
-        max_memory,
-        wanted.differentiable,
-    )
+    grads = (_wants(input), _wants(linear_weight), _wants(linear_bias))
+    sizes = (tensors[0].shape[0] if rows is None else rows, linear_weight.shape[1], vocab)
+    if any(grads):
+        loss = (scalars, target.is_floating_point(), reduction)
+        save = _resolve_save(save, input.device.type, sizes, types, loss, wanted, max_memory)
+    else:
+        save = "nothing"
+    outputs = (wanted.entropy, wanted.accuracy or wanted.predictions)
     made = _call(
         ops.inner.forward.default,
         ops.Forward,
         any(grads),
         wanted.differentiable,
-        input.reshape(-1, hidden).contiguous(),
+        input.reshape(-1, input.shape[-1]).contiguous(),
         linear_weight.contiguous(),
         tensors[0],
         None if linear_bias is None else linear_bias.contiguous(),
         *tensors[1:],
-        reduction,
-        *scalars,
-        valid_vocab,
-        rows,
-        wanted.entropy,
-        wanted.accuracy or wanted.predictions,
-        dtype,
-        accum_dtype,
-        logits_dtype,
-        save,
-        max_memory,
-        *grads,
-        _allow_tf32(device_type, dtype),
+        *(reduction, *scalars, valid_vocab, rows, *outputs, *types, save, max_memory, *grads),
+        _allow_tf32(input.device.type, types[0]),
     )
-    return _outputs(wanted, made[:4], tensors, reduction, scalars, input.shape[:-1])
+    return _outputs(wanted, made[:4], tensors, reduction, scalars, input.shape[:-1], rows)
+
+
+def _resolve_save(save, device_type, sizes, types, loss, wanted, max_memory):
+    """`loss`: its scalars, whether its targets are probabilities, its reduction."""
+    dtype, _, logits_dtype = types
+    scalars, has_probabilities, reduction = loss
+    operand = ops.gemm_dtype(device_type, dtype)
+    dtypes = (operand, logits_dtype if device_type != "cpu" else operand)
+    kept = options.saved_dtype(dtypes, scalars, has_probabilities, wanted.entropy)
+    return options.resolve_save(
+        save, device_type, sizes, dtypes, kept, reduction, max_memory, wanted.differentiable
+    )
 
 
 def _logits(
@@ -211,24 +213,17 @@ def _logits(
     *,
     weight=None,
     reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    token_temperature=None,
-    z_loss=0.0,
     token_weight=None,
+    token_temperature=None,
     num_items=None,
+    **numbers,
 ):
     """`_linear` for logits that the caller holds."""
     options.check_choices(reduction)
-    options.check_logits(logits, target, weight, ignore_index)
+    scalars = options.check_scalars(**numbers)
+    options.check_logits(logits, target, weight, scalars.ignore_index)
     options.refuse_transforms(logits)
     _check_accuracy(wanted, target)
-    scalars = options.check_scalars(
-        ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss
-    )
     vocab = logits.shape[-1]
     if options.checks_targets(logits.device):
         options.check_target_range(target, vocab, scalars.ignore_index)

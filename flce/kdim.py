@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from .options import check_tensor, resolve_max_memory
+
 _OUTPUTS = (
     "return_lse",
     "return_entropy",
@@ -29,9 +31,10 @@ def k_dimensional(
 ):
     """The layout of torch.nn.functional.linear_cross_entropy for C classes at d1 ... dK places.
 
-    One `call` for each of the D = d1 ... dK positions, over the contiguous (C, H) part of the
-    weight that belongs to it; so the memory of a call is that of a (C, H) weight, and the whole
-    weight's gradient is put together once.
+    One `call` for each of the D = d1 ... dK positions, over a contiguous copy of the (C, H) part
+    of the weight that belongs to it; the whole weight's gradient is put together once. What the
+    positions keep for the backward adds up: each gets a D-th of `max_memory`, and with save="grads"
+    keeps an (N, H) gradient of its own.
 
     Args:
         call: the loss of a (C, H) weight, with the options bound that are not named here.
@@ -52,11 +55,16 @@ def k_dimensional(
     Raises:
         ValueError: a wrong shape, or an option without a meaning for this layout, by name.
     """
-    _check_shapes(input, linear_weight, target, linear_bias)
+    given = {"input": input, "target": target, "linear_bias": linear_bias, "weight": weight}
+    for name, tensor in given.items():
+        if tensor is not None or name in ("input", "target"):
+            check_tensor(name, tensor)
+    _check_shapes(input, linear_weight, target, linear_bias, weight)
     shape = (input.shape[0], *linear_weight.shape[1:-1])
     _refuse_options(shape, rest)
     if math.prod(shape[1:]) == 0:
         return _of_no_position(input, linear_weight, shape, reduction)
+    rest = {**rest, "max_memory": _share_of_memory(rest.get("max_memory"), linear_weight, shape)}
     positions = _positions(input, linear_weight, target, linear_bias, rest, shape)
     shared = {
         "weight": weight,
@@ -67,6 +75,12 @@ def k_dimensional(
     if reduction == "mean" and rest.get("num_items") is None:
         valid, denominator = _denominators(target, weight, ignore_index, math.prod(shape))
         if valid is not denominator and rest.get("z_loss", 0.0):
+            if rest.get("save") == "grads":
+                raise ValueError(
+                    'save: expected "logits", "stats" or "auto" for the mean with class weights '
+                    "and z_loss over a linear_weight of more than two dimensions, whose two "
+                    'denominators need the rows, got "grads"'
+                )
             return _mean_of_two(call, positions, shared, valid, denominator, rest["z_loss"])
         shared["num_items"] = denominator
     losses = [call(*place, **{**options, **shared}) for place, options in positions]
@@ -75,7 +89,7 @@ def k_dimensional(
     return sum(losses[1:], start=losses[0])
 
 
-def _check_shapes(input, linear_weight, target, linear_bias):
+def _check_shapes(input, linear_weight, target, linear_bias, weight):
     for name, tensor in (("input", input), ("target", target)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -101,6 +115,11 @@ def _check_shapes(input, linear_weight, target, linear_bias):
     if linear_bias is not None and linear_bias.shape != (classes, *places):
         raise ValueError(
             f"linear_bias: expected shape {(classes, *places)}, got {tuple(linear_bias.shape)}"
+        )
+    if weight is not None and weight.shape != (classes,):
+        raise ValueError(
+            f"weight: expected shape ({classes},), a factor for each class, got "
+            f"{tuple(weight.shape)}"
         )
 
 
@@ -151,12 +170,20 @@ def _positions(input, linear_weight, target, linear_bias, rest, shape):
         for name in _PER_ROW
         if _is_per_place(rest.get(name))
     }
-    places = []
     for position, (part, row) in enumerate(zip(parts, rows, strict=True)):
         options = {**rest, **{name: values[position] for name, values in sliced.items()}}
         options["linear_bias"] = None if biases[position] is None else biases[position].contiguous()
-        places.append(((input, part.contiguous(), row.contiguous()), options))
-    return places
+        # One position's copy at a time: `call` keeps what its own backward needs.
+        yield (input, part.contiguous(), row.contiguous()), options
+
+
+def _share_of_memory(max_memory, linear_weight, shape):
+    """A position's part of the budget, at least a row of its logits."""
+    if max_memory is None and torch.compiler.is_compiling():
+        return None  # the device's memory cannot be asked for in a trace: each position has it all
+    whole = resolve_max_memory(max_memory, linear_weight.device)
+    row = 8 * (linear_weight.shape[0] + 1)  # of float64, the widest, padded to 16 bytes
+    return max(whole // math.prod(shape[1:]), row)
 
 
 def _denominators(target, weight, ignore_index, rows):
@@ -182,13 +209,17 @@ def _mean_of_two(call, positions, shared, valid, denominator, z_loss):
 
     It is composed of rows: num_items of a call would replace both denominators by one.
     """
+    ignore_index = -100 if shared["ignore_index"] is None else shared["ignore_index"]
     shared = {**shared, "reduction": "none", "return_lse": True, "z_loss": 0.0}
     total = 0.0
     for place, options in positions:
         rows = call(*place, **{**options, **shared})
         squares = rows.lse.square()
         if options.get("token_weight") is not None:
-            squares = squares * options["token_weight"]
+            squares = squares * options["token_weight"].to(squares.dtype)
+            if not place[2].is_floating_point():
+                # A weight of a row that is ignored may be anything.
+                squares = squares.masked_fill(place[2] == ignore_index, 0.0)
         loss = _divided(rows.loss.sum(), denominator) + z_loss * _divided(squares.sum(), valid)
         total = total + loss
     return total

@@ -13,6 +13,7 @@ from .options import (
     check_ignore_index,
     check_integer,
     check_scalars,
+    check_tensor,
     num_items_tensor,
     number,
     parse_bytes,
@@ -43,14 +44,21 @@ def _call(name, operands, settings, wanted):
     )
 
 
-def _as_numbers(settings):
-    """Numbers as Python's; the temperature as a number or a vector, as the operators have it."""
+def _as_numbers(settings, first):
+    """Numbers as Python's; the temperature as a number or a vector, as the operators have it.
+
+    `first`: the tensor with the rows.
+    """
     for name in ("label_smoothing", "logit_scale", "z_loss"):
         settings[name] = number(name, settings[name])
     for name in ("softcap", "ignore_index"):
         if settings[name] is not None:
             settings[name] = number(name, settings[name])
     temperature = settings["temperature"]
+    if isinstance(temperature, torch.Tensor) and temperature.dim() == 0:
+        # On a GPU, and under torch.compile, there is no number yet: each row takes the tensor.
+        if temperature.device.type != "cpu" or torch.compiler.is_compiling():
+            temperature = temperature.expand(first.shape[:-1])
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
         settings.update(temperature=1.0, token_temperature=temperature)
     else:
@@ -198,11 +206,14 @@ def linear_cross_entropy(
         "return_z_loss": return_z_loss,
     }
     if options is not None:
+        check_tensor("linear_weight", linear_weight)
         _apply_torch_options(settings, options, linear_weight)
     if isinstance(linear_weight, torch.Tensor) and linear_weight.dim() > 2:
         operands = (input, linear_weight, target)
         return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
-    _as_numbers(settings)
+    check_tensor("input", input)
+    check_tensor("target", target)
+    _as_numbers(settings, input)
     if max_memory is not None:
         settings["max_memory"] = parse_bytes(max_memory)
     if valid_bound == "count":
@@ -295,7 +306,9 @@ def cross_entropy(
         "return_predictions": return_predictions,
         "return_z_loss": return_z_loss,
     }
-    _as_numbers(settings)
+    check_tensor("logits", logits)
+    check_tensor("target", target)
+    _as_numbers(settings, logits)
     return _call("cross_entropy", (logits, target), settings, wanted)
 
 
@@ -364,29 +377,38 @@ def linear_logprobs(
     return -output.loss, output.entropy
 
 
-# What the Modules hold as attributes, which may change between calls.
-_MODULE_OPTIONS = (
-    "reduction",
-    "ignore_index",
-    "label_smoothing",
-    "softcap",
-    "logit_scale",
-    "temperature",
-    "z_loss",
-    "shift",
-    "valid_vocab",
-    "accum_dtype",
-    "logits_dtype",
-    "save",
-    "max_memory",
-)
+# What the Modules hold as attributes, which may change between calls. The defaults serve Modules
+# that an earlier version has pickled.
+_MODULE_OPTIONS = {
+    "reduction": "mean",
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "temperature": 1.0,
+    "z_loss": 0.0,
+    "shift": 0,
+    "valid_vocab": None,
+    "accum_dtype": None,
+    "logits_dtype": None,
+    "save": "auto",
+    "max_memory": None,
+}
 
 
 def _keep_options(module, classes, **given):
     """Keeps a Module's options, after the checks that need no tensor."""
     check_choices(given["reduction"], given["save"])
-    scalars = ("ignore_index", "label_smoothing", "logit_scale", "softcap", "temperature", "z_loss")
-    check_scalars(*(given[name] for name in scalars))
+    numbers_of = {
+        name: None if given[name] is None else number(name, given[name])
+        for name in ("label_smoothing", "logit_scale", "softcap", "temperature", "z_loss")
+    }
+    check_scalars(given["ignore_index"], **numbers_of)
+    for name in ("accum_dtype", "logits_dtype"):
+        if not isinstance(given[name], torch.dtype | None):
+            raise TypeError(f"{name}: expected a torch.dtype or None, got {given[name]!r}")
+    if given["max_memory"] is not None:
+        parse_bytes(given["max_memory"])
     check_integer("shift", given["shift"], 0)
     if given["valid_vocab"] is not None:
         check_integer("valid_vocab", given["valid_vocab"], 1, classes)
@@ -396,15 +418,15 @@ def _keep_options(module, classes, **given):
 
 def _loss_of(module, input, linear, target, class_weight, options):
     """The loss under a Module's options and those of this call."""
-    settings = {name: getattr(module, name) for name in _MODULE_OPTIONS}
-    return linear_cross_entropy(
-        input,
-        linear.weight,
-        target,
-        linear_bias=linear.bias,
-        weight=class_weight,
-        **{**settings, **options},
-    )
+    settings = {name: getattr(module, name, default) for name, default in _MODULE_OPTIONS.items()}
+    settings.update(linear_bias=linear.bias, weight=class_weight)
+    return linear_cross_entropy(input, linear.weight, target, **{**settings, **options})
+
+
+def _describe_options(module):
+    """The options that are not at their default."""
+    shown = ((name, getattr(module, name, value), value) for name, value in _MODULE_OPTIONS.items())
+    return "".join(f", {name}={value!r}" for name, value, default in shown if value != default)
 
 
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
@@ -479,8 +501,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
 
     def extra_repr(self):
         return (
-            f"in_features={self.linear.in_features}, num_classes={self.num_classes}, "
-            f"reduction={self.reduction!r}, save={self.save!r}, max_memory={self.max_memory!r}"
+            f"in_features={self.linear.in_features}, num_classes={self.num_classes}"
+            f"{_describe_options(self)}"
         )
 
 
@@ -553,7 +575,4 @@ class LinearCrossEntropyHead(nn.Linear):
         return _loss_of(self, input, self, labels, self.class_weight, options)
 
     def extra_repr(self):
-        return (
-            f"{super().extra_repr()}, reduction={self.reduction!r}, save={self.save!r}, "
-            f"max_memory={self.max_memory!r}"
-        )
+        return f"{super().extra_repr()}{_describe_options(self)}"

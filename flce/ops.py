@@ -23,7 +23,7 @@ inner = torch.ops.flce
 
 # csrc/flce.h: enum flce_stat_row, enum flce_scalar
 STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
-SCALAR_VALID, SCALAR_INV_DENOM, SCALAR_Z_SHARE, _SCALARS = 0, 1, 4, 5
+SCALAR_VALID, _SCALARS = 0, 5
 
 
 def stat_dtype(dtype):

@@ -103,10 +103,11 @@ def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, 
     operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
     can_keep_gradients = reduction != "none" and operand != torch.float16 and not outputs
-    if rows * row_pitch(vocab, kept) * kept.itemsize > max_memory:
+    # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
+    if rows > max_memory // (row_pitch(vocab, kept) * kept.itemsize):
         return "grads" if can_keep_gradients else "stats"
     small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    one_chunk = rows * row_pitch(vocab, logits_dtype) * logits_dtype.itemsize <= max_memory
+    one_chunk = rows <= max_memory // (row_pitch(vocab, logits_dtype) * logits_dtype.itemsize)
     if device_type == "cuda" and can_keep_gradients and small and one_chunk:
         return "grads"
     return "logits"
@@ -124,16 +125,27 @@ class Scalars(typing.NamedTuple):
 
 
 def number(name, value):
-    """A Python number; 0-d tensors serve as one, as in torch's own functions."""
+    """A Python number; 0-d tensors serve as one, as in torch's own functions.
+
+    Reading one from a GPU waits for it.
+    """
     if isinstance(value, torch.Tensor) and value.dim() == 0:
+        _check_constant(name, value)
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     return value
 
 
-def check_scalars(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss):
-    """Each checked alone."""
+def check_scalars(
+    ignore_index=-100,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
+    temperature=1.0,
+    z_loss=0.0,
+):
+    """Each checked alone; softcap None becomes 0."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
             f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
@@ -211,13 +223,13 @@ def compute_dtype(input, linear_weight, linear_bias):
     return input.dtype
 
 
-def _check_tensor(name, tensor):
+def check_tensor(name, tensor):
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
 def _check_float(name, tensor):
-    _check_tensor(name, tensor)
+    check_tensor(name, tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}"
@@ -233,7 +245,7 @@ def _check_same_device(name, tensor, first_name, first):
 
 def _check_target(target, shape, vocab, ignore_index, first_name, first):
     """Class indices of `shape`, or probabilities with the classes in a further dimension."""
-    _check_tensor("target", target)
+    check_tensor("target", target)
     _check_same_device("target", target, first_name, first)
     if target.dtype in DTYPES:
         _check_probabilities(target, (*shape, vocab), ignore_index)
@@ -272,7 +284,7 @@ def row_vector(name, tensor, shape, stat, first_name, first):
     """A number for each row, flat and in the statistics' dtype; None stays None."""
     if tensor is None:
         return None
-    _check_tensor(name, tensor)
+    check_tensor(name, tensor)
     if tensor.is_complex():
         raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}")
     if tensor.shape != shape:
@@ -309,6 +321,10 @@ def num_items_tensor(num_items, reduction, stat, first):
                 f"{tuple(num_items.shape)} and dtype {num_items.dtype}"
             )
         _check_constant("num_items", num_items)
+        if num_items.device != first.device and type(num_items) is torch.Tensor:
+            # Reading a CPU value waits for nothing; copying it to a GPU would.
+            if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
+                return torch.full((), num_items.item(), dtype=stat, device=first.device)
         return num_items.detach().to(first.device, stat)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
         raise TypeError(
@@ -361,7 +377,7 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
 
 def _crosses_end(target, shift, cu_seqlens):
     """Which positions have the end of their sequence before their target, or no sequence."""
-    _check_tensor("cu_seqlens", cu_seqlens)
+    check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise ValueError(
             "cu_seqlens: expected a vector of torch.int32 or torch.int64 offsets, got shape "
@@ -381,19 +397,24 @@ def _crosses_end(target, shift, cu_seqlens):
     return ((position + shift >= end) | (segment == 0)).reshape(target.shape)
 
 
+def check_bound(valid_bound, has_probabilities):
+    if valid_bound is None:
+        return
+    check_integer("valid_bound", valid_bound, 0)
+    if has_probabilities:
+        raise ValueError(
+            "valid_bound: expected None with probabilities, of which no row is ignored, got "
+            f"{valid_bound}"
+        )
+
+
 def rows_to_compute(target, valid_bound, ignore_index):
     """How many rows are to be computed, None for all.
 
     On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
     """
     tokens = target.shape[0]
-    if valid_bound is not None:
-        check_integer("valid_bound", valid_bound, 0)
-        if target.is_floating_point():
-            raise ValueError(
-                "valid_bound: expected None with probabilities, of which no row is ignored, got "
-                f"{valid_bound}"
-            )
+    check_bound(valid_bound, target.is_floating_point())
     # Without values to count (compile, export) the operator counts them itself.
     countable = target.device.type == "cpu" and type(target) is torch.Tensor
     countable = countable and not torch.compiler.is_compiling()
@@ -408,6 +429,8 @@ def rows_to_compute(target, valid_bound, ignore_index):
                 f"ignored, got {valid_bound}"
             )
         rows = valid if countable else rows
+    # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
+    rows = max(rows, 1) if not countable else rows
     return rows if rows < tokens else None
 
 

@@ -95,7 +95,11 @@ def plan(
     """
     device = torch.device(device)
     options.check_choices(reduction, save)
+    if softcap is not None:
+        softcap = options.number("softcap", softcap)
+    label_smoothing = options.number("label_smoothing", label_smoothing)
     scalars = options.check_scalars(-100, label_smoothing, 1.0, softcap, 1.0, 0.0)
+    options.check_bound(valid_bound, probabilities)
     max_memory = options.resolve_max_memory(max_memory, device)
     wanted = (grad_input, grad_weight, bias)
     if device.type not in ("cpu", "cuda"):

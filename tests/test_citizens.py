@@ -534,3 +534,18 @@ def test_functional_call_in_a_transform_is_refused(device, batch):
         torch.func.grad(lambda tensors: torch.func.functional_call(head, tensors, batch))(
             parameters
         )
+
+
+# ---- Modules of an earlier version ----
+
+
+@MAKERS
+def test_modules_without_the_newer_options(device, make, batch):
+    """As pickle gives a Module that an earlier version wrote: attributes are missing."""
+    x, y = batch
+    module = make(device, ignore_index=-1)
+    expected = module(x, y)
+    for name in ("softcap", "logit_scale", "temperature", "z_loss", "shift", "valid_vocab"):
+        del module.__dict__[name]
+    assert torch.equal(module(x, y), expected)
+    assert "ignore_index=-1" in repr(module)

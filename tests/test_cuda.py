@@ -334,3 +334,17 @@ def test_tf32_follows_torchs_switch(allow):
     assert error <= (1e-2 if allow else 1e-5)
     if allow:
         assert error > 1e-5, "TF32 was allowed and not used"
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("vocab", [129, 1000])
+def test_bias_from_anywhere(save, vocab):
+    """A float32 bias that starts between 16-byte boundaries, which the product itself reads."""
+    case = cases.make_case(TOKENS, HIDDEN, vocab, dtype=torch.bfloat16, device="cuda", std=2.0)
+    packed = torch.randn(vocab + 1, device="cuda")
+    x, w = leaves_of(case)
+    odd, even = (
+        flce.linear_cross_entropy(x, w, case.target, linear_bias=bias, save=save).detach()
+        for bias in (packed[1:], packed[1:].clone())
+    )
+    assert cases.relative_error(odd, even.double()) <= 1e-6

@@ -3,6 +3,7 @@
 test_properties.py has them in combination, against flce.reference; test_outputs.py the outputs.
 """
 
+import functools
 import math
 
 import cases
@@ -380,3 +381,73 @@ def test_the_reference_is_cross_entropy(device, reduction, smoothing, targets):
     }
     ours = flce.reference.linear_cross_entropy(x, w, y, **options)
     cases.assert_same(ours, F.cross_entropy(F.linear(x, w), y, **options), (x, w))
+
+
+def test_reading_a_cpu_count_for_a_gpu(cuda):
+    """num_items from a data loader lies on the CPU; it may not make the call wait."""
+    (x, w, y), _ = mostly_ignored(cuda, TOKENS)
+    x = x.detach().nan_to_num()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = flce.linear_cross_entropy(x, w, y, num_items=torch.tensor(7))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    truth = flce.reference.linear_cross_entropy(x, w, y, num_items=7)
+    assert cases.relative_error(loss.detach(), truth.detach().double()) <= 1e-6
+
+
+def test_weight_zero_hides_an_infinite_logit(device):
+    """A class of weight 0 adds nothing to the smoothing's sum, whatever else is asked for."""
+    case = cases.make_case(8, 16, 33, dtype=torch.float32, device=device, bias=True)
+    bias, weight = case.options["linear_bias"].clone(), torch.ones(33, device=device)
+    bias[5], weight[5] = -math.inf, 0.0
+    case.target[case.target == 5] = 6
+    call = functools.partial(
+        flce.linear_cross_entropy,
+        case.input,
+        case.linear_weight,
+        case.target,
+        linear_bias=bias,
+        weight=weight,
+        label_smoothing=0.1,
+    )
+    plain, general = call(), call(return_entropy=True).loss
+    assert torch.isfinite(plain)
+    assert cases.relative_error(plain, general.double()) <= 1e-6
+
+
+def test_z_loss_with_class_weights_of_zero(device):
+    """Its denominator is the number of valid rows, not the sum of their weights."""
+    case = cases.make_case(8, 16, 33, dtype=torch.float64, device=device)
+    options = {"weight": torch.zeros(33, device=device), "z_loss": 0.1, "return_z_loss": True}
+    made = flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **options)
+    truth = flce.reference.linear_cross_entropy(
+        case.input, case.linear_weight, case.target, **options
+    )
+    assert cases.relative_error(made.z_loss, truth.z_loss) <= 1e-12
+
+
+def test_positions_share_what_an_ignored_row_may_hold(device):
+    """NaN in an ignored row's token weight, with the two denominators of a K-dimensional mean."""
+    x = torch.randn(6, 8, device=device)
+    w = torch.randn(5, 3, 8, device=device)
+    y = torch.randint(5, (6, 3), device=device)
+    y[0] = -100
+    token_weight = torch.ones(6, 3, device=device, dtype=torch.float64)
+    clean = flce.linear_cross_entropy(
+        x, w, y, weight=torch.ones(5, device=device), z_loss=0.1, token_weight=token_weight
+    )
+    token_weight[0] = math.nan
+    loss = flce.linear_cross_entropy(
+        x, w, y, weight=torch.ones(5, device=device), z_loss=0.1, token_weight=token_weight
+    )
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, clean)
+
+
+def test_accuracy_beyond_the_bound_is_nan(cuda):
+    (x, w, y), kept = mostly_ignored(cuda, TOKENS)
+    for bound in (len(kept) - 1, 0):
+        made = flce.linear_cross_entropy(x, w, y, valid_bound=bound, return_accuracy=True)
+        assert made.loss.isnan() and made.accuracy.isnan()
+        assert torch.autograd.grad(made.loss, w)[0].isnan().all()

@@ -67,15 +67,28 @@ static double written_sum(const row_pass* pass, void* out, const void* z, int64_
   return sum;
 }
 
+/* The sum of w_j (offset - z_j) over the columns of [begin, end) that have a weight. */
+static double weighted_gap(const row_pass* pass, const void* z, double offset, int64_t begin,
+                           int64_t end) {
+  double sum = 0.0;
+  for (int64_t j = begin; j < end; j++) {
+    double weight = flce_load(pass->rows->class_weight, pass->stat, j);
+    if (weight != 0.0) sum += weight * (offset - logit(pass, z, j));
+  }
+  return sum;
+}
+
 /* sum_j w_j (offset - z_j), for smoothing. */
 static double gap_sum(const row_pass* pass, const void* z, double offset) {
-  int64_t vocab = pass->rows->vocab;
+  const flce_rows* rows = pass->rows;
   double sum = 0.0;
-  for (int64_t begin = 0, end; begin < vocab; begin = end) {
-    end = row_span_end(begin, vocab);
-    sum += pass->kernels->gap(flce_const_at(z, pass->dtype, begin),
-                              row_from(pass, pass->rows->bias, begin),
-                              row_from(pass, pass->rows->class_weight, begin), offset, end - begin);
+  for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
+    end = row_span_end(begin, rows->vocab);
+    double part =
+        pass->kernels->gap(flce_const_at(z, pass->dtype, begin), row_from(pass, rows->bias, begin),
+                           row_from(pass, rows->class_weight, begin), offset, end - begin);
+    /* A class of weight 0 adds nothing, where its logit is -inf too. */
+    sum += isnan(part) && rows->class_weight ? weighted_gap(pass, z, offset, begin, end) : part;
   }
   return sum;
 }

@@ -311,13 +311,14 @@ __device__ __forceinline__ void write_blank(const flce_rows& r, int64_t at, S va
 }
 
 /* Whether blank_rows has to write row `at`, and what: 0 or NaN. Both counts are rounded alike, so
- * that a bound that holds is never exceeded by rounding. */
+ * that a bound that holds is never exceeded by rounding; INV_DENOM was made of the exact ones. */
 template <typename S>
 __device__ __forceinline__ bool is_left_out(const flce_rows& r, int64_t at, int64_t bound,
                                             S* value) {
   const bool ignored = r.target && r.target[at] == r.options.ignore_index;
   *value = ignored ? (S)0 : (S)NAN;
-  return ignored || ((const S*)r.scalars)[FLCE_SCALAR_VALID] > (S)bound;
+  const S* scalars = (const S*)r.scalars;
+  return ignored || scalars[FLCE_SCALAR_VALID] > (S)bound || isnan(scalars[FLCE_SCALAR_INV_DENOM]);
 }
 
 /* ---- sizes ---- */

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import flce
+from flce.options import check_tensor
 
 IMPLS = (
     "cce",
@@ -79,6 +80,7 @@ def linear_cross_entropy(
             "supported, got a "
             f"{type(vocab_parallel_options).__name__}; gather c, or use cut_cross_entropy for it"
         )
+    check_tensor("targets", targets)
     shift = _check_shift(shift, targets)
     wide = c.dtype == torch.float64
     exact_c = (accum_c_fp32 or _impl_name(impl) in _FP32_IMPLS) and not wide

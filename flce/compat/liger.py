@@ -244,6 +244,10 @@ def _outputs(
     **same,
 ):
     """The CrossEntropyOutput of a call; `same` are the options that flce has under Liger's name."""
+    if isinstance(target, torch.Tensor) and target.is_floating_point():
+        raise TypeError(f"target: expected class indices, as Liger has them, got {target.dtype}")
+    if same["ignore_index"] is None:
+        raise TypeError("ignore_index: expected an int, as Liger has it, got None")
     per_token = reduction == "none"
     asked = {
         "return_z_loss": return_z_loss,

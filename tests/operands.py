@@ -1,0 +1,40 @@
+"""What test_compat.py and test_kdim.py share: small operands, comparison with a definition."""
+
+import torch
+
+N, H, V = 13, 6, 9
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+
+
+def leaf(*shape, device, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
+
+
+def indices(*shape, device, ignored=True, classes=V):
+    target = torch.randint(classes, shape, device=device)
+    if ignored and target.dim():
+        target.view(-1)[::4] = -100
+    return target
+
+
+def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64]):
+    """Equal losses, and equal gradients for one random upstream gradient; returns nothing."""
+    assert ours.shape == theirs.shape
+    wide = theirs.double()
+    assert (ours.double() - wide).abs().max() <= tolerance * (1 + wide.abs().max())
+    upstream = torch.rand_like(wide) + 0.5
+    got = torch.autograd.grad(ours, leaves, upstream.to(ours.dtype))
+    expected = torch.autograd.grad(theirs, leaves, upstream.to(theirs.dtype))
+    for mine, truth in zip(got, expected, strict=True):
+        error = (mine.double() - truth.double()).abs().max()
+        assert error <= tolerance * (1 + truth.double().abs().max())
+
+
+def make(kind, places, device, batch=(N,)):
+    x = leaf(*batch, H, device=device)
+    w = leaf(V, *places, H, device=device)
+    b = leaf(V, *places, device=device)
+    if kind == "indices":
+        return x, w, b, indices(*batch, *places, device=device)
+    logits = torch.randn(*batch, V, *places, dtype=torch.float64, device=device)
+    return x, w, b, logits.softmax(len(batch))

@@ -1,0 +1,309 @@
+"""Weights of more than two dimensions (flce.kdim) and torch's own call (flce.compat.torch)."""
+
+import inspect
+import types
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from operands import H, N, V, agree, indices, leaf, make
+
+import flce
+from flce.compat import cce, liger
+from flce.compat import torch as compat_torch
+from flce.kdim import k_dimensional
+
+HAS_TORCHS = hasattr(F, "linear_cross_entropy")
+needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")
+
+
+# ---- weights of more than two dimensions (flce.kdim) and torch's own call ----
+
+
+def eager(x, w, target, *, linear_bias=None, ignore_index=None, options=None, **kwargs):
+    """torch's definition: linear, logits to (N, C, d1, ..., dK), cross_entropy."""
+    classes = w.shape[:-1]
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    logits = F.linear(x, w.reshape(-1, w.shape[-1]), bias).reshape(*x.shape[:-1], *classes)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, **kwargs)
+
+
+def torchs(*args, **kwargs):
+    return F.linear_cross_entropy(*args, **kwargs) if HAS_TORCHS else eager(*args, **kwargs)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["indices", "probabilities"])
+@pytest.mark.parametrize("places", [(), (1,), (3,), (2, 3)])
+def test_torchs_function(device, places, kind, reduction, weighted, smoothing):
+    x, w, b, target = make(kind, places, device)
+    weight = torch.rand(V, dtype=torch.float64, device=device) if weighted else None
+    options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+    for bias in (None, b):
+        leaves = (x, w) if bias is None else (x, w, b)
+        ours = compat_torch.linear_cross_entropy(x, w, target, linear_bias=bias, **options)
+        theirs = torchs(x, w, target, linear_bias=bias, **options)
+        agree(ours, theirs, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["indices", "probabilities"])
+def test_torchs_function_of_one_row(device, kind, reduction):
+    x, w, b, target = make(kind, (), device, batch=())
+    ours = compat_torch.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
+    agree(ours, torchs(x, w, target, linear_bias=b, reduction=reduction), (x, w, b))
+
+
+@pytest.mark.parametrize("places", [(), (3,)])
+def test_all_ignored_is_zero(device, places):
+    """torch: NaN. The gradients are zeros in both."""
+    x, w, _, target = make("indices", places, device)
+    loss = compat_torch.linear_cross_entropy(x, w, torch.full_like(target, -100))
+    assert loss == 0
+    assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (x, w)))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("places", [(), (3,)])
+def test_weights_that_sum_to_zero_are_nan(device, places, z_loss):
+    """0/0 as in torch, whatever the layout; over no valid place it is 0 all the same."""
+    x, w, _, target = make("indices", places, device)
+    options = {"weight": torch.zeros(V, dtype=torch.float64, device=device), "z_loss": z_loss}
+    assert flce.linear_cross_entropy(x, w, target, **options).isnan()
+    assert flce.linear_cross_entropy(x, w, torch.full_like(target, -100), **options) == 0
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["indices", "probabilities"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_options_at_each_position(device, reduction, kind, weighted, z_loss):
+    """Per-place temperature and token_weight, softcap and z-loss, which under mean has a
+    denominator of its own, that class weights do not enter."""
+    x, w, b, target = make(kind, (2, 3), device)
+    shape = (N, 2, 3)
+    weight = torch.rand(V, dtype=torch.float64, device=device) + 0.1 if weighted else None
+    temperature = torch.rand(shape, dtype=torch.float64, device=device) + 0.5
+    token_weight = torch.rand(shape, dtype=torch.float64, device=device)
+    ours = k_dimensional(
+        flce.linear_cross_entropy,
+        x,
+        w,
+        target,
+        linear_bias=b,
+        weight=weight,
+        reduction=reduction,
+        softcap=4.0,
+        z_loss=z_loss,
+        temperature=temperature,
+        token_weight=token_weight,
+    )
+    logits = torch.einsum("nh,cdeh->ncde", x, w) + b
+    logits = 4.0 * torch.tanh(logits / 4.0) / temperature.unsqueeze(1)
+    rows = token_weight * F.cross_entropy(logits, target, weight=weight, reduction="none")
+    valid = torch.ones_like(token_weight) if kind == "probabilities" else (target != -100).double()
+    extra = z_loss * token_weight * valid * logits.logsumexp(1).square()
+    if reduction == "mean":
+        factors = valid
+        if weighted and kind == "indices":
+            factors = weight[target.clamp(min=0)] * valid
+        theirs = rows.sum() / factors.sum() + extra.sum() / valid.sum()
+    else:
+        theirs = rows + extra if reduction == "none" else (rows + extra).sum()
+    agree(ours, theirs, (x, w, b))
+
+
+@pytest.mark.parametrize("budget", [None, 2 * 80])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_each_strategy_at_each_position(device, save, budget):
+    """Whole and in chunks of two rows; the options of a call reach every position's."""
+    x, w, b, target = make("indices", (2, 3), device)
+    knobs = {"linear_bias": b, "save": save, "max_memory": budget, "valid_bound": N}
+    ours = flce.linear_cross_entropy(x, w, target, **knobs)
+    agree(ours, eager(x, w, target, linear_bias=b), (x, w, b))
+
+
+def test_a_0d_tensor_is_a_number_at_each_position(device):
+    x, w, _, target = make("indices", (3,), device)
+    call = {"temperature": torch.tensor(2.0), "softcap": torch.tensor(3.0)}
+    ours = flce.linear_cross_entropy(x, w, target.to(torch.int32), **call)
+    logits = 3.0 * torch.tanh(torch.einsum("nh,cdh->ncd", x, w) / 3.0) / 2.0
+    agree(ours, F.cross_entropy(logits, target), (x, w))
+
+
+@pytest.mark.parametrize("num_items", [5, 5.0, "tensor"])
+def test_num_items_of_positions(device, num_items):
+    x, w, _, target = make("indices", (3,), device)
+    items = torch.tensor(5, device=device) if num_items == "tensor" else num_items
+    ours = k_dimensional(flce.linear_cross_entropy, x, w, target, num_items=items)
+    agree(ours, eager(x, w, target, reduction="sum") / 5, (x, w))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_position(device, reduction):
+    x, w, _, target = make("indices", (2, 0), device)
+    loss = k_dimensional(flce.linear_cross_entropy, x, w, target, reduction=reduction)
+    assert loss.shape == ((N, 2, 0) if reduction == "none" else ())
+    assert loss.sum() == 0
+    for grad in torch.autograd.grad(loss.sum(), (x, w)):
+        assert (grad == 0).all()
+
+
+def test_positions_do_not_wait_for_the_device(cuda):
+    x, w, b, target = make("indices", (3,), cuda)
+    weight = torch.rand(V, dtype=torch.float64, device=cuda)
+    k_dimensional(flce.linear_cross_entropy, x, w, target, linear_bias=b, weight=weight).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = k_dimensional(
+            flce.linear_cross_entropy, x, w, target, linear_bias=b, weight=weight, z_loss=0.1
+        )
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"shift": 1}, "shift"),
+        ({"cu_seqlens": torch.tensor([0, N])}, "cu_seqlens"),
+        *(({f"return_{name}": True}, f"return_{name}") for name in ("lse", "entropy", "accuracy")),
+        *(({f"return_{name}": True}, f"return_{name}") for name in ("predictions", "z_loss")),
+        ({"temperature": torch.ones(N)}, "temperature"),
+        ({"token_weight": torch.ones(N, 4)}, "token_weight"),
+        ({"linear_bias": torch.ones(V)}, "linear_bias"),
+        ({"input": torch.ones(2, N, H)}, "input"),
+        ({"input": torch.ones(H)}, "input"),
+        ({"linear_weight": torch.ones(V, 3, H + 1)}, "linear_weight"),
+        ({"target": torch.ones(N, dtype=torch.int64)}, "target"),
+        ({"target": torch.ones(N, 3, V)}, "target"),
+    ],
+)
+def test_positions_refuse(change, named):
+    call = {
+        "input": torch.ones(N, H),
+        "linear_weight": torch.ones(V, 3, H),
+        "target": torch.ones(N, 3, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=f"^{named}: expected"):
+        k_dimensional(flce.linear_cross_entropy, **{**call, **change})
+
+
+def test_the_public_function_takes_positions(device):
+    x, w, b, target = make("indices", (3,), device)
+    ours = flce.linear_cross_entropy(x, w, target, linear_bias=b, reduction="none")
+    agree(ours, eager(x, w, target, linear_bias=b, reduction="none"), (x, w, b))
+
+
+def compiled_calls(x, w, y):
+    """One of each shim and of the positions, as functions of x and w."""
+    rows, places = y.flatten(), y.flatten().unsqueeze(1).expand(-1, 2)
+    weight = torch.rand(V, dtype=x.dtype, device=x.device)
+    return {
+        "torch": lambda x, w: compat_torch.linear_cross_entropy(x.flatten(0, 1), w, rows),
+        "cce": lambda x, w: cce.linear_cross_entropy(x, w, y, shift=1, return_lse=True)[0],
+        "liger": lambda x, w: liger.LigerFusedLinearCrossEntropyLoss(
+            ce_weight=weight, lse_square_scale=0.1, use_token_scaling=True
+        )(w, x.flatten(0, 1), rows),
+        "positions": lambda x, w: flce.linear_cross_entropy(
+            x.flatten(0, 1), torch.stack([w, 2 * w], 1), places, weight=weight, z_loss=0.1
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["torch", "cce", "liger", "positions"])
+def test_compile_fullgraph(device, name):
+    torch._dynamo.reset()
+    x, w, _, y = make("indices", (), device, batch=(2, 5))
+    function = compiled_calls(x, w, y)[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    agree(compiled(x, w), function(x, w), (x, w))
+
+
+def fields(acc_dtype=None, acc_policy="auto", batch_chunk_size=None):
+    return types.SimpleNamespace(
+        acc_dtype=acc_dtype, acc_policy=acc_policy, batch_chunk_size=batch_chunk_size
+    )
+
+
+def test_knobs():
+    weight = torch.empty(10, 4, dtype=torch.bfloat16)
+    assert compat_torch.knobs(None, weight) == {}
+    assert compat_torch.knobs(fields(), weight) == {}
+    made = compat_torch.knobs(fields(torch.float32, "accurate", 8), weight)
+    assert made == {"accum_dtype": torch.float32, "max_memory": 8 * 48}  # rows of whole 16 bytes
+    assert compat_torch.knobs(fields(torch.float32, "compact"), weight) == {}
+    made = compat_torch.knobs(fields(batch_chunk_size=3), weight.double())
+    assert made == {"max_memory": 3 * 80}
+    with pytest.raises(TypeError, match="^options: expected"):
+        compat_torch.knobs({"batch_chunk_size": 3}, weight)
+    for wrong in (0, True, 2.0):
+        with pytest.raises(ValueError, match="^options: expected a positive int"):
+            compat_torch.knobs(fields(batch_chunk_size=wrong), weight)
+
+
+@needs_torchs
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_torchs_options(device, reduction):
+    """Both of torch's paths, and flce's own `options`, give the same numbers."""
+    x, w, b, target = make("indices", (), device)
+    for options in (
+        torch.nn.LinearCrossEntropyOptions(),
+        torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=4),
+        torch.nn.LinearCrossEntropyOptions(acc_policy="accurate", acc_dtype=torch.float64),
+    ):
+        call = {"linear_bias": b, "reduction": reduction, "options": options}
+        theirs = torchs(x, w, target, **call)
+        ours = compat_torch.linear_cross_entropy(x, w, target, **call)
+        agree(ours, theirs, (x, w, b))
+        theirs = torchs(x, w, target, **call)
+        agree(flce.linear_cross_entropy(x, w, target, **call), theirs, (x, w, b))
+
+
+@needs_torchs
+def test_torchs_signatures():
+    def shape_of(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    ours, theirs = compat_torch.linear_cross_entropy, F.linear_cross_entropy
+    assert shape_of(ours) == shape_of(theirs)
+    theirs = torch.nn.LinearCrossEntropyLoss
+    assert shape_of(compat_torch.LinearCrossEntropyLoss) == shape_of(theirs)
+
+
+@needs_torchs
+@pytest.mark.parametrize("places", [(), (2, 3)])
+def test_torchs_module(device, places):
+    """The same state_dict, and from it the same loss."""
+    weight = torch.rand(V, device=device, dtype=torch.float64)
+    call = {"out_features": places, "bias": True, "weight": weight, "label_smoothing": 0.1}
+    place = {"device": device, "dtype": torch.float64}
+    theirs = torch.nn.LinearCrossEntropyLoss(H, V, **call, **place)
+    ours = compat_torch.LinearCrossEntropyLoss(H, V, **call, **place)
+    ours.load_state_dict(theirs.state_dict())
+    x, target = leaf(N, H, device=device), indices(N, *places, device=device)
+    one, two = ours(x, target), theirs(x, target)
+    assert abs(one - two) <= 1e-12 * two
+    one.backward()
+    two.backward()
+    for mine, truth in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(mine.grad, truth.grad, rtol=1e-11)
+    assert "out_features" in repr(ours)
+
+
+def test_torchs_refusals():
+    x, w, _, target = make("probabilities", (), "cpu")
+    with pytest.raises(ValueError, match="^ignore_index: expected None"):
+        compat_torch.linear_cross_entropy(x, w, target, ignore_index=-100)
+    with pytest.raises(ValueError, match="^weight: expected"):
+        compat_torch.LinearCrossEntropyLoss(H, V, weight=torch.ones(V + 1))
+    with pytest.raises(ValueError, match="^label_smoothing: expected"):
+        compat_torch.LinearCrossEntropyLoss(H, V, label_smoothing=1.5)
