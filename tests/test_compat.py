@@ -13,10 +13,6 @@ from operands import TOLERANCE, H, N, V, agree, indices, leaf, make
 
 from flce.compat import cce, liger
 
-HAS_TORCHS = hasattr(F, "linear_cross_entropy")
-needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")
-
-
 # ---- Liger ----
 
 
