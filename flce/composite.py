@@ -17,10 +17,12 @@ def _wants(tensor):
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _call(op, function, differentiable, outputs, *args):
+def _call(op, function, differentiable, outputs, settings, *tensors):
     """The operator through its Function at once, past the dispatcher's way to the same Function."""
     try:
-        return function.apply(op, True, outputs, *args) if differentiable else op(*args)
+        if differentiable:
+            return function.apply(op, True, outputs, settings, *tensors)
+        return op(*tensors, *settings)
     except MemoryError as error:
         ops.raise_out_of_memory(error)
 
@@ -45,6 +47,9 @@ class _Wanted(typing.NamedTuple):
     @property
     def differentiable(self):
         return self.lse or self.entropy
+
+
+_NOTHING = _Wanted()
 
 
 def _loss_tensors(target, weight, token_weight, token_temperature, num_items, loss, first):
@@ -81,9 +86,9 @@ def _outputs(wanted, made, tensors, reduction, scalars, rows, bound=None):
     `bound`: how many rows were computed; more valid ones make the accuracy NaN, as the loss is.
     """
     loss, stats, sums, predictions = made
+    if wanted is _NOTHING:
+        return (loss.reshape(rows) if reduction == "none" else loss,)
     given = [loss.reshape(rows) if reduction == "none" else loss, *(None,) * len(wanted)]
-    if not any(wanted):
-        return given
     target, _, token_weight, _, num_items = tensors
     ignored = None if target.is_floating_point() else target == scalars.ignore_index
 
@@ -159,7 +164,8 @@ def _linear(
     options.check_linear(input, linear_weight, target, linear_bias, weight, scalars.ignore_index)
     options.refuse_transforms(input, linear_weight, linear_bias)
     _check_accuracy(wanted, target)
-    target = options.shifted_target(target, shift, cu_seqlens, scalars.ignore_index)
+    if shift != 0 or cu_seqlens is not None:
+        target = options.shifted_target(target, shift, cu_seqlens, scalars.ignore_index)
     if valid_vocab is not None:
         options.check_integer("valid_vocab", valid_vocab, 1, linear_weight.shape[0])
     vocab = linear_weight.shape[0] if valid_vocab is None else valid_vocab
@@ -178,18 +184,21 @@ def _linear(
     else:
         save = "nothing"
     outputs = (wanted.entropy, wanted.accuracy or wanted.predictions)
+    allow_tf32 = _allow_tf32(input.device.type, types[0])
     made = _call(
         ops.inner.forward.default,
         ops.Forward,
         any(grads),
         wanted.differentiable,
+        (
+            *(reduction, *scalars, valid_vocab, rows, *outputs),
+            *(*types, save, max_memory, *grads, allow_tf32),
+        ),
         input.reshape(-1, input.shape[-1]).contiguous(),
         linear_weight.contiguous(),
         tensors[0],
         None if linear_bias is None else linear_bias.contiguous(),
         *tensors[1:],
-        *(reduction, *scalars, valid_vocab, rows, *outputs, *types, save, max_memory, *grads),
-        _allow_tf32(input.device.type, types[0]),
     )
     return _outputs(wanted, made[:4], tensors, reduction, scalars, input.shape[:-1], rows)
 
@@ -236,18 +245,15 @@ def _logits(
         ops.CrossEntropyForward,
         _wants(logits),
         wanted.differentiable,
+        (reduction, *scalars, wanted.entropy, wanted.accuracy or wanted.predictions),
         logits.reshape(-1, vocab).contiguous(),
         *tensors,
-        reduction,
-        *scalars,
-        wanted.entropy,
-        wanted.accuracy or wanted.predictions,
     )
     return _outputs(wanted, made, tensors, reduction, scalars, logits.shape[:-1])
 
 
 def linear_cross_entropy(input, linear_weight, target, **options):
-    return _linear(_Wanted(), input, linear_weight, target, **options)[0]
+    return _linear(_NOTHING, input, linear_weight, target, **options)[0]
 
 
 def linear_cross_entropy_outputs(input, linear_weight, target, **options):
@@ -256,7 +262,7 @@ def linear_cross_entropy_outputs(input, linear_weight, target, **options):
 
 
 def cross_entropy(logits, target, **options):
-    return _logits(_Wanted(), logits, target, **options)[0]
+    return _logits(_NOTHING, logits, target, **options)[0]
 
 
 def cross_entropy_outputs(logits, target, **options):

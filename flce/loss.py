@@ -30,10 +30,10 @@ def _entry(name):
 
 def _call(name, operands, settings, wanted):
     """The loss alone, or with the wanted outputs."""
-    if isinstance(settings["num_items"], numbers.Real):
+    if isinstance(settings.get("num_items"), numbers.Real):
         # An operator takes one type; the number becomes a tensor without a wait.
         settings["num_items"] = num_items_tensor(
-            settings["num_items"], settings["reduction"], torch.float64, operands[0]
+            settings["num_items"], settings.get("reduction", "mean"), torch.float64, operands[0]
         )
     if not any(wanted.values()):
         return _entry(name)(*operands, **settings)
@@ -44,17 +44,33 @@ def _call(name, operands, settings, wanted):
     )
 
 
+# Whatever an operator takes by itself: a small step waits for the host, so it is not passed on.
+_DEFAULTS = {
+    "reduction": "mean",
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "logit_scale": 1.0,
+    "temperature": 1.0,
+    "z_loss": 0.0,
+    "shift": 0,
+    "save": "auto",
+}
+
+
+def _without_defaults(settings):
+    """The settings that say something; the default of all that _DEFAULTS does not name is None."""
+    return {name: value for name, value in settings.items() if value is not _DEFAULTS.get(name)}
+
+
 def _as_numbers(settings, first):
     """Numbers as Python's; the temperature as a number or a vector, as the operators have it.
 
     `first`: the tensor with the rows.
     """
-    for name in ("label_smoothing", "logit_scale", "z_loss"):
-        settings[name] = number(name, settings[name])
-    for name in ("softcap", "ignore_index"):
-        if settings[name] is not None:
+    for name in ("label_smoothing", "logit_scale", "z_loss", "softcap", "ignore_index"):
+        if settings.get(name) is not None:
             settings[name] = number(name, settings[name])
-    temperature = settings["temperature"]
+    temperature = settings.get("temperature", 1.0)
     if isinstance(temperature, torch.Tensor) and temperature.dim() == 0:
         # On a GPU, and under torch.compile, there is no number yet: each row takes the tensor.
         if temperature.device.type != "cpu" or torch.compiler.is_compiling():
@@ -62,7 +78,8 @@ def _as_numbers(settings, first):
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
         settings.update(temperature=1.0, token_temperature=temperature)
     else:
-        settings["temperature"] = number("temperature", temperature)
+        if "temperature" in settings:
+            settings["temperature"] = number("temperature", temperature)
 
 
 def linear_cross_entropy(
@@ -213,6 +230,7 @@ def linear_cross_entropy(
         return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
     check_tensor("input", input)
     check_tensor("target", target)
+    settings = _without_defaults(settings)
     _as_numbers(settings, input)
     if max_memory is not None:
         settings["max_memory"] = parse_bytes(max_memory)
@@ -239,12 +257,13 @@ def _count_valid(target, settings):
             'valid_bound: expected an int or None under torch.compile, got "count", which waits '
             "for the device"
         )
-    ignore_index = check_ignore_index(settings["ignore_index"])
+    ignore_index = check_ignore_index(settings.get("ignore_index"))
     if target.is_floating_point():
         raise ValueError(
             "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
         )
-    target = shifted_target(target, settings["shift"], settings["cu_seqlens"], ignore_index)
+    shift, cu_seqlens = settings.get("shift", 0), settings.get("cu_seqlens")
+    target = shifted_target(target, shift, cu_seqlens, ignore_index)
     return int((target != ignore_index).sum())
 
 

@@ -60,8 +60,8 @@ def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
 
 
 # The operators' arguments behind their tensors: OPTIONS of csrc/op.cpp.
-_Settings = collections.namedtuple(
-    "_Settings",
+Settings = collections.namedtuple(
+    "Settings",
     "reduction ignore_index label_smoothing logit_scale softcap temperature z_loss valid_vocab "
     "rows wants_entropy wants_predictions dtype accum_dtype logits_dtype save max_memory "
     "grad_input grad_weight grad_bias allow_tf32",
@@ -83,7 +83,7 @@ def _saved_shape(input, linear_weight, target, settings):
 
 @torch.library.register_fake("flce::forward", lib=library)
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
-    settings = _Settings(*rest[4:])
+    settings = Settings(*rest[4:])
     tokens, save = input.shape[0], settings.save
     stat = stat_dtype(settings.dtype)
     shape, element = (0,), gemm_dtype(input.device.type, settings.dtype)
@@ -102,7 +102,7 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
 
 @torch.library.register_fake("flce::backward", lib=library)
 def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
-    settings = _Settings(*rest[6:])
+    settings = Settings(*rest[6:])
     return _fake_gradients(input, linear_weight, linear_bias, settings.save, settings[-4:-1])
 
 
@@ -117,7 +117,7 @@ def _fake_scaled(grad, grad_output, scalars, dtype):
 
 
 _LossSettings = collections.namedtuple(
-    "_LossSettings", _Settings._fields[:7] + ("wants_entropy", "wants_predictions")
+    "_LossSettings", Settings._fields[:7] + ("wants_entropy", "wants_predictions")
 )
 
 
@@ -149,12 +149,14 @@ def _below_autograd(op, args):
         return op(*args)
 
 
-def _register_autograd(name, function):
+def _register_autograd(name, function, tensors):
+    """`function` for the operator's Autograd key. Its apply takes the operator, `owned`, `outputs`,
+    the arguments behind the first `tensors`, which it looks at one by one, and these."""
     op = getattr(inner, name).default
 
     def kernel(*args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return function.apply(op, False, False, *args)
+            return function.apply(op, False, False, args[tensors:], *args[:tensors])
         return _below_autograd(op, args)
 
     library.impl(name, kernel, "Autograd")
@@ -171,8 +173,8 @@ class _Refuse(torch.autograd.Function):
     """An operator of the backward, whose own gradient is refused."""
 
     @staticmethod
-    def forward(ctx, op, owned, outputs, *args):
-        return _below_autograd(op, args)
+    def forward(ctx, op, owned, outputs, settings, *tensors):
+        return _below_autograd(op, (*tensors, *settings))
 
     @staticmethod
     def backward(ctx, *_):
@@ -245,9 +247,9 @@ class Forward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, op, owned, outputs, *args):
-        output = _below_autograd(op, args)
-        tensors, ctx.settings = args[:8], _Settings(*args[8:])
+    def forward(ctx, op, owned, outputs, settings, *tensors):
+        output = _below_autograd(op, (*tensors, *settings))
+        ctx.settings = Settings(*settings)
         _, stats, scalars, _, saved, grad_input, grad_weight, grad_bias = output
         _mark_outputs(ctx, output, outputs)
         input, linear_weight, _, linear_bias = tensors[:4]
@@ -264,11 +266,11 @@ class Forward(torch.autograd.Function):
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
-        needs = ctx.needs_input_grad  # of op, owned and outputs, then of the operator's arguments
-        wanted = (needs[3], needs[4], needs[6])
+        needs = ctx.needs_input_grad  # of op ... settings, then of the operator's tensors
+        wanted = (needs[4], needs[5], needs[7])
         make = _scale_made if ctx.settings.save == "grads" else _run_backward
         grad_input, grad_weight, grad_bias = make(ctx, grad_output, grad_stats, wanted)
-        return (None, None, None, grad_input, grad_weight, None, grad_bias)
+        return (None, None, None, None, grad_input, grad_weight, None, grad_bias)
 
 
 def _scale_made(ctx, grad_output, grad_stats, wanted):
@@ -288,10 +290,7 @@ def _scale_made(ctx, grad_output, grad_stats, wanted):
 
 
 def _run_backward(ctx, grad_output, grad_stats, wanted):
-    grad_input, grad_weight, grad_bias = wanted
-    settings = ctx.settings._replace(
-        grad_input=grad_input, grad_weight=grad_weight, grad_bias=grad_bias
-    )
+    settings = (*ctx.settings[:-4], *wanted, ctx.settings.allow_tf32)
     args = (grad_output, grad_stats, *ctx.saved_tensors, *settings)
     made = _below_autograd(inner.backward.default, args)
     return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
@@ -301,24 +300,24 @@ class CrossEntropyForward(torch.autograd.Function):
     """flce::cross_entropy_forward; `outputs` as for Forward."""
 
     @staticmethod
-    def forward(ctx, op, owned, outputs, *args):
-        output = _below_autograd(op, args)
+    def forward(ctx, op, owned, outputs, settings, *tensors):
+        output = _below_autograd(op, (*tensors, *settings))
         _mark_outputs(ctx, output, outputs)
-        ctx.settings = args[6:]
-        ctx.save_for_backward(*args[:5], *output[1:3])
+        ctx.settings = settings
+        ctx.save_for_backward(*tensors[:5], *output[1:3])
         return output
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.settings)
         grad = _below_autograd(inner.cross_entropy_backward.default, args)
-        return (None, None, None, grad)
+        return (None, None, None, None, grad)
 
 
-_register_autograd("forward", Forward)
-_register_autograd("cross_entropy_forward", CrossEntropyForward)
-for _name in ("backward", "scaled", "cross_entropy_backward"):
-    _register_autograd(_name, _Refuse)
+_register_autograd("forward", Forward, 8)
+_register_autograd("cross_entropy_forward", CrossEntropyForward, 6)
+for _name, _tensors in (("backward", 12), ("scaled", 3), ("cross_entropy_backward", 9)):
+    _register_autograd(_name, _Refuse, _tensors)
 
 
 def _scale_unseen(grad, grad_output, scalars):

@@ -124,11 +124,17 @@ class Scalars(typing.NamedTuple):
     z_loss: float
 
 
+_DEFAULT_SCALARS = (-100, 0.0, 1.0, None, 1.0, 0.0)
+_CHECKED_SCALARS = Scalars(-100, 0.0, 1.0, 0.0, 1.0, 0.0)
+
+
 def number(name, value):
     """A Python number; 0-d tensors serve as one, as in torch's own functions.
 
     Reading one from a GPU waits for it.
     """
+    if type(value) is float or type(value) is int:  # an ABC's isinstance takes longer than a check
+        return value
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         _check_constant(name, value)
         value = value.item()
@@ -146,6 +152,9 @@ def check_scalars(
     z_loss=0.0,
 ):
     """Each checked alone; softcap None becomes 0."""
+    given = (ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss)
+    if given == _DEFAULT_SCALARS:
+        return _CHECKED_SCALARS
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
             f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
@@ -184,7 +193,9 @@ def check_ignore_index(ignore_index):
     """-100 for None, as torch's linear_cross_entropy has it."""
     if ignore_index is None:
         return -100
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+    if type(ignore_index) is not int and (
+        isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral)
+    ):
         raise TypeError(f"ignore_index: expected an int or None, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
@@ -338,7 +349,9 @@ def num_items_tensor(num_items, reduction, stat, first):
 def check_integer(name, value, low, high=None):
     """An int of [low, high], bool excluded."""
     bounds = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+    if type(value) is not int and (
+        isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt))
+    ):
         raise TypeError(f"{name}: expected {bounds}, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected {bounds}, got {value}")
