@@ -266,9 +266,11 @@ def line(row):
         f"{row['shape']:10} {row['contestant']:22} {row['ms']:9.2f} ms {row['ratio']:6.3f}x"
         f" {row['tflops']:7.2f} TFLOP/s {row['peak_bytes'] / 1e6:9.1f} MB"
     )
-    for name, error in row.get("errors", {}).items():
-        text += f"  {name} {error:.1e}"
-    return text
+    return text + error_columns(row)
+
+
+def error_columns(row):
+    return "".join(f"  {name} {error:.1e}" for name, error in row.get("errors", {}).items())
 
 
 def machine(options):

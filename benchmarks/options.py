@@ -145,9 +145,7 @@ def line(row):
         f"{row['shape']:10} {row['save']:7} {row['option']:20} {row['ms']:9.2f} ms"
         f" {row['over_plain']:6.3f}x {row['peak_bytes'] / 1e6:9.1f} MB"
     )
-    for name, error in row.get("errors", {}).items():
-        text += f"  {name} {error:.1e}"
-    return text
+    return text + bench.error_columns(row)
 
 
 def parse_options():

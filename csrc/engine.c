@@ -195,6 +195,15 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
                                  .bias = plan->gemm_adds_bias ? e->bias : NULL});
 }
 
+/* The backward's upstream gradients, from row 0 on. */
+static flce_upstream upstream_of(const engine* e) {
+  const flce_tensors* tensors = e->tensors;
+  return (flce_upstream){.loss = tensors->grad_output,
+                         .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
+                         .lse = tensors->grad_lse,
+                         .entropy = tensors->grad_entropy};
+}
+
 /* The rows' factors for `upstream`, whose vectors begin at row 0. */
 static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
@@ -479,10 +488,7 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e, false));
   FLCE_TRY(begin_gradients(&e));
-  flce_upstream upstream = {.loss = tensors->grad_output,
-                            .loss_stride = problem->reduction == FLCE_NONE ? 1 : 0,
-                            .lse = tensors->grad_lse,
-                            .entropy = tensors->grad_entropy};
+  flce_upstream upstream = upstream_of(&e);
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows);
     FLCE_TRY(coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
@@ -531,10 +537,7 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
   engine e;
   flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
   set_out(&view, tensors->grad_input, problem->dtype, problem->vocab);
-  flce_upstream upstream = {.loss = tensors->grad_output,
-                            .loss_stride = problem->reduction == FLCE_NONE ? 1 : 0,
-                            .lse = tensors->grad_lse,
-                            .entropy = tensors->grad_entropy};
+  flce_upstream upstream = upstream_of(&e);
   CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
        tensors->workspace);
   view.coef = tensors->workspace;

@@ -35,7 +35,7 @@ def _allow_tf32(device_type, dtype):
     return matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
-class _Wanted(typing.NamedTuple):
+class Wanted(typing.NamedTuple):
     """Which outputs a call gives beside the loss, in the order of LinearCrossEntropyOutput."""
 
     lse: bool = False
@@ -49,7 +49,7 @@ class _Wanted(typing.NamedTuple):
         return self.lse or self.entropy
 
 
-_NOTHING = _Wanted()
+_NOTHING = Wanted()
 
 
 def _loss_tensors(target, weight, token_weight, token_temperature, num_items, loss, first):
@@ -127,9 +127,8 @@ def _mean_over(count):
     return lambda values: (values.sum() / count).masked_fill(count == 0, 0.0)
 
 
-def _product_dtypes(input, linear_weight, linear_bias, accum_dtype, logits_dtype):
-    """Those of the products' operands, of dW's sum and of the logits."""
-    dtype = options.compute_dtype(input, linear_weight, linear_bias)
+def product_dtypes(dtype, accum_dtype, logits_dtype):
+    """Those of the products' operands, of dW's sum and of the logits, None replaced."""
     stat = ops.stat_dtype(dtype)
     accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
     logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
@@ -171,8 +170,9 @@ def _linear(
     vocab = linear_weight.shape[0] if valid_vocab is None else valid_vocab
     if options.checks_targets(input.device):
         options.check_target_range(target, vocab, scalars.ignore_index)
-    types = _product_dtypes(input, linear_weight, linear_bias, accum_dtype, logits_dtype)
-    loss = ("input", reduction, ops.stat_dtype(types[0]))
+    dtype = options.compute_dtype(input, linear_weight, linear_bias)
+    types = product_dtypes(dtype, accum_dtype, logits_dtype)
+    loss = ("input", reduction, ops.stat_dtype(dtype))
     tensors = _loss_tensors(target, weight, token_weight, token_temperature, num_items, loss, input)
     rows = options.rows_to_compute(tensors[0], valid_bound, scalars.ignore_index)
     max_memory = options.resolve_max_memory(max_memory, input.device)
@@ -180,20 +180,17 @@ def _linear(
     sizes = (tensors[0].shape[0] if rows is None else rows, linear_weight.shape[1], vocab)
     if any(grads):
         loss = (scalars, target.is_floating_point(), reduction)
-        save = _resolve_save(save, input.device.type, sizes, types, loss, wanted, max_memory)
+        save = resolve_save(save, input.device.type, sizes, types, loss, wanted, max_memory)
     else:
         save = "nothing"
     outputs = (wanted.entropy, wanted.accuracy or wanted.predictions)
-    allow_tf32 = _allow_tf32(input.device.type, types[0])
+    settings = (reduction, *scalars, valid_vocab, rows, *outputs, *types, save, max_memory)
     made = _call(
         ops.inner.forward.default,
         ops.Forward,
         any(grads),
         wanted.differentiable,
-        (
-            *(reduction, *scalars, valid_vocab, rows, *outputs),
-            *(*types, save, max_memory, *grads, allow_tf32),
-        ),
+        (*settings, *grads, _allow_tf32(input.device.type, dtype)),
         input.reshape(-1, input.shape[-1]).contiguous(),
         linear_weight.contiguous(),
         tensors[0],
@@ -203,7 +200,7 @@ def _linear(
     return _outputs(wanted, made[:4], tensors, reduction, scalars, input.shape[:-1], rows)
 
 
-def _resolve_save(save, device_type, sizes, types, loss, wanted, max_memory):
+def resolve_save(save, device_type, sizes, types, loss, wanted, max_memory):
     """`loss`: its scalars, whether its targets are probabilities, its reduction."""
     dtype, _, logits_dtype = types
     scalars, has_probabilities, reduction = loss
@@ -271,7 +268,7 @@ def cross_entropy_outputs(logits, target, **options):
 
 
 def _take_wanted(options):
-    return _Wanted(*(options.pop(f"return_{name}", False) for name in _Wanted._fields))
+    return Wanted(*(options.pop(f"return_{name}", False) for name in Wanted._fields))
 
 
 def _without_none(outputs):
@@ -294,8 +291,8 @@ _SCHEMAS = {
     ),
     "cross_entropy": f"Tensor logits, Tensor target, *, {_LOSS_SCHEMA}",
 }
-_WANTED_SCHEMA = ", ".join(f"bool return_{name}=False" for name in _Wanted._fields)
-_OUTPUTS_SCHEMA = ", ".join(f"Tensor {name}" for name in ("loss", *_Wanted._fields))
+_WANTED_SCHEMA = ", ".join(f"bool return_{name}=False" for name in Wanted._fields)
+_OUTPUTS_SCHEMA = ", ".join(f"Tensor {name}" for name in ("loss", *Wanted._fields))
 
 
 def _register_composite(name, function, schema):

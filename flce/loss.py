@@ -1,5 +1,6 @@
 """The loss as a function and as Modules."""
 
+import inspect
 import numbers
 
 import torch
@@ -44,22 +45,9 @@ def _call(name, operands, settings, wanted):
     )
 
 
-# Whatever an operator takes by itself: a small step waits for the host, so it is not passed on.
-_DEFAULTS = {
-    "reduction": "mean",
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "z_loss": 0.0,
-    "shift": 0,
-    "save": "auto",
-}
-
-
 def _without_defaults(settings):
-    """The settings that say something; the default of all that _DEFAULTS does not name is None."""
-    return {name: value for name, value in settings.items() if value is not _DEFAULTS.get(name)}
+    """What an operator does not take by itself: a small step waits for every argument."""
+    return {name: value for name, value in settings.items() if value is not _DEFAULTS[name]}
 
 
 def _as_numbers(settings, first):
@@ -77,9 +65,8 @@ def _as_numbers(settings, first):
             temperature = temperature.expand(first.shape[:-1])
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
         settings.update(temperature=1.0, token_temperature=temperature)
-    else:
-        if "temperature" in settings:
-            settings["temperature"] = number("temperature", temperature)
+    elif "temperature" in settings:
+        settings["temperature"] = number("temperature", temperature)
 
 
 def linear_cross_entropy(
@@ -241,6 +228,12 @@ def linear_cross_entropy(
     return _call("linear_cross_entropy", (input, linear_weight, target), settings, wanted)
 
 
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
+}
+
+
 def _apply_torch_options(settings, options, linear_weight):
     # Not at the top: the shims of flce.compat are built on this module.
     from .compat.torch import knobs
@@ -399,19 +392,22 @@ def linear_logprobs(
 # What the Modules hold as attributes, which may change between calls. The defaults serve Modules
 # that an earlier version has pickled.
 _MODULE_OPTIONS = {
-    "reduction": "mean",
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "z_loss": 0.0,
-    "shift": 0,
-    "valid_vocab": None,
-    "accum_dtype": None,
-    "logits_dtype": None,
-    "save": "auto",
-    "max_memory": None,
+    name: _DEFAULTS[name]
+    for name in (
+        "reduction",
+        "ignore_index",
+        "label_smoothing",
+        "softcap",
+        "logit_scale",
+        "temperature",
+        "z_loss",
+        "shift",
+        "valid_vocab",
+        "accum_dtype",
+        "logits_dtype",
+        "save",
+        "max_memory",
+    )
 }
 
 

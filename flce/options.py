@@ -433,7 +433,6 @@ def rows_to_compute(target, valid_bound, ignore_index):
     countable = countable and not torch.compiler.is_compiling()
     if target.is_floating_point() or not (countable or valid_bound is not None):
         return None
-    rows = valid_bound
     if countable or checks_targets(target.device):
         valid = int((target != ignore_index).sum())
         if valid_bound is not None and valid > valid_bound:
@@ -441,9 +440,8 @@ def rows_to_compute(target, valid_bound, ignore_index):
                 f"valid_bound: expected at least {valid}, the number of rows that are not "
                 f"ignored, got {valid_bound}"
             )
-        rows = valid if countable else rows
     # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
-    rows = max(rows, 1) if not countable else rows
+    rows = valid if countable else max(valid_bound, 1)
     return rows if rows < tokens else None
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import ops, options
+from . import composite, options
 
 
 @dataclass(frozen=True)
@@ -104,22 +104,15 @@ def plan(
     wanted = (grad_input, grad_weight, bias)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
-    stat = ops.stat_dtype(dtype)
-    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
-    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
-    operand = ops.gemm_dtype(device.type, dtype)
-    dtypes = (operand, logits_dtype if device.type != "cpu" else operand)
+    types = composite.product_dtypes(dtype, accum_dtype, logits_dtype)
     rows = tokens if valid_bound is None else min(valid_bound, tokens)
-    save = options.resolve_save(
-        save if any(wanted) else "nothing",
-        device.type,
-        (rows, hidden, vocab if valid_vocab is None else valid_vocab),
-        dtypes,
-        options.saved_dtype(dtypes, scalars, probabilities, return_entropy),
-        reduction,
-        max_memory,
-        return_lse or return_entropy,
-    )
+    if any(wanted):
+        sizes = (rows, hidden, vocab if valid_vocab is None else valid_vocab)
+        loss = (scalars, probabilities, reduction)
+        outputs = composite.Wanted(lse=return_lse, entropy=return_entropy)
+        save = composite.resolve_save(save, device.type, sizes, types, loss, outputs, max_memory)
+    else:
+        save = "nothing"
     text = torch.ops.flce.plan(
         tokens,
         hidden,
@@ -136,9 +129,7 @@ def plan(
         rows,
         return_entropy,
         return_predictions,
-        dtype,
-        accum_dtype,
-        logits_dtype,
+        *types,
         save,
         max_memory,
         *wanted,
