@@ -23,31 +23,30 @@ from .options import (
 from .output import LinearCrossEntropyOutput
 
 
-def _entry(name):
-    """The composite operator, or its body at once where nothing traces or transforms the call."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-    return getattr(torch.ops.flce if traced else composite, name)
-
-
 def _call(name, operands, settings, wanted):
-    """The loss alone, or with the wanted outputs."""
-    if isinstance(settings.get("num_items"), numbers.Real):
+    """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
+    the call, through the composite operator."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        made = _through_operator(name, operands, settings, wanted)
+    else:
+        made = getattr(composite, f"{name}_of")(wanted, *operands, **settings)
+    return LinearCrossEntropyOutput(*made) if any(wanted) else made[0]
+
+
+def _through_operator(name, operands, settings, wanted):
+    if isinstance(settings["num_items"], numbers.Real):
         # An operator takes one type; the number becomes a tensor without a wait.
         settings["num_items"] = num_items_tensor(
-            settings["num_items"], settings.get("reduction", "mean"), torch.float64, operands[0]
+            settings["num_items"], settings["reduction"], torch.float64, operands[0]
         )
-    if not any(wanted.values()):
-        return _entry(name)(*operands, **settings)
-    made = _entry(f"{name}_outputs")(*operands, **settings, **wanted)
-    asked = (True, *wanted.values())
-    return LinearCrossEntropyOutput(
-        *(value if ask else None for value, ask in zip(made, asked, strict=True))
-    )
-
-
-def _without_defaults(settings):
-    """What an operator does not take by itself: a small step waits for every argument."""
-    return {name: value for name, value in settings.items() if value is not _DEFAULTS[name]}
+    if settings.get("max_memory") is not None:
+        settings["max_memory"] = parse_bytes(settings["max_memory"])
+    if not any(wanted):
+        return (getattr(torch.ops.flce, name)(*operands, **settings),)
+    returns = {f"return_{output}": want for output, want in wanted._asdict().items()}
+    made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **settings, **returns)
+    asked = (True, *wanted)
+    return (value if ask else None for value, ask in zip(made, asked, strict=True))
 
 
 def _as_numbers(settings, first):
@@ -56,17 +55,18 @@ def _as_numbers(settings, first):
     `first`: the tensor with the rows.
     """
     for name in ("label_smoothing", "logit_scale", "z_loss", "softcap", "ignore_index"):
-        if settings.get(name) is not None:
+        if isinstance(settings[name], torch.Tensor):
             settings[name] = number(name, settings[name])
-    temperature = settings.get("temperature", 1.0)
-    if isinstance(temperature, torch.Tensor) and temperature.dim() == 0:
+    temperature = settings["temperature"]
+    if not isinstance(temperature, torch.Tensor):
+        return
+    if temperature.dim() == 0:
         # On a GPU, and under torch.compile, there is no number yet: each row takes the tensor.
-        if temperature.device.type != "cpu" or torch.compiler.is_compiling():
-            temperature = temperature.expand(first.shape[:-1])
-    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-        settings.update(temperature=1.0, token_temperature=temperature)
-    elif "temperature" in settings:
-        settings["temperature"] = number("temperature", temperature)
+        if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
+            settings["temperature"] = number("temperature", temperature)
+            return
+        temperature = temperature.expand(first.shape[:-1])
+    settings.update(temperature=1.0, token_temperature=temperature)
 
 
 def linear_cross_entropy(
@@ -202,25 +202,19 @@ def linear_cross_entropy(
         "save": save,
         "max_memory": max_memory,
     }
-    wanted = {
-        "return_lse": return_lse,
-        "return_entropy": return_entropy,
-        "return_accuracy": return_accuracy,
-        "return_predictions": return_predictions,
-        "return_z_loss": return_z_loss,
-    }
+    wanted = composite.Wanted(
+        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss
+    )
     if options is not None:
         check_tensor("linear_weight", linear_weight)
         _apply_torch_options(settings, options, linear_weight)
     if isinstance(linear_weight, torch.Tensor) and linear_weight.dim() > 2:
         operands = (input, linear_weight, target)
+        wanted = {f"return_{output}": want for output, want in wanted._asdict().items()}
         return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
     check_tensor("input", input)
     check_tensor("target", target)
-    settings = _without_defaults(settings)
     _as_numbers(settings, input)
-    if max_memory is not None:
-        settings["max_memory"] = parse_bytes(max_memory)
     if valid_bound == "count":
         settings["valid_bound"] = _count_valid(target, settings)
     elif isinstance(valid_bound, str):
@@ -311,13 +305,9 @@ def cross_entropy(
         "token_weight": token_weight,
         "num_items": num_items,
     }
-    wanted = {
-        "return_lse": return_lse,
-        "return_entropy": return_entropy,
-        "return_accuracy": return_accuracy,
-        "return_predictions": return_predictions,
-        "return_z_loss": return_z_loss,
-    }
+    wanted = composite.Wanted(
+        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss
+    )
     check_tensor("logits", logits)
     check_tensor("target", target)
     _as_numbers(settings, logits)

@@ -5,6 +5,7 @@ arguments alone. flce/composite.py has the operators that users call.
 """
 
 import collections
+import enum
 
 import torch
 
@@ -144,20 +145,25 @@ def _fake_cross_entropy_backward(grad_output, grad_stats, logits, *rest):
 # an operator's schema again in each call, which takes more host time than the rest of a small step.
 
 
-def _below_autograd(op, args):
+# A Function is applied to what its operator has made already: on a GPU the kernels run by then, and
+# the device does not wait for what the Function costs.
+
+
+def below_autograd(op, *args):
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
-def _register_autograd(name, function, tensors):
-    """`function` for the operator's Autograd key. Its apply takes the operator, `owned`, `outputs`,
-    the arguments behind the first `tensors`, which it looks at one by one, and these."""
+def _register_autograd(name, apply):
+    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is its Function's,
+    of the outputs and the arguments."""
     op = getattr(inner, name).default
 
     def kernel(*args):
+        made = below_autograd(op, *args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return function.apply(op, False, False, args[tensors:], *args[:tensors])
-        return _below_autograd(op, args)
+            return apply(made, *args)
+        return made
 
     library.impl(name, kernel, "Autograd")
 
@@ -173,8 +179,8 @@ class _Refuse(torch.autograd.Function):
     """An operator of the backward, whose own gradient is refused."""
 
     @staticmethod
-    def forward(ctx, op, owned, outputs, settings, *tensors):
-        return _below_autograd(op, (*tensors, *settings))
+    def forward(ctx, made, *args):
+        return made
 
     @staticmethod
     def backward(ctx, *_):
@@ -189,7 +195,7 @@ def _once_only(make):
     the gradients would be constants, and their part of it would be missing without a word.
     """
 
-    def backward(ctx, grad_output, grad_stats, *_):
+    def backward(ctx, grad_output, grad_stats=None, *_):
         if torch.is_grad_enabled():
             _refuse_double_backward()
         needs = ctx.needs_input_grad
@@ -232,45 +238,58 @@ def _hand_over(grad, grad_output, scalars, dtype, keep):
     return grad.detach()
 
 
-def _mark_outputs(ctx, output, outputs):
-    """The loss is differentiable, and with `outputs` the statistics, for their lse and entropy."""
+class Returns(enum.Enum):
+    """What a Function gives of its operator's outputs; the loss and the statistics are the first.
+
+    The composite takes one or both of them as differentiable, the statistics for lse and entropy.
+    Who calls the operator itself gets all, of which the loss is.
+    """
+
+    LOSS = enum.auto()
+    LOSS_AND_STATS = enum.auto()
+    ALL = enum.auto()
+
+
+def _returned(ctx, made, returns):
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2 if outputs else 1 :])
-    ctx.loss_shape = output[0].shape
+    ctx.loss_shape = made[0].shape
+    if returns is Returns.LOSS:
+        return (made[0],)
+    if returns is Returns.LOSS_AND_STATS:
+        return made[0], made[1]
+    ctx.mark_non_differentiable(*made[1:])
+    return made
 
 
 class Forward(torch.autograd.Function):
-    """flce::forward.
+    """flce::forward, applied to its outputs `made`.
 
-    `owned`: the composite dropped what is saved, so the backward may write to it. `outputs`: the
-    composite hands out lse or entropy.
+    `constants`: the operator's tensors without a gradient, all but num_items, which has become a
+    scalar.
     """
 
     @staticmethod
-    def forward(ctx, op, owned, outputs, settings, *tensors):
-        output = _below_autograd(op, (*tensors, *settings))
-        ctx.settings = Settings(*settings)
-        _, stats, scalars, _, saved, grad_input, grad_weight, grad_bias = output
-        _mark_outputs(ctx, output, outputs)
-        input, linear_weight, _, linear_bias = tensors[:4]
+    def forward(ctx, made, returns, settings, constants, input, linear_weight, linear_bias):
+        ctx.settings = settings
+        _, stats, scalars, _, saved, *grads = made
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
         )
-        if ctx.settings.save == "grads":
-            ctx.owned = owned and not _saved_by_hooks()
-            ctx.save_for_backward(scalars, grad_input, grad_weight, grad_bias)
+        if settings.save == "grads":
+            # The composite drops what is saved: the backward may write to it.
+            ctx.owned = returns is not Returns.ALL and not _saved_by_hooks()
+            ctx.save_for_backward(scalars, *grads)
         else:
-            # All but num_items, which has become a scalar.
-            ctx.save_for_backward(*tensors[:7], stats, scalars, saved)
-        return output
+            target, *others = constants
+            operands = (input, linear_weight, target, linear_bias)
+            ctx.save_for_backward(*operands, *others, stats, scalars, saved)
+        return _returned(ctx, made, returns)
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
-        needs = ctx.needs_input_grad  # of op ... settings, then of the operator's tensors
-        wanted = (needs[4], needs[5], needs[7])
+        wanted = ctx.needs_input_grad[4:]
         make = _scale_made if ctx.settings.save == "grads" else _run_backward
-        grad_input, grad_weight, grad_bias = make(ctx, grad_output, grad_stats, wanted)
-        return (None, None, None, None, grad_input, grad_weight, None, grad_bias)
+        return (None,) * 4 + make(ctx, grad_output, grad_stats, wanted)
 
 
 def _scale_made(ctx, grad_output, grad_stats, wanted):
@@ -290,34 +309,42 @@ def _scale_made(ctx, grad_output, grad_stats, wanted):
 
 
 def _run_backward(ctx, grad_output, grad_stats, wanted):
-    settings = (*ctx.settings[:-4], *wanted, ctx.settings.allow_tf32)
-    args = (grad_output, grad_stats, *ctx.saved_tensors, *settings)
-    made = _below_autograd(inner.backward.default, args)
+    grads = dict(zip(("grad_input", "grad_weight", "grad_bias"), wanted, strict=True))
+    args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.settings._replace(**grads))
+    made = below_autograd(inner.backward.default, *args)
     return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
 
 
 class CrossEntropyForward(torch.autograd.Function):
-    """flce::cross_entropy_forward; `outputs` as for Forward."""
+    """flce::cross_entropy_forward, as Forward."""
 
     @staticmethod
-    def forward(ctx, op, owned, outputs, settings, *tensors):
-        output = _below_autograd(op, (*tensors, *settings))
-        _mark_outputs(ctx, output, outputs)
+    def forward(ctx, made, returns, settings, constants, logits):
         ctx.settings = settings
-        ctx.save_for_backward(*tensors[:5], *output[1:3])
-        return output
+        ctx.save_for_backward(logits, *constants, *made[1:3])
+        return _returned(ctx, made, returns)
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.settings)
-        grad = _below_autograd(inner.cross_entropy_backward.default, args)
-        return (None, None, None, None, grad)
+        return None, None, None, None, below_autograd(inner.cross_entropy_backward.default, *args)
 
 
-_register_autograd("forward", Forward, 8)
-_register_autograd("cross_entropy_forward", CrossEntropyForward, 6)
-for _name, _tensors in (("backward", 12), ("scaled", 3), ("cross_entropy_backward", 9)):
-    _register_autograd(_name, _Refuse, _tensors)
+def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
+    constants = (target, *rest[:3])
+    operands = (input, linear_weight, linear_bias)
+    return Forward.apply(made, Returns.ALL, Settings(*rest[4:]), constants, *operands)
+
+
+def _apply_cross_entropy_forward(made, logits, target, *rest):
+    constants = (target, *rest[:3])
+    return CrossEntropyForward.apply(made, Returns.ALL, rest[4:], constants, logits)
+
+
+_register_autograd("forward", _apply_forward)
+_register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
+for _name in ("backward", "scaled", "cross_entropy_backward"):
+    _register_autograd(_name, _Refuse.apply)
 
 
 def _scale_unseen(grad, grad_output, scalars):

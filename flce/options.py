@@ -8,6 +8,7 @@ import typing
 from functools import cache
 
 import torch
+from torch.compiler import is_compiling
 
 REDUCTIONS = ("none", "mean", "sum")
 SAVES = ("auto", "logits", "grads", "stats")
@@ -51,9 +52,13 @@ def _device_memory(device_type, index):
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_max_memory(device):
-    """FLCE_MAX_MEMORY, else the smaller of 1 GiB and an eighth of the device's memory. Bytes."""
-    text = os.environ.get("FLCE_MAX_MEMORY")
+def given_max_memory():
+    """The text of FLCE_MAX_MEMORY, or None."""
+    return os.environ.get("FLCE_MAX_MEMORY")
+
+
+def default_max_memory(device, text):
+    """That of FLCE_MAX_MEMORY, else the smaller of 1 GiB and an eighth of the device's memory."""
     if text:
         return parse_bytes(text, "FLCE_MAX_MEMORY")
     return min(_DEFAULT_MAX_MEMORY, _device_memory(device.type, device.index) // 8)
@@ -61,7 +66,7 @@ def default_max_memory(device):
 
 def resolve_max_memory(max_memory, device):
     if max_memory is None:
-        return default_max_memory(device)
+        return default_max_memory(device, given_max_memory())
     return parse_bytes(max_memory)
 
 
@@ -155,6 +160,9 @@ def check_scalars(
     given = (ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss)
     if given == _DEFAULT_SCALARS:
         return _CHECKED_SCALARS
+    for name, value in zip(Scalars._fields[1:], given[1:], strict=True):
+        if value is not None or name != "softcap":
+            number(name, value)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
             f"label_smoothing: expected 0 <= label_smoothing <= 1, got {label_smoothing}"
@@ -212,14 +220,12 @@ def check_dtype(name, dtype, operand, stat):
     return dtype
 
 
-def compute_dtype(input, linear_weight, linear_bias):
-    """The dtype of the products: autocast's where it is on, as F.linear has it, else their own."""
-    device_type = input.device.type
+def compute_dtype(input, linear_weight, linear_bias, autocast):
+    """The dtype of the products: `autocast` where it is on, as F.linear has it, else their own."""
     given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        # Autocast leaves float64 alone.
-        if torch.float64 not in given:
-            return torch.get_autocast_dtype(device_type)
+    # Autocast leaves float64 alone.
+    if autocast is not None and torch.float64 not in given:
+        return autocast
     if input.dtype != linear_weight.dtype:
         raise TypeError(
             f"linear_weight: expected the dtype of input, {input.dtype}, got "
@@ -240,7 +246,6 @@ def check_tensor(name, tensor):
 
 
 def _check_float(name, tensor):
-    check_tensor(name, tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}"
@@ -254,9 +259,12 @@ def _check_same_device(name, tensor, first_name, first):
         )
 
 
-def _check_target(target, shape, vocab, ignore_index, first_name, first):
-    """Class indices of `shape`, or probabilities with the classes in a further dimension."""
-    check_tensor("target", target)
+# These take tensors or what signature.py keeps of them. `first`: the one with the rows.
+
+
+def check_target(target, vocab, ignore_index, first_name, first):
+    """Class indices, one for each row, or probabilities with the classes in a further dimension."""
+    shape = first.shape[:-1]
     _check_same_device("target", target, first_name, first)
     if target.dtype in DTYPES:
         _check_probabilities(target, (*shape, vocab), ignore_index)
@@ -279,11 +287,7 @@ def _check_probabilities(target, shape, ignore_index):
             f"target: expected shape {tuple(shape)} for probabilities, a number for each class, "
             f"got {tuple(target.shape)}"
         )
-    if target.requires_grad:
-        raise ValueError(
-            "target: expected probabilities that do not require grad, got requires_grad=True; "
-            "no gradient is defined for them"
-        )
+    _check_constant("target", target, "probabilities that do")
     if ignore_index not in (None, -100):
         raise ValueError(
             "ignore_index: expected None or -100 with probabilities, which have no index to "
@@ -291,12 +295,12 @@ def _check_probabilities(target, shape, ignore_index):
         )
 
 
-def row_vector(name, tensor, shape, stat, first_name, first):
-    """A number for each row, flat and in the statistics' dtype; None stays None."""
+def check_row_vector(name, tensor, first_name, first):
+    """A number for each row, or None."""
     if tensor is None:
-        return None
-    check_tensor(name, tensor)
-    if tensor.is_complex():
+        return
+    shape = first.shape[:-1]
+    if tensor.dtype.is_complex:
         raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}")
     if tensor.shape != shape:
         raise ValueError(
@@ -305,14 +309,13 @@ def row_vector(name, tensor, shape, stat, first_name, first):
         )
     _check_constant(name, tensor)
     _check_same_device(name, tensor, first_name, first)
-    return tensor.detach().reshape(-1).to(stat).contiguous()
 
 
-def _check_constant(name, tensor):
+def _check_constant(name, tensor, which="a tensor that does"):
     if tensor.requires_grad:
         raise ValueError(
-            f"{name}: expected a tensor that does not require grad, got requires_grad=True; no "
-            "gradient is defined for it"
+            f"{name}: expected {which} not require grad, got requires_grad=True; no gradient is "
+            "defined for it"
         )
 
 
@@ -334,7 +337,7 @@ def num_items_tensor(num_items, reduction, stat, first):
         _check_constant("num_items", num_items)
         if num_items.device != first.device and type(num_items) is torch.Tensor:
             # Reading a CPU value waits for nothing; copying it to a GPU would.
-            if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
+            if num_items.device.type == "cpu" and not is_compiling():
                 return torch.full((), num_items.item(), dtype=stat, device=first.device)
         return num_items.detach().to(first.device, stat)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
@@ -426,26 +429,32 @@ def rows_to_compute(target, valid_bound, ignore_index):
 
     On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
     """
-    tokens = target.shape[0]
     check_bound(valid_bound, target.is_floating_point())
-    # Without values to count (compile, export) the operator counts them itself.
-    countable = target.device.type == "cpu" and type(target) is torch.Tensor
-    countable = countable and not torch.compiler.is_compiling()
-    if target.is_floating_point() or not (countable or valid_bound is not None):
+    if target.is_floating_point():
         return None
-    if countable or checks_targets(target.device):
-        valid = int((target != ignore_index).sum())
-        if valid_bound is not None and valid > valid_bound:
-            raise ValueError(
-                f"valid_bound: expected at least {valid}, the number of rows that are not "
-                f"ignored, got {valid_bound}"
-            )
-    # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
-    rows = valid if countable else max(valid_bound, 1)
-    return rows if rows < tokens else None
+    # Without values to count (compile, export) the operator counts them itself.
+    if target.device.type == "cpu" and type(target) is torch.Tensor and not is_compiling():
+        rows = int((target != ignore_index).sum())
+        _check_valid_rows(rows, valid_bound)
+    elif valid_bound is None:
+        return None
+    else:
+        if checks_targets(target.device):
+            _check_valid_rows(int((target != ignore_index).sum()), valid_bound)
+        # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
+        rows = max(valid_bound, 1)
+    return rows if rows < target.shape[0] else None
 
 
-def _check_class_weight(weight, vocab, first_name, first):
+def _check_valid_rows(valid, valid_bound):
+    if valid_bound is not None and valid > valid_bound:
+        raise ValueError(
+            f"valid_bound: expected at least {valid}, the number of rows that are not ignored, got "
+            f"{valid_bound}"
+        )
+
+
+def check_class_weight(weight, vocab, first_name, first):
     if weight is None:
         return
     _check_float("weight", weight)
@@ -453,11 +462,7 @@ def _check_class_weight(weight, vocab, first_name, first):
         raise ValueError(
             f"weight: expected shape ({vocab},), a factor for each class, got {tuple(weight.shape)}"
         )
-    if weight.requires_grad:
-        raise ValueError(
-            "weight: expected class weights that do not require grad, got requires_grad=True; "
-            "no gradient is defined for them"
-        )
+    _check_constant("weight", weight, "class weights that do")
     _check_same_device("weight", weight, first_name, first)
 
 
@@ -469,7 +474,7 @@ def _check_first(name, tensor):
         raise ValueError(f"{name}: expected at least one dimension, got a 0-d tensor")
 
 
-def check_linear(input, linear_weight, target, linear_bias, weight, ignore_index):
+def check_operands(input, linear_weight, linear_bias):
     _check_first("input", input)
     _check_float("linear_weight", linear_weight)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -483,7 +488,6 @@ def check_linear(input, linear_weight, target, linear_bias, weight, ignore_index
             f"linear_weight: expected at least one row and column, got {tuple(linear_weight.shape)}"
         )
     _check_same_device("linear_weight", linear_weight, "input", input)
-    _check_target(target, input.shape[:-1], vocab, ignore_index, "input", input)
     if linear_bias is not None:
         _check_float("linear_bias", linear_bias)
         if linear_bias.shape != (vocab,):
@@ -491,16 +495,12 @@ def check_linear(input, linear_weight, target, linear_bias, weight, ignore_index
                 f"linear_bias: expected shape ({vocab},), got {tuple(linear_bias.shape)}"
             )
         _check_same_device("linear_bias", linear_bias, "input", input)
-    _check_class_weight(weight, vocab, "input", input)
 
 
-def check_logits(logits, target, weight, ignore_index):
+def check_logits(logits):
     _check_first("logits", logits)
     if logits.shape[-1] < 1:
         raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
-    vocab = logits.shape[-1]
-    _check_target(target, logits.shape[:-1], vocab, ignore_index, "logits", logits)
-    _check_class_weight(weight, vocab, "logits", logits)
 
 
 def refuse_vmap(*args, **kwargs):
@@ -510,10 +510,17 @@ def refuse_vmap(*args, **kwargs):
     )
 
 
+def _transforms_are_on():
+    dual_level = getattr(torch.autograd.forward_ad, "_current_level", 0)
+    return dual_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
 def refuse_transforms(*tensors):
     """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use."""
+    if is_compiling() or not _transforms_are_on():
+        return
     for tensor in tensors:
-        if tensor is None or torch.compiler.is_compiling():
+        if tensor is None:
             continue
         if torch._C._functorch.is_gradtrackingtensor(tensor):
             raise RuntimeError(

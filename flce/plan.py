@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import composite, options
+from . import options
+from .ops import stat_dtype
+from .signature import LinearSignature, Wanted, product_dtypes
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,27 @@ def plan(
     label_smoothing = options.number("label_smoothing", label_smoothing)
     scalars = options.check_scalars(-100, label_smoothing, 1.0, softcap, 1.0, 0.0)
     options.check_bound(valid_bound, probabilities)
-    max_memory = options.resolve_max_memory(max_memory, device)
-    wanted = (grad_input, grad_weight, bias)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
-    types = composite.product_dtypes(dtype, accum_dtype, logits_dtype)
     rows = tokens if valid_bound is None else min(valid_bound, tokens)
-    if any(wanted):
-        sizes = (rows, hidden, vocab if valid_vocab is None else valid_vocab)
-        loss = (scalars, probabilities, reduction)
-        outputs = composite.Wanted(lse=return_lse, entropy=return_entropy)
-        save = composite.resolve_save(save, device.type, sizes, types, loss, outputs, max_memory)
-    else:
-        save = "nothing"
+    call = LinearSignature(
+        reduction=reduction,
+        scalars=scalars,
+        has_probabilities=probabilities,
+        vocab=vocab if valid_vocab is None else valid_vocab,
+        stat=stat_dtype(dtype),
+        wanted=Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
+        differentiable=grad_input or grad_weight or bias,
+        tokens=tokens,
+        hidden=hidden,
+        valid_vocab=valid_vocab,
+        device_type=device.type,
+        types=product_dtypes(dtype, accum_dtype, logits_dtype),
+        save=save,
+        max_memory=options.resolve_max_memory(max_memory, device),
+        grads=(grad_input, grad_weight, bias),
+        allow_tf32=False,
+    )
     text = torch.ops.flce.plan(
         tokens,
         hidden,
@@ -123,16 +133,6 @@ def plan(
         weight_dtype or dtype,
         (weight_dtype or dtype) if bias else None,
         probabilities,
-        reduction,
-        *scalars,
-        valid_vocab,
-        rows,
-        return_entropy,
-        return_predictions,
-        *types,
-        save,
-        max_memory,
-        *wanted,
-        False,
+        *call.settings_for(rows),
     )
     return _parse(text)

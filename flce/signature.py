@@ -1,0 +1,283 @@
+"""What follows from a call's signature alone: the dtypes, devices and shapes of its tensors and its
+options, without any value that a tensor holds. These are all checks but those of values, and the
+settings of the inner operators.
+
+A training step repeats its signature, and the device waits for the host before the first kernel of
+a small step, so what follows from a signature is found once and kept.
+"""
+
+import functools
+import math
+import typing
+from dataclasses import dataclass
+
+import torch
+
+from . import ops, options
+
+_KEPT = 1024  # signatures; those not asked for longest go first
+
+
+class Meta(typing.NamedTuple):
+    """What the checks look at in a tensor, under a tensor's names."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    requires_grad: bool
+
+    def dim(self):
+        return len(self.shape)
+
+
+def describe(name, tensor):
+    """None stays None."""
+    if tensor is None:
+        return None
+    options.check_tensor(name, tensor)
+    return Meta(tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad)
+
+
+class Environment(typing.NamedTuple):
+    """What a call takes from around it. `autocast`: its dtype where it is on for the device."""
+
+    grad: bool
+    autocast: torch.dtype | None
+    allow_tf32: bool
+    max_memory: str | None
+
+
+def environment(first, max_memory=None):
+    """`first`: Meta of the tensor with the rows; `max_memory`: the caller's, of which None lets
+    FLCE_MAX_MEMORY speak."""
+    device_type = first.device.type
+    autocast = None
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        autocast = torch.get_autocast_dtype(device_type)
+    return Environment(
+        torch.is_grad_enabled(),
+        autocast,
+        device_type == "cuda" and first.dtype == torch.float32 and _allows_tf32(),
+        options.given_max_memory() if max_memory is None else None,
+    )
+
+
+def _allows_tf32():
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
+class Wanted(typing.NamedTuple):
+    """Which outputs a call gives beside the loss, in the order of LinearCrossEntropyOutput."""
+
+    lse: bool = False
+    entropy: bool = False
+    accuracy: bool = False
+    predictions: bool = False
+    z_loss: bool = False
+
+    @property
+    def differentiable(self):
+        return self.lse or self.entropy
+
+
+class LossTensors(typing.NamedTuple):
+    """Metas of the tensors of the loss beside the operands."""
+
+    target: Meta
+    weight: Meta | None
+    token_weight: Meta | None
+    temperature: Meta | None
+
+
+def _once_a_signature(function):
+    """Keeps what `function` gave for its last arguments, which are compared with their types."""
+    known = functools.lru_cache(maxsize=_KEPT, typed=True)(function)
+
+    @functools.wraps(function)
+    def find(*args):
+        try:
+            return known(*args)
+        except TypeError:
+            # No hash: a size that is symbolic under compile or export, or an argument of a wrong
+            # type, which is refused by its name now.
+            return function(*args)
+
+    return find
+
+
+def product_dtypes(dtype, accum_dtype, logits_dtype):
+    """Those of the products' operands, of dW's sum and of the logits, None replaced."""
+    stat = ops.stat_dtype(dtype)
+    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
+    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
+    return dtype, accum_dtype, logits_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """What both kinds of call have. `returns`: of the Function that makes them differentiable."""
+
+    reduction: str
+    scalars: options.Scalars
+    has_probabilities: bool
+    vocab: int
+    stat: torch.dtype
+    wanted: Wanted
+    differentiable: bool
+
+    @property
+    def wants_predictions(self):
+        return self.wanted.accuracy or self.wanted.predictions
+
+    @property
+    def returns(self):
+        return ops.Returns.LOSS_AND_STATS if self.wanted.differentiable else ops.Returns.LOSS
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSignature(Signature):
+    """Of linear cross entropy: N and H, dtypes as of product_dtypes, which gradients are wanted."""
+
+    tokens: int
+    hidden: int
+    valid_vocab: int | None
+    device_type: str
+    types: tuple
+    save: str
+    max_memory: int
+    grads: tuple
+    allow_tf32: bool
+
+    def resolve_save(self, rows):
+        """The strategy where `rows` rows are computed."""
+        if not self.differentiable:
+            return "nothing"
+        dtype, _, logits_dtype = self.types
+        operand = ops.gemm_dtype(self.device_type, dtype)
+        dtypes = (operand, logits_dtype if self.device_type != "cpu" else operand)
+        wants = self.wanted
+        kept = options.saved_dtype(dtypes, self.scalars, self.has_probabilities, wants.entropy)
+        return options.resolve_save(
+            self.save,
+            self.device_type,
+            (rows, self.hidden, self.vocab),
+            dtypes,
+            kept,
+            self.reduction,
+            self.max_memory,
+            wants.differentiable,
+        )
+
+    def settings_for(self, rows):
+        """The inner operators' arguments behind their tensors; `rows` None for all."""
+        return ops.Settings(
+            self.reduction,
+            *self.scalars,
+            self.valid_vocab,
+            rows,
+            self.wanted.entropy,
+            self.wants_predictions,
+            *self.types,
+            self.resolve_save(self.tokens if rows is None else rows),
+            self.max_memory,
+            *self.grads,
+            self.allow_tf32,
+        )
+
+    @functools.cached_property
+    def _settings_for_all(self):
+        return self.settings_for(None)
+
+    def settings(self, rows):
+        return self._settings_for_all if rows is None else self.settings_for(rows)
+
+
+@_once_a_signature
+def linear_signature(
+    around,
+    wanted,
+    operands,
+    tensors,
+    reduction,
+    valid_vocab,
+    accum_dtype,
+    logits_dtype,
+    save,
+    max_memory,
+    *numbers,
+):
+    """`around`: the Environment; `operands`: Metas of input, linear_weight, linear_bias; `numbers`
+    as check_scalars takes them. Raises what is wrong with them."""
+    input, linear_weight, linear_bias = operands
+    options.check_choices(reduction, save)
+    scalars = options.check_scalars(*numbers)
+    options.check_operands(*operands)
+    vocab, hidden = linear_weight.shape
+    _check_loss_tensors(tensors, wanted, vocab, scalars.ignore_index, ("input", input))
+    if valid_vocab is not None:
+        vocab = options.check_integer("valid_vocab", valid_vocab, 1, vocab)
+    dtype = options.compute_dtype(*operands, around.autocast)
+    if max_memory is None:
+        max_memory = options.default_max_memory(input.device, around.max_memory)
+    grads = tuple(around.grad and meta is not None and meta.requires_grad for meta in operands)
+    return LinearSignature(
+        reduction=reduction,
+        scalars=scalars,
+        has_probabilities=tensors.target.dtype.is_floating_point,
+        vocab=vocab,
+        stat=ops.stat_dtype(dtype),
+        wanted=wanted,
+        differentiable=any(grads),
+        tokens=math.prod(input.shape[:-1]),
+        hidden=hidden,
+        valid_vocab=valid_vocab,
+        device_type=input.device.type,
+        types=product_dtypes(dtype, accum_dtype, logits_dtype),
+        save=save,
+        max_memory=options.parse_bytes(max_memory),
+        grads=grads,
+        allow_tf32=around.allow_tf32 and dtype == torch.float32,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsSignature(Signature):
+    """Of cross entropy on logits."""
+
+    @functools.cached_property
+    def settings(self):
+        return (self.reduction, *self.scalars, self.wanted.entropy, self.wants_predictions)
+
+
+@_once_a_signature
+def logits_signature(around, wanted, logits, tensors, reduction, *numbers):
+    """As linear_signature."""
+    options.check_choices(reduction)
+    scalars = options.check_scalars(*numbers)
+    options.check_logits(logits)
+    vocab = logits.shape[-1]
+    _check_loss_tensors(tensors, wanted, vocab, scalars.ignore_index, ("logits", logits))
+    return LogitsSignature(
+        reduction=reduction,
+        scalars=scalars,
+        has_probabilities=tensors.target.dtype.is_floating_point,
+        vocab=vocab,
+        stat=ops.stat_dtype(logits.dtype),
+        wanted=wanted,
+        differentiable=around.grad and logits.requires_grad,
+    )
+
+
+def _check_loss_tensors(tensors, wanted, vocab, ignore_index, named):
+    """`named`: name and Meta of the tensor with the rows."""
+    options.check_target(tensors.target, vocab, ignore_index, *named)
+    options.check_class_weight(tensors.weight, vocab, *named)
+    options.check_row_vector("token_weight", tensors.token_weight, *named)
+    options.check_row_vector("temperature", tensors.temperature, *named)
+    if wanted.accuracy and tensors.target.dtype.is_floating_point:
+        raise ValueError(
+            "return_accuracy: expected False with probabilities, which name no class to be right "
+            "about, got True"
+        )
