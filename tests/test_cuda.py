@@ -218,12 +218,22 @@ def test_second_device(save):
 
 
 def cramped(extra):
-    """Leaves this process `extra` bytes of device memory over what it holds now."""
-    gc.collect()  # a tensor in a cycle would keep its segment, whose free part counts as held
+    """Leaves this process `extra` bytes of device memory; gives what fills the holes that other
+    tests' tensors keep in the allocator's segments."""
+    gc.collect()  # a tensor in a cycle would keep its segment
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    filling = []
+    for size in (64 << 20, 8 << 20, 1 << 20):
+        try:
+            while True:
+                filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            continue
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + extra) / total)
+    return filling
 
 
 def test_out_of_memory_says_what_would_fit():
@@ -232,7 +242,7 @@ def test_out_of_memory_says_what_would_fit():
     x, w = leaves_of(case)
     flce.linear_cross_entropy(x, w, case.target, max_memory="16MiB").backward()
     x.grad = w.grad = None
-    cramped(800 << 20)
+    filling = cramped(800 << 20)
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             flce.linear_cross_entropy(x, w, case.target, save="grads", max_memory="1GiB")
@@ -245,10 +255,11 @@ def test_out_of_memory_says_what_would_fit():
         assert torch.isfinite(w.grad).all()
         x.grad = w.grad = None
         loss = flce.linear_cross_entropy(x, w, case.target, save="stats", max_memory="16MiB")
-        cramped(1 << 20)
+        filling += cramped(1 << 20)
         with pytest.raises(torch.OutOfMemoryError, match="max_memory"):
             loss.backward()
     finally:
+        del filling
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
