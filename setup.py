@@ -61,7 +61,13 @@ def build_cuda(library, nvcc, header):
     host = [nvcc, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", "-isystem", str(header)]
     threads = f"--threads={cores // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
-    commands = [host if source.endswith(".c") else device for source in CUDA_SOURCES]
+    # Instructions that one architecture has, and no later one: the file says so in its name.
+    hopper = [*host, "-std=c++17", threads, "-gencode=arch=compute_90a,code=sm_90a"]
+    by_name = {".c": host, "_sm90.cu": hopper}
+    commands = [
+        next((command for end, command in by_name.items() if source.endswith(end)), device)
+        for source in CUDA_SOURCES
+    ]
     with ThreadPoolExecutor(cores) as pool:
         objects = list(pool.map(compile_cuda_source, CUDA_SOURCES, commands))
     library.parent.mkdir(parents=True, exist_ok=True)

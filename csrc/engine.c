@@ -195,6 +195,31 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
                                  .bias = plan->gemm_adds_bias ? e->bias : NULL});
 }
 
+/* E or nothing but statistics of a chunk from the one kernel that also makes its logits. */
+static flce_status product_rows(const engine* e, chunk* c) {
+  const flce_plan* plan = e->plan;
+  int64_t h = e->problem->hidden;
+  const void* x;
+  FLCE_TRY(chunk_input(e, c, &x));
+  if (plan->save == FLCE_SAVE_LOGITS)
+    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
+  if (plan->save == FLCE_SAVE_GRADS)
+    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch);
+  c->view.bias = e->bias;
+  flce_gemm gemm = {.m = c->rows,
+                    .n = e->problem->vocab,
+                    .k = h,
+                    .transpose_b = true,
+                    .a = x,
+                    .b = e->linear_weight,
+                    .pitch_a = h,
+                    .pitch_b = h,
+                    .dtype = plan->dtype};
+  atomic_fetch_add(&gemm_count, 1);
+  CALL(e, product_rows, &gemm, &c->view, buffer(e, FLCE_BUF_PRODUCT));
+  return FLCE_OK;
+}
+
 /* The backward's upstream gradients, from row 0 on. */
 static flce_upstream upstream_of(const engine* e) {
   const flce_tensors* tensors = e->tensors;
@@ -440,8 +465,12 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
   if (gradients) FLCE_TRY(begin_gradients(&e));
   for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
     chunk c = open_chunk(&e, first, plan->chunk_rows);
-    FLCE_TRY(logits_gemm(&e, &c));
-    FLCE_TRY(forward_rows(&e, &c));
+    if (plan->fuses_rows) {
+      FLCE_TRY(product_rows(&e, &c));
+    } else {
+      FLCE_TRY(logits_gemm(&e, &c));
+      FLCE_TRY(forward_rows(&e, &c));
+    }
     if (gradients) FLCE_TRY(forward_gradients(&e, &c));
   }
   if (gradients) FLCE_TRY(finish_gradients(&e));

@@ -112,6 +112,8 @@ typedef struct flce_problem {
   bool has_probabilities; /* the targets are probabilities, not classes */
   bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
+  bool has_temperature; /* one for each row */
+  bool unaligned;       /* x or W does not begin at a multiple of 16 bytes */
   flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
 } flce_problem;
@@ -121,6 +123,8 @@ typedef struct flce_facts {
   bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
   bool gemm_adds_bias;  /* to a float32 result, at no cost */
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
+  int64_t product_row_bytes;    /* scratch of product_rows for each of its rows; 0 where that does
+                                   not serve the problem */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
@@ -160,6 +164,7 @@ typedef enum flce_buffer_id {
                       (c = coef_smooth) */
   FLCE_BUF_ORDER,  /* tokens ordered by target */
   FLCE_BUF_COLUMN_SUM, /* scratch */
+  FLCE_BUF_PRODUCT,    /* scratch of product_rows for a chunk */
   FLCE_BUF_GEMM,       /* scratch */
   FLCE_BUF_COUNT
 } flce_buffer_id;
@@ -176,9 +181,10 @@ typedef struct flce_buffer {
 typedef struct flce_plan {
   flce_save save;
   flce_form form;
-  flce_dtype dtype;                             /* of the GEMM operands, of E and dz */
-  int64_t rows;                                 /* computed: flce_problem.rows */
-  int64_t chunk_rows, chunks;                   /* of the logits GEMM */
+  flce_dtype dtype;           /* of the GEMM operands, of E and dz */
+  int64_t rows;               /* computed: flce_problem.rows */
+  bool fuses_rows;            /* the forward's logits come from product_rows: none are written */
+  int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
   flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
@@ -379,6 +385,10 @@ typedef struct flce_backend {
   /* The same, and out = E = exp(l - c) (1 - tanh^2 of the softcap), the target's column and ignored
    * rows 0. Not for probabilities. */
   flce_status (*exp_rows)(void* self, const flce_rows* rows);
+  /* The logits GEMM (c is not written) and on its z what exp_rows does, or stat_rows where out is
+   * NULL. `scratch`: facts.product_row_bytes for each row. Only where facts say so. */
+  flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                              void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
    * column 0 when `hide_target`. Else out = dz as enum flce_coef_row has it. z_is_exp: z holds
    * `scale` * exp(l - c) already (an out of an earlier call with coef NULL; not with a softcap,

@@ -82,6 +82,7 @@ void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
       optional_pointer("token_weight", given.token_weight, {problem->tokens}, stat, place);
   tensors->temperature =
       optional_pointer("temperature", given.temperature, {problem->tokens}, stat, place);
+  problem->has_temperature = given.temperature.has_value();
   tensors->num_items = optional_pointer("num_items", given.num_items, {}, stat, place);
 }
 
@@ -182,6 +183,9 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Options
   expect_same_device("linear_weight", linear_weight, place);
   tensors->input = input.const_data_ptr();
   tensors->linear_weight = linear_weight.const_data_ptr();
+  uintptr_t addresses = reinterpret_cast<uintptr_t>(tensors->input) |
+                        reinterpret_cast<uintptr_t>(tensors->linear_weight);
+  problem->unaligned = addresses % 16 != 0;
   problem->has_bias = linear_bias.has_value();
   problem->bias_dtype = problem->input_dtype;
   if (linear_bias) {

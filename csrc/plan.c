@@ -115,17 +115,24 @@ static bool writes_saved(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
 }
 
-static flce_status choose_chunks(const flce_problem* problem, flce_plan* plan) {
+/* Whether the forward keeps nothing of its logits. */
+static bool only_statistics(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+}
+
+static flce_status choose_chunks(const flce_problem* problem, const flce_facts* facts,
+                                 flce_plan* plan) {
   int64_t z_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  FLCE_TRY(fit_chunks(problem, z_bytes, &plan->chunk_rows, &plan->chunks));
+  int64_t row_bytes =
+      plan->fuses_rows && only_statistics(plan) ? facts->product_row_bytes : z_bytes;
+  FLCE_TRY(fit_chunks(problem, row_bytes, &plan->chunk_rows, &plan->chunks));
   if (writes_saved(plan)) {
     plan->chunk_rows = problem->rows;
     plan->chunks = problem->rows > 0;
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
   if (plan->save == FLCE_SAVE_STATS) {
-    plan->backward_chunk_rows = plan->chunk_rows;
-    plan->backward_chunks = plan->chunks;
+    return fit_chunks(problem, z_bytes, &plan->backward_chunk_rows, &plan->backward_chunks);
   } else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ) {
     return fit_chunks(problem, plan->out_pitch * flce_size_of(plan->dtype),
                       &plan->backward_chunk_rows, &plan->backward_chunks);
@@ -178,8 +185,11 @@ static int64_t aligned_pitch(const flce_problem* problem, flce_dtype dtype) {
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->form = choose_form(problem, plan->dtype);
+  plan->fuses_rows = plan->form == FLCE_FORM_EXP && facts->product_row_bytes > 0;
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
+  /* Where no pass writes logits, E stands in their place. */
+  if (plan->fuses_rows && plan->save != FLCE_SAVE_STATS) plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, plan->dtype);
   plan->gemm_adds_bias = problem->has_bias && facts->gemm_adds_bias && plan->z_dtype == FLCE_F32;
@@ -247,15 +257,23 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
                plan->save == FLCE_SAVE_STATS; /* there is a backward loop */
   unsigned both = FLCE_IN_FORWARD | (again ? FLCE_IN_BACKWARD : 0);
   bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
-  int64_t z =
-      writes_saved(plan) ? 0 : plan->chunk_rows * plan->z_pitch * flce_size_of(plan->z_dtype);
-  int64_t dz = stored_dz ? plan->backward_chunk_rows * plan->out_pitch * e : 0;
   bool z_again = plan->save == FLCE_SAVE_STATS;
-  add(plan, FLCE_BUF_LOGITS,
-      (z > 0 ? FLCE_IN_FORWARD : 0) | (dz > 0 || z_again ? FLCE_IN_BACKWARD : 0), z > dz ? z : dz);
+  bool no_z = writes_saved(plan) || (plan->fuses_rows && only_statistics(plan));
+  int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
+  int64_t z = no_z ? 0 : plan->chunk_rows * z_row;
+  int64_t later = stored_dz ? plan->backward_chunk_rows * plan->out_pitch * e
+                  : z_again ? plan->backward_chunk_rows * z_row
+                            : 0;
+  add(plan, FLCE_BUF_LOGITS, (z > 0 ? FLCE_IN_FORWARD : 0) | (later > 0 ? FLCE_IN_BACKWARD : 0),
+      z > later ? z : later);
+  if (plan->fuses_rows)
+    add(plan, FLCE_BUF_PRODUCT, FLCE_IN_FORWARD, plan->chunk_rows * facts->product_row_bytes);
   if (gathers(problem)) {
     add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
-    add(plan, FLCE_BUF_GATHERED_X, z_again ? both : FLCE_IN_FORWARD, plan->chunk_rows * h * e);
+    int64_t most = z_again && plan->backward_chunk_rows > plan->chunk_rows
+                       ? plan->backward_chunk_rows
+                       : plan->chunk_rows;
+    add(plan, FLCE_BUF_GATHERED_X, z_again ? both : FLCE_IN_FORWARD, most * h * e);
   }
   if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
   if (problem->input_dtype != plan->dtype) add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
@@ -347,7 +365,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   plan->save = problem->save;
   plan->rows = problem->rows;
   choose_dtypes(problem, facts, plan);
-  FLCE_TRY(choose_chunks(problem, plan));
+  FLCE_TRY(choose_chunks(problem, facts, plan));
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);
@@ -384,6 +402,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SMOOTH] = "smooth",
       [FLCE_BUF_ORDER] = "order",
       [FLCE_BUF_COLUMN_SUM] = "column_sum",
+      [FLCE_BUF_PRODUCT] = "product",
       [FLCE_BUF_GEMM] = "gemm_workspace",
   };
   return names[id];
@@ -404,10 +423,10 @@ static void append(char* text, int64_t size, int64_t* used, const char* format, 
 
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   int64_t used = 0;
-  append(text, size, &used, "save=%s form=%s dtype=%s logits_dtype=%s accum_dtype=%s\n",
+  append(text, size, &used, "save=%s form=%s kernel=%s dtype=%s logits_dtype=%s accum_dtype=%s\n",
          flce_save_name(plan->save), plan->form == FLCE_FORM_EXP ? "exp" : "dz",
-         flce_dtype_name(plan->dtype), flce_dtype_name(plan->z_dtype),
-         flce_dtype_name(plan->accum_dtype));
+         plan->fuses_rows ? "fused" : "gemm", flce_dtype_name(plan->dtype),
+         flce_dtype_name(plan->z_dtype), flce_dtype_name(plan->accum_dtype));
   append(text, size, &used,
          "rows=%lld chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
          (long long)plan->rows, (long long)plan->chunk_rows, (long long)plan->chunks,

@@ -21,6 +21,7 @@ class Plan:
 
     save: str
     form: str
+    kernel: str
     dtype: str
     logits_dtype: str
     accum_dtype: str

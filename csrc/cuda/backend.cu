@@ -39,6 +39,7 @@ static flce_status cuda_facts(void* self, const flce_problem* problem, flce_fact
   if (problem->rows < problem->tokens) { /* else no rows are gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }
+  FLCE_TRY(cuda_product_row_bytes(cuda->device, problem, &facts->product_row_bytes));
   return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
 }
 
@@ -61,6 +62,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .blank_rows = cuda_blank_rows,
       .stat_rows = cuda_stat_rows,
       .exp_rows = cuda_exp_rows,
+      .product_rows = cuda_product_rows,
       .grad_rows = cuda_grad_rows,
       .row_coefficients = cuda_row_coefficients,
       .reduce = cuda_reduce,

@@ -18,6 +18,12 @@ size_t cuda_gemm_version(void);
 flce_status cuda_stat_rows(void* self, const flce_rows* rows);
 flce_status cuda_exp_rows(void* self, const flce_rows* rows);
 
+/* product_rows.cu */
+/* Scratch for each row of cuda_product_rows, 0 where that does not serve. */
+flce_status cuda_product_row_bytes(int device, const flce_problem* problem, int64_t* bytes);
+flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                              void* scratch);
+
 /* grad_rows.cu */
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  write_statistics<KIND>(p, row, sums);
+  close_row<KIND>(p, row, sums);
   if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
 }
 
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   Best<T> best = {sums.offset, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  write_statistics<KIND>(p, row, sums);
+  close_row<KIND>(p, row, sums);
   if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
 }
 
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  write_statistics<KIND>(p, row, sums);
+  close_row<KIND>(p, row, sums);
   if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
 }
 

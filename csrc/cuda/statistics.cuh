@@ -307,11 +307,9 @@ __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sum
 
 /* Statistics and loss of a row. By one thread. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row,
-                                                 const RowSums<S>& sums) {
+__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
+                                                 const RowSums<S>& sums, const RowEnd<S>& end) {
   const flce_rows& r = p.r;
-  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
-  const RowEnd<S> end = end_of<KIND>(row, sums.offset, sums.rest);
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
     if (r.wants_entropy) entropy = entropy_of(row, sums, end);
@@ -328,6 +326,14 @@ __device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>
   stat_row<S>(r, FLCE_STAT_SLOPE)[at] = slope;
   stat_row<S>(r, FLCE_STAT_MASS)[at] = has_no_target<KIND>(row) ? sums.mass : 0;
   if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+}
+
+/* The same by the thread that has a block's sums. */
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void close_row(const row_args& p, const Row<Z>& row,
+                                          const RowSums<S>& sums) {
+  const int64_t at = vectors_at(p.r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums, end_of<KIND>(row, sums.offset, sums.rest));
 }
 
 /* `best` is of the columns without the target's. */
