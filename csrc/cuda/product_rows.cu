@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     float z = dot_row(x + row * h, w + column * h, shape.hidden, lane);
     if (r.bias) z += ((const float*)r.bias)[column];
     z *= shape.scale;
-    offset = z == -INFINITY ? kUnknownOffset : rintf(z) + kAboveTarget;
+    offset =
+        z == -INFINITY ? kUnknownOffset : rintf(z) + (r.out ? kAboveTarget : kAboveTargetForSums);
   }
   if (lane != 0) return;
   s.offset[row] = offset;

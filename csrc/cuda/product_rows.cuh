@@ -7,8 +7,9 @@
 #include "common.cuh"
 
 /* k lies this far above the target's s z. The target is one of the row's terms, so no sum can
- * vanish; what a tile of the product may come to leaves room for the sum of 2^30 columns. */
-constexpr float kAboveTarget = 64;
+ * vanish; what a tile of the product may come to leaves room for the sum of 2^30 columns. E keeps
+ * what is 2^-62 of the target; sums alone look further down, to keep the digits of tiny losses. */
+constexpr float kAboveTarget = 64, kAboveTargetForSums = 32;
 constexpr float kTileLimit = 1152921504606846976.0f; /* 2^60 */
 constexpr float kBlankRow = 3e38f;                   /* the k of a row without E: all are 0 */
 
