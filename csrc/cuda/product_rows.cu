@@ -40,9 +40,11 @@ __device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const __nv_bflo
  */
 constexpr float kUnknownOffset = -3e38f;
 
+/* `scale` makes zeta of z in rows without a temperature of their own, as general_zeta has it. */
 __global__ void __launch_bounds__(kDotWarps* kWarp)
     place_offsets(const __grid_constant__ flce_rows r, const product_shape shape,
-                  const product_scratch s, const __nv_bfloat16* x, const __nv_bfloat16* w) {
+                  const product_scratch s, float scale, const __nv_bfloat16* x,
+                  const __nv_bfloat16* w) {
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
   if (blockIdx.x == 0) {
@@ -53,27 +55,28 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   const Place place = place_of(r, row);
   float offset = place.kind == kRowOutOfRange ? NAN : kBlankRow;
   int column = -1;
+  if (r.temperature && place.at >= 0) scale /= ((const float*)r.temperature)[place.at];
   if (place.kind == kRowValid) {
     column = (int)r.target[place.at];
     const int64_t h = shape.hidden;
     float z = dot_row(x + row * h, w + column * h, shape.hidden, lane);
     if (r.bias) z += ((const float*)r.bias)[column];
-    z *= shape.scale;
-    offset =
-        z == -INFINITY ? kUnknownOffset : rintf(z) + (r.out ? kAboveTarget : kAboveTargetForSums);
+    const float zeta = general_zeta(shape, scale, z);
+    offset = zeta == -INFINITY ? kUnknownOffset
+                               : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
   }
   if (lane != 0) return;
   s.offset[row] = offset;
+  s.scale[row] = scale;
   s.column[row] = column;
   s.top[row] = kNoTop;
 }
 
 /* ---- after: statistics ---- */
 
-/* As end_of, from integer offsets: 2^k is exact where exp(c) is not. */
-__device__ __forceinline__ RowEnd<float> end_of_product(float z, float l, float scale, float k,
-                                                        float rest) {
-  const float above = fmaf(z, scale, -k);
+/* As end_of, from integer offsets: 2^k is exact where exp(c) is not. `above` is the target's zeta
+ * over k. */
+__device__ __forceinline__ RowEnd<float> end_of_product(float above, float l, float k, float rest) {
   RowEnd<float> end;
   /* A target of +inf would look like a certain one; eager gives NaN. */
   end.exp_target = l == INFINITY ? NAN : exp2f(above);
@@ -86,39 +89,86 @@ __device__ __forceinline__ RowEnd<float> end_of_product(float z, float l, float 
   return end;
 }
 
-/* Each warp adds every kSumWarps-th tile of kSumRows rows, the first one then the warps. */
+/* The sum of a row's tiles by a block whose warps take every kSumWarps-th, the first one's rows get
+ * it. NULL: 0. */
+__device__ __forceinline__ double sum_of_tiles(const float* numbers, int rows, int row, int tiles,
+                                               double (&scratch)[kSumWarps][kSumRows]) {
+  if (!numbers) return 0;
+  const int lane = threadIdx.x % kSumRows, warp = threadIdx.x / kSumRows;
+  double sum = 0;
+  for (int tile = warp; row < rows && tile < tiles; tile += kSumWarps) {
+    sum += (double)numbers[(int64_t)tile * rows + row];
+  }
+  scratch[warp][lane] = sum;
+  __syncthreads();
+  for (int other = 1; warp == 0 && other < kSumWarps; other++) sum += scratch[other][lane];
+  __syncthreads(); /* the next sum writes `scratch` */
+  return sum;
+}
+
+/* The largest of a row's tiles, by one thread: predictions are rare enough for that. */
+__device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, int rows, int row,
+                                                     int tiles) {
+  Best<float> best = no_best<float>();
+  for (int tile = 0; tile < tiles; tile++) {
+    const int64_t at = (int64_t)tile * rows + row;
+    best = better_of(best, Best<float>{s.tops[at], s.columns[at]});
+  }
+  return best;
+}
+
+/* What the tiles' sums of zeta become as sums of l, taken from the target's. `middle` is what they
+ * are taken from, of the row's zeta; a target that is not finite leaves 0 as reference. */
+__device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s, int row,
+                                               float middle, float zeta, double gap, double spread,
+                                               RowSums<float>& sums) {
+  const float* scalars = (const float*)p.r.scalars;
+  const bool finite = isfinite(zeta);
+  const double shift = finite ? (double)zeta - middle : -(double)middle;
+  const float from = finite ? zeta * (float)kLn2 : 0;
+  sums.gap_from = sums.spread_from = from;
+  if (s.gaps) {
+    sums.gap = (float)(kLn2 * (shift * (double)scalars[FLCE_SCALAR_WEIGHT_TOTAL] - gap));
+  }
+  if (s.spreads) sums.spread = (float)(kLn2 * (spread - shift * (double)sums.rest));
+}
+
+template <Kind KIND>
 __global__ void __launch_bounds__(kSumRows* kSumWarps)
     sum_tiles(const __grid_constant__ row_args p, const product_shape shape,
               const product_scratch s, int tiles) {
-  __shared__ double sums[kSumWarps][kSumRows];
-  const int lane = threadIdx.x % kSumRows, warp = threadIdx.x / kSumRows;
-  const int row = blockIdx.x * kSumRows + lane;
-  double sum = 0;
-  if (row < shape.rows) {
-    for (int tile = warp; tile < tiles; tile += kSumWarps) {
-      sum += (double)s.sums[(int64_t)tile * shape.rows + row];
-    }
-  }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp != 0 || row >= shape.rows) return;
-  for (int other = 1; other < kSumWarps; other++) sum += sums[other][lane];
+  __shared__ double scratch[kSumWarps][kSumRows];
+  const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
+  const double rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
+  const double gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
+  const double spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
+  if (threadIdx.x >= kSumRows || row >= shape.rows) return;
   const Place place = place_of(p.r, row);
   if (place.kind != kRowValid) {
     if (place.kind != kRowAbsent) write_blank(p.r, place.at, blank_of<float>(place));
     return;
   }
+  constexpr bool kIsGeneral = KIND == kGeneral;
+  const float k = offset_of(s, row), target = s.target[row];
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
   view.target = s.column[row];
-  view.l_target = p.scale_f32 * s.target[row];
-  RowSums<float> totals = {};
-  const float k = offset_of(s, row);
-  totals.offset = k * (float)kLn2;
-  totals.rest = (float)sum;
-  const RowEnd<float> end =
-      end_of_product(s.target[row], view.l_target, shape.scale, k, totals.rest);
-  write_statistics<kPlain>(p, view, place.at, totals, end);
+  view.l_target = kIsGeneral ? target * (float)kLn2 : p.scale_f32 * target;
+  const float above = kIsGeneral ? target - k : fmaf(target, shape.scale, -k);
+  RowSums<float> sums = {};
+  sums.offset = k * (float)kLn2;
+  sums.rest = (float)rest;
+  if constexpr (kIsGeneral) {
+    view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
+    set_references(p, s, row, k - kAboveTarget, target, gap, spread, sums);
+  }
+  const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
+  write_statistics<KIND>(p, view, place.at, sums, end);
+  if (kIsGeneral && s.tops) {
+    Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
+    best.value *= (float)kLn2;
+    write_prediction(p.r, place.at, view, best);
+  }
 }
 
 /* ---- where it serves ---- */
@@ -127,20 +177,37 @@ static int64_t tiles_of(int64_t vocab) {
   return ceil_div(vocab, kProductColumns);
 }
 
-/* Of product_scratch: sums, offset, column, target, top, and redo, which has at most two elements
- * more than one a row. */
-static int64_t scratch_row_bytes(int64_t vocab) {
-  return 4 * (tiles_of(vocab) + 7);
+/* Tiles' numbers of each row, with the options of a chunk or of a problem. */
+static int64_t number_count(const flce_loss* options, bool wants_entropy, bool wants_predictions) {
+  return 1 + (options->label_smoothing > 0) + wants_entropy + 2 * wants_predictions;
 }
 
-static product_scratch place_scratch(void* memory, int64_t rows, int64_t vocab) {
+/* Of product_scratch: the numbers, the five vectors, and redo, which has at most two elements more
+ * than one a row. */
+static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
+  return 4 * (numbers * tiles_of(vocab) + 8);
+}
+
+static product_scratch place_scratch(void* memory, const flce_rows* r) {
+  const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
+  float* next = (float*)memory;
+  const auto take = [&next](bool wanted, int64_t count) {
+    float* taken = wanted ? next : NULL;
+    if (wanted) next += count;
+    return taken;
+  };
   product_scratch s;
-  s.sums = (float*)memory;
-  s.offset = s.sums + tiles_of(vocab) * rows;
-  s.target = s.offset + rows;
-  s.column = (int*)(s.target + rows);
-  s.top = s.column + rows;
-  s.redo = s.top + rows;
+  s.sums = take(true, size);
+  s.gaps = take(r->options.label_smoothing > 0, size);
+  s.spreads = take(r->wants_entropy, size);
+  s.tops = take(r->predictions, size);
+  s.columns = (int*)take(r->predictions, size);
+  s.offset = take(true, rows);
+  s.scale = take(true, rows);
+  s.target = take(true, rows);
+  s.column = (int*)take(true, rows);
+  s.top = (int*)take(true, rows);
+  s.redo = (int*)next;
   return s;
 }
 
@@ -157,20 +224,34 @@ flce_status cuda_product_row_bytes(int device, const flce_problem* p, int64_t* b
   *bytes = 0;
   bool asked;
   FLCE_TRY(fused_is_asked(&asked));
-  const flce_loss* o = &p->loss;
-  const bool plain = o->label_smoothing == 0 && o->softcap == 0 && o->logit_scale > 0 &&
-                     !p->has_temperature && !p->has_probabilities && !p->wants_entropy &&
-                     !p->wants_predictions;
   const bool fits = p->dtype == FLCE_BF16 && p->hidden % 8 == 0 && !p->unaligned &&
-                    p->vocab <= kMaxVocab && p->tokens <= INT32_MAX / 2;
-  if (!asked || !plain || !fits) return FLCE_OK;
+                    !p->has_probabilities && p->vocab <= kMaxVocab && p->tokens <= INT32_MAX / 2;
+  if (!asked || !fits) return FLCE_OK;
   int major, minor;
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
                       "facts"));
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
                       "facts"));
-  if (major == 9 && minor == 0) *bytes = scratch_row_bytes(p->vocab);
+  if (major != 9 || minor != 0) return FLCE_OK;
+  const int64_t numbers = number_count(&p->loss, p->wants_entropy, p->wants_predictions);
+  *bytes = scratch_row_bytes(p->vocab, numbers);
   return FLCE_OK;
+}
+
+/* A scale below 0 makes the smallest z the largest l, and hidden ones +inf. */
+static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_args& args) {
+  product_shape shape = {};
+  const flce_loss* o = &r->options;
+  shape.rows = (int)r->rows;
+  shape.vocab = (int)r->vocab;
+  shape.hidden = (int)g->k;
+  shape.general = o->label_smoothing > 0 || o->softcap > 0 || !(o->logit_scale > 0) ||
+                  r->temperature || r->wants_entropy || r->predictions;
+  shape.scale = (float)((o->softcap > 0 ? args.height : args.scale) * kLog2eExact);
+  shape.gain = (float)args.gain;
+  shape.bias = (const float*)r->bias;
+  shape.class_weight = (const float*)r->class_weight;
+  return shape;
 }
 
 flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
@@ -178,19 +259,19 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   FLCE_TRY(check_rows(r, "product_rows"));
   const flce_cuda* cuda = (const flce_cuda*)self;
   const row_args args = make_args(r);
-  const product_shape shape = {(int)r->rows, (int)r->vocab, (int)g->k,
-                               (float)(args.scale * kLog2eExact)};
-  const product_scratch s = place_scratch(scratch, r->rows, r->vocab);
-  const float* bias = (const float*)r->bias;
+  const product_shape shape = shape_of(g, r, args);
+  const product_scratch s = place_scratch(scratch, r);
   place_offsets<<<(unsigned)ceil_div(r->rows, kDotWarps), kDotWarps * kWarp, 0, stream_of(self)>>>(
-      *r, shape, s, (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b);
+      *r, shape, s, shape.scale, (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b);
   FLCE_LAUNCHED("place_offsets");
   for (int repeat = 0; repeat < 2; repeat++) {
-    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, &shape, &s, g->a, g->b, bias, r->out,
+    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, &shape, &s, g->a, g->b, r->out,
                                  r->out_pitch, repeat));
   }
-  sum_tiles<<<(unsigned)ceil_div(r->rows, kSumRows), kSumRows * kSumWarps, 0, stream_of(self)>>>(
-      args, shape, s, (int)tiles_of(r->vocab));
+  const int tiles = (int)tiles_of(r->vocab);
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
+  const auto kernel = shape.general ? sum_tiles<kGeneral> : sum_tiles<kPlain>;
+  kernel<<<blocks, kSumRows * kSumWarps, 0, stream_of(self)>>>(args, shape, s, tiles);
   FLCE_LAUNCHED("sum_tiles");
   return FLCE_OK;
 }

@@ -1,12 +1,11 @@
-/* Logits product and row pass in one: what its kernels share. E_ij = 2^(s z_ij - k_i), with s =
- * log2(e) logit_scale / temperature and an integer k_i, so that every sum keeps all of its digits
- * when k_i changes. */
+/* Logits product and row pass in one: what its kernels share. E_ij = 2^(zeta_ij - k_i), with zeta =
+ * log2(e) l and an integer k_i, so that every sum keeps all of its digits when k_i changes. */
 #ifndef FLCE_CUDA_PRODUCT_ROWS_CUH
 #define FLCE_CUDA_PRODUCT_ROWS_CUH
 
-#include "common.cuh"
+#include "row.cuh"
 
-/* k lies this far above the target's s z. The target is one of the row's terms, so no sum can
+/* k lies this far above the target's zeta. The target is one of the row's terms, so no sum can
  * vanish; what a tile of the product may come to leaves room for the sum of 2^30 columns. E keeps
  * what is 2^-62 of the target; sums alone look further down, to keep the digits of tiny losses. */
 constexpr float kAboveTarget = 64, kAboveTargetForSums = 32;
@@ -19,19 +18,29 @@ enum {
   kProductClusterRows = 2 * kProductRows, /* of the two tiles that share W's part */
 };
 
-/* The scratch of one chunk, whose rows are those of the product. */
+/* The scratch of one chunk, whose rows are those of the product. A tile's numbers are those of its
+ * columns without the target; zeta is taken from k - kAboveTarget, which is near the target's. */
 typedef struct product_scratch {
-  float* offset; /* [rows] k */
-  int* column;   /* [rows] the target, -1 for none */
-  float* target; /* [rows] z of the target, its bias added */
-  int* top;      /* [rows] ordered_of the largest s z where a tile went beyond its limit */
-  int* redo;     /* [1 + clusters] whether any, and which kProductClusterRows have such rows */
-  float* sums;   /* [tiles of V][rows] of E without the target */
+  float* offset;  /* [rows] k */
+  float* scale;   /* [rows] general: what makes zeta of z, or of the softcap's tanh */
+  float* target;  /* [rows] the target's z, its bias added; general: its zeta */
+  int* column;    /* [rows] the target, -1 for none */
+  int* top;       /* [rows] ordered_of the largest zeta where a tile went beyond its limit */
+  int* redo;      /* [1 + clusters] whether any, and which kProductClusterRows have such rows */
+  float* sums;    /* [tiles of V][rows] of 2^(zeta - k); so are the next, each of them or NULL */
+  float* gaps;    /* of w_j zeta_j, the target included */
+  float* spreads; /* of 2^(zeta - k) zeta */
+  float* tops;    /* the largest zeta, */
+  int* columns;   /* and its lowest column */
 } product_scratch;
 
 typedef struct product_shape {
   int rows, vocab, hidden;
-  float scale; /* s */
+  bool general; /* scratch.scale is read; the rest is the general kernel's */
+  float scale;  /* zeta = scale z where that is not */
+  float gain;   /* zeta = scratch.scale tanh(gain z); 0: zeta = scratch.scale z */
+  const float* bias;
+  const float* class_weight;
 } product_shape;
 
 /* Integers in the order of the floats, for atomicMax. */
@@ -49,10 +58,15 @@ __device__ __forceinline__ float offset_of(const product_scratch& s, int row) {
   return value > -INFINITY ? rintf(value) : s.offset[row];
 }
 
-/* x W^T -> E (unless e is NULL) and the rows' sums, by wgmma. `repeat` does again, with the offsets
- * of `top`, what an earlier call has found to be beyond its limit; it costs nothing else. */
+__device__ __forceinline__ float general_zeta(const product_shape& shape, float scale, float z) {
+  return scale * (shape.gain != 0 ? tanh_of<true>(shape.gain * z) : z);
+}
+
+/* x W^T -> E (unless e is NULL) and the tiles' numbers, by wgmma. `repeat` does again, with the
+ * offsets of `top`, what an earlier call has found to be beyond its limit; it costs nothing else.
+ */
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                const float* bias, void* e, int64_t e_pitch, bool repeat);
+                                void* e, int64_t e_pitch, bool repeat);
 
 #endif

@@ -2,10 +2,7 @@
  * first copies tiles of x and W into a ring of shared memory, the other two take whole tiles of the
  * result by turns, so that one's epilogue runs under the other's products. Two blocks make a
  * cluster: they take neighbouring rows and share the part of W. */
-#include "product_rows.cuh"
-#include "sm90.cuh"
-
-#include <cuda_bf16.h>
+#include "product_epilogue.cuh"
 
 namespace {
 
@@ -18,14 +15,10 @@ enum {
   kBytesA = kProductRows * kDepth * 2,
   kBytesB = kProductColumns * kDepth * 2,
   kBytesStage = kBytesA + kBytesB,
-  kSlab = 64, /* columns of E that one copy takes */
-  kSlabs = kProductColumns / kSlab,
-  kBytesSlab = kProductRows * kSlab * 2,
   kAlignment = 1024, /* of a swizzled tile */
   kBarriers = 2 * kStages + 2,
   kCopyRegisters = 24,
   kProductRegisters = 240,
-  kAccumulators = kProductColumns / 2, /* of a thread, for each 64 rows */
 };
 
 /* Named barriers; 0 is __syncthreads. */
@@ -34,7 +27,6 @@ enum { kFirstGroup = 1, kSecondGroup, kFirstTurn, kSecondTurn };
 struct product_args {
   product_shape shape;
   product_scratch scratch;
-  const float* bias;
   uint64_t store_policy;
   int depth_steps, row_clusters, column_tiles;
   int group;           /* clusters of rows that go through the columns together */
@@ -82,10 +74,6 @@ __device__ __forceinline__ void init_barriers(const Ring& ring) {
 }
 
 /* ---- the walk over tiles, the same for all warps of a cluster ---- */
-
-struct Tile {
-  int row, column; /* its first ones */
-};
 
 /* Rows fast within a group, then along the columns. */
 __device__ __forceinline__ int row_cluster_of(const product_args& p, int tile, int* column_tile) {
@@ -140,10 +128,6 @@ __device__ __forceinline__ void copy_tiles(const product_args& p, const CUtensor
 }
 
 /* ---- the other two: products ---- */
-
-/* A thread's results: [half][4 j + 2 q + e] is row 64 half + 16 warp + 8 q + lane / 4, column 8 j +
- * 2 (lane % 4) + e. */
-typedef float Products[2][kAccumulators];
 
 __device__ __forceinline__ void wait_for_turn(int group) {
   if (group) {
@@ -210,204 +194,54 @@ __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring
 #pragma unroll
   for (int half = 0; half < 2; half++) {
 #pragma unroll
-    for (int i = 0; i < kAccumulators; i++) asm volatile("" : "+f"(acc[half][i])::"memory");
+    for (int i = 0; i < 4 * kParts; i++) asm volatile("" : "+f"(acc[half][i])::"memory");
   }
 }
 
 /* ---- the other two: E ---- */
 
-/* A thread's four rows: half q / 2, and q % 2 in it. */
-struct Rows {
-  int first; /* the others follow at distances row_step(q) */
-  float offset[4], sum[4];
-};
-
-__device__ __forceinline__ constexpr int row_step(int q) {
-  return (q >> 1) * 64 + (q & 1) * 8;
-}
-
-__device__ __forceinline__ void add_bias(const product_args& p, int column, int lane,
-                                         Products& acc) {
-  column += 2 * (lane & 3);
-#pragma unroll
-  for (int j = 0; j < kProductColumns / 8; j++) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int at = min(column + 8 * j + e, p.shape.vocab - 1);
-      float b;
-      /* Volatile: all at once they would not fit beside the products. */
-      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(b) : "l"(p.bias + at));
-#pragma unroll
-      for (int q = 0; q < 4; q++) acc[q >> 1][4 * j + 2 * (q & 1) + e] += b;
-    }
-  }
-}
-
-/* Keeps the target's logit and hides it: its E is 0, and the row's sum lacks it. */
-__device__ __forceinline__ void take_target(const product_args& p, int row, int at, int q,
-                                            Products& acc) {
-  /* Predicated moves: a select by a run-time index would put the products into local memory. */
-  float z = 0;
-  const int index = (at >> 3) * 2 + (at & 1);
-#pragma unroll
-  for (int j = 0; j < kProductColumns / 8; j++) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      asm volatile(
-          "{\n.reg .pred hit;\nsetp.eq.s32 hit, %2, %3;\n@hit mov.f32 %0, %1;\n"
-          "@hit mov.f32 %1, 0fFF800000;\n}"
-          : "+f"(z), "+f"(acc[q >> 1][4 * j + 2 * (q & 1) + e])
-          : "r"(index), "r"(2 * j + e));
-    }
-  }
-  p.scratch.target[row] = z;
-}
-
-/* Offsets and targets of the thread's rows; a row without E has products of 0, whatever x holds. */
-template <bool REPEAT>
-__device__ __forceinline__ void open_rows(const product_args& p, const Tile& at, int warp, int lane,
-                                          Rows& rows, Products& acc) {
-  rows.first = at.row + warp * 16 + (lane >> 2);
-#pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const int row = rows.first + row_step(q);
-    rows.sum[q] = 0;
-    rows.offset[q] = kBlankRow;
-    if (row < p.shape.rows) {
-      rows.offset[q] = REPEAT ? offset_of(p.scratch, row) : __ldg(p.scratch.offset + row);
-      const int hit = __ldg(p.scratch.column + row) - at.column;
-      if ((unsigned)hit < (unsigned)kProductColumns && ((hit >> 1) & 3) == (lane & 3)) {
-        take_target(p, row, hit, q, acc);
-      }
-    }
-    if (rows.offset[q] == kBlankRow) {
-#pragma unroll
-      for (int j = 0; j < kProductColumns / 8; j++) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) acc[q >> 1][4 * j + 2 * (q & 1) + e] = 0;
-      }
-    }
-  }
-}
-
-/* Columns beyond the vocabulary, which copies fill with zeros, add nothing. */
-__device__ __forceinline__ void hide_tail(const product_args& p, int column, int lane,
-                                          Products& acc) {
-  if (column + kProductColumns <= p.shape.vocab) return;
-#pragma unroll
-  for (int j = 0; j < kProductColumns / 8; j++) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      if (column + 8 * j + 2 * (lane & 3) + e >= p.shape.vocab) {
-#pragma unroll
-        for (int q = 0; q < 4; q++) acc[q >> 1][4 * j + 2 * (q & 1) + e] = -INFINITY;
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
-  return *(const uint32_t*)&packed;
-}
-
-/* E of one slab of columns, into shared memory as a copy wants it, and its sums. */
-template <bool STORE>
-__device__ __forceinline__ void exp_slab(const product_args& p, uint32_t slab_address, int slab,
-                                         int warp, int lane, const Products& acc, Rows& rows) {
-  const uint32_t line = slab_address + (warp * 16 + (lane & 15)) * 128;
-#pragma unroll
-  for (int part = 0; part < kSlab / 16; part++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int from = (slab * (kSlab / 16) + part) * 8;
-      float v[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const int q = half * 2 + ((i >> 1) & 1);
-        asm("ex2.approx.ftz.f32 %0, %1;"
-            : "=f"(v[i])
-            : "f"(fmaf(acc[half][from + i], p.shape.scale, -rows.offset[q])));
-        rows.sum[q] += v[i];
-      }
-      if constexpr (STORE) {
-        const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
-        const int chunk = part * 2 + (lane >> 4); /* of 16 bytes; swizzled by the line */
-        sm90::store_matrices(line + half * 64 * 128 + ((chunk ^ (lane & 7)) << 4), packed);
-      }
-    }
-  }
-}
-
-/* The tile's sum of each row. One beyond the limit is done again, from the row's largest. */
-__device__ __forceinline__ void close_rows(const product_args& p, const Tile& at, int lane,
-                                           const Products& acc, Rows& rows) {
-  bool beyond = false;
-#pragma unroll
-  for (int q = 0; q < 4; q++) {
-    float sum = rows.sum[q];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    rows.sum[q] = sum;
-    beyond |= sum > kTileLimit;
-    const int row = rows.first + row_step(q);
-    if ((lane & 3) == 0 && row < p.shape.rows) {
-      p.scratch.sums[(int64_t)(at.column / kProductColumns) * p.shape.rows + row] = sum;
-    }
-  }
-  if (!__any_sync(0xffffffffu, beyond)) return;
-#pragma unroll
-  for (int q = 0; q < 4; q++) {
-    float top = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kProductColumns / 8; j++) {
-      const float* pair = &acc[q >> 1][4 * j + 2 * (q & 1)];
-      top = fmaxf(top, fmaxf(pair[0], pair[1]));
-    }
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-    const int row = rows.first + row_step(q);
-    if (rows.sum[q] > kTileLimit && (lane & 3) == 0 && row < p.shape.rows) {
-      atomicMax(p.scratch.top + row, ordered_of(top * p.shape.scale));
-      p.scratch.redo[0] = 1;
-      p.scratch.redo[1 + row / kProductClusterRows] = 1;
-    }
-  }
-}
-
-template <bool STORE, bool BIAS, bool REPEAT>
+template <Kind KIND, bool STORE, bool REPEAT>
 __device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* e_map,
                                             const Ring& ring, int tile, int turn, int group,
                                             int rank, Products& acc) {
+  constexpr bool kIsGeneral = KIND == kGeneral;
+  Seat seat = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
   /* Opaque: nothing of this may be computed above the products, which need the registers. */
-  int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
-  asm volatile("" : "+r"(tile), "+r"(lane), "+r"(warp));
-  const Tile at = place_of_tile(p, tile, rank);
-  Rows rows;
-  if constexpr (BIAS) add_bias(p, at.column, lane, acc);
-  open_rows<REPEAT>(p, at, warp, lane, rows, acc);
-  hide_tail(p, at.column, lane, acc);
-  const bool copies = warp == 0 && lane == 0;
+  asm volatile("" : "+r"(tile), "+r"(seat.lane), "+r"(seat.warp));
+  seat.tile = place_of_tile(p, tile, rank);
+  seat.first_row = seat.tile.row + seat.warp * 16 + (seat.lane >> 2);
+  seat.first_column = seat.tile.column + 2 * (seat.lane & 3);
+  TileRows rows;
+  if (KIND == kBiased || (kIsGeneral && p.shape.bias)) add_bias(p.shape, seat, acc);
+  open_tile_rows<kIsGeneral, REPEAT>(p.shape, p.scratch, seat, rows);
+  if constexpr (kIsGeneral) {
+    make_zeta(p.shape, rows, acc);
+    if (p.scratch.gaps) add_gaps(p.shape, seat, acc, rows);
+  }
+  hide_columns(p.shape, p.scratch, seat, rows, acc);
+  if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
+  const bool copies = seat.warp == 0 && seat.lane == 0;
   if constexpr (STORE) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = ring.e + slab * kBytesSlab;
-    exp_slab<STORE>(p, address, slab, warp, lane, acc, rows);
+    exp_slab<STORE, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
     if constexpr (STORE) {
       sm90::copy_fence();
       sync_group(group);
-      if (copies) sm90::store_box(e_map, address, at.column + slab * kSlab, at.row, p.store_policy);
+      if (copies)
+        sm90::store_box(e_map, address, seat.tile.column + slab * kSlab, seat.tile.row,
+                        p.store_policy);
     }
   }
-  close_rows(p, at, lane, acc, rows);
+  close_tile_rows<kIsGeneral>(p.shape, p.scratch, seat, acc, rows);
   if (STORE && copies) {
     sm90::store_wait_read();
     sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
   }
 }
 
-template <bool STORE, bool BIAS, bool REPEAT>
+template <Kind KIND, bool STORE, bool REPEAT>
 __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* e_map,
                                            const Ring& ring, int group, int rank) {
   const int thread = threadIdx.x % kGroupThreads;
@@ -418,12 +252,12 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
     const int next = seek<REPEAT>(p, tile + p.clusters);
     Products acc;
     multiply(p, ring, 2 * turn + group, group, thread, next < p.tiles, acc);
-    finish_tile<STORE, BIAS, REPEAT>(p, e_map, ring, tile, turn, group, rank, acc);
+    finish_tile<KIND, STORE, REPEAT>(p, e_map, ring, tile, turn, group, rank, acc);
     tile = next < p.tiles ? seek<REPEAT>(p, next + p.clusters) : next;
   }
 }
 
-template <bool STORE, bool BIAS, bool REPEAT>
+template <Kind KIND, bool STORE, bool REPEAT>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     product_sm90(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
@@ -439,7 +273,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, rank);
   } else {
     sm90::grow_registers<kProductRegisters>();
-    make_tiles<STORE, BIAS, REPEAT>(p, &e_map, ring, warpgroup - 1, rank);
+    make_tiles<KIND, STORE, REPEAT>(p, &e_map, ring, warpgroup - 1, rank);
   }
   /* No block may end while the other can still arrive on its barriers or copy into its memory. */
   __syncwarp();
@@ -453,14 +287,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*product_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                const product_args);
 
-enum { kKernels = 8, kMaxDevices = 64 };
+enum { kKernels = 12, kMaxDevices = 64 };
 
-/* By STORE + 2 BIAS + 4 REPEAT. */
+/* By STORE + 2 REPEAT + 4 (plain, biased, general). */
 static const product_kernel g_kernels[kKernels] = {
-    product_sm90<false, false, false>, product_sm90<true, false, false>,
-    product_sm90<false, true, false>,  product_sm90<true, true, false>,
-    product_sm90<false, false, true>,  product_sm90<true, false, true>,
-    product_sm90<false, true, true>,   product_sm90<true, true, true>,
+    product_sm90<kPlain, false, false>,   product_sm90<kPlain, true, false>,
+    product_sm90<kPlain, false, true>,    product_sm90<kPlain, true, true>,
+    product_sm90<kBiased, false, false>,  product_sm90<kBiased, true, false>,
+    product_sm90<kBiased, false, true>,   product_sm90<kBiased, true, true>,
+    product_sm90<kGeneral, false, false>, product_sm90<kGeneral, true, false>,
+    product_sm90<kGeneral, false, true>,  product_sm90<kGeneral, true, true>,
 };
 
 /* Clusters that a device holds at a time; 0 until asked. Threads that ask at once agree. */
@@ -533,11 +369,10 @@ static uint64_t store_policy(int64_t bytes) {
 }
 
 static product_args make_args(const product_shape* shape, const product_scratch* scratch,
-                              const float* bias, int64_t e_pitch, int clusters) {
+                              int64_t e_pitch, int clusters) {
   product_args args = {};
   args.shape = *shape;
   args.scratch = *scratch;
-  args.bias = bias;
   args.store_policy = store_policy((int64_t)shape->rows * e_pitch * 2);
   args.depth_steps = (int)ceil_div(shape->hidden, kDepth);
   args.row_clusters = (int)ceil_div(shape->rows, kProductClusterRows);
@@ -551,12 +386,13 @@ static product_args make_args(const product_shape* shape, const product_scratch*
 
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                const float* bias, void* e, int64_t e_pitch, bool repeat) {
+                                void* e, int64_t e_pitch, bool repeat) {
   const bool store = e != NULL;
-  const int which = store + 2 * (bias != NULL) + 4 * repeat;
+  const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
+  const int which = store + 2 * repeat + 4 * kind;
   int clusters;
   FLCE_TRY(clusters_at_once(device, which, store, &clusters));
-  product_args args = make_args(shape, scratch, bias, e_pitch, clusters);
+  product_args args = make_args(shape, scratch, e_pitch, clusters);
   CUtensorMap x_map, w_map, e_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
   FLCE_TRY(

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
   close_row<KIND>(p, row, sums);
-  if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
+  if (KIND == kGeneral && r.predictions) write_prediction(r, vectors_at(r, blockIdx.x), row, best);
 }
 
 /* ---- exp_rows for float32 and float64 E: the row's maximum first, then E ---- */
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
   close_row<KIND>(p, row, sums);
-  if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
+  if (KIND == kGeneral && r.predictions) write_prediction(r, vectors_at(r, blockIdx.x), row, best);
 }
 
 /* ---- stat_rows ---- */
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
   close_row<KIND>(p, row, sums);
-  if (KIND == kGeneral && r.predictions) write_prediction(r, row, best);
+  if (KIND == kGeneral && r.predictions) write_prediction(r, vectors_at(r, blockIdx.x), row, best);
 }
 
 /* ---- launches ---- */

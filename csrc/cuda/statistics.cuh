@@ -338,11 +338,11 @@ __device__ __forceinline__ void close_row(const row_args& p, const Row<Z>& row,
 
 /* `best` is of the columns without the target's. */
 template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_prediction(const flce_rows& r, const Row<Z>& row,
+__device__ __forceinline__ void write_prediction(const flce_rows& r, int64_t at, const Row<Z>& row,
                                                  Best<S> best) {
   if (row.target >= 0) best = better_of(best, Best<S>{row.l_target, row.target});
   /* Where all are -inf (or NaN) the first is as good as any. */
-  r.predictions[vectors_at(r, blockIdx.x)] = best.value > -infinity_of(S(0)) ? best.column : 0;
+  r.predictions[at] = best.value > -infinity_of(S(0)) ? best.column : 0;
 }
 
 /* Statistics of a row that has none. */

@@ -1,0 +1,303 @@
+/* The epilogue of the fused product of Hopper: from a tile of logits in a warpgroup's registers to
+ * E in shared memory, and to the tile's numbers of each row. */
+#ifndef FLCE_CUDA_PRODUCT_EPILOGUE_CUH
+#define FLCE_CUDA_PRODUCT_EPILOGUE_CUH
+
+#include "product_rows.cuh"
+#include "sm90.cuh"
+
+enum {
+  kSlab = 64, /* columns of E that one copy takes: 128 bytes, a swizzled line */
+  kSlabs = kProductColumns / kSlab,
+  kBytesSlab = kProductRows * kSlab * 2,
+  kParts = kProductColumns / 8, /* of 8 columns, of which a thread has two neighbours in each */
+};
+
+/* A thread's results: [half][4 j + 2 q + e] is row 64 half + 16 warp + 8 q + lane / 4, column 8 j +
+ * 2 (lane % 4) + e. */
+typedef float Products[2][4 * kParts];
+
+/* Of a thread's row q (half q / 2, and q % 2 in it), column e of part j. */
+__device__ __forceinline__ float& product_at(Products& acc, int q, int j, int e) {
+  return acc[q >> 1][4 * j + 2 * (q & 1) + e];
+}
+
+__device__ __forceinline__ constexpr int row_step(int q) {
+  return (q >> 1) * 64 + (q & 1) * 8;
+}
+
+struct Tile {
+  int row, column; /* its first ones */
+};
+
+/* Where a thread stands in a tile. */
+struct Seat {
+  Tile tile;
+  int first_row;    /* the others follow at distances row_step(q) */
+  int first_column; /* its first of the tile; the others are 8 j + e on */
+  int lane, warp;   /* of the warpgroup */
+};
+
+/* A thread's four rows. */
+struct TileRows {
+  float offset[4], sum[4];
+  float scale[4], gap[4], spread[4]; /* of the general kernel */
+};
+
+/* Volatile: all columns' at once would not fit beside the products. */
+__device__ __forceinline__ float load_now(const float* p) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(p));
+  return value;
+}
+
+__device__ __forceinline__ void add_bias(const product_shape& shape, const Seat& seat,
+                                         Products& acc) {
+#pragma unroll
+  for (int j = 0; j < kParts; j++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float b = load_now(shape.bias + min(seat.first_column + 8 * j + e, shape.vocab - 1));
+#pragma unroll
+      for (int q = 0; q < 4; q++) product_at(acc, q, j, e) += b;
+    }
+  }
+}
+
+/* zeta in the place of z. */
+__device__ __forceinline__ void make_zeta(const product_shape& shape, const TileRows& rows,
+                                          Products& acc) {
+#pragma unroll
+  for (int j = 0; j < kParts; j++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        float& z = product_at(acc, q, j, e);
+        z = general_zeta(shape, rows.scale[q], z);
+      }
+    }
+  }
+}
+
+/* Smoothing's sums. With the target, whose logit is not hidden yet. */
+__device__ __forceinline__ void add_gaps(const product_shape& shape, const Seat& seat,
+                                         Products& acc, TileRows& rows) {
+#pragma unroll
+  for (int j = 0; j < kParts; j++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int column = seat.first_column + 8 * j + e;
+      if (column >= shape.vocab) continue;
+      const float w = shape.class_weight ? load_now(shape.class_weight + column) : 1;
+      if (w == 0) continue; /* whatever the logit is */
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        rows.gap[q] += w * (product_at(acc, q, j, e) - (rows.offset[q] - kAboveTarget));
+      }
+    }
+  }
+}
+
+/* Keeps the target's logit and hides it: its E is 0, and the row's sum lacks it. */
+__device__ __forceinline__ void take_target(const product_scratch& s, int row, int at, int q,
+                                            Products& acc) {
+  /* Predicated moves: a select by a run-time index would put the products into local memory. */
+  float z = 0;
+  const int index = (at >> 3) * 2 + (at & 1);
+#pragma unroll
+  for (int j = 0; j < kParts; j++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      asm volatile(
+          "{\n.reg .pred hit;\nsetp.eq.s32 hit, %2, %3;\n@hit mov.f32 %0, %1;\n"
+          "@hit mov.f32 %1, 0fFF800000;\n}"
+          : "+f"(z), "+f"(product_at(acc, q, j, e))
+          : "r"(index), "r"(2 * j + e));
+    }
+  }
+  s.target[row] = z;
+}
+
+/* Offsets and scales of the thread's rows. */
+template <bool GENERAL, bool REPEAT>
+__device__ __forceinline__ void open_tile_rows(const product_shape& shape, const product_scratch& s,
+                                               const Seat& seat, TileRows& rows) {
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const int row = seat.first_row + row_step(q);
+    const bool inside = row < shape.rows;
+    rows.sum[q] = rows.gap[q] = rows.spread[q] = rows.scale[q] = 0;
+    rows.offset[q] = kBlankRow;
+    if (inside) rows.offset[q] = REPEAT ? offset_of(s, row) : __ldg(s.offset + row);
+    if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
+  }
+}
+
+/* Targets; a row without E has products of 0, whatever x holds. Columns beyond the vocabulary,
+ * which copies fill with zeros, add nothing. */
+__device__ __forceinline__ void hide_columns(const product_shape& shape, const product_scratch& s,
+                                             const Seat& seat, const TileRows& rows,
+                                             Products& acc) {
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const int row = seat.first_row + row_step(q);
+    if (row < shape.rows) {
+      const int hit = __ldg(s.column + row) - seat.tile.column;
+      const bool mine = ((hit >> 1) & 3) == (seat.lane & 3);
+      if ((unsigned)hit < (unsigned)kProductColumns && mine) take_target(s, row, hit, q, acc);
+    }
+    if (rows.offset[q] == kBlankRow) {
+#pragma unroll
+      for (int j = 0; j < kParts; j++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) product_at(acc, q, j, e) = 0;
+      }
+    }
+  }
+  if (seat.tile.column + kProductColumns <= shape.vocab) return;
+#pragma unroll
+  for (int j = 0; j < kParts; j++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (seat.first_column + 8 * j + e >= shape.vocab) {
+#pragma unroll
+        for (int q = 0; q < 4; q++) product_at(acc, q, j, e) = -INFINITY;
+      }
+    }
+  }
+}
+
+/* The tile's number of a row, of which each of four lanes has a part. */
+__device__ __forceinline__ void write_number(float* numbers, const product_shape& shape,
+                                             const Seat& seat, int q, float value) {
+  const int row = seat.first_row + row_step(q);
+  if ((seat.lane & 3) != 0 || row >= shape.rows) return;
+  numbers[(int64_t)(seat.tile.column / kProductColumns) * shape.rows + row] = value;
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+__device__ __forceinline__ float quad_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+__device__ __forceinline__ float row_top(Products& acc, int q) {
+  float top = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kParts; j++) {
+    top = fmaxf(top, fmaxf(product_at(acc, q, j, 0), product_at(acc, q, j, 1)));
+  }
+  return quad_max(top);
+}
+
+/* The largest zeta of each row and its lowest column. */
+__device__ __forceinline__ void write_tops(const product_shape& shape, const product_scratch& s,
+                                           const Seat& seat, Products& acc) {
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const float top = row_top(acc, q);
+    int column = INT32_MAX;
+#pragma unroll
+    for (int j = kParts - 1; j >= 0; j--) {
+#pragma unroll
+      for (int e = 1; e >= 0; e--) {
+        if (product_at(acc, q, j, e) == top) column = seat.first_column + 8 * j + e;
+      }
+    }
+    column = min(column, __shfl_xor_sync(0xffffffffu, column, 1));
+    column = min(column, __shfl_xor_sync(0xffffffffu, column, 2));
+    write_number(s.tops, shape, seat, q, top);
+    write_number((float*)s.columns, shape, seat, q, __int_as_float(column));
+  }
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
+  return *(const uint32_t*)&packed;
+}
+
+/* E of 4 of a thread's columns in two rows: [2 q + e], and 4 + that of the next part. */
+template <bool GENERAL>
+__device__ __forceinline__ void exp_parts(const product_shape& shape, const product_scratch& s,
+                                          const float* acc, int half, TileRows& rows,
+                                          float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int q = half * 2 + ((i >> 1) & 1);
+    v[i] =
+        exp2_fast(GENERAL ? acc[i] - rows.offset[q] : fmaf(acc[i], shape.scale, -rows.offset[q]));
+    rows.sum[q] += v[i];
+  }
+  if constexpr (!GENERAL) return;
+  if (s.spreads) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int q = half * 2 + ((i >> 1) & 1);
+      const float from = rows.offset[q] - kAboveTarget;
+      rows.spread[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from)); /* 0 at -inf */
+    }
+  }
+  if (shape.gain != 0) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float t = __fdividef(acc[i], rows.scale[half * 2 + ((i >> 1) & 1)]);
+      v[i] *= fmaxf(1 - t * t, 0); /* 0 where zeta is -inf or rounding has t beyond 1 */
+    }
+  }
+}
+
+/* E of one slab of columns into shared memory, as a copy wants it, and its sums. */
+template <bool STORE, bool GENERAL>
+__device__ __forceinline__ void exp_slab(const product_shape& shape, const product_scratch& s,
+                                         uint32_t address, int slab, const Seat& seat,
+                                         const Products& acc, TileRows& rows) {
+  const uint32_t line = address + (seat.warp * 16 + (seat.lane & 15)) * 128;
+#pragma unroll
+  for (int part = 0; part < kSlab / 16; part++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float v[8];
+      exp_parts<GENERAL>(shape, s, &acc[half][(slab * (kSlab / 16) + part) * 8], half, rows, v);
+      if constexpr (STORE) {
+        const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
+        const int chunk = part * 2 + (seat.lane >> 4); /* of 16 bytes; swizzled by the line */
+        sm90::store_matrices(line + half * 64 * 128 + ((chunk ^ (seat.lane & 7)) << 4), packed);
+      }
+    }
+  }
+}
+
+/* The tile's sums of each row. One beyond the limit is done again, from the row's largest. */
+template <bool GENERAL>
+__device__ __forceinline__ void close_tile_rows(const product_shape& shape,
+                                                const product_scratch& s, const Seat& seat,
+                                                Products& acc, TileRows& rows) {
+  bool beyond = false;
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    rows.sum[q] = quad_sum(rows.sum[q]);
+    beyond |= rows.sum[q] > kTileLimit;
+    write_number(s.sums, shape, seat, q, rows.sum[q]);
+    if (GENERAL && s.gaps) write_number(s.gaps, shape, seat, q, quad_sum(rows.gap[q]));
+    if (GENERAL && s.spreads) write_number(s.spreads, shape, seat, q, quad_sum(rows.spread[q]));
+  }
+  if (!__any_sync(0xffffffffu, beyond)) return;
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const float top = row_top(acc, q) * (GENERAL ? 1 : shape.scale);
+    const int row = seat.first_row + row_step(q);
+    if (rows.sum[q] > kTileLimit && (seat.lane & 3) == 0 && row < shape.rows) {
+      atomicMax(s.top + row, ordered_of(top));
+      s.redo[0] = 1;
+      s.redo[1 + row / kProductClusterRows] = 1;
+    }
+  }
+}
+
+#endif
