@@ -155,13 +155,13 @@ def linear_cross_entropy(
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
             the backward computes the logits again) or "auto": logits where they fit `max_memory`
             (on CUDA grads, where a scalar loss has all logits in one chunk and the weight has at
-            most 128 MiB), else grads for a scalar loss (stats in float16, or where lse or entropy
-            may be differentiated), else stats.
+            most 128 MiB), else grads for a scalar loss (stats in float16, or under torch.compile
+            where lse or entropy may be differentiated), else stats.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: outputs of
             the same pass. A gradient that comes from lse or entropy is added to the loss's in the
-            same two products; with save="grads" it raises.
+            same two products; with save="grads" the backward then makes all gradients again.
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
@@ -174,8 +174,7 @@ def linear_cross_entropy(
             such a row's loss and gradients are NaN on CUDA, where checking would wait.
         torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
             MemoryError).
-        RuntimeError: double backward, forward-mode AD, vmap; save="grads" and a gradient of lse
-            or entropy.
+        RuntimeError: double backward, forward-mode AD, vmap.
 
     Formula (torch.nn.CrossEntropyLoss): with class weights w, a valid row of target y has
     ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t

@@ -275,30 +275,35 @@ class Forward(torch.autograd.Function):
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
         )
+        target, *others = constants
+        # What the backward operator takes.
+        arguments = (input, linear_weight, target, linear_bias, *others, stats, scalars, saved)
         if settings.save == "grads":
             # The composite drops what is saved: the backward may write to it.
             ctx.owned = returns is not Returns.ALL and not _saved_by_hooks()
-            ctx.save_for_backward(scalars, *grads)
+            again = arguments if returns is Returns.LOSS_AND_STATS else ()
+            ctx.save_for_backward(scalars, *grads, *again)
         else:
-            target, *others = constants
-            operands = (input, linear_weight, target, linear_bias)
-            ctx.save_for_backward(*operands, *others, stats, scalars, saved)
+            ctx.save_for_backward(*arguments)
         return _returned(ctx, made, returns)
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
         wanted = ctx.needs_input_grad[4:]
-        make = _scale_made if ctx.settings.save == "grads" else _run_backward
-        return (None,) * 4 + make(ctx, grad_output, grad_stats, wanted)
+        settings, saved = ctx.settings, ctx.saved_tensors
+        if settings.save != "grads":
+            made = _run_backward(settings, saved, grad_output, grad_stats, wanted)
+        elif grad_stats is None:
+            made = _scale_made(ctx, saved[:4], grad_output, wanted)
+        else:
+            # Of the loss alone are the gradients that the forward made: all of them again.
+            settings = settings._replace(save="stats")
+            made = _run_backward(settings, saved[4:], grad_output, grad_stats, wanted)
+        return (None,) * 4 + made
 
 
-def _scale_made(ctx, grad_output, grad_stats, wanted):
-    if grad_stats is not None:
-        raise RuntimeError(
-            'flce: save="grads" has made the gradients of the loss before that of lse or entropy '
-            'was known; use save="logits", "stats" or "auto" to differentiate these outputs'
-        )
-    scalars, *grads = ctx.saved_tensors
+def _scale_made(ctx, saved, grad_output, wanted):
+    scalars, *grads = saved
     # In float16 the denominator is still to be applied (engine.c: forward_gradients).
     in_units = gemm_dtype(scalars.device.type, ctx.settings.dtype) == torch.float16
     keep = not ctx.owned or _graph_is_kept()
@@ -308,10 +313,10 @@ def _scale_made(ctx, grad_output, grad_stats, wanted):
     )
 
 
-def _run_backward(ctx, grad_output, grad_stats, wanted):
+def _run_backward(settings, saved, grad_output, grad_stats, wanted):
     grads = dict(zip(("grad_input", "grad_weight", "grad_bias"), wanted, strict=True))
-    args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.settings._replace(**grads))
-    made = below_autograd(inner.backward.default, *args)
+    settings = settings._replace(**grads)
+    made = below_autograd(inner.backward.default, grad_output, grad_stats, *saved, *settings)
     return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
 
 

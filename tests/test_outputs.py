@@ -112,13 +112,21 @@ def test_outputs_cost_no_product(device):
 
 
 @pytest.mark.parametrize("output", ["lse", "entropy"])
-def test_grads_cannot_differentiate_other_outputs(device, output):
-    """They are there to be read; a gradient that comes from them says what to use."""
+def test_grads_makes_them_again_for_other_outputs(device, output):
+    """Three products then, none where the loss alone is differentiated."""
     x, w, y = cases.leaves(device, TOKENS)
     made = flce.linear_cross_entropy(x, w, y, save="grads", return_lse=True, return_entropy=True)
-    with pytest.raises(RuntimeError, match='save="grads".*lse or entropy.*save="logits"'):
-        torch.autograd.grad(made.loss + getattr(made, output).sum(), x, retain_graph=True)
-    cases.assert_same(made.loss, F.cross_entropy(F.linear(x, w), y), (x, w))
+    both = made.loss + getattr(made, output).sum()
+    assert cases.gemms_of(lambda: torch.autograd.grad(both, (x, w), retain_graph=True)) == 3
+    assert cases.gemms_of(lambda: torch.autograd.grad(made.loss, (x, w), retain_graph=True)) == 0
+
+    def eager():
+        z = F.linear(x, w)
+        entropy = torch.distributions.Categorical(logits=z).entropy()
+        return F.cross_entropy(z, y), {"lse": z.logsumexp(-1), "entropy": entropy}[output].sum()
+
+    cases.assert_same(made.loss, eager()[0], (x, w), retain_graph=True)
+    cases.assert_same(both, sum(eager()), (x, w))
 
 
 @pytest.mark.parametrize("budget", [None, 8 * (VOCAB + 3) * 8])
@@ -245,8 +253,7 @@ def test_compile_of_several_options(device, save):
         made = flce.linear_cross_entropy(
             x, w, y, save=save, return_lse=True, return_accuracy=True, **options
         )
-        loss = made.loss if save == "grads" else made.loss + made.lse.sum()
-        return loss, made.accuracy
+        return made.loss + made.lse.sum(), made.accuracy
 
     results = []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
