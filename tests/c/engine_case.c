@@ -265,12 +265,36 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
   }
 }
 
+enum { PRODUCT_ROW_BYTES = 24 };
+
+/* product_rows by its definition: the product, then a row pass. */
+static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                      void* scratch) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
+  flce_gemm product = *gemm;
+  flce_rows view = *rows;
+  product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
+  product.c_dtype = view.z_dtype = gemm->dtype;
+  product.pitch_c = view.z_pitch = gemm->n;
+  view.z = product.c;
+  flce_status status = b.gemm(b.self, &product, NULL, 0);
+  if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
+  free(product.c);
+  return status;
+}
+
 run run_all(const setting* s, const model* m, int threads) {
   flce_cpu cpu = test_cpu(threads);
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
   flce_facts facts;
   CHECK_OK(b.facts(b.self, &s->problem, &facts));
+  if (s->fused) {
+    facts.product_row_bytes = PRODUCT_ROW_BYTES;
+    b.product_rows = plain_product_rows;
+  }
   run r = {0};
   r.status = flce_plan_make(&s->problem, &facts, &r.plan);
   CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
@@ -327,11 +351,11 @@ void describe(const setting* s, const run* r, char* text, size_t size) {
   const flce_problem* p = &s->problem;
   snprintf(
       text, size,
-      "%s save %s dtype %s x %s W %s accum %s N %lld H %lld V %lld reduction %d bias %d "
+      "%s%s save %s dtype %s x %s W %s accum %s N %lld H %lld V %lld reduction %d bias %d "
       "weight %d smoothing %g scale %g cap %g T %g z-loss %g t %d entropy %d rows %lld rows of W "
       "%lld chunks %lld wants %d%d%d",
-      flce_cpu_variant(), flce_save_name(p->save), flce_dtype_name(p->dtype),
-      flce_dtype_name(p->input_dtype), flce_dtype_name(p->weight_dtype),
+      flce_cpu_variant(), s->fused ? " fused" : "", flce_save_name(p->save),
+      flce_dtype_name(p->dtype), flce_dtype_name(p->input_dtype), flce_dtype_name(p->weight_dtype),
       flce_dtype_name(p->accum_dtype), (long long)p->tokens, (long long)p->hidden,
       (long long)p->vocab, p->reduction, p->has_bias, p->has_class_weight, p->loss.label_smoothing,
       p->loss.logit_scale, p->loss.softcap, p->loss.temperature, p->loss.z_loss,
@@ -394,7 +418,7 @@ static bool same_run(const setting* s, const run* a, const run* b) {
   return same;
 }
 
-void test_setting(const setting* s) {
+static void test_kernel(const setting* s) {
   model m = make_model(s);
   run serial = run_all(s, &m, 1);
   if (serial.status == FLCE_OK) {
@@ -407,4 +431,11 @@ void test_setting(const setting* s) {
   }
   free_run(&serial);
   free_model(&m);
+}
+
+void test_setting(const setting* s) {
+  setting fused = *s;
+  fused.fused = true;
+  test_kernel(s);
+  test_kernel(&fused);
 }

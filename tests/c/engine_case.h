@@ -12,6 +12,7 @@ typedef struct setting {
   bool all_ignored, peaked, identity; /* identity: W = 1, the logits are x */
   bool token_weight, temperature, num_items;
   bool upstream; /* gradients from lse and, where it is wanted, from the entropy */
+  bool fused;    /* the backend has product_rows */
 } setting;
 
 /* Inputs, and the loss and gradients that belong to them. */
@@ -50,7 +51,7 @@ void describe(const setting* s, const run* r, char* text, size_t size);
 void compare(const setting* s, const run* r, const char* name, const void* actual, flce_dtype dtype,
              const double* expected, const double* size, int64_t count);
 void check_run(const setting* s, const model* m, const run* r);
-/* One setting, serially and on three threads. */
+/* One setting, serially and on three threads, with each of the two ways to E. */
 void test_setting(const setting* s);
 
 #endif

@@ -256,7 +256,7 @@ static void test_plan(void) {
   int64_t length = flce_plan_text(&plan, text, sizeof text);
   CHECK(length == (int64_t)strlen(text), "length %lld of a text of %zu", (long long)length,
         strlen(text));
-  CHECK(strstr(text, "save=grads form=exp dtype=float32") &&
+  CHECK(strstr(text, "save=grads form=exp kernel=gemm dtype=float32") &&
             strstr(text, "chunk_rows=8 chunks=3") &&
             strstr(text, "forward_gemms=9 backward_gemms=0") && strstr(text, "grad_weight"),
         "plan: %s", text);
