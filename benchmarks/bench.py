@@ -123,19 +123,20 @@ def prepare(run, problem, device, truth):
     return estimate, peak, problems.errors(results, truth) if truth is not None else None
 
 
-def prepared(entries, pass_name, problem, truth, device, fail):
+def prepared(entries, pass_name, problem, truth, options, fail):
     """Label -> (run, estimate, peak, errors); those who fail are told to `fail`."""
     ready = {}
     for label, (entry, facts) in entries.items():
         run = functools.partial(entry, pass_name=pass_name)
         checked = None if facts["kind"] == "floor" else truth
         try:
-            ready[label] = run, *prepare(run, problem, device, checked)
-        except Exception as error:  # whatever a peer does, the table goes on
+            with measure.patience(options.patience):
+                ready[label] = run, *prepare(run, problem, options.device, checked)
+        except (Exception, measure.OutOfPatience) as error:  # whatever a peer does, we go on
             fail(pass_name, label, error)
         gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()  # an allocator full of one's pieces is not the next one's
+        if label not in ready and options.device == "cuda":
+            torch.cuda.empty_cache()
     return ready
 
 
@@ -148,7 +149,7 @@ def bench_shape(name, shape, options, left_out):
     fail = functools.partial(left_out.add, name)
     entries, rows = contestants(problem, options, fail), []
     truth = None if options.no_errors else problems.reference(problem, options.device)
-    ready = {p: prepared(entries, p, problem, truth, options.device, fail) for p in options.passes}
+    ready = {p: prepared(entries, p, problem, truth, options, fail) for p in options.passes}
     del truth  # gigabytes
     for pass_name, made in ready.items():
         runs = {label: one[:2] for label, one in made.items()}
@@ -241,6 +242,9 @@ def parse_options(arguments=None):
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="of a contestant's rounds; slow ones get fewer"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=600.0, help="seconds for a contestant to get ready"
     )
     parser.add_argument("--std", type=float, default=1.0, help="of the logits")
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the tokens")

@@ -1,9 +1,11 @@
 """Time, peak memory, order of the rounds, and facts of the machine."""
 
+import contextlib
 import datetime
 import pathlib
 import platform
 import re
+import signal
 import statistics
 import time
 
@@ -26,6 +28,26 @@ def seconds(run, problem, device):
     elapsed = time.perf_counter() - begin
     del results
     return elapsed
+
+
+class OutOfPatience(BaseException):
+    """No Exception: a tuner that passes over failing candidates must not pass over this."""
+
+
+@contextlib.contextmanager
+def patience(limit):
+    """Ends what takes longer than `limit` seconds (in the main thread, when it is in Python)."""
+
+    def expire(*_):
+        raise OutOfPatience(f"not ready after {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def balanced_order(count, turn):
@@ -57,7 +79,7 @@ def interleaved(runs, problem, device, rounds, limit):
             try:
                 times[label].append(seconds(runs[label][0], problem, device))
             except Exception as error:  # a peer of today or tomorrow: the others go on
-                failed[label] = error
+                failed[label] = error.with_traceback(None)  # its frames hold tensors
     return {label: taken for label, taken in times.items() if label not in failed}, failed
 
 

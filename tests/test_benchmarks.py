@@ -1,9 +1,11 @@
 """The benchmarks run, say what they measured, go on where a peer fails. Times are not judged."""
 
+import contextlib
 import importlib
 import json
 import pathlib
 import sys
+import time
 
 import pytest
 import torch
@@ -100,19 +102,29 @@ def late_failure(problem, options):
     return run
 
 
+def never_ready(problem, options):
+    def run(p):
+        while True:
+            with contextlib.suppress(Exception):  # as a tuner does with its candidates
+                time.sleep(0.01)
+
+    return run
+
+
 def test_failing_peers(scripts, tmp_path):
     """Each in its own way: the others' figures are there, and so are the reasons."""
-    failing = [out_of_memory, not_installed, late_failure]
+    failing = [out_of_memory, not_installed, late_failure, never_ready]
     peers = scripts("peers")
     for peer in [*failing, wrong_gradient]:
         peers.PEERS[peer.__name__] = peer
     names = ["--peers", *(peer.__name__ for peer in failing), "wrong_gradient", "eager"]
-    status, record = bench(scripts, tmp_path, SHAPE, "--passes", "step", *names)
+    status, record = bench(scripts, tmp_path, SHAPE, "--passes", "step", "--patience", "5", *names)
     assert not status
     reasons = {entry["contestant"]: entry["reason"] for entry in record["left_out"]}
     assert set(reasons) == {peer.__name__ for peer in failing}
     assert reasons["out_of_memory"] == "OutOfMemoryError: asked for too much"
     assert "a_package_that_nobody_has" in reasons["not_installed"]
+    assert reasons["never_ready"] == "OutOfPatience: not ready after 5 s"
     assert reasons["late_failure"] == "ValueError: only four calls"
     labels = {row["contestant"] for row in record["rows"]}
     assert labels == {"gemms", "flce auto", "eager", "wrong_gradient"}
@@ -181,8 +193,8 @@ def test_model_targets_follow_the_model(scripts):
 
 def test_plot(scripts, tmp_path):
     pytest.importorskip("matplotlib")
-    choices = ["--peers", "eager", "--budget", "default", "8KiB", "--ignored", "0.5"]
-    bench(scripts, tmp_path, SHAPE, "64x16x400", *choices)
+    choices = ["--peers", "eager", "--budget", "default", "8KiB", "--passes", "step"]
+    bench(scripts, tmp_path, SHAPE, "64x16x400", "--ignored", "0.5", *choices)
     plot = scripts("plot")
     plot.main([str(tmp_path / "record.json"), "--out", str(tmp_path / "pictures")])
     for shape in (SHAPE, "64x16x400"):
