@@ -114,6 +114,13 @@ class LeftOut(list):
         print(f"{shape:10} {pass_name:7} {label:26} left out: {reason}", flush=True)
 
 
+def release(device):
+    """Gives back what a failed contestant or the last shape held."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def prepare(run, problem, device, truth):
     """(estimated seconds, peak bytes, errors), after a first call for compilers and tuners."""
     run(problem)
@@ -134,9 +141,8 @@ def prepared(entries, pass_name, problem, truth, options, fail):
                 ready[label] = run, *prepare(run, problem, options.device, checked)
         except (Exception, measure.OutOfPatience) as error:  # whatever a peer does, we go on
             fail(pass_name, label, error)
-        gc.collect()
-        if label not in ready and options.device == "cuda":
-            torch.cuda.empty_cache()
+        if label not in ready:
+            release(options.device)
     return ready
 
 
@@ -265,6 +271,7 @@ def main(arguments=None):
     rows, left_out, missing = [], LeftOut(), []
     for name, shape in options.shapes:
         made = bench_shape(name, shape, options, left_out)
+        release(options.device)
         rows += made
         if not any(row["kind"] == "flce" for row in made):
             missing.append(name)
