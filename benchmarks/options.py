@@ -15,7 +15,8 @@ import json
 import pathlib
 import statistics
 
-import bench
+import measure
+import problem as problems
 import torch
 
 import flce
@@ -87,7 +88,7 @@ def truth(problem, entry, wide):
     loss, dx, dw = 0.0, [], torch.zeros_like(problem.w, dtype=wide)
     w = problem.w.detach().to(wide).requires_grad_()
     tokens = problem.y.numel()
-    with bench.exact_products():
+    with problems.exact_products():
         for begin in range(0, tokens, REFERENCE_ROWS):
             rows = slice(begin, begin + REFERENCE_ROWS)
             target, options = arguments(problem, entry, rows)
@@ -105,7 +106,7 @@ def truth(problem, entry, wide):
 
 
 def bench_options(name, shape, save, options):
-    problem = bench.make_problem(shape, options.device, options.dtype, options.std)
+    problem = problems.make_problem(shape, options.device, options.dtype, options.std)
     problem.refresh()
     entries = make_options(problem, options.device, options.dtype)
     if options.only:
@@ -119,10 +120,10 @@ def bench_options(name, shape, save, options):
     for _ in range(options.rounds):
         problem.refresh()
         for label, run in runs.items():
-            plains[label].append(bench.seconds(plain, problem, options.device))
-            times[label].append(bench.seconds(run, problem, options.device))
+            plains[label].append(measure.seconds(plain, problem, options.device))
+            times[label].append(measure.seconds(run, problem, options.device))
     rows = []
-    wide = torch.float32 if options.device == "cuda" else torch.float64
+    wide = problems.wide_dtype(options.device)
     for label, run in runs.items():
         median = statistics.median(times[label])
         row = {
@@ -131,10 +132,10 @@ def bench_options(name, shape, save, options):
             "option": label,
             "ms": 1e3 * median,
             "over_plain": median / statistics.median(plains[label]),
-            "peak_bytes": bench.peak_extra_bytes(run, problem, options.device),
+            "peak_bytes": measure.peak_extra_bytes(run, problem, options.device),
         }
         if not options.no_errors:
-            row["errors"] = bench.errors(run(problem), truth(problem, entries[label], wide))
+            row["errors"] = problems.errors(run(problem), truth(problem, entries[label], wide))
         rows.append(row)
         print(line(row), flush=True)
     return rows
@@ -145,7 +146,7 @@ def line(row):
         f"{row['shape']:10} {row['save']:7} {row['option']:20} {row['ms']:9.2f} ms"
         f" {row['over_plain']:6.3f}x {row['peak_bytes'] / 1e6:9.1f} MB"
     )
-    return text + bench.error_columns(row)
+    return text + problems.error_columns(row)
 
 
 def parse_options():
@@ -170,9 +171,13 @@ def parse_options():
 def main():
     options = parse_options()
     torch.manual_seed(0)
-    facts = bench.machine(options)
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    name, shape = bench.named_shape(options.shape)
+    facts = measure.machine(options.device) | {
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "std": options.std,
+        "rounds": options.rounds,
+    }
+    print(measure.described(facts))
+    name, shape = problems.named_shape(options.shape)
     rows = []
     for save in options.save:
         rows += bench_options(name, shape, save, options)

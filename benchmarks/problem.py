@@ -1,0 +1,166 @@
+"""Shapes, their random tensors, and the truth that every contestant's numbers are held against."""
+
+import argparse
+import contextlib
+import math
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+CHUNK_BYTES = 1 << 30  # of a chunk of the reference's logits
+
+
+class Shape(NamedTuple):
+    """`dtype`: the shape's own, where it has one."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    bias: bool = False
+    dtype: str | None = None
+
+
+SHAPES = {
+    "head": Shape(8192, 4096, 128256),
+    "half": Shape(4096, 4096, 128256),
+    "small": Shape(2048, 1024, 32000),
+    "gist": Shape(32768, 768, 128256, bias=True),
+    "gemma": Shape(8192, 2304, 256000),
+    "mid": Shape(16384, 2048, 151936),
+    "long": Shape(65536, 4096, 128256),
+    "fp32": Shape(4096, 2048, 32064, dtype="float32"),
+    "cpu": Shape(1024, 768, 50257),
+    "cpu-wide": Shape(512, 2048, 128256),
+    "cpu-small": Shape(128, 128, 8192),
+}
+
+
+def named_shape(text):
+    """(name, Shape) of a name in SHAPES or of NxHxV, NxHxV+bias; for argparse."""
+    if text in SHAPES:
+        return text, SHAPES[text]
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(\+bias)?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(SHAPES)} or NxHxV, got {text}"
+        )
+    return text, Shape(int(match[1]), int(match[2]), int(match[3]), match[4] is not None)
+
+
+@dataclass
+class Problem:
+    """One shape's tensors; `refresh` draws new values into the same memory."""
+
+    x: torch.Tensor  # (N, H)
+    w: torch.Tensor  # (V, H)
+    b: torch.Tensor | None  # (V,)
+    y: torch.Tensor  # (N,)
+    std: float = 1.0  # of the logits
+    ignored: float = 0.0  # fraction of the tokens, the same number in each draw
+    targets: str = "random"  # or "model": drawn from the softmax of the logits
+
+    @property
+    def valid(self):
+        """How many tokens are not ignored."""
+        return len(self.y) - round(self.ignored * len(self.y))
+
+    @property
+    def leaves(self):
+        return [leaf for leaf in (self.x, self.w, self.b) if leaf is not None]
+
+    @torch.no_grad()
+    def refresh(self):
+        self.x.normal_(0.0, math.sqrt(self.std))
+        self.w.normal_(0.0, math.sqrt(self.std / self.x.shape[1]))
+        if self.b is not None:
+            self.b.normal_()
+        if self.targets == "model":
+            self._sample_targets()
+        else:
+            self.y.random_(0, self.w.shape[0])
+        if self.valid < len(self.y):
+            self.y[torch.randperm(len(self.y), device=self.y.device)[self.valid :]] = IGNORE_INDEX
+
+    def _sample_targets(self):
+        """argmax of p / Exp(1) is a draw from p."""
+        for rows in row_chunks(self.y, self.w, 4):
+            p = F.linear(self.x[rows], self.w, self.b).float().softmax(-1)
+            self.y[rows] = p.div_(torch.empty_like(p).exponential_()).argmax(-1)
+
+
+def row_chunks(y, w, itemsize):
+    """Slices of rows whose logits, and two tensors like them, take at most CHUNK_BYTES."""
+    rows = max(1, CHUNK_BYTES // (3 * len(w) * itemsize))
+    return [slice(begin, begin + rows) for begin in range(0, len(y), rows)]
+
+
+def make_problem(shape, device, dtype, std=1.0, **draw):
+    """Tensors of a shape, not yet drawn; `draw`: the fields of Problem behind std."""
+
+    def leaf(*size):
+        return torch.empty(*size, device=device, dtype=dtype, requires_grad=True)
+
+    target = torch.empty(shape.tokens, device=device, dtype=torch.int64)
+    b = leaf(shape.vocab) if shape.bias else None
+    x, w = leaf(shape.tokens, shape.hidden), leaf(shape.vocab, shape.hidden)
+    return Problem(x, w, b, target, std, **draw)
+
+
+# ---- truth ----
+
+
+@contextlib.contextmanager
+def exact_products():
+    """No TF32 in the reference, whatever the contestants may use."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def wide_dtype(device):
+    """The reference's: float64 takes hours on a GPU's shapes."""
+    return torch.float32 if device == "cuda" else torch.float64
+
+
+@torch.no_grad()
+def reference(problem, device):
+    """Mean loss, dX, dW (and db) in a wide dtype, never more than a chunk of logits at a time."""
+    wide = wide_dtype(device)
+    w = problem.w.to(wide)
+    b = None if problem.b is None else problem.b.to(wide)
+    loss, dx, dw, db = 0.0, torch.empty_like(problem.x, dtype=wide), torch.zeros_like(w), 0.0
+    with exact_products():
+        for rows in row_chunks(problem.y, w, wide.itemsize):
+            x, y = problem.x[rows].to(wide), problem.y[rows]
+            z = F.linear(x, w, b).log_softmax(-1)
+            valid = y != IGNORE_INDEX
+            index, y = valid.nonzero()[:, 0], y[valid]
+            loss = loss - z[index, y].double().sum()
+            z.exp_()
+            z[index, y] -= 1
+            z.mul_(valid[:, None])
+            dx[rows] = z @ w / problem.valid
+            dw.addmm_(z.T, x, alpha=1 / problem.valid)
+            db = db + z.sum(0) / problem.valid
+    results = (loss / problem.valid, dx, dw)
+    return results if problem.b is None else (*results, db)
+
+
+def errors(results, truth):
+    """Relative errors of loss, dX, dW, db by name; a forward has only the first."""
+    names = ("loss", "dx", "dw", "db")
+    return {
+        name: ((value.to(true.dtype) - true).norm() / true.norm()).item()
+        for name, value, true in zip(names, results, truth, strict=False)
+    }
+
+
+def error_columns(row):
+    return "".join(f"  {name} {error:.1e}" for name, error in row.get("errors", {}).items())
