@@ -1,0 +1,176 @@
+"""The kernel that makes E in the logits product's epilogue, against the product and row pass it
+stands for. The rest of the suite runs with it, too, where the GPU has it."""
+
+import itertools
+import math
+
+import cases
+import pytest
+import torch
+
+import flce
+
+pytestmark = pytest.mark.skipif(
+    not cases.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0),
+    reason="the fused kernel is Hopper's",
+)
+BF16 = torch.bfloat16
+
+
+def draw(tokens, hidden, vocab, std=1.0, seed=0):
+    random = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=random, device="cuda")
+
+    x = (normal(tokens, hidden) * math.sqrt(std)).to(BF16)
+    w = (normal(vocab, hidden) * math.sqrt(std / hidden)).to(BF16)
+    y = torch.randint(vocab, (tokens,), generator=random, device="cuda")
+    return x, w, y
+
+
+def kernel_of(**settings):
+    return flce.plan(256, 64, 512, dtype=BF16, device="cuda", **settings).kernel
+
+
+def results(x, w, y, **options):
+    """Losses of each row, dX and dW of their mean."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    loss = flce.linear_cross_entropy(x, w, y, reduction="none", **options)
+    return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
+
+
+def truth(x, w, y, bias=None):
+    """The same in float64."""
+    x, w = x.double(), w.double()
+    z = x @ w.T if bias is None else x @ w.T + bias.double()
+    lse = z.logsumexp(-1)
+    rows = torch.arange(len(y), device=y.device)
+    loss = lse - z[rows, y]
+    p = z.sub_(lse[:, None]).exp_()
+    p[rows, y] -= 1.0
+    p /= len(y)
+    return loss, p @ w, p.T @ x
+
+
+def assert_close(made, expected, of_gradients=2.6e-3):
+    loss, *gradients = made
+    error = (loss.double() - expected[0]).abs()
+    assert bool((error <= 1e-5 * expected[0].abs() + 2e-5).all()), error.max()
+    for value, true in zip(gradients, expected[1:], strict=True):
+        size = true.norm().item()
+        assert (value.double() - true).norm().item() <= of_gradients * size + 1e-12
+
+
+def test_it_serves_where_the_plan_says(monkeypatch):
+    assert kernel_of() == kernel_of(save="logits") == kernel_of(softcap=30.0) == "fused"
+    assert kernel_of(probabilities=True) == kernel_of(softcap=3.0, label_smoothing=0.1) == "gemm"
+    assert flce.plan(256, 64, 512, dtype=torch.float32, device="cuda").kernel == "gemm"
+    assert flce.plan(256, 60, 512, dtype=BF16, device="cuda").kernel == "gemm"
+    monkeypatch.setenv("FLCE_KERNEL", "gemm")
+    assert kernel_of() == "gemm"
+    monkeypatch.setenv("FLCE_KERNEL", "fastest")
+    with pytest.raises(ValueError, match='FLCE_KERNEL: expected "auto" or "gemm", got "fastest"'):
+        kernel_of()
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 64, 191, 192, 193, 50257])
+@pytest.mark.parametrize("hidden", [8, 64, 768, 1000, 4096])
+def test_ragged_sizes(vocab, hidden):
+    for tokens in (1, 127, 128, 129, 4097):
+        x, w, y = draw(tokens, hidden, vocab)
+        made = results(x, w, y)
+        if vocab == 1:
+            assert not any(value.any() for value in made)
+            continue
+        assert_close(made, truth(x, w, y))
+
+
+@pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_errors_do_not_grow_with_the_logits(std, save):
+    x, w, y = draw(2048, 1024, 32000, std)
+    x.requires_grad_(), w.requires_grad_()
+    loss = flce.linear_cross_entropy(x, w, y, save=save, max_memory="32MiB")
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    expected = truth(x.detach(), w.detach(), y)
+    assert abs(loss.item() - expected[0].mean().item()) <= 1e-5 * loss.item()
+    bar = {1.0: 1.9e-3, 4.0: 2.2e-3, 8.0: 2.6e-3}[std]
+    for value, true in ((dx, expected[1]), (dw, expected[2])):
+        assert cases.relative_error(value, true) <= bar
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logits_far_above_the_target(with_bias):
+    """Rows whose first offset is too low are done again from their largest logit."""
+    x, w, y = draw(600, 64, 5000)
+    bias = torch.zeros(5000, device="cuda", dtype=BF16) if with_bias else None
+    x[::7] *= 300.0
+    x[3] *= 1000.0
+    expected = truth(x, w, y, bias)
+    assert expected[0].max() > 900.0
+    made = results(x, w, y, linear_bias=bias)
+    assert all(bool(value.isfinite().all()) for value in made)
+    assert_close(made, expected)
+
+
+def test_infinite_and_missing_logits():
+    """Classes ruled out by a bias of -inf, a target among them; NaN in an ignored row of x."""
+    x, w, y = draw(300, 64, 1000)
+    bias = torch.zeros(1000, device="cuda")
+    bias[10:400] = -math.inf
+    y[:] = 5
+    y[7] = 20
+    y[8], x[8] = -100, math.nan
+    loss = flce.linear_cross_entropy(x, w, y, linear_bias=bias, reduction="none")
+    kept = torch.tensor([i for i in range(300) if i not in (7, 8)], device="cuda")
+    expected = truth(x[kept], w, y[kept], bias)[0]
+    assert bool(((loss[kept] - expected).abs() <= 1e-5 * expected + 1e-5).all())
+    assert loss[7] == math.inf and loss[8] == 0.0
+
+
+def test_bitwise_repeatable():
+    x, w, y = draw(1500, 768, 50257)
+    first, second = (results(x, w, y) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_operands_that_begin_anywhere():
+    """A slice that starts at 2 bytes takes the other kernel; so say its results."""
+    x, w, y = draw(200, 64, 999)
+    memory = torch.empty(w.numel() + 1, device="cuda", dtype=BF16)
+    shifted = memory[1:].view_as(w)
+    shifted.copy_(w)
+    assert_close(results(x, shifted, y), truth(x, w, y))
+
+
+OPTIONS = {
+    "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 8.0},
+    "negative scale": {"logit_scale": -0.7},
+    "temperature": {"temperature": 1.7},
+    "z-loss": {"z_loss": 1e-2},
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in OPTIONS), ("smoothing", "z-loss")])
+@pytest.mark.parametrize("save", ["logits", "grads"])
+def test_both_kernels_agree(monkeypatch, names, save):
+    x, w, y = draw(700, 256, 3001)
+    y[::5] = -100
+    options = dict(itertools.chain(*(OPTIONS[name].items() for name in names)))
+    options |= {"weight": torch.rand(3001, device="cuda") + 0.5, "save": save}
+    outputs = {"return_lse": True, "return_predictions": True, "return_accuracy": True}
+    made = []
+    for kernel in ("auto", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        result = flce.linear_cross_entropy(a, b, y, **options, **outputs)
+        made.append([*result[:5], *torch.autograd.grad(result.loss, (a, b))])
+    loss, lse, _, accuracy, predictions, dx, dw = zip(*made, strict=True)
+    torch.testing.assert_close(*loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(*lse, rtol=2e-6, atol=2e-6)
+    assert torch.equal(*predictions) and torch.equal(*accuracy)
+    for value, other in (dx, dw):
+        assert cases.relative_error(value, other.double()) <= 4e-3
