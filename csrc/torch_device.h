@@ -164,7 +164,8 @@ inline void torch_parallel(int64_t begin, int64_t end, int64_t grain, flce_range
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, context));
 }
 
-// libflce_cuda.so lies beside this module; it is opened when the first CUDA tensor arrives.
+// libflce_cuda.so lies beside this module; it is opened when the first CUDA tensor arrives, or when
+// there are tuned products to hand it.
 struct CudaLibrary {
   std::string path, error;
   flce_cuda_backend_fn open = nullptr;

@@ -17,7 +17,18 @@ from .ops import inner
 # The numbers of a product and of an algorithm, in the order of csrc/cuda/gemm.cuh: the library's
 # version and gemm_key; gemm_algorithm. A dtype's number is its place in options.DTYPES.
 PRODUCT = (
-    *("cublaslt", "m", "n", "k", "pitch_a", "pitch_b", "pitch_c", "workspace", "dtype", "c_dtype"),
+    *(
+        "cublaslt",
+        "m",
+        "n",
+        "k",
+        "pitch_a",
+        "pitch_b",
+        "pitch_c",
+        "workspace_bytes",
+        "dtype",
+        "c_dtype",
+    ),
     *("align_a", "align_b", "align_c", "align_d"),
     *("transpose_a", "transpose_b", "accumulate", "tf32", "bias"),
 )
@@ -262,7 +273,7 @@ def _operands(product, device):
     b = memory((p["n"] if p["transpose_b"] else p["k"]) * p["pitch_b"], dtype, p["align_b"])
     c = memory(p["m"] * p["pitch_c"], c_dtype, p["align_c"])
     bias = memory(p["n"], c_dtype, p["align_d"]) if p["bias"] else None
-    workspace = torch.empty(p["workspace"], dtype=torch.uint8, device=device)
+    workspace = torch.empty(p["workspace_bytes"], dtype=torch.uint8, device=device)
     return a, b, c, bias, workspace
 
 
@@ -386,6 +397,14 @@ def load():
         if named:
             raise ValueError(f"{_ENVIRONMENT}: {error}") from error
         warnings.warn(f"flce: tuned products are not used: {error}", stacklevel=2)
+
+
+def describe():
+    """What `load` has found, in a line."""
+    path, _ = _file(None)
+    if path is None:
+        return f"none, {_ENVIRONMENT} is empty"
+    return f"{len(read(path))} in {path}" if os.path.exists(path) else f"none, there is no {path}"
 
 
 load()  # once, when flce is imported: the choice is then the same in every process
