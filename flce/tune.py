@@ -114,7 +114,8 @@ def tune(
     once, by later ones when they import flce. Without tuning nothing is ever timed: the choice
     follows from sizes, GPU and library version. Another algorithm may add in another order, so
     that results differ in their last bits from those before tuning, and from those of a machine
-    that lacks the file; with the file they are again the same from run to run.
+    that lacks the file; with the file they are again the same from run to run. Where several
+    processes are to agree, tune in one of them before the others import flce.
 
     Args:
         tokens, hidden, vocab: N, H, V: the sizes of the calls to come. With `valid_bound` in those

@@ -7,7 +7,13 @@
 
 /* ---- shipped rules ---- */
 
-typedef enum gemm_kind { kAnyKind, kLogits, kGradInput, kGradWeight, kOtherKind } gemm_kind;
+typedef enum gemm_kind {
+  kAnyKind,
+  kLogits,
+  kGradInput,
+  kGradWeight,
+  kGradWeightAdded, /* to what is there */
+} gemm_kind;
 
 /* Where all conditions hold, the first candidate of that configuration is taken. The dtypes always
  * count; of the rest 0 stands for any. */
@@ -27,7 +33,7 @@ static const gemm_rule kRules[] = {
 };
 
 static gemm_kind kind_of(const gemm_key* key) {
-  if (key->transpose_a) return key->transpose_b ? kOtherKind : kGradWeight;
+  if (key->transpose_a) return key->accumulate ? kGradWeightAdded : kGradWeight;
   return key->transpose_b ? kLogits : kGradInput;
 }
 
@@ -39,9 +45,10 @@ static bool holds(const gemm_rule* rule, int sm, const gemm_key* key) {
   const gemm_kind kind = kind_of(key);
   if (rule->sm != sm || (rule->kind != kAnyKind && rule->kind != kind)) return false;
   if (rule->dtype != key->dtype || rule->c_dtype != key->c_dtype) return false;
-  const int64_t rows = kind == kGradWeight ? key->k : key->m;
+  /* [rows, vocab] = rows x hidden; [rows, hidden] = rows x vocab; [vocab, hidden] = vocab x rows */
+  const int64_t rows = key->transpose_a ? key->k : key->m;
   const int64_t hidden = kind == kLogits ? key->k : key->n;
-  const int64_t vocab = kind == kLogits ? key->n : kind == kGradWeight ? key->m : key->k;
+  const int64_t vocab = key->transpose_a ? key->m : kind == kLogits ? key->n : key->k;
   return within(rows, rule->min_rows, rule->max_rows) &&
          within(hidden, rule->min_hidden, rule->max_hidden) &&
          within(vocab, rule->min_vocab, rule->max_vocab);
