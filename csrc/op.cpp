@@ -1,6 +1,6 @@
-// The binding: schemas, boxing, checks, status -> error. With torch_device.h the only C++ and the
-// only code that includes torch, through its stable ABI alone, so that one build serves every torch
-// >= 2.10.
+// The binding: schemas, boxing, checks, status -> error. With op_tune.cpp and torch_device.h the
+// only C++ and the only code that includes torch, through its stable ABI alone, so that one build
+// serves every torch >= 2.10.
 #include <Python.h>
 
 #include <tuple>

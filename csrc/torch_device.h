@@ -1,5 +1,5 @@
-// What op.cpp needs of torch before any operator: errors, dtypes, devices, allocation. Only op.cpp
-// includes it.
+// What the operators need of torch: errors, dtypes, devices, allocation. Only op.cpp and
+// op_tune.cpp include it.
 #ifndef FLCE_TORCH_DEVICE_H
 #define FLCE_TORCH_DEVICE_H
 
@@ -38,7 +38,7 @@ class OutOfMemory : public std::bad_alloc {
   std::string text_;
 };
 
-void check(flce_status status) {
+inline void check(flce_status status) {
   if (status == FLCE_OK) return;
   std::string text = flce_last_error();
   if (status == FLCE_TARGET_OUT_OF_RANGE) throw std::out_of_range(text);
@@ -46,13 +46,13 @@ void check(flce_status status) {
   throw std::runtime_error("flce: " + std::string(flce_status_name(status)) + ": " + text);
 }
 
-std::string shape_text(const std::vector<int64_t>& shape) {
+inline std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text = "(";
   for (size_t i = 0; i < shape.size(); i++) text += (i ? ", " : "") + std::to_string(shape[i]);
   return text + (shape.size() == 1 ? ",)" : ")");
 }
 
-std::vector<int64_t> shape_of(const Tensor& tensor) {
+inline std::vector<int64_t> shape_of(const Tensor& tensor) {
   std::vector<int64_t> shape(tensor.dim());
   for (size_t i = 0; i < shape.size(); i++) shape[i] = tensor.size(static_cast<int64_t>(i));
   return shape;
@@ -60,7 +60,7 @@ std::vector<int64_t> shape_of(const Tensor& tensor) {
 
 // ---- types ----
 
-flce_dtype to_dtype(ScalarType type, const char* argument) {
+inline flce_dtype to_dtype(ScalarType type, const char* argument) {
   switch (type) {
     case ScalarType::Double:
       return FLCE_F64;
@@ -77,7 +77,7 @@ flce_dtype to_dtype(ScalarType type, const char* argument) {
   }
 }
 
-ScalarType to_scalar_type(flce_dtype dtype) {
+inline ScalarType to_scalar_type(flce_dtype dtype) {
   switch (dtype) {
     case FLCE_F64:
       return ScalarType::Double;
@@ -103,12 +103,12 @@ Choice choose(const char* argument, const std::string& name,
                               name + "\"");
 }
 
-flce_reduction to_reduction(const std::string& name) {
+inline flce_reduction to_reduction(const std::string& name) {
   return choose<flce_reduction, 3>("reduction", name,
                                    {{{"none", FLCE_NONE}, {"mean", FLCE_MEAN}, {"sum", FLCE_SUM}}});
 }
 
-flce_save to_save(const std::string& name) {
+inline flce_save to_save(const std::string& name) {
   return choose<flce_save, 4>("save", name,
                               {{{"nothing", FLCE_SAVE_NOTHING},
                                 {"logits", FLCE_SAVE_LOGITS},
@@ -122,15 +122,15 @@ struct Place {
   int32_t type, index;
 };
 
-Place place_of(const Tensor& tensor) {
+inline Place place_of(const Tensor& tensor) {
   Place place;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
   return place;
 }
 
-Tensor matrix_view(const void* data, int64_t rows, int64_t cols, int64_t pitch, bool transposed,
-                   flce_dtype dtype) {
+inline Tensor matrix_view(const void* data, int64_t rows, int64_t cols, int64_t pitch,
+                          bool transposed, flce_dtype dtype) {
   int64_t sizes[2] = {rows, cols};
   int64_t strides[2] = {transposed ? 1 : pitch, transposed ? pitch : 1};
   AtenTensorHandle handle;
@@ -142,7 +142,7 @@ Tensor matrix_view(const void* data, int64_t rows, int64_t cols, int64_t pitch, 
 }
 
 // The CPU's products are torch's own (MKL, oneDNN).
-flce_status torch_gemm(void*, const flce_gemm* gemm) {
+inline flce_status torch_gemm(void*, const flce_gemm* gemm) {
   if (gemm->m == 0 || gemm->n == 0) return FLCE_OK;
   if (gemm->c_dtype != gemm->dtype)
     return flce_fail(FLCE_UNSUPPORTED, "torch's CPU products write their operands' dtype, not %s",
@@ -159,15 +159,18 @@ flce_status torch_gemm(void*, const flce_gemm* gemm) {
                    static_cast<long long>(gemm->k), static_cast<long long>(gemm->n));
 }
 
-void torch_parallel(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn, void* context) {
+inline void torch_parallel(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn,
+                           void* context) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, context));
 }
 
-// libflce_cuda.so lies beside this module; it is opened when the first CUDA tensor arrives.
+// libflce_cuda.so lies beside this module; it is opened when the first CUDA tensor arrives, or when
+// there are tuned products to hand it.
 struct CudaLibrary {
   std::string path, error;
   flce_cuda_backend_fn open = nullptr;
   flce_cuda_describe_fn describe = nullptr;
+  flce_cuda_tuning_fn tuning = nullptr;
   AOTITorchError (*current_stream)(int32_t, void**) = nullptr;
 
   CudaLibrary() {
@@ -182,14 +185,15 @@ struct CudaLibrary {
     }
     open = reinterpret_cast<flce_cuda_backend_fn>(dlsym(library, "flce_cuda_backend"));
     describe = reinterpret_cast<flce_cuda_describe_fn>(dlsym(library, "flce_cuda_describe"));
+    tuning = reinterpret_cast<flce_cuda_tuning_fn>(dlsym(library, "flce_cuda_tuning_table"));
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
     void* stream = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
     current_stream = reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(stream);
-    if (!open || !describe) error = "it lacks flce_cuda_backend or flce_cuda_describe";
+    if (!open || !describe || !tuning) error = "it lacks a function of this version of flce";
   }
 };
 
-const CudaLibrary& cuda_library() {
+inline const CudaLibrary& cuda_library() {
   static const CudaLibrary library;
   return library;
 }
@@ -226,6 +230,7 @@ class Device {
   }
 
   const flce_backend* table() const { return &table_; }
+  const flce_cuda* cuda() const { return &cuda_; }
 
   flce_plan plan(const flce_problem& problem) const {
     flce_facts facts{};

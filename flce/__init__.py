@@ -10,6 +10,7 @@ from .loss import (
 )
 from .output import LinearCrossEntropyOutput
 from .plan import Plan, plan
+from .tune import TunedProduct, Tuning, tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,10 +18,13 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
     "Plan",
+    "TunedProduct",
+    "Tuning",
     "compat",
     "cross_entropy",
     "linear_cross_entropy",
     "linear_logprobs",
     "plan",
     "reference",
+    "tune",
 ]

@@ -6,6 +6,7 @@ import torch
 
 import flce
 from flce import options
+from flce.tune import describe
 
 
 def lines():
@@ -17,6 +18,7 @@ def lines():
     yield f"cpu default max_memory: {options.default_max_memory(cpu)} bytes"
     for line in torch.ops.flce.cuda_describe().splitlines():
         yield f"cuda library: {line}"
+    yield f"tuned products: {describe()}"
     if not torch.cuda.is_available():
         yield "cuda device: none"
         return

@@ -31,4 +31,5 @@ def _fresh_settings(monkeypatch):
     """Nothing that the caller's shell or an earlier test set can change a result."""
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, not the user's own
     torch.manual_seed(0)

@@ -317,6 +317,9 @@ OPCHECK_SAMPLES = {
 }
 # opcheck is about tensors: these have none, so no fake and no gradient.
 WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe"}
+WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
+# flce.tune's: its tensors are mere memory, its value is a time. Never in a graph.
+WITHOUT_TENSORS |= {"gemm_time"}
 # Refuse to be differentiated: their values are checked on detached tensors.
 REFUSE_GRADIENTS = {"backward", "cross_entropy_backward", "scaled"}
 

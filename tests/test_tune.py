@@ -1,0 +1,362 @@
+"""flce.tune: what it refuses, its file, and on a GPU that its choice is taken and is right."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+
+import flce
+
+tune = importlib.import_module("flce.tune")  # flce.tune is the function
+TOKENS, HIDDEN, VOCAB = 300, 64, 1000
+BUDGET = 130 * VOCAB * 4  # chunks of 128 rows, and one of 44
+HEADER = Path(__file__).parents[1] / "csrc" / "cuda" / "gemm.cuh"
+
+
+def entry(**changes):
+    product = dict.fromkeys(tune.PRODUCT, 1) | changes
+    return {"gpu": "A GPU 1", "product": product, "algorithm": dict.fromkeys(tune.ALGORITHM, 2)}
+
+
+def tuned(best_ms=1.0, **changes):
+    e = entry(**changes)
+    return flce.TunedProduct("logits", e["gpu"], e["product"], e["algorithm"], 16, 2.0, best_ms)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize("wrong", ["cpu", "meta"])
+def test_other_devices_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"device: .*CUDA.*{wrong}"):
+        flce.tune(4, 4, 4, device=wrong)
+
+
+@pytest.mark.skipif(cases.HAS_CUDA, reason="there is a CUDA device")
+def test_no_device_is_refused():
+    with pytest.raises(ValueError, match="device: .*CUDA"):
+        flce.tune(4, 4, 4)
+
+
+# ---- the file ----
+
+CORRUPT = {
+    "empty": "",
+    "cut": json.dumps({"format": tune._FORMAT, "entries": [entry()]})[:-5],
+    "not utf-8": b"\xff\xfe\x00",
+    "list": "[]",
+    "other format": '{"format": "flce products 0", "entries": []}',
+    "no entries": json.dumps({"format": tune._FORMAT}),
+    "entry": json.dumps({"format": tune._FORMAT, "entries": [7]}),
+    "text for a number": json.dumps({"format": tune._FORMAT, "entries": [entry(m="1")]}),
+    "true for a number": json.dumps({"format": tune._FORMAT, "entries": [entry(m=True)]}),
+    "too large": json.dumps({"format": tune._FORMAT, "entries": [entry(m=2**63)]}),
+    "one number more": json.dumps({"format": tune._FORMAT, "entries": [entry(more=1)]}),
+    "two lines of name": json.dumps(
+        {"format": tune._FORMAT, "entries": [{**entry(), "gpu": "A\n1"}]}
+    ),
+}
+
+
+def test_numbers_are_those_of_the_header():
+    """PRODUCT and ALGORITHM name the fields of the C structs, in their order."""
+    if not HEADER.exists():
+        pytest.skip("installed without its sources")
+    text = HEADER.read_text(encoding="utf-8")
+
+    def fields(struct):
+        body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", text, re.S)[1]
+        return re.findall(r"\w+(?=[,;])", re.sub(r"int64_t|/\*.*?\*/", "", body, flags=re.S))
+
+    assert ["cublaslt", *fields("gemm_key")] == [*tune.PRODUCT, "device"]
+    assert fields("gemm_algorithm") == list(tune.ALGORITHM)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = str(tmp_path / "gemm.json")
+    assert tune.read(path) == []
+    tune._write(path, [tuned(m=5), tuned(m=6)])
+    tune._write(path, [tuned(m=6, best_ms=0.5), tuned(m=7)])
+    entries = tune.read(path)
+    assert [e["product"]["m"] for e in entries] == [5, 6, 7]
+    assert [e["best_ms"] for e in entries] == [1.0, 0.5, 1.0]
+    assert all(e["algorithm"] == entry()["algorithm"] for e in entries)
+    assert os.listdir(tmp_path) == ["gemm.json"]
+
+
+def test_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "gemm.json"
+    tune._write(str(path), [tuned(m=5)])
+    before = path.read_text(encoding="utf-8")
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        tune._write(str(path), [tuned(m=6)])
+    assert path.read_text(encoding="utf-8") == before
+    assert os.listdir(tmp_path) == ["gemm.json"]
+
+
+@pytest.fixture(params=sorted(CORRUPT))
+def corrupt(request, tmp_path):
+    path = tmp_path / "flce" / "gemm.json"
+    path.parent.mkdir()
+    content = CORRUPT[request.param]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_a_corrupt_file_is_named(corrupt, monkeypatch):
+    with pytest.raises(ValueError, match=re.escape(str(corrupt))):
+        tune.read(corrupt)
+    monkeypatch.setenv("FLCE_TUNE_FILE", str(corrupt))
+    with pytest.raises(ValueError, match=f"FLCE_TUNE_FILE.*{re.escape(str(corrupt))}"):
+        tune.load()
+
+
+def test_a_corrupt_file_that_nobody_named_is_a_warning(corrupt, tmp_path, monkeypatch):
+    monkeypatch.delenv("FLCE_TUNE_FILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match=re.escape(str(corrupt))):
+        tune.load()
+    monkeypatch.setenv("FLCE_TUNE_FILE", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tune.load()
+
+
+@pytest.mark.parametrize(("content", "fits"), [('{"entries": 1}', False), (None, True)])
+def test_import_reads_the_file(tmp_path, content, fits):
+    path = tmp_path / "gemm.json"
+    if content is None:
+        tune._write(str(path), [tuned(m=5)])
+    else:
+        path.write_text(content, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "import flce"],
+        env={**os.environ, "FLCE_TUNE_FILE": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode == 0) == fits
+    assert fits or ("ValueError" in done.stderr and str(path) in done.stderr)
+
+
+NUMBERS = len(tune.PRODUCT) + len(tune.ALGORITHM)
+
+
+@pytest.mark.parametrize("lines", ["abc", "1 2 3 name", "1 " * NUMBERS, "1 " * NUMBERS + "\n1 A"])
+def test_other_text_is_refused(lines):
+    if torch.ops.flce.cuda_describe().startswith("not loaded"):
+        pytest.skip("no CUDA library was built")
+    with pytest.raises(ValueError, match="tuned products"):
+        torch.ops.flce.gemm_use(lines)
+
+
+# ---- on a GPU ----
+
+
+def products(device, dtype=torch.bfloat16, bias=False, **knobs):
+    knobs = {"max_memory": BUDGET, "save": "grads", **knobs}
+    sizes = (TOKENS, HIDDEN, VOCAB)
+    return tune._products_of(sizes, (dtype,) * 3, bias, torch.device(device, 0), knobs)
+
+
+def parse(line):
+    fields = line.split(" ", len(tune.PRODUCT))
+    return dict(zip(tune.PRODUCT, map(int, fields[:-1]), strict=True)), fields[-1]
+
+
+def taken(line):
+    """The algorithm that is taken for a product, and all that could be."""
+    (_, index), algorithms = tune.candidates_of(line, torch.device("cuda", 0))
+    return algorithms[index], algorithms
+
+
+def use(line, algorithm):
+    product, gpu = parse(line)
+    torch.ops.flce.gemm_use(tune._line(gpu, product, algorithm))
+
+
+def restore(lines):
+    """The shipped choice again, for the tests that follow."""
+    for line in lines:
+        (shipped, _), algorithms = tune.candidates_of(line, torch.device("cuda", 0))
+        use(line, algorithms[shipped])
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_products_of_a_step(cuda, save):
+    """Whole chunks and the last; dW is written by the first chunk and added to by the others."""
+    made = [parse(line)[0] for line in products(cuda, save=save)]
+    seen = {(p["m"], p["n"], p["k"], p["accumulate"]) for p in made}
+    last = TOKENS - 2 * 128
+    expected = {(128, VOCAB, HIDDEN, 0), (last, VOCAB, HIDDEN, 0)}
+    if save == "logits":
+        expected |= {(TOKENS, HIDDEN, VOCAB, 0), (VOCAB, HIDDEN, TOKENS, 0)}
+    else:
+        expected |= {(128, HIDDEN, VOCAB, 0), (last, HIDDEN, VOCAB, 0)}
+        expected |= {(VOCAB, HIDDEN, 128, beta) for beta in (0, 1)} | {(VOCAB, HIDDEN, last, 1)}
+    assert seen == expected
+
+
+def view(memory, rows, cols, pitch, transposed):
+    if transposed:
+        rows, cols = cols, rows
+    whole = memory.as_strided((rows, cols), (pitch, 1))
+    return (whole.T if transposed else whole).double()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_candidate_is_right(cuda, dtype, bias):
+    """Also those that split the sum: no candidate loses more than one rounding of the result."""
+    device = torch.device(cuda, 0)
+    for line in products(cuda, dtype, bias):
+        p, _ = parse(line)
+        a, b, c, b_row, workspace = memory = tune._operands(p, device)
+        truth = view(a, p["m"], p["k"], p["pitch_a"], p["transpose_a"]) @ view(
+            b, p["k"], p["n"], p["pitch_b"], p["transpose_b"]
+        )
+        start = c.clone()
+        if p["accumulate"]:
+            truth += view(start, p["m"], p["n"], p["pitch_c"], False)
+        if b_row is not None:
+            truth += b_row.double()
+        for i in range(len(taken(line)[1])):
+            c.copy_(start)
+            torch.ops.flce.gemm_time(*memory, line, i, 1)
+            error = cases.relative_error(view(c, p["m"], p["n"], p["pitch_c"], False), truth)
+            bound = {2: 2.0**-8, 4: 1e-5, 8: 1e-12}[c.dtype.itemsize]
+            if c.dtype == torch.float16:
+                bound = 2.0**-11
+            assert error <= bound, (p, i)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_another_choice_is_taken_and_right(cuda, save):
+    """The last candidate of every product, not the first: it is in force, and nothing else is."""
+    case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, std=4.0)
+    knobs = {"save": save, "max_memory": BUDGET}
+    truth = cases.chunked_truth(case, TOKENS)
+    lines = products(cuda, **knobs)
+    cases.outcome(flce.linear_cross_entropy, case, **knobs)  # fills the cache
+    try:
+        for line in lines:
+            use(line, taken(line)[1][-1])
+        assert all(taken(line)[0] == taken(line)[1][-1] for line in lines)
+        first, second = (cases.outcome(flce.linear_cross_entropy, case, **knobs) for _ in range(2))
+        assert cases.same_bits(first, second)
+        for name in ("input", "linear_weight"):
+            assert cases.relative_error(first[name], truth[name]) <= 4e-3
+    finally:
+        restore(lines)
+
+
+def test_a_choice_that_is_no_candidate_is_passed_over(cuda):
+    line = products(cuda)[0]
+    before = taken(line)[0]
+    try:
+        use(line, dict.fromkeys(tune.ALGORITHM, 12345))
+        assert taken(line)[0] == before
+    finally:
+        restore([line])
+
+
+def test_tune_keeps_and_saves(cuda, tmp_path):
+    """The choice holds here at once and in a new process, which reads the file."""
+    path = tmp_path / "folder" / "gemm.json"
+    made = flce.tune(TOKENS, HIDDEN, VOCAB, save="grads", max_memory=BUDGET, path=str(path))
+    lines = products(cuda)
+    try:
+        assert made.path == str(path) and len(made.products) == len(lines)
+        assert len(str(made).splitlines()) == 1 + len(lines)
+        for line, t in zip(lines, made.products, strict=True):
+            assert parse(line) == (t.product, t.gpu)
+            assert taken(line)[0] == t.algorithm
+            assert 0 < t.best_ms <= t.shipped_ms and t.candidates >= 1
+        entries = tune.read(str(path))
+        assert [e["algorithm"] for e in entries] == [t.algorithm for t in made.products]
+        # Other algorithms than the shipped ones, so that the new process has something to show.
+        for e, line in zip(entries, lines, strict=True):
+            e["algorithm"] = taken(line)[1][-1]
+        path.write_text(json.dumps({"format": tune._FORMAT, "entries": entries}), encoding="utf-8")
+        code = (
+            "import flce, torch, sys\n"
+            "for line in sys.stdin.read().splitlines():\n"
+            "    rows = torch.ops.flce.gemm_candidates(0, line).splitlines()\n"
+            "    print(rows[0].split()[1], len(rows) - 2)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "FLCE_TUNE_FILE": str(path)},
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        pairs = [row.split() for row in done.stdout.splitlines()]
+        assert len(pairs) == len(lines) and all(index == last for index, last in pairs)
+    finally:
+        restore(lines)
+
+
+def test_nothing_is_saved_without_a_file(cuda, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert flce.tune(64, HIDDEN, VOCAB, path="").path is None
+    assert os.listdir(tmp_path) == []
+    monkeypatch.delenv("FLCE_TUNE_FILE")
+    assert flce.tune(64, HIDDEN, VOCAB).path == str(tmp_path / "flce" / "gemm.json")
+
+
+def test_capture_refuses(cuda):
+    """tune waits: an error before it does anything, and the capture goes on."""
+    x = torch.ones(8, device=cuda)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match="capture"):
+            flce.tune(TOKENS, HIDDEN, VOCAB, path="")
+        y = x + 1
+    graph.replay()
+    assert y.tolist() == [2.0] * 8
+
+
+def test_threads_do_not_share_descriptors(cuda):
+    """Two threads with biases of their own, the same products, each on its stream."""
+    made = [
+        cases.make_case(64, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, bias=True, seed=seed)
+        for seed in (1, 2)
+    ]
+    expected = [cases.outcome(flce.linear_cross_entropy, case) for case in made]
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(case, truth):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                got = cases.outcome(flce.linear_cross_entropy, case)
+                torch.cuda.current_stream().synchronize()
+                wrong.append(not cases.same_bits(got, truth))
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(made, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 100 and not any(wrong)
