@@ -166,21 +166,17 @@ __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype
   }
 }
 
-/* Adds one vector to `gap` and `mass`. A column without weight adds nothing, where its l is -inf
- * too. */
-template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
-                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
+/* Adds one vector to `gap` and `mass`; `w` holds the q_j of probabilities, else ones. A column
+ * without weight adds nothing, where its l is -inf too. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_weighed_gaps(const Row<Z>& row, int col, const S (&l)[kVec<Z>],
+                                                 S from, S (&w)[kVec<Z>], RowSums<S>& sums) {
   constexpr int N = kVec<Z>;
-  S w[N];
+  if (row.class_weight) {
+    S weight[N];
+    load_beside(row.class_weight, col, row.vocab, weight);
 #pragma unroll
-  for (int e = 0; e < N; e++) w[e] = 1;
-  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
-  if (PROBABILITIES && row.probabilities) {
-    S t[N];
-    load_probabilities(row, r.probabilities_dtype, col, t);
-#pragma unroll
-    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
+    for (int e = 0; e < N; e++) w[e] *= weight[e];
   }
   if (has_gaps(row, col)) {
 #pragma unroll
@@ -193,6 +189,23 @@ __device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, 
     sums.mass += w[e];
     if (w[e] != 0) sums.gap += w[e] * (from - l[e]);
   }
+}
+
+/* The same, with what the targets make of `w` loaded here. */
+template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
+                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
+  constexpr int N = kVec<Z>;
+  S w[N];
+#pragma unroll
+  for (int e = 0; e < N; e++) w[e] = 1;
+  if (PROBABILITIES && row.probabilities) {
+    S t[N];
+    load_probabilities(row, r.probabilities_dtype, col, t);
+#pragma unroll
+    for (int e = 0; e < N; e++) w[e] = fma(row.hard, t[e], row.share);
+  }
+  add_weighed_gaps(row, col, l, from, w, sums);
 }
 
 /* The same of this thread's vectors of a tile. */
@@ -211,6 +224,59 @@ __device__ __forceinline__ void add_tile_gaps(const flce_rows& r, const Row<Z>& 
 template <typename S>
 __device__ __forceinline__ S spread_of(S exp_l, S l, S from) {
   return exp_l * fmax(l - from, -largest_finite(l));
+}
+
+/* ---- a running maximum ---- */
+
+/* A thread's running maximum, in units of which one is `unit` of l: z in the plain kernels. */
+template <typename S>
+struct Running {
+  S top, shift; /* shift: of its sums, unit top; 0 while top is -inf */
+};
+
+template <Kind KIND, typename S>
+__device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S highest, S unit) {
+  const S raised = unit * highest;
+  const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
+  if constexpr (KIND == kGeneral) {
+    const S step = raised - run.shift;
+    sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+  }
+  sums.rest *= factor;
+  run.top = highest;
+  run.shift = raised;
+}
+
+/* Brings a thread's sums to the block's offset. A thread that saw only -inf has the sum 0 (NaN if
+ * it saw a NaN) for any offset. */
+template <Kind KIND, typename S>
+__device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
+  const S none = -infinity_of(S(0)), c = sums.offset;
+  const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
+  if constexpr (KIND == kGeneral) {
+    const S step = c - run.shift;
+    if (run.top != none) sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+    sums.gap_from = sums.spread_from = c;
+  }
+  sums.rest *= factor;
+}
+
+/* Adds exp(l - shift) of one vector, and what the entropy needs. */
+template <typename S, int N>
+__device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy, RowSums<S>& sums) {
+  if (entropy) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const S value = exp_fast(l[e] - shift);
+      sums.rest += value;
+      sums.spread += spread_of(value, l[e], shift);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) sums.rest += exp_fast(l[e] - shift);
+  }
 }
 
 /* ---- the end of a row ---- */
@@ -305,13 +371,16 @@ __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sum
   return entropy < 0 ? 0 : entropy;
 }
 
-/* Statistics and loss of a row. By one thread. */
+/* Statistics of a row, in enum flce_stat_row's order. */
+template <typename S>
+struct RowStats {
+  S of[FLCE_STAT_ROWS];
+};
+
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row,
-                                                 const RowSums<S>& sums) {
+__device__ __forceinline__ RowStats<S> statistics_of(const row_args& p, const Row<Z>& row,
+                                                     const RowSums<S>& sums, const RowEnd<S>& end) {
   const flce_rows& r = p.r;
-  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
-  const RowEnd<S> end = end_of<KIND>(row, sums.offset, sums.rest);
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
     if (r.wants_entropy) entropy = entropy_of(row, sums, end);
@@ -320,23 +389,39 @@ __device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>
       slope = fmax(1 - t * t, (S)0);
     }
   }
-  stat_row<S>(r, FLCE_STAT_LSE)[at] = end.lse;
-  stat_row<S>(r, FLCE_STAT_NLL)[at] = end.nll;
-  stat_row<S>(r, FLCE_STAT_OFFSET)[at] = sums.offset;
-  stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = 1 / end.sum;
-  stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
-  stat_row<S>(r, FLCE_STAT_SLOPE)[at] = slope;
-  stat_row<S>(r, FLCE_STAT_MASS)[at] = has_no_target<KIND>(row) ? sums.mass : 0;
-  if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+  RowStats<S> stats;
+  stats.of[FLCE_STAT_LSE] = end.lse;
+  stats.of[FLCE_STAT_NLL] = end.nll;
+  stats.of[FLCE_STAT_OFFSET] = sums.offset;
+  stats.of[FLCE_STAT_INV_SUM] = 1 / end.sum;
+  stats.of[FLCE_STAT_ENTROPY] = entropy;
+  stats.of[FLCE_STAT_SLOPE] = slope;
+  stats.of[FLCE_STAT_MASS] = has_no_target<KIND>(row) ? sums.mass : 0;
+  return stats;
+}
+
+/* Statistics of a row, by one thread, which keeps them and the loss where it `writes`. */
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ RowStats<S> write_statistics(const row_args& p, const Row<Z>& row,
+                                                        int64_t at, const RowSums<S>& sums,
+                                                        bool writes = true) {
+  const RowEnd<S> end = end_of<KIND>(row, sums.offset, sums.rest);
+  const RowStats<S> stats = statistics_of<KIND>(p, row, sums, end);
+  if (!writes) return stats;
+#pragma unroll
+  for (int which = 0; which < FLCE_STAT_ROWS; which++) {
+    stat_row<S>(p.r, which)[at] = stats.of[which];
+  }
+  if (p.r.loss) ((S*)p.r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+  return stats;
 }
 
 /* `best` is of the columns without the target's. */
 template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_prediction(const flce_rows& r, const Row<Z>& row,
-                                                 Best<S> best) {
+__device__ __forceinline__ int64_t prediction_of(const Row<Z>& row, Best<S> best) {
   if (row.target >= 0) best = better_of(best, Best<S>{row.l_target, row.target});
   /* Where all are -inf (or NaN) the first is as good as any. */
-  r.predictions[vectors_at(r, blockIdx.x)] = best.value > -infinity_of(S(0)) ? best.column : 0;
+  return best.value > -infinity_of(S(0)) ? best.column : 0;
 }
 
 /* Statistics of a row that has none. */
