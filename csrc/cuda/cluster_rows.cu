@@ -220,18 +220,16 @@ __device__ __forceinline__ void add_tile(const cluster_args& p, const Row<Z>& ro
 #pragma unroll
   for (int u = 0; u < kUnroll<Z>; u++) {
     if (p.a.weighted) {
+      const int col = column_of<Z>(first + u * blockDim.x, row.lead);
       S w[N];
+      load_weights(row, col, w);
       if constexpr (kIsSoft<T>) {
         S t[N];
         unpack(((const Vec<T, N>*)stage.t)[slot_of<Z>(tile, u)], t);
 #pragma unroll
-        for (int e = 0; e < N; e++) w[e] = fma(row.hard, t[e], row.share);
-      } else {
-#pragma unroll
-        for (int e = 0; e < N; e++) w[e] = 1;
+        for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
       }
-      add_weighed_gaps(row, column_of<Z>(first + u * blockDim.x, row.lead), l[u], run.shift, w,
-                       sums);
+      add_weighed_gaps(row, col, l[u], run.shift, w, sums);
     }
     add_exps(l[u], run.shift, r.wants_entropy, sums);
   }

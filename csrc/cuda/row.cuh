@@ -17,13 +17,14 @@ constexpr int kUnroll = sizeof(Z) == 2 ? 2 : 4;
 enum Kind {
   kPlain,
   kBiased,
-  kExp, /* grad_rows only: z holds exp */
+  kExp,    /* grad_rows only: z holds exp */
+  kSmooth, /* exp_rows to 16 bits only: plain, with label smoothing and without class weights */
   kGeneral
 };
 
 /* Blocks of an SM that a row kernel's registers must leave room for: as many as spill nothing. */
 constexpr int row_blocks(size_t z_size, Kind kind) {
-  return z_size == 8 ? 1 : kind == kPlain || kind == kExp ? 3 : 2;
+  return z_size == 8 ? 1 : kind == kPlain || kind == kExp || kind == kSmooth ? 3 : 2;
 }
 
 constexpr float kLog2e = 1.44269504f;

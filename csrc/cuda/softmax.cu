@@ -21,6 +21,26 @@ __device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&r
   return top;
 }
 
+/* The sum of l_y - l_j over this thread's vectors of a tile, whose target's logit may be hidden. */
+template <typename Z>
+__device__ __forceinline__ float tile_gap(const row_args& p, const Row<Z>& row,
+                                          const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first) {
+  constexpr int N = kVec<Z>;
+  float gap = 0;
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+    float z[N];
+    unpack(raw[u], z);
+    const bool gaps = has_gaps(row, col);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if (!gaps || !is_gap(row, col + e)) gap += fma(-z[e], scale_of(p, 0.0f), row.reference);
+    }
+  }
+  return gap;
+}
+
 /* ---- exp_rows for 16-bit E: one read ---- */
 
 /* The offset is known before the row is: c = l_y + kAbove. The target is one of the sum's terms, so
@@ -132,6 +152,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
       if (p.weighted) add_tile_gaps<false>(r, row, mine, l, sums.gap_from, sums);
       if (r.predictions && top > best.value) best = {top, column_holding(row, top, mine, l)};
     } else {
+      if constexpr (KIND == kSmooth) sums.gap += tile_gap(p, row, raw, mine);
       top = row.scale * hide_and_max<KIND == kBiased>(row, raw, mine);
     }
     /* The barrier also separates the reads of this tile (and of z_y) from the writes below: in
@@ -356,9 +377,11 @@ static flce_status launch_rows(void* self, const flce_rows* r, row_kernel kernel
 /* A scale below 0 makes the smallest z the largest l. */
 static Kind forward_kind(const flce_rows* r) {
   const flce_loss* o = &r->options;
-  const bool general = o->label_smoothing > 0 || o->softcap > 0 || !(o->logit_scale > 0) ||
-                       r->temperature || r->wants_entropy || r->predictions || !r->target;
-  return general ? kGeneral : r->bias ? kBiased : kPlain;
+  const bool smooth = o->label_smoothing > 0;
+  const bool general = (smooth && (r->class_weight || r->bias)) || o->softcap > 0 ||
+                       !(o->logit_scale > 0) || r->temperature || r->wants_entropy ||
+                       r->predictions || !r->target;
+  return general ? kGeneral : smooth ? kSmooth : r->bias ? kBiased : kPlain;
 }
 
 template <typename Z>
@@ -372,6 +395,7 @@ template <typename Z, typename Out>
 static row_kernel one_read_kernel(Kind kind) {
   return kind == kPlain    ? exp_rows_one_read<Z, Out, kPlain>
          : kind == kBiased ? exp_rows_one_read<Z, Out, kBiased>
+         : kind == kSmooth ? exp_rows_one_read<Z, Out, kSmooth>
                            : exp_rows_one_read<Z, Out, kGeneral>;
 }
 

@@ -166,18 +166,20 @@ __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype
   }
 }
 
-/* Adds one vector to `gap` and `mass`; `w` holds the q_j of probabilities, else ones. A column
- * without weight adds nothing, where its l is -inf too. */
+/* The class weights of a vector's columns, ones without them. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void load_weights(const Row<Z>& row, int col, S (&w)[kVec<Z>]) {
+#pragma unroll
+  for (int e = 0; e < kVec<Z>; e++) w[e] = 1;
+  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
+}
+
+/* Adds one vector to `gap` and `mass`; `w` holds w_j, with probabilities w_j q_j. A column without
+ * weight adds nothing, where its l is -inf too. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void add_weighed_gaps(const Row<Z>& row, int col, const S (&l)[kVec<Z>],
                                                  S from, S (&w)[kVec<Z>], RowSums<S>& sums) {
   constexpr int N = kVec<Z>;
-  if (row.class_weight) {
-    S weight[N];
-    load_beside(row.class_weight, col, row.vocab, weight);
-#pragma unroll
-    for (int e = 0; e < N; e++) w[e] *= weight[e];
-  }
   if (has_gaps(row, col)) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
@@ -191,19 +193,18 @@ __device__ __forceinline__ void add_weighed_gaps(const Row<Z>& row, int col, con
   }
 }
 
-/* The same, with what the targets make of `w` loaded here. */
+/* The same, with the weights loaded here. */
 template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
                                          const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
   constexpr int N = kVec<Z>;
   S w[N];
-#pragma unroll
-  for (int e = 0; e < N; e++) w[e] = 1;
+  load_weights(row, col, w);
   if (PROBABILITIES && row.probabilities) {
     S t[N];
     load_probabilities(row, r.probabilities_dtype, col, t);
 #pragma unroll
-    for (int e = 0; e < N; e++) w[e] = fma(row.hard, t[e], row.share);
+    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
   }
   add_weighed_gaps(row, col, l, from, w, sums);
 }
@@ -285,6 +286,7 @@ __device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy,
 template <Kind KIND, typename S>
 __device__ __forceinline__ void add_up(const row_args& p, RowSums<S>& sums, S* scratch) {
   sums.rest = block_sum(sums.rest, scratch);
+  if constexpr (KIND == kSmooth) sums.gap = block_sum(sums.gap, scratch);
   if constexpr (KIND == kGeneral) {
     if (p.weighted) {
       sums.gap = block_sum(sums.gap, scratch);
@@ -348,7 +350,7 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
   } else {
     const S w = row.class_weight ? row.class_weight[row.target] : 1;
     loss = (S)p.hard * w * end.nll;
-    if (KIND == kGeneral && p.weighted) {
+    if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
       const S own = w != 0 ? w * (sums.gap_from - row.l_target) : 0;
       const S above = lse_above(row, end, sums.offset, sums.gap_from);
       loss += (S)p.share * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.gap + own));
@@ -408,11 +410,11 @@ __device__ __forceinline__ RowStats<S> write_statistics(const row_args& p, const
   const RowEnd<S> end = end_of<KIND>(row, sums.offset, sums.rest);
   const RowStats<S> stats = statistics_of<KIND>(p, row, sums, end);
   if (!writes) return stats;
+  if (p.r.loss) ((S*)p.r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
 #pragma unroll
   for (int which = 0; which < FLCE_STAT_ROWS; which++) {
     stat_row<S>(p.r, which)[at] = stats.of[which];
   }
-  if (p.r.loss) ((S*)p.r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
   return stats;
 }
 
