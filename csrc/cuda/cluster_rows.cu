@@ -514,8 +514,31 @@ static flce_status find_device(cluster_device* found) {
   return FLCE_OK;
 }
 
-/* How many clusters run at once: a cluster for each takes rows until none is left. Asked for in
- * every chunk, mostly for what was asked last. */
+/* Prepares the kernel and asks how many of its clusters run at once; 0 where it cannot, as in code
+ * that was compiled for an older device. */
+static flce_status ask_clusters(cluster_kernel kernel, const cudaLaunchConfig_t* config,
+                                const cluster_device* device, int* clusters) {
+  const char* what = "cluster_rows: attributes";
+  cudaFuncAttributes attributes;
+  *clusters = 0;
+  FLCE_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), what));
+  if (attributes.ptxVersion < 90) return FLCE_OK;
+  /* Always the same limit: another thread may be about to launch the kernel with more. */
+  FLCE_TRY(check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)device->most),
+      what));
+  FLCE_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           cudaSharedmemCarveoutMaxShared),
+                      what));
+  if (cudaOccupancyMaxActiveClusters(clusters, kernel, config) != cudaSuccess) {
+    cudaGetLastError(); /* the passes that read twice serve */
+    *clusters = 0;
+  }
+  return FLCE_OK;
+}
+
+/* A cluster for each place there is takes rows until none is left. Counted in every chunk, mostly
+ * for what was counted last. */
 static flce_status count_clusters(cluster_kernel kernel, const cudaLaunchConfig_t* config,
                                   const cluster_shape* shape, const cluster_device* device,
                                   int* clusters) {
@@ -524,12 +547,8 @@ static flce_status count_clusters(cluster_kernel kernel, const cudaLaunchConfig_
   static thread_local int known_device = -1, known_clusters = 0;
   if (kernel != known_kernel || device->device != known_device || shape->blocks != known.blocks ||
       shape->threads != known.threads || shape->bytes != known.bytes) {
-    /* Always the same limit: another thread may be about to launch the kernel with more. */
-    FLCE_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             (int)device->most),
-                        "cluster_rows: shared memory"));
-    FLCE_TRY(check_cuda(cudaOccupancyMaxActiveClusters(&known_clusters, kernel, config),
-                        "cluster_rows: clusters"));
+    known_kernel = NULL;
+    FLCE_TRY(ask_clusters(kernel, config, device, &known_clusters));
     known_kernel = kernel;
     known = *shape;
     known_device = device->device;
