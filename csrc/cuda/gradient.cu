@@ -263,7 +263,7 @@ flce_status cuda_blank_grad_input(void* self, const flce_rows* r, int64_t bound,
 
 /* ---- column sums ---- */
 
-enum { kColumnThreads = 128, kColumnBlocks = 1024, kRowsAtLeast = 32, kBatch = 4 };
+enum { kColumnThreads = 128, kColumnBlocks = 1024, kRowsAtLeast = 32, kBatch = 8 };
 
 /* Row ranges that are summed apart. A function of the sizes alone, so that a sum's order is; about
  * kColumnBlocks blocks in all, more than run at once, and few enough that the partial sums are
@@ -290,7 +290,7 @@ __device__ __forceinline__ void load_row_part(const T* row, int64_t col, int64_t
 }
 
 template <typename T, int N>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 8)
     column_partials(const T* a, int64_t pitch, int64_t rows, int64_t cols, int64_t rows_per_split,
                     const stat_t<T>* weights, stat_t<T>* partials) {
   using S = stat_t<T>;

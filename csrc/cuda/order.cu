@@ -240,45 +240,73 @@ __global__ void __launch_bounds__(kSliceThreads)
   finish_elements<X, N>(p, j, begin, end, h, none, v);
 }
 
-/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side; kBatch rows
- * are loaded before the first of them is stored. */
-template <typename X, int N>
+/* Elements [h, h + N) of kBatch rows from `first` on; beyond the vocabulary those of `first`. */
+template <typename A, int N>
+__device__ __forceinline__ void load_rows(const grad_weight_args& p, int64_t first, int64_t h,
+                                          Vec<A, N> (&raw)[kBatch]) {
+#pragma unroll
+  for (int b = 0; b < kBatch; b++) {
+    const int64_t j = first + b < p.vocab ? first + b : first;
+    load_vec<true>((const A*)p.accum + j * p.hidden + h, raw[b]);
+  }
+}
+
+/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side. Blocks that
+ * follow each other share a stripe: they read whole rows between them. The rows of a batch are
+ * under way while those of the batch before are finished. */
+template <typename X, typename A, int N>
 __global__ void __launch_bounds__(kSliceThreads)
-    finish_all_rows(const __grid_constant__ grad_weight_args p) {
+    finish_all_rows(const __grid_constant__ grad_weight_args p, int slices) {
   using S = stat_t<X>;
   __shared__ int64_t bounds[kStripeRows + 1];
-  const int64_t stripe = (int64_t)blockIdx.x * kStripeRows;
+  const int64_t stripe = (int64_t)(blockIdx.x / slices) * kStripeRows;
+  const int64_t h = ((int64_t)(blockIdx.x % slices) * kSliceThreads + threadIdx.x) * N;
+  Vec<A, N> raw[kBatch];
+  if (h < p.hidden) load_rows(p, stripe, h, raw);
   if (threadIdx.x <= kStripeRows) {
     bounds[threadIdx.x] = lower_bound(p.keys, p.count, (uint32_t)(stripe + threadIdx.x));
   }
   __syncthreads();
-  const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
   if (h >= p.hidden) return;
   S xsum[N] = {};
 #pragma unroll
   for (int e = 0; p.xsum && e < N; e++) xsum[e] = ((const S*)p.xsum)[h + e];
+#pragma unroll 1
   for (int first = 0; first < kStripeRows && stripe + first < p.vocab; first += kBatch) {
-    S v[kBatch][N];
-#pragma unroll
-    for (int b = 0; b < kBatch; b++) {
-      const int64_t j = stripe + first + b;
-      load_any<S, N>(p.accum, p.accum_dtype, (j < p.vocab ? j : stripe) * p.hidden + h, v[b]);
-    }
+    const int64_t next = stripe + first + kBatch;
+    Vec<A, N> ahead[kBatch];
+    if (first + kBatch < kStripeRows && next < p.vocab) load_rows(p, next, h, ahead);
 #pragma unroll
     for (int b = 0; b < kBatch; b++) {
       const int r = first + b;
       if (stripe + r >= p.vocab) break;
-      finish_elements<X, N>(p, stripe + r, bounds[r], bounds[r + 1], h, xsum, v[b]);
+      S v[N];
+      unpack(raw[b], v);
+      finish_elements<X, N>(p, stripe + r, bounds[r], bounds[r + 1], h, xsum, v);
+      raw[b] = ahead[b];
     }
   }
 }
 
-typedef void (*grad_weight_kernel)(const grad_weight_args);
-
-template <typename X>
-static grad_weight_kernel grad_weight_kernel_of(bool all_rows, bool aligned) {
-  if (all_rows) return aligned ? finish_all_rows<X, 8> : finish_all_rows<X, 1>;
-  return aligned ? finish_touched_rows<X, 8> : finish_touched_rows<X, 1>;
+/* accum is of X or of its stat type. */
+template <typename X, int N>
+static flce_status launch_grad_weight(void* self, const grad_weight_args& args, bool all_rows,
+                                      int64_t tokens) {
+  const int64_t slices = ceil_div(args.hidden, kSliceThreads * N);
+  const dim3 touched((unsigned)tokens, (unsigned)slices);
+  const int64_t blocks = slices * ceil_div(args.vocab, kStripeRows);
+  FLCE_TRY(check_grid(all_rows ? blocks : tokens, "finish_grad_weight"));
+  if (!all_rows) {
+    finish_touched_rows<X, N><<<touched, kSliceThreads, 0, stream_of(self)>>>(args);
+  } else if (flce_size_of(args.accum_dtype) == (int64_t)sizeof(X)) {
+    finish_all_rows<X, X, N>
+        <<<(unsigned)blocks, kSliceThreads, 0, stream_of(self)>>>(args, (int)slices);
+  } else {
+    finish_all_rows<X, stat_t<X>, N>
+        <<<(unsigned)blocks, kSliceThreads, 0, stream_of(self)>>>(args, (int)slices);
+  }
+  FLCE_LAUNCHED("finish_grad_weight");
+  return FLCE_OK;
 }
 
 flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
@@ -295,12 +323,14 @@ flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, c
       vocab, hidden, coef_target, xsum,     class_weight};
   const bool aligned =
       hidden % 8 == 0 && is_aligned(dw, 16) && is_aligned(accum, 16) && is_aligned(x, 16);
-  const dim3 grid((unsigned)(all_rows ? ceil_div(vocab, kStripeRows) : tokens),
-                  (unsigned)ceil_div(hidden, kSliceThreads * (aligned ? 8 : 1)));
-  grad_weight_kernel kernel = NULL;
-  FLCE_WITH_TYPE(dtype, X, kernel = grad_weight_kernel_of<X>(all_rows, aligned));
-  kernel<<<grid, kSliceThreads, 0, stream_of(self)>>>(args);
-  FLCE_LAUNCHED("finish_grad_weight");
+  FLCE_WITH_TYPE(dtype, X, {
+    if (accum_dtype != dtype && accum_dtype != flce_stat_dtype(dtype)) {
+      return flce_fail(FLCE_UNSUPPORTED, "finish_grad_weight: no CUDA kernel from sums in %s",
+                       flce_dtype_name(accum_dtype));
+    }
+    return aligned ? launch_grad_weight<X, 8>(self, args, all_rows, tokens)
+                   : launch_grad_weight<X, 1>(self, args, all_rows, tokens);
+  });
   return FLCE_OK;
 }
 

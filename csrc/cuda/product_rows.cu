@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   if (kIsGeneral && s.tops) {
     Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
     best.value *= (float)kLn2;
-    write_prediction(p.r, place.at, view, best);
+    p.r.predictions[place.at] = prediction_of(view, best);
   }
 }
 

@@ -17,13 +17,14 @@ constexpr int kUnroll = sizeof(Z) == 2 ? 2 : 4;
 enum Kind {
   kPlain,
   kBiased,
-  kExp, /* grad_rows only: z holds exp */
+  kExp,    /* grad_rows only: z holds exp */
+  kSmooth, /* exp_rows to 16 bits only: plain, with label smoothing and without class weights */
   kGeneral
 };
 
 /* Blocks of an SM that a row kernel's registers must leave room for: as many as spill nothing. */
 constexpr int row_blocks(size_t z_size, Kind kind) {
-  return z_size == 8 ? 1 : kind == kPlain || kind == kExp ? 3 : 2;
+  return z_size == 8 ? 1 : kind == kPlain || kind == kExp || kind == kSmooth ? 3 : 2;
 }
 
 constexpr float kLog2e = 1.44269504f;
@@ -259,13 +260,14 @@ __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
   return dtype == FLCE_F64 ? 8 : dtype == FLCE_F32 ? 4 : 2;
 }
 
-/* A row without its target's logit: grad_rows has no use for that, and may be overwriting it. */
+/* Row `index` of z, whose vectors are at `at`, without its target's logit: grad_rows has no use for
+ * that, and may be overwriting it. */
 template <Kind KIND, typename Z>
-__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
+__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t index, int64_t at) {
   using S = stat_t<Z>;
   const flce_rows& r = p.r;
   Row<Z> row = {};
-  row.z = (const Z*)r.z + (int64_t)blockIdx.x * r.z_pitch;
+  row.z = (const Z*)r.z + index * r.z_pitch;
   row.bias = (const S*)r.bias;
   row.class_weight = (const S*)r.class_weight;
   row.vocab = (int)r.vocab;
@@ -293,13 +295,18 @@ __device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
 }
 
 template <Kind KIND, bool FAST, typename Z>
-__device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t at) {
+__device__ __forceinline__ void read_target(Row<Z>& row) {
   using S = stat_t<Z>;
-  Row<Z> row = open_walk<KIND, Z>(p, at);
-  if (KIND == kGeneral && row.target < 0) return row;
+  if (KIND == kGeneral && row.target < 0) return;
   const S z = (S)to_stat(row.z[row.target]) + (row.bias ? row.bias[row.target] : 0);
   row.l_target = KIND == kGeneral ? logit_of<FAST>(row, z) : row.scale * z;
   row.reference = isfinite(row.l_target) ? row.l_target : 0;
+}
+
+template <Kind KIND, bool FAST, typename Z>
+__device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t index, int64_t at) {
+  Row<Z> row = open_walk<KIND, Z>(p, index, at);
+  read_target<KIND, FAST>(row);
   return row;
 }
 

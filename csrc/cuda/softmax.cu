@@ -1,5 +1,6 @@
 /* Row passes of the forward: statistics and E = exp(l - c). One block walks one row. */
 #include "backend.cuh"
+#include "cluster_rows.cuh"
 #include "launch.cuh"
 #include "statistics.cuh"
 
@@ -18,6 +19,26 @@ __device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&r
     for (int e = 0; e < kVec<Z>; e++) top = fmax(top, z[e]);
   }
   return top;
+}
+
+/* The sum of l_y - l_j over this thread's vectors of a tile, whose target's logit may be hidden. */
+template <typename Z>
+__device__ __forceinline__ float tile_gap(const row_args& p, const Row<Z>& row,
+                                          const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first) {
+  constexpr int N = kVec<Z>;
+  float gap = 0;
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+    float z[N];
+    unpack(raw[u], z);
+    const bool gaps = has_gaps(row, col);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if (!gaps || !is_gap(row, col + e)) gap += fma(-z[e], scale_of(p, 0.0f), row.reference);
+    }
+  }
+  return gap;
 }
 
 /* ---- exp_rows for 16-bit E: one read ---- */
@@ -115,7 +136,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
     write_no_statistics<float>(r, place);
     return;
   }
-  const Row<Z> row = open_row<KIND, true, Z>(p, place.at);
+  const Row<Z> row = open_row<KIND, true, Z>(p, blockIdx.x, place.at);
   RowSums<float> sums = {};
   sums.offset = isfinite(row.l_target) ? row.l_target + kAbove : -INFINITY;
   sums.gap_from = sums.spread_from = row.reference;
@@ -131,6 +152,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
       if (p.weighted) add_tile_gaps<false>(r, row, mine, l, sums.gap_from, sums);
       if (r.predictions && top > best.value) best = {top, column_holding(row, top, mine, l)};
     } else {
+      if constexpr (KIND == kSmooth) sums.gap += tile_gap(p, row, raw, mine);
       top = row.scale * hide_and_max<KIND == kBiased>(row, raw, mine);
     }
     /* The barrier also separates the reads of this tile (and of z_y) from the writes below: in
@@ -157,8 +179,9 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  close_row<KIND>(p, row, sums);
-  if (KIND == kGeneral && r.predictions) write_prediction(r, vectors_at(r, blockIdx.x), row, best);
+  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums);
+  if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
 }
 
 /* ---- exp_rows for float32 and float64 E: the row's maximum first, then E ---- */
@@ -249,7 +272,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
     write_no_statistics<T>(r, place);
     return;
   }
-  const Row<T> row = open_row<KIND, false, T>(p, place.at);
+  const Row<T> row = open_row<KIND, false, T>(p, blockIdx.x, place.at);
   RowSums<T> sums = {};
   sums.offset = sums.gap_from = sums.spread_from = row_max<KIND>(row, scratch);
   int lowest = INT32_MAX; /* column that holds the offset */
@@ -272,62 +295,12 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   Best<T> best = {sums.offset, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  close_row<KIND>(p, row, sums);
-  if (KIND == kGeneral && r.predictions) write_prediction(r, vectors_at(r, blockIdx.x), row, best);
+  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums);
+  if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
 }
 
 /* ---- stat_rows ---- */
-
-/* A thread's running maximum, in units of which one is `unit` of l: z in the plain kernels. */
-template <typename S>
-struct Running {
-  S top, shift; /* shift: of its sums, unit top; 0 while top is -inf */
-};
-
-template <Kind KIND, typename S>
-__device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S highest, S unit) {
-  const S raised = unit * highest;
-  const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
-  if constexpr (KIND == kGeneral) {
-    const S step = raised - run.shift;
-    sums.spread = factor * (sums.spread - step * sums.rest);
-    sums.gap += step * sums.mass;
-  }
-  sums.rest *= factor;
-  run.top = highest;
-  run.shift = raised;
-}
-
-/* Brings a thread's sums to the block's offset. A thread that saw only -inf has the sum 0 (NaN if
- * it saw a NaN) for any offset. */
-template <Kind KIND, typename S>
-__device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
-  const S none = -infinity_of(S(0)), c = sums.offset;
-  const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
-  if constexpr (KIND == kGeneral) {
-    const S step = c - run.shift;
-    if (run.top != none) sums.spread = factor * (sums.spread - step * sums.rest);
-    sums.gap += step * sums.mass;
-    sums.gap_from = sums.spread_from = c;
-  }
-  sums.rest *= factor;
-}
-
-/* Adds exp(l - shift) of one vector, and what the entropy needs. */
-template <typename S, int N>
-__device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy, RowSums<S>& sums) {
-  if (entropy) {
-#pragma unroll
-    for (int e = 0; e < N; e++) {
-      const S value = exp_fast(l[e] - shift);
-      sums.rest += value;
-      sums.spread += spread_of(value, l[e], shift);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < N; e++) sums.rest += exp_fast(l[e] - shift);
-  }
-}
 
 /* A running maximum and the sum of exp(l - maximum): one exp for each logit and one for each tile.
  */
@@ -344,7 +317,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
     write_no_statistics<S>(r, place);
     return;
   }
-  const Row<Z> row = open_row<KIND, kFast, Z>(p, place.at);
+  const Row<Z> row = open_row<KIND, kFast, Z>(p, blockIdx.x, place.at);
   const S none = -infinity_of(S(0)), unit = KIND == kGeneral ? S(1) : row.scale;
   Running<S> run = {none, 0};
   RowSums<S> sums = {};
@@ -384,8 +357,9 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  close_row<KIND>(p, row, sums);
-  if (KIND == kGeneral && r.predictions) write_prediction(r, vectors_at(r, blockIdx.x), row, best);
+  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums);
+  if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
 }
 
 /* ---- launches ---- */
@@ -403,9 +377,11 @@ static flce_status launch_rows(void* self, const flce_rows* r, row_kernel kernel
 /* A scale below 0 makes the smallest z the largest l. */
 static Kind forward_kind(const flce_rows* r) {
   const flce_loss* o = &r->options;
-  const bool general = o->label_smoothing > 0 || o->softcap > 0 || !(o->logit_scale > 0) ||
-                       r->temperature || r->wants_entropy || r->predictions || !r->target;
-  return general ? kGeneral : r->bias ? kBiased : kPlain;
+  const bool smooth = o->label_smoothing > 0;
+  const bool general = (smooth && (r->class_weight || r->bias)) || o->softcap > 0 ||
+                       !(o->logit_scale > 0) || r->temperature || r->wants_entropy ||
+                       r->predictions || !r->target;
+  return general ? kGeneral : smooth ? kSmooth : r->bias ? kBiased : kPlain;
 }
 
 template <typename Z>
@@ -419,6 +395,7 @@ template <typename Z, typename Out>
 static row_kernel one_read_kernel(Kind kind) {
   return kind == kPlain    ? exp_rows_one_read<Z, Out, kPlain>
          : kind == kBiased ? exp_rows_one_read<Z, Out, kBiased>
+         : kind == kSmooth ? exp_rows_one_read<Z, Out, kSmooth>
                            : exp_rows_one_read<Z, Out, kGeneral>;
 }
 
@@ -431,6 +408,9 @@ static row_kernel two_reads_kernel(Kind kind) {
 
 flce_status cuda_stat_rows(void* self, const flce_rows* r) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  bool done = false;
+  if (!r->target) FLCE_TRY(cuda_cluster_rows(self, r, NULL, kSumsOnly, &done));
+  if (done) return FLCE_OK;
   row_kernel kernel = NULL;
   FLCE_WITH_TYPE(r->z_dtype, Z, kernel = stat_kernel<Z>(forward_kind(r)));
   return launch_rows(self, r, kernel, "stat_rows");

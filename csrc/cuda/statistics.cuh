@@ -166,22 +166,20 @@ __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype
   }
 }
 
-/* Adds one vector to `gap` and `mass`. A column without weight adds nothing, where its l is -inf
- * too. */
-template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
-                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
-  constexpr int N = kVec<Z>;
-  S w[N];
+/* The class weights of a vector's columns, ones without them. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void load_weights(const Row<Z>& row, int col, S (&w)[kVec<Z>]) {
 #pragma unroll
-  for (int e = 0; e < N; e++) w[e] = 1;
+  for (int e = 0; e < kVec<Z>; e++) w[e] = 1;
   if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
-  if (PROBABILITIES && row.probabilities) {
-    S t[N];
-    load_probabilities(row, r.probabilities_dtype, col, t);
-#pragma unroll
-    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
-  }
+}
+
+/* Adds one vector to `gap` and `mass`; `w` holds w_j, with probabilities w_j q_j. A column without
+ * weight adds nothing, where its l is -inf too. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_weighed_gaps(const Row<Z>& row, int col, const S (&l)[kVec<Z>],
+                                                 S from, S (&w)[kVec<Z>], RowSums<S>& sums) {
+  constexpr int N = kVec<Z>;
   if (has_gaps(row, col)) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
@@ -193,6 +191,22 @@ __device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, 
     sums.mass += w[e];
     if (w[e] != 0) sums.gap += w[e] * (from - l[e]);
   }
+}
+
+/* The same, with the weights loaded here. */
+template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
+                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
+  constexpr int N = kVec<Z>;
+  S w[N];
+  load_weights(row, col, w);
+  if (PROBABILITIES && row.probabilities) {
+    S t[N];
+    load_probabilities(row, r.probabilities_dtype, col, t);
+#pragma unroll
+    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
+  }
+  add_weighed_gaps(row, col, l, from, w, sums);
 }
 
 /* The same of this thread's vectors of a tile. */
@@ -213,12 +227,66 @@ __device__ __forceinline__ S spread_of(S exp_l, S l, S from) {
   return exp_l * fmax(l - from, -largest_finite(l));
 }
 
+/* ---- a running maximum ---- */
+
+/* A thread's running maximum, in units of which one is `unit` of l: z in the plain kernels. */
+template <typename S>
+struct Running {
+  S top, shift; /* shift: of its sums, unit top; 0 while top is -inf */
+};
+
+template <Kind KIND, typename S>
+__device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S highest, S unit) {
+  const S raised = unit * highest;
+  const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
+  if constexpr (KIND == kGeneral) {
+    const S step = raised - run.shift;
+    sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+  }
+  sums.rest *= factor;
+  run.top = highest;
+  run.shift = raised;
+}
+
+/* Brings a thread's sums to the block's offset. A thread that saw only -inf has the sum 0 (NaN if
+ * it saw a NaN) for any offset. */
+template <Kind KIND, typename S>
+__device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
+  const S none = -infinity_of(S(0)), c = sums.offset;
+  const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
+  if constexpr (KIND == kGeneral) {
+    const S step = c - run.shift;
+    if (run.top != none) sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+    sums.gap_from = sums.spread_from = c;
+  }
+  sums.rest *= factor;
+}
+
+/* Adds exp(l - shift) of one vector, and what the entropy needs. */
+template <typename S, int N>
+__device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy, RowSums<S>& sums) {
+  if (entropy) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const S value = exp_fast(l[e] - shift);
+      sums.rest += value;
+      sums.spread += spread_of(value, l[e], shift);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) sums.rest += exp_fast(l[e] - shift);
+  }
+}
+
 /* ---- the end of a row ---- */
 
 /* The sums of all threads. */
 template <Kind KIND, typename S>
 __device__ __forceinline__ void add_up(const row_args& p, RowSums<S>& sums, S* scratch) {
   sums.rest = block_sum(sums.rest, scratch);
+  if constexpr (KIND == kSmooth) sums.gap = block_sum(sums.gap, scratch);
   if constexpr (KIND == kGeneral) {
     if (p.weighted) {
       sums.gap = block_sum(sums.gap, scratch);
@@ -282,7 +350,7 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
   } else {
     const S w = row.class_weight ? row.class_weight[row.target] : 1;
     loss = (S)p.hard * w * end.nll;
-    if (KIND == kGeneral && p.weighted) {
+    if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
       const S own = w != 0 ? w * (sums.gap_from - row.l_target) : 0;
       const S above = lse_above(row, end, sums.offset, sums.gap_from);
       loss += (S)p.share * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.gap + own));
@@ -305,10 +373,15 @@ __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sum
   return entropy < 0 ? 0 : entropy;
 }
 
-/* Statistics and loss of a row. By one thread. */
+/* Statistics of a row, in enum flce_stat_row's order. */
+template <typename S>
+struct RowStats {
+  S of[FLCE_STAT_ROWS];
+};
+
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
-                                                 const RowSums<S>& sums, const RowEnd<S>& end) {
+__device__ __forceinline__ RowStats<S> statistics_of(const row_args& p, const Row<Z>& row,
+                                                     const RowSums<S>& sums, const RowEnd<S>& end) {
   const flce_rows& r = p.r;
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
@@ -318,31 +391,46 @@ __device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>
       slope = fmax(1 - t * t, (S)0);
     }
   }
-  stat_row<S>(r, FLCE_STAT_LSE)[at] = end.lse;
-  stat_row<S>(r, FLCE_STAT_NLL)[at] = end.nll;
-  stat_row<S>(r, FLCE_STAT_OFFSET)[at] = sums.offset;
-  stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = 1 / end.sum;
-  stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
-  stat_row<S>(r, FLCE_STAT_SLOPE)[at] = slope;
-  stat_row<S>(r, FLCE_STAT_MASS)[at] = has_no_target<KIND>(row) ? sums.mass : 0;
-  if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+  RowStats<S> stats;
+  stats.of[FLCE_STAT_LSE] = end.lse;
+  stats.of[FLCE_STAT_NLL] = end.nll;
+  stats.of[FLCE_STAT_OFFSET] = sums.offset;
+  stats.of[FLCE_STAT_INV_SUM] = 1 / end.sum;
+  stats.of[FLCE_STAT_ENTROPY] = entropy;
+  stats.of[FLCE_STAT_SLOPE] = slope;
+  stats.of[FLCE_STAT_MASS] = has_no_target<KIND>(row) ? sums.mass : 0;
+  return stats;
 }
 
-/* The same by the thread that has a block's sums. */
+/* Statistics of a row, by one thread, which keeps them and the loss where it `writes`. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void close_row(const row_args& p, const Row<Z>& row,
-                                          const RowSums<S>& sums) {
-  const int64_t at = vectors_at(p.r, blockIdx.x); /* again: registers are dear in the row's loop */
-  write_statistics<KIND>(p, row, at, sums, end_of<KIND>(row, sums.offset, sums.rest));
+__device__ __forceinline__ RowStats<S> write_statistics(const row_args& p, const Row<Z>& row,
+                                                        int64_t at, const RowSums<S>& sums,
+                                                        const RowEnd<S>& end, bool writes = true) {
+  const RowStats<S> stats = statistics_of<KIND>(p, row, sums, end);
+  if (!writes) return stats;
+  if (p.r.loss) ((S*)p.r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+#pragma unroll
+  for (int which = 0; which < FLCE_STAT_ROWS; which++) {
+    stat_row<S>(p.r, which)[at] = stats.of[which];
+  }
+  return stats;
+}
+
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ RowStats<S> write_statistics(const row_args& p, const Row<Z>& row,
+                                                        int64_t at, const RowSums<S>& sums,
+                                                        bool writes = true) {
+  const RowEnd<S> end = end_of<KIND>(row, sums.offset, sums.rest);
+  return write_statistics<KIND>(p, row, at, sums, end, writes);
 }
 
 /* `best` is of the columns without the target's. */
 template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_prediction(const flce_rows& r, int64_t at, const Row<Z>& row,
-                                                 Best<S> best) {
+__device__ __forceinline__ int64_t prediction_of(const Row<Z>& row, Best<S> best) {
   if (row.target >= 0) best = better_of(best, Best<S>{row.l_target, row.target});
   /* Where all are -inf (or NaN) the first is as good as any. */
-  r.predictions[at] = best.value > -infinity_of(S(0)) ? best.column : 0;
+  return best.value > -infinity_of(S(0)) ? best.column : 0;
 }
 
 /* Statistics of a row that has none. */
