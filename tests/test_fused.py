@@ -83,8 +83,9 @@ def test_ragged_sizes(vocab, hidden):
         if vocab == 1:
             assert not any(value.any() for value in made)
             continue
-        # The roundings of a single row have nothing to average with.
-        assert_close(made, truth(x, w, y), 2.6e-3 if tokens > 1 else 6e-3)
+        # The roundings of a single row, or of a few columns, have nothing to average with.
+        few = tokens == 1 or vocab < 64
+        assert_close(made, truth(x, w, y), 6e-3 if few else 2.6e-3)
 
 
 @pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
