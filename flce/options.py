@@ -93,12 +93,12 @@ def saved_dtype(dtypes, scalars, has_probabilities, differentiates_entropy):
     return logits if dz and needs_logits else operand
 
 
-def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, outputs=False):
+def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, late=False):
     """The strategy: an explicit one stands, "auto" is decided.
 
     `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
-    logits, `kept` that of what save="logits" keeps; `outputs`: whether a gradient may come from
-    lse or entropy, which gradients made in the forward cannot know.
+    logits, `kept` that of what save="logits" keeps; `late`: whether no gradient may be made in the
+    forward, which does not know those of lse and entropy and leaves the caller's .grad alone.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
@@ -107,7 +107,7 @@ def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, 
     rows, hidden, vocab = sizes
     operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
-    can_keep_gradients = reduction != "none" and operand != torch.float16 and not outputs
+    can_keep_gradients = reduction != "none" and operand != torch.float16 and not late
     # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
     if rows > max_memory // (row_pitch(vocab, kept) * kept.itemsize):
         return "grads" if can_keep_gradients else "stats"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import ops, options
+from . import accumulate, ops, options
 
 _KEPT = 1024  # signatures; those not asked for longest go first
 
@@ -148,7 +148,12 @@ class LinearSignature(Signature):
     save: str
     max_memory: int
     grads: tuple
+    accumulate_into: str | None
     allow_tf32: bool
+
+    @property
+    def accumulates(self):
+        return self.accumulate_into is not None and self.grads[1]
 
     def resolve_save(self, rows):
         """The strategy where `rows` rows are computed."""
@@ -167,7 +172,7 @@ class LinearSignature(Signature):
             kept,
             self.reduction,
             self.max_memory,
-            wants.differentiable,
+            wants.differentiable or self.accumulates,
         )
 
     def settings_for(self, rows):
@@ -206,12 +211,14 @@ def linear_signature(
     logits_dtype,
     save,
     max_memory,
+    accumulate_into,
     *numbers,
 ):
     """`around`: the Environment; `operands`: Metas of input, linear_weight, linear_bias; `numbers`
     as check_scalars takes them. Raises what is wrong with them."""
     input, linear_weight, linear_bias = operands
     options.check_choices(reduction, save)
+    accumulate.check_place(accumulate_into, save)
     scalars = options.check_scalars(*numbers)
     options.check_operands(*operands)
     vocab, hidden = linear_weight.shape
@@ -238,6 +245,7 @@ def linear_signature(
         save=save,
         max_memory=options.parse_bytes(max_memory),
         grads=grads,
+        accumulate_into=accumulate_into,
         allow_tf32=around.allow_tf32 and dtype == torch.float32,
     )
 
