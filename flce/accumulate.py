@@ -107,15 +107,16 @@ class Accumulator:
                 f"{name}: expected a plain dense tensor, got {type(found).__name__} of layout "
                 f"{found.layout}"
             )
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        dtypes = (weight.dtype,) if self.place == "grad" else tuple({weight.dtype: 0, wide: 0})
+        widens = self.place == "main_grad" and weight.dtype.itemsize == 2
+        dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
         if found.dtype not in dtypes:
             expected = " or ".join(map(str, dtypes))
             raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
-        for what in ("shape", "device"):
-            expected, got = getattr(weight, what), getattr(found, what)
-            if got != expected:
-                raise ValueError(f"{name}: expected {what} {expected}, got {got}")
+        if found.shape != weight.shape:
+            expected, got = tuple(weight.shape), tuple(found.shape)
+            raise ValueError(f"{name}: expected shape {expected}, got {got}")
+        if found.device != weight.device:
+            raise ValueError(f"{name}: expected device {weight.device}, got {found.device}")
         if not found.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {found.stride()}")
         if found.requires_grad or found.is_inference():
