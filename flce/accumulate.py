@@ -27,10 +27,10 @@ def check_place(accumulate_into, save):
 def option(linear_weight, accumulate_into, save):
     """The option by its name, or none where the weight gets no gradient to accumulate."""
     check_place(accumulate_into, save)
-    is_tensor = isinstance(linear_weight, torch.Tensor)
-    if not (is_tensor and linear_weight.requires_grad and torch.is_grad_enabled()):
+    if accumulate_into is None or not torch.is_grad_enabled():
         return {}
-    return {} if accumulate_into is None else {_NAME: accumulate_into}
+    differentiates = isinstance(linear_weight, torch.Tensor) and linear_weight.requires_grad
+    return {_NAME: accumulate_into} if differentiates else {}
 
 
 def refuse_tracing():
