@@ -278,6 +278,11 @@ static void* dw_accum(const engine* e) {
   return own ? own : e->tensors->grad_weight;
 }
 
+/* Whether dW's sum begins with what the caller's grad_weight holds. */
+static bool sums_in_callers(const engine* e) {
+  return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
+}
+
 /* accum += E^T (coef x), or dz^T x without the ignored rows of x: a NaN there would pass dz's
  * zeros. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
@@ -298,7 +303,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .pitch_b = h,
                     .pitch_c = h,
                     .c_dtype = plan->accum_dtype,
-                    .beta = c->first > 0 ? 1.0 : 0.0};
+                    .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0};
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
 
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
@@ -336,12 +341,13 @@ static flce_status chunk_gradients(const engine* e, const chunk* c) {
 
 /* ---- around the chunk loop of the gradients ---- */
 
-/* Gradients of the rows of W and b that lie beyond the vocabulary. */
+/* Gradients of the rows of W and b that lie beyond the vocabulary: nothing is added to those of a
+ * dW that the caller has begun. */
 static flce_status zero_padding(const engine* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   int64_t v = problem->vocab, h = problem->hidden, padding = problem->weight_rows - v;
-  if (padding > 0 && problem->want_grad_weight)
+  if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
     CALL(e, zero, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype),
          padding * h * flce_size_of(plan->grad_weight_dtype));
   if (padding > 0 && problem->want_grad_bias)
@@ -368,11 +374,25 @@ static flce_status begin_gradients(const engine* e) {
   /* GEMMs overwrite with the first chunk; what they do not write, or only add to, starts from zero.
    */
   bool no_chunks = problem->rows == 0;
-  if (problem->want_grad_weight && (no_chunks || e->plan->dw_block_rows > 0))
+  if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, zero, dw_accum(e),
          problem->vocab * problem->hidden * flce_size_of(e->plan->accum_dtype));
   if (problem->want_grad_bias && no_chunks)
     CALL(e, zero, buffer(e, FLCE_BUF_DB_ACCUM), problem->vocab * flce_size_of(e->stat));
+  return FLCE_OK;
+}
+
+/* The terms of dW that no product makes, and its sum added to the caller's, rounded once. */
+static flce_status finish_weight(const engine* e, const void* coef_target, const void* order,
+                                 const void* xsum) {
+  const flce_plan* plan = e->plan;
+  int64_t h = e->problem->hidden, v = e->problem->vocab;
+  void *out = e->tensors->grad_weight, *accum = dw_accum(e);
+  bool added = e->problem->adds_grad_weight && accum != out;
+  CALL(e, finish_grad_weight, added ? accum : out,
+       added ? plan->accum_dtype : plan->grad_weight_dtype, accum, plan->accum_dtype, e->input,
+       plan->dtype, coef_target, order, e->problem->tokens, xsum, e->tensors->class_weight, v, h);
+  if (added) CALL(e, add_block, out, plan->grad_weight_dtype, accum, plan->accum_dtype, v * h);
   return FLCE_OK;
 }
 
@@ -394,9 +414,7 @@ static flce_status finish_gradients(const engine* e) {
     if (smooth)
       CALL(e, column_sum, xsum, e->input, plan->dtype, h, n, h, coef_smooth, false,
            buffer(e, FLCE_BUF_COLUMN_SUM));
-    CALL(e, finish_grad_weight, e->tensors->grad_weight, plan->grad_weight_dtype, dw_accum(e),
-         plan->accum_dtype, e->input, plan->dtype, coef_target, order, n, xsum,
-         e->tensors->class_weight, v, h);
+    FLCE_TRY(finish_weight(e, coef_target, order, xsum));
   }
   if (problem->want_grad_bias) {
     if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat);

@@ -100,7 +100,7 @@ typedef struct flce_problem {
                    less than tokens the computed rows are gathered (compact_rows) */
   flce_dtype dtype; /* that the products are to be computed in: autocast's, else that of x and W */
   flce_dtype input_dtype;  /* of x as given, and of dX */
-  flce_dtype weight_dtype; /* of W as given, and of dW */
+  flce_dtype weight_dtype; /* of W as given, and of dW unless it is added */
   flce_dtype bias_dtype;   /* of b as given, and of db */
   flce_dtype accum_dtype;  /* dW is summed over chunks in this type: dtype or the stat dtype */
   flce_dtype logits_dtype; /* asked for: the stat dtype (exact) or dtype (rounded as an eager head
@@ -108,6 +108,9 @@ typedef struct flce_problem {
   flce_reduction reduction;
   flce_save save;
   bool want_grad_input, want_grad_weight, want_grad_bias;
+  bool adds_grad_weight;  /* the backward adds dW to what the caller's grad_weight holds, and leaves
+                             its padding alone. Not for save=grads, whose forward makes dW */
+  flce_dtype added_dtype; /* of that grad_weight: weight_dtype, or F32 beside a 16-bit one */
   bool has_bias, has_class_weight;
   bool has_probabilities; /* the targets are probabilities, not classes */
   bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
@@ -143,7 +146,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_SAVED,       /* E or z of the logits strategy, [rows][saved_pitch] saved_dtype */
   FLCE_BUF_PREDICTIONS, /* [N] int64 */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
-  FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype */
+  FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype; none where dW is added to the caller's */
   FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
   FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
   FLCE_BUF_INPUT_CAST,    /* x in dtype */
@@ -339,7 +342,7 @@ typedef struct flce_tensors {
   void* saved;              /* save=logits: [rows][saved_pitch]; likewise */
   void* predictions;        /* [N] int64 */
   void* grad_input;         /* written by the forward for save=grads, else by the backward */
-  void* grad_weight;        /* [weight_rows][H] */
+  void* grad_weight;        /* [weight_rows][H]; added to where the problem says so */
   void* grad_bias;          /* [weight_rows] */
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
   const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
@@ -449,7 +452,8 @@ typedef struct flce_backend {
                                   flce_dtype stat, const void* coef_target, const void* order,
                                   int64_t tokens, const void* smooth_total,
                                   const void* class_weight, int64_t vocab);
-  /* accum[rows][H] += block[rows][H]: for GEMMs that cannot add into the accumulator. */
+  /* accum[i] += block[i], summed in accum's stat dtype: for GEMMs that cannot add into the
+   * accumulator, and for a sum that is added to the caller's. */
   flce_status (*add_block)(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                            flce_dtype dtype, int64_t count);
   /* out = in * grad_output[0] * [scalars: inv_denom / unit]: nothing is written when out is in and

@@ -9,50 +9,7 @@
 
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
-// ---- checks ----
-
-void expect_shape(const char* name, const Tensor& tensor, const std::vector<int64_t>& expected) {
-  if (shape_of(tensor) != expected)
-    throw std::invalid_argument(std::string(name) + ": expected shape " + shape_text(expected) +
-                                ", got " + shape_text(shape_of(tensor)));
-  if (!tensor.is_contiguous())
-    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
-}
-
-void expect_same_device(const char* name, const Tensor& tensor, Place place) {
-  Place got = place_of(tensor);
-  if (got.type != place.type || got.index != place.index)
-    throw std::invalid_argument(std::string(name) +
-                                ": expected the device of input, got another device");
-}
-
-void expect_type(const char* name, const Tensor& tensor, ScalarType type, const char* type_name) {
-  if (tensor.scalar_type() != type)
-    throw std::invalid_argument(std::string(name) + ": expected dtype " + type_name);
-}
-
-void expect_dim(const char* name, const Tensor& tensor, int64_t dim) {
-  if (tensor.dim() != dim)
-    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(dim) +
-                                " dimensions, got shape " + shape_text(shape_of(tensor)));
-}
-
-void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
-                 flce_dtype dtype, Place place) {
-  expect_shape(name, tensor, shape);
-  expect_type(name, tensor, to_scalar_type(dtype), flce_dtype_name(dtype));
-  expect_same_device(name, tensor, place);
-}
-
-// An optional tensor of statistics' dtype.
-const void* optional_pointer(const char* name, const OptionalTensor& tensor,
-                             const std::vector<int64_t>& shape, flce_dtype stat, Place place) {
-  if (!tensor) return nullptr;
-  expect_like(name, *tensor, shape, stat, place);
-  return tensor->const_data_ptr();
-}
+// ---- tensors of the loss ----
 
 // The tensors of the loss beside the operands; every operator has them in this order.
 struct LossTensors {
@@ -232,8 +189,9 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
   Gradients gradients;
   gradients.input = make(problem.want_grad_input, {n, h}, plan.grad_input_dtype, "grad_input",
                          &tensors->grad_input);
-  gradients.weight = make(problem.want_grad_weight, {v, h}, plan.grad_weight_dtype, "grad_weight",
-                          &tensors->grad_weight);
+  if (!problem.adds_grad_weight)
+    gradients.weight = make(problem.want_grad_weight, {v, h}, plan.grad_weight_dtype, "grad_weight",
+                            &tensors->grad_weight);
   gradients.bias =
       make(problem.want_grad_bias, {v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
   return gradients;
@@ -281,7 +239,6 @@ void zero_unused_rows(const Device& device, const flce_problem& problem, const f
         table->zero(table->self, static_cast<char*>(saved.mutable_data_ptr()) + used, all - used));
 }
 
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
@@ -317,13 +274,13 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   }
 }
 
-BackwardResult run_backward(const Device& device, const flce_problem& problem,
-                            const flce_plan& plan, flce_tensors* tensors) {
+Gradients run_backward(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                       flce_tensors* tensors) {
   Gradients gradients = allocate_gradients(device, problem, plan, true, tensors);
   Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_backward(device.table(), &problem, &plan, tensors));
-  return {gradients.input, gradients.weight, gradients.bias};
+  return gradients;
 }
 
 // What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
@@ -348,29 +305,71 @@ void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, con
     tensors->grad_entropy = rows_of_stats + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
 }
 
-BackwardResult backward(Tensor grad_output, OptionalTensor grad_stats, Tensor input,
-                        Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
-                        OptionalTensor weight, OptionalTensor token_weight,
-                        OptionalTensor token_temperature, Tensor stats, Tensor scalars,
-                        Tensor saved, ARGUMENTS) {
-  Options options = GATHER_ARGUMENTS;
+// The caller's gradient of the weight, for dW to be added to.
+void bind_added(const Tensor& grad_weight, Place place, flce_problem* problem,
+                flce_tensors* tensors) {
+  const char* name = "grad_weight_into";
+  expect_shape(name, grad_weight, {problem->weight_rows, problem->hidden});
+  expect_same_device(name, grad_weight, place);
+  if (!problem->want_grad_weight)
+    throw std::invalid_argument("grad_weight: expected True with grad_weight_into, got False");
+  problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
+  problem->adds_grad_weight = true;
+  tensors->grad_weight = grad_weight.mutable_data_ptr();
+}
+
+// What a forward left for its backward, and the upstream gradients.
+struct Kept {
+  Tensor grad_output;
+  OptionalTensor grad_stats;
+  Tensor stats, scalars, saved;
+};
+
+// `added`: the caller's gradient of the weight, or none for one of our own.
+Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Operands& operands,
+                         const LossTensors& loss, const Options& options, bool allow_tf32) {
   flce_problem problem = make_problem(options);
   flce_tensors tensors{};
-  bind_operands({input, linear_weight, linear_bias},
-                {target, weight, token_weight, token_temperature, std::nullopt}, options, &problem,
-                &tensors);
-  Place place = place_of(input);
+  bind_operands(operands, loss, options, &problem, &tensors);
+  Place place = place_of(operands.input);
+  if (added) bind_added(*added, place, &problem, &tensors);
   Device device(place, allow_tf32);
   flce_plan plan = device.plan(problem);
-  bind_saved(grad_output, grad_stats, stats, scalars, problem, place, &tensors);
+  bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
   if (plan.save == FLCE_SAVE_LOGITS)
-    expect_like("saved", saved, saved_shape(problem, plan, options), plan.saved_dtype, place);
-  tensors.saved = saved.mutable_data_ptr();
+    expect_like("saved", kept.saved, saved_shape(problem, plan, options), plan.saved_dtype, place);
+  tensors.saved = kept.saved.mutable_data_ptr();
   try {
     return run_backward(device, problem, plan, &tensors);
   } catch (const OutOfMemory& error) {
     throw OutOfMemory(error.what() + memory_advice(problem, plan));
   }
+}
+
+#define BACKWARD_SCHEMA                                                             \
+  "Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, "    \
+  "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "      \
+  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor saved, " OPTIONS \
+  ", bool allow_tf32"
+#define BACKWARD_TENSORS                                                                           \
+  Tensor grad_output, OptionalTensor grad_stats, Tensor input, Tensor linear_weight,               \
+      Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
+      OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
+      Tensor saved
+#define MAKE_GRADIENTS(added)                                                     \
+  make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
+                 {input, linear_weight, linear_bias},                             \
+                 {target, weight, token_weight, token_temperature, std::nullopt}, \
+                 GATHER_ARGUMENTS, allow_tf32)
+
+std::tuple<Tensor, Tensor, Tensor> backward(BACKWARD_TENSORS, ARGUMENTS) {
+  Gradients made = MAKE_GRADIENTS(std::nullopt);
+  return {made.input, made.weight, made.bias};
+}
+
+std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_TENSORS, ARGUMENTS) {
+  Gradients made = MAKE_GRADIENTS(grad_weight_into);
+  return {made.input, made.bias};
 }
 
 // ---- scaling of gradients that the forward made ----
@@ -477,7 +476,8 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
 
 std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
-                 std::optional<ScalarType> bias_dtype, bool has_probabilities, ARGUMENTS) {
+                 std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
+                 bool has_probabilities, ARGUMENTS) {
   Options options = GATHER_ARGUMENTS;
   flce_problem problem = make_problem(options);
   problem.tokens = tokens;
@@ -490,6 +490,8 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
   problem.has_bias = bias_dtype.has_value();
   if (bias_dtype) problem.bias_dtype = to_dtype(*bias_dtype, "bias_dtype");
+  problem.adds_grad_weight = added_dtype.has_value();
+  if (added_dtype) problem.added_dtype = to_dtype(*added_dtype, "added_dtype");
   bool cpu = device_type == "cpu";
   Place place = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
@@ -523,11 +525,10 @@ STABLE_TORCH_LIBRARY(flce, m) {
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, " OPTIONS
       ", bool allow_tf32) -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions, "
       "Tensor saved, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  m.def(
-      "backward(Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, "
-      "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "
-      "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor saved, " OPTIONS
-      ", bool allow_tf32) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("backward(" BACKWARD_SCHEMA
+        ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
+        ") -> (Tensor grad_input, Tensor grad_bias)");
   m.def("scale_(Tensor(a!) grad, Tensor grad_output, Tensor? scalars) -> ()");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
@@ -541,6 +542,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
       "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
+      "ScalarType? added_dtype, "
       "bool has_probabilities, " OPTIONS ", bool allow_tf32) -> str");
   m.def("gemm_count() -> int");
   m.def("cpu_variant() -> str");
@@ -550,6 +552,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
 static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
+  m.impl("backward_into", TORCH_BOX(&backward_into));
   m.impl("scale_", TORCH_BOX(&scale_));
   m.impl("scaled", TORCH_BOX(&scaled));
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));

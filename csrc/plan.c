@@ -61,6 +61,19 @@ flce_status flce_check_loss(const flce_loss* loss) {
   return FLCE_OK;
 }
 
+static flce_status check_added(const flce_problem* problem) {
+  if (!problem->adds_grad_weight) return FLCE_OK;
+  if (problem->save == FLCE_SAVE_GRADS)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected \"logits\" or \"stats\" where the weight's gradient is added "
+                     "to the caller's, got \"grads\", whose forward would change it");
+  flce_dtype weight = problem->weight_dtype, added = problem->added_dtype;
+  if (added == weight || added == flce_stat_dtype(weight)) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT, "grad_weight_into: expected dtype %s%s, got %s",
+                   flce_dtype_name(weight), flce_size_of(weight) == 2 ? " or float32" : "",
+                   flce_dtype_name(added));
+}
+
 static flce_status check_problem(const flce_problem* problem) {
   if (problem->tokens < 0 || problem->hidden < 1 || problem->vocab < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
@@ -79,6 +92,7 @@ static flce_status check_problem(const flce_problem* problem) {
                      "save: expected \"logits\" or \"stats\" with reduction=\"none\", got "
                      "\"grads\", which holds gradients "
                      "of one scalar");
+  FLCE_TRY(check_added(problem));
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   if (problem->accum_dtype != problem->dtype && problem->accum_dtype != stat)
     return flce_fail(FLCE_INVALID_ARGUMENT, "accum_dtype: expected %s or %s, got %s",
@@ -195,7 +209,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->gemm_adds_bias = problem->has_bias && facts->gemm_adds_bias && plan->z_dtype == FLCE_F32;
   choose_saved(problem, plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
-  plan->grad_weight_dtype = kept_dtype(problem, problem->weight_dtype);
+  plan->grad_weight_dtype =
+      problem->adds_grad_weight ? problem->added_dtype : kept_dtype(problem, problem->weight_dtype);
   plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
 
   plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
@@ -235,7 +250,7 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
     if (plan->grad_input_dtype != problem->input_dtype)
       rounded += n * h * flce_size_of(problem->input_dtype);
   }
-  if (gradients && problem->want_grad_weight) {
+  if (gradients && problem->want_grad_weight && !problem->adds_grad_weight) {
     add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * h * flce_size_of(plan->grad_weight_dtype));
     if (plan->grad_weight_dtype != problem->weight_dtype)
       rounded += v * h * flce_size_of(problem->weight_dtype);

@@ -1,4 +1,4 @@
-// What the operators need of torch: errors, dtypes, devices, allocation. Only op.cpp and
+// What the operators need of torch: errors, dtypes, devices, allocation, checks. Only op.cpp and
 // op_tune.cpp include it.
 #ifndef FLCE_TORCH_DEVICE_H
 #define FLCE_TORCH_DEVICE_H
@@ -24,6 +24,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // ---- errors ----
 
@@ -281,6 +282,52 @@ class Device {
   flce_cuda cuda_{};
   flce_backend table_{};
 };
+
+// ---- checks ----
+
+inline void expect_shape(const char* name, const Tensor& tensor,
+                         const std::vector<int64_t>& expected) {
+  if (shape_of(tensor) != expected)
+    throw std::invalid_argument(std::string(name) + ": expected shape " + shape_text(expected) +
+                                ", got " + shape_text(shape_of(tensor)));
+  if (!tensor.is_contiguous())
+    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+}
+
+inline void expect_same_device(const char* name, const Tensor& tensor, Place place) {
+  Place got = place_of(tensor);
+  if (got.type != place.type || got.index != place.index)
+    throw std::invalid_argument(std::string(name) +
+                                ": expected the device of input, got another device");
+}
+
+inline void expect_type(const char* name, const Tensor& tensor, ScalarType type,
+                        const char* type_name) {
+  if (tensor.scalar_type() != type)
+    throw std::invalid_argument(std::string(name) + ": expected dtype " + type_name);
+}
+
+inline void expect_dim(const char* name, const Tensor& tensor, int64_t dim) {
+  if (tensor.dim() != dim)
+    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(dim) +
+                                " dimensions, got shape " + shape_text(shape_of(tensor)));
+}
+
+inline void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
+                        flce_dtype dtype, Place place) {
+  expect_shape(name, tensor, shape);
+  expect_type(name, tensor, to_scalar_type(dtype), flce_dtype_name(dtype));
+  expect_same_device(name, tensor, place);
+}
+
+// An optional tensor of statistics' dtype.
+inline const void* optional_pointer(const char* name, const OptionalTensor& tensor,
+                                    const std::vector<int64_t>& shape, flce_dtype stat,
+                                    Place place) {
+  if (!tensor) return nullptr;
+  expect_like(name, *tensor, shape, stat, place);
+  return tensor->const_data_ptr();
+}
 
 }  // namespace
 

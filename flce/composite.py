@@ -10,6 +10,7 @@ import math
 import torch
 
 from . import ops, options
+from .accumulate import Accumulator
 from .signature import (
     LossTensors,
     Wanted,
@@ -137,6 +138,7 @@ def linear_cross_entropy_of(
     logits_dtype=None,
     save="auto",
     max_memory=None,
+    accumulate_into=None,
 ):
     """The loss and the outputs of `wanted`, None for the others."""
     operands = (input, linear_weight, linear_bias)
@@ -146,10 +148,11 @@ def linear_cross_entropy_of(
         wanted,
         metas,
         _describe(target, weight, token_weight, token_temperature),
-        *(reduction, valid_vocab, accum_dtype, logits_dtype, save, max_memory),
+        *(reduction, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
         *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
     )
     options.refuse_transforms(*operands)
+    accumulator = Accumulator(linear_weight, accumulate_into) if call.accumulates else None
     ignore_index = call.scalars.ignore_index
     if shift != 0 or cu_seqlens is not None:
         target = options.shifted_target(target, shift, cu_seqlens, ignore_index)
@@ -163,9 +166,15 @@ def linear_cross_entropy_of(
     arguments = (*operands[:2], target, linear_bias, *tensors[1:], num_items)
     made = _run(ops.inner.forward.default, arguments, settings)
     if call.differentiable:
-        differentiable = ops.Forward.apply(made, call.returns, settings, tensors, *operands)
+        differentiable = ops.Forward.apply(
+            made, call.returns, settings, tensors, accumulator, *operands
+        )
         made[: len(differentiable)] = differentiable
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
+
+
+# Where torch.compile breaks off at accumulate.refuse_tracing it would trace what is called next.
+linear_cross_entropy_untraced = torch._disable_dynamo(linear_cross_entropy_of)
 
 
 def cross_entropy_of(

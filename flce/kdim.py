@@ -124,6 +124,11 @@ def _check_shapes(input, linear_weight, target, linear_bias, weight):
 
 
 def _refuse_options(shape, rest):
+    if rest.get("accumulate_into") is not None:
+        raise ValueError(
+            "accumulate_into: expected None with a linear_weight of more than two dimensions, "
+            f"whose gradient is put together from its positions', got {rest['accumulate_into']!r}"
+        )
     if rest.get("shift", 0) != 0:
         raise ValueError(
             "shift: expected 0 with a linear_weight of more than two dimensions, whose positions "

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import composite
+from . import accumulate, composite
 from .kdim import k_dimensional
 from .options import (
     check_choices,
@@ -26,7 +26,10 @@ from .output import LinearCrossEntropyOutput
 def _call(name, operands, settings, wanted):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    if "accumulate_into" in settings:
+        accumulate.refuse_tracing()
+        made = composite.linear_cross_entropy_untraced(wanted, *operands, **settings)
+    elif torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         made = _through_operator(name, operands, settings, wanted)
     else:
         made = getattr(composite, f"{name}_of")(wanted, *operands, **settings)
@@ -94,6 +97,7 @@ def linear_cross_entropy(
     logits_dtype=None,
     save="auto",
     max_memory=None,
+    accumulate_into=None,
     return_lse=False,
     return_entropy=False,
     return_accuracy=False,
@@ -159,6 +163,10 @@ def linear_cross_entropy(
             where lse or entropy may be differentiated), else stats.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory.
+        accumulate_into: "grad" or "main_grad": the backward adds linear_weight's gradient to that
+            attribute of linear_weight itself, a leaf, and returns none: V H elements and a pass
+            less. "grad" is made where it is None, "main_grad" has to be there and may be float32;
+            grad_added_to_main_grad, where it is declared, becomes True. Not with save="grads".
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: outputs of
             the same pass. A gradient that comes from lse or entropy is added to the loss's in the
             same two products; with save="grads" the backward then makes all gradients again.
@@ -169,12 +177,13 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name, or
-            a combination without a meaning.
+            a combination without a meaning; what `accumulate_into` cannot add to, untouched.
         IndexError: a target out of range on the CPU, or on CUDA with FLCE_CHECK=1. Without it
             such a row's loss and gradients are NaN on CUDA, where checking would wait.
         torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
             MemoryError).
-        RuntimeError: double backward, forward-mode AD, vmap.
+        RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
+            or autograd.grad of linear_weight.
 
     Formula (torch.nn.CrossEntropyLoss): with class weights w, a valid row of target y has
     ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t
@@ -207,6 +216,7 @@ def linear_cross_entropy(
     if options is not None:
         check_tensor("linear_weight", linear_weight)
         _apply_torch_options(settings, options, linear_weight)
+    settings.update(accumulate.option(linear_weight, accumulate_into, save))
     if isinstance(linear_weight, torch.Tensor) and linear_weight.dim() > 2:
         operands = (input, linear_weight, target)
         wanted = {f"return_{output}": want for output, want in wanted._asdict().items()}
@@ -396,6 +406,7 @@ _MODULE_OPTIONS = {
         "logits_dtype",
         "save",
         "max_memory",
+        "accumulate_into",
     )
 }
 
@@ -403,6 +414,7 @@ _MODULE_OPTIONS = {
 def _keep_options(module, classes, **given):
     """Keeps a Module's options, after the checks that need no tensor."""
     check_choices(given["reduction"], given["save"])
+    accumulate.check_place(given["accumulate_into"], given["save"])
     numbers_of = {
         name: None if given[name] is None else number(name, given[name])
         for name in ("label_smoothing", "logit_scale", "softcap", "temperature", "z_loss")
@@ -442,7 +454,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
         reduction, weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
-            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory: as in
+            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
             `linear_cross_entropy`.
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
@@ -471,6 +483,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         logits_dtype=None,
         save="auto",
         max_memory=None,
+        accumulate_into=None,
     ):
         if weight is not None and weight.shape != (num_classes,):
             raise ValueError(
@@ -494,6 +507,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
             logits_dtype=logits_dtype,
             save=save,
             max_memory=max_memory,
+            accumulate_into=accumulate_into,
         )
         self.num_classes = num_classes
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -522,7 +536,8 @@ class LinearCrossEntropyHead(nn.Linear):
         class_weight: a factor for each class, shape (out_features,), kept as a buffer that is not
             saved, or None.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift,
-            valid_vocab, accum_dtype, logits_dtype, save, max_memory: as in `linear_cross_entropy`.
+            valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
+            `linear_cross_entropy`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
     (..., V).
@@ -550,6 +565,7 @@ class LinearCrossEntropyHead(nn.Linear):
         logits_dtype=None,
         save="auto",
         max_memory=None,
+        accumulate_into=None,
     ):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
@@ -569,6 +585,7 @@ class LinearCrossEntropyHead(nn.Linear):
             logits_dtype=logits_dtype,
             save=save,
             max_memory=max_memory,
+            accumulate_into=accumulate_into,
         )
 
     def forward(self, input, labels=None, **options):

@@ -107,6 +107,12 @@ def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear
     return _fake_gradients(input, linear_weight, linear_bias, settings.save, settings[-4:-1])
 
 
+@torch.library.register_fake("flce::backward_into", lib=library)
+def _fake_backward_into(grad_weight_into, *args):
+    grad_input, _, grad_bias = _fake_backward(*args)
+    return grad_input, grad_bias
+
+
 @torch.library.register_fake("flce::scale_", lib=library)
 def _fake_scale_(grad, grad_output, scalars):
     return None
@@ -265,12 +271,14 @@ class Forward(torch.autograd.Function):
     """flce::forward, applied to its outputs `made`.
 
     `constants`: the operator's tensors without a gradient, all but num_items, which has become a
-    scalar.
+    scalar. `accumulator`: accumulate.Accumulator of linear_weight, or None.
     """
 
     @staticmethod
-    def forward(ctx, made, returns, settings, constants, input, linear_weight, linear_bias):
-        ctx.settings = settings
+    def forward(
+        ctx, made, returns, settings, constants, accumulator, input, linear_weight, linear_bias
+    ):
+        ctx.settings, ctx.accumulator = settings, accumulator
         _, stats, scalars, _, saved, *grads = made
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
@@ -289,17 +297,17 @@ class Forward(torch.autograd.Function):
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         settings, saved = ctx.settings, ctx.saved_tensors
         if settings.save != "grads":
-            made = _run_backward(settings, saved, grad_output, grad_stats, wanted)
+            made = _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted)
         elif grad_stats is None:
             made = _scale_made(ctx, saved[:4], grad_output, wanted)
         else:
             # Of the loss alone are the gradients that the forward made: all of them again.
             settings = settings._replace(save="stats")
-            made = _run_backward(settings, saved[4:], grad_output, grad_stats, wanted)
-        return (None,) * 4 + made
+            made = _run_backward(ctx, settings, saved[4:], grad_output, grad_stats, wanted)
+        return (None,) * 5 + made
 
 
 def _scale_made(ctx, saved, grad_output, wanted):
@@ -313,10 +321,25 @@ def _scale_made(ctx, saved, grad_output, wanted):
     )
 
 
-def _run_backward(settings, saved, grad_output, grad_stats, wanted):
+def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
+    accumulator, into = ctx.accumulator, None
+    if accumulator is not None:
+        # The Function's tensors are the operands: the second is the weight.
+        if accumulator.is_asked(ctx.next_functions[1][0]):
+            into = accumulator.open()
+        else:
+            accumulator, wanted = None, (wanted[0], False, wanted[2])
     grads = dict(zip(("grad_input", "grad_weight", "grad_bias"), wanted, strict=True))
-    settings = settings._replace(**grads)
-    made = below_autograd(inner.backward.default, grad_output, grad_stats, *saved, *settings)
+    args = (grad_output, grad_stats, *saved, *settings._replace(**grads))
+    if into is None:
+        made = below_autograd(inner.backward.default, *args)
+        grad_weight = made[1]
+    else:
+        made = below_autograd(inner.backward_into.default, into, *args)
+        grad_weight = None
+    if accumulator is not None:
+        grad_weight = accumulator.close(grad_weight)
+    made = (made[0], grad_weight, made[-1])
     return tuple(grad if want else None for grad, want in zip(made, wanted, strict=True))
 
 
@@ -338,7 +361,7 @@ class CrossEntropyForward(torch.autograd.Function):
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
     constants = (target, *rest[:3])
     operands = (input, linear_weight, linear_bias)
-    return Forward.apply(made, Returns.ALL, Settings(*rest[4:]), constants, *operands)
+    return Forward.apply(made, Returns.ALL, Settings(*rest[4:]), constants, None, *operands)
 
 
 def _apply_cross_entropy_forward(made, logits, target, *rest):
@@ -348,7 +371,7 @@ def _apply_cross_entropy_forward(made, logits, target, *rest):
 
 _register_autograd("forward", _apply_forward)
 _register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
-for _name in ("backward", "scaled", "cross_entropy_backward"):
+for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)
 
 
@@ -366,3 +389,17 @@ def _scale_seen(grad, grad_output, scalars):
 
 
 library.impl("scale_", _scale_seen, "ADInplaceOrView")
+
+
+def _backward_into_seen(grad_weight_into, *args):
+    """As _scale_seen; a tensor that may not be written to is refused before it is."""
+    if grad_weight_into.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "grad_weight_into: expected a tensor that does not require grad, to add to in place"
+        )
+    torch.autograd.graph.increment_version(grad_weight_into)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return inner.backward_into.default(grad_weight_into, *args)
+
+
+library.impl("backward_into", _backward_into_seen, "ADInplaceOrView")

@@ -93,12 +93,12 @@ def saved_dtype(dtypes, scalars, has_probabilities, differentiates_entropy):
     return logits if dz and needs_logits else operand
 
 
-def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, outputs=False):
+def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, late=False):
     """The strategy: an explicit one stands, "auto" is decided.
 
     `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
-    logits, `kept` that of what save="logits" keeps; `outputs`: whether a gradient may come from
-    lse or entropy, for which gradients made in the forward have to be made again.
+    logits, `kept` that of what save="logits" keeps; `late`: whether no gradient may be made in the
+    forward.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
@@ -107,9 +107,7 @@ def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, 
     rows, hidden, vocab = sizes
     operand, logits_dtype = dtypes
     # float16 gradients would have to be kept in float32 until grad_output is known.
-    can_keep_gradients = reduction != "none" and operand != torch.float16
-    # A compiled backward gets zeros where no gradient came, and would always make them again.
-    can_keep_gradients = can_keep_gradients and not (outputs and is_compiling())
+    can_keep_gradients = reduction != "none" and operand != torch.float16 and not late
     # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
     if rows > max_memory // (row_pitch(vocab, kept) * kept.itemsize):
         return "grads" if can_keep_gradients else "stats"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import options
+from . import accumulate, options
 from .ops import stat_dtype
 from .signature import LinearSignature, Wanted, product_dtypes
 
@@ -72,6 +72,7 @@ def plan(
     logits_dtype=None,
     save="auto",
     max_memory=None,
+    accumulate_into=None,
     grad_input=True,
     grad_weight=True,
 ):
@@ -86,6 +87,8 @@ def plan(
         probabilities: whether the targets are probabilities.
         valid_bound: the number of rows to compute, or None for all.
         grad_input, grad_weight: whether these gradients are wanted; none of the three is no_grad.
+        accumulate_into: as in `linear_cross_entropy`, of a .grad that is there already, or of a
+            float32 .main_grad.
         reduction, label_smoothing, softcap, valid_vocab, return_lse, return_entropy,
             return_predictions, accum_dtype, logits_dtype, save, max_memory: as in
             `linear_cross_entropy`.
@@ -98,6 +101,7 @@ def plan(
     """
     device = torch.device(device)
     options.check_choices(reduction, save)
+    accumulate.check_place(accumulate_into, save)
     if softcap is not None:
         softcap = options.number("softcap", softcap)
     label_smoothing = options.number("label_smoothing", label_smoothing)
@@ -122,8 +126,12 @@ def plan(
         save=save,
         max_memory=options.resolve_max_memory(max_memory, device),
         grads=(grad_input, grad_weight, bias),
+        accumulate_into=accumulate_into,
+        compiling=False,
         allow_tf32=False,
     )
+    weight_dtype = weight_dtype or dtype
+    added = weight_dtype if accumulate_into == "grad" else stat_dtype(weight_dtype)
     text = torch.ops.flce.plan(
         tokens,
         hidden,
@@ -131,8 +139,9 @@ def plan(
         device.type,
         device.index or 0,
         input_dtype or dtype,
-        weight_dtype or dtype,
-        (weight_dtype or dtype) if bias else None,
+        weight_dtype,
+        weight_dtype if bias else None,
+        added if call.accumulates else None,
         probabilities,
         *call.settings_for(rows),
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import ops, options
+from . import accumulate, ops, options
 
 _KEPT = 1024  # signatures; those not asked for longest go first
 
@@ -39,9 +39,11 @@ def describe(name, tensor):
 
 
 class Environment(typing.NamedTuple):
-    """What a call takes from around it. `autocast`: its dtype where it is on for the device."""
+    """What a call takes from around it. `autocast`: its dtype where it is on for the device;
+    `compiling`: whether the call is traced for torch.compile."""
 
     grad: bool
+    compiling: bool
     autocast: torch.dtype | None
     allow_tf32: bool
     max_memory: str | None
@@ -56,6 +58,7 @@ def environment(first, max_memory=None):
         autocast = torch.get_autocast_dtype(device_type)
     return Environment(
         torch.is_grad_enabled(),
+        torch.compiler.is_compiling(),
         autocast,
         device_type == "cuda" and first.dtype == torch.float32 and _allows_tf32(),
         options.given_max_memory() if max_memory is None else None,
@@ -148,7 +151,19 @@ class LinearSignature(Signature):
     save: str
     max_memory: int
     grads: tuple
+    accumulate_into: str | None
+    compiling: bool
     allow_tf32: bool
+
+    @property
+    def accumulates(self):
+        return self.accumulate_into is not None and self.grads[1]
+
+    @property
+    def _makes_late(self):
+        """Whether no gradient may be made in the forward: the caller's .grad is the backward's, and
+        a compiled one gets zeros where none came from lse or entropy, and would make all again."""
+        return self.accumulates or (self.wanted.differentiable and self.compiling)
 
     def resolve_save(self, rows):
         """The strategy where `rows` rows are computed."""
@@ -167,7 +182,7 @@ class LinearSignature(Signature):
             kept,
             self.reduction,
             self.max_memory,
-            wants.differentiable,
+            self._makes_late,
         )
 
     def settings_for(self, rows):
@@ -206,12 +221,14 @@ def linear_signature(
     logits_dtype,
     save,
     max_memory,
+    accumulate_into,
     *numbers,
 ):
     """`around`: the Environment; `operands`: Metas of input, linear_weight, linear_bias; `numbers`
     as check_scalars takes them. Raises what is wrong with them."""
     input, linear_weight, linear_bias = operands
     options.check_choices(reduction, save)
+    accumulate.check_place(accumulate_into, save)
     scalars = options.check_scalars(*numbers)
     options.check_operands(*operands)
     vocab, hidden = linear_weight.shape
@@ -238,6 +255,8 @@ def linear_signature(
         save=save,
         max_memory=options.parse_bytes(max_memory),
         grads=grads,
+        accumulate_into=accumulate_into,
+        compiling=around.compiling,
         allow_tf32=around.allow_tf32 and dtype == torch.float32,
     )
 

@@ -266,6 +266,13 @@ def opcheck_backward(device):
             yield raw.backward(arguments, made, grad_output, grad_stats), {}
 
 
+def opcheck_backward_into(device):
+    for args, kwargs in opcheck_backward(device):
+        wants_weight, linear_weight = args[-3], args[3]
+        if wants_weight:
+            yield (torch.randn_like(linear_weight).detach(), *args), kwargs
+
+
 def opcheck_scale_(device):
     yield (torch.randn(9, 7, device=device), torch.tensor(0.3, device=device), None), {}
 
@@ -308,6 +315,7 @@ OPCHECK_SAMPLES = {
     "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
     "forward": opcheck_forward,
     "backward": opcheck_backward,
+    "backward_into": opcheck_backward_into,
     "scale_": opcheck_scale_,
     "scaled": opcheck_scaled,
     "cross_entropy": opcheck_cross_entropy,
@@ -321,7 +329,7 @@ WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use
 # flce.tune's: its tensors are mere memory, its value is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}
 # Refuse to be differentiated: their values are checked on detached tensors.
-REFUSE_GRADIENTS = {"backward", "cross_entropy_backward", "scaled"}
+REFUSE_GRADIENTS = {"backward", "backward_into", "cross_entropy_backward", "scaled"}
 
 
 def registered_ops():

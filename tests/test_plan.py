@@ -264,3 +264,65 @@ def test_peak_memory_without_reduction(device, save):
     _, step = measured_peaks(case, wants, device, **knobs)
     scratch = product_scratch(case, plan.chunk_rows)
     assert_close(step, plan.peak_bytes, "step", scratch)
+
+
+# ---- accumulation into the caller's gradient ----
+
+
+def accumulated_peak(case, place, held_dtype, device, **knobs):
+    """Of a step that adds the weight's gradient to what is there."""
+    x = case.input.clone().requires_grad_()
+    weight = torch.nn.Parameter(case.linear_weight.clone())
+    bias = case.options["linear_bias"].clone().requires_grad_()
+
+    def step():
+        loss = flce.linear_cross_entropy(
+            x, weight, case.target, linear_bias=bias, accumulate_into=place, **knobs
+        )
+        loss.backward()
+        return loss.detach()
+
+    setattr(weight, place, torch.zeros_like(weight, dtype=held_dtype))
+    step()
+    x.grad = bias.grad = None
+    return cases.peak_bytes(step, device)
+
+
+@pytest.mark.parametrize("accum_dtype", [None, torch.float32])
+@pytest.mark.parametrize("place", ["grad", "main_grad"])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_peak_memory_of_accumulation(device, save, dtype, place, accum_dtype):
+    """The plan has no gradient of the weight, and what is measured has none."""
+    if dtype == torch.float64 and accum_dtype == torch.float32:
+        pytest.skip("float64 sums in float64")
+    size, budget = (256, 128, 4096), "1MiB"
+    if device == "cuda":
+        size, budget = (2048, 512, 16000), "16MiB"
+    elif dtype == torch.bfloat16:
+        size, budget = (512, 512, 16384), "4MiB"
+    case = cases.make_case(*size, dtype=dtype, device=device, bias=True)
+    knobs = {"save": save, "max_memory": budget, "accum_dtype": accum_dtype}
+    plan = plan_of(case, device, accumulate_into=place, **knobs)
+    without = plan_of(case, device, **knobs)
+    assert "grad_weight" in without.buffers and "grad_weight" not in plan.buffers
+    held = {"grad": dtype, "main_grad": torch.promote_types(dtype, torch.float32)}[place]
+    if held == dtype or "dw_accum" in without.buffers:
+        saved = without.buffers["grad_weight"] + without.buffers.get("dw_accum", 0)
+        saved -= plan.buffers.get("dw_accum", 0)
+        assert without.backward_peak_bytes - plan.backward_peak_bytes >= 0.99 * saved > 0
+    step = accumulated_peak(case, place, held, device, **knobs)
+    assert_close(step, plan.peak_bytes, "step", product_scratch(case, plan.chunk_rows))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("place", ["grad", "main_grad"])
+def test_accumulation_takes_no_grads(device, place, dtype):
+    """Where "auto" would make the gradients in the forward."""
+    size = {"tokens": 256, "hidden": 64, "vocab": 4096, "dtype": dtype, "device": device}
+    for budget in ("1MiB", "1GiB"):
+        plan = flce.plan(**size, max_memory=budget, accumulate_into=place)
+        assert plan.save == ("stats" if budget == "1MiB" else "logits")
+        frozen = {"max_memory": budget, "grad_weight": False}
+        plan = flce.plan(**size, **frozen, accumulate_into=place)
+        assert plan == flce.plan(**size, **frozen)

@@ -125,6 +125,19 @@ static bool is_ignored(const setting* s, const model* m, int64_t i) {
   return !s->problem.has_probabilities && m->target[i] == IGNORE_INDEX;
 }
 
+/* What dW is added to: its own terms among those of dW. */
+static void make_start(const setting* s, model* m) {
+  const flce_problem* p = &s->problem;
+  int64_t used = p->vocab * p->hidden, all = p->weight_rows * p->hidden;
+  m->start = test_fill_normal(p->added_dtype, all, 0.25);
+  for (int64_t k = used; k < all; k++) flce_store(m->start, p->added_dtype, k, NAN);
+  for (int64_t k = 0; s->problem.adds_grad_weight && k < used; k++) {
+    double start = flce_load(m->start, p->added_dtype, k);
+    m->dw[k] += start;
+    m->dw_size[k] += fabs(start);
+  }
+}
+
 static void make_expected(const setting* s, model* m) {
   const flce_problem* p = &s->problem;
   flce_dtype stat = stat_of(s);
@@ -204,13 +217,14 @@ model make_model(const setting* s) {
   m.dw = test_doubles(v * h), m.dw_size = test_doubles(v * h);
   m.db = test_doubles(v), m.db_size = test_doubles(v);
   make_expected(s, &m);
+  make_start(s, &m);
   return m;
 }
 
 void free_model(model* m) {
   free(m->x), free(m->w), free(m->bias), free(m->class_weight), free(m->grad_output);
   free(m->token_weight), free(m->temperature), free(m->num_items), free(m->grad_lse);
-  free(m->grad_entropy), free(m->probabilities);
+  free(m->grad_entropy), free(m->probabilities), free(m->start);
   free(m->target), free(m->loss), free(m->loss_size), free(m->dx), free(m->dx_size);
   free(m->dw), free(m->dw_size), free(m->db), free(m->db_size);
 }
@@ -229,6 +243,15 @@ void* workspace(int64_t bytes) {
   void* buffer = aligned_alloc(256, (size_t)((bytes + 256) / 256 * 256));
   memset(buffer, 0xff, (size_t)bytes);
   return buffer;
+}
+
+/* The tensor of dW: our own, or the caller's with what it holds. */
+static void* weight_buffer(const setting* s, const model* m, const flce_plan* plan) {
+  const flce_problem* p = &s->problem;
+  if (!p->adds_grad_weight) return plan_buffer(plan, FLCE_BUF_GRAD_WEIGHT);
+  CHECK(plan->buffers[FLCE_BUF_GRAD_WEIGHT].bytes == 0, "the plan has a dW beside the caller's");
+  size_t bytes = (size_t)(p->weight_rows * p->hidden * flce_size_of(p->added_dtype));
+  return memcpy(malloc(bytes), m->start, bytes);
 }
 
 /* save=grads: what op.cpp does in a backward. */
@@ -315,7 +338,7 @@ run run_all(const setting* s, const model* m, int threads) {
                        .scalars = plan_buffer(&r.plan, FLCE_BUF_SCALARS),
                        .saved = plan_buffer(&r.plan, FLCE_BUF_SAVED),
                        .grad_input = plan_buffer(&r.plan, FLCE_BUF_GRAD_INPUT),
-                       .grad_weight = plan_buffer(&r.plan, FLCE_BUF_GRAD_WEIGHT),
+                       .grad_weight = weight_buffer(s, m, &r.plan),
                        .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
                        .workspace = workspace(r.plan.forward_workspace_bytes)};
   int64_t before = flce_gemm_count();
@@ -353,14 +376,15 @@ void describe(const setting* s, const run* r, char* text, size_t size) {
       text, size,
       "%s%s save %s dtype %s x %s W %s accum %s N %lld H %lld V %lld reduction %d bias %d "
       "weight %d smoothing %g scale %g cap %g T %g z-loss %g t %d entropy %d rows %lld rows of W "
-      "%lld chunks %lld wants %d%d%d",
+      "%lld chunks %lld wants %d%d%d adds %d %s",
       flce_cpu_variant(), s->fused ? " fused" : "", flce_save_name(p->save),
       flce_dtype_name(p->dtype), flce_dtype_name(p->input_dtype), flce_dtype_name(p->weight_dtype),
       flce_dtype_name(p->accum_dtype), (long long)p->tokens, (long long)p->hidden,
       (long long)p->vocab, p->reduction, p->has_bias, p->has_class_weight, p->loss.label_smoothing,
       p->loss.logit_scale, p->loss.softcap, p->loss.temperature, p->loss.z_loss,
       p->has_probabilities, p->wants_entropy, (long long)p->rows, (long long)p->weight_rows,
-      (long long)r->plan.chunks, p->want_grad_input, p->want_grad_weight, p->want_grad_bias);
+      (long long)r->plan.chunks, p->want_grad_input, p->want_grad_weight, p->want_grad_bias,
+      p->adds_grad_weight, flce_dtype_name(p->added_dtype));
 }
 
 void compare(const setting* s, const run* r, const char* name, const void* actual, flce_dtype dtype,
@@ -398,9 +422,15 @@ void check_run(const setting* s, const model* m, const run* r) {
   if (gradients && p->want_grad_input && p->tokens > 0)
     compare(s, r, "dX", r->t.grad_input, plan->grad_input_dtype, m->dx, m->dx_size,
             p->tokens * p->hidden);
+  int64_t used = p->vocab * p->hidden, all = p->weight_rows * p->hidden;
   if (gradients && p->want_grad_weight)
     compare(s, r, "dW", r->t.grad_weight, plan->grad_weight_dtype, m->dw, m->dw_size,
-            p->weight_rows * p->hidden);
+            p->adds_grad_weight ? used : all);
+  int64_t size = flce_size_of(p->added_dtype);
+  if (p->adds_grad_weight)
+    CHECK(test_same((char*)r->t.grad_weight + used * size, (char*)m->start + used * size,
+                    (all - used) * size),
+          "the caller's padding has changed, %s", text);
   if (gradients && p->want_grad_bias)
     compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, m->db, m->db_size, p->weight_rows);
 }

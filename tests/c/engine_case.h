@@ -20,6 +20,7 @@ typedef struct model {
   void *x, *w, *bias, *class_weight, *grad_output;
   void *token_weight, *temperature, *num_items, *grad_lse, *grad_entropy;
   void* probabilities; /* float32 */
+  void* start; /* what dW is added to where the problem says so, added_dtype; NaN in its padding */
   int64_t* target;
   double *loss, *dx, *dw, *db; /* the gradients are for grad_output */
   /* Sums of the magnitudes of each gradient's terms: what its rounding errors are relative to. */

@@ -142,6 +142,42 @@ static void test_wanted(void) {
   }
 }
 
+/* dW is added to the caller's: where products sum in it, where blocks of them are added to it, and
+ * where a sum of its own is added at the end. */
+static void test_added(void) {
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
+      if (save == FLCE_SAVE_GRADS) continue;
+      for (int k = 0; k < 64; k++) {
+        setting s = make_setting((flce_dtype)dtype, (flce_save)save);
+        flce_problem* p = &s.problem;
+        p->adds_grad_weight = true;
+        p->added_dtype = k & 1 ? flce_stat_dtype(p->dtype) : p->dtype;
+        if (k & 2) p->accum_dtype = flce_stat_dtype(p->dtype);
+        if (k & 4) p->loss.label_smoothing = 0.1;
+        p->has_class_weight = k & 8;
+        if (k & 16) p->weight_rows += 5;
+        if (k & 32) p->rows = 19 + (k & 1);
+        p->reduction = (flce_reduction)(k % 3);
+        p->has_probabilities = k % 7 == 6 && !(k & 32);
+        if (k % 5) p->max_memory = 9 * 72 * 8;
+        test_setting(&s);
+      }
+      setting s = make_setting((flce_dtype)dtype, (flce_save)save);
+      s.problem.adds_grad_weight = s.all_ignored = true;
+      s.problem.added_dtype = flce_stat_dtype(s.problem.dtype);
+      for (s.problem.rows = 0; s.problem.rows < 3; s.problem.rows++) test_setting(&s);
+    }
+  }
+  /* Autocast: products in bfloat16 into a float32 gradient. */
+  setting s = make_setting(FLCE_BF16, FLCE_SAVE_STATS);
+  s.problem.input_dtype = s.problem.weight_dtype = s.problem.bias_dtype = FLCE_F32;
+  s.problem.adds_grad_weight = true;
+  s.problem.added_dtype = FLCE_F32;
+  s.problem.max_memory = 9 * 72 * 2;
+  test_setting(&s);
+}
+
 static void test_edges(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_BF16; dtype++) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
@@ -289,6 +325,14 @@ static void test_refusals(void) {
   expect_refusal(&s, "vocab >= 1");
 
   s = base;
+  s.problem.adds_grad_weight = true;
+  s.problem.added_dtype = FLCE_BF16;
+  expect_refusal(&s, "grad_weight_into: expected dtype float32, got bfloat16");
+  s.problem.added_dtype = FLCE_F32;
+  s.problem.save = FLCE_SAVE_GRADS;
+  expect_refusal(&s, "save: expected \"logits\" or \"stats\" where the weight's gradient is added");
+
+  s = base;
   s.problem.rows = 24;
   expect_refusal(&s, "rows: expected 0 to 23");
   s = base;
@@ -326,6 +370,7 @@ int main(void) {
     test_gathered();
     test_chunks();
     test_wanted();
+    test_added();
     test_edges();
     test_autocast();
     test_tiny_loss();

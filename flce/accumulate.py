@@ -1,0 +1,169 @@
+"""Where a backward adds the weight's gradient: to .grad or .main_grad of the caller's parameter.
+
+Nothing is written before every check has passed, and each backward adds once: a forward, also one
+that a checkpoint runs again, writes nothing here.
+"""
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PLACES = ("grad", "main_grad")
+_NAME = "accumulate_into"
+
+
+def check_place(accumulate_into, save):
+    """Of the options alone."""
+    if accumulate_into is None:
+        return
+    if accumulate_into not in PLACES:
+        raise ValueError(f"{_NAME}: expected one of {PLACES} or None, got {accumulate_into!r}")
+    if save == "grads":
+        raise ValueError(
+            f'save: expected "logits", "stats" or "auto" with {_NAME}={accumulate_into!r}, got '
+            '"grads", whose forward would change the parameter\'s gradient'
+        )
+
+
+def option(linear_weight, accumulate_into, save):
+    """The option by its name, or none where the weight gets no gradient to accumulate."""
+    check_place(accumulate_into, save)
+    if accumulate_into is None or not torch.is_grad_enabled():
+        return {}
+    differentiates = isinstance(linear_weight, torch.Tensor) and linear_weight.requires_grad
+    return {_NAME: accumulate_into} if differentiates else {}
+
+
+def refuse_tracing():
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"flce: {_NAME} is not supported under torch.compile and torch.export, where no "
+            "backward may write to a parameter's gradient; call the loss outside of the compiled "
+            f"region, or with {_NAME}=None"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            f"flce: {_NAME} is not supported in torch.func transforms, whose gradients are no "
+            "parameter's; use backward()"
+        )
+
+
+class Accumulator:
+    """The place in `weight`, the parameter of one call, which its backward adds to."""
+
+    def __init__(self, weight, place):
+        self.weight, self.place = weight, place
+        self._check_weight()
+        if place == "main_grad":
+            self._find()
+
+    def _check_weight(self):
+        weight = self.weight
+        if is_traceable_wrapper_subclass(weight):
+            raise ValueError(
+                f"{_NAME}: expected a plain tensor as linear_weight, got {type(weight).__name__}, "
+                f"whose gradient is not one piece of memory; use {_NAME}=None"
+            )
+        if not weight.is_leaf:
+            raise ValueError(
+                f"{_NAME}: expected a leaf as linear_weight, got a tensor that was computed from "
+                f"others, which has no .{self.place} of its own; use {_NAME}=None"
+            )
+        if not weight.is_contiguous():
+            raise ValueError(f"{_NAME}: expected a contiguous linear_weight, got another layout")
+        hooks = [
+            name
+            for name, attribute in (
+                ("Tensor.register_hook", "_backward_hooks"),
+                ("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
+            )
+            if getattr(weight, attribute)
+        ]
+        if hooks and not self._is_declared():
+            raise ValueError(
+                f"{_NAME}: expected a linear_weight without gradient hooks, got one with hooks of "
+                f"{' and '.join(hooks)}, which the gradient would pass by; remove them, use "
+                f'{_NAME}=None, or "main_grad" with weight.grad_added_to_main_grad declared'
+            )
+
+    def _is_declared(self):
+        """Whether the owner of main_grad has declared Megatron's protocol: its hooks wait for a
+        gradient, and grad_added_to_main_grad tells them to drop it."""
+        return self.place == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
+
+    def _find(self):
+        """The tensor to add to, checked; None where .grad is still to be made."""
+        weight, name = self.weight, f"linear_weight.{self.place}"
+        found = getattr(weight, self.place, None)
+        if found is None and self.place == "grad":
+            if getattr(weight, "grad_dtype", weight.dtype) in (weight.dtype, None):
+                return None
+            raise ValueError(f"linear_weight.grad_dtype: expected {weight.dtype} for {_NAME}")
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(
+                f'{name}: expected a tensor for {_NAME}="main_grad", got {type(found).__name__}'
+            )
+        if is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
+            raise ValueError(
+                f"{name}: expected a plain dense tensor, got {type(found).__name__} of layout "
+                f"{found.layout}"
+            )
+        widens = self.place == "main_grad" and weight.dtype.itemsize == 2
+        dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
+        if found.dtype not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
+        if found.shape != weight.shape:
+            expected, got = tuple(weight.shape), tuple(found.shape)
+            raise ValueError(f"{name}: expected shape {expected}, got {got}")
+        if found.device != weight.device:
+            raise ValueError(f"{name}: expected device {weight.device}, got {found.device}")
+        if not found.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {found.stride()}")
+        if found.requires_grad or found.is_inference():
+            kind = "an inference tensor" if found.is_inference() else "one that requires grad"
+            raise ValueError(f"{name}: expected a tensor that may be written to, got {kind}")
+        return found
+
+    def is_asked(self, node):
+        """Whether the backward that runs is to accumulate: not one for other leaves alone, which a
+        Function's needs_input_grad does not know. `node`: the weight's AccumulateGrad."""
+        refuse_tracing()
+        try:
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:
+            # The engine says so of a leaf whose gradient torch.autograd.grad() is to return.
+            raise RuntimeError(
+                f"flce: {_NAME}={self.place!r} adds linear_weight's gradient to .{self.place} in "
+                "backward(); torch.autograd.grad() cannot return it. Leave linear_weight out of "
+                f"its inputs, or use {_NAME}=None"
+            ) from None
+
+    def open(self):
+        """What flce::backward_into is to add to, or None for flce::backward, whose gradient becomes
+        .grad. Runs in a backward, before it writes."""
+        self._check_weight()
+        return self._find()
+
+    def close(self, grad_weight):
+        """After the gradients are made: `grad_weight` where open() gave None. Returns what autograd
+        gets as the weight's gradient."""
+        weight = self.weight
+        if weight.is_cuda:
+            _wait_at_the_end(weight.device)
+        if grad_weight is not None:
+            weight.grad = grad_weight
+        if not self._is_declared():
+            return None
+        weight.grad_added_to_main_grad = True
+        # Zeros, so that a hook that adds it in spite of that, or a second use of the weight, does
+        # no harm; without memory of their own until autograd keeps them for the hooks.
+        return weight.new_zeros(()).expand(weight.shape)
+
+
+def _wait_at_the_end(device):
+    """Makes the stream that called backward() wait for this one, as autograd does by itself for
+    gradients that it has been given."""
+    written = torch.cuda.current_stream(device).record_event()
+    torch.autograd.Variable._execution_engine.queue_callback(
+        lambda: torch.cuda.current_stream(device).wait_event(written)
+    )

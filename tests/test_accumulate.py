@@ -1,0 +1,517 @@
+"""The weight's gradient added to the caller's: accumulate_into="grad" and "main_grad"."""
+
+import copy
+import pickle
+
+import cases
+import pytest
+import raw
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import flce
+
+TOKENS, HIDDEN, VOCAB = 60, 16, 72
+BUDGET = 17 * VOCAB * 8  # several chunks in every dtype
+SAVES = ("logits", "stats")
+PLACES = ("grad", "main_grad")
+
+
+def wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def make(device, dtype, seed=3):
+    """A case whose weight is a parameter, with rows ignored and NaN in them."""
+    case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, bias=True, seed=seed)
+    case = cases.ignore_some(case)
+    case.linear_weight = nn.Parameter(case.linear_weight)
+    return case
+
+
+def begin(weight, place, dtype=None, scale=0.01):
+    """Random content of the attribute; a copy of it in float64."""
+    dtype = dtype or (weight.dtype if place == "grad" else wide(weight.dtype))
+    held = (scale * torch.randn(weight.shape, device=weight.device)).to(dtype)
+    setattr(weight, place, held)
+    return held.double().clone()
+
+
+def run(case, place, *, grad_output=None, **knobs):
+    """One forward and backward; gradients of input and bias."""
+    x = case.input.clone().requires_grad_()
+    options = dict(case.options)
+    bias = options.pop("linear_bias").clone().requires_grad_()
+    loss = flce.linear_cross_entropy(
+        x,
+        case.linear_weight,
+        case.target,
+        linear_bias=bias,
+        accumulate_into=place,
+        **{"max_memory": BUDGET, **options, **knobs},
+    )
+    loss.backward(torch.full_like(loss, 0.7) if grad_output is None else grad_output)
+    return x.grad, bias.grad
+
+
+def plain(case, **knobs):
+    """Gradients of input, weight and bias of the same call without accumulation."""
+    keep, case.linear_weight.grad = case.linear_weight.grad, None
+    dx, db = run(case, None, **knobs)
+    dw, case.linear_weight.grad = case.linear_weight.grad, keep
+    return dx, dw, db
+
+
+def check(got, before, added, dtype, times=1):
+    """got = before + added to the rounding of `dtype`, in which the sum over chunks is made."""
+    expected = before + times * added.double()
+    size = before.abs() + times * added.double().abs()
+    # A chunk's sum is rounded, and so is each sum of chunks, of terms that may cancel.
+    error = cases.LOGIT_ROUNDING[dtype] * 8.0 * (size + added.double().abs().max())
+    assert ((got.double() - expected).abs() <= error).all(), (got.double() - expected).abs().max()
+
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "rows": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 5.0, "label_smoothing": 0.1},
+    "padding": {"valid_vocab": VOCAB - 8},
+    "float32 sums": {"accum_dtype": torch.float32},
+    "float32 sums, smoothing": {"accum_dtype": torch.float32, "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("place", PLACES)
+def test_adds_the_plain_gradient(device, place, save, dtype, options):
+    knobs = {**OPTIONS[options], "save": save}
+    if dtype == torch.float64 and "accum_dtype" in knobs:
+        knobs["accum_dtype"] = torch.float64
+    case = make(device, dtype)
+    used = knobs.get("valid_vocab", VOCAB)
+    case.target[case.target >= used] = 0
+    knobs["weight"] = 0.5 + torch.rand(VOCAB, device=device)
+    dx, dw, db = plain(case, **knobs)
+    weight = case.linear_weight
+    before = begin(weight, place)
+    held = getattr(weight, place)
+    held[used:] = float("nan")  # padding is neither read nor written
+    for times in (1, 2):
+        got = run(case, place, **knobs)
+        assert torch.equal(got[0], dx) and torch.equal(got[1], db)
+        assert getattr(weight, place) is held
+        check(held[:used], before[:used], dw[:used], dtype, times)
+    assert held[used:].isnan().all()
+    assert place == "grad" or weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_makes_the_gradient_that_is_not_there(device, dtype):
+    case = make(device, dtype)
+    dx, dw, db = plain(case, save="stats")
+    got = run(case, "grad", save="stats")
+    assert all(map(torch.equal, (*got, case.linear_weight.grad), (dx, db, dw)))
+
+
+def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
+    """Sums over chunks and over steps are float32; .grad of the weight's dtype rounds each."""
+    case = make(device, torch.bfloat16)
+    truth = plain(make(device, torch.bfloat16), save="stats", accum_dtype=torch.float32)[1]
+    case.linear_weight.main_grad = torch.zeros_like(case.linear_weight, dtype=torch.float32)
+    for _ in range(16):
+        run(case, "main_grad", save="stats")
+    error = cases.relative_error(case.linear_weight.main_grad / 16.0, truth.double())
+    # One rounding of each chunk's product on the CPU, whose products give bfloat16.
+    assert error <= 2.0**-8
+    case.linear_weight.main_grad = torch.zeros_like(case.linear_weight)
+    run(case, "main_grad", save="stats")  # Megatron's main_grad may have the weight's dtype
+    check(case.linear_weight.main_grad, torch.zeros((), device=device), truth, torch.bfloat16)
+
+
+def test_probabilities_and_upstream_rows(device):
+    case = make(device, torch.float64)
+    case.target = torch.rand(TOKENS, VOCAB, device=device).softmax(-1)
+    case.input = case.input.nan_to_num()
+    knobs = {"reduction": "none", "grad_output": torch.rand(TOKENS, device=device).double()}
+    dw = plain(case, save="stats", **knobs)[1]
+    before = begin(case.linear_weight, "grad")
+    run(case, "grad", save="stats", **knobs)
+    check(case.linear_weight.grad, before, dw, torch.float64)
+
+
+def test_no_valid_row_adds_nothing(device):
+    case = make(device, torch.float32)
+    case.target.fill_(-100)
+    before = begin(case.linear_weight, "grad")
+    run(case, "grad")
+    assert torch.equal(case.linear_weight.grad.double(), before)
+
+
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_gemms_are_those_of_the_plain_path(device, save):
+    """In float32; .grad is there, and the sums of all chunks go into it."""
+    case = make(device, torch.float32)
+    begin(case.linear_weight, "grad")
+    counts = [
+        cases.gemms_of(lambda place=place: run(case, place, save=save)) for place in (None, "grad")
+    ]
+    assert counts[0] == counts[1] > 0
+
+
+# ---- autograd ----
+
+
+def head_of(device, dtype=torch.float64, **options):
+    torch.manual_seed(1)
+    return flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device, dtype=dtype, **options)
+
+
+@pytest.fixture
+def batch(device):
+    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.float64)
+    return x, torch.randint(VOCAB, (TOKENS,), device=device)
+
+
+def close(value, truth):
+    return bool((value - truth).abs().max() <= 1e-12 * (1 + truth.abs().max()))
+
+
+def test_retained_graph_adds_each_time(device, batch):
+    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    loss = head(*batch)
+    loss.backward(retain_graph=True)
+    once = head.weight.grad.clone()
+    loss.backward()
+    twin(*batch).backward()
+    assert close(once, twin.weight.grad) and close(head.weight.grad, 2 * twin.weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_adds_once(device, reentrant, batch):
+    """The forward that a checkpoint runs again adds nothing."""
+    x, y = batch
+    x.requires_grad_()
+    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    begin(head.weight, "grad")
+    twin.weight.grad = head.weight.grad.clone()
+    checkpoint(head, x, y, use_reentrant=reentrant).backward()
+    twin(x, y).backward()
+    assert close(head.weight.grad, twin.weight.grad)
+
+
+def test_two_losses_in_one_backward(device, batch):
+    """Halves of a batch, and the logits of a plain call beside them: three uses of one weight."""
+    x, y = batch
+    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    for module in (head, twin):
+        first, second = (module(part, of) for part, of in zip(x.chunk(2), y.chunk(2), strict=True))
+        (first + 2.0 * second + module(x).square().sum()).backward()
+    assert close(head.weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_tied_embedding(device, place):
+    """The embedding's gradient comes through autograd, to .grad."""
+    torch.manual_seed(0)
+    head, twin = head_of(device, accumulate_into=place, bias=False), head_of(device, bias=False)
+    tokens = torch.randint(VOCAB, (3, 8), device=device)
+    for module in (head, twin):
+        embedding = nn.Embedding(VOCAB, HIDDEN, device=device, dtype=torch.float64)
+        embedding.weight = module.weight
+        if place == "main_grad":
+            module.weight.main_grad = torch.zeros_like(module.weight)
+        for _ in range(2):
+            module(torch.tanh(embedding(tokens)), tokens.roll(-1, dims=1)).backward()
+    got = head.weight.grad if place == "grad" else head.weight.grad + head.weight.main_grad
+    assert close(got, twin.weight.grad)
+
+
+def test_frozen_and_without_gradients(device, batch):
+    """Nothing to accumulate: no attribute is looked at, none is written."""
+    x, y = batch
+    for place in PLACES:
+        head = head_of(device, accumulate_into=place)
+        with torch.no_grad():
+            head(x, y)
+        head.weight.requires_grad_(False)
+        x = x.detach().requires_grad_()
+        head(x, y).backward()
+        assert head.weight.grad is None and x.grad is not None
+
+
+def test_autograd_grad(device, batch):
+    """It cannot return what is added elsewhere, and says so before anything is; other inputs are
+    served, and the weight is left alone."""
+    x, y = batch[0].requires_grad_(), batch[1]
+    head = head_of(device, accumulate_into="grad")
+    before = begin(head.weight, "grad")
+    loss = head(x, y)
+    for allow_unused in (False, True):
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad\(\) cannot return it"):
+            torch.autograd.grad(
+                loss, (x, head.weight), retain_graph=True, allow_unused=allow_unused
+            )
+    assert torch.autograd.grad(loss, x, retain_graph=True)[0].shape == x.shape
+    loss.backward(inputs=[x], retain_graph=True)
+    assert torch.equal(head.weight.grad, before)
+    with pytest.raises(RuntimeError, match="double backward"):
+        loss.backward(create_graph=True)
+    assert torch.equal(head.weight.grad, before)
+    loss.backward(inputs=[head.weight])
+    assert not torch.equal(head.weight.grad, before)
+
+
+def test_node_hooks_see_the_sum(device, batch):
+    """Those of the AccumulateGrad node, which DDP and FSDP have, run after it."""
+    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    node = torch.autograd.graph.get_gradient_edge(head.weight).node
+    seen = []
+    node.register_hook(lambda *_: seen.append(head.weight.grad.clone()))
+    head(*batch).backward()
+    twin(*batch).backward()
+    assert len(seen) == 1 and close(seen[0], twin.weight.grad)
+
+
+def test_scaler(device):
+    """A GradScaler's factor reaches .grad, and is taken back from it."""
+    case = make(device, torch.float16)
+    dw = plain(case, save="stats", grad_output=torch.tensor(1.0, device=device))[1]
+    weight, target = case.linear_weight, case.target
+    scaler = torch.amp.GradScaler(device, init_scale=4096.0)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    x, bias = case.input, case.options["linear_bias"]
+    for _ in range(2):
+        loss = flce.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, max_memory=BUDGET, accumulate_into="grad"
+        )
+        scaler.scale(loss).backward()
+    scaled = weight.grad.clone()
+    check(scaled, torch.zeros((), device=device), 4096.0 * dw.double(), torch.float16, 2)
+    if device == "cuda":  # on the CPU torch unscales no float16
+        scaler.unscale_(optimizer)
+        check(weight.grad, torch.zeros((), device=device), dw, torch.float16, 2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_autocast(device, place):
+    """A float32 weight with bfloat16 products has a float32 gradient."""
+    case = make(device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        dw = plain(case, save="stats")[1]
+        before = begin(case.linear_weight, place)
+        run(case, place, save="stats")
+    assert getattr(case.linear_weight, place).dtype == torch.float32
+    check(getattr(case.linear_weight, place), before, dw, torch.bfloat16)
+
+
+def test_a_view_of_a_flat_buffer(device):
+    """As Megatron has main_grad: a part of one buffer, at any offset."""
+    case = make(device, torch.bfloat16)
+    dw = plain(case, save="stats")[1]
+    flat = torch.full((VOCAB * HIDDEN + 6,), 0.25, device=device)
+    case.linear_weight.main_grad = flat[3:-3].view(VOCAB, HIDDEN)
+    run(case, "main_grad", save="stats")
+    before = torch.full((), 0.25, dtype=torch.float64, device=device)
+    check(flat[3:-3].view(VOCAB, HIDDEN), before, dw, torch.bfloat16)
+    assert (flat[:3] == 0.25).all() and (flat[-3:] == 0.25).all()
+
+
+def test_megatrons_protocol(device, batch):
+    """Where grad_added_to_main_grad is declared it becomes True, and every hook of the owner runs
+    on a gradient of zeros."""
+    head, twin = head_of(device, accumulate_into="main_grad"), head_of(device)
+    head.weight.main_grad = torch.zeros_like(head.weight)
+    head.weight.grad_added_to_main_grad = False
+    seen = []
+
+    def owner(parameter):
+        seen.append((parameter.grad_added_to_main_grad, parameter.grad.abs().max().item()))
+        parameter.grad = None
+
+    head.weight.register_post_accumulate_grad_hook(owner)
+    for _ in range(2):
+        head(*batch).backward()
+        twin(*batch).backward()
+    assert seen == [(True, 0.0)] * 2
+    assert head.weight.grad is None
+    assert close(head.weight.main_grad, twin.weight.grad)
+
+
+def test_main_grad_without_a_declaration(device, batch):
+    head = head_of(device, accumulate_into="main_grad")
+    head.weight.main_grad = torch.zeros_like(head.weight)
+    head(*batch).backward()
+    assert head.weight.grad is None and not hasattr(head.weight, "grad_added_to_main_grad")
+
+
+def test_other_graphs_learn_of_the_change(device, batch):
+    head = head_of(device, accumulate_into="grad")
+    head(*batch).backward()
+    factor = torch.ones_like(head.weight).requires_grad_()
+    product = (factor * head.weight.grad).sum()
+    head(*batch).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_streams(cuda, batch):
+    """A forward on another stream than the backward's caller: .grad is whole on the caller's."""
+    x, y = batch
+    head, twin = head_of(cuda, accumulate_into="grad"), head_of(cuda)
+    twin(x, y).backward()
+    begin(head.weight, "grad", scale=0.0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**8)
+        loss = head(x, y)
+    loss.backward()
+    assert close(head.weight.grad, twin.weight.grad)
+
+
+# ---- Modules, compile ----
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_keep_it(device, way, batch):
+    head = head_of(device, accumulate_into="grad")
+    twin = copy.deepcopy(head) if way == "deepcopy" else pickle.loads(pickle.dumps(head))
+    assert "accumulate_into='grad'" in repr(twin) and repr(twin) == repr(head)
+    for module in (head, twin):
+        module(*batch).backward()
+    assert torch.equal(head.weight.grad, twin.weight.grad)
+    assert head.weight.grad.data_ptr() != twin.weight.grad.data_ptr()
+    loss = flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, accumulate_into="main_grad")
+    assert copy.deepcopy(loss).accumulate_into == "main_grad"
+
+
+def test_an_option_of_one_call(device, batch):
+    head, twin = head_of(device), head_of(device)
+    head(*batch, accumulate_into="grad").backward()
+    twin(*batch).backward()
+    assert close(head.weight.grad, twin.weight.grad)
+
+
+def test_compile(device, batch):
+    """fullgraph refuses; else the graph breaks there, and the call runs as it does uncompiled."""
+    x, y = batch
+    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    refused = torch.compile(lambda x: head(x, y), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="accumulate_into is not supported under torch.compile"):
+        refused(x)
+    torch.compile(lambda x: 2.0 * head(2.0 * x, y), backend="eager")(x).backward()
+    (2.0 * twin(2.0 * x, y)).backward()
+    assert close(head.weight.grad, twin.weight.grad)
+    with torch.no_grad():
+        evaluate = torch.compile(lambda x: head(x, y), fullgraph=True, backend="eager")
+        assert close(evaluate(x), twin(x, y))
+
+
+# ---- refusals: nothing is written ----
+
+
+SHAPE = (VOCAB, HIDDEN)
+# What is no place to add a float32 weight's gradient to, and the message's part. torch itself
+# refuses a .grad of another shape, dtype or device.
+WRONG = {
+    "shape": (lambda device: torch.zeros(VOCAB, HIDDEN + 1, device=device), "expected shape"),
+    "dtype": (lambda device: torch.zeros(SHAPE, device=device).half(), "expected dtype"),
+    "device": (lambda device: torch.zeros(SHAPE, device="meta"), "expected device"),
+    "layout": (lambda device: torch.zeros(HIDDEN, VOCAB, device=device).T, "expected a contiguous"),
+    "sparse": (lambda device: torch.zeros(SHAPE, device=device).to_sparse(), "expected a plain"),
+    "grad": (lambda device: torch.zeros(SHAPE, device=device).requires_grad_(), "requires grad"),
+}
+WRONG_PLACES = [("main_grad", wrong) for wrong in WRONG]
+WRONG_PLACES += [("grad", wrong) for wrong in ("layout", "sparse", "grad")]
+
+
+@pytest.mark.parametrize("place, wrong", WRONG_PLACES)
+def test_refuses_what_it_cannot_add_to(device, place, wrong, batch):
+    head = head_of(device, torch.float32, accumulate_into=place)
+    x, y = batch[0].float().requires_grad_(), batch[1]
+    if place == "main_grad":
+        head.weight.main_grad = torch.zeros_like(head.weight)
+    loss = head(x, y)
+    content, message = WRONG[wrong]
+    setattr(head.weight, place, content(device))
+    with pytest.raises(ValueError, match=f"linear_weight.{place}: .*{message}"):
+        loss.backward()
+    assert x.grad is None and head.bias.grad is None
+
+
+def test_refuses_a_missing_main_grad(device, batch):
+    head = head_of(device, accumulate_into="main_grad")
+    with pytest.raises(ValueError, match="linear_weight.main_grad: expected a tensor .*NoneType"):
+        head(*batch)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("place", PLACES)
+def test_refuses_hooks_that_would_be_passed_by(device, place, kind, batch):
+    head = head_of(device, accumulate_into=place)
+    head.weight.main_grad = torch.zeros_like(head.weight)
+    loss = head(*batch)
+    handle = getattr(head.weight, kind)(lambda *_: None)
+    for function in (loss.backward, lambda: head(*batch)):
+        with pytest.raises(ValueError, match=f"linear_weight without gradient hooks.*{kind}"):
+            function()
+    assert head.weight.grad is None and not head.weight.main_grad.any()
+    handle.remove()
+    head(*batch).backward()
+
+
+def test_refuses_weights_that_are_no_plain_leaves(device, batch):
+    x, y = batch
+    leaf = torch.randn(VOCAB, HIDDEN, device=device, dtype=torch.float64, requires_grad=True)
+    across = leaf.detach().T.contiguous().T.requires_grad_()
+    wrapped = TwoTensor(leaf.detach(), leaf.detach())
+    deep = torch.randn(VOCAB, 2, HIDDEN, device=device, dtype=torch.float64, requires_grad=True)
+    for weight, target, message in (
+        (2.0 * leaf, y, "expected a leaf as linear_weight"),
+        (across, y, "expected a contiguous linear_weight"),
+        (wrapped.requires_grad_(), y, "expected a plain tensor as linear_weight, got TwoTensor"),
+        (deep, y[:, None].expand(-1, 2), "expected None with a linear_weight of more than two"),
+    ):
+        with pytest.raises(ValueError, match=f"accumulate_into: {message}"):
+            flce.linear_cross_entropy(x, weight, target, accumulate_into="grad")
+
+
+def test_refuses_options(device, batch):
+    x, y = batch
+    for place in PLACES:
+        with pytest.raises(ValueError, match='save: expected "logits", "stats" or "auto" with acc'):
+            head_of(device, accumulate_into=place, save="grads")
+        with pytest.raises(ValueError, match="save: expected"):
+            flce.plan(8, 8, 8, device=device, accumulate_into=place, save="grads")
+    for function in (head_of, lambda device, **rest: head_of(device)(x, y, **rest)):
+        with pytest.raises(ValueError, match="accumulate_into: expected one of .*got 'main'"):
+            function(device, accumulate_into="main")
+    head = head_of(device, accumulate_into="grad")
+    with pytest.raises(RuntimeError, match="flce: .* not supported in torch.func transforms"):
+        torch.func.vmap(lambda x: head(x, y))(torch.stack([x, x]))
+
+
+def test_the_operator_checks_what_it_is_given(device):
+    x, w, target = (t.detach() for t in cases.leaves(device, TOKENS, dtype=torch.float32))
+    arguments = raw.forward(x, w, target, "stats")
+    made = torch.ops.flce.forward(*arguments)
+    passed = raw.backward(arguments, made, torch.ones((), device=device))
+    for wrong, message in (
+        (torch.zeros(w.shape[0], 5, device=device), "expected shape"),
+        (torch.zeros_like(w).T.contiguous().T, "expected a contiguous"),
+        (torch.zeros_like(w, dtype=torch.bfloat16), "expected dtype float32, got bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=f"grad_weight_into: {message}"):
+            torch.ops.flce.backward_into(wrong, *passed)
+    frozen = raw.forward(x, w, target, "stats", grads=(True, False, False))
+    passed = raw.backward(frozen, made, torch.ones((), device=device))
+    with pytest.raises(ValueError, match="grad_weight: expected True with grad_weight_into"):
+        torch.ops.flce.backward_into(torch.zeros_like(w), *passed)
+    with pytest.raises(RuntimeError, match="grad_weight_into: .* does not require grad"):
+        torch.ops.flce.backward_into(torch.zeros_like(w).requires_grad_(), *passed)

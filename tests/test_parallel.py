@@ -1,0 +1,87 @@
+"""The head under DistributedDataParallel and FSDP2, in two processes."""
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import flce
+
+HIDDEN, VOCAB, TOKENS = 16, 40, 12
+
+
+class Model(nn.Module):
+    def __init__(self, accumulate_into):
+        super().__init__()
+        self.body = nn.Linear(HIDDEN, HIDDEN)
+        self.head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, accumulate_into=accumulate_into)
+
+    def forward(self, x, labels):
+        return self.head(torch.tanh(self.body(x)), labels)
+
+
+def wrap(model, way):
+    if way == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        fully_shard(model.head, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    view = way == "ddp, bucket views"
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def compare(rank, way, file):
+    """Gradients of the head with and without accumulate_into, over four steps of other data in each
+    process; DDP does not exchange every other one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    plain, model = Model(None), Model("grad")
+    model.load_state_dict(plain.state_dict())
+    for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
+        dist.broadcast(parameter.data, 0)
+        other.data.copy_(parameter.data)
+    wrapped = [wrap(module, way) for module in (plain, model)]
+    torch.manual_seed(rank)
+    for step in range(4):
+        x, labels = torch.randn(TOKENS, HIDDEN), torch.randint(VOCAB, (TOKENS,))
+        for module in wrapped:
+            if way != "fsdp" and step % 2 == 0:
+                with module.no_sync():
+                    module(x, labels).backward()
+            else:
+                module(x, labels).backward()
+        expected, got = (whole(module.head.weight.grad) for module in (plain, model))
+        assert cases.relative_error(got, expected.double()) <= 1e-6
+        if step == 1:
+            for module in wrapped:
+                module.zero_grad(set_to_none=way != "ddp")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize("way", ["ddp", "ddp, bucket views", "fsdp"])
+def test_accumulation(way, tmp_path):
+    """Their hooks run after the weight's AccumulateGrad and find the sum in .grad."""
+    mp.spawn(compare, (way, tmp_path / "store"), 2)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_a_dtensor_is_refused(tmp_path):
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        weight = torch.randn(VOCAB, HIDDEN)
+        weight = nn.Parameter(distribute_tensor(weight, dist.init_device_mesh("cpu", (1,))))
+        x, labels = torch.randn(TOKENS, HIDDEN), torch.randint(VOCAB, (TOKENS,))
+        with pytest.raises(ValueError, match="expected a plain tensor as linear_weight, got DT"):
+            flce.linear_cross_entropy(x, weight, labels, accumulate_into="grad")
+    finally:
+        dist.destroy_process_group()
