@@ -47,13 +47,13 @@ def every_option(device, vocab, classes=True):
     return {**vectors, **scalars, **outputs, "return_accuracy": classes}
 
 
-def agree(once, twice, dtype):
+def agree(once, twice, dtype, gradients=None):
     assert once.keys() == twice.keys()
     for name, value in once.items():
         if name in ("predictions", "accuracy"):
             assert torch.equal(value, twice[name]), name
             continue
-        limit = AGREEMENT[dtype] if name in cases.GRADIENTS else 2e-6
+        limit = (gradients or AGREEMENT[dtype]) if name in cases.GRADIENTS else 2e-6
         expected = twice[name].double()
         error = (value.double() - expected).norm()
         assert error <= limit * max(expected.norm(), 1e-3), (
@@ -109,7 +109,9 @@ def test_float16_reads_once(device, vocab):
         cases.outcome(flce.linear_cross_entropy, case, wants=WANTS, save=save)
         for save in ("grads", "stats")
     )
-    agree(once, twice, torch.float16)
+    # Of 300001 classes most p / 16 lie below float16's normal numbers, whose spacing of 2^-24 alone
+    # makes an error of 6e-4 in dX; eager's is 1.0e-3.
+    agree(once, twice, torch.float16, gradients=1e-3 if vocab > 2**17 else None)
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
@@ -162,7 +164,9 @@ def test_bad_logits_stay_in_their_row(device, vocab, bad, save):
     others = torch.arange(TOKENS, device=device) != 5
     assert broken["loss"].isnan()
     assert broken["input"][5].isnan().all()
-    assert torch.equal(broken["input"][others], clean["input"][others])
+    # Not bit for bit: a CPU's product may sum a tile with a bad row in another order.
+    expected = clean["input"][others].double()
+    assert cases.relative_error(broken["input"][others], expected) <= AGREEMENT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("vocab", [1000, 50257, 128256])

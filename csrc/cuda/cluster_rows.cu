@@ -9,20 +9,15 @@
 #include "coefficients.cuh"
 #include "grad_row.cuh"
 #include "launch.cuh"
+#include "sm90.cuh"
 #include "stage.cuh"
 
-#include <cooperative_groups.h>
-
-namespace cg = cooperative_groups;
-
-/* As many as spill nothing beside another block. */
-constexpr int cluster_threads(size_t z_size) {
-  return z_size == 2 ? 384 : 512;
-}
-
 enum {
-  kClusterBlocks = 2, /* on an SM: the copies of one hide the sums of the other */
-  kMaxCluster = 8     /* blocks of a cluster that every device accepts */
+  kMaxRows = 1 << 30,    /* counted in 32 bits */
+  kClusterThreads = 384, /* of a block: as many as spill nothing beside another one */
+  kClusterBlocks = 2,    /* on an SM: the copies of one hide the sums of the other */
+  kBlockWarps = 16,      /* at least its warps; a power of two is addressed in fewer registers */
+  kMaxCluster = 8        /* blocks of a cluster that every device accepts */
 };
 
 typedef struct cluster_args {
@@ -34,19 +29,28 @@ typedef struct cluster_args {
 
 /* ---- sums ---- */
 
-/* A block's part of a row's sums, in units of its own: top is -inf and offset 0 where all l are. */
+/* The sums of some of a row's columns, in units of their own. */
 template <typename S>
-struct Part {
-  S top;
-  RowSums<S> sums;
-  Best<S> best;
+struct alignas(16) Part {
+  S top; /* the largest l, which offset and references are; 0 where it is -inf */
+  S rest, gap, mass, spread;
+  int column; /* the lowest that holds `top` */
+  int unused[2];
 };
+
+template <typename S>
+__device__ __forceinline__ Part<S> no_part() {
+  Part<S> part = {};
+  part.top = -infinity_of(S(0));
+  part.column = INT32_MAX;
+  return part;
+}
 
 /* Adds one tile of l to the sums, with its weights where there are any. */
 template <typename Z, typename T, typename S = stat_t<Z>>
 __device__ __forceinline__ void add_tile(const cluster_args& p, const Row<Z>& row,
                                          const Stage<Z, T>& stage, int tile, Running<S>& run,
-                                         RowSums<S>& sums, Best<S>& best) {
+                                         RowSums<S>& sums, int& column) {
   constexpr int N = kVec<Z>;
   const flce_rows& r = p.a.r;
   const int first = stage.first + slot_of<Z>(tile, 0);
@@ -59,7 +63,7 @@ __device__ __forceinline__ void add_tile(const cluster_args& p, const Row<Z>& ro
   }
   const S highest = fmax(run.top, tile_max(l));
   if (highest > run.top) {
-    if (r.predictions) best = {highest, column_holding(row, highest, first, l)};
+    if (r.predictions) column = column_holding(row, highest, first, l);
     raise_top<kGeneral>(run, sums, highest, S(1));
   }
 #pragma unroll
@@ -80,70 +84,182 @@ __device__ __forceinline__ void add_tile(const cluster_args& p, const Row<Z>& ro
   }
 }
 
-/* The block's sums of its part, in every thread of its first warp. */
-template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ Part<S> block_part(const row_args& a, const Running<S>& run,
-                                              RowSums<S> sums, Best<S> best, S* scratch) {
-  Part<S> part;
-  part.top = block_max(run.top, scratch);
-  sums.offset = part.top == -infinity_of(S(0)) ? 0 : part.top;
+/* This thread's part of a row, whose tiles of the next row it copies behind it where nobody needs
+ * this one's again. */
+template <typename Z, typename T, typename S = stat_t<Z>>
+__device__ __forceinline__ Part<S> thread_part(const cluster_args& p, const Row<Z>& row,
+                                               const Stage<Z, T>& stage, const Source<Z, T>& next) {
+  Running<S> run = {-infinity_of(S(0)), 0};
+  RowSums<S> sums = {};
+  int column = INT32_MAX;
+  for (int group = 0; group < kGroups; group++) {
+    wait_copies(p.pass == kSumsOnly ? kGroups - 1 : kGroups - 1 - group);
+    const int end = tiles_before(group + 1, p.tiles);
+    for (int tile = tiles_before(group, p.tiles); tile < end; tile++) {
+      add_tile(p, row, stage, tile, run, sums, column);
+      if (p.pass == kSumsOnly) stage_tile(stage, next, row.vocab, tile);
+    }
+    if (p.pass == kSumsOnly) commit_copies();
+  }
+  return {run.top, sums.rest, sums.gap, sums.mass, sums.spread, column, {}};
+}
+
+/* The sums of the lanes' parts with a common offset, in every lane. */
+template <typename S>
+__device__ __forceinline__ RowSums<S> sum_lanes(const row_args& a, const Part<S>& part, S offset) {
+  RowSums<S> sums = {};
+  sums.offset = offset;
+  sums.rest = part.rest;
+  sums.gap = part.gap;
+  sums.mass = part.mass;
+  sums.spread = part.spread;
+  const Running<S> run = {part.top, part.top == -infinity_of(S(0)) ? 0 : part.top};
   settle<kGeneral>(run, sums, S(1));
-  add_up<kGeneral>(a, sums, scratch);
-  if (a.r.predictions) {
-    best = block_best(best, scratch);
-    best.value = __shfl_sync(0xffffffffu, best.value, 0);
-    best.column = __shfl_sync(0xffffffffu, best.column, 0);
+  sums.rest = warp_sum(sums.rest);
+  if (a.weighted) {
+    sums.gap = warp_sum(sums.gap);
+    sums.mass = warp_sum(sums.mass);
   }
-  part.sums = sums;
-  part.best = best;
-  return part;
+  if (a.r.wants_entropy) sums.spread = warp_sum(sums.spread);
+  return sums;
 }
 
-/* The row's sums from those of its blocks, in their order; leaves the best of all in `best`. */
-template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ RowSums<S> merge_parts(const Row<Z>& row, const Part<S>* parts,
-                                                  int blocks, Best<S>& best) {
-  S c = -infinity_of(S(0));
-  for (int block = 0; block < blocks; block++) c = fmax(c, parts[block].top);
-  if (row.target >= 0) c = fmax(c, row.l_target);
-  RowSums<S> total = {};
-  best = no_best<S>();
-  for (int block = 0; block < blocks; block++) {
-    RowSums<S> sums = parts[block].sums;
-    const Running<S> run = {parts[block].top, sums.offset};
-    sums.offset = c;
-    settle<kGeneral>(run, sums, S(1));
-    total.rest += sums.rest;
-    total.gap += sums.gap;
-    total.mass += sums.mass;
-    total.spread += sums.spread;
-    best = better_of(best, parts[block].best);
-  }
-  total.offset = total.gap_from = total.spread_from = c;
-  return total;
+template <typename S>
+__device__ __forceinline__ Best<S> best_of_lanes(const row_args& a, const Part<S>& part, S top) {
+  if (!a.r.predictions) return {top, INT32_MAX};
+  const int column = part.top == top ? part.column : INT32_MAX;
+  return {top, __reduce_min_sync(0xffffffffu, column)};
 }
 
-/* What one thread of each block makes of the row's sums: `stats` and `coef` for its own block, and
- * in the first block what the pass returns. */
+/* The lanes' parts as one, in every lane. */
+template <typename S>
+__device__ __forceinline__ Part<S> merge_lanes(const row_args& a, const Part<S>& part) {
+  const S top = warp_max(part.top);
+  const RowSums<S> sums = sum_lanes(a, part, top == -infinity_of(S(0)) ? 0 : top);
+  const Best<S> best = best_of_lanes(a, part, top);
+  return {top, sums.rest, sums.gap, sums.mass, sums.spread, best.column, {}};
+}
+
+/* ---- what the blocks of a cluster tell each other ---- */
+
+/* Of two rows in turns: a block may send its part of the next one while another still reads this
+ * one's. It gets no further, as it needs the part that the other sends when it has read. */
+template <typename S>
+struct Exchange {
+  Part<S> warps[2][kBlockWarps];
+  Part<S> blocks[2][kMaxCluster];
+  uint64_t arrived[2]; /* barriers that count the bytes of `blocks` */
+};
+
+template <typename S>
+__device__ __forceinline__ void open_exchange(Exchange<S>& exchange) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; i++) sm90::barrier_init(sm90::shared_address(&exchange.arrived[i]), 1);
+    sm90::barrier_init_fence();
+  }
+  sm90::cluster_sync(); /* a block's shared memory may be written once it runs */
+}
+
+/* Sends this block's part to all, itself too, and returns the part of the block `lane`. For the
+ * first warp, after a barrier of the block behind its last access to the row's logits.
+ *
+ * In place, and with Out half of Z, the gradients that a block writes afterwards cover logits of
+ * other blocks. It has all parts by then, and each was sent when the sender's reads were over:
+ * the values of copies and loads had arrived in its shared memory before the barrier. A read that
+ * is over cannot see a later write, and nothing written to global memory is handed over, so that
+ * no fence is needed, which would wait for the stores of the row before.
+ *
+ * A barrier's next phase is armed before this block sends, so before anyone can be a turn ahead;
+ * bytes that arrive before it is armed count all the same. */
+template <typename S>
+__device__ __forceinline__ Part<S> exchange_parts(Exchange<S>& exchange, int turn,
+                                                  const Part<S>& part) {
+  const int lane = threadIdx.x, blocks = gridDim.y, side = turn % 2;
+  const uint32_t arrived = sm90::shared_address(&exchange.arrived[side]);
+  if (lane == 0) sm90::barrier_arrive_expecting(arrived, blocks * (int)sizeof(Part<S>));
+  __syncwarp();
+  if (lane < blocks) {
+    const uint32_t mine = sm90::shared_address(&exchange.blocks[side][blockIdx.y]);
+    const uint32_t to = sm90::address_at(mine, lane), barrier = sm90::address_at(arrived, lane);
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(Part<S>) / 16; i++) {
+      sm90::send_words(to + 16 * i, ((const uint4*)&part)[i], barrier);
+    }
+  }
+  sm90::barrier_wait(arrived, turn / 2 % 2);
+  return lane < blocks ? exchange.blocks[side][lane] : no_part<S>();
+}
+
+/* ---- the end of a row ---- */
+
+/* What one thread of a block keeps of a row beside its registers, for itself and, `gradient`, for
+ * the others. Of two rows in turns, as those may be behind. */
+template <typename S>
+struct Kept {
+  S l_target;
+  RowFactors<S> factors;
+  RowSums<S> sums;
+  Best<S> best;
+  S coef[FLCE_COEF_ROWS];
+  GradRow<S> gradient;
+};
+
+/* Reads what the row's end needs, while the row's copies are under way. */
 template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void end_row(const cluster_args& p, const Row<Z>& row, int64_t at,
-                                        const RowSums<S>& sums, Best<S> best, S* table) {
+__device__ __forceinline__ void prepare_end(const cluster_args& p, Row<Z> row, int64_t at,
+                                            Kept<S>& kept) {
   const flce_rows& r = p.a.r;
-  const bool writes = blockIdx.y == 0;
-  if (writes && r.predictions) r.predictions[at] = prediction_of(row, best);
-  if (!writes && p.pass == kSumsOnly) return;
-  const RowStats<S> stats = write_statistics<kGeneral>(p.a, row, at, sums, writes);
+  if (p.pass == kGradientsOnly) {
+    const RowTables<S> tables = tables_at<S>(r, at);
+    kept.gradient = open_grad_row<kGeneral>(p.a, row, tables, 1.0, false, false);
+    return;
+  }
+  read_target<kGeneral, sizeof(Z) == 2>(row);
+  kept.l_target = row.l_target;
   if (p.pass == kSumsOnly) return;
   const S* factor = (const S*)p.made.factor;
   const flce_upstream upstream = {};
+  kept.factors = factors_of(r, upstream, at, factor ? factor[0] : (S)1, scale_of(p.a, S(0)));
+}
+
+/* The row's sums from the parts of its blocks, a lane each, and its gradient from those. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void end_sums(const cluster_args& p, Row<Z> row, const Part<S>& part,
+                                         Kept<S>& kept) {
+  row.l_target = kept.l_target;
+  const S top = warp_max(part.top);
+  const S c = row.target >= 0 ? fmax(top, row.l_target) : top;
+  const RowSums<S> sums = sum_lanes(p.a, part, c);
+  const Best<S> best = best_of_lanes(p.a, part, top);
+  if (threadIdx.x != 0) return;
+  kept.sums = sums;
+  kept.best = best;
+  if (p.pass == kSumsOnly) return;
+  const RowEnd<S> end = end_of<kGeneral>(row, sums.offset, sums.rest);
+  const RowStats<S> stats = statistics_of<kGeneral>(p.a, row, sums, end);
   S coef[FLCE_COEF_ROWS];
-  coefficients_of(r, upstream, at, factor ? factor[0] : (S)1, scale_of(p.a, S(0)), stats, coef);
+  coefficients_of(p.a.r, kept.factors, stats, coef);
+  const RowTables<S> tables = {stats.of, coef, 1};
+  kept.gradient = open_grad_row<kGeneral>(p.a, row, tables, 1.0, false, false);
 #pragma unroll
-  for (int which = 0; which < FLCE_STAT_ROWS; which++) table[which] = stats.of[which];
+  for (int which = 0; which < FLCE_COEF_ROWS; which++) kept.coef[which] = coef[which];
+}
+
+/* What the pass returns of a row beside its gradient; by the thread that kept it, when no other
+ * waits for it. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void write_end(const cluster_args& p, int64_t index,
+                                          const Kept<S>& kept) {
+  const flce_rows& r = p.a.r;
+  const int64_t at = vectors_at(r, index); /* again, as all of the row: registers are dear */
+  Row<Z> row = open_walk<kGeneral, Z>(p.a, index, at);
+  row.l_target = kept.l_target;
+  if (r.predictions) r.predictions[at] = prediction_of(row, kept.best);
+  write_statistics<kGeneral>(p.a, row, at, kept.sums);
+  if (p.pass == kSumsOnly) return;
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) {
-    table[FLCE_STAT_ROWS + which] = coef[which];
-    if (writes) ((S*)p.made.coef)[which * r.stat_pitch + at] = coef[which];
+    ((S*)p.made.coef)[which * r.stat_pitch + at] = kept.coef[which];
   }
 }
 
@@ -204,26 +320,22 @@ __device__ __forceinline__ void blank_row(const cluster_args& p, Out* out, Place
 
 /* Clusters are along y; those along x take the rows in turns. */
 template <typename Z, typename Out, typename T>
-__global__ void __launch_bounds__(cluster_threads(sizeof(Z)), kClusterBlocks)
+__global__ void __launch_bounds__(kClusterThreads, kClusterBlocks)
     cluster_rows(const __grid_constant__ cluster_args p) {
 #if __CUDA_ARCH__ >= 900
   using S = stat_t<Z>;
   extern __shared__ uint4 memory[];
-  __shared__ S scratch[kMaxWarps];
-  __shared__ S table[FLCE_STAT_ROWS + FLCE_COEF_ROWS];
-  /* Of two rows: a block may send its part of the next one while another still reads this one's;
-   * the barrier between keeps it from going further. */
-  __shared__ Part<S> inbox[2][kMaxCluster];
-  const cg::cluster_group cluster = cg::this_cluster();
+  __shared__ Exchange<S> exchange;
+  __shared__ Kept<S> both[2];
   const flce_rows& r = p.a.r;
   const int slots = p.tiles * kUnroll<Z> * (int)blockDim.x, vocab = (int)r.vocab;
   const Stage<Z, T> stage = {(Vec<Z, kVec<Z>>*)memory, (T*)(memory + slots),
                              (int)blockIdx.y * slots};
   Source<Z, T> next = open_source<Z, T>(r, blockIdx.x);
   stage_row(stage, next, vocab, p.tiles);
-  cluster.sync(); /* a block's shared memory may be written once it runs */
+  open_exchange(exchange);
   int turn = 0;
-  for (int64_t index = blockIdx.x; index < r.rows; index += gridDim.x) {
+  for (int index = blockIdx.x; index < r.rows; index += gridDim.x) {
     const Place place = next.place;
     const int lead = next.lead;
     Out* out = (Out*)r.out + index * r.out_pitch;
@@ -233,49 +345,43 @@ __global__ void __launch_bounds__(cluster_threads(sizeof(Z)), kClusterBlocks)
       stage_row(stage, next, vocab, p.tiles);
       continue;
     }
-    Row<Z> row = open_walk<kGeneral, Z>(p.a, index, place.at);
-    RowTables<S> tables = tables_at<S>(r, place.at);
-    if (p.pass != kGradientsOnly) {
-      read_target<kGeneral, sizeof(Z) == 2>(row);
-      Running<S> run = {-infinity_of(S(0)), 0};
-      RowSums<S> sums = {};
-      Best<S> best = no_best<S>();
+    const Row<Z> row = open_walk<kGeneral, Z>(p.a, index, place.at);
+    Kept<S>& kept = both[turn % 2];
+    if (threadIdx.x == 0) prepare_end(p, row, place.at, kept);
+    Part<S>* warps = exchange.warps[turn % 2];
+    if (p.pass == kGradientsOnly) {
+      wait_copies(0);
+    } else {
+      const Part<S> part = merge_lanes(p.a, thread_part(p, row, stage, next));
+      if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = part;
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      Part<S> part = no_part<S>();
+      if (p.pass != kGradientsOnly) {
+        if (threadIdx.x < blockDim.x / kWarp) part = warps[threadIdx.x];
+        part = merge_lanes(p.a, part);
+      }
+      part = exchange_parts(exchange, turn, part);
+      if (p.pass != kGradientsOnly) end_sums(p, row, part, kept);
+    }
+    turn++;
+    if (p.pass != kSumsOnly) {
+      __syncthreads();
+      const GradRow<S> g = kept.gradient;
       for (int group = 0; group < kGroups; group++) {
-        wait_copies(p.pass == kSumsOnly ? kGroups - 1 : kGroups - 1 - group);
         const int end = tiles_before(group + 1, p.tiles);
         for (int tile = tiles_before(group, p.tiles); tile < end; tile++) {
-          add_tile(p, row, stage, tile, run, sums, best);
-          if (p.pass == kSumsOnly) stage_tile(stage, next, vocab, tile);
+          write_tile(out, row, g, stage, tile);
+          stage_tile(stage, next, vocab, tile);
         }
-        if (p.pass == kSumsOnly) commit_copies();
+        commit_copies();
       }
-      const Part<S> part = block_part<Z>(p.a, run, sums, best, scratch);
-      if (threadIdx.x < cluster.num_blocks()) {
-        *cluster.map_shared_rank(&inbox[turn][blockIdx.y], threadIdx.x) = part;
-      }
-      /* Also separates the reads of z from the writes below, which in place and with Out half of Z
-       * cover logits of other blocks. */
-      cluster.sync();
-      sums = merge_parts(row, inbox[turn], cluster.num_blocks(), best);
-      turn ^= 1;
-      if (threadIdx.x == 0) end_row(p, row, place.at, sums, best, table);
-      if (p.pass == kSumsOnly) continue;
-      __syncthreads();
-      tables = {table, table + FLCE_STAT_ROWS, 1};
-    } else {
-      wait_copies(0);
-      cluster.sync(); /* for the same reason */
     }
-    const GradRow<S> g = open_grad_row<kGeneral>(p.a, row, tables, 1.0, false, false);
-    for (int group = 0; group < kGroups; group++) {
-      const int end = tiles_before(group + 1, p.tiles);
-      for (int tile = tiles_before(group, p.tiles); tile < end; tile++) {
-        write_tile(out, row, g, stage, tile);
-        stage_tile(stage, next, vocab, tile);
-      }
-      commit_copies();
-    }
+    if (p.pass != kGradientsOnly && blockIdx.y == 0 && threadIdx.x == 0)
+      write_end<Z>(p, index, kept);
   }
+  sm90::cluster_sync(); /* a block stays while another may send to it */
 #endif
 }
 
@@ -320,12 +426,11 @@ typedef struct cluster_shape {
 static bool choose_shape(int64_t vocab, int64_t logits, int64_t vector_bytes, int64_t shared,
                          int64_t most, cluster_shape* shape) {
   const int64_t unroll = 16 / logits; /* kUnroll: 16 logits of a thread */
-  const int most_threads = cluster_threads(16 / logits);
   const int64_t vectors = ceil_div(vocab + logits - 1, logits);
   for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
     const int64_t part = ceil_div(vectors, blocks);
-    const int64_t tiles = ceil_div(part, most_threads * unroll);
-    const int threads = threads_for(ceil_div(part, tiles * unroll), most_threads);
+    const int64_t tiles = ceil_div(part, kClusterThreads * unroll);
+    const int threads = threads_for(ceil_div(part, tiles * unroll), kClusterThreads);
     const int64_t bytes = tiles * unroll * threads * vector_bytes;
     *shape = {blocks, threads, (int)tiles, bytes};
     if (bytes <= (blocks == kMaxCluster ? most : shared)) return true;
@@ -339,7 +444,7 @@ typedef struct cluster_device {
   int64_t shared, most;
 } cluster_device;
 
-enum { kStaticBytes = 2048 }; /* at least the kernel's own, and what the system keeps of a block */
+enum { kStaticBytes = 3072 }; /* at least the kernel's own, and what the system keeps of a block */
 
 static flce_status find_device(cluster_device* found) {
   int major = 0, per_block = 0, per_processor = 0;
@@ -412,8 +517,9 @@ flce_status cuda_cluster_rows(void* self, const flce_rows* r, const cluster_coef
   const cluster_kernel kernel = choose_kernel(r, pass);
   const int64_t z_bytes = flce_size_of(r->z_dtype), logits = 16 / z_bytes;
   const int64_t t_bytes = r->target ? 0 : flce_size_of(r->probabilities_dtype);
-  if (!kernel || !choose_shape(r->vocab, logits, logits * (z_bytes + t_bytes), device.shared,
-                               device.most, &shape)) {
+  if (!kernel || r->rows > kMaxRows ||
+      !choose_shape(r->vocab, logits, logits * (z_bytes + t_bytes), device.shared, device.most,
+                    &shape)) {
     return FLCE_OK;
   }
   cudaLaunchAttribute attribute;

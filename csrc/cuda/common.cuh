@@ -242,12 +242,29 @@ __device__ __forceinline__ void store_any(void* data, flce_dtype dtype, int64_t 
 
 enum { kWarp = 32, kMaxWarps = 32 };
 
+/* The sum over a warp, in every lane. */
+template <typename S>
+__device__ __forceinline__ S warp_sum(S v) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
+  return v;
+}
+
+/* The same for the maximum. A NaN is passed over. */
+template <typename S>
+__device__ __forceinline__ S warp_max(S v) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+    v = fmax(v, __shfl_xor_sync(0xffffffffu, v, lane));
+  }
+  return v;
+}
+
 /* The sum over the block, in an order that only the block's size decides; every thread gets it.
  * All threads of whole warps take part. */
 template <typename S>
 __device__ __forceinline__ S block_sum(S v, S* scratch) {
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
+  v = warp_sum(v);
   if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = v;
   __syncthreads();
   S sum = 0;
@@ -256,13 +273,9 @@ __device__ __forceinline__ S block_sum(S v, S* scratch) {
   return sum;
 }
 
-/* The same for the maximum. A NaN is passed over. */
 template <typename S>
 __device__ __forceinline__ S block_max(S v, S* scratch) {
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
-    v = fmax(v, __shfl_xor_sync(0xffffffffu, v, lane));
-  }
+  v = warp_max(v);
   if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = v;
   __syncthreads();
   S top = scratch[0];

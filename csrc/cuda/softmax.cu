@@ -311,31 +311,31 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   constexpr int N = kVec<Z>;
   constexpr bool kFast = sizeof(Z) == 2;
   __shared__ S scratch[kMaxWarps];
+  __shared__ S parked; /* l_target, beside the row's loop */
   const flce_rows& r = p.r;
   const Place place = place_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     write_no_statistics<S>(r, place);
     return;
   }
-  const Row<Z> row = open_row<KIND, kFast, Z>(p, blockIdx.x, place.at);
+  Row<Z> row = open_row<KIND, kFast, Z>(p, blockIdx.x, place.at);
+  if (KIND == kGeneral && threadIdx.x == 0) parked = row.l_target;
   const S none = -infinity_of(S(0)), unit = KIND == kGeneral ? S(1) : row.scale;
   Running<S> run = {none, 0};
   RowSums<S> sums = {};
-  Best<S> best = no_best<S>();
+  int lowest = INT32_MAX; /* column that holds run.top */
   for (int first = threadIdx.x; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     Vec<Z, N> raw[kUnroll<Z>];
     load_tile<true>(row.z, row.lead, row.vocab, first, raw);
-    S l[kUnroll<Z>][N], highest = run.top;
+    S l[kUnroll<Z>][N], highest;
     if constexpr (KIND == kGeneral) {
       tile_logits<kFast>(row, raw, first, l);
-      highest = fmax(highest, tile_max(l));
+      highest = tile_max(l);
     } else {
-      highest = fmax(highest, hide_and_max<KIND == kBiased>(row, raw, first));
+      highest = fmax(run.top, hide_and_max<KIND == kBiased>(row, raw, first));
     }
     if (highest > run.top) {
-      if (KIND == kGeneral && r.predictions) {
-        best = {highest, column_holding(row, highest, first, l)};
-      }
+      if (KIND == kGeneral && r.predictions) lowest = column_holding(row, highest, first, l);
       raise_top<KIND>(run, sums, highest, unit);
     }
     if (KIND == kGeneral && p.weighted) add_tile_gaps<true>(r, row, first, l, run.shift, sums);
@@ -352,9 +352,11 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
     }
   }
   sums.offset = unit * block_max(run.top, scratch);
+  if constexpr (KIND == kGeneral) row.l_target = parked;
   if (row.target >= 0) sums.offset = fmax(sums.offset, row.l_target);
   settle<KIND>(run, sums, unit);
   add_up<KIND>(p, sums, scratch);
+  Best<S> best = {run.top, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
   const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */

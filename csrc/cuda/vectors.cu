@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kVectorThreads)
     for (int which = 0; which < FLCE_STAT_ROWS; which++) {
       stats.of[which] = stat_row<S>(r, which)[place.at];
     }
-    coefficients_of(r, upstream, place.at, factor ? factor[0] : (S)1, (S)scale, stats, values);
+    const S all = factor ? factor[0] : (S)1;
+    coefficients_of(r, factors_of(r, upstream, place.at, all, (S)scale), stats, values);
   }
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) {
