@@ -171,50 +171,44 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
   return FLCE_OK;
 }
 
-/* z = x W^T, into the saved buffer where the logits need no other type there, else into the
- * chunk's. */
+/* x W^T of a chunk. */
+static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* gemm) {
+  int64_t h = e->problem->hidden;
+  *gemm = (flce_gemm){.m = c->rows,
+                      .n = e->problem->vocab,
+                      .k = h,
+                      .transpose_b = true,
+                      .b = e->linear_weight,
+                      .pitch_a = h,
+                      .pitch_b = h,
+                      .dtype = e->plan->dtype};
+  return chunk_input(e, c, &gemm->a);
+}
+
+/* z, into the saved buffer where the logits need no other type there, else into the chunk's. */
 static flce_status logits_gemm(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
-  int64_t h = e->problem->hidden;
-  const void* x;
-  FLCE_TRY(chunk_input(e, c, &x));
+  flce_gemm gemm;
+  FLCE_TRY(logits_product(e, c, &gemm));
   bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
-  set_z(&c->view, in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->z_dtype,
-        plan->z_pitch);
-  return run_gemm(e, (flce_gemm){.m = c->rows,
-                                 .n = e->problem->vocab,
-                                 .k = h,
-                                 .transpose_b = true,
-                                 .a = x,
-                                 .b = e->linear_weight,
-                                 .c = (void*)c->view.z,
-                                 .pitch_a = h,
-                                 .pitch_b = h,
-                                 .pitch_c = plan->z_pitch,
-                                 .c_dtype = plan->z_dtype,
-                                 .bias = plan->gemm_adds_bias ? e->bias : NULL});
+  gemm.c = in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
+  gemm.c_dtype = plan->z_dtype;
+  gemm.pitch_c = plan->z_pitch;
+  gemm.bias = plan->gemm_adds_bias ? e->bias : NULL;
+  set_z(&c->view, gemm.c, plan->z_dtype, plan->z_pitch);
+  return run_gemm(e, gemm);
 }
 
 /* E or nothing but statistics of a chunk from the one kernel that also makes its logits. */
 static flce_status product_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
-  int64_t h = e->problem->hidden;
-  const void* x;
-  FLCE_TRY(chunk_input(e, c, &x));
+  flce_gemm gemm;
+  FLCE_TRY(logits_product(e, c, &gemm));
   if (plan->save == FLCE_SAVE_LOGITS)
     set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
   if (plan->save == FLCE_SAVE_GRADS)
     set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch);
   c->view.bias = e->bias;
-  flce_gemm gemm = {.m = c->rows,
-                    .n = e->problem->vocab,
-                    .k = h,
-                    .transpose_b = true,
-                    .a = x,
-                    .b = e->linear_weight,
-                    .pitch_a = h,
-                    .pitch_b = h,
-                    .dtype = plan->dtype};
   atomic_fetch_add(&gemm_count, 1);
   CALL(e, product_rows, &gemm, &c->view, buffer(e, FLCE_BUF_PRODUCT));
   return FLCE_OK;
