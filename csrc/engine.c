@@ -421,19 +421,7 @@ static flce_status finish_gradients(const engine* e) {
 
 /* ---- forward ---- */
 
-/* Of the gradients that the forward makes, for grad_output 1: in float16 times a power of two that
- * scale_grad takes back. */
-static const void* gradient_factor(const engine* e) {
-  bool in_units = e->plan->dtype == FLCE_F16;
-  return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
-}
-
-/* Whether the forward's row pass gives dz itself. */
-static bool makes_dz(const engine* e) {
-  return e->plan->save == FLCE_SAVE_GRADS && e->plan->form == FLCE_FORM_DZ && wants_gradients(e);
-}
-
-/* Statistics and loss of a chunk, what the strategy keeps of its logits, or their gradient. */
+/* Statistics and loss of a chunk, and what the strategy keeps of its logits. */
 static flce_status forward_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool keeps = plan->save == FLCE_SAVE_LOGITS;
@@ -449,18 +437,22 @@ static flce_status forward_rows(const engine* e, chunk* c) {
     CALL(e, exp_rows, &c->view);
     return FLCE_OK;
   }
-  if (makes_dz(e)) {
-    CALL(e, dz_rows, &c->view, gradient_factor(e), (void*)c->coef);
-    return FLCE_OK;
-  }
   CALL(e, stat_rows, &c->view);
   if (keeps && plan->saves_exp) CALL(e, grad_rows, &c->view, kF16ExpScale, false, false);
   return FLCE_OK;
 }
 
-/* save=grads: what follows the row pass. */
+/* save=grads: the gradient for grad_output 1, in float16 times a power of two that scale_grad takes
+ * back. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
-  if (!makes_dz(e)) FLCE_TRY(coefficients(e, c, (flce_upstream){0}, gradient_factor(e)));
+  bool in_units = e->plan->dtype == FLCE_F16;
+  FLCE_TRY(coefficients(e, c, (flce_upstream){0},
+                        scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM)));
+  if (e->plan->form == FLCE_FORM_DZ) {
+    flce_rows with_coef = c->view;
+    with_coef.coef = c->coef;
+    CALL(e, grad_rows, &with_coef, 1.0, false, false);
+  }
   return chunk_gradients(e, c);
 }
 

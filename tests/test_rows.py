@@ -1,6 +1,5 @@
-"""The row passes at the sizes where their shape changes: rows of one block, of two, four and eight
-that share them, and rows that no cluster holds. What a GPU reads once is compared with the passes
-that read twice: targets of float64 and save="stats" keep to those.
+"""The row passes from one column to more than a GPU's cache holds of a row: probabilities of every
+dtype, float16, and what the strategies make of the same row.
 """
 
 import cases

@@ -137,7 +137,6 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .exp_rows = flce_cpu_exp_rows,
                             .grad_rows = flce_cpu_grad_rows,
                             .row_coefficients = flce_cpu_row_coefficients,
-                            .dz_rows = flce_cpu_dz_rows,
                             .reduce = flce_cpu_reduce,
                             .scale_rows = flce_cpu_scale_rows,
                             .finish_grad_input = flce_cpu_finish_grad_input,

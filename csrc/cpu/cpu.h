@@ -68,7 +68,6 @@ flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, 
 flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
                                       const flce_upstream* upstream, const void* factor,
                                       void* coef);
-flce_status flce_cpu_dz_rows(void* self, const flce_rows* rows, const void* factor, void* coef);
 
 /* vectors.c */
 flce_status flce_cpu_zero(void* self, void* data, int64_t bytes);

@@ -385,11 +385,3 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
   }
   return FLCE_OK;
 }
-
-flce_status flce_cpu_dz_rows(void* self, const flce_rows* rows, const void* factor, void* coef) {
-  flce_rows with_coef = *rows;
-  with_coef.coef = coef;
-  FLCE_TRY(flce_cpu_stat_rows(self, rows));
-  FLCE_TRY(flce_cpu_row_coefficients(self, rows, &(flce_upstream){0}, factor, coef));
-  return flce_cpu_grad_rows(self, &with_coef, 1.0, false, false);
-}

@@ -65,7 +65,6 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .product_rows = cuda_product_rows,
       .grad_rows = cuda_grad_rows,
       .row_coefficients = cuda_row_coefficients,
-      .dz_rows = cuda_dz_rows,
       .reduce = cuda_reduce,
       .scale_rows = cuda_scale_rows,
       .finish_grad_input = cuda_finish_grad_input,

@@ -28,9 +28,6 @@ flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
-/* cluster_rows.cu */
-flce_status cuda_dz_rows(void* self, const flce_rows* rows, const void* factor, void* coef);
-
 /* order.cu */
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,

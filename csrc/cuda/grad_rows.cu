@@ -1,7 +1,6 @@
 /* The row pass of the backward: gradient rows from logits, or from exp rows. One block walks one
  * row. */
 #include "backend.cuh"
-#include "cluster_rows.cuh"
 #include "grad_row.cuh"
 #include "launch.cuh"
 
@@ -80,9 +79,6 @@ flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hi
   }
   if (!kernel) return no_row_kernel(r, z_is_exp ? "grad_rows of exp rows" : "grad_rows");
   FLCE_TRY(check_rows(r, "grad_rows"));
-  bool done = false;
-  if (!r->target && r->coef) FLCE_TRY(cuda_cluster_rows(self, r, NULL, kGradientsOnly, &done));
-  if (done) return FLCE_OK;
   kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r), scale,
                                                                     hide_target, z_is_exp);
   FLCE_LAUNCHED("grad_rows");

@@ -1,6 +1,5 @@
 /* Row passes of the forward: statistics and E = exp(l - c). One block walks one row. */
 #include "backend.cuh"
-#include "cluster_rows.cuh"
 #include "launch.cuh"
 #include "statistics.cuh"
 
@@ -410,9 +409,6 @@ static row_kernel two_reads_kernel(Kind kind) {
 
 flce_status cuda_stat_rows(void* self, const flce_rows* r) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
-  bool done = false;
-  if (!r->target) FLCE_TRY(cuda_cluster_rows(self, r, NULL, kSumsOnly, &done));
-  if (done) return FLCE_OK;
   row_kernel kernel = NULL;
   FLCE_WITH_TYPE(r->z_dtype, Z, kernel = stat_kernel<Z>(forward_kind(r)));
   return launch_rows(self, r, kernel, "stat_rows");

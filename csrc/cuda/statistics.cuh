@@ -373,15 +373,10 @@ __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sum
   return entropy < 0 ? 0 : entropy;
 }
 
-/* Statistics of a row, in enum flce_stat_row's order. */
-template <typename S>
-struct RowStats {
-  S of[FLCE_STAT_ROWS];
-};
-
+/* Statistics and loss of a row. By one thread. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ RowStats<S> statistics_of(const row_args& p, const Row<Z>& row,
-                                                     const RowSums<S>& sums, const RowEnd<S>& end) {
+__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
+                                                 const RowSums<S>& sums, const RowEnd<S>& end) {
   const flce_rows& r = p.r;
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
@@ -391,38 +386,21 @@ __device__ __forceinline__ RowStats<S> statistics_of(const row_args& p, const Ro
       slope = fmax(1 - t * t, (S)0);
     }
   }
-  RowStats<S> stats;
-  stats.of[FLCE_STAT_LSE] = end.lse;
-  stats.of[FLCE_STAT_NLL] = end.nll;
-  stats.of[FLCE_STAT_OFFSET] = sums.offset;
-  stats.of[FLCE_STAT_INV_SUM] = 1 / end.sum;
-  stats.of[FLCE_STAT_ENTROPY] = entropy;
-  stats.of[FLCE_STAT_SLOPE] = slope;
-  stats.of[FLCE_STAT_MASS] = has_no_target<KIND>(row) ? sums.mass : 0;
-  return stats;
+  stat_row<S>(r, FLCE_STAT_LSE)[at] = end.lse;
+  stat_row<S>(r, FLCE_STAT_NLL)[at] = end.nll;
+  stat_row<S>(r, FLCE_STAT_OFFSET)[at] = sums.offset;
+  stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = 1 / end.sum;
+  stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
+  stat_row<S>(r, FLCE_STAT_SLOPE)[at] = slope;
+  stat_row<S>(r, FLCE_STAT_MASS)[at] = has_no_target<KIND>(row) ? sums.mass : 0;
+  if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
 }
 
-/* Statistics of a row, by one thread, which keeps them and the loss where it `writes`. */
+/* The same from sums around the row's c. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ RowStats<S> write_statistics(const row_args& p, const Row<Z>& row,
-                                                        int64_t at, const RowSums<S>& sums,
-                                                        const RowEnd<S>& end, bool writes = true) {
-  const RowStats<S> stats = statistics_of<KIND>(p, row, sums, end);
-  if (!writes) return stats;
-  if (p.r.loss) ((S*)p.r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
-#pragma unroll
-  for (int which = 0; which < FLCE_STAT_ROWS; which++) {
-    stat_row<S>(p.r, which)[at] = stats.of[which];
-  }
-  return stats;
-}
-
-template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ RowStats<S> write_statistics(const row_args& p, const Row<Z>& row,
-                                                        int64_t at, const RowSums<S>& sums,
-                                                        bool writes = true) {
-  const RowEnd<S> end = end_of<KIND>(row, sums.offset, sums.rest);
-  return write_statistics<KIND>(p, row, at, sums, end, writes);
+__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
+                                                 const RowSums<S>& sums) {
+  write_statistics<KIND>(p, row, at, sums, end_of<KIND>(row, sums.offset, sums.rest));
 }
 
 /* `best` is of the columns without the target's. */

@@ -1,7 +1,6 @@
 /* One number a row: scalars and sums over rows, coefficients, and the rows that are not computed.
  * Every sum has a fixed order. */
 #include "backend.cuh"
-#include "coefficients.cuh"
 
 enum { kVectorThreads = 256, kSumThreads = 1024 };
 
@@ -109,6 +108,48 @@ flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count
 
 /* ---- row coefficients ---- */
 
+/* `scale` is logit_scale / temperature. */
+template <typename S>
+__device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_upstream& upstream,
+                                                int64_t i, S factor, S scale,
+                                                S (&coef)[FLCE_COEF_ROWS]) {
+  const flce_loss& o = r.options;
+  const S *stats = (const S*)r.stats + i, *scalars = (const S*)r.scalars;
+  const S inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch];
+  const S upstream_loss = upstream.loss ? ((const S*)upstream.loss)[i * upstream.loss_stride] : 1;
+  const S k = upstream_loss * factor * (r.token_weight ? ((const S*)r.token_weight)[i] : 1);
+  const S a = r.temperature ? scale / ((const S*)r.temperature)[i] : scale;
+  const S share = o.label_smoothing > 0 ? (S)(o.label_smoothing / (double)r.vocab) : 0;
+  const S hard = (S)(1 - o.label_smoothing);
+  /* What multiplies p: k (own + rest) + others. */
+  S own = 0, rest, others = 0;
+  if (r.target) {
+    own = hard * (r.class_weight ? ((const S*)r.class_weight)[r.target[i]] : 1);
+    rest = share != 0 ? share * scalars[FLCE_SCALAR_WEIGHT_TOTAL] : 0;
+  } else {
+    rest = stats[FLCE_STAT_MASS * r.stat_pitch];
+  }
+  if (o.z_loss != 0) {
+    rest += (S)(2 * o.z_loss) * scalars[FLCE_SCALAR_Z_SHARE] * stats[FLCE_STAT_LSE * r.stat_pitch];
+  }
+  if (upstream.lse) others = ((const S*)upstream.lse)[i];
+  coef[FLCE_COEF_ROW] = a * ((k * (own + rest) + others) * inv_sum);
+  coef[FLCE_COEF_TARGET] = 0;
+  coef[FLCE_COEF_SMOOTH] = a * (k * share);
+  coef[FLCE_COEF_VALID] = 1;
+  coef[FLCE_COEF_ENTROPY] =
+      upstream.entropy ? a * (((const S*)upstream.entropy)[i] * inv_sum) : (S)0;
+  coef[FLCE_COEF_SOFT] = r.target ? (S)0 : a * (k * hard);
+  if (!r.target) return;
+  /* r p_y - k own, as k own (p_y - 1) + (k rest + others) p_y: no cancellation where p_y is near 1.
+   */
+  const S nll = stats[FLCE_STAT_NLL * r.stat_pitch];
+  S target = k * (own * expm1(-nll));
+  if (rest != 0) target += k * (rest * exp(-nll));
+  if (others != 0) target += others * exp(-nll);
+  coef[FLCE_COEF_TARGET] = a * (stats[FLCE_STAT_SLOPE * r.stat_pitch] * target);
+}
+
 template <typename S>
 __global__ void __launch_bounds__(kVectorThreads)
     row_coefficients(const __grid_constant__ flce_rows r,
@@ -122,13 +163,7 @@ __global__ void __launch_bounds__(kVectorThreads)
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) values[which] = blank_of<S>(place);
   if (place.kind == kRowValid) {
-    RowStats<S> stats;
-#pragma unroll
-    for (int which = 0; which < FLCE_STAT_ROWS; which++) {
-      stats.of[which] = stat_row<S>(r, which)[place.at];
-    }
-    const S all = factor ? factor[0] : (S)1;
-    coefficients_of(r, factors_of(r, upstream, place.at, all, (S)scale), stats, values);
+    coefficients_of(r, upstream, place.at, factor ? factor[0] : (S)1, (S)scale, values);
   }
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) {

@@ -63,7 +63,7 @@ static flce_rows view_of(const setting* s, const data* d, result* r) {
                      .scalars = d->scalars};
 }
 
-enum { STATS, EXP, SCALED_EXP, GRADIENT, AT_ONCE, PASSES };
+enum { STATS, EXP, SCALED_EXP, GRADIENT, PASSES };
 
 static void run_pass(const setting* s, const data* d, int pass, int threads, result* r) {
   flce_cpu cpu = test_cpu(threads);
@@ -72,11 +72,6 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
   flce_rows view = view_of(s, d, r);
   if (pass == EXP) {
     CHECK_OK(b.exp_rows(b.self, &view));
-    return;
-  }
-  if (pass == AT_ONCE) {
-    CHECK_OK(b.dz_rows(b.self, &view, flce_const_at(d->scalars, d->stat, FLCE_SCALAR_INV_DENOM),
-                       r->coef));
     return;
   }
   CHECK_OK(b.stat_rows(b.self, &view));
@@ -196,7 +191,7 @@ static void check_out(const setting* s, const data* d, const result* r, int pass
     for (int64_t j = 0; j < s->vocab; j++) {
       double actual = flce_load(r->out, s->dtype, row * d->pitch + j), size = 0.0;
       double expected = i == WRONG ? NAN : 0.0;
-      if (!blank && pass >= GRADIENT) {
+      if (!blank && pass == GRADIENT) {
         expected = t.dz[j], size = t.size[j];
       } else if (!blank && !(pass == EXP && j == d->target[i])) {
         expected = (pass == EXP ? 1.0 : kExpScale) * t.p[j] * t.sum * t.slope[j] / unit;
@@ -218,23 +213,10 @@ static void check_out(const setting* s, const data* d, const result* r, int pass
   CHECK(kept, "the pad is written, " WHERE, WHERE_VALUES(s, 0));
 }
 
-/* dz_rows, whose upstream is 1. */
-static void test_at_once(const setting* s) {
-  setting alone = *s;
-  alone.upstream = false;
-  data d = make_data(&alone);
-  flce_fill(d.g, d.stat, 1.0, TOKENS);
-  result r = run_both(&alone, &d, AT_ONCE);
-  check_stats(&alone, &d, &r, true);
-  check_out(&alone, &d, &r, AT_ONCE);
-  free_result(&r);
-  free_data(&d);
-}
-
 static void test_setting(const setting* s) {
   data d = make_data(s);
   if (s->dtype == FLCE_F64 && s->kind == FLAT) check_truth(s, &d);
-  for (int pass = STATS; pass < AT_ONCE; pass++) {
+  for (int pass = STATS; pass < PASSES; pass++) {
     if (pass == EXP && s->probabilities) continue;
     result r = run_both(s, &d, pass);
     check_stats(s, &d, &r, pass != EXP);
@@ -242,7 +224,6 @@ static void test_setting(const setting* s) {
     free_result(&r);
   }
   free_data(&d);
-  test_at_once(s);
 }
 
 /* ---- cases ---- */
