@@ -170,7 +170,8 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
 
-/* Whether the entropy's gradient may be asked for: save=grads has made its gradients before. */
+/* Whether the entropy's gradient may be asked for; save=grads has the backward of stats for that.
+ */
 static bool differentiates_entropy(const flce_problem* problem) {
   return problem->wants_entropy && problem->save != FLCE_SAVE_GRADS && makes_gradients(problem);
 }

@@ -112,6 +112,8 @@ class Accumulator:
         if found.dtype not in dtypes:
             expected = " or ".join(map(str, dtypes))
             raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
+        if found.data_ptr() == weight.data_ptr() and found.numel():
+            raise ValueError(f"{name}: expected memory of its own, got that of linear_weight")
         if found.shape != weight.shape:
             expected, got = tuple(weight.shape), tuple(found.shape)
             raise ValueError(f"{name}: expected shape {expected}, got {got}")
@@ -128,6 +130,8 @@ class Accumulator:
         """Whether the backward that runs is to accumulate: not one for other leaves alone, which a
         Function's needs_input_grad does not know. `node`: the weight's AccumulateGrad."""
         refuse_tracing()
+        if not self.weight.requires_grad:  # frozen since the forward
+            return False
         try:
             return torch._C._will_engine_execute_node(node)
         except RuntimeError:

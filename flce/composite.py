@@ -6,6 +6,7 @@ operator's autograd formula never sees the composite.
 """
 
 import math
+import sys
 
 import torch
 
@@ -173,8 +174,13 @@ def linear_cross_entropy_of(
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
 
-# Where torch.compile breaks off at accumulate.refuse_tracing it would trace what is called next.
-linear_cross_entropy_untraced = torch._disable_dynamo(linear_cross_entropy_of)
+def linear_cross_entropy_untraced(*args, **options):
+    """Where torch.compile breaks off at accumulate.refuse_tracing it would trace what is called
+    next. Without torch.compile nothing traces, and its import would take a second."""
+    call = linear_cross_entropy_of
+    if "torch._dynamo" in sys.modules:
+        call = torch._disable_dynamo(call)
+    return call(*args, **options)
 
 
 def cross_entropy_of(

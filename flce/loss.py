@@ -221,8 +221,8 @@ def linear_cross_entropy(
         operands = (input, linear_weight, target)
         wanted = {f"return_{output}": want for output, want in wanted._asdict().items()}
         return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
-    check_tensor("input", input)
-    check_tensor("target", target)
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        check_tensor(name, tensor)
     _as_numbers(settings, input)
     if valid_bound == "count":
         settings["valid_bound"] = _count_valid(target, settings)

@@ -289,6 +289,7 @@ class Forward(torch.autograd.Function):
         if settings.save == "grads":
             # The composite drops what is saved: the backward may write to it.
             ctx.owned = returns is not Returns.ALL and not _saved_by_hooks()
+            ctx.scaled = False
             again = arguments if returns is Returns.LOSS_AND_STATS else ()
             ctx.save_for_backward(scalars, *grads, *again)
         else:
@@ -315,6 +316,11 @@ def _scale_made(ctx, saved, grad_output, wanted):
     # In float16 the denominator is still to be applied (engine.c: forward_gradients).
     in_units = gemm_dtype(scalars.device.type, ctx.settings.dtype) == torch.float16
     keep = not ctx.owned or _graph_is_kept()
+    if ctx.scaled:
+        raise RuntimeError(
+            "flce: a backward that failed has used up this loss's gradients; run the forward again"
+        )
+    ctx.scaled = not keep
     return tuple(
         _hand_over(grad, grad_output, scalars if in_units else None, given, keep) if want else None
         for grad, given, want in zip(grads, ctx.dtypes, wanted, strict=True)

@@ -158,7 +158,7 @@ def check_scalars(
 ):
     """Each checked alone; softcap None becomes 0."""
     given = (ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss)
-    if given == _DEFAULT_SCALARS:
+    if type(ignore_index) is int and given == _DEFAULT_SCALARS:
         return _CHECKED_SCALARS
     for name, value in zip(Scalars._fields[1:], given[1:], strict=True):
         if value is not None or name != "softcap":

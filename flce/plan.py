@@ -16,7 +16,8 @@ class Plan:
 
     Sizes are bytes over the inputs, `buffers` maps a buffer's name to its own. Peaks count what
     lives at once: `forward_peak_bytes` the outputs and the workspace of the forward,
-    `backward_peak_bytes` what the forward kept, the gradients and the backward's workspace.
+    `backward_peak_bytes` what the forward kept, the gradients and the backward's workspace. A
+    backward that reaches lse or entropy with save="grads" has the numbers of "stats" beside these.
     """
 
     save: str

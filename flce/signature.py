@@ -104,8 +104,9 @@ def _once_a_signature(function):
             return known(*args)
         except TypeError:
             # No hash: a size that is symbolic under compile or export, or an argument of a wrong
-            # type, which is refused by its name now.
-            return function(*args)
+            # type, which is refused by its name below.
+            pass
+        return function(*args)
 
     return find
 

@@ -405,7 +405,12 @@ def describe():
     path, _ = _file(None)
     if path is None:
         return f"none, {_ENVIRONMENT} is empty"
-    return f"{len(read(path))} in {path}" if os.path.exists(path) else f"none, there is no {path}"
+    if not os.path.exists(path):
+        return f"none, there is no {path}"
+    try:
+        return f"{len(read(path))} in {path}"
+    except ValueError as error:
+        return f"none: {error}"
 
 
 load()  # once, when flce is imported: the choice is then the same in every process

@@ -32,6 +32,9 @@ slice 0 tests/test_accuracy.py "cuda and not test_grid and not cpu_variants"
 for file in tests/test_*.py; do
   [ "$file" = tests/test_accuracy.py ] || slice 0 "$file" "cuda and not ($allocator or more_than or out_of_memory)"
 done
+slice 0 tests/test_fused.py "fused and not ragged"
+slice 0 tests/test_fused.py "ragged and (8- or 64-)"
+slice 0 tests/test_tune.py "tune and not cuda and not ($allocator)"
 slice 1 tests "cuda and ($allocator)"
 slice 1 tests/test_cuda.py "out_of_memory"
 for big in logits grads-16GiB grads-1GiB stats-16GiB; do

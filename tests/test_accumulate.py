@@ -232,6 +232,15 @@ def test_tied_embedding(device, place):
     assert close(got, twin.weight.grad)
 
 
+def test_frozen_after_the_forward(device, batch):
+    x, y = batch
+    head = head_of(device, accumulate_into="grad")
+    loss = head(x, y)
+    head.weight.requires_grad_(False)
+    loss.backward()
+    assert head.weight.grad is None
+
+
 def test_frozen_and_without_gradients(device, batch):
     """Nothing to accumulate: no attribute is looked at, none is written."""
     x, y = batch

@@ -100,3 +100,21 @@ def test_float32_sums_hold_over_many_chunks(device, save):
     whole = error()
     many = error(max_memory=4 * 512 * 4, accum_dtype=torch.float32)
     assert many <= 1.5 * whole
+
+
+def test_a_failed_backward_is_not_repeated(device):
+    """The gradients are scaled in place where nobody needs them again; a second try would scale
+    them twice."""
+    x, w, y = leaves(device)
+    loss = flce.linear_cross_entropy(x, w, y, save="grads")
+    failures = [RuntimeError("first")]
+
+    def fail_once(*_):
+        if failures:
+            raise failures.pop()
+
+    loss.grad_fn.register_hook(fail_once)
+    with pytest.raises(RuntimeError, match="first"):
+        loss.backward(torch.full_like(loss, 2.0))
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        loss.backward(torch.full_like(loss, 2.0))

@@ -238,16 +238,16 @@ flce_status cuda_product_row_bytes(int device, const flce_problem* p, int64_t* b
   return FLCE_OK;
 }
 
-/* A scale below 0 makes the smallest z the largest l, and hidden ones +inf. */
+/* A scale below 0 makes the smallest z the largest l, and hidden ones +inf; one of 0, NaN. */
 static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_args& args) {
   product_shape shape = {};
   const flce_loss* o = &r->options;
   shape.rows = (int)r->rows;
   shape.vocab = (int)r->vocab;
   shape.hidden = (int)g->k;
-  shape.general = o->label_smoothing > 0 || o->softcap > 0 || !(o->logit_scale > 0) ||
-                  r->temperature || r->wants_entropy || r->predictions;
   shape.scale = (float)((o->softcap > 0 ? args.height : args.scale) * kLog2eExact);
+  shape.general = o->label_smoothing > 0 || o->softcap > 0 || !(shape.scale > 0) ||
+                  r->temperature || r->wants_entropy || r->predictions;
   shape.gain = (float)args.gain;
   shape.bias = (const float*)r->bias;
   shape.class_weight = (const float*)r->class_weight;

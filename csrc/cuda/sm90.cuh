@@ -82,25 +82,6 @@ __device__ __forceinline__ void named_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-/* ---- words for another block of the cluster ---- */
-
-/* Where the block `rank` has what this one has at `shared`. */
-__device__ __forceinline__ uint32_t address_at(uint32_t shared, int rank) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
-  return address;
-}
-
-/* Both addresses are the receiver's, whose barrier counts the 16 bytes and makes them visible to
- * those that wait for it: no fence, which would wait for this block's global stores. */
-__device__ __forceinline__ void send_words(uint32_t to, uint4 v, uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-      "[%5];" ::"r"(to),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-      : "memory");
-}
-
 /* ---- copies of a box of a matrix, whose first column and row are given ---- */
 
 __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
