@@ -201,6 +201,11 @@ def _step(sizes, types, bias, device, knobs):
         w = w.div_(math.sqrt(hidden)).requires_grad_()
         b = torch.zeros(vocab, dtype=weight_dtype, device=device).requires_grad_() if bias else None
         y = torch.randint(knobs.get("valid_vocab") or vocab, (tokens,), **given)
+        # A sum that is there already: what every step but the first adds to.
+        if knobs.get("accumulate_into") == "grad":
+            w.grad = torch.zeros_like(w)
+        if knobs.get("accumulate_into") == "main_grad":
+            w.main_grad = torch.zeros_like(w, dtype=torch.float32)
         with torch.autocast("cuda", dtype=dtype, enabled=len(set(types)) > 1):
             made = linear_cross_entropy(x, w, y, linear_bias=b, **knobs)
         getattr(made, "loss", made).sum().backward()
