@@ -45,11 +45,6 @@ static const void* scalar(const engine* e, enum flce_scalar index) {
   return at(e->tensors->scalars, index, e->stat);
 }
 
-/* Whether only some rows are computed, gathered by the index of compact_rows. */
-static bool gathers(const engine* e) {
-  return e->problem->rows < e->problem->tokens;
-}
-
 static bool wants_gradients(const engine* e) {
   return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
 }
@@ -132,9 +127,9 @@ static flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
   int64_t left = e->problem->rows - first;
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows};
-  int64_t vectors = gathers(e) ? 0 : first; /* an index is into the whole vectors */
+  int64_t vectors = e->plan->gathers ? 0 : first; /* an index is into the whole vectors */
   c.view = open_rows(e, vectors, c.rows);
-  if (gathers(e)) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
+  if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
   c.coef = from(buffer(e, FLCE_BUF_COEF), vectors, e->stat);
   return c;
 }
@@ -165,7 +160,7 @@ static void* saved_rows(const engine* e, int64_t first) {
 static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
   int64_t h = e->problem->hidden;
   *x = at(e->input, c->first * h, e->plan->dtype);
-  if (!gathers(e)) return FLCE_OK;
+  if (!e->plan->gathers) return FLCE_OK;
   *x = buffer(e, FLCE_BUF_GATHERED_X);
   CALL(e, scale_rows, (void*)*x, e->input, e->plan->dtype, NULL, c->view.index, c->rows, h);
   return FLCE_OK;
@@ -190,8 +185,7 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   flce_gemm gemm;
   FLCE_TRY(logits_product(e, c, &gemm));
-  bool in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
-  gemm.c = in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
+  gemm.c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
   gemm.c_dtype = plan->z_dtype;
   gemm.pitch_c = plan->z_pitch;
   gemm.bias = plan->gemm_adds_bias ? e->bias : NULL;
@@ -226,7 +220,7 @@ static flce_upstream upstream_of(const engine* e) {
 /* The rows' factors for `upstream`, whose vectors begin at row 0. */
 static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
-  if (!gathers(e)) {
+  if (!e->plan->gathers) {
     upstream.loss = from(upstream.loss, upstream.loss_stride * c->first, e->stat);
     upstream.lse = from(upstream.lse, c->first, e->stat);
     upstream.entropy = from(upstream.entropy, c->first, e->stat);
@@ -244,7 +238,8 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
   int64_t h = e->problem->hidden;
-  void* dx = at(e->tensors->grad_input, gathers(e) ? 0 : c->first * h, plan->grad_input_dtype);
+  void* dx =
+      at(e->tensors->grad_input, e->plan->gathers ? 0 : c->first * h, plan->grad_input_dtype);
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
   void* product = own ? own : dx;
   FLCE_TRY(run_gemm(e, (flce_gemm){.m = c->rows,
@@ -284,8 +279,9 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
   int64_t h = e->problem->hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   void* x = buffer(e, FLCE_BUF_SCALED_X);
-  CALL(e, scale_rows, x, at(e->input, gathers(e) ? 0 : c->first * h, plan->dtype), plan->dtype,
-       coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
+  CALL(e, scale_rows, x, at(e->input, e->plan->gathers ? 0 : c->first * h, plan->dtype),
+       plan->dtype, coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index,
+       c->rows, h);
   flce_gemm gemm = {.m = v,
                     .n = h,
                     .k = c->rows,
@@ -316,7 +312,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
 
 static flce_status bias_gradient(const engine* e, const chunk* c) {
   const void* weights = e->plan->form == FLCE_FORM_EXP ? coef_row(e, c, FLCE_COEF_ROW) : NULL;
-  if (weights && gathers(e)) {
+  if (weights && e->plan->gathers) {
     void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
     CALL(e, scale_rows, gathered, weights, e->stat, NULL, c->view.index, c->rows, 1);
     weights = gathered;
@@ -357,7 +353,7 @@ static flce_status begin_gradients(const engine* e) {
     CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, problem->hidden, problem->vocab,
          problem->hidden, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
   FLCE_TRY(zero_padding(e));
-  if (gathers(e)) {
+  if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
     /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
     CALL(e, zero, buffer(e, FLCE_BUF_COEF), e->plan->buffers[FLCE_BUF_COEF].bytes);
@@ -458,7 +454,7 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
 
 /* The index of the rows to compute, and what the others give. */
 static flce_status gather_rows(const engine* e, bool blanks) {
-  if (!gathers(e)) return FLCE_OK;
+  if (!e->plan->gathers) return FLCE_OK;
   CALL(e, compact_rows, e->problem, e->tensors->target, buffer(e, FLCE_BUF_INDEX));
   if (!blanks) return FLCE_OK;
   flce_rows all = open_rows(e, 0, e->problem->tokens);

@@ -186,6 +186,7 @@ typedef struct flce_plan {
   flce_form form;
   flce_dtype dtype;           /* of the GEMM operands, of E and dz */
   int64_t rows;               /* computed: flce_problem.rows */
+  bool gathers;               /* not all are: they are gathered by FLCE_BUF_INDEX */
   bool fuses_rows;            /* the forward's logits come from product_rows: none are written */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
@@ -193,6 +194,7 @@ typedef struct flce_plan {
   flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
   bool gemm_adds_bias;                          /* then no row pass does */
   bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
+  bool z_in_saved;                              /* the logits GEMM writes there itself */
   int64_t z_pitch, out_pitch,
       saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype */
   flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;

@@ -29,11 +29,6 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
-/* Whether only some rows are computed, which then have to be gathered. */
-static bool gathers(const flce_problem* problem) {
-  return problem->rows < problem->tokens;
-}
-
 /* Whether a GEMM over operands of plan->dtype can write `dtype`. */
 static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
   return dtype == plan->dtype ||
@@ -124,11 +119,6 @@ static flce_status fit_chunks(const flce_problem* problem, int64_t row_bytes, in
   return FLCE_OK;
 }
 
-/* Whether the logits GEMM writes into the saved buffer. */
-static bool writes_saved(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
-}
-
 /* Whether the forward keeps nothing of its logits. */
 static bool only_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
@@ -140,7 +130,7 @@ static flce_status choose_chunks(const flce_problem* problem, const flce_facts* 
   int64_t row_bytes =
       plan->fuses_rows && only_statistics(plan) ? facts->product_row_bytes : z_bytes;
   FLCE_TRY(fit_chunks(problem, row_bytes, &plan->chunk_rows, &plan->chunks));
-  if (writes_saved(plan)) {
+  if (plan->z_in_saved) {
     plan->chunk_rows = problem->rows;
     plan->chunks = problem->rows > 0;
   }
@@ -209,6 +199,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->out_pitch = aligned_pitch(problem, plan->dtype);
   plan->gemm_adds_bias = problem->has_bias && facts->gemm_adds_bias && plan->z_dtype == FLCE_F32;
   choose_saved(problem, plan);
+  plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   plan->grad_weight_dtype =
       problem->adds_grad_weight ? problem->added_dtype : kept_dtype(problem, problem->weight_dtype);
@@ -274,7 +265,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   unsigned both = FLCE_IN_FORWARD | (again ? FLCE_IN_BACKWARD : 0);
   bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
   bool z_again = plan->save == FLCE_SAVE_STATS;
-  bool no_z = writes_saved(plan) || (plan->fuses_rows && only_statistics(plan));
+  bool no_z = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
   int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
   int64_t z = no_z ? 0 : plan->chunk_rows * z_row;
   int64_t later = stored_dz ? plan->backward_chunk_rows * plan->out_pitch * e
@@ -284,7 +275,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
       z > later ? z : later);
   if (plan->fuses_rows)
     add(plan, FLCE_BUF_PRODUCT, FLCE_IN_FORWARD, plan->chunk_rows * facts->product_row_bytes);
-  if (gathers(problem)) {
+  if (plan->gathers) {
     add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
     int64_t most = z_again && plan->backward_chunk_rows > plan->chunk_rows
                        ? plan->backward_chunk_rows
@@ -313,8 +304,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
-  if (problem->want_grad_input &&
-      (plan->dx_gemm_dtype != plan->grad_input_dtype || gathers(problem)))
+  if (problem->want_grad_input && (plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers))
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
     add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
@@ -324,7 +314,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   }
   if (problem->want_grad_bias) {
     add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
-    if (gathers(problem) && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
+    if (plan->gathers && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
   }
   if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
   if (smooth || problem->want_grad_bias)
@@ -380,6 +370,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   FLCE_TRY(check_problem(problem));
   plan->save = problem->save;
   plan->rows = problem->rows;
+  plan->gathers = problem->rows < problem->tokens;
   choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
   list_outputs(problem, plan);
