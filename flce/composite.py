@@ -5,6 +5,7 @@ They read requires_grad and autocast, resolve `save`, and call the inner operato
 operator's autograd formula never sees the composite.
 """
 
+import functools
 import math
 import sys
 
@@ -174,12 +175,15 @@ def linear_cross_entropy_of(
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
 
+@functools.cache
+def _never_traced():
+    return torch._disable_dynamo(linear_cross_entropy_of)
+
+
 def linear_cross_entropy_untraced(*args, **options):
     """Where torch.compile breaks off at accumulate.refuse_tracing it would trace what is called
     next. Without torch.compile nothing traces, and its import would take a second."""
-    call = linear_cross_entropy_of
-    if "torch._dynamo" in sys.modules:
-        call = torch._disable_dynamo(call)
+    call = _never_traced() if "torch._dynamo" in sys.modules else linear_cross_entropy_of
     return call(*args, **options)
 
 

@@ -1,8 +1,138 @@
 /* The row pass of the backward: gradient rows from logits, or from exp rows. One block walks one
  * row. */
 #include "backend.cuh"
-#include "grad_row.cuh"
 #include "launch.cuh"
+#include "statistics.cuh"
+
+/* out_j = slope_j (exp(l_j - offset) (factor + entropy (middle - l_j)) - w_j (smooth + soft t_j)),
+ * and `target` instead at the target's column. */
+template <typename S>
+struct GradRow {
+  S factor, offset, target, smooth, soft, entropy, middle;
+  bool set_target, weighted;
+};
+
+/* What the target's column has beside the coefficient: its parts of smoothing and of the entropy's
+ * gradient. From the statistics: the logit may be overwritten while others of the block read. */
+template <typename S>
+__device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& g, int64_t at,
+                                          S w) {
+  S parts = 0;
+  if (g.entropy != 0) {
+    const S nll = stat_row<S>(r, FLCE_STAT_NLL)[at];
+    /* exp(l_y - c) (middle - l_y), as exp(-nll) / inv_sum times nll - entropy. */
+    const S exp_l = exp(-nll) / stat_row<S>(r, FLCE_STAT_INV_SUM)[at];
+    parts -= g.entropy * spread_of(exp_l, stat_row<S>(r, FLCE_STAT_ENTROPY)[at], nll);
+  }
+  if (g.smooth != 0) parts -= g.smooth * w;
+  return stat_row<S>(r, FLCE_STAT_SLOPE)[at] * parts;
+}
+
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row<Z>& row,
+                                                    int64_t at, double scale, bool hide_target,
+                                                    bool z_is_exp) {
+  const flce_rows& r = p.r;
+  GradRow<S> g = {};
+  g.offset = stat_row<S>(r, FLCE_STAT_OFFSET)[at];
+  g.factor = (S)(z_is_exp ? 1.0 : scale);
+  g.set_target = hide_target && row.target >= 0;
+  if (!r.coef) return g;
+  const S* coef = (const S*)r.coef + at;
+  g.factor = coef[FLCE_COEF_ROW * r.stat_pitch];
+  if (z_is_exp) g.factor /= (S)scale;
+  g.target = coef[FLCE_COEF_TARGET * r.stat_pitch];
+  g.set_target = row.target >= 0;
+  if constexpr (KIND == kGeneral) {
+    g.smooth = coef[FLCE_COEF_SMOOTH * r.stat_pitch];
+    g.soft = coef[FLCE_COEF_SOFT * r.stat_pitch];
+    if (r.wants_entropy) {
+      g.entropy = coef[FLCE_COEF_ENTROPY * r.stat_pitch];
+      g.middle = stat_row<S>(r, FLCE_STAT_LSE)[at] - stat_row<S>(r, FLCE_STAT_ENTROPY)[at];
+    }
+    g.weighted = g.smooth != 0 || g.soft != 0;
+    if (g.set_target) {
+      const S w = row.class_weight ? row.class_weight[row.target] : 1;
+      g.target += target_parts(r, g, at, w);
+    }
+  }
+  return g;
+}
+
+/* w (smooth + soft t) of one vector's columns. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void load_shares(const flce_rows& r, const Row<Z>& row,
+                                            const GradRow<S>& g, int col, S (&share)[kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+#pragma unroll
+  for (int e = 0; e < N; e++) share[e] = g.smooth;
+  if (row.probabilities) {
+    S t[N];
+    load_probabilities(row, r.probabilities_dtype, col, t);
+#pragma unroll
+    for (int e = 0; e < N; e++) share[e] = fma(g.soft, t[e], share[e]);
+  }
+  if (row.class_weight) {
+    S w[N];
+    load_beside(row.class_weight, col, row.vocab, w);
+#pragma unroll
+    for (int e = 0; e < N; e++) share[e] *= w[e];
+  }
+}
+
+/* Gradients of one vector by the general kernel. */
+template <typename Out, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<Z>& row,
+                                                  const GradRow<S>& g, bool z_is_exp,
+                                                  const Vec<Z, kVec<Z>>& raw, int col,
+                                                  S (&v)[kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+  S share[N] = {}, slope[N];
+  if (g.weighted) load_shares(r, row, g, col, share);
+  if (z_is_exp) {
+    unpack(raw, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = v[e] * g.factor - share[e];
+    return;
+  }
+  logits_of<sizeof(Out) == 2>(row, raw, col, v, slope);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const S exp_l = exp_for<Out>(v[e] - g.offset);
+    S product = exp_l * g.factor;
+    /* An l of -inf, whose exp is 0, must not make NaN of it. */
+    if (g.entropy != 0) product += g.entropy * -spread_of(exp_l, v[e], g.middle);
+    v[e] = slope[e] * (product - share[e]);
+  }
+}
+
+/* Gradients of one vector, which begins at column `col`. */
+template <Kind KIND, typename Z, typename Out, typename S = stat_t<Z>>
+__device__ __forceinline__ void grad_vector(const flce_rows& r, const Row<Z>& row,
+                                            const GradRow<S>& g, bool z_is_exp,
+                                            const Vec<Z, kVec<Z>>& raw, int col,
+                                            Vec<Out, kVec<Z>>& packed) {
+  constexpr int N = kVec<Z>;
+  const int hit = row.target - col;
+  S v[N];
+  if constexpr (KIND == kGeneral) {
+    general_gradients<Out>(r, row, g, z_is_exp, raw, col, v);
+  } else {
+    z_of<KIND == kBiased>(raw, row.bias, col, row.vocab, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if constexpr (KIND != kExp) v[e] = exp_for<Out>(fma(v[e], row.scale, -g.offset));
+      v[e] *= g.factor;
+    }
+  }
+  if (g.set_target && (unsigned)hit < (unsigned)N) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if (e == hit) v[e] = g.target;
+    }
+  }
+  pack(v, packed);
+}
 
 template <typename Z, typename Out, Kind KIND>
 __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
@@ -16,9 +146,8 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
     fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(place)));
     return;
   }
-  const Row<Z> row = open_walk<KIND, Z>(p, blockIdx.x, place.at);
-  const GradRow<S> g =
-      open_grad_row<KIND>(p, row, tables_at<S>(r, place.at), scale, hide_target, z_is_exp);
+  const Row<Z> row = open_walk<KIND, Z>(p, place.at);
+  const GradRow<S> g = open_grad_row<KIND>(p, row, place.at, scale, hide_target, z_is_exp);
   for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     const int mine = first + threadIdx.x;
     Vec<Z, N> raw[kUnroll<Z>];

@@ -260,14 +260,13 @@ __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
   return dtype == FLCE_F64 ? 8 : dtype == FLCE_F32 ? 4 : 2;
 }
 
-/* Row `index` of z, whose vectors are at `at`, without its target's logit: grad_rows has no use for
- * that, and may be overwriting it. */
+/* A row without its target's logit: grad_rows has no use for that, and may be overwriting it. */
 template <Kind KIND, typename Z>
-__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t index, int64_t at) {
+__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
   using S = stat_t<Z>;
   const flce_rows& r = p.r;
   Row<Z> row = {};
-  row.z = (const Z*)r.z + index * r.z_pitch;
+  row.z = (const Z*)r.z + (int64_t)blockIdx.x * r.z_pitch;
   row.bias = (const S*)r.bias;
   row.class_weight = (const S*)r.class_weight;
   row.vocab = (int)r.vocab;
@@ -295,18 +294,13 @@ __device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t index, in
 }
 
 template <Kind KIND, bool FAST, typename Z>
-__device__ __forceinline__ void read_target(Row<Z>& row) {
+__device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t at) {
   using S = stat_t<Z>;
-  if (KIND == kGeneral && row.target < 0) return;
+  Row<Z> row = open_walk<KIND, Z>(p, at);
+  if (KIND == kGeneral && row.target < 0) return row;
   const S z = (S)to_stat(row.z[row.target]) + (row.bias ? row.bias[row.target] : 0);
   row.l_target = KIND == kGeneral ? logit_of<FAST>(row, z) : row.scale * z;
   row.reference = isfinite(row.l_target) ? row.l_target : 0;
-}
-
-template <Kind KIND, bool FAST, typename Z>
-__device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t index, int64_t at) {
-  Row<Z> row = open_walk<KIND, Z>(p, index, at);
-  read_target<KIND, FAST>(row);
   return row;
 }
 

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
     write_no_statistics<float>(r, place);
     return;
   }
-  const Row<Z> row = open_row<KIND, true, Z>(p, blockIdx.x, place.at);
+  const Row<Z> row = open_row<KIND, true, Z>(p, place.at);
   RowSums<float> sums = {};
   sums.offset = isfinite(row.l_target) ? row.l_target + kAbove : -INFINITY;
   sums.gap_from = sums.spread_from = row.reference;
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
     write_no_statistics<T>(r, place);
     return;
   }
-  const Row<T> row = open_row<KIND, false, T>(p, blockIdx.x, place.at);
+  const Row<T> row = open_row<KIND, false, T>(p, place.at);
   RowSums<T> sums = {};
   sums.offset = sums.gap_from = sums.spread_from = row_max<KIND>(row, scratch);
   int lowest = INT32_MAX; /* column that holds the offset */
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
     write_no_statistics<S>(r, place);
     return;
   }
-  Row<Z> row = open_row<KIND, kFast, Z>(p, blockIdx.x, place.at);
+  Row<Z> row = open_row<KIND, kFast, Z>(p, place.at);
   if (KIND == kGeneral && threadIdx.x == 0) parked = row.l_target;
   const S none = -infinity_of(S(0)), unit = KIND == kGeneral ? S(1) : row.scale;
   Running<S> run = {none, 0};

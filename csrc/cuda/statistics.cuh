@@ -166,20 +166,22 @@ __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype
   }
 }
 
-/* The class weights of a vector's columns, ones without them. */
-template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void load_weights(const Row<Z>& row, int col, S (&w)[kVec<Z>]) {
-#pragma unroll
-  for (int e = 0; e < kVec<Z>; e++) w[e] = 1;
-  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
-}
-
-/* Adds one vector to `gap` and `mass`; `w` holds w_j, with probabilities w_j q_j. A column without
- * weight adds nothing, where its l is -inf too. */
-template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void add_weighed_gaps(const Row<Z>& row, int col, const S (&l)[kVec<Z>],
-                                                 S from, S (&w)[kVec<Z>], RowSums<S>& sums) {
+/* Adds one vector to `gap` and `mass`. A column without weight adds nothing, where its l is -inf
+ * too. */
+template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
+                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
   constexpr int N = kVec<Z>;
+  S w[N];
+#pragma unroll
+  for (int e = 0; e < N; e++) w[e] = 1;
+  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
+  if (PROBABILITIES && row.probabilities) {
+    S t[N];
+    load_probabilities(row, r.probabilities_dtype, col, t);
+#pragma unroll
+    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
+  }
   if (has_gaps(row, col)) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
@@ -191,22 +193,6 @@ __device__ __forceinline__ void add_weighed_gaps(const Row<Z>& row, int col, con
     sums.mass += w[e];
     if (w[e] != 0) sums.gap += w[e] * (from - l[e]);
   }
-}
-
-/* The same, with the weights loaded here. */
-template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
-                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
-  constexpr int N = kVec<Z>;
-  S w[N];
-  load_weights(row, col, w);
-  if (PROBABILITIES && row.probabilities) {
-    S t[N];
-    load_probabilities(row, r.probabilities_dtype, col, t);
-#pragma unroll
-    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
-  }
-  add_weighed_gaps(row, col, l, from, w, sums);
 }
 
 /* The same of this thread's vectors of a tile. */
