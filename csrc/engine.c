@@ -272,8 +272,28 @@ static bool sums_in_callers(const engine* e) {
   return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
 }
 
-/* accum += E^T (coef x), or dz^T x without the ignored rows of x: a NaN there would pass dz's
- * zeros. */
+/* What weighs the chunk's rows of E in db; NULL for ones, in form dz. */
+static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
+  *weights = NULL;
+  if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
+  *weights = coef_row(e, c, FLCE_COEF_ROW);
+  if (!e->plan->gathers) return FLCE_OK;
+  void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
+  CALL(e, scale_rows, gathered, *weights, e->stat, NULL, c->view.index, c->rows, 1);
+  *weights = gathered;
+  return FLCE_OK;
+}
+
+/* dW's product and db's sums of the same rows. */
+static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
+  const void* weights;
+  FLCE_TRY(row_weights(e, c, &weights));
+  atomic_fetch_add(&gemm_count, 1);
+  CALL(e, weight_product, gemm, weights, buffer(e, FLCE_BUF_DB_PARTS), c->first > 0);
+  return FLCE_OK;
+}
+
+/* accum += E^T (coef x), or dz^T x, without ignored rows of x: a NaN there would pass zeros. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = e->problem->hidden, v = e->problem->vocab;
@@ -292,8 +312,10 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .pitch_a = c->view.out_pitch,
                     .pitch_b = h,
                     .pitch_c = h,
+                    .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0};
+  if (plan->weight_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
 
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
@@ -311,12 +333,8 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
 }
 
 static flce_status bias_gradient(const engine* e, const chunk* c) {
-  const void* weights = e->plan->form == FLCE_FORM_EXP ? coef_row(e, c, FLCE_COEF_ROW) : NULL;
-  if (weights && e->plan->gathers) {
-    void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
-    CALL(e, scale_rows, gathered, weights, e->stat, NULL, c->view.index, c->rows, 1);
-    weights = gathered;
-  }
+  const void* weights;
+  FLCE_TRY(row_weights(e, c, &weights));
   CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), c->view.out, e->plan->dtype, c->view.out_pitch,
        c->rows, e->problem->vocab, weights, c->first > 0, buffer(e, FLCE_BUF_COLUMN_SUM));
   return FLCE_OK;
@@ -325,7 +343,7 @@ static flce_status bias_gradient(const engine* e, const chunk* c) {
 static flce_status chunk_gradients(const engine* e, const chunk* c) {
   if (e->problem->want_grad_input) FLCE_TRY(input_gradient(e, c));
   if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
-  if (e->problem->want_grad_bias) FLCE_TRY(bias_gradient(e, c));
+  if (e->problem->want_grad_bias && !e->plan->weight_parts) FLCE_TRY(bias_gradient(e, c));
   return FLCE_OK;
 }
 
@@ -361,8 +379,7 @@ static flce_status begin_gradients(const engine* e) {
       CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
            problem->hidden);
   }
-  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, starts from zero.
-   */
+  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, begins with 0. */
   bool no_chunks = problem->rows == 0;
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, zero, dw_accum(e),
@@ -407,6 +424,9 @@ static flce_status finish_gradients(const engine* e) {
     FLCE_TRY(finish_weight(e, coef_target, order, xsum));
   }
   if (problem->want_grad_bias) {
+    if (plan->weight_parts > 0 && problem->rows > 0)
+      CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), buffer(e, FLCE_BUF_DB_PARTS), e->stat, v,
+           plan->weight_parts, v, NULL, false, buffer(e, FLCE_BUF_COLUMN_SUM));
     if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat);
     CALL(e, finish_grad_bias, e->tensors->grad_bias, plan->grad_bias_dtype,
          buffer(e, FLCE_BUF_DB_ACCUM), e->stat, coef_target, order, n, smooth_total,
@@ -548,10 +568,6 @@ static flce_rows view_logits(const flce_backend* backend, const flce_problem* pr
   view.probabilities_pitch = problem->vocab;
   set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);
   return view;
-}
-
-int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
-  return FLCE_COEF_ROWS * problem->tokens * flce_size_of(flce_stat_dtype(problem->dtype));
 }
 
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,

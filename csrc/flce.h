@@ -117,6 +117,7 @@ typedef struct flce_problem {
   bool wants_predictions;
   bool has_temperature; /* one for each row */
   bool unaligned;       /* x or W does not begin at a multiple of 16 bytes */
+  bool added_unaligned; /* nor does the grad_weight that dW is added to */
   flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
 } flce_problem;
@@ -128,6 +129,7 @@ typedef struct flce_facts {
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
   int64_t product_row_bytes;    /* scratch of product_rows for each of its rows; 0 where that does
                                    not serve the problem */
+  int64_t weight_parts;         /* rows of weight_product's sums; 0 where that does not serve */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
@@ -163,6 +165,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
                       */
   FLCE_BUF_DB_ACCUM, /* [V] stat dtype */
+  FLCE_BUF_DB_PARTS, /* [plan's weight_parts][V] stat dtype: sums of weight_product */
   FLCE_BUF_SMOOTH, /* [2 H + 1] stat dtype, label smoothing: sum_j w_j W_j, sum_i c_i x_i, sum_i c_i
                       (c = coef_smooth) */
   FLCE_BUF_ORDER,  /* tokens ordered by target */
@@ -188,6 +191,7 @@ typedef struct flce_plan {
   int64_t rows;               /* computed: flce_problem.rows */
   bool gathers;               /* not all are: they are gathered by FLCE_BUF_INDEX */
   bool fuses_rows;            /* the forward's logits come from product_rows: none are written */
+  int64_t weight_parts;       /* of db, where it comes with dW from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
@@ -430,6 +434,12 @@ typedef struct flce_backend {
   flce_status (*column_sum)(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
                             int64_t rows, int64_t cols, const void* weights, bool accumulate,
                             void* scratch);
+
+  /* The GEMM of dW, c (+)= a^T b, and from the same reading of a sums[p][m] (+)= part p of
+   * sum_k coef[k] a[k][m]: the column sums are the sums of facts.weight_parts such rows. Stat
+   * dtype; coef NULL for ones. A fixed order. Only where facts say so. */
+  flce_status (*weight_product)(void* self, const flce_gemm* gemm, const void* coef, void* sums,
+                                bool adds_sums);
 
   /* target[N] -> order: tokens grouped by target, ascending within a group; ignored and
    * out-of-range ones left out. The format is the backend's own (facts.order_bytes). */

@@ -316,6 +316,7 @@ void bind_added(const Tensor& grad_weight, Place place, flce_problem* problem,
   problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
   problem->adds_grad_weight = true;
   tensors->grad_weight = grad_weight.mutable_data_ptr();
+  problem->added_unaligned = reinterpret_cast<uintptr_t>(tensors->grad_weight) % 16 != 0;
 }
 
 // What a forward left for its backward, and the upstream gradients.

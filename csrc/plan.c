@@ -211,6 +211,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
   plan->accum_dtype = wide ? stat : plan->dtype;
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
+  bool bias_too = problem->want_grad_weight && problem->want_grad_bias;
+  plan->weight_parts = bias_too && plan->accum_dtype == plan->dtype ? facts->weight_parts : 0;
   int64_t block = DW_BLOCK_BYTES / (problem->hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows =
       adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
@@ -314,6 +316,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   }
   if (problem->want_grad_bias) {
     add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
+    add(plan, FLCE_BUF_DB_PARTS, where, plan->weight_parts * v * stat);
     if (plan->gathers && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
   }
   if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
@@ -381,6 +384,10 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   return FLCE_OK;
 }
 
+int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
+  return FLCE_COEF_ROWS * problem->tokens * flce_size_of(flce_stat_dtype(problem->dtype));
+}
+
 static const char* buffer_name(int id) {
   static const char* const names[FLCE_BUF_COUNT] = {
       [FLCE_BUF_LOSS] = "loss",
@@ -406,6 +413,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_DW_ACCUM] = "dw_accum",
       [FLCE_BUF_DW_BLOCK] = "dw_block",
       [FLCE_BUF_DB_ACCUM] = "db_accum",
+      [FLCE_BUF_DB_PARTS] = "db_parts",
       [FLCE_BUF_SMOOTH] = "smooth",
       [FLCE_BUF_ORDER] = "order",
       [FLCE_BUF_COLUMN_SUM] = "column_sum",

@@ -1,5 +1,6 @@
-"""The kernel that makes E in the logits product's epilogue, against the product and row pass it
-stands for. The rest of the suite runs with it, too, where the GPU has it."""
+"""Hopper's own kernels: E in the logits product's epilogue, and dW's product with db's sums. They
+are compared with the products and passes they stand for; the rest of the suite runs with them, too,
+where the GPU has them."""
 
 import itertools
 import math
@@ -34,10 +35,12 @@ def kernel_of(**settings):
 
 
 def results(x, w, y, **options):
-    """Losses of each row, dX and dW of their mean."""
+    """Losses of each row, dX and dW of their mean, and db where the bias wants it."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    bias = options.get("linear_bias")
+    leaves = (x, w) if bias is None or not bias.requires_grad else (x, w, bias)
     loss = flce.linear_cross_entropy(x, w, y, reduction="none", **options)
-    return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
+    return loss.detach(), *torch.autograd.grad(loss.mean(), leaves)
 
 
 def truth(x, w, y, bias=None):
@@ -50,19 +53,20 @@ def truth(x, w, y, bias=None):
     p = z.sub_(lse[:, None]).exp_()
     p[rows, y] -= 1.0
     p /= len(y)
-    return loss, p @ w, p.T @ x
+    return loss, p @ w, p.T @ x, p.sum(0)
 
 
 def assert_close(made, expected, of_gradients=2.6e-3):
     loss, *gradients = made
     error = (loss.double() - expected[0]).abs()
     assert bool((error <= 1e-5 * expected[0].abs() + 2e-5).all()), error.max()
-    for value, true in zip(gradients, expected[1:], strict=True):
+    for value, true in zip(gradients, expected[1:], strict=False):
         size = true.norm().item()
         assert (value.double() - true).norm().item() <= of_gradients * size + 1e-12
 
 
 def test_it_serves_where_the_plan_says(monkeypatch):
+    monkeypatch.delenv("FLCE_KERNEL", raising=False)
     assert kernel_of() == kernel_of(save="logits") == kernel_of(softcap=30.0) == "fused"
     assert kernel_of(probabilities=True) == kernel_of(softcap=3.0, label_smoothing=0.1) == "gemm"
     assert flce.plan(256, 64, 512, dtype=torch.float32, device="cuda").kernel == "gemm"
@@ -86,6 +90,44 @@ def test_ragged_sizes(vocab, hidden):
         # The roundings of a single row, or of a few columns, have nothing to average with.
         few = tokens == 1 or vocab < 64
         assert_close(made, truth(x, w, y), 6e-3 if few else 2.6e-3)
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 191, 192, 193, 50257])
+@pytest.mark.parametrize("hidden", [8, 128, 136, 768, 1000, 4096])
+def test_bias_gradient_beside_the_weights(vocab, hidden):
+    for tokens in (1, 63, 64, 65, 1000):
+        x, w, y = draw(tokens, hidden, vocab)
+        bias = torch.randn(vocab, device="cuda", requires_grad=True)
+        # dW of few rows: neither E's roundings nor those of x times its factor average out.
+        few = tokens < 100 or vocab < 64
+        expected = truth(x, w, y, bias.detach())
+        for budget in (None, 300 * (vocab + 8) * 4):
+            *made, db = results(x, w, y, linear_bias=bias, max_memory=budget)
+            assert_close(made, expected, 6e-3 if few else 2.6e-3)
+            assert cases.relative_error(db, expected[3]) <= (6e-3 if vocab < 64 else 2.6e-3)
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+@pytest.mark.parametrize("ignored", [0.0, 0.6])
+def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
+    """In float32, whose sums are those of the kernel: against the products and passes alone."""
+    x, w, y = draw(1500, 512, 3001, seed=3)
+    y[torch.rand(1500, device="cuda") < ignored] = -100
+    valid = int((y >= 0).sum())
+    bias = torch.randn(3001, device="cuda", requires_grad=True)
+    made = []
+    for kernel in ("auto", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_(), bias
+        loss = flce.linear_cross_entropy(
+            *leaves[:2], y, linear_bias=bias, save=save, max_memory="1MiB", valid_bound=valid
+        )
+        made.append(torch.autograd.grad(loss, leaves))
+    for value, other in zip(*made, strict=True):
+        assert cases.relative_error(value, other.double()) <= 4e-3
+    dx, dw, db = made[0]
+    # softmax's rows sum to 1: so do the parts of db.
+    assert abs(db.double().sum().item()) <= 1e-3 * db.abs().sum().item()
 
 
 @pytest.mark.parametrize("std", [1.0, 4.0, 8.0])

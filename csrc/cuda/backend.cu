@@ -40,6 +40,7 @@ static flce_status cuda_facts(void* self, const flce_problem* problem, flce_fact
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }
   FLCE_TRY(cuda_product_row_bytes(cuda->device, problem, &facts->product_row_bytes));
+  FLCE_TRY(cuda_weight_parts(cuda->device, problem, &facts->weight_parts));
   return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
 }
 
@@ -69,6 +70,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .scale_rows = cuda_scale_rows,
       .finish_grad_input = cuda_finish_grad_input,
       .column_sum = cuda_column_sum,
+      .weight_product = cuda_weight_product,
       .order_targets = cuda_order_targets,
       .finish_grad_weight = cuda_finish_grad_weight,
       .finish_grad_bias = cuda_finish_grad_bias,

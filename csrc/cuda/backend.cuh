@@ -19,10 +19,18 @@ flce_status cuda_stat_rows(void* self, const flce_rows* rows);
 flce_status cuda_exp_rows(void* self, const flce_rows* rows);
 
 /* product_rows.cu */
+/* Whether FLCE_KERNEL, device and sizes let Hopper's own kernels run. */
+flce_status cuda_hopper_serves(int device, const flce_problem* problem, bool* serves);
 /* Scratch for each row of cuda_product_rows, 0 where that does not serve. */
 flce_status cuda_product_row_bytes(int device, const flce_problem* problem, int64_t* bytes);
 flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
+
+/* weight_sm90.cu */
+/* Rows of cuda_weight_product's sums, 0 where that does not serve. */
+flce_status cuda_weight_parts(int device, const flce_problem* problem, int64_t* parts);
+flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const void* coef, void* sums,
+                                bool adds_sums);
 
 /* grad_rows.cu */
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,

@@ -3,8 +3,8 @@
 #ifndef FLCE_CUDA_PRODUCT_EPILOGUE_CUH
 #define FLCE_CUDA_PRODUCT_EPILOGUE_CUH
 
+#include "pipeline_sm90.cuh"
 #include "product_rows.cuh"
-#include "sm90.cuh"
 
 enum {
   kSlab = 64, /* columns of E that one copy takes: 128 bytes, a swizzled line */
@@ -44,22 +44,23 @@ struct TileRows {
   float scale[4], gap[4], spread[4]; /* of the general kernel */
 };
 
-/* Volatile: all columns' at once would not fit beside the products. */
-__device__ __forceinline__ float load_now(const float* p) {
-  float value;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(p));
-  return value;
-}
+/* Where in shared memory a tile's columns have their bias and their class weight, 0 beyond the
+ * vocabulary. */
+struct ColumnNumbers {
+  uint32_t bias, weight;
+};
 
-__device__ __forceinline__ void add_bias(const product_shape& shape, const Seat& seat,
+__device__ __forceinline__ void add_bias(const ColumnNumbers& numbers, const Seat& seat,
                                          Products& acc) {
+  const uint32_t at = numbers.bias + 8 * (seat.lane & 3);
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
+    float b[2];
+    sm90::load_shared(at + 32 * j, b);
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float b = load_now(shape.bias + min(seat.first_column + 8 * j + e, shape.vocab - 1));
+    for (int q = 0; q < 4; q++) {
 #pragma unroll
-      for (int q = 0; q < 4; q++) product_at(acc, q, j, e) += b;
+      for (int e = 0; e < 2; e++) product_at(acc, q, j, e) += b[e];
     }
   }
 }
@@ -81,19 +82,19 @@ __device__ __forceinline__ void make_zeta(const product_shape& shape, const Tile
 }
 
 /* Smoothing's sums. With the target, whose logit is not hidden yet. */
-__device__ __forceinline__ void add_gaps(const product_shape& shape, const Seat& seat,
+__device__ __forceinline__ void add_gaps(const ColumnNumbers& numbers, const Seat& seat,
                                          Products& acc, TileRows& rows) {
+  const uint32_t at = numbers.weight + 8 * (seat.lane & 3);
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
+    float w[2];
+    sm90::load_shared(at + 32 * j, w);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int column = seat.first_column + 8 * j + e;
-      if (column >= shape.vocab) continue;
-      const float w = shape.class_weight ? load_now(shape.class_weight + column) : 1;
-      if (w == 0) continue; /* whatever the logit is */
+      if (w[e] == 0) continue; /* whatever the logit is */
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        rows.gap[q] += w * (product_at(acc, q, j, e) - (rows.offset[q] - kAboveTarget));
+        rows.gap[q] += w[e] * (product_at(acc, q, j, e) - (rows.offset[q] - kAboveTarget));
       }
     }
   }
@@ -214,11 +215,6 @@ __device__ __forceinline__ void write_tops(const product_shape& shape, const pro
     write_number(s.tops, shape, seat, q, top);
     write_number((float*)s.columns, shape, seat, q, __int_as_float(column));
   }
-}
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
-  return *(const uint32_t*)&packed;
 }
 
 /* E of 4 of a thread's columns in two rows: [2 q + e], and 4 + that of the next part. */

@@ -220,19 +220,27 @@ static flce_status fused_is_asked(bool* asked) {
                    text);
 }
 
-flce_status cuda_product_row_bytes(int device, const flce_problem* p, int64_t* bytes) {
-  *bytes = 0;
+flce_status cuda_hopper_serves(int device, const flce_problem* p, bool* serves) {
+  *serves = false;
   bool asked;
   FLCE_TRY(fused_is_asked(&asked));
-  const bool fits = p->dtype == FLCE_BF16 && p->hidden % 8 == 0 && !p->unaligned &&
-                    !p->has_probabilities && p->vocab <= kMaxVocab && p->tokens <= INT32_MAX / 2;
+  const bool fits = p->dtype == FLCE_BF16 && p->hidden % 8 == 0 && p->vocab <= kMaxVocab &&
+                    p->tokens <= INT32_MAX / 2;
   if (!asked || !fits) return FLCE_OK;
   int major, minor;
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
                       "facts"));
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
                       "facts"));
-  if (major != 9 || minor != 0) return FLCE_OK;
+  *serves = major == 9 && minor == 0;
+  return FLCE_OK;
+}
+
+flce_status cuda_product_row_bytes(int device, const flce_problem* p, int64_t* bytes) {
+  *bytes = 0;
+  bool serves;
+  FLCE_TRY(cuda_hopper_serves(device, p, &serves));
+  if (!serves || p->unaligned || p->has_probabilities) return FLCE_OK;
   const int64_t numbers = number_count(&p->loss, p->wants_entropy, p->wants_predictions);
   *bytes = scratch_row_bytes(p->vocab, numbers);
   return FLCE_OK;

@@ -1,28 +1,17 @@
-/* The logits product of Hopper with E in its epilogue. Persistent blocks of three warpgroups: the
- * first copies tiles of x and W into a ring of shared memory, the other two take whole tiles of the
- * result by turns, so that one's epilogue runs under the other's products. Two blocks make a
- * cluster: they take neighbouring rows and share the part of W. */
+/* The logits product of Hopper with E in its epilogue. A cluster's two tiles of the result are
+ * those of neighbouring rows, which share the part of W. */
+#include "pipeline_sm90.cuh"
 #include "product_epilogue.cuh"
 
 namespace {
 
 enum {
-  kDepth = 64, /* columns of x and W in a stage: 128 bytes, a swizzled row */
-  kStages = 4,
-  kCluster = 2,
-  kGroupThreads = 128,
-  kBlockThreads = 3 * kGroupThreads,
   kBytesA = kProductRows * kDepth * 2,
   kBytesB = kProductColumns * kDepth * 2,
   kBytesStage = kBytesA + kBytesB,
-  kAlignment = 1024, /* of a swizzled tile */
+  kBytesColumns = kProductColumns * 4, /* of a number each */
   kBarriers = 2 * kStages + 2,
-  kCopyRegisters = 24,
-  kProductRegisters = 240,
 };
-
-/* Named barriers; 0 is __syncthreads. */
-enum { kFirstGroup = 1, kSecondGroup, kFirstTurn, kSecondTurn };
 
 struct product_args {
   product_shape shape;
@@ -35,38 +24,34 @@ struct product_args {
 
 /* Shared memory by address. */
 struct Ring {
-  uint32_t a, b, e, full, empty, staging;
+  uint32_t a, b, e, columns, staging;
+  Stages stages;
 };
 
+/* Numbers of columns: two kinds, for each group's tile and its next one. */
 template <bool STORE>
 constexpr int shared_bytes() {
-  return kAlignment + kStages * kBytesStage + (STORE ? kSlabs * kBytesSlab : 0) + kBarriers * 8;
+  return kAlignment + kStages * kBytesStage + (STORE ? kSlabs * kBytesSlab : 0) +
+         8 * kBytesColumns + kBarriers * 8;
 }
 
 template <bool STORE>
 __device__ __forceinline__ Ring open_ring() {
-  extern __shared__ uint8_t memory[];
-  uint32_t base;
-  /* Opaque: the compiler keeps one base and adds constants. */
-  asm volatile("mov.u32 %0, %1;"
-               : "=r"(base)
-               : "r"((sm90::shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1u)));
+  const uint32_t base = aligned_shared_memory();
   Ring ring;
   ring.a = base;
   ring.b = base + kStages * kBytesA;
   ring.e = base + kStages * kBytesStage;
-  ring.full = ring.e + (STORE ? kSlabs * kBytesSlab : 0);
-  ring.empty = ring.full + kStages * 8;
-  ring.staging = ring.empty + kStages * 8;
+  ring.columns = ring.e + (STORE ? kSlabs * kBytesSlab : 0);
+  ring.stages.full = ring.columns + 8 * kBytesColumns;
+  ring.stages.empty = ring.stages.full + kStages * 8;
+  ring.staging = ring.stages.empty + kStages * 8;
   return ring;
 }
 
 __device__ __forceinline__ void init_barriers(const Ring& ring) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) {
-      sm90::barrier_init(ring.full + 8 * i, 1);
-      sm90::barrier_init(ring.empty + 8 * i, kCluster);
-    }
+    init_stages(ring.stages, 1);
     for (int i = 0; i < 2; i++) sm90::barrier_init(ring.staging + 8 * i, 1);
     sm90::barrier_init_fence();
   }
@@ -107,68 +92,37 @@ __device__ __forceinline__ int seek(const product_args& p, int tile) {
 template <bool REPEAT>
 __device__ __forceinline__ void copy_tiles(const product_args& p, const CUtensorMap* x_map,
                                            const CUtensorMap* w_map, const Ring& ring, int rank) {
-  int stage = 0, parity = 1;
+  Turn turn = {0, 1};
   for (int tile = seek<REPEAT>(p, blockIdx.x / kCluster); tile < p.tiles;
        tile = seek<REPEAT>(p, tile + p.clusters)) {
     const Tile at = place_of_tile(p, tile, rank);
     for (int step = 0; step < p.depth_steps; step++) {
-      const uint32_t full = ring.full + 8 * stage;
-      sm90::barrier_wait(ring.empty + 8 * stage, parity);
+      const uint32_t full = ring.stages.full + 8 * turn.stage;
+      sm90::barrier_wait(ring.stages.empty + 8 * turn.stage, turn.parity);
       sm90::barrier_arrive_expecting(full, kBytesStage);
-      sm90::load_box(ring.a + stage * kBytesA, x_map, full, step * kDepth, at.row);
-      sm90::load_box_multicast(ring.b + stage * kBytesB + rank * (kBytesB / kCluster), w_map, full,
-                               step * kDepth, at.column + rank * (kProductColumns / kCluster),
+      sm90::load_box(ring.a + turn.stage * kBytesA, x_map, full, step * kDepth, at.row);
+      sm90::load_box_multicast(ring.b + turn.stage * kBytesB + rank * (kBytesB / kCluster), w_map,
+                               full, step * kDepth, at.column + rank * (kProductColumns / kCluster),
                                (1 << kCluster) - 1);
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      turn.advance();
     }
   }
 }
 
 /* ---- the other two: products ---- */
 
-__device__ __forceinline__ void wait_for_turn(int group) {
-  if (group) {
-    sm90::named_sync<kSecondTurn, 2 * kGroupThreads>();
-  } else {
-    sm90::named_sync<kFirstTurn, 2 * kGroupThreads>();
-  }
-}
-
-__device__ __forceinline__ void give_turn(int group) {
-  if (group) {
-    sm90::named_arrive<kFirstTurn, 2 * kGroupThreads>();
-  } else {
-    sm90::named_arrive<kSecondTurn, 2 * kGroupThreads>();
-  }
-}
-
-__device__ __forceinline__ void sync_group(int group) {
-  if (group) {
-    sm90::named_sync<kSecondGroup, kGroupThreads>();
-  } else {
-    sm90::named_sync<kFirstGroup, kGroupThreads>();
-  }
-}
-
-/* Hands the stage back to both blocks' copies: W's part lies in both. */
-__device__ __forceinline__ void release_stage(const Ring& ring, int stage, int thread) {
-  if (thread < kCluster) sm90::barrier_arrive_at(ring.empty + 8 * stage, thread);
-}
-
 /* All depth steps of the block's tile number `count`; the other group's turn comes once all are
  * issued, if `others`. */
 __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring, int count,
                                          int group, int thread, bool others, Products& acc) {
   const uint32_t a_base = sm90::operand_low(ring.a), b_base = sm90::operand_low(ring.b);
-  int stage = (count * p.depth_steps) % kStages, last = 0;
-  int parity = ((count * p.depth_steps) / kStages) & 1;
+  Turn turn = turn_of(count, p.depth_steps);
+  int last = 0;
   wait_for_turn(group);
   for (int step = 0; step < p.depth_steps; step++) {
-    sm90::barrier_wait(ring.full + 8 * stage, parity);
-    const uint32_t a = a_base + stage * (kBytesA >> 4), b = b_base + stage * (kBytesB >> 4);
+    sm90::barrier_wait(ring.stages.full + 8 * turn.stage, turn.parity);
+    const uint32_t a = a_base + turn.stage * (kBytesA >> 4);
+    const uint32_t b = b_base + turn.stage * (kBytesB >> 4);
     sm90::product_fence();
 #pragma unroll
     for (int part = 0; part < kDepth / 16; part++) {
@@ -181,16 +135,13 @@ __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring
     }
     sm90::product_commit();
     sm90::product_wait<1>();
-    if (step > 0) release_stage(ring, last, thread);
-    last = stage;
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    if (step > 0) release_stage(ring.stages, last, thread);
+    last = turn.stage;
+    turn.advance();
   }
   if (others) give_turn(group);
   sm90::product_wait<0>();
-  release_stage(ring, last, thread);
+  release_stage(ring.stages, last, thread);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -200,10 +151,36 @@ __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring
 
 /* ---- the other two: E ---- */
 
+/* Bias and weights of the tile's columns into shared memory. Before the group waits for its turn:
+ * the loads are done by then, and the barrier shows them to all of its warps. Two places by turns:
+ * a slow warp may still read those of the tile before. */
+template <Kind KIND>
+__device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, const Ring& ring,
+                                                       int tile, int turn, int group, int thread) {
+  const uint32_t place = ring.columns + (2 * group + (turn & 1)) * 2 * kBytesColumns;
+  const ColumnNumbers numbers = {place, place + kBytesColumns};
+  if (KIND == kPlain) return numbers;
+  int column_tile;
+  row_cluster_of(p, tile, &column_tile);
+  for (int at = thread; at < kProductColumns; at += kGroupThreads) {
+    const int column = column_tile * kProductColumns + at;
+    const bool inside = column < p.shape.vocab;
+    if (p.shape.bias) {
+      sm90::store_shared(numbers.bias + 4 * at, inside ? __ldg(p.shape.bias + column) : 0.f);
+    }
+    if (KIND == kGeneral && p.scratch.gaps) {
+      const bool weighs = inside && p.shape.class_weight;
+      const float weight = weighs ? __ldg(p.shape.class_weight + column) : inside ? 1.f : 0.f;
+      sm90::store_shared(numbers.weight + 4 * at, weight);
+    }
+  }
+  return numbers;
+}
+
 template <Kind KIND, bool STORE, bool REPEAT>
 __device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* e_map,
-                                            const Ring& ring, int tile, int turn, int group,
-                                            int rank, Products& acc) {
+                                            const Ring& ring, ColumnNumbers numbers, int tile,
+                                            int turn, int group, int rank, Products& acc) {
   constexpr bool kIsGeneral = KIND == kGeneral;
   Seat seat = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
   /* Opaque: nothing of this may be computed above the products, which need the registers. */
@@ -212,11 +189,11 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   seat.first_row = seat.tile.row + seat.warp * 16 + (seat.lane >> 2);
   seat.first_column = seat.tile.column + 2 * (seat.lane & 3);
   TileRows rows;
-  if (KIND == kBiased || (kIsGeneral && p.shape.bias)) add_bias(p.shape, seat, acc);
+  if (KIND == kBiased || (kIsGeneral && p.shape.bias)) add_bias(numbers, seat, acc);
   open_tile_rows<kIsGeneral, REPEAT>(p.shape, p.scratch, seat, rows);
   if constexpr (kIsGeneral) {
     make_zeta(p.shape, rows, acc);
-    if (p.scratch.gaps) add_gaps(p.shape, seat, acc, rows);
+    if (p.scratch.gaps) add_gaps(numbers, seat, acc, rows);
   }
   hide_columns(p.shape, p.scratch, seat, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
@@ -250,9 +227,10 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
   if (group == 1 && tile < p.tiles) tile = seek<REPEAT>(p, tile + p.clusters);
   for (int turn = 0; tile < p.tiles; turn++) {
     const int next = seek<REPEAT>(p, tile + p.clusters);
+    const ColumnNumbers numbers = place_columns<KIND>(p, ring, tile, turn, group, thread);
     Products acc;
     multiply(p, ring, 2 * turn + group, group, thread, next < p.tiles, acc);
-    finish_tile<KIND, STORE, REPEAT>(p, e_map, ring, tile, turn, group, rank, acc);
+    finish_tile<KIND, STORE, REPEAT>(p, e_map, ring, numbers, tile, turn, group, rank, acc);
     tile = next < p.tiles ? seek<REPEAT>(p, next + p.clusters) : next;
   }
 }
@@ -287,7 +265,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*product_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                const product_args);
 
-enum { kKernels = 12, kMaxDevices = 64 };
+enum { kKernels = 12 };
 
 /* By STORE + 2 REPEAT + 4 (plain, biased, general). */
 static const product_kernel g_kernels[kKernels] = {
@@ -299,73 +277,12 @@ static const product_kernel g_kernels[kKernels] = {
     product_sm90<kGeneral, false, true>,  product_sm90<kGeneral, true, true>,
 };
 
-/* Clusters that a device holds at a time; 0 until asked. Threads that ask at once agree. */
-static int g_clusters[kMaxDevices][kKernels];
+static int g_clusters[kKernels][kMaxDevices];
 
-static cudaLaunchConfig_t launch_config(bool store, int clusters, cudaLaunchAttribute* attribute) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(clusters * kCluster);
-  config.blockDim = dim3(kBlockThreads);
-  config.dynamicSmemBytes = store ? shared_bytes<true>() : shared_bytes<false>();
-  attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = kCluster;
-  attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  return config;
-}
-
-static flce_status clusters_at_once(int device, int which, bool store, int* clusters) {
-  if (device < 0 || device >= kMaxDevices) {
-    return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, device);
-  }
-  *clusters = __atomic_load_n(&g_clusters[device][which], __ATOMIC_RELAXED);
-  if (*clusters > 0) return FLCE_OK;
-  const void* kernel = (const void*)g_kernels[which];
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = launch_config(store, 1, &attribute);
-  FLCE_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           (int)config.dynamicSmemBytes),
-                      "shared memory of product_sm90"));
-  FLCE_TRY(check_cuda(cudaOccupancyMaxActiveClusters(clusters, kernel, &config),
-                      "clusters of product_sm90"));
-  if (*clusters < 1) return flce_fail(FLCE_UNSUPPORTED, "product_sm90: no cluster fits the device");
-  __atomic_store_n(&g_clusters[device][which], *clusters, __ATOMIC_RELAXED);
-  return FLCE_OK;
-}
-
-/* [rows][columns] bfloat16, in boxes of kDepth swizzled columns; beyond the matrix boxes read zeros
- * and write nothing. */
-static flce_status make_map(CUtensorMap* map, const void* data, int64_t columns, int64_t rows,
-                            int64_t pitch, int box_rows) {
-  typedef decltype(&cuTensorMapEncodeTiled) encode_fn;
-  static void* encode; /* the driver's, which is not linked; threads that ask at once agree */
-  if (!__atomic_load_n(&encode, __ATOMIC_ACQUIRE)) {
-    void* found = NULL;
-    cudaDriverEntryPointQueryResult result;
-    FLCE_TRY(check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                         cudaEnableDefault, &result),
-                        "cuTensorMapEncodeTiled"));
-    if (!found) return flce_fail(FLCE_UNSUPPORTED, "the driver has no cuTensorMapEncodeTiled");
-    __atomic_store_n(&encode, found, __ATOMIC_RELEASE);
-  }
-  const cuuint64_t sizes[2] = {(cuuint64_t)columns, (cuuint64_t)rows};
-  const cuuint64_t pitches[1] = {(cuuint64_t)pitch * 2};
-  const cuuint32_t box[2] = {kDepth, (cuuint32_t)box_rows}, steps[2] = {1, 1};
-  const CUresult status = ((encode_fn)__atomic_load_n(&encode, __ATOMIC_ACQUIRE))(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)data, sizes, pitches, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status == CUDA_SUCCESS) return FLCE_OK;
-  return flce_fail(FLCE_DEVICE_ERROR, "tensor map of [%lld,%lld], pitch %lld: driver error %d",
-                   (long long)rows, (long long)columns, (long long)pitch, (int)status);
-}
-
-/* createpolicy's words for evict_first and for none. E of a large chunk comes back from memory in
- * any case; keeping it only drives x and W out. */
+/* E of a large chunk comes back from memory in any case; keeping it only drives x and W out. */
 static uint64_t store_policy(int64_t bytes) {
   const int64_t large = 256 << 20;
-  return bytes >= large ? 0x12F0000000000000u : 0x1000000000000000u;
+  return bytes >= large ? sm90::kEvictFirst : sm90::kNoPolicy;
 }
 
 static product_args make_args(const product_shape* shape, const product_scratch* scratch,
@@ -390,8 +307,10 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   const bool store = e != NULL;
   const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
   const int which = store + 2 * repeat + 4 * kind;
+  const void* kernel = (const void*)g_kernels[which];
+  const int bytes = store ? shared_bytes<true>() : shared_bytes<false>();
   int clusters;
-  FLCE_TRY(clusters_at_once(device, which, store, &clusters));
+  FLCE_TRY(clusters_at_once(kernel, "product_sm90", bytes, device, g_clusters[which], &clusters));
   product_args args = make_args(shape, scratch, e_pitch, clusters);
   CUtensorMap x_map, w_map, e_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
@@ -399,10 +318,8 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
       make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kProductColumns / kCluster));
   e_map = x_map;
   if (store) FLCE_TRY(make_map(&e_map, e, shape->vocab, shape->rows, e_pitch, kProductRows));
-  cudaLaunchAttribute attribute;
-  cudaLaunchConfig_t config = launch_config(store, args.clusters, &attribute);
-  config.stream = (cudaStream_t)stream;
+  Launch launch;
+  set_launch(&launch, bytes, args.clusters, stream);
   void* arguments[] = {&x_map, &w_map, &e_map, &args};
-  return check_cuda(cudaLaunchKernelExC(&config, (const void*)g_kernels[which], arguments),
-                    "product_sm90");
+  return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "product_sm90");
 }

@@ -27,6 +27,23 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+/* ---- shared memory by address ---- */
+
+__device__ __forceinline__ void store_shared(uint32_t shared, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t shared, float (&v)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(shared));
+}
+
+__device__ __forceinline__ void load_shared(uint32_t shared, uint32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(shared)
+               : "memory");
+}
+
 /* ---- mbarriers, by shared address ---- */
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
@@ -104,6 +121,9 @@ __device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtens
       : "memory");
 }
 
+/* createpolicy's words: of what is soon to leave the cache, and none. */
+constexpr uint64_t kEvictFirst = 0x12F0000000000000u, kNoPolicy = 0x1000000000000000u;
+
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t shared, int column,
                                           int row, uint64_t cache_policy) {
   asm volatile(
@@ -146,6 +166,13 @@ __device__ __forceinline__ uint32_t operand_low(uint32_t shared) {
 }
 constexpr uint32_t kOperandHigh = 0x40000040; /* its high word */
 
+/* The same of an operand whose 64 columns to a swizzled line are not the ones to sum over: eight
+ * lines for 8 of those make the 1024 bytes, and `step` bytes on the next 64 columns begin. 16 to
+ * sum over further on: + 128. */
+__device__ __forceinline__ uint32_t turned_operand_low(uint32_t shared, uint32_t step) {
+  return ((shared & 0x3ffff) >> 4) | (step >> 4 << 16);
+}
+
 /* d (+)= a b^T for 64 rows of a, 192 of b and 16 columns of bfloat16. */
 __device__ __forceinline__ void multiply_64x192x16(float (&d)[96], uint32_t a, uint32_t b,
                                                    int accumulates) {
@@ -179,6 +206,33 @@ __device__ __forceinline__ void multiply_64x192x16(float (&d)[96], uint32_t a, u
       : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh));
 }
 
+/* d (+)= a^T b for 16 rows of 64 columns of a, 128 of b. */
+__device__ __forceinline__ void multiply_turned_64x128x16(float (&d)[64], uint32_t a, uint32_t b,
+                                                          int accumulates) {
+  asm volatile(
+      "{\n.reg .pred accumulates;\n.reg .b64 a, b;\nsetp.ne.b32 accumulates, %66, 0;\n"
+      "mov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+      "%60, %61, %62, %63"
+      "}, a, b, accumulates, 1, 1, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh));
+}
+
 /* ---- registers and matrices ---- */
 
 template <int COUNT>
@@ -195,6 +249,13 @@ __device__ __forceinline__ void grow_registers() {
 __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t shared, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(shared)
                : "memory");
 }
 

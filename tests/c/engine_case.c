@@ -288,7 +288,7 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
   }
 }
 
-enum { PRODUCT_ROW_BYTES = 24 };
+enum { PRODUCT_ROW_BYTES = 24, WEIGHT_PARTS = 3 };
 
 /* product_rows by its definition: the product, then a row pass. */
 static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
@@ -308,6 +308,27 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
   return status;
 }
 
+/* weight_product by its definition: the product, then column sums, of every third row each. */
+static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const void* coef,
+                                        void* sums, bool adds_sums) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  flce_status status = b.gemm(b.self, gemm, NULL, 0);
+  flce_dtype stat = flce_stat_dtype(gemm->dtype);
+  int64_t size = flce_size_of(stat), rows = gemm->k;
+  char* weights = test_buffer(stat, rows);
+  for (int64_t part = 0; part < WEIGHT_PARTS && status == FLCE_OK && sums; part++) {
+    for (int64_t i = 0; i < rows; i++) {
+      double weight = coef ? flce_load(coef, stat, i) : 1.0;
+      flce_store(weights, stat, i, i % WEIGHT_PARTS == part ? weight : 0.0);
+    }
+    status = b.column_sum(b.self, (char*)sums + part * gemm->m * size, gemm->a, gemm->dtype,
+                          gemm->pitch_a, rows, gemm->m, weights, adds_sums, NULL);
+  }
+  free(weights);
+  return status;
+}
+
 run run_all(const setting* s, const model* m, int threads) {
   flce_cpu cpu = test_cpu(threads);
   flce_backend b;
@@ -316,7 +337,9 @@ run run_all(const setting* s, const model* m, int threads) {
   CHECK_OK(b.facts(b.self, &s->problem, &facts));
   if (s->fused) {
     facts.product_row_bytes = PRODUCT_ROW_BYTES;
+    facts.weight_parts = WEIGHT_PARTS;
     b.product_rows = plain_product_rows;
+    b.weight_product = plain_weight_product;
   }
   run r = {0};
   r.status = flce_plan_make(&s->problem, &facts, &r.plan);

@@ -12,7 +12,7 @@ typedef struct setting {
   bool all_ignored, peaked, identity; /* identity: W = 1, the logits are x */
   bool token_weight, temperature, num_items;
   bool upstream; /* gradients from lse and, where it is wanted, from the entropy */
-  bool fused;    /* the backend has product_rows */
+  bool fused;    /* the backend has product_rows and weight_product */
 } setting;
 
 /* Inputs, and the loss and gradients that belong to them. */
