@@ -161,7 +161,8 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
   int64_t h = e->problem->hidden;
   *x = at(e->input, c->first * h, e->plan->dtype);
   if (!e->plan->gathers) return FLCE_OK;
-  *x = buffer(e, FLCE_BUF_GATHERED_X);
+  bool own = e->plan->buffers[FLCE_BUF_GATHERED_X].bytes > 0;
+  *x = buffer(e, own ? FLCE_BUF_GATHERED_X : FLCE_BUF_SCALED_X);
   CALL(e, scale_rows, (void*)*x, e->input, e->plan->dtype, NULL, c->view.index, c->rows, h);
   return FLCE_OK;
 }
@@ -284,12 +285,12 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
   return FLCE_OK;
 }
 
-/* dW's product and db's sums of the same rows. */
+/* dW's product, and db's sums of the same rows where they are wanted. */
 static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
-  const void* weights;
-  FLCE_TRY(row_weights(e, c, &weights));
+  const void* weights = NULL;
+  if (e->problem->want_grad_bias) FLCE_TRY(row_weights(e, c, &weights));
   atomic_fetch_add(&gemm_count, 1);
-  CALL(e, weight_product, gemm, weights, buffer(e, FLCE_BUF_DB_PARTS), c->first > 0);
+  CALL(e, weight_product, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS), c->first > 0);
   return FLCE_OK;
 }
 
@@ -317,7 +318,6 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0};
   if (plan->weight_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
-
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
   for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
     gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;

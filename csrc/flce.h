@@ -127,9 +127,11 @@ typedef struct flce_facts {
   bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
   bool gemm_adds_bias;  /* to a float32 result, at no cost */
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
-  int64_t product_row_bytes;    /* scratch of product_rows for each of its rows; 0 where that does
-                                   not serve the problem */
-  int64_t weight_parts;         /* rows of weight_product's sums; 0 where that does not serve */
+  int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where that does
+                                not serve the problem */
+  bool skips_rows;           /* product_rows and weight_product pass over what lies beyond the rows
+                                that compact_rows finds: finding them pays, however many */
+  int64_t weight_parts;      /* rows of weight_product's sums; 0 where that does not serve */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
@@ -151,13 +153,13 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype; none where dW is added to the caller's */
   FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
   FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
-  FLCE_BUF_INPUT_CAST,    /* x in dtype */
-  FLCE_BUF_WEIGHT_CAST,   /* W in dtype */
-  FLCE_BUF_BIAS_CAST,     /* b in stat dtype */
-  FLCE_BUF_LOGITS,        /* a chunk of logits, overwritten by E or dz */
-  FLCE_BUF_COEF,          /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
-  FLCE_BUF_INDEX,         /* of the rows to compute, where they are gathered */
-  FLCE_BUF_GATHERED_X,    /* their rows of x, [chunk][H] dtype */
+  FLCE_BUF_INPUT_CAST,  /* x in dtype */
+  FLCE_BUF_WEIGHT_CAST, /* W in dtype */
+  FLCE_BUF_BIAS_CAST,   /* b in stat dtype */
+  FLCE_BUF_LOGITS,      /* a chunk of logits, overwritten by E or dz */
+  FLCE_BUF_COEF,        /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_INDEX,       /* of the rows to compute, where they are gathered */
+  FLCE_BUF_GATHERED_X,  /* their rows of x, [chunk][H] dtype, where SCALED_X has no room for them */
   FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
   FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype */
@@ -189,9 +191,9 @@ typedef struct flce_plan {
   flce_form form;
   flce_dtype dtype;           /* of the GEMM operands, of E and dz */
   int64_t rows;               /* computed: flce_problem.rows */
-  bool gathers;               /* not all are: they are gathered by FLCE_BUF_INDEX */
+  bool gathers;               /* not all may be: they are gathered by FLCE_BUF_INDEX */
   bool fuses_rows;            /* the forward's logits come from product_rows: none are written */
-  int64_t weight_parts;       /* of db, where it comes with dW from weight_product; else 0 */
+  int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
@@ -395,7 +397,8 @@ typedef struct flce_backend {
    * rows 0. Not for probabilities. */
   flce_status (*exp_rows)(void* self, const flce_rows* rows);
   /* The logits GEMM (c is not written) and on its z what exp_rows does, or stat_rows where out is
-   * NULL. `scratch`: facts.product_row_bytes for each row. Only where facts say so. */
+   * NULL. Whole tiles beyond the last index that is not -1 cost no product. `scratch`:
+   * facts.product_row_bytes for each row. Only where facts say so. */
   flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
@@ -437,9 +440,10 @@ typedef struct flce_backend {
 
   /* The GEMM of dW, c (+)= a^T b, and from the same reading of a sums[p][m] (+)= part p of
    * sum_k coef[k] a[k][m]: the column sums are the sums of facts.weight_parts such rows. Stat
-   * dtype; coef NULL for ones. A fixed order. Only where facts say so. */
-  flce_status (*weight_product)(void* self, const flce_gemm* gemm, const void* coef, void* sums,
-                                bool adds_sums);
+   * dtype; coef NULL for ones, sums NULL for none. A fixed order. index [k] as rows' is, or NULL:
+   * whole tiles beyond the last that is not -1 are not read. Only where facts say so. */
+  flce_status (*weight_product)(void* self, const flce_gemm* gemm, const int64_t* index,
+                                const void* coef, void* sums, bool adds_sums);
 
   /* target[N] -> order: tokens grouped by target, ascending within a group; ignored and
    * out-of-range ones left out. The format is the backend's own (facts.order_bytes). */

@@ -191,6 +191,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->form = choose_form(problem, plan->dtype);
   plan->fuses_rows = plan->form == FLCE_FORM_EXP && facts->product_row_bytes > 0;
+  plan->gathers = problem->rows < problem->tokens || (plan->fuses_rows && facts->skips_rows);
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
   /* Where no pass writes logits, E stands in their place. */
@@ -211,8 +212,9 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
   plan->accum_dtype = wide ? stat : plan->dtype;
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
-  bool bias_too = problem->want_grad_weight && problem->want_grad_bias;
-  plan->weight_parts = bias_too && plan->accum_dtype == plan->dtype ? facts->weight_parts : 0;
+  bool serves = plan->accum_dtype == plan->dtype && problem->want_grad_weight &&
+                (problem->want_grad_bias || (plan->gathers && facts->skips_rows));
+  plan->weight_parts = serves ? facts->weight_parts : 0;
   int64_t block = DW_BLOCK_BYTES / (problem->hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows =
       adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
@@ -282,7 +284,9 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
     int64_t most = z_again && plan->backward_chunk_rows > plan->chunk_rows
                        ? plan->backward_chunk_rows
                        : plan->chunk_rows;
-    add(plan, FLCE_BUF_GATHERED_X, z_again ? both : FLCE_IN_FORWARD, most * h * e);
+    /* Between the logits and dW x is not read: one buffer holds both of its copies. */
+    bool has_room = plan->save == FLCE_SAVE_GRADS && problem->want_grad_weight;
+    if (!has_room) add(plan, FLCE_BUF_GATHERED_X, z_again ? both : FLCE_IN_FORWARD, most * h * e);
   }
   if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
   if (problem->input_dtype != plan->dtype) add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
@@ -373,7 +377,6 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   FLCE_TRY(check_problem(problem));
   plan->save = problem->save;
   plan->rows = problem->rows;
-  plan->gathers = problem->rows < problem->tokens;
   choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
   list_outputs(problem, plan);

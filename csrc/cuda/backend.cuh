@@ -29,8 +29,8 @@ flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows
 /* weight_sm90.cu */
 /* Rows of cuda_weight_product's sums, 0 where that does not serve. */
 flce_status cuda_weight_parts(int device, const flce_problem* problem, int64_t* parts);
-flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const void* coef, void* sums,
-                                bool adds_sums);
+flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
+                                const void* coef, void* sums, bool adds_sums);
 
 /* grad_rows.cu */
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,

@@ -68,6 +68,19 @@ __device__ __forceinline__ void release_stage(const Stages& stages, int stage, i
   if (thread < kCluster) sm90::barrier_arrive_at(stages.empty + 8 * stage, thread);
 }
 
+/* How many of the `count` runs of `length` rows begin with one that an index does not call absent:
+ * those that do stand last. By a whole warp. */
+__device__ __forceinline__ int runs_present(const int64_t* index, int length, int count) {
+  if (!index) return count;
+  int present = 0;
+  for (int first = 0; first < count; first += 32) {
+    const int run = first + threadIdx.x % 32;
+    const bool begins = run < count && index[(int64_t)run * length] >= 0;
+    present += __popc(__ballot_sync(0xffffffffu, begins));
+  }
+  return present;
+}
+
 /* ---- the two groups that make tiles ---- */
 
 __device__ __forceinline__ void wait_for_turn(int group) {

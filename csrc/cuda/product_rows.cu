@@ -259,6 +259,7 @@ static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_
   shape.gain = (float)args.gain;
   shape.bias = (const float*)r->bias;
   shape.class_weight = (const float*)r->class_weight;
+  shape.index = r->index;
   return shape;
 }
 

@@ -41,6 +41,7 @@ typedef struct product_shape {
   float gain;   /* zeta = scratch.scale tanh(gain z); 0: zeta = scratch.scale z */
   const float* bias;
   const float* class_weight;
+  const int64_t* index; /* of flce_rows */
 } product_shape;
 
 /* Integers in the order of the floats, for atomicMax. */

@@ -17,9 +17,16 @@ struct product_args {
   product_shape shape;
   product_scratch scratch;
   uint64_t store_policy;
+  uint4* e; /* NULL for statistics alone */
+  int64_t e_pitch;
   int depth_steps, row_clusters, column_tiles;
-  int group;           /* clusters of rows that go through the columns together */
-  int tiles, clusters; /* of all tiles of a cluster, this many at a time */
+  int group;    /* clusters of rows that go through the columns together */
+  int clusters; /* that run at a time */
+};
+
+/* What there is to do, known once the rows are counted. */
+struct Walk {
+  int row_clusters, tiles; /* a tile of a cluster is one of each of its blocks */
 };
 
 /* Shared memory by address. */
@@ -61,26 +68,28 @@ __device__ __forceinline__ void init_barriers(const Ring& ring) {
 /* ---- the walk over tiles, the same for all warps of a cluster ---- */
 
 /* Rows fast within a group, then along the columns. */
-__device__ __forceinline__ int row_cluster_of(const product_args& p, int tile, int* column_tile) {
+__device__ __forceinline__ int row_cluster_of(const product_args& p, const Walk& walk, int tile,
+                                              int* column_tile) {
   const int group_tiles = p.group * p.column_tiles;
   const int group = tile / group_tiles, rest = tile - group * group_tiles;
-  const int width = min(p.group, p.row_clusters - group * p.group);
+  const int width = min(p.group, walk.row_clusters - group * p.group);
   *column_tile = rest / width;
   return group * p.group + rest - *column_tile * width;
 }
 
-__device__ __forceinline__ Tile place_of_tile(const product_args& p, int tile, int rank) {
+__device__ __forceinline__ Tile place_of_tile(const product_args& p, const Walk& walk, int tile,
+                                              int rank) {
   int column_tile;
-  const int row_cluster = row_cluster_of(p, tile, &column_tile);
+  const int row_cluster = row_cluster_of(p, walk, tile, &column_tile);
   return {(row_cluster * kCluster + rank) * kProductRows, column_tile * kProductColumns};
 }
 
 /* From `tile` on, the first that this cluster has to do. */
 template <bool REPEAT>
-__device__ __forceinline__ int seek(const product_args& p, int tile) {
+__device__ __forceinline__ int seek(const product_args& p, const Walk& walk, int tile) {
   if constexpr (REPEAT) {
     int column_tile;
-    while (tile < p.tiles && !p.scratch.redo[1 + row_cluster_of(p, tile, &column_tile)]) {
+    while (tile < walk.tiles && !p.scratch.redo[1 + row_cluster_of(p, walk, tile, &column_tile)]) {
       tile += p.clusters;
     }
   }
@@ -91,11 +100,12 @@ __device__ __forceinline__ int seek(const product_args& p, int tile) {
 
 template <bool REPEAT>
 __device__ __forceinline__ void copy_tiles(const product_args& p, const CUtensorMap* x_map,
-                                           const CUtensorMap* w_map, const Ring& ring, int rank) {
+                                           const CUtensorMap* w_map, const Ring& ring,
+                                           const Walk& walk, int rank) {
   Turn turn = {0, 1};
-  for (int tile = seek<REPEAT>(p, blockIdx.x / kCluster); tile < p.tiles;
-       tile = seek<REPEAT>(p, tile + p.clusters)) {
-    const Tile at = place_of_tile(p, tile, rank);
+  for (int tile = seek<REPEAT>(p, walk, blockIdx.x / kCluster); tile < walk.tiles;
+       tile = seek<REPEAT>(p, walk, tile + p.clusters)) {
+    const Tile at = place_of_tile(p, walk, tile, rank);
     for (int step = 0; step < p.depth_steps; step++) {
       const uint32_t full = ring.stages.full + 8 * turn.stage;
       sm90::barrier_wait(ring.stages.empty + 8 * turn.stage, turn.parity);
@@ -156,12 +166,13 @@ __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring
  * a slow warp may still read those of the tile before. */
 template <Kind KIND>
 __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, const Ring& ring,
-                                                       int tile, int turn, int group, int thread) {
+                                                       const Walk& walk, int tile, int turn,
+                                                       int group, int thread) {
   const uint32_t place = ring.columns + (2 * group + (turn & 1)) * 2 * kBytesColumns;
   const ColumnNumbers numbers = {place, place + kBytesColumns};
   if (KIND == kPlain) return numbers;
   int column_tile;
-  row_cluster_of(p, tile, &column_tile);
+  row_cluster_of(p, walk, tile, &column_tile);
   for (int at = thread; at < kProductColumns; at += kGroupThreads) {
     const int column = column_tile * kProductColumns + at;
     const bool inside = column < p.shape.vocab;
@@ -179,13 +190,14 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
 
 template <Kind KIND, bool STORE, bool REPEAT>
 __device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* e_map,
-                                            const Ring& ring, ColumnNumbers numbers, int tile,
-                                            int turn, int group, int rank, Products& acc) {
+                                            const Ring& ring, const Walk& walk,
+                                            ColumnNumbers numbers, int tile, int turn, int group,
+                                            int rank, Products& acc) {
   constexpr bool kIsGeneral = KIND == kGeneral;
   Seat seat = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
   /* Opaque: nothing of this may be computed above the products, which need the registers. */
   asm volatile("" : "+r"(tile), "+r"(seat.lane), "+r"(seat.warp));
-  seat.tile = place_of_tile(p, tile, rank);
+  seat.tile = place_of_tile(p, walk, tile, rank);
   seat.first_row = seat.tile.row + seat.warp * 16 + (seat.lane >> 2);
   seat.first_column = seat.tile.column + 2 * (seat.lane & 3);
   TileRows rows;
@@ -220,18 +232,31 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
 
 template <Kind KIND, bool STORE, bool REPEAT>
 __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* e_map,
-                                           const Ring& ring, int group, int rank) {
+                                           const Ring& ring, const Walk& walk, int group,
+                                           int rank) {
   const int thread = threadIdx.x % kGroupThreads;
   if (group == 1) give_turn(1);
-  int tile = seek<REPEAT>(p, blockIdx.x / kCluster);
-  if (group == 1 && tile < p.tiles) tile = seek<REPEAT>(p, tile + p.clusters);
-  for (int turn = 0; tile < p.tiles; turn++) {
-    const int next = seek<REPEAT>(p, tile + p.clusters);
-    const ColumnNumbers numbers = place_columns<KIND>(p, ring, tile, turn, group, thread);
+  int tile = seek<REPEAT>(p, walk, blockIdx.x / kCluster);
+  if (group == 1 && tile < walk.tiles) tile = seek<REPEAT>(p, walk, tile + p.clusters);
+  for (int turn = 0; tile < walk.tiles; turn++) {
+    const int next = seek<REPEAT>(p, walk, tile + p.clusters);
+    const ColumnNumbers numbers = place_columns<KIND>(p, ring, walk, tile, turn, group, thread);
     Products acc;
-    multiply(p, ring, 2 * turn + group, group, thread, next < p.tiles, acc);
-    finish_tile<KIND, STORE, REPEAT>(p, e_map, ring, numbers, tile, turn, group, rank, acc);
-    tile = next < p.tiles ? seek<REPEAT>(p, next + p.clusters) : next;
+    multiply(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
+    finish_tile<KIND, STORE, REPEAT>(p, e_map, ring, walk, numbers, tile, turn, group, rank, acc);
+    tile = next < walk.tiles ? seek<REPEAT>(p, walk, next + p.clusters) : next;
+  }
+}
+
+/* E of the rows from `first` on, which no tile makes: the products that follow may read them. By
+ * the threads of both groups. */
+__device__ __forceinline__ void blank_rows(const product_args& p, int first) {
+  const int vectors = (p.shape.vocab + 7) / 8;
+  for (int row = first + blockIdx.x; row < p.shape.rows; row += gridDim.x) {
+    uint4* e = p.e + row * (p.e_pitch / 8);
+    for (int at = threadIdx.x - kGroupThreads; at < vectors; at += 2 * kGroupThreads) {
+      e[at] = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 
@@ -245,13 +270,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const Ring ring = open_ring<STORE>();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
   const int rank = sm90::cluster_rank();
+  const int present = runs_present(p.shape.index, kProductClusterRows, p.row_clusters);
+  const Walk walk = {present, present * p.column_tiles};
   init_barriers(ring);
   if (warpgroup == 0) {
     sm90::shrink_registers<kCopyRegisters>();
-    if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, rank);
+    if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, walk, rank);
   } else {
     sm90::grow_registers<kProductRegisters>();
-    make_tiles<KIND, STORE, REPEAT>(p, &e_map, ring, warpgroup - 1, rank);
+    make_tiles<KIND, STORE, REPEAT>(p, &e_map, ring, walk, warpgroup - 1, rank);
+    if (STORE && !REPEAT) blank_rows(p, walk.row_clusters * kProductClusterRows);
   }
   /* No block may end while the other can still arrive on its barriers or copy into its memory. */
   __syncwarp();
@@ -285,19 +313,20 @@ static uint64_t store_policy(int64_t bytes) {
   return bytes >= large ? sm90::kEvictFirst : sm90::kNoPolicy;
 }
 
-static product_args make_args(const product_shape* shape, const product_scratch* scratch,
+static product_args make_args(const product_shape* shape, const product_scratch* scratch, void* e,
                               int64_t e_pitch, int clusters) {
   product_args args = {};
   args.shape = *shape;
   args.scratch = *scratch;
+  args.e = (uint4*)e;
+  args.e_pitch = e_pitch;
   args.store_policy = store_policy((int64_t)shape->rows * e_pitch * 2);
   args.depth_steps = (int)ceil_div(shape->hidden, kDepth);
   args.row_clusters = (int)ceil_div(shape->rows, kProductClusterRows);
   args.column_tiles = (int)ceil_div(shape->vocab, kProductColumns);
   /* x of a group stays in the cache while W passes by. */
   args.group = (int)min_of(shape->hidden >= 1024 ? 8 : 16, args.row_clusters);
-  args.tiles = args.row_clusters * args.column_tiles;
-  args.clusters = (int)min_of(clusters, args.tiles);
+  args.clusters = (int)min_of(clusters, (int64_t)args.row_clusters * args.column_tiles);
   return args;
 }
 
@@ -311,7 +340,7 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   const int bytes = store ? shared_bytes<true>() : shared_bytes<false>();
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "product_sm90", bytes, device, g_clusters[which], &clusters));
-  product_args args = make_args(shape, scratch, e_pitch, clusters);
+  product_args args = make_args(shape, scratch, e, e_pitch, clusters);
   CUtensorMap x_map, w_map, e_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
   FLCE_TRY(

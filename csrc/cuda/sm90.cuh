@@ -206,20 +206,22 @@ __device__ __forceinline__ void multiply_64x192x16(float (&d)[96], uint32_t a, u
       : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh));
 }
 
-/* d (+)= a^T b for 16 rows of 64 columns of a, 128 of b. */
-__device__ __forceinline__ void multiply_turned_64x128x16(float (&d)[64], uint32_t a, uint32_t b,
+/* d (+)= a^T b for 64 columns of a, 192 of b and 16 rows of both. */
+__device__ __forceinline__ void multiply_turned_64x192x16(float (&d)[96], uint32_t a, uint32_t b,
                                                           int accumulates) {
   asm volatile(
-      "{\n.reg .pred accumulates;\n.reg .b64 a, b;\nsetp.ne.b32 accumulates, %66, 0;\n"
-      "mov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "{\n.reg .pred accumulates;\n.reg .b64 a, b;\nsetp.ne.b32 accumulates, %98, 0;\n"
+      "mov.b64 a, {%96, %99};\nmov.b64 b, {%97, %99};\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
       "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
       "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
       "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
-      "%60, %61, %62, %63"
-      "}, a, b, accumulates, 1, 1, 1, 1;\n}"
+      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
+      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "
+      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95},"
+      " a, b, accumulates, 1, 1, 1, 1;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
@@ -229,7 +231,11 @@ __device__ __forceinline__ void multiply_turned_64x128x16(float (&d)[64], uint32
         "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
-        "+f"(d[63])
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]),
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
       : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh));
 }
 
@@ -252,8 +258,16 @@ __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (
                : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(uint32_t shared, uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+/* The same matrices transposed: a lane names the address of a column. */
+__device__ __forceinline__ void store_turned(uint32_t shared, const uint32_t (&m)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+      : "memory");
+}
+
+__device__ __forceinline__ void load_turned(uint32_t shared, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(shared)
                : "memory");

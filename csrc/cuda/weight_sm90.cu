@@ -7,18 +7,18 @@
 namespace {
 
 enum {
-  kWeightRows = 192,    /* of a tile of dW: classes */
-  kWeightColumns = 128, /* and elements of H */
-  kMostParts = 8,       /* of a column's sum, each made beside other columns of dW */
-  kBlocks = kWeightRows / 64,
-  kSlab = 64,                 /* columns that one copy takes: 128 bytes, a swizzled line */
-  kBytesPanel = kDepth * 128, /* 64 columns of an operand's stage */
+  kWeightRows = 192,             /* of a tile of dW: classes */
+  kWeightColumns = 128,          /* and elements of H */
+  kMostParts = 8,                /* of a column's sum, each made beside other columns of dW */
+  kBlocks = kWeightRows / 64,    /* of 64 classes */
+  kPanels = kWeightColumns / 64, /* of 64 elements of H */
+  kBytesPanel = kDepth * 128,    /* 64 columns of an operand's stage */
   kBytesE = kBlocks * kBytesPanel,
-  kBytesX = kWeightColumns / 64 * kBytesPanel,
-  kBytesSlab = kWeightRows * kSlab * 2,
-  kBytesTile = kWeightColumns / kSlab * kBytesSlab,
+  kBytesX = kPanels * kBytesPanel,
+  kBytesSlab = kWeightRows * 128,
+  kBytesTile = kPanels * kBytesSlab,
   kBytesStage = kBytesE + kBytesX,
-  kBarriers = 2 * kStages + 2,
+  kBarriers = 2 * kStages + 3,
   kSharedBytes = kAlignment + kStages * kBytesStage + kBytesTile + kBarriers * 8,
   kSumWarps = kBlocks, /* of the first warpgroup, after the one that copies */
   kSumRegisters = 56,
@@ -26,6 +26,7 @@ enum {
 };
 
 struct weight_args {
+  const int64_t* index;
   const float* coef;
   float* sums;
   int rows, tokens, depth_steps;
@@ -37,7 +38,8 @@ struct weight_args {
 
 struct Ring {
   uint32_t e, x, tile;
-  uint32_t ready, taken; /* the staged tile's: dW's old values have come, its new ones have gone */
+  uint32_t ready, taken; /* the staged tile's old values have come, for each group; its new ones
+                            have gone */
   Stages stages;
 };
 
@@ -49,15 +51,14 @@ __device__ __forceinline__ Ring open_ring() {
   ring.stages.full = ring.tile + kBytesTile;
   ring.stages.empty = ring.stages.full + kStages * 8;
   ring.ready = ring.stages.empty + kStages * 8;
-  ring.taken = ring.ready + 8;
+  ring.taken = ring.ready + 16;
   return ring;
 }
 
 __device__ __forceinline__ void init_barriers(const Ring& ring, int readers) {
   if (threadIdx.x == 0) {
     init_stages(ring.stages, readers);
-    sm90::barrier_init(ring.ready, 1);
-    sm90::barrier_init(ring.taken, 1);
+    for (uint32_t i = ring.ready; i <= ring.taken; i += 8) sm90::barrier_init(i, 1);
     sm90::barrier_init_fence();
   }
   sm90::cluster_sync();
@@ -90,7 +91,7 @@ __device__ __forceinline__ void copy_stage(const Ring& ring, int stage, const CU
                              full, at.row + 64 * block, token + half, (1 << kCluster) - 1);
   }
 #pragma unroll
-  for (int panel = 0; panel < kWeightColumns / 64; panel++) {
+  for (int panel = 0; panel < kPanels; panel++) {
     sm90::load_box(ring.x + stage * kBytesX + panel * kBytesPanel, x_map, full,
                    at.column + 64 * panel, token);
   }
@@ -98,22 +99,22 @@ __device__ __forceinline__ void copy_stage(const Ring& ring, int stage, const CU
 
 __device__ __forceinline__ void copy_tiles(const weight_args& p, const CUtensorMap* e_map,
                                            const CUtensorMap* x_map, const CUtensorMap* w_map,
-                                           const Ring& ring, int rank) {
+                                           const Ring& ring, int steps, int rank) {
   Turn turn = {0, 1};
   int count = 0;
   for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += p.clusters, count++) {
     const Tile at = place_of_tile(p, tile, rank);
-    for (int step = 0; step < p.depth_steps; step++) {
+    for (int step = 0; step < steps; step++) {
       sm90::barrier_wait(ring.stages.empty + 8 * turn.stage, turn.parity);
       copy_stage(ring, turn.stage, e_map, x_map, at, step * kDepth, rank);
       turn.advance();
     }
     /* The last stages are still to be multiplied: time enough for the old values to come. */
     sm90::barrier_wait(ring.taken, (count & 1) ^ 1);
-    sm90::barrier_arrive_expecting(ring.ready, p.adds ? kBytesTile : 0);
-    for (int slab = 0; p.adds && slab < kWeightColumns / kSlab; slab++) {
-      sm90::load_box(ring.tile + slab * kBytesSlab, w_map, ring.ready, at.column + slab * kSlab,
-                     at.row);
+    const uint32_t ready = ring.ready + 8 * (count & 1);
+    sm90::barrier_arrive_expecting(ready, p.adds ? kBytesTile : 0);
+    for (int slab = 0; p.adds && slab < kPanels; slab++) {
+      sm90::load_box(ring.tile + slab * kBytesSlab, w_map, ready, at.column + slab * 64, at.row);
     }
   }
 }
@@ -175,16 +176,16 @@ __device__ __forceinline__ void write_sums(const weight_args& p, const Tile& at,
 /* Sums of 64 columns of each of the block's tiles, by one warp. Of the blocks that have the same
  * columns each takes every p.parts-th stage: a warp needs about as long for it as its products do,
  * and may be late by the length of the ring. */
-__device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring, int block,
-                                          int rank) {
+__device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring, int steps,
+                                          int block, int rank) {
   const int lane = threadIdx.x % 32;
   Turn turn = {0, 0};
   for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += p.clusters) {
     const Tile at = place_of_tile(p, tile, rank);
     const bool sums = at.part < p.parts;
-    int next = sums ? at.part : p.depth_steps;
+    int next = sums ? at.part : steps;
     float sum[kSumColumns] = {}, factor[kSumLines];
-    for (int step = 0; step < p.depth_steps; step++) {
+    for (int step = 0; step < steps; step++) {
       const bool mine = step == next;
       if (mine) load_factors(p, step * kDepth, 0, lane, factor);
       sm90::barrier_wait(ring.stages.full + 8 * turn.stage, turn.parity);
@@ -208,20 +209,21 @@ __device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring
 
 /* ---- the other two ---- */
 
-/* A thread's results: [block][4 j + 2 q + e] is row 64 block + 16 warp + 8 q + lane / 4, column 8 j
- * + 2 (lane % 4) + e. */
-typedef float Products[kBlocks][kWeightColumns / 2];
+/* A thread's results, of the transposed tile: [panel of H][4 j + 2 q + e] is column 64 panel + 16
+ * warp + 8 q + lane / 4 of dW, row 8 j + 2 (lane % 4) + e. Products of 64 x 192 read less shared
+ * memory than those of 64 x 128 that the tile as it lies would take. */
+typedef float Products[kPanels][kWeightRows / 2];
 
 /* All depth steps of the block's tile number `count`; the other group's turn comes once all are
  * issued, if `others`. */
-__device__ __forceinline__ void multiply(const weight_args& p, const Ring& ring, int count,
-                                         int group, int thread, bool others, Products& acc) {
+__device__ __forceinline__ void multiply(const Ring& ring, int steps, int count, int group,
+                                         int thread, bool others, Products& acc) {
   const uint32_t e_base = sm90::turned_operand_low(ring.e, kBytesPanel);
   const uint32_t x_base = sm90::turned_operand_low(ring.x, kBytesPanel);
-  Turn turn = turn_of(count, p.depth_steps);
+  Turn turn = turn_of(count, steps);
   int last = 0;
   wait_for_turn(group);
-  for (int step = 0; step < p.depth_steps; step++) {
+  for (int step = 0; step < steps; step++) {
     sm90::barrier_wait(ring.stages.full + 8 * turn.stage, turn.parity);
     const uint32_t e = e_base + turn.stage * (kBytesE >> 4);
     const uint32_t x = x_base + turn.stage * (kBytesX >> 4);
@@ -229,10 +231,10 @@ __device__ __forceinline__ void multiply(const weight_args& p, const Ring& ring,
 #pragma unroll
     for (int part = 0; part < kDepth / 16; part++) {
 #pragma unroll
-      for (int block = 0; block < kBlocks; block++) {
+      for (int panel = 0; panel < kPanels; panel++) {
         /* 16 tokens are 16 lines of 128 bytes, in units of 16. */
-        sm90::multiply_turned_64x128x16(acc[block], e + block * (kBytesPanel >> 4) + part * 128,
-                                        x + part * 128, (step | part) != 0);
+        sm90::multiply_turned_64x192x16(acc[panel], x + panel * (kBytesPanel >> 4) + part * 128,
+                                        e + part * 128, (step | part) != 0);
       }
     }
     sm90::product_commit();
@@ -245,20 +247,20 @@ __device__ __forceinline__ void multiply(const weight_args& p, const Ring& ring,
   sm90::product_wait<0>();
   release_stage(ring.stages, last, thread);
 #pragma unroll
-  for (int block = 0; block < kBlocks; block++) {
+  for (int panel = 0; panel < kPanels; panel++) {
 #pragma unroll
-    for (int i = 0; i < kWeightColumns / 2; i++) asm volatile("" : "+f"(acc[block][i])::"memory");
+    for (int i = 0; i < kWeightRows / 2; i++) asm volatile("" : "+f"(acc[panel][i])::"memory");
   }
 }
 
-/* Adds to 16 columns of 16 rows in shared memory, or replaces them. */
+/* Adds to 16 rows of 16 columns in shared memory, or replaces them. */
 __device__ __forceinline__ void put_part(uint32_t address, bool adds, const float* v) {
   float sum[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) sum[i] = v[i];
   if (adds) {
     uint32_t old[4];
-    sm90::load_matrices(address, old);
+    sm90::load_turned(address, old);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       sum[2 * i] += __uint_as_float(old[i] << 16);
@@ -267,33 +269,30 @@ __device__ __forceinline__ void put_part(uint32_t address, bool adds, const floa
   }
   const uint32_t packed[4] = {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
                               pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
-  sm90::store_matrices(address, packed);
+  sm90::store_turned(address, packed);
 }
 
 __device__ __forceinline__ void finish_tile(const weight_args& p, const CUtensorMap* w_map,
                                             const Ring& ring, const Tile& at, int count, int group,
                                             const Products& acc) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
-  const uint32_t line = ring.tile + (16 * warp + (lane & 15)) * 128;
-  sm90::barrier_wait(ring.ready, count & 1);
+  /* Of 16 rows and 16 columns: those of the lane's address, swizzled by the row. */
+  const int row = (lane >> 4) * 8 + (lane & 7), chunk = 2 * warp + ((lane >> 3) & 1);
+  const uint32_t address = ring.tile + row * 128 + ((chunk ^ (lane & 7)) << 4);
+  sm90::barrier_wait(ring.ready + 8 * group, (count >> 1) & 1);
 #pragma unroll
-  for (int slab = 0; slab < kWeightColumns / kSlab; slab++) {
+  for (int panel = 0; panel < kPanels; panel++) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; block++) {
-#pragma unroll
-      for (int part = 0; part < kSlab / 16; part++) {
-        const int chunk = part * 2 + (lane >> 4); /* of 16 bytes; swizzled by the line */
-        put_part(line + slab * kBytesSlab + block * 64 * 128 + ((chunk ^ (lane & 7)) << 4), p.adds,
-                 &acc[block][(slab * (kSlab / 16) + part) * 8]);
-      }
+    for (int part = 0; part < kWeightRows / 16; part++) {
+      put_part(address + panel * kBytesSlab + part * 16 * 128, p.adds, &acc[panel][part * 8]);
     }
   }
   sm90::copy_fence();
   sync_group(group);
   if (warp == 0 && lane == 0) {
 #pragma unroll
-    for (int slab = 0; slab < kWeightColumns / kSlab; slab++) {
-      sm90::store_box(w_map, ring.tile + slab * kBytesSlab, at.column + slab * kSlab, at.row,
+    for (int slab = 0; slab < kPanels; slab++) {
+      sm90::store_box(w_map, ring.tile + slab * kBytesSlab, at.column + slab * 64, at.row,
                       sm90::kNoPolicy);
     }
     sm90::store_wait_read();
@@ -302,14 +301,14 @@ __device__ __forceinline__ void finish_tile(const weight_args& p, const CUtensor
 }
 
 __device__ __forceinline__ void make_tiles(const weight_args& p, const CUtensorMap* w_map,
-                                           const Ring& ring, int group, int rank) {
+                                           const Ring& ring, int steps, int group, int rank) {
   const int thread = threadIdx.x % kGroupThreads;
   if (group == 1) give_turn(1);
   int count = group;
   for (int tile = blockIdx.x / kCluster + group * p.clusters; tile < p.tiles;
        tile += 2 * p.clusters, count += 2) {
     Products acc;
-    multiply(p, ring, count, group, thread, tile + p.clusters < p.tiles, acc);
+    multiply(ring, steps, count, group, thread, tile + p.clusters < p.tiles, acc);
     finish_tile(p, w_map, ring, place_of_tile(p, tile, rank), count, group, acc);
   }
 }
@@ -322,14 +321,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / (kGroupThreads / 32);
   const int rank = sm90::cluster_rank();
+  /* One at least, of zeros where no row is present: dW is made of something. */
+  const int steps = max(1, runs_present(p.index, kDepth, p.depth_steps));
   init_barriers(ring, p.parts > 0 ? 1 + kSumWarps : 1);
   if (warpgroup == 0) {
     sm90::shrink_registers<kSumRegisters>();
-    if (threadIdx.x == 0) copy_tiles(p, &e_map, &x_map, &w_map, ring, rank);
-    if (warp > 0 && p.parts > 0) sum_tiles(p, ring, warp - 1, rank);
+    if (threadIdx.x == 0) copy_tiles(p, &e_map, &x_map, &w_map, ring, steps, rank);
+    if (warp > 0 && p.parts > 0) sum_tiles(p, ring, steps, warp - 1, rank);
   } else {
     sm90::grow_registers<kBesideSumRegisters>();
-    make_tiles(p, &w_map, ring, warpgroup - 1, rank);
+    make_tiles(p, &w_map, ring, steps, warpgroup - 1, rank);
   }
   /* No block may end while the other can still arrive on its barriers or copy into its memory. */
   __syncwarp();
@@ -353,8 +354,8 @@ flce_status cuda_weight_parts(int device, const flce_problem* p, int64_t* parts)
   return FLCE_OK;
 }
 
-flce_status cuda_weight_product(void* self, const flce_gemm* g, const void* coef, void* sums,
-                                bool adds_sums) {
+flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* index,
+                                const void* coef, void* sums, bool adds_sums) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   const void* kernel = (const void*)weight_sm90;
   if (g->m == 0 || g->n == 0 || g->k == 0) {
@@ -364,6 +365,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const void* coef
   FLCE_TRY(
       clusters_at_once(kernel, "weight_sm90", kSharedBytes, cuda->device, g_clusters, &clusters));
   weight_args args = {};
+  args.index = index;
   args.coef = (const float*)coef;
   args.sums = (float*)sums;
   args.rows = (int)g->m;
@@ -372,7 +374,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const void* coef
   args.column_clusters = (int)ceil_div(g->n, kCluster * kWeightColumns);
   args.tiles = (int)ceil_div(g->m, kWeightRows) * args.column_clusters;
   args.clusters = (int)min_of(clusters, args.tiles);
-  args.parts = (int)parts_of(g->n);
+  args.parts = sums ? (int)parts_of(g->n) : 0;
   args.adds = g->beta != 0;
   args.adds_sums = adds_sums;
   CUtensorMap e_map, x_map, w_map;

@@ -309,8 +309,9 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
 }
 
 /* weight_product by its definition: the product, then column sums, of every third row each. */
-static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const void* coef,
-                                        void* sums, bool adds_sums) {
+static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
+                                        const void* coef, void* sums, bool adds_sums) {
+  (void)index;
   flce_backend b;
   flce_cpu_backend(self, &b);
   flce_status status = b.gemm(b.self, gemm, NULL, 0);
@@ -338,6 +339,7 @@ run run_all(const setting* s, const model* m, int threads) {
   if (s->fused) {
     facts.product_row_bytes = PRODUCT_ROW_BYTES;
     facts.weight_parts = WEIGHT_PARTS;
+    facts.skips_rows = s->skips;
     b.product_rows = plain_product_rows;
     b.weight_product = plain_weight_product;
   }
@@ -400,14 +402,17 @@ void describe(const setting* s, const run* r, char* text, size_t size) {
       "%s%s save %s dtype %s x %s W %s accum %s N %lld H %lld V %lld reduction %d bias %d "
       "weight %d smoothing %g scale %g cap %g T %g z-loss %g t %d entropy %d rows %lld rows of W "
       "%lld chunks %lld wants %d%d%d adds %d %s",
-      flce_cpu_variant(), s->fused ? " fused" : "", flce_save_name(p->save),
-      flce_dtype_name(p->dtype), flce_dtype_name(p->input_dtype), flce_dtype_name(p->weight_dtype),
-      flce_dtype_name(p->accum_dtype), (long long)p->tokens, (long long)p->hidden,
-      (long long)p->vocab, p->reduction, p->has_bias, p->has_class_weight, p->loss.label_smoothing,
-      p->loss.logit_scale, p->loss.softcap, p->loss.temperature, p->loss.z_loss,
-      p->has_probabilities, p->wants_entropy, (long long)p->rows, (long long)p->weight_rows,
-      (long long)r->plan.chunks, p->want_grad_input, p->want_grad_weight, p->want_grad_bias,
-      p->adds_grad_weight, flce_dtype_name(p->added_dtype));
+      flce_cpu_variant(),
+      s->skips   ? " skips"
+      : s->fused ? " fused"
+                 : "",
+      flce_save_name(p->save), flce_dtype_name(p->dtype), flce_dtype_name(p->input_dtype),
+      flce_dtype_name(p->weight_dtype), flce_dtype_name(p->accum_dtype), (long long)p->tokens,
+      (long long)p->hidden, (long long)p->vocab, p->reduction, p->has_bias, p->has_class_weight,
+      p->loss.label_smoothing, p->loss.logit_scale, p->loss.softcap, p->loss.temperature,
+      p->loss.z_loss, p->has_probabilities, p->wants_entropy, (long long)p->rows,
+      (long long)p->weight_rows, (long long)r->plan.chunks, p->want_grad_input, p->want_grad_weight,
+      p->want_grad_bias, p->adds_grad_weight, flce_dtype_name(p->added_dtype));
 }
 
 void compare(const setting* s, const run* r, const char* name, const void* actual, flce_dtype dtype,
@@ -487,8 +492,9 @@ static void test_kernel(const setting* s) {
 }
 
 void test_setting(const setting* s) {
-  setting fused = *s;
-  fused.fused = true;
+  setting fused = *s, skips = *s;
+  fused.fused = skips.fused = skips.skips = true;
   test_kernel(s);
   test_kernel(&fused);
+  test_kernel(&skips);
 }

@@ -13,6 +13,7 @@ typedef struct setting {
   bool token_weight, temperature, num_items;
   bool upstream; /* gradients from lse and, where it is wanted, from the entropy */
   bool fused;    /* the backend has product_rows and weight_product */
+  bool skips;    /* which skip rows */
 } setting;
 
 /* Inputs, and the loss and gradients that belong to them. */
