@@ -55,20 +55,24 @@ def compile_cuda_source(source, command):
     return str(out)
 
 
-def build_cuda(library, nvcc, header):
-    cores = os.cpu_count() or 1
+def cuda_commands(nvcc, header):
+    """The start of nvcc's command line for each of CUDA_SOURCES."""
     # -isystem: a wheel's folder may hold other headers, of another version than the toolkit's.
     host = [nvcc, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", "-isystem", str(header)]
-    threads = f"--threads={cores // len(CUDA_SOURCES) or 1}"
+    threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
     # Instructions that one architecture has, and no later one: the file says so in its name.
     hopper = [*host, "-std=c++17", threads, "-gencode=arch=compute_90a,code=sm_90a"]
     by_name = {".c": host, "_sm90.cu": hopper}
-    commands = [
+    return [
         next((command for end, command in by_name.items() if source.endswith(end)), device)
         for source in CUDA_SOURCES
     ]
-    with ThreadPoolExecutor(cores) as pool:
+
+
+def build_cuda(library, nvcc, header):
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        commands = cuda_commands(nvcc, header)
         objects = list(pool.map(compile_cuda_source, CUDA_SOURCES, commands))
     library.parent.mkdir(parents=True, exist_ok=True)
     # exclude-libs: the static runtime's symbols must not be bound to those of torch's libcudart.
@@ -118,9 +122,10 @@ MODULE = Extension(
 )
 # Not among the extension's sources: setuptools would compile C there as C++.
 CORE_LIBRARY = {"sources": CORE, "obj_deps": {"": HEADERS}, "cflags": ["-std=c11", *C_FLAGS]}
-setup(
-    libraries=[("flce_core", CORE_LIBRARY)],
-    ext_modules=[MODULE],
-    cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
-)
+if __name__ == "__main__":  # tests/check_kernels.py imports the rest
+    setup(
+        libraries=[("flce_core", CORE_LIBRARY)],
+        ext_modules=[MODULE],
+        cmdclass={"build_ext": Build},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

@@ -1,0 +1,116 @@
+"""Compiles the kernels for Hopper and says what ptxas or the machine code has against them.
+
+ptxas may have no numbered remark: those say that products wait for each other, or that registers
+were not handed over. A kernel may use no local memory but what LOCAL_BYTES grants it, and each
+kernel of csrc/cuda/*_sm90.cu has to multiply by HGMMA. Exit status 1 if one does not hold.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# As local_bytes() counts, by nvcc 13.0. The product's arguments are Kind (0 plain, 1 biased,
+# 4 general), STORE and REPEAT.
+LOCAL_BYTES = {
+    "product_sm90<(Kind)0, true, false>": 12,
+    "product_sm90<(Kind)0, true, true>": 8,
+    "product_sm90<(Kind)1, true, false>": 8,
+    "product_sm90<(Kind)1, true, true>": 8,
+    "product_sm90<(Kind)4, false, false>": 116,
+    "product_sm90<(Kind)4, false, true>": 136,
+    "product_sm90<(Kind)4, true, false>": 416,
+    "product_sm90<(Kind)4, true, true>": 232,
+    "finish_touched_rows<double, 8>": 64,
+}
+REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
+PROPERTIES = re.compile(
+    r"Function properties for (.+)\n"
+    r" +(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
+
+
+def plain(text):
+    """The text with C++ names as the source has them, template arguments included."""
+    run = subprocess.run(["c++filt", "-p"], input=text, check=True, capture_output=True, text=True)
+    return run.stdout.replace("(anonymous namespace)::", "")
+
+
+def local_bytes(report):
+    """{kernel: the largest of stack frame, spill stores and spill loads}, from `ptxas -v`.
+
+    An array that is indexed at run time takes a stack frame without a spill.
+    """
+    return {name: max(map(int, sizes)) for name, *sizes in PROPERTIES.findall(report)}
+
+
+def faults_of(report):
+    return REMARK.findall(report) + [
+        f"{name}: {used} bytes of local memory, LOCAL_BYTES grants {LOCAL_BYTES.get(name, 0)}"
+        for name, used in local_bytes(report).items()
+        if used > LOCAL_BYTES.get(name, 0)
+    ]
+
+
+def multiplying(listing):
+    """The mangled names of the kernels that have HGMMA, from nvdisasm's listing."""
+    _, *parts = CODE.split(listing)
+    return [name for name, code in zip(parts[::2], parts[1::2], strict=True) if "HGMMA" in code]
+
+
+def check(source, command, nvdisasm, folder):
+    """(kernels, faults) of a source."""
+    cubin = str(Path(folder, Path(source).stem + ".cubin"))
+    command = [*command, "-Xptxas", "-v", "-cubin", source, "-o", cubin]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    report = plain(run.stderr)
+    if run.returncode:
+        return [], [f"{source}: nvcc failed\n{report}"]
+    kernels, faults = list(local_bytes(report)), faults_of(report)
+    if nvdisasm and source.endswith("_sm90.cu"):
+        run = subprocess.run([nvdisasm, cubin], check=True, stdout=subprocess.PIPE, text=True)
+        have = plain("\n".join(multiplying(run.stdout))).split("\n")
+        faults += [f"{name}: no HGMMA in its machine code" for name in kernels if name not in have]
+    return kernels, [f"{source}: {fault}" for fault in faults]
+
+
+def main():
+    # setup.py has the flags and knows where the toolkit is; it looks for the sources from here.
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    os.environ["FLCE_CUDA_ARCHS"] = "90"
+    import setup
+
+    nvcc, header, looked = setup.find_cuda()
+    if not nvcc or not header:
+        sys.exit(f"kernels: expected nvcc and cublasLt.h; looked for {looked}")
+    # Beside nvcc, or in NVIDIA's wheel.
+    places = [str(Path(nvcc).resolve().parent), os.environ["PATH"], str(header.parent / "bin")]
+    nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(places))
+    commands = zip(setup.CUDA_SOURCES, setup.cuda_commands(nvcc, header), strict=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(check, source, command, nvdisasm, folder)
+            for source, command in commands
+            if source.endswith(".cu")
+        ]
+        results = [job.result() for job in jobs]
+    kernels = [name for names, _ in results for name in names]
+    faults = [fault for _, found in results for fault in found]
+    # Also what becomes of a report in words that PROPERTIES does not know.
+    gone = [f"LOCAL_BYTES: there is no {name}" for name in LOCAL_BYTES if name not in kernels]
+    for fault in faults or gone:
+        print("kernels:", fault)
+    print(f"kernels: {len(kernels)} for sm_90, {len(faults or gone)} faults;", end=" ")
+    print(f"HGMMA by {nvdisasm}" if nvdisasm else "no nvdisasm here, so HGMMA was NOT looked for")
+    return bool(faults or gone)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
