@@ -23,9 +23,9 @@ LOCAL_BYTES = {
     "product_sm90<(Kind)1, true, false>": 8,
     "product_sm90<(Kind)1, true, true>": 8,
     "product_sm90<(Kind)4, false, false>": 116,
-    "product_sm90<(Kind)4, false, true>": 136,
-    "product_sm90<(Kind)4, true, false>": 416,
-    "product_sm90<(Kind)4, true, true>": 232,
+    "product_sm90<(Kind)4, false, true>": 156,
+    "product_sm90<(Kind)4, true, false>": 344,
+    "product_sm90<(Kind)4, true, true>": 360,
     "finish_touched_rows<double, 8>": 64,
 }
 REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
