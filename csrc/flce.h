@@ -115,9 +115,10 @@ typedef struct flce_problem {
   bool has_probabilities; /* the targets are probabilities, not classes */
   bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
-  bool has_temperature; /* one for each row */
-  bool unaligned;       /* x or W does not begin at a multiple of 16 bytes */
-  bool added_unaligned; /* nor does the grad_weight that dW is added to */
+  bool has_temperature;  /* one for each row */
+  bool unaligned;        /* x or W does not begin at a multiple of 16 bytes */
+  bool weight_unaligned; /* nor does what dW is made from, or added to: FLCE_BUF_SAVED or the
+                            caller's grad_weight */
   flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
 } flce_problem;
@@ -129,9 +130,10 @@ typedef struct flce_facts {
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
   int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where that does
                                 not serve the problem */
-  bool skips_rows;           /* product_rows and weight_product pass over what lies beyond the rows
-                                that compact_rows finds: finding them pays, however many */
-  int64_t weight_parts;      /* rows of weight_product's sums; 0 where that does not serve */
+  bool skips_rows;      /* product_rows and weight_product pass over what lies beyond the rows that
+                           compact_rows finds: finding them pays, however many. By sizes and dtypes
+                           alone */
+  int64_t weight_parts; /* rows of weight_product's sums; 0 where that does not serve */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */

@@ -316,7 +316,6 @@ void bind_added(const Tensor& grad_weight, Place place, flce_problem* problem,
   problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
   problem->adds_grad_weight = true;
   tensors->grad_weight = grad_weight.mutable_data_ptr();
-  problem->added_unaligned = reinterpret_cast<uintptr_t>(tensors->grad_weight) % 16 != 0;
 }
 
 // What a forward left for its backward, and the upstream gradients.
@@ -334,12 +333,15 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   bind_operands(operands, loss, options, &problem, &tensors);
   Place place = place_of(operands.input);
   if (added) bind_added(*added, place, &problem, &tensors);
+  tensors.saved = kept.saved.mutable_data_ptr();
+  uintptr_t addresses =
+      reinterpret_cast<uintptr_t>(tensors.saved) | reinterpret_cast<uintptr_t>(tensors.grad_weight);
+  problem.weight_unaligned = addresses % 16 != 0;
   Device device(place, allow_tf32);
   flce_plan plan = device.plan(problem);
   bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
   if (plan.save == FLCE_SAVE_LOGITS)
     expect_like("saved", kept.saved, saved_shape(problem, plan, options), plan.saved_dtype, place);
-  tensors.saved = kept.saved.mutable_data_ptr();
   try {
     return run_backward(device, problem, plan, &tensors);
   } catch (const OutOfMemory& error) {

@@ -191,7 +191,10 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->form = choose_form(problem, plan->dtype);
   plan->fuses_rows = plan->form == FLCE_FORM_EXP && facts->product_row_bytes > 0;
-  plan->gathers = problem->rows < problem->tokens || (plan->fuses_rows && facts->skips_rows);
+  /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
+   * that its backward goes by. */
+  bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
+  plan->gathers = problem->rows < problem->tokens || finds;
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
   /* Where no pass writes logits, E stands in their place. */

@@ -53,14 +53,14 @@ def truth(x, w, y, bias=None):
     p = z.sub_(lse[:, None]).exp_()
     p[rows, y] -= 1.0
     p /= len(y)
-    return loss, p @ w, p.T @ x, p.sum(0)
+    return (loss, p @ w, p.T @ x) if bias is None else (loss, p @ w, p.T @ x, p.sum(0))
 
 
 def assert_close(made, expected, of_gradients=2.6e-3):
     loss, *gradients = made
     error = (loss.double() - expected[0]).abs()
     assert bool((error <= 1e-5 * expected[0].abs() + 2e-5).all()), error.max()
-    for value, true in zip(gradients, expected[1:], strict=False):
+    for value, true in zip(gradients, expected[1:], strict=True):
         size = true.norm().item()
         assert (value.double() - true).norm().item() <= of_gradients * size + 1e-12
 
@@ -103,14 +103,72 @@ def test_bias_gradient_beside_the_weights(vocab, hidden):
         expected = truth(x, w, y, bias.detach())
         for budget in (None, 300 * (vocab + 8) * 4):
             *made, db = results(x, w, y, linear_bias=bias, max_memory=budget)
-            assert_close(made, expected, 6e-3 if few else 2.6e-3)
+            assert_close(made, expected[:3], 6e-3 if few else 2.6e-3)
             assert cases.relative_error(db, expected[3]) <= (6e-3 if vocab < 64 else 2.6e-3)
+
+
+@pytest.mark.parametrize("vocab", [7, 193, 3001])
+@pytest.mark.parametrize("hidden", [8, 136, 1160])
+@pytest.mark.parametrize("save", ["logits", "grads"])
+def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
+    """With logits of 0 every E is the same power of two, and db_j = sum_i c_i (1/V - [y_i = j])."""
+    for tokens in (1, 63, 64, 65, 700):
+        _, _, y = draw(tokens, 8, vocab)
+        x = torch.zeros(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
+        w = torch.randn(vocab, hidden, device="cuda").to(BF16).requires_grad_()
+        bias = torch.zeros(vocab, device="cuda", requires_grad=True)
+        c = torch.rand(tokens, device="cuda") + 0.5
+        ones = torch.nn.functional.one_hot(y, vocab).double()
+        expected = (c.double()[:, None] * (1 / vocab - ones)).sum(0)
+        for budget in (None, 128 * (vocab + 8) * 2):
+            loss = flce.linear_cross_entropy(
+                x,
+                w,
+                y,
+                linear_bias=bias,
+                token_weight=c,
+                reduction="sum",
+                save=save,
+                max_memory=budget,
+            )
+            (db,) = torch.autograd.grad(loss, (x, w, bias))[2:]
+            assert (db.double() - expected).abs().max() <= 2e-6 * c.sum() / vocab + 1e-6
+
+
+def test_weights_and_bias_take_one_reading():
+    def parts(**settings):
+        plan = flce.plan(4096, 1024, 50257, dtype=BF16, device="cuda", bias=True, **settings)
+        return plan.buffers.get("db_parts", 0)
+
+    assert parts() == parts(save="logits") == 8 * 50257 * 4
+    assert parts(accum_dtype=torch.float32) == 0
+    assert parts(grad_weight=False) == parts(accumulate_into="main_grad") == 0
+    assert flce.plan(4096, 1024, 50257, dtype=BF16, device="cuda").buffers.get("db_parts") is None
+
+
+def test_chunks_of_one_step_repeat():
+    """Each tile of dW is one step long: old values of the one and new ones of the other group's
+    tile are under way at a time."""
+    x, w, y = draw(250, 128, 50257)
+    bias = torch.randn(50257, device="cuda", requires_grad=True)
+    budget = 64 * 50264 * 2
+    first = results(x, w, y, linear_bias=bias, max_memory=budget, save="stats")
+    assert_close(first, truth(x, w, y, bias.detach()), 6e-3)
+    x.requires_grad_(), w.requires_grad_()
+    made = []
+    for _ in range(6):
+        loss = flce.linear_cross_entropy(x, w, y, linear_bias=bias, max_memory=budget, save="grads")
+        made.append(torch.autograd.grad(loss, (x, w, bias)))
+    for other in made:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
+    for value, true in zip(made[0], first[1:], strict=True):
+        assert cases.relative_error(value, true.double()) <= 6e-3
 
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 @pytest.mark.parametrize("ignored", [0.0, 0.6])
 def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
-    """In float32, whose sums are those of the kernel: against the products and passes alone."""
+    """Against the products and passes alone."""
     x, w, y = draw(1500, 512, 3001, seed=3)
     y[torch.rand(1500, device="cuda") < ignored] = -100
     valid = int((y >= 0).sum())
@@ -125,9 +183,6 @@ def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
         made.append(torch.autograd.grad(loss, leaves))
     for value, other in zip(*made, strict=True):
         assert cases.relative_error(value, other.double()) <= 4e-3
-    dx, dw, db = made[0]
-    # softmax's rows sum to 1: so do the parts of db.
-    assert abs(db.double().sum().item()) <= 1e-3 * db.abs().sum().item()
 
 
 @pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
@@ -148,14 +203,14 @@ def test_errors_do_not_grow_with_the_logits(std, save):
 def test_logits_far_above_the_target(with_bias):
     """Rows whose first offset is too low are done again from their largest logit."""
     x, w, y = draw(600, 64, 5000)
-    bias = torch.zeros(5000, device="cuda", dtype=BF16) if with_bias else None
+    bias = 3 * torch.randn(5000, device="cuda") if with_bias else None
     x[::7] *= 300.0
     x[3] *= 1000.0
     expected = truth(x, w, y, bias)
     assert expected[0].max() > 900.0
     made = results(x, w, y, linear_bias=bias)
     assert all(bool(value.isfinite().all()) for value in made)
-    assert_close(made, expected)
+    assert_close(made, expected[:3])
 
 
 def test_infinite_and_missing_logits():
@@ -175,7 +230,8 @@ def test_infinite_and_missing_logits():
 
 def test_bitwise_repeatable():
     x, w, y = draw(1500, 768, 50257)
-    first, second = (results(x, w, y) for _ in range(2))
+    bias = torch.randn(50257, device="cuda", requires_grad=True)
+    first, second = (results(x, w, y, linear_bias=bias) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
 
@@ -186,7 +242,36 @@ def test_operands_that_begin_anywhere():
     memory = torch.empty(w.numel() + 1, device="cuda", dtype=BF16)
     shifted = memory[1:].view_as(w)
     shifted.copy_(w)
-    assert_close(results(x, shifted, y), truth(x, w, y))
+    bias = torch.randn(999, device="cuda", requires_grad=True)
+    assert_close(results(x, shifted, y, linear_bias=bias), truth(x, w, y, bias.detach()))
+
+
+@pytest.mark.parametrize("moves", ["x to an aligned place", "all to an unaligned place"])
+def test_a_backward_whose_tensors_lie_elsewhere(moves):
+    """What the forward saved comes back at other addresses, as from hooks that keep it elsewhere:
+    neither the order of the rows nor the result may depend on that."""
+    tokens, vocab = 3000, 50257
+    x, w, y = draw(tokens, 64, vocab)
+    y[torch.rand(tokens, device="cuda") < 0.5] = -100
+    kept = y >= 0
+    bias = torch.randn(vocab, device="cuda", requires_grad=True)
+    offset = 1 if moves == "x to an aligned place" else 0
+    place = torch.empty(x.numel() + 1, device="cuda", dtype=BF16)
+    given = place[offset : offset + x.numel()].view_as(x).copy_(x).requires_grad_()
+    w.requires_grad_()
+
+    def elsewhere(tensor):
+        if tensor.dtype != BF16 or offset == 1:
+            return tensor.clone()
+        moved = torch.empty(tensor.numel() + 1, device="cuda", dtype=BF16)[1:]
+        return moved.view(tensor.shape).copy_(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, elsewhere):
+        loss = flce.linear_cross_entropy(given, w, y, linear_bias=bias, save="logits")
+        made = torch.autograd.grad(loss, (given, w, bias))
+    _, *expected = truth(x[kept], w.detach(), y[kept], bias.detach())
+    for value, true in zip((made[0][kept], *made[1:]), expected, strict=True):
+        assert cases.relative_error(value, true) <= 2.6e-3
 
 
 OPTIONS = {
@@ -204,7 +289,9 @@ def test_both_kernels_agree(monkeypatch, names, save):
     x, w, y = draw(700, 256, 3001)
     y[::5] = -100
     options = dict(itertools.chain(*(OPTIONS[name].items() for name in names)))
-    options |= {"weight": torch.rand(3001, device="cuda") + 0.5, "save": save}
+    weight = torch.rand(3001, device="cuda") + 0.5
+    weight[::13] = 0.0
+    options |= {"weight": weight, "linear_bias": torch.randn(3001, device="cuda"), "save": save}
     outputs = {"return_lse": True, "return_predictions": True, "return_accuracy": True}
     made = []
     for kernel in ("auto", "gemm"):

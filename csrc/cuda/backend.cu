@@ -25,11 +25,6 @@ static int64_t column_sum_scratch(const flce_problem* p) {
   return max_of(e, max_of(w, x));
 }
 
-/* To find the rows and to gather x takes some 40 us, 2 % of a step of this size. */
-static bool is_worth_finding_rows(const flce_problem* p) {
-  return (double)p->tokens * (double)p->vocab >= (double)(1 << 27);
-}
-
 static flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   int major;
@@ -42,7 +37,7 @@ static flce_status cuda_facts(void* self, const flce_problem* problem, flce_fact
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = 0;
   FLCE_TRY(cuda_product_row_bytes(cuda->device, problem, &facts->product_row_bytes));
-  facts->skips_rows = facts->product_row_bytes > 0 && is_worth_finding_rows(problem);
+  FLCE_TRY(cuda_skips_rows(cuda->device, problem, &facts->skips_rows));
   if (problem->rows < problem->tokens || facts->skips_rows) { /* else no rows are gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }

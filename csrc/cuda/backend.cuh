@@ -21,6 +21,8 @@ flce_status cuda_exp_rows(void* self, const flce_rows* rows);
 /* product_rows.cu */
 /* Whether FLCE_KERNEL, device and sizes let Hopper's own kernels run. */
 flce_status cuda_hopper_serves(int device, const flce_problem* problem, bool* serves);
+/* Whether finding the rows to compute pays, however many there are. */
+flce_status cuda_skips_rows(int device, const flce_problem* problem, bool* skips);
 /* Scratch for each row of cuda_product_rows, 0 where that does not serve. */
 flce_status cuda_product_row_bytes(int device, const flce_problem* problem, int64_t* bytes);
 flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,

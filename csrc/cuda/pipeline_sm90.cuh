@@ -15,8 +15,7 @@ enum {
   kGroupThreads = 128,
   kBlockThreads = 3 * kGroupThreads,
   kAlignment = 1024, /* of a swizzled tile */
-  kCopyRegisters = 24,
-  kProductRegisters = 240,
+  kInstruction = 16, /* of the depth, that one product takes */
 };
 
 /* Named barriers; 0 is __syncthreads. */
@@ -104,6 +103,43 @@ __device__ __forceinline__ void sync_group(int group) {
     sm90::named_sync<kSecondGroup, kGroupThreads>();
   } else {
     sm90::named_sync<kFirstGroup, kGroupThreads>();
+  }
+}
+
+/* A thread's part of a tile's result: two products of 64 x 192. [half][4 j + 2 q + e] is row 64
+ * half
+ * + 16 warp + 8 q + lane / 4, column 8 j + 2 (lane % 4) + e. */
+typedef float Products[2][96];
+
+/* All depth steps of the block's tile number `count`, each by issue(stage, part, accumulates) for
+ * its parts of kInstruction; the other group's turn comes once all are issued, if `others`. */
+template <typename Issue>
+__device__ __forceinline__ void multiply_tile(const Stages& stages, int steps, int count, int group,
+                                              int thread, bool others, Products& acc,
+                                              const Issue& issue) {
+  Turn turn = turn_of(count, steps);
+  int last = 0;
+  wait_for_turn(group);
+  for (int step = 0; step < steps; step++) {
+    sm90::barrier_wait(stages.full + 8 * turn.stage, turn.parity);
+    sm90::product_fence();
+#pragma unroll
+    for (int part = 0; part < kDepth / kInstruction; part++) {
+      issue(turn.stage, part, (step | part) != 0);
+    }
+    sm90::product_commit();
+    sm90::product_wait<1>();
+    if (step > 0) release_stage(stages, last, thread);
+    last = turn.stage;
+    turn.advance();
+  }
+  if (others) give_turn(group);
+  sm90::product_wait<0>();
+  release_stage(stages, last, thread);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+#pragma unroll
+    for (int i = 0; i < 96; i++) asm volatile("" : "+f"(acc[half][i])::"memory");
   }
 }
 

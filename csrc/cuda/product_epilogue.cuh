@@ -13,10 +13,6 @@ enum {
   kParts = kProductColumns / 8, /* of 8 columns, of which a thread has two neighbours in each */
 };
 
-/* A thread's results: [half][4 j + 2 q + e] is row 64 half + 16 warp + 8 q + lane / 4, column 8 j +
- * 2 (lane % 4) + e. */
-typedef float Products[2][4 * kParts];
-
 /* Of a thread's row q (half q / 2, and q % 2 in it), column e of part j. */
 __device__ __forceinline__ float& product_at(Products& acc, int q, int j, int e) {
   return acc[q >> 1][4 * j + 2 * (q & 1) + e];

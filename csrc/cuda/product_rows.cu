@@ -211,7 +211,7 @@ static product_scratch place_scratch(void* memory, const flce_rows* r) {
   return s;
 }
 
-/* FLCE_KERNEL: "auto", or "gemm" for the product by cuBLASLt and a row pass everywhere. */
+/* FLCE_KERNEL: "auto", or "gemm" for products by cuBLASLt and passes of their own everywhere. */
 static flce_status fused_is_asked(bool* asked) {
   const char* text = getenv("FLCE_KERNEL");
   *asked = !text || !*text || strcmp(text, "auto") == 0;
@@ -220,19 +220,35 @@ static flce_status fused_is_asked(bool* asked) {
                    text);
 }
 
-flce_status cuda_hopper_serves(int device, const flce_problem* p, bool* serves) {
-  *serves = false;
-  bool asked;
-  FLCE_TRY(fused_is_asked(&asked));
-  const bool fits = p->dtype == FLCE_BF16 && p->hidden % 8 == 0 && p->vocab <= kMaxVocab &&
-                    p->tokens <= INT32_MAX / 2;
-  if (!asked || !fits) return FLCE_OK;
+/* Device, dtypes and sizes alone: the same in a forward and its backward. */
+static flce_status suits_hopper(int device, const flce_problem* p, bool* suits) {
+  *suits = false;
+  if (p->dtype != FLCE_BF16 || p->hidden % 8 != 0 || p->vocab > kMaxVocab ||
+      p->tokens > INT32_MAX / 2) {
+    return FLCE_OK;
+  }
   int major, minor;
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
                       "facts"));
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
                       "facts"));
-  *serves = major == 9 && minor == 0;
+  *suits = major == 9 && minor == 0;
+  return FLCE_OK;
+}
+
+flce_status cuda_hopper_serves(int device, const flce_problem* p, bool* serves) {
+  bool asked;
+  FLCE_TRY(fused_is_asked(&asked));
+  FLCE_TRY(suits_hopper(device, p, serves));
+  *serves &= asked;
+  return FLCE_OK;
+}
+
+/* To find the rows and to gather x takes some 40 us, 2 % of a step of kLeast logits. */
+flce_status cuda_skips_rows(int device, const flce_problem* p, bool* skips) {
+  const double kLeast = 1 << 27;
+  FLCE_TRY(suits_hopper(device, p, skips));
+  *skips &= !p->has_probabilities && (double)p->tokens * (double)p->vocab >= kLeast;
   return FLCE_OK;
 }
 

@@ -11,6 +11,8 @@ enum {
   kBytesStage = kBytesA + kBytesB,
   kBytesColumns = kProductColumns * 4, /* of a number each */
   kBarriers = 2 * kStages + 2,
+  kCopyRegisters = 24,
+  kProductRegisters = 240,
 };
 
 struct product_args {
@@ -119,47 +121,22 @@ __device__ __forceinline__ void copy_tiles(const product_args& p, const CUtensor
   }
 }
 
-/* ---- the other two: products ---- */
+/* ---- the other two ---- */
 
-/* All depth steps of the block's tile number `count`; the other group's turn comes once all are
- * issued, if `others`. */
 __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring, int count,
                                          int group, int thread, bool others, Products& acc) {
   const uint32_t a_base = sm90::operand_low(ring.a), b_base = sm90::operand_low(ring.b);
-  Turn turn = turn_of(count, p.depth_steps);
-  int last = 0;
-  wait_for_turn(group);
-  for (int step = 0; step < p.depth_steps; step++) {
-    sm90::barrier_wait(ring.stages.full + 8 * turn.stage, turn.parity);
-    const uint32_t a = a_base + turn.stage * (kBytesA >> 4);
-    const uint32_t b = b_base + turn.stage * (kBytesB >> 4);
-    sm90::product_fence();
+  multiply_tile(ring.stages, p.depth_steps, count, group, thread, others, acc,
+                [&](int stage, int part, bool accumulates) {
+                  const uint32_t a = a_base + stage * (kBytesA >> 4) + part * 2;
+                  const uint32_t b = b_base + stage * (kBytesB >> 4) + part * 2;
 #pragma unroll
-    for (int part = 0; part < kDepth / 16; part++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        /* 64 rows of 128 bytes further on, in units of 16. */
-        sm90::multiply_64x192x16(acc[half], a + half * 512 + part * 2, b + part * 2,
-                                 (step | part) != 0);
-      }
-    }
-    sm90::product_commit();
-    sm90::product_wait<1>();
-    if (step > 0) release_stage(ring.stages, last, thread);
-    last = turn.stage;
-    turn.advance();
-  }
-  if (others) give_turn(group);
-  sm90::product_wait<0>();
-  release_stage(ring.stages, last, thread);
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-#pragma unroll
-    for (int i = 0; i < 4 * kParts; i++) asm volatile("" : "+f"(acc[half][i])::"memory");
-  }
+                  for (int half = 0; half < 2; half++) {
+                    /* 64 rows of 128 bytes further on, in units of 16. */
+                    sm90::multiply_64x192x16(acc[half], a + half * 512, b, accumulates);
+                  }
+                });
 }
-
-/* ---- the other two: E ---- */
 
 /* Bias and weights of the tile's columns into shared memory. Before the group waits for its turn:
  * the loads are done by then, and the barrier shows them to all of its warps. Two places by turns:
@@ -171,10 +148,9 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
   const uint32_t place = ring.columns + (2 * group + (turn & 1)) * 2 * kBytesColumns;
   const ColumnNumbers numbers = {place, place + kBytesColumns};
   if (KIND == kPlain) return numbers;
-  int column_tile;
-  row_cluster_of(p, walk, tile, &column_tile);
+  const int first = place_of_tile(p, walk, tile, 0).column;
   for (int at = thread; at < kProductColumns; at += kGroupThreads) {
-    const int column = column_tile * kProductColumns + at;
+    const int column = first + at;
     const bool inside = column < p.shape.vocab;
     if (p.shape.bias) {
       sm90::store_shared(numbers.bias + 4 * at, inside ? __ldg(p.shape.bias + column) : 0.f);

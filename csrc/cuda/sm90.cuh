@@ -65,8 +65,8 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
 }
 
 /* On the same barrier of the cluster's block `rank`. Without .release.cluster, which puts a fence
- * of the whole device before every arrival: all that it hands over is shared memory whose reading
- * products have ended. */
+ * of the whole device before every arrival: all that it hands over is shared memory that has been
+ * read, by products that have ended or into registers that have been used. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"

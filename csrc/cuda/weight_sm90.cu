@@ -194,7 +194,7 @@ __device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring
         add_lines(panel, 0, lane, factor, sum);
         load_factors(p, step * kDepth, 1, lane, factor);
         add_lines(panel, 1, lane, factor, sum);
-        /* All is read once it has been added. */
+        /* All is read before it can be added, and added before the stage is handed back. */
 #pragma unroll
         for (int i = 0; i < kSumColumns; i++) asm volatile("" : "+f"(sum[i])::"memory");
         next += p.parts;
@@ -209,48 +209,23 @@ __device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring
 
 /* ---- the other two ---- */
 
-/* A thread's results, of the transposed tile: [panel of H][4 j + 2 q + e] is column 64 panel + 16
- * warp + 8 q + lane / 4 of dW, row 8 j + 2 (lane % 4) + e. Products of 64 x 192 read less shared
- * memory than those of 64 x 128 that the tile as it lies would take. */
-typedef float Products[kPanels][kWeightRows / 2];
-
-/* All depth steps of the block's tile number `count`; the other group's turn comes once all are
- * issued, if `others`. */
+/* The transposed tile: Products has a row for each of dW's columns. Products of 64 x 192 read less
+ * shared memory than those of 64 x 128 that the tile as it lies would take. */
 __device__ __forceinline__ void multiply(const Ring& ring, int steps, int count, int group,
                                          int thread, bool others, Products& acc) {
   const uint32_t e_base = sm90::turned_operand_low(ring.e, kBytesPanel);
   const uint32_t x_base = sm90::turned_operand_low(ring.x, kBytesPanel);
-  Turn turn = turn_of(count, steps);
-  int last = 0;
-  wait_for_turn(group);
-  for (int step = 0; step < steps; step++) {
-    sm90::barrier_wait(ring.stages.full + 8 * turn.stage, turn.parity);
-    const uint32_t e = e_base + turn.stage * (kBytesE >> 4);
-    const uint32_t x = x_base + turn.stage * (kBytesX >> 4);
-    sm90::product_fence();
+  multiply_tile(ring.stages, steps, count, group, thread, others, acc,
+                [&](int stage, int part, bool accumulates) {
+                  /* 16 tokens are 16 lines of 128 bytes, in units of 16. */
+                  const uint32_t e = e_base + stage * (kBytesE >> 4) + part * 128;
+                  const uint32_t x = x_base + stage * (kBytesX >> 4) + part * 128;
 #pragma unroll
-    for (int part = 0; part < kDepth / 16; part++) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; panel++) {
-        /* 16 tokens are 16 lines of 128 bytes, in units of 16. */
-        sm90::multiply_turned_64x192x16(acc[panel], x + panel * (kBytesPanel >> 4) + part * 128,
-                                        e + part * 128, (step | part) != 0);
-      }
-    }
-    sm90::product_commit();
-    sm90::product_wait<1>();
-    if (step > 0) release_stage(ring.stages, last, thread);
-    last = turn.stage;
-    turn.advance();
-  }
-  if (others) give_turn(group);
-  sm90::product_wait<0>();
-  release_stage(ring.stages, last, thread);
-#pragma unroll
-  for (int panel = 0; panel < kPanels; panel++) {
-#pragma unroll
-    for (int i = 0; i < kWeightRows / 2; i++) asm volatile("" : "+f"(acc[panel][i])::"memory");
-  }
+                  for (int panel = 0; panel < kPanels; panel++) {
+                    sm90::multiply_turned_64x192x16(acc[panel], x + panel * (kBytesPanel >> 4), e,
+                                                    accumulates);
+                  }
+                });
 }
 
 /* Adds to 16 rows of 16 columns in shared memory, or replaces them. */
@@ -350,7 +325,7 @@ static int64_t parts_of(int64_t hidden) {
 flce_status cuda_weight_parts(int device, const flce_problem* p, int64_t* parts) {
   bool serves;
   FLCE_TRY(cuda_hopper_serves(device, p, &serves));
-  *parts = serves && !p->added_unaligned ? parts_of(p->hidden) : 0;
+  *parts = serves && !p->weight_unaligned ? parts_of(p->hidden) : 0;
   return FLCE_OK;
 }
 
@@ -358,8 +333,11 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
                                 const void* coef, void* sums, bool adds_sums) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   const void* kernel = (const void*)weight_sm90;
-  if (g->m == 0 || g->n == 0 || g->k == 0) {
-    return flce_fail(FLCE_INVALID_ARGUMENT, "weight_product: expected no empty side");
+  if (g->m == 0 || g->n == 0) return FLCE_OK;
+  if (g->k == 0) {
+    const int64_t bytes = sums && !adds_sums ? parts_of(g->n) * g->m * (int64_t)sizeof(float) : 0;
+    FLCE_TRY(cuda_zero(self, sums, bytes));
+    return cuda_gemm(self, g, NULL, 0);
   }
   int clusters;
   FLCE_TRY(

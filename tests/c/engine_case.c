@@ -311,12 +311,14 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
 /* weight_product by its definition: the product, then column sums, of every third row each. */
 static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
                                         const void* coef, void* sums, bool adds_sums) {
-  (void)index;
   flce_backend b;
   flce_cpu_backend(self, &b);
-  flce_status status = b.gemm(b.self, gemm, NULL, 0);
+  flce_gemm product = *gemm;
+  product.k = 0;
+  while (product.k < gemm->k && (!index || index[product.k] >= 0)) product.k++;
+  flce_status status = b.gemm(b.self, &product, NULL, 0);
   flce_dtype stat = flce_stat_dtype(gemm->dtype);
-  int64_t size = flce_size_of(stat), rows = gemm->k;
+  int64_t size = flce_size_of(stat), rows = product.k;
   char* weights = test_buffer(stat, rows);
   for (int64_t part = 0; part < WEIGHT_PARTS && status == FLCE_OK && sums; part++) {
     for (int64_t i = 0; i < rows; i++) {
@@ -473,6 +475,9 @@ static bool same_run(const setting* s, const run* a, const run* b) {
   if (a->t.grad_weight)
     same &= test_same(a->t.grad_weight, b->t.grad_weight,
                       p->weight_rows * p->hidden * flce_size_of(plan->grad_weight_dtype));
+  if (a->t.grad_bias)
+    same &= test_same(a->t.grad_bias, b->t.grad_bias,
+                      p->weight_rows * flce_size_of(plan->grad_bias_dtype));
   return same;
 }
 
