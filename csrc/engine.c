@@ -285,10 +285,10 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
   return FLCE_OK;
 }
 
-/* dW's product, and db's sums of the same rows where they are wanted. */
+/* dW's product and db's sums of the same rows. */
 static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
-  const void* weights = NULL;
-  if (e->problem->want_grad_bias) FLCE_TRY(row_weights(e, c, &weights));
+  const void* weights;
+  FLCE_TRY(row_weights(e, c, &weights));
   atomic_fetch_add(&gemm_count, 1);
   CALL(e, weight_product, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS), c->first > 0);
   return FLCE_OK;

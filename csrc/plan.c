@@ -215,9 +215,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
   plan->accum_dtype = wide ? stat : plan->dtype;
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
-  bool serves = plan->accum_dtype == plan->dtype && problem->want_grad_weight &&
-                (problem->want_grad_bias || (plan->gathers && facts->skips_rows));
-  plan->weight_parts = serves ? facts->weight_parts : 0;
+  bool both = problem->want_grad_weight && problem->want_grad_bias;
+  plan->weight_parts = both && plan->accum_dtype == plan->dtype ? facts->weight_parts : 0;
   int64_t block = DW_BLOCK_BYTES / (problem->hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows =
       adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
