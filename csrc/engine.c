@@ -86,6 +86,7 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
 
 typedef struct chunk {
   int64_t first, rows;
+  flce_buffer_id gathered_x;
   flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
   const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
 } chunk;
@@ -124,9 +125,9 @@ static flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
   };
 }
 
-static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows) {
+static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
   int64_t left = e->problem->rows - first;
-  chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows};
+  chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
   int64_t vectors = e->plan->gathers ? 0 : first; /* an index is into the whole vectors */
   c.view = open_rows(e, vectors, c.rows);
   if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
@@ -161,8 +162,7 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
   int64_t h = e->problem->hidden;
   *x = at(e->input, c->first * h, e->plan->dtype);
   if (!e->plan->gathers) return FLCE_OK;
-  bool own = e->plan->buffers[FLCE_BUF_GATHERED_X].bytes > 0;
-  *x = buffer(e, own ? FLCE_BUF_GATHERED_X : FLCE_BUF_SCALED_X);
+  *x = buffer(e, c->gathered_x);
   CALL(e, scale_rows, (void*)*x, e->input, e->plan->dtype, NULL, c->view.index, c->rows, h);
   return FLCE_OK;
 }
@@ -492,7 +492,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   if (gradients) FLCE_TRY(begin_gradients(&e));
   for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
-    chunk c = open_chunk(&e, first, plan->chunk_rows);
+    chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
     if (plan->fuses_rows) {
       FLCE_TRY(product_rows(&e, &c));
     } else {
@@ -547,7 +547,7 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
   FLCE_TRY(begin_gradients(&e));
   flce_upstream upstream = upstream_of(&e);
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
-    chunk c = open_chunk(&e, first, plan->backward_chunk_rows);
+    chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
     FLCE_TRY(coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
     FLCE_TRY(backward_rows(&e, &c));
     FLCE_TRY(chunk_gradients(&e, &c));

@@ -97,7 +97,7 @@ typedef struct flce_problem {
   int64_t weight_rows; /* of W, b, dW, db and class weights as given, and columns of probabilities:
                           rows from vocab on are padding, never read, with gradient 0 */
   int64_t rows; /* to compute: tokens, or a bound of the number that are not ignored. Where it is
-                   less than tokens the computed rows are gathered (compact_rows) */
+                   less than tokens, or facts.skips_rows, they are gathered (compact_rows) */
   flce_dtype dtype; /* that the products are to be computed in: autocast's, else that of x and W */
   flce_dtype input_dtype;  /* of x as given, and of dX */
   flce_dtype weight_dtype; /* of W as given, and of dW unless it is added */
@@ -154,13 +154,13 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype; none where dW is added to the caller's */
   FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
   FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
-  FLCE_BUF_INPUT_CAST,  /* x in dtype */
-  FLCE_BUF_WEIGHT_CAST, /* W in dtype */
-  FLCE_BUF_BIAS_CAST,   /* b in stat dtype */
-  FLCE_BUF_LOGITS,      /* a chunk of logits, overwritten by E or dz */
-  FLCE_BUF_COEF,        /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
-  FLCE_BUF_INDEX,       /* of the rows to compute, where they are gathered */
-  FLCE_BUF_GATHERED_X,  /* their rows of x, [chunk][H] dtype, where SCALED_X has no room for them */
+  FLCE_BUF_INPUT_CAST,    /* x in dtype */
+  FLCE_BUF_WEIGHT_CAST,   /* W in dtype */
+  FLCE_BUF_BIAS_CAST,     /* b in stat dtype */
+  FLCE_BUF_LOGITS,        /* a chunk of logits, overwritten by E or dz */
+  FLCE_BUF_COEF,          /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_INDEX,         /* of the rows to compute, where they are gathered */
+  FLCE_BUF_GATHERED_X,    /* their rows of x, [chunk][H] dtype, where not in SCALED_X */
   FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
   FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype */
@@ -190,9 +190,10 @@ typedef struct flce_buffer {
 typedef struct flce_plan {
   flce_save save;
   flce_form form;
-  flce_dtype dtype;           /* of the GEMM operands, of E and dz */
-  int64_t rows;               /* computed: flce_problem.rows */
-  bool gathers;               /* not all may be: they are gathered by FLCE_BUF_INDEX */
+  flce_dtype dtype; /* of the GEMM operands, of E and dz */
+  int64_t rows;     /* computed: flce_problem.rows */
+  bool gathers;     /* rows are computed in the order of FLCE_BUF_INDEX, */
+  flce_buffer_id gathered_x, backward_gathered_x; /* a chunk's rows of x copied here */
   bool fuses_rows;            /* the forward's logits come from product_rows: none are written */
   int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
@@ -441,8 +442,9 @@ typedef struct flce_backend {
 
   /* The GEMM of dW, c (+)= a^T b, and from the same reading of a sums[p][m] (+)= part p of
    * sum_k coef[k] a[k][m]: the column sums are the sums of facts.weight_parts such rows. Stat
-   * dtype; coef NULL for ones, sums NULL for none. A fixed order. index [k] as rows' is, or NULL:
-   * whole tiles beyond the last that is not -1 are not read. Only where facts say so. */
+   * dtype; coef NULL for ones; a weight of 0 does not hide a NaN, which dW has there too. A fixed
+   * order. index [k] as rows' is, or NULL: where it is -1 a and b hold zeros, and whole tiles
+   * beyond the last other need not be read. Only where facts say so. */
   flce_status (*weight_product)(void* self, const flce_gemm* gemm, const int64_t* index,
                                 const void* coef, void* sums, bool adds_sums);
 

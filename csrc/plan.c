@@ -7,10 +7,12 @@
 #include <string.h>
 
 enum {
-  ALIGNMENT = 256,     /* of a buffer in the workspace, bytes */
-  ROW_ALIGNMENT = 16,  /* of a row of logits, bytes: 128-bit loads and cuBLASLt's fast kernels */
-  TILE_ROWS = 128,     /* token rows of a GEMM tile: chunks are whole tiles where they can be */
-  SMALL_TILE_ROWS = 8, /* below one tile */
+  ALIGNMENT = 256,      /* of a buffer in the workspace, bytes */
+  GATHERED_ROWS = 4096, /* of a chunk that only statistics are made of: W passes once for every
+                           2048 or 4096 rows in any case, and the copy of x stays small */
+  ROW_ALIGNMENT = 16,   /* of a row of logits, bytes: 128-bit loads and cuBLASLt's fast kernels */
+  TILE_ROWS = 128,      /* token rows of a GEMM tile: chunks are whole tiles where they can be */
+  SMALL_TILE_ROWS = 8,  /* below one tile */
   DW_BLOCK_BYTES = 4 << 20, /* a dW block that is added by a pass of its own stays in the cache */
 };
 
@@ -100,11 +102,11 @@ static flce_status check_problem(const flce_problem* problem) {
   return flce_check_loss(&problem->loss);
 }
 
-/* The largest chunk whose rows of `row_bytes` fit the budget, in whole tiles, all chunks about
- * equal. */
-static flce_status fit_chunks(const flce_problem* problem, int64_t row_bytes, int64_t* chunk_rows,
-                              int64_t* chunks) {
-  int64_t fit = problem->max_memory / row_bytes;
+/* The largest chunk of at most `most` rows whose `row_bytes` fit the budget, in whole tiles, all
+ * chunks about equal. */
+static flce_status fit_chunks(const flce_problem* problem, int64_t row_bytes, int64_t most,
+                              int64_t* chunk_rows, int64_t* chunks) {
+  int64_t fit = min64(problem->max_memory / row_bytes, most);
   if (fit < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
@@ -127,18 +129,25 @@ static bool only_statistics(const flce_plan* plan) {
 static flce_status choose_chunks(const flce_problem* problem, const flce_facts* facts,
                                  flce_plan* plan) {
   int64_t z_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  int64_t row_bytes =
-      plan->fuses_rows && only_statistics(plan) ? facts->product_row_bytes : z_bytes;
-  FLCE_TRY(fit_chunks(problem, row_bytes, &plan->chunk_rows, &plan->chunks));
+  int64_t row_bytes = z_bytes, most = INT64_MAX;
+  if (plan->fuses_rows && only_statistics(plan)) {
+    row_bytes = facts->product_row_bytes;
+    if (plan->gathers) {
+      row_bytes += problem->hidden * flce_size_of(plan->dtype);
+      most = GATHERED_ROWS;
+    }
+  }
+  FLCE_TRY(fit_chunks(problem, row_bytes, most, &plan->chunk_rows, &plan->chunks));
   if (plan->z_in_saved) {
     plan->chunk_rows = problem->rows;
     plan->chunks = problem->rows > 0;
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
   if (plan->save == FLCE_SAVE_STATS) {
-    return fit_chunks(problem, z_bytes, &plan->backward_chunk_rows, &plan->backward_chunks);
+    return fit_chunks(problem, z_bytes, INT64_MAX, &plan->backward_chunk_rows,
+                      &plan->backward_chunks);
   } else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ) {
-    return fit_chunks(problem, plan->out_pitch * flce_size_of(plan->dtype),
+    return fit_chunks(problem, plan->out_pitch * flce_size_of(plan->dtype), INT64_MAX,
                       &plan->backward_chunk_rows, &plan->backward_chunks);
   } else if (plan->save == FLCE_SAVE_LOGITS) {
     plan->backward_chunk_rows = problem->rows;
@@ -283,12 +292,16 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
     add(plan, FLCE_BUF_PRODUCT, FLCE_IN_FORWARD, plan->chunk_rows * facts->product_row_bytes);
   if (plan->gathers) {
     add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
-    int64_t most = z_again && plan->backward_chunk_rows > plan->chunk_rows
-                       ? plan->backward_chunk_rows
-                       : plan->chunk_rows;
     /* Between the logits and dW x is not read: one buffer holds both of its copies. */
-    bool has_room = plan->save == FLCE_SAVE_GRADS && problem->want_grad_weight;
-    if (!has_room) add(plan, FLCE_BUF_GATHERED_X, z_again ? both : FLCE_IN_FORWARD, most * h * e);
+    flce_buffer_id beside = problem->want_grad_weight ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
+    plan->gathered_x = plan->save == FLCE_SAVE_GRADS ? beside : FLCE_BUF_GATHERED_X;
+    plan->backward_gathered_x = beside;
+    bool in_forward = plan->gathered_x == FLCE_BUF_GATHERED_X;
+    bool in_backward = z_again && beside == FLCE_BUF_GATHERED_X;
+    int64_t most = in_forward ? plan->chunk_rows : 0;
+    if (in_backward && plan->backward_chunk_rows > most) most = plan->backward_chunk_rows;
+    add(plan, FLCE_BUF_GATHERED_X,
+        (in_forward ? FLCE_IN_FORWARD : 0) | (in_backward ? FLCE_IN_BACKWARD : 0), most * h * e);
   }
   if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
   if (problem->input_dtype != plan->dtype) add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);

@@ -148,7 +148,8 @@ def linear_cross_entropy(
         valid_bound: at most so many rows are not ignored: then only those are computed, in time
             and memory. "count" counts them, with one wait for the device. More rows than the
             bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU, where
-            ignored rows are always left out. None computes every row on CUDA, and never waits.
+            ignored rows are always left out. None never waits: on CUDA it computes every row, but
+            for those that Hopper's fused product skips.
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None; its error grows with the number of chunks) or torch.float32, which takes
             4 V H bytes more for 16-bit operands.

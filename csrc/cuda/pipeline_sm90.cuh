@@ -106,9 +106,8 @@ __device__ __forceinline__ void sync_group(int group) {
   }
 }
 
-/* A thread's part of a tile's result: two products of 64 x 192. [half][4 j + 2 q + e] is row 64
- * half
- * + 16 warp + 8 q + lane / 4, column 8 j + 2 (lane % 4) + e. */
+/* A thread's part of a tile's result, two products of 64 x 192: [half][4 j + 2 q + e] is column
+ * 8 j + 2 (lane % 4) + e of row 64 half + 16 warp + 8 q + lane / 4. */
 typedef float Products[2][96];
 
 /* All depth steps of the block's tile number `count`, each by issue(stage, part, accumulates) for

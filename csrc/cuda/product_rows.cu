@@ -244,11 +244,14 @@ flce_status cuda_hopper_serves(int device, const flce_problem* p, bool* serves) 
   return FLCE_OK;
 }
 
-/* To find the rows and to gather x takes some 40 us, 2 % of a step of kLeast logits. */
+/* To find the rows takes some 40 us, 2 % of a step of kLeast logits; to gather x, what a product of
+ * some twenty classes takes. Both also where an address or FLCE_KERNEL then lets nothing skip. */
 flce_status cuda_skips_rows(int device, const flce_problem* p, bool* skips) {
   const double kLeast = 1 << 27;
+  const int64_t kLeastVocab = 8192;
   FLCE_TRY(suits_hopper(device, p, skips));
-  *skips &= !p->has_probabilities && (double)p->tokens * (double)p->vocab >= kLeast;
+  *skips &= !p->has_probabilities && p->vocab >= kLeastVocab &&
+            (double)p->tokens * (double)p->vocab >= kLeast;
   return FLCE_OK;
 }
 

@@ -32,7 +32,7 @@ struct weight_args {
   int rows, tokens, depth_steps;
   int column_clusters; /* of dW */
   int tiles, clusters;
-  int parts; /* of the sums, 0 for none */
+  int parts; /* of the sums */
   bool adds, adds_sums;
 };
 
@@ -298,11 +298,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int rank = sm90::cluster_rank();
   /* One at least, of zeros where no row is present: dW is made of something. */
   const int steps = max(1, runs_present(p.index, kDepth, p.depth_steps));
-  init_barriers(ring, p.parts > 0 ? 1 + kSumWarps : 1);
+  init_barriers(ring, 1 + kSumWarps);
   if (warpgroup == 0) {
     sm90::shrink_registers<kSumRegisters>();
     if (threadIdx.x == 0) copy_tiles(p, &e_map, &x_map, &w_map, ring, steps, rank);
-    if (warp > 0 && p.parts > 0) sum_tiles(p, ring, steps, warp - 1, rank);
+    if (warp > 0) sum_tiles(p, ring, steps, warp - 1, rank);
   } else {
     sm90::grow_registers<kBesideSumRegisters>();
     make_tiles(p, &w_map, ring, steps, warpgroup - 1, rank);
@@ -335,7 +335,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   const void* kernel = (const void*)weight_sm90;
   if (g->m == 0 || g->n == 0) return FLCE_OK;
   if (g->k == 0) {
-    const int64_t bytes = sums && !adds_sums ? parts_of(g->n) * g->m * (int64_t)sizeof(float) : 0;
+    const int64_t bytes = adds_sums ? 0 : parts_of(g->n) * g->m * (int64_t)sizeof(float);
     FLCE_TRY(cuda_zero(self, sums, bytes));
     return cuda_gemm(self, g, NULL, 0);
   }
@@ -352,7 +352,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   args.column_clusters = (int)ceil_div(g->n, kCluster * kWeightColumns);
   args.tiles = (int)ceil_div(g->m, kWeightRows) * args.column_clusters;
   args.clusters = (int)min_of(clusters, args.tiles);
-  args.parts = sums ? (int)parts_of(g->n) : 0;
+  args.parts = (int)parts_of(g->n);
   args.adds = g->beta != 0;
   args.adds_sums = adds_sums;
   CUtensorMap e_map, x_map, w_map;

@@ -320,7 +320,7 @@ static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const
   flce_dtype stat = flce_stat_dtype(gemm->dtype);
   int64_t size = flce_size_of(stat), rows = product.k;
   char* weights = test_buffer(stat, rows);
-  for (int64_t part = 0; part < WEIGHT_PARTS && status == FLCE_OK && sums; part++) {
+  for (int64_t part = 0; part < WEIGHT_PARTS && status == FLCE_OK; part++) {
     for (int64_t i = 0; i < rows; i++) {
       double weight = coef ? flce_load(coef, stat, i) : 1.0;
       flce_store(weights, stat, i, i % WEIGHT_PARTS == part ? weight : 0.0);

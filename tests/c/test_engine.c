@@ -302,6 +302,34 @@ static void test_plan(void) {
   CHECK(flce_plan_text(&plan, NULL, 0) == length, "no buffer");
 }
 
+/* The copy of gathered rows counts in the budget, and stays small without one. */
+static void test_plan_of_gathered_rows(void) {
+  setting s = make_setting(FLCE_F32, FLCE_SAVE_NOTHING);
+  flce_problem* p = &s.problem;
+  p->tokens = p->rows = 100000;
+  p->want_grad_input = p->want_grad_weight = p->want_grad_bias = false;
+  const flce_facts facts = {.product_row_bytes = 100, .skips_rows = true};
+  flce_plan plan;
+  int64_t row_bytes = 100 + p->hidden * 4, budgets[] = {INT64_MAX, 1000 * row_bytes};
+  for (int k = 0; k < 2; k++) {
+    p->max_memory = budgets[k];
+    CHECK_OK(flce_plan_make(p, &facts, &plan));
+    int64_t copy = plan.buffers[FLCE_BUF_GATHERED_X].bytes;
+    int64_t numbers = plan.buffers[FLCE_BUF_PRODUCT].bytes;
+    CHECK(plan.gathers && plan.chunk_rows <= 4096 && copy == plan.chunk_rows * p->hidden * 4,
+          "a copy of %lld bytes for chunks of %lld rows", (long long)copy,
+          (long long)plan.chunk_rows);
+    CHECK(numbers > 0 && copy + numbers <= p->max_memory, "%lld + %lld bytes", (long long)copy,
+          (long long)numbers);
+  }
+  p->save = FLCE_SAVE_STATS;
+  p->want_grad_weight = true;
+  CHECK_OK(flce_plan_make(p, &facts, &plan));
+  CHECK(plan.backward_gathered_x == FLCE_BUF_SCALED_X &&
+            !(plan.buffers[FLCE_BUF_GATHERED_X].lifetime & FLCE_IN_BACKWARD),
+        "the backward has two copies of x");
+}
+
 static void expect_refusal(const setting* s, const char* part) {
   flce_plan plan;
   flce_status status = plan_of(s, &plan);
@@ -377,6 +405,7 @@ int main(void) {
     test_cross_entropy();
   }
   test_plan();
+  test_plan_of_gathered_rows();
   test_refusals();
   return test_verdict();
 }
