@@ -239,8 +239,7 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
   int64_t h = e->problem->hidden;
-  void* dx =
-      at(e->tensors->grad_input, e->plan->gathers ? 0 : c->first * h, plan->grad_input_dtype);
+  void* dx = at(e->tensors->grad_input, plan->gathers ? 0 : c->first * h, plan->grad_input_dtype);
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
   void* product = own ? own : dx;
   FLCE_TRY(run_gemm(e, (flce_gemm){.m = c->rows,
@@ -300,9 +299,8 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
   int64_t h = e->problem->hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   void* x = buffer(e, FLCE_BUF_SCALED_X);
-  CALL(e, scale_rows, x, at(e->input, e->plan->gathers ? 0 : c->first * h, plan->dtype),
-       plan->dtype, coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index,
-       c->rows, h);
+  CALL(e, scale_rows, x, at(e->input, plan->gathers ? 0 : c->first * h, plan->dtype), plan->dtype,
+       coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
   flce_gemm gemm = {.m = v,
                     .n = h,
                     .k = c->rows,

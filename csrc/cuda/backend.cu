@@ -27,21 +27,21 @@ static int64_t column_sum_scratch(const flce_problem* p) {
 
 static flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  int major;
+  int major, minor;
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
+  FLCE_TRY(check_cuda(
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, cuda->device), "facts"));
   facts->gemm_writes_f32 = true;
   facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = 0;
-  FLCE_TRY(cuda_product_row_bytes(cuda->device, problem, &facts->product_row_bytes));
-  FLCE_TRY(cuda_skips_rows(cuda->device, problem, &facts->skips_rows));
+  FLCE_TRY(cuda_hopper_facts(10 * major + minor, problem, facts));
   if (problem->rows < problem->tokens || facts->skips_rows) { /* else no rows are gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }
-  FLCE_TRY(cuda_weight_parts(cuda->device, problem, &facts->weight_parts));
   return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
 }
 

@@ -19,18 +19,15 @@ flce_status cuda_stat_rows(void* self, const flce_rows* rows);
 flce_status cuda_exp_rows(void* self, const flce_rows* rows);
 
 /* product_rows.cu */
-/* Whether FLCE_KERNEL, device and sizes let Hopper's own kernels run. */
-flce_status cuda_hopper_serves(int device, const flce_problem* problem, bool* serves);
-/* Whether finding the rows to compute pays, however many there are. */
-flce_status cuda_skips_rows(int device, const flce_problem* problem, bool* skips);
-/* Scratch for each row of cuda_product_rows, 0 where that does not serve. */
-flce_status cuda_product_row_bytes(int device, const flce_problem* problem, int64_t* bytes);
+/* What Hopper's own kernels add to the facts, where a device of this compute capability (90 for
+ * 9.0), FLCE_KERNEL and the problem let them serve. */
+flce_status cuda_hopper_facts(int capability, const flce_problem* problem, flce_facts* facts);
 flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
 
 /* weight_sm90.cu */
-/* Rows of cuda_weight_product's sums, 0 where that does not serve. */
-flce_status cuda_weight_parts(int device, const flce_problem* problem, int64_t* parts);
+/* Rows of cuda_weight_product's sums. */
+int64_t cuda_weight_parts(int64_t hidden);
 flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
                                 const void* coef, void* sums, bool adds_sums);
 

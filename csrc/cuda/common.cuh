@@ -351,6 +351,14 @@ static inline int threads_for(int64_t items, int most) {
   return (int)min_of(most, max_of(kWarp, ceil_div(items, kWarp) * kWarp));
 }
 
+/* Devices that something is kept for. */
+enum { kMaxDevices = 64 };
+
+static inline flce_status check_device(int index) {
+  if (index >= 0 && index < kMaxDevices) return FLCE_OK;
+  return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, index);
+}
+
 /* A grid's first dimension ends at 2^31 - 1. */
 static inline flce_status check_grid(int64_t blocks, const char* what) {
   if (blocks <= INT32_MAX) return FLCE_OK;

@@ -6,8 +6,6 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
-enum { kMaxDevices = 64 };
-
 static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* held to open a device */
 static gemm_device g_devices[kMaxDevices];
 static bool g_open[kMaxDevices]; /* stored after the device, read before it */
@@ -68,9 +66,7 @@ static flce_status fill_device(int index, gemm_device* device) {
 }
 
 flce_status open_gemm_device(int index, const gemm_device** device) {
-  if (index < 0 || index >= kMaxDevices) {
-    return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, index);
-  }
+  FLCE_TRY(check_device(index));
   *device = &g_devices[index];
   if (__atomic_load_n(&g_open[index], __ATOMIC_ACQUIRE)) return FLCE_OK;
   pthread_mutex_lock(&g_lock);

@@ -342,9 +342,7 @@ __device__ __forceinline__ S warp_segment_sum(const S* coef_target, const uint32
                                               int64_t begin, int64_t end) {
   S sum = 0;
   for (int64_t q = begin + threadIdx.x % kWarp; q < end; q += kWarp) sum += coef_target[tokens[q]];
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-  return sum;
+  return warp_sum(sum);
 }
 
 /* A thread a class; classes with tokens are summed one after the other by the whole warp, so that a

@@ -149,8 +149,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 /* ---- launch ---- */
 
-enum { kMaxDevices = 64 };
-
 struct Launch {
   cudaLaunchConfig_t config;
   cudaLaunchAttribute cluster;
@@ -173,9 +171,7 @@ static inline void set_launch(Launch* launch, int bytes, int clusters, void* str
  * Threads that ask at once agree. */
 static inline flce_status clusters_at_once(const void* kernel, const char* name, int bytes,
                                            int device, int (&known)[kMaxDevices], int* clusters) {
-  if (device < 0 || device >= kMaxDevices) {
-    return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, device);
-  }
+  FLCE_TRY(check_device(device));
   *clusters = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
   if (*clusters > 0) return FLCE_OK;
   Launch launch;

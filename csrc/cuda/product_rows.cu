@@ -31,9 +31,7 @@ __device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const __nv_bflo
 #pragma unroll
     for (int e = 0; e < N; e++) sum = fmaf(a[e], b[e], sum);
   }
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  return sum;
+  return warp_sum(sum);
 }
 
 /* A target of -inf shows nothing of its row: from this offset a sum goes beyond the limit, or is 0.
@@ -220,48 +218,33 @@ static flce_status fused_is_asked(bool* asked) {
                    text);
 }
 
-/* Device, dtypes and sizes alone: the same in a forward and its backward. */
-static flce_status suits_hopper(int device, const flce_problem* p, bool* suits) {
-  *suits = false;
-  if (p->dtype != FLCE_BF16 || p->hidden % 8 != 0 || p->vocab > kMaxVocab ||
-      p->tokens > INT32_MAX / 2) {
-    return FLCE_OK;
-  }
-  int major, minor;
-  FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-                      "facts"));
-  FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-                      "facts"));
-  *suits = major == 9 && minor == 0;
-  return FLCE_OK;
-}
-
-flce_status cuda_hopper_serves(int device, const flce_problem* p, bool* serves) {
-  bool asked;
-  FLCE_TRY(fused_is_asked(&asked));
-  FLCE_TRY(suits_hopper(device, p, serves));
-  *serves &= asked;
-  return FLCE_OK;
+/* By dtypes and sizes alone: the same in a forward and its backward. */
+static bool suits_hopper(const flce_problem* p) {
+  return p->dtype == FLCE_BF16 && p->hidden % 8 == 0 && p->vocab <= kMaxVocab &&
+         p->tokens <= INT32_MAX / 2;
 }
 
 /* To find the rows takes some 40 us, 2 % of a step of kLeast logits; to gather x, what a product of
  * some twenty classes takes. Both also where an address or FLCE_KERNEL then lets nothing skip. */
-flce_status cuda_skips_rows(int device, const flce_problem* p, bool* skips) {
+static bool is_worth_finding_rows(const flce_problem* p) {
   const double kLeast = 1 << 27;
   const int64_t kLeastVocab = 8192;
-  FLCE_TRY(suits_hopper(device, p, skips));
-  *skips &= !p->has_probabilities && p->vocab >= kLeastVocab &&
-            (double)p->tokens * (double)p->vocab >= kLeast;
-  return FLCE_OK;
+  return !p->has_probabilities && p->vocab >= kLeastVocab &&
+         (double)p->tokens * (double)p->vocab >= kLeast;
 }
 
-flce_status cuda_product_row_bytes(int device, const flce_problem* p, int64_t* bytes) {
-  *bytes = 0;
-  bool serves;
-  FLCE_TRY(cuda_hopper_serves(device, p, &serves));
-  if (!serves || p->unaligned || p->has_probabilities) return FLCE_OK;
-  const int64_t numbers = number_count(&p->loss, p->wants_entropy, p->wants_predictions);
-  *bytes = scratch_row_bytes(p->vocab, numbers);
+flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
+  facts->product_row_bytes = facts->weight_parts = 0;
+  facts->skips_rows = false;
+  bool asked;
+  FLCE_TRY(fused_is_asked(&asked));
+  if (capability != 90 || !suits_hopper(p)) return FLCE_OK;
+  facts->skips_rows = is_worth_finding_rows(p);
+  if (asked && !p->weight_unaligned) facts->weight_parts = cuda_weight_parts(p->hidden);
+  if (asked && !p->unaligned && !p->has_probabilities) {
+    const int64_t numbers = number_count(&p->loss, p->wants_entropy, p->wants_predictions);
+    facts->product_row_bytes = scratch_row_bytes(p->vocab, numbers);
+  }
   return FLCE_OK;
 }
 

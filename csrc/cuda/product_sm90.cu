@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring
 #pragma unroll
                   for (int half = 0; half < 2; half++) {
                     /* 64 rows of 128 bytes further on, in units of 16. */
-                    sm90::multiply_64x192x16(acc[half], a + half * 512, b, accumulates);
+                    sm90::multiply_64x192x16<false>(acc[half], a + half * 512, b, accumulates);
                   }
                 });
 }

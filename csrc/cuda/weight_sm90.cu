@@ -222,8 +222,8 @@ __device__ __forceinline__ void multiply(const Ring& ring, int steps, int count,
                   const uint32_t x = x_base + stage * (kBytesX >> 4) + part * 128;
 #pragma unroll
                   for (int panel = 0; panel < kPanels; panel++) {
-                    sm90::multiply_turned_64x192x16(acc[panel], x + panel * (kBytesPanel >> 4), e,
-                                                    accumulates);
+                    sm90::multiply_64x192x16<true>(acc[panel], x + panel * (kBytesPanel >> 4), e,
+                                                   accumulates);
                   }
                 });
 }
@@ -318,15 +318,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 static int g_clusters[kMaxDevices];
 
-static int64_t parts_of(int64_t hidden) {
+int64_t cuda_weight_parts(int64_t hidden) {
   return min_of(ceil_div(hidden, kWeightColumns), kMostParts);
-}
-
-flce_status cuda_weight_parts(int device, const flce_problem* p, int64_t* parts) {
-  bool serves;
-  FLCE_TRY(cuda_hopper_serves(device, p, &serves));
-  *parts = serves && !p->weight_unaligned ? parts_of(p->hidden) : 0;
-  return FLCE_OK;
 }
 
 flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* index,
@@ -335,7 +328,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   const void* kernel = (const void*)weight_sm90;
   if (g->m == 0 || g->n == 0) return FLCE_OK;
   if (g->k == 0) {
-    const int64_t bytes = adds_sums ? 0 : parts_of(g->n) * g->m * (int64_t)sizeof(float);
+    const int64_t bytes = adds_sums ? 0 : cuda_weight_parts(g->n) * g->m * (int64_t)sizeof(float);
     FLCE_TRY(cuda_zero(self, sums, bytes));
     return cuda_gemm(self, g, NULL, 0);
   }
@@ -352,7 +345,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   args.column_clusters = (int)ceil_div(g->n, kCluster * kWeightColumns);
   args.tiles = (int)ceil_div(g->m, kWeightRows) * args.column_clusters;
   args.clusters = (int)min_of(clusters, args.tiles);
-  args.parts = (int)parts_of(g->n);
+  args.parts = (int)cuda_weight_parts(g->n);
   args.adds = g->beta != 0;
   args.adds_sums = adds_sums;
   CUtensorMap e_map, x_map, w_map;
