@@ -135,7 +135,9 @@ def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
             assert (db.double() - expected).abs().max() <= 2e-6 * c.sum() / vocab + 1e-6
 
 
-def test_weights_and_bias_take_one_reading():
+def test_weights_and_bias_take_one_reading(monkeypatch):
+    monkeypatch.delenv("FLCE_KERNEL", raising=False)
+
     def parts(**settings):
         plan = flce.plan(4096, 1024, 50257, dtype=BF16, device="cuda", bias=True, **settings)
         return plan.buffers.get("db_parts", 0)
