@@ -113,7 +113,7 @@ class Build(build_ext):
 ABI = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
 MODULE = Extension(
     "flce._C",
-    ["csrc/op.cpp", "csrc/op_tune.cpp"],
+    ["csrc/module.cpp", "csrc/op.cpp", "csrc/op_tune.cpp"],
     depends=[*CORE, *HEADERS],
     libraries=["torch_cpu", "c10", "dl"],  # found by name: torch is imported before the module
     define_macros=ABI,

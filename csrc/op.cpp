@@ -1,8 +1,6 @@
-// The binding: schemas, boxing, checks, status -> error. With op_tune.cpp and torch_device.h the
+// The binding: schemas, boxing, checks, status -> error. With its neighbours and torch_device.h the
 // only C++ and the only code that includes torch, through its stable ABI alone, so that one build
 // serves every torch >= 2.10.
-#include <Python.h>
-
 #include <tuple>
 
 #include "torch_device.h"
@@ -170,59 +168,76 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
+// A tensor that nobody wants is empty. It is made behind the launches: the device waits for those.
+Tensor or_empty(const OptionalTensor& made, const Device& device, flce_dtype dtype) {
+  return made ? *made : device.allocate({0}, dtype, "an empty output");
+}
+
 struct Gradients {
-  Tensor input, weight, bias;
+  OptionalTensor input, weight, bias;
 };
 
-// Tensors for the wanted gradients that this pass makes; empty ones of the same dtypes for the
-// others.
+// Tensors for the wanted gradients that this pass makes.
 Gradients allocate_gradients(const Device& device, const flce_problem& problem,
-                             const flce_plan& plan, bool makes_them, flce_tensors* tensors) {
-  auto make = [&](bool wanted, std::vector<int64_t> sizes, flce_dtype dtype, const char* name,
-                  void** pointer) {
-    bool needed = makes_them && wanted;
-    Tensor tensor = device.allocate(needed ? sizes : std::vector<int64_t>{0}, dtype, name);
-    *pointer = needed ? tensor.mutable_data_ptr() : nullptr;
+                             const flce_plan& plan, flce_tensors* tensors) {
+  auto make = [&](std::vector<int64_t> sizes, flce_dtype dtype, const char* name, void** pointer) {
+    Tensor tensor = device.allocate(sizes, dtype, name);
+    *pointer = tensor.mutable_data_ptr();
     return tensor;
   };
   int64_t n = problem.tokens, h = problem.hidden, v = problem.weight_rows;
   Gradients gradients;
-  gradients.input = make(problem.want_grad_input, {n, h}, plan.grad_input_dtype, "grad_input",
-                         &tensors->grad_input);
-  if (!problem.adds_grad_weight)
-    gradients.weight = make(problem.want_grad_weight, {v, h}, plan.grad_weight_dtype, "grad_weight",
-                            &tensors->grad_weight);
-  gradients.bias =
-      make(problem.want_grad_bias, {v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
+  if (problem.want_grad_input)
+    gradients.input = make({n, h}, plan.grad_input_dtype, "grad_input", &tensors->grad_input);
+  if (problem.want_grad_weight && !problem.adds_grad_weight)
+    gradients.weight = make({v, h}, plan.grad_weight_dtype, "grad_weight", &tensors->grad_weight);
+  if (problem.want_grad_bias)
+    gradients.bias = make({v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
   return gradients;
+}
+
+using GradientTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+GradientTensors complete(const Gradients& made, const Device& device, const flce_plan& plan) {
+  return {or_empty(made.input, device, plan.grad_input_dtype),
+          or_empty(made.weight, device, plan.grad_weight_dtype),
+          or_empty(made.bias, device, plan.grad_bias_dtype)};
 }
 
 // What a forward gives beside what its strategy keeps.
 struct Outputs {
-  Tensor loss, stats, scalars, predictions;
+  Tensor loss, stats, scalars;
+  OptionalTensor predictions;
 };
 
 Outputs allocate_outputs(const Device& device, const flce_problem& problem, flce_tensors* tensors) {
   flce_dtype stat = flce_stat_dtype(problem.dtype);
   int64_t n = problem.tokens;
-  std::vector<int64_t> rows = {n}, one = {}, none = {0};
-  Outputs outputs;
-  outputs.loss = device.allocate(problem.reduction == FLCE_NONE ? rows : one, stat, "loss");
-  outputs.stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
-  outputs.scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
-  outputs.predictions =
-      device.allocate_indices(problem.wants_predictions ? rows : none, "predictions");
+  std::vector<int64_t> rows = {n}, one = {};
+  Outputs outputs = {
+      device.allocate(problem.reduction == FLCE_NONE ? rows : one, stat, "loss"),
+      device.allocate({FLCE_STAT_ROWS, n}, stat, "stats"),
+      device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars"),
+      std::nullopt,
+  };
   tensors->loss = outputs.loss.mutable_data_ptr();
   tensors->stats = outputs.stats.mutable_data_ptr();
   tensors->scalars = outputs.scalars.mutable_data_ptr();
-  if (problem.wants_predictions) tensors->predictions = outputs.predictions.mutable_data_ptr();
+  if (!problem.wants_predictions) return outputs;
+  outputs.predictions = device.allocate_indices(rows, "predictions");
+  tensors->predictions = outputs.predictions->mutable_data_ptr();
   return outputs;
+}
+
+// As or_empty.
+Tensor predictions_of(const Outputs& outputs, const Device& device) {
+  return outputs.predictions ? *outputs.predictions
+                             : device.allocate_indices({0}, "an empty output");
 }
 
 // [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
 std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
                                  const Options& options) {
-  if (plan.save != FLCE_SAVE_LOGITS) return {0};
   return {options.rows.value_or(problem.tokens), plan.saved_pitch};
 }
 
@@ -230,7 +245,6 @@ std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& p
 // output is left undefined.
 void zero_unused_rows(const Device& device, const flce_problem& problem, const flce_plan& plan,
                       const Tensor& saved) {
-  if (plan.save != FLCE_SAVE_LOGITS) return;
   int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
   int64_t used = problem.rows * row_bytes, all = saved.size(0) * row_bytes;
   const flce_backend* table = device.table();
@@ -244,16 +258,21 @@ using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
                           const Options& options, flce_tensors* tensors) {
   Outputs outputs = allocate_outputs(device, problem, tensors);
-  Tensor saved = device.allocate(saved_shape(problem, plan, options), plan.saved_dtype, "saved");
-  Gradients gradients =
-      allocate_gradients(device, problem, plan, plan.save == FLCE_SAVE_GRADS, tensors);
+  OptionalTensor saved;
+  if (plan.save == FLCE_SAVE_LOGITS) {
+    saved = device.allocate(saved_shape(problem, plan, options), plan.saved_dtype, "saved");
+    tensors->saved = saved->mutable_data_ptr();
+    zero_unused_rows(device, problem, plan, *saved);
+  }
+  Gradients gradients;
+  if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
-  tensors->saved = saved.mutable_data_ptr();
-  zero_unused_rows(device, problem, plan, saved);
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_forward(device.table(), &problem, &plan, tensors));
-  return {outputs.loss, outputs.stats,   outputs.scalars,  outputs.predictions,
-          saved,        gradients.input, gradients.weight, gradients.bias};
+  return std::tuple_cat(
+      std::make_tuple(outputs.loss, outputs.stats, outputs.scalars, predictions_of(outputs, device),
+                      or_empty(saved, device, plan.saved_dtype)),
+      complete(gradients, device, plan));
 }
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
@@ -274,13 +293,13 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   }
 }
 
-Gradients run_backward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                       flce_tensors* tensors) {
-  Gradients gradients = allocate_gradients(device, problem, plan, true, tensors);
+GradientTensors run_backward(const Device& device, const flce_problem& problem,
+                             const flce_plan& plan, flce_tensors* tensors) {
+  Gradients gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_backward(device.table(), &problem, &plan, tensors));
-  return gradients;
+  return complete(gradients, device, plan);
 }
 
 // What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
@@ -326,8 +345,9 @@ struct Kept {
 };
 
 // `added`: the caller's gradient of the weight, or none for one of our own.
-Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Operands& operands,
-                         const LossTensors& loss, const Options& options, bool allow_tf32) {
+GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
+                               const Operands& operands, const LossTensors& loss,
+                               const Options& options, bool allow_tf32) {
   flce_problem problem = make_problem(options);
   flce_tensors tensors{};
   bind_operands(operands, loss, options, &problem, &tensors);
@@ -365,14 +385,13 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
                  {target, weight, token_weight, token_temperature, std::nullopt}, \
                  GATHER_ARGUMENTS, allow_tf32)
 
-std::tuple<Tensor, Tensor, Tensor> backward(BACKWARD_TENSORS, ARGUMENTS) {
-  Gradients made = MAKE_GRADIENTS(std::nullopt);
-  return {made.input, made.weight, made.bias};
+GradientTensors backward(BACKWARD_TENSORS, ARGUMENTS) {
+  return MAKE_GRADIENTS(std::nullopt);
 }
 
 std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_TENSORS, ARGUMENTS) {
-  Gradients made = MAKE_GRADIENTS(grad_weight_into);
-  return {made.input, made.bias};
+  GradientTensors made = MAKE_GRADIENTS(grad_weight_into);
+  return {std::get<0>(made), std::get<2>(made)};
 }
 
 // ---- scaling of gradients that the forward made ----
@@ -453,7 +472,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
   tensors.workspace = workspace.mutable_data_ptr();
   check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
-  return {outputs.loss, outputs.stats, outputs.scalars, outputs.predictions};
+  return {outputs.loss, outputs.stats, outputs.scalars, predictions_of(outputs, device)};
 }
 
 Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
@@ -475,7 +494,7 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
   return grad;
 }
 
-// ---- facts ----
+// ---- the plan ----
 
 std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
@@ -506,20 +525,6 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   return text;
 }
 
-int64_t gemm_count() {
-  return flce_gemm_count();
-}
-std::string cpu_variant() {
-  return flce_cpu_variant();
-}
-
-// The CUDA library's own description, or what was looked for and why it does not serve.
-std::string cuda_describe() {
-  const CudaLibrary& library = cuda_library();
-  if (!library.error.empty()) return "not loaded: " + library.path + ": " + library.error;
-  return library.path + "\n" + library.describe();
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flce, m) {
@@ -547,9 +552,6 @@ STABLE_TORCH_LIBRARY(flce, m) {
       "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
       "ScalarType? added_dtype, "
       "bool has_probabilities, " OPTIONS ", bool allow_tf32) -> str");
-  m.def("gemm_count() -> int");
-  m.def("cpu_variant() -> str");
-  m.def("cuda_describe() -> str");
 }
 
 static void implement(torch::stable::detail::StableLibrary& m) {
@@ -570,21 +572,4 @@ STABLE_TORCH_LIBRARY_IMPL(flce, CUDA, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
-  m.impl("gemm_count", TORCH_BOX(&gemm_count));
-  m.impl("cpu_variant", TORCH_BOX(&cpu_variant));
-  m.impl("cuda_describe", TORCH_BOX(&cuda_describe));
-}
-
-// Importing the module runs the registrations above; it has no functions of its own.
-extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
-                               "_C",
-                               "flce's operators",
-                               -1,
-                               nullptr,
-                               nullptr,
-                               nullptr,
-                               nullptr,
-                               nullptr};
-  return PyModule_Create(&module);
 }

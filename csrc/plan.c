@@ -102,21 +102,99 @@ static flce_status check_problem(const flce_problem* problem) {
   return flce_check_loss(&problem->loss);
 }
 
-/* The largest chunk of at most `most` rows whose `row_bytes` fit the budget, in whole tiles, all
- * chunks about equal. */
-static flce_status fit_chunks(const flce_problem* problem, int64_t row_bytes, int64_t most,
-                              int64_t* chunk_rows, int64_t* chunks) {
-  int64_t fit = min64(problem->max_memory / row_bytes, most);
+/* ---- chunks ---- */
+
+/* A tile of a product's result, and how much longer a multiprocessor takes for each of its elements
+ * than in the largest tiles. */
+typedef struct product_tile {
+  int64_t rows, columns;
+  double effort;
+} product_tile;
+
+/* The time of dX's product of `rows` rows by its tiles, in elements that a multiprocessor makes:
+ * tiles come in waves, and what the last one leaves idle is lost. Results of a product whose sums
+ * are split stand in its workspace as often as it is. */
+static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
+  enum { MOST_SPLITS = 3 };
+  static const product_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
+                                        {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
+  double best = INFINITY;
+  for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
+    const product_tile* tile = &kTiles[i];
+    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(problem->hidden, tile->columns);
+    double size = tile->effort * (double)(tile->rows * tile->columns);
+    for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
+      int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
+      if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
+      int64_t waves = ceil_div(tiles * splits, facts->multiprocessors);
+      best = fmin(best, (double)waves * size / (double)splits);
+    }
+  }
+  return best;
+}
+
+/* What depends on the chunks' size in the time of all of them, in multiply-adds: dX's products and
+ * the small passes around all three, 50 us a chunk on an H200. */
+static double chunks_effort(const flce_problem* problem, const flce_facts* facts,
+                            int64_t chunk_rows) {
+  const double kOfChunk = 0x1p34;
+  int64_t chunks = ceil_div(problem->rows, chunk_rows);
+  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
+  double dx = (double)(chunks - 1) * dx_effort(problem, facts, chunk_rows) +
+              dx_effort(problem, facts, last);
+  return dx * (double)(facts->multiprocessors * problem->vocab) + (double)chunks * kOfChunk;
+}
+
+/* What bounds a loop's chunks. */
+typedef struct chunk_limits {
+  int64_t row_bytes; /* of a chunk's row in the budget */
+  int64_t most;      /* rows of a chunk, whatever the budget */
+  int64_t tile_rows; /* that the loop's kernels take at a time */
+  bool makes_dx;     /* in the loop, by tiles as dx_effort has them */
+} chunk_limits;
+
+/* Rows of about equal chunks, at least `chunks` of them, in whole tiles. */
+static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
+  return round_up(ceil_div(problem->rows, chunks), tile);
+}
+
+/* Chunks that fill the device better than the largest, where there are such: at most twice as many.
+ */
+static int64_t fill_waves(const flce_problem* problem, const flce_facts* facts, int64_t tile,
+                          int64_t fewest_chunks) {
+  const int64_t kMostTried = 64; /* a plan is made in each call */
+  int64_t best = equal_chunks(problem, fewest_chunks, tile), last = best;
+  double least = chunks_effort(problem, facts, best);
+  for (int64_t more = 1; more <= min64(fewest_chunks, kMostTried); more++) {
+    int64_t rows = equal_chunks(problem, fewest_chunks + more, tile);
+    if (rows == last) continue;
+    last = rows;
+    double effort = chunks_effort(problem, facts, rows);
+    if (effort < least) best = rows, least = effort;
+  }
+  return best;
+}
+
+/* The chunks that fit the budget, in whole tiles and all about equal: the largest such, but where
+ * dX is made of them, those that make it fastest. */
+static flce_status fit_chunks(const flce_problem* problem, const flce_facts* facts,
+                              chunk_limits limits, int64_t* chunk_rows, int64_t* chunks) {
+  int64_t fit = min64(problem->max_memory / limits.row_bytes, limits.most);
   if (fit < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
-                     (long long)row_bytes, (long long)problem->max_memory);
+                     (long long)limits.row_bytes, (long long)problem->max_memory);
   *chunk_rows = problem->rows;
   *chunks = problem->rows > 0;
   if (fit >= problem->rows) return FLCE_OK;
-  int64_t tile = fit >= TILE_ROWS ? TILE_ROWS : fit >= SMALL_TILE_ROWS ? SMALL_TILE_ROWS : 1;
-  int64_t wanted = ceil_div(problem->rows, fit / tile * tile);
-  *chunk_rows = round_up(ceil_div(problem->rows, wanted), tile);
+  int64_t tile = 1;
+  if (fit >= SMALL_TILE_ROWS) tile = SMALL_TILE_ROWS;
+  if (fit >= TILE_ROWS) tile = TILE_ROWS;
+  if (fit >= limits.tile_rows) tile = limits.tile_rows;
+  int64_t fewest = ceil_div(problem->rows, fit / tile * tile);
+  bool waves = limits.makes_dx && facts->multiprocessors > 0 && tile >= TILE_ROWS;
+  *chunk_rows =
+      waves ? fill_waves(problem, facts, tile, fewest) : equal_chunks(problem, fewest, tile);
   *chunks = ceil_div(problem->rows, *chunk_rows);
   return FLCE_OK;
 }
@@ -126,29 +204,40 @@ static bool only_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
 }
 
+/* Of the forward's loop. */
+static chunk_limits forward_limits(const flce_problem* problem, const flce_facts* facts,
+                                   const flce_plan* plan, bool makes_dx) {
+  chunk_limits limits = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
+                         .most = INT64_MAX,
+                         .tile_rows = TILE_ROWS,
+                         .makes_dx = makes_dx && plan->save == FLCE_SAVE_GRADS};
+  if (!plan->fuses_rows) return limits;
+  limits.tile_rows = facts->product_tile_rows;
+  if (!only_statistics(plan)) return limits;
+  limits.row_bytes = facts->product_row_bytes;
+  if (!plan->gathers) return limits;
+  limits.row_bytes += problem->hidden * flce_size_of(plan->dtype);
+  limits.most = GATHERED_ROWS;
+  return limits;
+}
+
 static flce_status choose_chunks(const flce_problem* problem, const flce_facts* facts,
                                  flce_plan* plan) {
-  int64_t z_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  int64_t row_bytes = z_bytes, most = INT64_MAX;
-  if (plan->fuses_rows && only_statistics(plan)) {
-    row_bytes = facts->product_row_bytes;
-    if (plan->gathers) {
-      row_bytes += problem->hidden * flce_size_of(plan->dtype);
-      most = GATHERED_ROWS;
-    }
-  }
-  FLCE_TRY(fit_chunks(problem, row_bytes, most, &plan->chunk_rows, &plan->chunks));
+  bool makes_dx = problem->want_grad_input && flce_size_of(plan->dtype) == 2;
+  FLCE_TRY(fit_chunks(problem, facts, forward_limits(problem, facts, plan, makes_dx),
+                      &plan->chunk_rows, &plan->chunks));
   if (plan->z_in_saved) {
     plan->chunk_rows = problem->rows;
     plan->chunks = problem->rows > 0;
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
+  chunk_limits limits = {.most = INT64_MAX, .tile_rows = TILE_ROWS, .makes_dx = makes_dx};
   if (plan->save == FLCE_SAVE_STATS) {
-    return fit_chunks(problem, z_bytes, INT64_MAX, &plan->backward_chunk_rows,
-                      &plan->backward_chunks);
+    limits.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
+    return fit_chunks(problem, facts, limits, &plan->backward_chunk_rows, &plan->backward_chunks);
   } else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ) {
-    return fit_chunks(problem, plan->out_pitch * flce_size_of(plan->dtype), INT64_MAX,
-                      &plan->backward_chunk_rows, &plan->backward_chunks);
+    limits.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
+    return fit_chunks(problem, facts, limits, &plan->backward_chunk_rows, &plan->backward_chunks);
   } else if (plan->save == FLCE_SAVE_LOGITS) {
     plan->backward_chunk_rows = problem->rows;
     plan->backward_chunks = problem->rows > 0;

@@ -14,7 +14,6 @@ import torch
 from . import ops, options
 from .accumulate import Accumulator
 from .signature import (
-    LossTensors,
     Wanted,
     describe,
     environment,
@@ -22,11 +21,12 @@ from .signature import (
     logits_signature,
 )
 
-_NOTHING = Wanted()
+NOTHING = Wanted()
 
 
 def _describe(target, weight, token_weight, token_temperature):
-    return LossTensors(
+    """In the order of LossTensors."""
+    return (
         describe("target", target),
         describe("weight", weight),
         describe("token_weight", token_weight),
@@ -143,17 +143,20 @@ def linear_cross_entropy_of(
     accumulate_into=None,
 ):
     """The loss and the outputs of `wanted`, None for the others."""
-    operands = (input, linear_weight, linear_bias)
-    metas = tuple(map(describe, ("input", "linear_weight", "linear_bias"), operands))
+    operands = (
+        describe("input", input),
+        describe("linear_weight", linear_weight),
+        describe("linear_bias", linear_bias),
+    )
     call = linear_signature(
-        environment(metas[0], max_memory),
+        environment(input, max_memory),
         wanted,
-        metas,
+        operands,
         _describe(target, weight, token_weight, token_temperature),
         *(reduction, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
         *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
     )
-    options.refuse_transforms(*operands)
+    options.refuse_transforms(input, linear_weight, linear_bias)
     accumulator = Accumulator(linear_weight, accumulate_into) if call.accumulates else None
     ignore_index = call.scalars.ignore_index
     if shift != 0 or cu_seqlens is not None:
@@ -205,11 +208,11 @@ def cross_entropy_of(
     num_items=None,
 ):
     """The same for logits that the caller holds."""
-    meta = describe("logits", logits)
+    described = describe("logits", logits)
     call = logits_signature(
-        environment(meta),
+        environment(logits),
         wanted,
-        meta,
+        described,
         _describe(target, weight, token_weight, token_temperature),
         reduction,
         *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
@@ -227,7 +230,7 @@ def cross_entropy_of(
 
 
 def linear_cross_entropy(input, linear_weight, target, **options):
-    return linear_cross_entropy_of(_NOTHING, input, linear_weight, target, **options)[0]
+    return linear_cross_entropy_of(NOTHING, input, linear_weight, target, **options)[0]
 
 
 def linear_cross_entropy_outputs(input, linear_weight, target, **options):
@@ -236,7 +239,7 @@ def linear_cross_entropy_outputs(input, linear_weight, target, **options):
 
 
 def cross_entropy(logits, target, **options):
-    return cross_entropy_of(_NOTHING, logits, target, **options)[0]
+    return cross_entropy_of(NOTHING, logits, target, **options)[0]
 
 
 def cross_entropy_outputs(logits, target, **options):

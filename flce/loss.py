@@ -211,24 +211,24 @@ def linear_cross_entropy(
         "save": save,
         "max_memory": max_memory,
     }
-    wanted = composite.Wanted(
-        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss
-    )
+    wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
+    wanted = composite.Wanted(*wanted) if any(wanted) else composite.NOTHING
+    check_tensor("linear_weight", linear_weight)
     if options is not None:
-        check_tensor("linear_weight", linear_weight)
         _apply_torch_options(settings, options, linear_weight)
-    settings.update(accumulate.option(linear_weight, accumulate_into, save))
-    if isinstance(linear_weight, torch.Tensor) and linear_weight.dim() > 2:
+    if accumulate_into is not None:
+        settings.update(accumulate.option(linear_weight, accumulate_into, save))
+    if linear_weight.dim() > 2:
         operands = (input, linear_weight, target)
         wanted = {f"return_{output}": want for output, want in wanted._asdict().items()}
         return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        check_tensor(name, tensor)
+    check_tensor("input", input)
+    check_tensor("target", target)
     _as_numbers(settings, input)
-    if valid_bound == "count":
+    if isinstance(valid_bound, str):
+        if valid_bound != "count":
+            raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
         settings["valid_bound"] = _count_valid(target, settings)
-    elif isinstance(valid_bound, str):
-        raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
     return _call("linear_cross_entropy", (input, linear_weight, target), settings, wanted)
 
 

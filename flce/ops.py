@@ -9,15 +9,7 @@ import enum
 
 import torch
 
-try:
-    from . import _C  # noqa: F401  its import registers the operators
-except ImportError as error:
-    raise ImportError(
-        "flce: the compiled module flce._C is missing or unfit for this torch "
-        f"({torch.__version__}): {error}. In a clone, run `pip install --no-build-isolation -e .`"
-    ) from error
-
-from . import options
+from . import compiled, options  # noqa: F401  the first registers the operators
 
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce

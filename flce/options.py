@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch.compiler import is_compiling
 
+from .compiled import getenv
+
 REDUCTIONS = ("none", "mean", "sum")
 SAVES = ("auto", "logits", "grads", "stats")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +56,7 @@ def _device_memory(device_type, index):
 
 def given_max_memory():
     """The text of FLCE_MAX_MEMORY, or None."""
-    return os.environ.get("FLCE_MAX_MEMORY")
+    return getenv("FLCE_MAX_MEMORY")
 
 
 def default_max_memory(device, text):
@@ -517,7 +519,7 @@ def _transforms_are_on():
 
 def refuse_transforms(*tensors):
     """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use."""
-    if is_compiling() or not _transforms_are_on():
+    if not _transforms_are_on() or is_compiling():
         return
     for tensor in tensors:
         if tensor is None:
@@ -536,7 +538,7 @@ def refuse_transforms(*tensors):
 
 def checks_targets(device):
     """CPU targets are always checked (in C); CUDA ones with FLCE_CHECK=1, at the cost of a wait."""
-    return device.type == "cuda" and os.environ.get("FLCE_CHECK", "0") not in ("", "0")
+    return device.type == "cuda" and getenv("FLCE_CHECK") not in (None, "", "0")
 
 
 def check_target_range(target, vocab, ignore_index):

@@ -19,7 +19,11 @@ _KEPT = 1024  # signatures; those not asked for longest go first
 
 
 class Meta(typing.NamedTuple):
-    """What the checks look at in a tensor, under a tensor's names."""
+    """What the checks look at in a tensor, under a tensor's names.
+
+    A call hands over plain tuples of these: a tuple with names takes five times as long to make,
+    and is only made for a signature that is new.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -31,11 +35,15 @@ class Meta(typing.NamedTuple):
 
 
 def describe(name, tensor):
-    """None stays None."""
+    """The fields of Meta; None stays None."""
     if tensor is None:
         return None
     options.check_tensor(name, tensor)
-    return Meta(tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad)
+    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
+
+
+def _meta(fields):
+    return None if fields is None else Meta(*fields)
 
 
 class Environment(typing.NamedTuple):
@@ -50,15 +58,15 @@ class Environment(typing.NamedTuple):
 
 
 def environment(first, max_memory=None):
-    """`first`: Meta of the tensor with the rows; `max_memory`: the caller's, of which None lets
-    FLCE_MAX_MEMORY speak."""
+    """The fields of Environment. `first`: the tensor with the rows; `max_memory`: the caller's, of
+    which None lets FLCE_MAX_MEMORY speak."""
     device_type = first.device.type
     autocast = None
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         autocast = torch.get_autocast_dtype(device_type)
-    return Environment(
+    return (
         torch.is_grad_enabled(),
-        torch.compiler.is_compiling(),
+        options.is_compiling(),
         autocast,
         device_type == "cuda" and first.dtype == torch.float32 and _allows_tf32(),
         options.given_max_memory() if max_memory is None else None,
@@ -225,8 +233,11 @@ def linear_signature(
     accumulate_into,
     *numbers,
 ):
-    """`around`: the Environment; `operands`: Metas of input, linear_weight, linear_bias; `numbers`
-    as check_scalars takes them. Raises what is wrong with them."""
+    """`around`: as `environment` gives it; `operands`: as `describe` does, of input, linear_weight,
+    linear_bias; `tensors`: likewise, as LossTensors has them; `numbers` as check_scalars takes
+    them. Raises what is wrong with them."""
+    around, tensors = Environment(*around), LossTensors(*map(_meta, tensors))
+    operands = tuple(map(_meta, operands))
     input, linear_weight, linear_bias = operands
     options.check_choices(reduction, save)
     accumulate.check_place(accumulate_into, save)
@@ -274,6 +285,8 @@ class LogitsSignature(Signature):
 @_once_a_signature
 def logits_signature(around, wanted, logits, tensors, reduction, *numbers):
     """As linear_signature."""
+    around, logits = Environment(*around), _meta(logits)
+    tensors = LossTensors(*map(_meta, tensors))
     options.check_choices(reduction)
     scalars = options.check_scalars(*numbers)
     options.check_logits(logits)

@@ -27,11 +27,15 @@ static int64_t column_sum_scratch(const flce_problem* p) {
 
 static flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  int major, minor;
+  int major, minor, multiprocessors;
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, cuda->device), "facts"));
+  FLCE_TRY(check_cuda(
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
+      "facts"));
+  facts->multiprocessors = multiprocessors;
   facts->gemm_writes_f32 = true;
   facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;

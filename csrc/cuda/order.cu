@@ -168,7 +168,7 @@ __device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tok
 
 /* ---- dW ---- */
 
-enum { kSliceThreads = 128, kStripeRows = 16, kBatch = 4 };
+enum { kSliceThreads = 128, kStripeRows = 64, kBatch = 4 };
 
 typedef struct grad_weight_args {
   void* dw;

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 8 };
+enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 16 };
 
 constexpr double kLog2eExact = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994531;
@@ -234,7 +234,7 @@ static bool is_worth_finding_rows(const flce_problem* p) {
 }
 
 flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
-  facts->product_row_bytes = facts->weight_parts = 0;
+  facts->product_row_bytes = facts->product_tile_rows = facts->weight_parts = 0;
   facts->skips_rows = false;
   bool asked;
   FLCE_TRY(fused_is_asked(&asked));
@@ -244,6 +244,7 @@ flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts*
   if (asked && !p->unaligned && !p->has_probabilities) {
     const int64_t numbers = number_count(&p->loss, p->wants_entropy, p->wants_predictions);
     facts->product_row_bytes = scratch_row_bytes(p->vocab, numbers);
+    facts->product_tile_rows = kProductClusterRows;
   }
   return FLCE_OK;
 }

@@ -288,7 +288,7 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
   }
 }
 
-enum { PRODUCT_ROW_BYTES = 24, WEIGHT_PARTS = 3 };
+enum { PRODUCT_ROW_BYTES = 24, PRODUCT_TILE_ROWS = 16, WEIGHT_PARTS = 3 };
 
 /* product_rows by its definition: the product, then a row pass. */
 static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
@@ -340,6 +340,7 @@ run run_all(const setting* s, const model* m, int threads) {
   CHECK_OK(b.facts(b.self, &s->problem, &facts));
   if (s->fused) {
     facts.product_row_bytes = PRODUCT_ROW_BYTES;
+    facts.product_tile_rows = PRODUCT_TILE_ROWS;
     facts.weight_parts = WEIGHT_PARTS;
     facts.skips_rows = s->skips;
     b.product_rows = plain_product_rows;

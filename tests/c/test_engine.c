@@ -308,7 +308,7 @@ static void test_plan_of_gathered_rows(void) {
   flce_problem* p = &s.problem;
   p->tokens = p->rows = 100000;
   p->want_grad_input = p->want_grad_weight = p->want_grad_bias = false;
-  const flce_facts facts = {.product_row_bytes = 100, .skips_rows = true};
+  const flce_facts facts = {.product_row_bytes = 100, .product_tile_rows = 256, .skips_rows = true};
   flce_plan plan;
   int64_t row_bytes = 100 + p->hidden * 4, budgets[] = {INT64_MAX, 1000 * row_bytes};
   for (int k = 0; k < 2; k++) {
@@ -328,6 +328,37 @@ static void test_plan_of_gathered_rows(void) {
   CHECK(plan.backward_gathered_x == FLCE_BUF_SCALED_X &&
             !(plan.buffers[FLCE_BUF_GATHERED_X].lifetime & FLCE_IN_BACKWARD),
         "the backward has two copies of x");
+}
+
+static int64_t rows_of_chunks(int64_t tokens, int64_t hidden, int64_t vocab, bool makes_dx,
+                              flce_save save, int64_t product_tile_rows) {
+  const flce_facts facts = {.gemm_writes_f32 = true,
+                            .gemm_f16 = true,
+                            .product_row_bytes = product_tile_rows > 0 ? 100 : 0,
+                            .product_tile_rows = product_tile_rows,
+                            .multiprocessors = 132,
+                            .gemm_workspace_bytes = 32 << 20};
+  flce_problem p = make_setting(FLCE_BF16, save).problem;
+  p.tokens = p.rows = tokens;
+  p.hidden = hidden;
+  p.vocab = p.weight_rows = vocab;
+  p.logits_dtype = FLCE_BF16;
+  p.want_grad_input = makes_dx;
+  p.max_memory = INT64_C(1) << 30;
+  flce_plan plan;
+  CHECK_OK(flce_plan_make(&p, &facts, &plan));
+  CHECK(plan.chunk_rows * plan.z_pitch * 2 <= p.max_memory, "beyond the budget");
+  return save == FLCE_SAVE_STATS ? plan.backward_chunk_rows : plan.chunk_rows;
+}
+
+/* 26 x 8 tiles of dX leave a second wave of 132 half empty, 16 x 8 fill one. */
+static void test_chunks_fill_waves(void) {
+  CHECK(rows_of_chunks(16384, 2048, 151936, true, FLCE_SAVE_GRADS, 0) == 2048, "two waves");
+  CHECK(rows_of_chunks(16384, 2048, 151936, true, FLCE_SAVE_STATS, 0) == 2048, "in the backward");
+  CHECK(rows_of_chunks(16384, 2048, 151936, false, FLCE_SAVE_GRADS, 0) == 3328, "no dX");
+  CHECK(rows_of_chunks(8192, 4096, 128256, true, FLCE_SAVE_GRADS, 0) == 4096, "full already");
+  CHECK(rows_of_chunks(8192, 2304, 512000, true, FLCE_SAVE_GRADS, 0) == 896, "63 tiles, split");
+  CHECK(rows_of_chunks(8192, 2304, 512000, true, FLCE_SAVE_GRADS, 256) == 1024, "whole clusters");
 }
 
 static void expect_refusal(const setting* s, const char* part) {
@@ -406,6 +437,7 @@ int main(void) {
   }
   test_plan();
   test_plan_of_gathered_rows();
+  test_chunks_fill_waves();
   test_refusals();
   return test_verdict();
 }
