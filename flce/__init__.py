@@ -1,13 +1,8 @@
 """flce: fused linear + cross entropy for PyTorch."""
 
 from . import compat, reference
-from .loss import (
-    LinearCrossEntropyHead,
-    LinearCrossEntropyLoss,
-    cross_entropy,
-    linear_cross_entropy,
-    linear_logprobs,
-)
+from .loss import cross_entropy, linear_cross_entropy, linear_logprobs
+from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .output import LinearCrossEntropyOutput
 from .plan import Plan, plan
 from .tune import TunedProduct, Tuning, tune

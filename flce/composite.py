@@ -114,7 +114,7 @@ def _mean_over(count):
     return lambda values: (values.sum() / count).masked_fill(count == 0, 0.0)
 
 
-def linear_cross_entropy_of(
+def linear_call(
     wanted,
     input,
     linear_weight,
@@ -142,7 +142,7 @@ def linear_cross_entropy_of(
     max_memory=None,
     accumulate_into=None,
 ):
-    """The loss and the outputs of `wanted`, None for the others."""
+    """The signature of a call, and what `computed` takes beside it."""
     operands = (
         describe("input", input),
         describe("linear_weight", linear_weight),
@@ -158,24 +158,38 @@ def linear_cross_entropy_of(
     )
     options.refuse_transforms(input, linear_weight, linear_bias)
     accumulator = Accumulator(linear_weight, accumulate_into) if call.accumulates else None
-    ignore_index = call.scalars.ignore_index
     if shift != 0 or cu_seqlens is not None:
-        target = options.shifted_target(target, shift, cu_seqlens, ignore_index)
-    tensors = _loss_tensors(call, target, weight, token_weight, token_temperature)
+        target = options.shifted_target(target, shift, cu_seqlens, call.scalars.ignore_index)
     num_items = options.num_items_tensor(num_items, reduction, call.stat, input)
+    vectors = (weight, token_weight, token_temperature)
+    operands = (input, linear_weight, target, linear_bias)
+    return call, (operands, vectors, num_items, valid_bound, accumulator)
+
+
+def computed(call, operands, vectors=(None,) * 3, num_items=None, bound=None, accumulator=None):
+    """The loss and the outputs of call.wanted, None for the others.
+
+    `operands`: input, linear_weight, target, linear_bias; `vectors`: weight, token_weight,
+    token_temperature; `bound`: valid_bound.
+    """
+    input, linear_weight, target, linear_bias = operands
+    tensors = _loss_tensors(call, target, *vectors)
     target = tensors[0]
-    rows = options.rows_to_compute(target, valid_bound, ignore_index)
+    rows = options.rows_to_compute(target, bound, call.scalars.ignore_index)
     settings = call.settings(rows)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
-    operands = (_rows_of(input), linear_weight.contiguous(), linear_bias)
-    arguments = (*operands[:2], target, linear_bias, *tensors[1:], num_items)
+    leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
+    arguments = (*leaves[:2], target, linear_bias, *tensors[1:], num_items)
     made = _run(ops.inner.forward.default, arguments, settings)
     if call.differentiable:
-        differentiable = ops.Forward.apply(
-            made, call.returns, settings, tensors, accumulator, *operands
-        )
-        made[: len(differentiable)] = differentiable
+        returned = ops.Forward.apply(made, call.returns, settings, tensors, accumulator, *leaves)
+        made[: len(returned)] = returned
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
+
+
+def linear_cross_entropy_of(wanted, *operands, **settings):
+    call, prepared = linear_call(wanted, *operands, **settings)
+    return computed(call, *prepared)
 
 
 @functools.cache

@@ -1,19 +1,14 @@
-"""The loss as a function and as Modules."""
+"""The loss as a function."""
 
 import inspect
 import numbers
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from . import accumulate, composite
+from . import accumulate, composite, repeat
 from .kdim import k_dimensional
 from .options import (
-    check_choices,
     check_ignore_index,
-    check_integer,
-    check_scalars,
     check_tensor,
     num_items_tensor,
     number,
@@ -23,13 +18,19 @@ from .options import (
 from .output import LinearCrossEntropyOutput
 
 
+def _is_traced():
+    """Whether something compiles or transforms the call."""
+    compiles = torch.compiler.is_compiling()
+    return compiles or torch._C._functorch.maybe_current_level() is not None
+
+
 def _call(name, operands, settings, wanted):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
     if "accumulate_into" in settings:
         accumulate.refuse_tracing()
         made = composite.linear_cross_entropy_untraced(wanted, *operands, **settings)
-    elif torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    elif _is_traced():
         made = _through_operator(name, operands, settings, wanted)
     else:
         made = getattr(composite, f"{name}_of")(wanted, *operands, **settings)
@@ -190,52 +191,57 @@ def linear_cross_entropy(
     ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t
     ``sum_j w_j ((1-s) t_j + s/V) (lse - l_j)``, of the logits l above.
     """
-    settings = {
-        "linear_bias": linear_bias,
-        "weight": weight,
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "temperature": temperature,
-        "z_loss": z_loss,
-        "token_weight": token_weight,
-        "num_items": num_items,
-        "shift": shift,
-        "cu_seqlens": cu_seqlens,
-        "valid_vocab": valid_vocab,
-        "valid_bound": valid_bound,
-        "accum_dtype": accum_dtype,
-        "logits_dtype": logits_dtype,
-        "save": save,
-        "max_memory": max_memory,
-    }
-    wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
-    wanted = composite.Wanted(*wanted) if any(wanted) else composite.NOTHING
+    tensors = (input, linear_weight, target, linear_bias)
+    given = (  # in the order of _OPTIONS
+        *(weight, reduction, ignore_index, label_smoothing, options, softcap, logit_scale),
+        *(temperature, z_loss, token_weight, num_items, shift, cu_seqlens, valid_vocab),
+        *(valid_bound, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
+        *(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
+    )
+    traced = _is_traced()
+    if not traced:
+        call = repeat.find(tensors, given, max_memory)
+        if call is not None:
+            return composite.computed(call, tensors)[0]
+    settings = dict(zip(_OPTIONS, given, strict=True), linear_bias=linear_bias)
+    wanted = composite.Wanted(*(settings.pop(name) for name in _RETURNS))
+    del settings["options"], settings["accumulate_into"]
     check_tensor("linear_weight", linear_weight)
     if options is not None:
         _apply_torch_options(settings, options, linear_weight)
-    if accumulate_into is not None:
-        settings.update(accumulate.option(linear_weight, accumulate_into, save))
+    settings.update(accumulate.option(linear_weight, accumulate_into, save))
     if linear_weight.dim() > 2:
-        operands = (input, linear_weight, target)
         wanted = {f"return_{output}": want for output, want in wanted._asdict().items()}
-        return k_dimensional(linear_cross_entropy, *operands, **settings, **wanted)
+        return k_dimensional(linear_cross_entropy, *tensors[:3], **settings, **wanted)
     check_tensor("input", input)
     check_tensor("target", target)
     _as_numbers(settings, input)
-    if isinstance(valid_bound, str):
-        if valid_bound != "count":
-            raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
+    if valid_bound == "count":
         settings["valid_bound"] = _count_valid(target, settings)
-    return _call("linear_cross_entropy", (input, linear_weight, target), settings, wanted)
+    elif isinstance(valid_bound, str):
+        raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
+    if traced or not _stands_for_others(given):
+        return _call("linear_cross_entropy", tensors[:3], settings, wanted)
+    call, prepared = composite.linear_call(wanted, *tensors[:3], **settings)
+    repeat.keep(call, tensors, given, max_memory)
+    return composite.computed(call, *prepared)[0]
 
 
-_DEFAULTS = {
+DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
 }
+_OPTIONS = tuple(DEFAULTS)[4:]
+_RETURNS = tuple(f"return_{output}" for output in composite.Wanted._fields)
+# What is more than a part of a call's signature.
+_BESIDE = {"options", "num_items", "shift", "cu_seqlens", "valid_bound", "accumulate_into"}
+
+
+def _stands_for_others(given):
+    """Whether a call that looks the same needs nothing but this one's signature."""
+    beside = _BESIDE.union(_RETURNS)
+    pairs = zip(_OPTIONS, given, strict=True)
+    return all(value is DEFAULTS[name] for name, value in pairs if name in beside)
 
 
 def _apply_torch_options(settings, options, linear_weight):
@@ -387,214 +393,3 @@ def linear_logprobs(
         return_entropy=True,
     )
     return -output.loss, output.entropy
-
-
-# What the Modules hold as attributes, which may change between calls. The defaults serve Modules
-# that an earlier version has pickled.
-_MODULE_OPTIONS = {
-    name: _DEFAULTS[name]
-    for name in (
-        "reduction",
-        "ignore_index",
-        "label_smoothing",
-        "softcap",
-        "logit_scale",
-        "temperature",
-        "z_loss",
-        "shift",
-        "valid_vocab",
-        "accum_dtype",
-        "logits_dtype",
-        "save",
-        "max_memory",
-        "accumulate_into",
-    )
-}
-
-
-def _keep_options(module, classes, **given):
-    """Keeps a Module's options, after the checks that need no tensor."""
-    check_choices(given["reduction"], given["save"])
-    accumulate.check_place(given["accumulate_into"], given["save"])
-    numbers_of = {
-        name: None if given[name] is None else number(name, given[name])
-        for name in ("label_smoothing", "logit_scale", "softcap", "temperature", "z_loss")
-    }
-    check_scalars(given["ignore_index"], **numbers_of)
-    for name in ("accum_dtype", "logits_dtype"):
-        if not isinstance(given[name], torch.dtype | None):
-            raise TypeError(f"{name}: expected a torch.dtype or None, got {given[name]!r}")
-    if given["max_memory"] is not None:
-        parse_bytes(given["max_memory"])
-    check_integer("shift", given["shift"], 0)
-    if given["valid_vocab"] is not None:
-        check_integer("valid_vocab", given["valid_vocab"], 1, classes)
-    for name in _MODULE_OPTIONS:
-        setattr(module, name, given[name])
-
-
-def _loss_of(module, input, linear, target, class_weight, options):
-    """The loss under a Module's options and those of this call."""
-    settings = {name: getattr(module, name, default) for name, default in _MODULE_OPTIONS.items()}
-    settings.update(linear_bias=linear.bias, weight=class_weight)
-    return linear_cross_entropy(input, linear.weight, target, **{**settings, **options})
-
-
-def _describe_options(module):
-    """The options that are not at their default."""
-    shown = ((name, getattr(module, name, value), value) for name, value in _MODULE_OPTIONS.items())
-    return "".join(f", {name}={value!r}" for name, value, default in shown if value != default)
-
-
-class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
-    """A linear layer and the cross entropy of its output; torch.nn.LinearCrossEntropyLoss's twin.
-
-    Args:
-        in_features: H.
-        num_classes: V.
-        bias: whether the linear layer has one.
-        device, dtype: of the linear layer's parameters.
-        reduction, weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
-            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
-            `linear_cross_entropy`.
-
-    Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
-    nn.Linear(H, V).
-    """
-
-    def __init__(
-        self,
-        in_features,
-        num_classes,
-        *,
-        bias=False,
-        device=None,
-        dtype=None,
-        reduction="mean",
-        weight=None,
-        ignore_index=-100,
-        label_smoothing=0.0,
-        softcap=None,
-        logit_scale=1.0,
-        temperature=1.0,
-        z_loss=0.0,
-        shift=0,
-        valid_vocab=None,
-        accum_dtype=None,
-        logits_dtype=None,
-        save="auto",
-        max_memory=None,
-        accumulate_into=None,
-    ):
-        if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(
-                f"weight: expected shape ({num_classes},), a factor for each class, "
-                f"got {tuple(weight.shape)}"
-            )
-        super().__init__(weight=weight, reduction=reduction)
-        _keep_options(
-            self,
-            num_classes,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            z_loss=z_loss,
-            shift=shift,
-            valid_vocab=valid_vocab,
-            accum_dtype=accum_dtype,
-            logits_dtype=logits_dtype,
-            save=save,
-            max_memory=max_memory,
-            accumulate_into=accumulate_into,
-        )
-        self.num_classes = num_classes
-        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-
-    def forward(self, input, target, **options):
-        """The loss of `input` (..., H) with `target` (...); `options` of `linear_cross_entropy`
-        are for this call (token_weight, num_items, return_lse ...)."""
-        return _loss_of(self, input, self.linear, target, self.weight, options)
-
-    def extra_repr(self):
-        return (
-            f"in_features={self.linear.in_features}, num_classes={self.num_classes}"
-            f"{_describe_options(self)}"
-        )
-
-
-class LinearCrossEntropyHead(nn.Linear):
-    """A model's head: an nn.Linear whose call with labels gives the loss, without them the logits.
-
-    Both go through the Module's call, so that its hooks (FSDP, ZeRO, adapters) fire, and its
-    state_dict is that of the nn.Linear it replaces. The logits are those of the nn.Linear: before
-    logit_scale, softcap and temperature.
-
-    Args:
-        in_features, out_features, bias, device, dtype: as nn.Linear.
-        class_weight: a factor for each class, shape (out_features,), kept as a buffer that is not
-            saved, or None.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift,
-            valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
-            `linear_cross_entropy`.
-
-    Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
-    (..., V).
-    """
-
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        bias=True,
-        device=None,
-        dtype=None,
-        *,
-        class_weight=None,
-        reduction="mean",
-        ignore_index=-100,
-        label_smoothing=0.0,
-        softcap=None,
-        logit_scale=1.0,
-        temperature=1.0,
-        z_loss=0.0,
-        shift=0,
-        valid_vocab=None,
-        accum_dtype=None,
-        logits_dtype=None,
-        save="auto",
-        max_memory=None,
-        accumulate_into=None,
-    ):
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.register_buffer("class_weight", class_weight, persistent=False)
-        _keep_options(
-            self,
-            out_features,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            z_loss=z_loss,
-            shift=shift,
-            valid_vocab=valid_vocab,
-            accum_dtype=accum_dtype,
-            logits_dtype=logits_dtype,
-            save=save,
-            max_memory=max_memory,
-            accumulate_into=accumulate_into,
-        )
-
-    def forward(self, input, labels=None, **options):
-        """The loss of `input` with `labels`, or the logits when there are none; `options` of
-        `linear_cross_entropy` are for this call (token_weight, num_items, return_lse ...)."""
-        if labels is None:
-            return F.linear(input, self.weight, self.bias)
-        return _loss_of(self, input, self, labels, self.class_weight, options)
-
-    def extra_repr(self):
-        return f"{super().extra_repr()}{_describe_options(self)}"

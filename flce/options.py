@@ -512,14 +512,14 @@ def refuse_vmap(*args, **kwargs):
     )
 
 
-def _transforms_are_on():
+def transforms_are_on():
     dual_level = getattr(torch.autograd.forward_ad, "_current_level", 0)
     return dual_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def refuse_transforms(*tensors):
     """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use."""
-    if not _transforms_are_on() or is_compiling():
+    if not transforms_are_on() or is_compiling():
         return
     for tensor in tensors:
         if tensor is None:
