@@ -133,25 +133,25 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
   return best;
 }
 
-/* What depends on the chunks' size in the time of all of them, in multiply-adds: dX's products and
- * the small passes around all three, 50 us a chunk on an H200. */
-static double chunks_effort(const flce_problem* problem, const flce_facts* facts,
-                            int64_t chunk_rows) {
-  const double kOfChunk = 0x1p34;
-  int64_t chunks = ceil_div(problem->rows, chunk_rows);
-  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
-  double dx = (double)(chunks - 1) * dx_effort(problem, facts, chunk_rows) +
-              dx_effort(problem, facts, last);
-  return dx * (double)(facts->multiprocessors * problem->vocab) + (double)chunks * kOfChunk;
-}
-
 /* What bounds a loop's chunks. */
 typedef struct chunk_limits {
   int64_t row_bytes; /* of a chunk's row in the budget */
   int64_t most;      /* rows of a chunk, whatever the budget */
   int64_t tile_rows; /* that the loop's kernels take at a time */
   bool makes_dx;     /* in the loop, by tiles as dx_effort has them */
+  double effort;     /* of a chunk's small passes, in multiply-adds */
 } chunk_limits;
+
+/* What depends on the chunks' size in the time of all of them, in multiply-adds: dX's products and
+ * what each chunk takes beside products. */
+static double chunks_effort(const flce_problem* problem, const flce_facts* facts,
+                            const chunk_limits* limits, int64_t chunk_rows) {
+  int64_t chunks = ceil_div(problem->rows, chunk_rows);
+  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
+  double dx = (double)(chunks - 1) * dx_effort(problem, facts, chunk_rows) +
+              dx_effort(problem, facts, last);
+  return dx * (double)(facts->multiprocessors * problem->vocab) + (double)chunks * limits->effort;
+}
 
 /* Rows of about equal chunks, at least `chunks` of them, in whole tiles. */
 static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
@@ -160,16 +160,16 @@ static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t
 
 /* Chunks that fill the device better than the largest, where there are such: at most twice as many.
  */
-static int64_t fill_waves(const flce_problem* problem, const flce_facts* facts, int64_t tile,
-                          int64_t fewest_chunks) {
+static int64_t fill_waves(const flce_problem* problem, const flce_facts* facts,
+                          const chunk_limits* limits, int64_t tile, int64_t fewest_chunks) {
   const int64_t kMostTried = 64; /* a plan is made in each call */
   int64_t best = equal_chunks(problem, fewest_chunks, tile), last = best;
-  double least = chunks_effort(problem, facts, best);
+  double least = chunks_effort(problem, facts, limits, best);
   for (int64_t more = 1; more <= min64(fewest_chunks, kMostTried); more++) {
     int64_t rows = equal_chunks(problem, fewest_chunks + more, tile);
     if (rows == last) continue;
     last = rows;
-    double effort = chunks_effort(problem, facts, rows);
+    double effort = chunks_effort(problem, facts, limits, rows);
     if (effort < least) best = rows, least = effort;
   }
   return best;
@@ -193,8 +193,8 @@ static flce_status fit_chunks(const flce_problem* problem, const flce_facts* fac
   if (fit >= limits.tile_rows) tile = limits.tile_rows;
   int64_t fewest = ceil_div(problem->rows, fit / tile * tile);
   bool waves = limits.makes_dx && facts->multiprocessors > 0 && tile >= TILE_ROWS;
-  *chunk_rows =
-      waves ? fill_waves(problem, facts, tile, fewest) : equal_chunks(problem, fewest, tile);
+  *chunk_rows = waves ? fill_waves(problem, facts, &limits, tile, fewest)
+                      : equal_chunks(problem, fewest, tile);
   *chunks = ceil_div(problem->rows, *chunk_rows);
   return FLCE_OK;
 }
@@ -204,13 +204,22 @@ static bool only_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
 }
 
+/* The small passes around a chunk's products take 50 us on an H200; a product of dW that makes db's
+ * sums does not hide that it reads and writes dW, 4 bytes an element at 80 multiply-adds each. */
+static double effort_of_chunk(const flce_problem* problem, const flce_plan* plan) {
+  double passes = 0x1p34;
+  double weight = (double)(problem->vocab * problem->hidden) * 4.0 * 80.0;
+  return plan->weight_parts > 0 ? passes + weight : passes;
+}
+
 /* Of the forward's loop. */
 static chunk_limits forward_limits(const flce_problem* problem, const flce_facts* facts,
                                    const flce_plan* plan, bool makes_dx) {
   chunk_limits limits = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
                          .most = INT64_MAX,
                          .tile_rows = TILE_ROWS,
-                         .makes_dx = makes_dx && plan->save == FLCE_SAVE_GRADS};
+                         .makes_dx = makes_dx && plan->save == FLCE_SAVE_GRADS,
+                         .effort = effort_of_chunk(problem, plan)};
   if (!plan->fuses_rows) return limits;
   limits.tile_rows = facts->product_tile_rows;
   if (!only_statistics(plan)) return limits;
@@ -231,7 +240,10 @@ static flce_status choose_chunks(const flce_problem* problem, const flce_facts* 
     plan->chunks = problem->rows > 0;
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
-  chunk_limits limits = {.most = INT64_MAX, .tile_rows = TILE_ROWS, .makes_dx = makes_dx};
+  chunk_limits limits = {.most = INT64_MAX,
+                         .tile_rows = TILE_ROWS,
+                         .makes_dx = makes_dx,
+                         .effort = effort_of_chunk(problem, plan)};
   if (plan->save == FLCE_SAVE_STATS) {
     limits.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
     return fit_chunks(problem, facts, limits, &plan->backward_chunk_rows, &plan->backward_chunks);

@@ -67,6 +67,7 @@ template <typename Out, typename In, typename S>
 __global__ void scale_elements(Out* out, const In* in, const S* grad_output, const S* scalars,
                                int64_t count, bool aligned) {
   constexpr int N = 8;
+  follow_kernels();
   S factor = grad_output[0];
   if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[FLCE_SCALAR_UNIT];
   if ((const void*)out == (const void*)in && factor == 1) return;
@@ -130,12 +131,13 @@ flce_status cuda_scale_grad(void* self, void* out, flce_dtype out_dtype, const v
   const int64_t needed = ceil_div(count, (int64_t)kThreads * 8);
   const unsigned blocks = (unsigned)min_of(needed, (int64_t)processors * (2048 / kThreads));
   const bool aligned = both_aligned(out, in);
-  FLCE_WITH_STAT(stat, S, FLCE_WITH_TYPE(out_dtype, Out, FLCE_WITH_TYPE(in_dtype, In, {
-                                           scale_elements<<<blocks, kThreads, 0, stream_of(self)>>>(
-                                               (Out*)out, (const In*)in, (const S*)grad_output,
-                                               (const S*)scalars, count, aligned);
-                                         })));
-  FLCE_LAUNCHED("scale_grad");
+  FLCE_WITH_STAT(stat, S,
+                 FLCE_WITH_TYPE(out_dtype, Out, FLCE_WITH_TYPE(in_dtype, In, {
+                                  FLCE_TRY(launch_next(self, scale_elements<Out, In, S>, blocks,
+                                                       kThreads, "scale_grad", (Out*)out,
+                                                       (const In*)in, (const S*)grad_output,
+                                                       (const S*)scalars, count, aligned));
+                                })));
   return FLCE_OK;
 }
 
@@ -145,6 +147,7 @@ flce_status cuda_scale_grad(void* self, void* out, flce_dtype out_dtype, const v
 template <typename S, int N>
 __global__ void scale_rows(void* out, const void* x, flce_dtype dtype, const S* coef,
                            const int64_t* index, int64_t hidden) {
+  follow_kernels();
   const int64_t i = index ? index[blockIdx.x] : blockIdx.x;
   const S c = i < 0 ? (S)0 : coef ? coef[i] : (S)1;
   for (int64_t h = (int64_t)threadIdx.x * N; h < hidden; h += (int64_t)blockDim.x * N) {
@@ -184,6 +187,7 @@ __device__ __forceinline__ void add_target_terms(const grad_input_args& p, int64
 
 template <typename S, int N>
 __global__ void finish_grad_input(const __grid_constant__ grad_input_args p, const S* wsum) {
+  follow_kernels();
   const Place place = place_of(p.r, blockIdx.x);
   if (place.kind == kRowAbsent) return;
   for (int64_t h = (int64_t)threadIdx.x * N; h < p.hidden; h += (int64_t)blockDim.x * N) {
@@ -221,10 +225,9 @@ flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dty
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
     auto kernel = aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
-    kernel<<<(unsigned)rows, threads, 0, stream_of(self)>>>(out, x, dtype, (const S*)coef, index,
-                                                            hidden);
+    FLCE_TRY(launch_next(self, kernel, (unsigned)rows, threads, "scale_rows", out, x, dtype,
+                         (const S*)coef, index, hidden));
   });
-  FLCE_LAUNCHED("scale_rows");
   return FLCE_OK;
 }
 
@@ -241,9 +244,9 @@ flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, co
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
     auto kernel = aligned ? finish_grad_input<S, 8> : finish_grad_input<S, 1>;
-    kernel<<<(unsigned)r->rows, threads, 0, stream_of(self)>>>(args, (const S*)wsum);
+    FLCE_TRY(launch_next(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args,
+                         (const S*)wsum));
   });
-  FLCE_LAUNCHED("finish_grad_input");
   return FLCE_OK;
 }
 

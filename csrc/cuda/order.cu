@@ -227,6 +227,7 @@ template <typename X, int N>
 __global__ void __launch_bounds__(kSliceThreads)
     finish_touched_rows(const __grid_constant__ grad_weight_args p) {
   using S = stat_t<X>;
+  follow_kernels();
   const int64_t begin = blockIdx.x;
   const uint32_t j = p.keys[begin];
   if (j >= p.vocab || (begin > 0 && p.keys[begin - 1] == j)) return;
@@ -297,7 +298,8 @@ static flce_status launch_grad_weight(void* self, const grad_weight_args& args, 
   const int64_t blocks = slices * ceil_div(args.vocab, kStripeRows);
   FLCE_TRY(check_grid(all_rows ? blocks : tokens, "finish_grad_weight"));
   if (!all_rows) {
-    finish_touched_rows<X, N><<<touched, kSliceThreads, 0, stream_of(self)>>>(args);
+    return launch_next(self, finish_touched_rows<X, N>, touched, kSliceThreads,
+                       "finish_grad_weight", args);
   } else if (flce_size_of(args.accum_dtype) == (int64_t)sizeof(X)) {
     finish_all_rows<X, X, N>
         <<<(unsigned)blocks, kSliceThreads, 0, stream_of(self)>>>(args, (int)slices);

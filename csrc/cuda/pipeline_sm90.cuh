@@ -151,20 +151,22 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 struct Launch {
   cudaLaunchConfig_t config;
-  cudaLaunchAttribute cluster;
+  cudaLaunchAttribute attributes[2];
 };
 
 static inline void set_launch(Launch* launch, int bytes, int clusters, void* stream) {
   *launch = {};
-  launch->cluster.id = cudaLaunchAttributeClusterDimension;
-  launch->cluster.val.clusterDim.x = kCluster;
-  launch->cluster.val.clusterDim.y = launch->cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute* cluster = &launch->attributes[0];
+  cluster->id = cudaLaunchAttributeClusterDimension;
+  cluster->val.clusterDim.x = kCluster;
+  cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+  launch->attributes[1] = following(1);
   launch->config.gridDim = dim3(clusters * kCluster);
   launch->config.blockDim = dim3(kBlockThreads);
   launch->config.dynamicSmemBytes = bytes;
   launch->config.stream = (cudaStream_t)stream;
-  launch->config.attrs = &launch->cluster;
-  launch->config.numAttrs = 1;
+  launch->config.attrs = launch->attributes;
+  launch->config.numAttrs = 2;
 }
 
 /* Clusters of a kernel that a device holds at a time, kept in known[device]; 0 there until asked.

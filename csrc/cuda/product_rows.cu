@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     place_offsets(const __grid_constant__ flce_rows r, const product_shape shape,
                   const product_scratch s, float scale, const __nv_bfloat16* x,
                   const __nv_bfloat16* w) {
+  follow_kernels();
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
   if (blockIdx.x == 0) {
@@ -136,6 +137,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
     sum_tiles(const __grid_constant__ row_args p, const product_shape shape,
               const product_scratch s, int tiles) {
   __shared__ double scratch[kSumWarps][kSumRows];
+  follow_kernels();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
   const double rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
   const double gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
@@ -273,9 +275,9 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   const row_args args = make_args(r);
   const product_shape shape = shape_of(g, r, args);
   const product_scratch s = place_scratch(scratch, r);
-  place_offsets<<<(unsigned)ceil_div(r->rows, kDotWarps), kDotWarps * kWarp, 0, stream_of(self)>>>(
-      *r, shape, s, shape.scale, (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b);
-  FLCE_LAUNCHED("place_offsets");
+  FLCE_TRY(launch_next(self, place_offsets, (unsigned)ceil_div(r->rows, kDotWarps),
+                       kDotWarps * kWarp, "place_offsets", *r, shape, s, shape.scale,
+                       (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b));
   for (int repeat = 0; repeat < 2; repeat++) {
     FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, &shape, &s, g->a, g->b, r->out,
                                  r->out_pitch, repeat));
@@ -283,7 +285,6 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   const int tiles = (int)tiles_of(r->vocab);
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
   const auto kernel = shape.general ? sum_tiles<kGeneral> : sum_tiles<kPlain>;
-  kernel<<<blocks, kSumRows * kSumWarps, 0, stream_of(self)>>>(args, shape, s, tiles);
-  FLCE_LAUNCHED("sum_tiles");
-  return FLCE_OK;
+  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", args, shape, s,
+                     tiles);
 }

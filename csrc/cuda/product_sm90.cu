@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                  const __grid_constant__ CUtensorMap w_map,
                  const __grid_constant__ CUtensorMap e_map,
                  const __grid_constant__ product_args p) {
+  follow_kernels();
   if (REPEAT && p.scratch.redo[0] == 0) return;
   const Ring ring = open_ring<STORE>();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);

@@ -82,6 +82,7 @@ template <typename S>
 __global__ void __launch_bounds__(kSumThreads)
     reduce_values(S* out, const S* values, int64_t count, const S* factor) {
   __shared__ double scratch[kMaxWarps];
+  follow_kernels();
   double sum = 0;
   for (int64_t i = threadIdx.x; i < count; i += kSumThreads) sum += (double)values[i];
   sum = block_sum(sum, scratch);
@@ -99,10 +100,9 @@ flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_ten
 flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
                         const void* factor, flce_dtype stat) {
   FLCE_WITH_STAT(stat, S, {
-    reduce_values<<<1, kSumThreads, 0, stream_of(self)>>>((S*)out, (const S*)values, count,
-                                                          (const S*)factor);
+    FLCE_TRY(launch_next(self, reduce_values<S>, 1, kSumThreads, "reduce", (S*)out,
+                         (const S*)values, count, (const S*)factor));
   });
-  FLCE_LAUNCHED("reduce");
   return FLCE_OK;
 }
 
@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(kVectorThreads)
     row_coefficients(const __grid_constant__ flce_rows r,
                      const __grid_constant__ flce_upstream upstream, double scale, const S* factor,
                      S* coef) {
+  follow_kernels();
   const int64_t row = (int64_t)blockIdx.x * kVectorThreads + threadIdx.x;
   if (row >= r.rows) return;
   const Place place = place_of(r, row);
@@ -178,10 +179,9 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_ups
   FLCE_TRY(check_grid(blocks, "row_coefficients"));
   const double scale = r->options.logit_scale / r->options.temperature;
   FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
-    row_coefficients<<<(unsigned)blocks, kVectorThreads, 0, stream_of(self)>>>(
-        *r, *upstream, scale, (const S*)factor, (S*)coef);
+    FLCE_TRY(launch_next(self, row_coefficients<S>, (unsigned)blocks, kVectorThreads,
+                         "row_coefficients", *r, *upstream, scale, (const S*)factor, (S*)coef));
   });
-  FLCE_LAUNCHED("row_coefficients");
   return FLCE_OK;
 }
 

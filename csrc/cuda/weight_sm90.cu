@@ -296,6 +296,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / (kGroupThreads / 32);
   const int rank = sm90::cluster_rank();
+  follow_kernels();
   /* One at least, of zeros where no row is present: dW is made of something. */
   const int steps = max(1, runs_present(p.index, kDepth, p.depth_steps));
   init_barriers(ring, 1 + kSumWarps);
