@@ -168,7 +168,7 @@ __device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tok
 
 /* ---- dW ---- */
 
-enum { kSliceThreads = 128, kStripeRows = 64, kBatch = 4 };
+enum { kSliceThreads = 128, kStripeRows = 64, kTokenBatch = 4, kRowBatch = 2 };
 
 typedef struct grad_weight_args {
   void* dw;
@@ -186,18 +186,18 @@ typedef struct grad_weight_args {
 template <typename X, int N, typename S = stat_t<X>>
 __device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t begin, int64_t end,
                                            int64_t h, S (&sum)[N]) {
-  for (int64_t first = begin; first < end; first += kBatch) {
+  for (int64_t first = begin; first < end; first += kTokenBatch) {
     /* All loads before the first conversion: the rows lie anywhere, so each waits its full time. */
-    S coef[kBatch];
-    Vec<X, N> raw[kBatch];
+    S coef[kTokenBatch];
+    Vec<X, N> raw[kTokenBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; b++) {
+    for (int b = 0; b < kTokenBatch; b++) {
       const int64_t token = p.tokens[first + b < end ? first + b : begin];
       coef[b] = ((const S*)p.coef_target)[token];
       load_vec<false>((const X*)p.x + token * p.hidden + h, raw[b]);
     }
 #pragma unroll
-    for (int b = 0; b < kBatch; b++) {
+    for (int b = 0; b < kTokenBatch; b++) {
       if (first + b >= end) break;
       S v[N];
       unpack(raw[b], v);
@@ -241,12 +241,12 @@ __global__ void __launch_bounds__(kSliceThreads)
   finish_elements<X, N>(p, j, begin, end, h, none, v);
 }
 
-/* Elements [h, h + N) of kBatch rows from `first` on; beyond the vocabulary those of `first`. */
+/* Elements [h, h + N) of kRowBatch rows from `first` on; beyond the vocabulary those of `first`. */
 template <typename A, int N>
 __device__ __forceinline__ void load_rows(const grad_weight_args& p, int64_t first, int64_t h,
-                                          Vec<A, N> (&raw)[kBatch]) {
+                                          Vec<A, N> (&raw)[kRowBatch]) {
 #pragma unroll
-  for (int b = 0; b < kBatch; b++) {
+  for (int b = 0; b < kRowBatch; b++) {
     const int64_t j = first + b < p.vocab ? first + b : first;
     load_vec<true>((const A*)p.accum + j * p.hidden + h, raw[b]);
   }
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kSliceThreads)
   __shared__ int64_t bounds[kStripeRows + 1];
   const int64_t stripe = (int64_t)(blockIdx.x / slices) * kStripeRows;
   const int64_t h = ((int64_t)(blockIdx.x % slices) * kSliceThreads + threadIdx.x) * N;
-  Vec<A, N> raw[kBatch];
+  Vec<A, N> raw[kRowBatch];
   if (h < p.hidden) load_rows(p, stripe, h, raw);
   if (threadIdx.x <= kStripeRows) {
     bounds[threadIdx.x] = lower_bound(p.keys, p.count, (uint32_t)(stripe + threadIdx.x));
@@ -273,12 +273,12 @@ __global__ void __launch_bounds__(kSliceThreads)
 #pragma unroll
   for (int e = 0; p.xsum && e < N; e++) xsum[e] = ((const S*)p.xsum)[h + e];
 #pragma unroll 1
-  for (int first = 0; first < kStripeRows && stripe + first < p.vocab; first += kBatch) {
-    const int64_t next = stripe + first + kBatch;
-    Vec<A, N> ahead[kBatch];
-    if (first + kBatch < kStripeRows && next < p.vocab) load_rows(p, next, h, ahead);
+  for (int first = 0; first < kStripeRows && stripe + first < p.vocab; first += kRowBatch) {
+    const int64_t next = stripe + first + kRowBatch;
+    Vec<A, N> ahead[kRowBatch];
+    if (first + kRowBatch < kStripeRows && next < p.vocab) load_rows(p, next, h, ahead);
 #pragma unroll
-    for (int b = 0; b < kBatch; b++) {
+    for (int b = 0; b < kRowBatch; b++) {
       const int r = first + b;
       if (stripe + r >= p.vocab) break;
       S v[N];

@@ -1,0 +1,96 @@
+"""Rows that Hopper's kernels pass over without a bound: outputs, graphs, memory, another kernel."""
+
+import cases
+import pytest
+import torch
+from test_cuda import captured
+from test_fused import BF16, draw, pytestmark  # noqa: F401  a mark of this module, too
+
+import flce
+
+TOKENS, HIDDEN, VOCAB = 3000, 128, 50257  # enough logits for rows to be found
+
+
+def draw_masked(valid, seed=0):
+    x, w, y = draw(TOKENS, HIDDEN, VOCAB)
+    random = torch.Generator(device="cuda").manual_seed(seed)
+    kept = torch.randperm(TOKENS, generator=random, device="cuda")[:valid].sort().values
+    masked = torch.full_like(y, -100)
+    masked[kept] = y[kept]
+    return x.requires_grad_(), w.requires_grad_(), masked, kept
+
+
+def true_outputs(x, w, y, kept):
+    """Differentiable, float64, of the kept rows."""
+    logits = x[kept].double() @ w.double().T
+    lse = logits.logsumexp(-1)
+    p = (logits - lse[:, None]).exp()
+    loss = lse - logits.gather(1, y[kept][:, None])[:, 0]
+    return loss, lse, lse - (p * logits).sum(-1), logits.argmax(-1)
+
+
+@pytest.mark.parametrize("save", ["auto", "logits", "stats"])
+@pytest.mark.parametrize("valid", [1, 700, 1024])
+def test_outputs_and_their_gradients(save, valid):
+    x, w, y, kept = draw_masked(valid)
+    wanted = {"return_lse": True, "return_entropy": True, "return_predictions": True}
+    out = flce.linear_cross_entropy(x, w, y, reduction="none", save=save, **wanted)
+    loss, lse, entropy, top = true_outputs(x, w, y, kept)
+    others = torch.ones(TOKENS, dtype=torch.bool, device="cuda")
+    others[kept] = False
+    for ours, theirs in ((out.loss, loss), (out.lse, lse), (out.entropy, entropy)):
+        torch.testing.assert_close(ours[kept].double(), theirs, rtol=1e-5, atol=1e-4)
+        assert not ours[others].any()
+    assert torch.equal(out.predictions[kept], top) and (out.predictions[others] == -1).all()
+
+    def gradients(loss, lse, entropy):
+        total = loss.double().sum() + 0.5 * lse.double().sum() - 0.25 * entropy.double().sum()
+        return torch.autograd.grad(total / valid, (x, w))
+
+    made = gradients(out.loss, out.lse, out.entropy)
+    assert not made[0][others].any()
+    for ours, theirs in zip(made, gradients(loss, lse, entropy), strict=True):
+        assert cases.relative_error(ours, theirs.double()) <= 6e-3
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_graphs_count_anew(save):
+    """What a replay skips follows the targets of that replay."""
+    x, w, y, _ = draw_masked(900)
+
+    def step():
+        loss = flce.linear_cross_entropy(x, w, y, save=save, max_memory="64MiB")
+        return loss, *torch.autograd.grad(loss, (x, w))
+
+    graph, static = captured(step)
+    for seed, valid in enumerate((900, 3000, 0, 1, 2049)):
+        y.copy_(draw_masked(valid, seed)[2])
+        graph.replay()
+        for value, expected in zip(static, step(), strict=True):
+            assert torch.equal(value, expected), valid
+
+
+@pytest.mark.parametrize("save", ["logits", "stats"])
+@pytest.mark.parametrize("kernels", [("auto", "gemm"), ("gemm", "auto")])
+def test_the_backward_may_have_another_kernel(monkeypatch, save, kernels):
+    x, w, y, kept = draw_masked(700)
+    monkeypatch.setenv("FLCE_KERNEL", kernels[0])
+    loss = flce.linear_cross_entropy(x, w, y, save=save)
+    monkeypatch.setenv("FLCE_KERNEL", kernels[1])
+    made = torch.autograd.grad(loss, (x, w))
+    expected = torch.autograd.grad(true_outputs(x, w, y, kept)[0].mean(), (x, w))
+    for ours, theirs in zip(made, expected, strict=True):
+        assert cases.relative_error(ours, theirs.double()) <= 6e-3
+
+
+@pytest.mark.parametrize("hidden", [128, 4096])
+def test_the_peak_without_gradients(hidden):
+    """The copy of the valid rows of x is small, and the plan has it."""
+    tokens = 12000
+    x, w, y = draw(tokens, hidden, VOCAB)
+    no_gradients = {"grad_input": False, "grad_weight": False}
+    plan = flce.plan(tokens, hidden, VOCAB, dtype=BF16, device="cuda", **no_gradients)
+    with torch.no_grad():
+        peak = cases.peak_bytes(lambda: flce.linear_cross_entropy(x, w, y), "cuda")
+    assert peak <= 1.02 * plan.forward_peak_bytes + (2 << 20)
+    assert plan.buffers["gathered_x"] <= 4096 * hidden * 2
