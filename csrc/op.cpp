@@ -271,7 +271,7 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
   check(flce_forward(device.table(), &problem, &plan, tensors));
   return std::tuple_cat(
       std::make_tuple(outputs.loss, outputs.stats, outputs.scalars, predictions_of(outputs, device),
-                      or_empty(saved, device, plan.saved_dtype)),
+                      or_empty(saved, device, plan.dtype)),
       complete(gradients, device, plan));
 }
 

@@ -190,7 +190,7 @@ static flce_status fit_chunks(const flce_problem* problem, const flce_facts* fac
   int64_t tile = 1;
   if (fit >= SMALL_TILE_ROWS) tile = SMALL_TILE_ROWS;
   if (fit >= TILE_ROWS) tile = TILE_ROWS;
-  if (fit >= limits.tile_rows) tile = limits.tile_rows;
+  if (limits.tile_rows > tile && fit >= limits.tile_rows) tile = limits.tile_rows;
   int64_t fewest = ceil_div(problem->rows, fit / tile * tile);
   bool waves = limits.makes_dx && facts->multiprocessors > 0 && tile >= TILE_ROWS;
   *chunk_rows = waves ? fill_waves(problem, facts, &limits, tile, fewest)

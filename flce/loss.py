@@ -198,9 +198,10 @@ def linear_cross_entropy(
         *(valid_bound, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
         *(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
     )
-    traced = _is_traced()
-    if not traced:
-        call = repeat.find(tensors, given, max_memory)
+    looks = None
+    if not _is_traced() and _needs_its_looks_alone(given):
+        looks = repeat.look(*tensors, max_memory)
+        call = repeat.find(looks, given)
         if call is not None:
             return composite.computed(call, tensors)[0]
     settings = dict(zip(_OPTIONS, given, strict=True), linear_bias=linear_bias)
@@ -220,10 +221,10 @@ def linear_cross_entropy(
         settings["valid_bound"] = _count_valid(target, settings)
     elif isinstance(valid_bound, str):
         raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
-    if traced or not _stands_for_others(given):
+    if looks is None:
         return _call("linear_cross_entropy", tensors[:3], settings, wanted)
     call, prepared = composite.linear_call(wanted, *tensors[:3], **settings)
-    repeat.keep(call, tensors, given, max_memory)
+    repeat.keep(looks, given, call)
     return composite.computed(call, *prepared)[0]
 
 
@@ -233,15 +234,17 @@ DEFAULTS = {
 }
 _OPTIONS = tuple(DEFAULTS)[4:]
 _RETURNS = tuple(f"return_{output}" for output in composite.Wanted._fields)
-# What is more than a part of a call's signature.
-_BESIDE = {"options", "num_items", "shift", "cu_seqlens", "valid_bound", "accumulate_into"}
+# What is more than a part of a call's signature: its place in _OPTIONS, and the default.
+_BESIDE = [
+    (_OPTIONS.index(name), DEFAULTS[name])
+    for name in ("options", "num_items", "shift", "cu_seqlens", "valid_bound", "accumulate_into")
+    + _RETURNS
+]
 
 
-def _stands_for_others(given):
-    """Whether a call that looks the same needs nothing but this one's signature."""
-    beside = _BESIDE.union(_RETURNS)
-    pairs = zip(_OPTIONS, given, strict=True)
-    return all(value is DEFAULTS[name] for name, value in pairs if name in beside)
+def _needs_its_looks_alone(given):
+    """Whether a call that looks the same takes the same way, whatever its tensors hold."""
+    return all(given[place] is default for place, default in _BESIDE)
 
 
 def _apply_torch_options(settings, options, linear_weight):

@@ -217,3 +217,8 @@ class LinearCrossEntropyHead(nn.Linear):
 
     def extra_repr(self):
         return f"{super().extra_repr()}{_describe_options(self)}"
+
+
+# A pickle names the package, not the file that holds the class today.
+for _module in (LinearCrossEntropyLoss, LinearCrossEntropyHead):
+    _module.__module__ = "flce"

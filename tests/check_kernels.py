@@ -2,7 +2,9 @@
 
 ptxas may have no numbered remark: those say that products wait for each other, or that registers
 were not handed over. A kernel may use no local memory but what LOCAL_BYTES grants it, and each
-kernel of csrc/cuda/*_sm90.cu has to multiply by HGMMA. Exit status 1 if one does not hold.
+kernel of csrc/cuda/*_sm90.cu has to multiply by HGMMA. A kernel that may begin while the one before
+it ends (launch_next, or a launch with can_follow) waits for that one before it touches global
+memory, branches or ends. Exit status 1 if one does not hold.
 """
 
 import os
@@ -27,6 +29,7 @@ LOCAL_BYTES = {
     "product_sm90<(Kind)4, true, false>": 344,
     "product_sm90<(Kind)4, true, true>": 360,
     "finish_touched_rows<double, 8>": 64,
+    "finish_all_rows<double, double, 1>": 40,
 }
 REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
 PROPERTIES = re.compile(
@@ -34,6 +37,14 @@ PROPERTIES = re.compile(
     r" +(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
 CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
+# Launched so that they may begin while the kernel before them ends.
+FOLLOWING = {
+    *("place_offsets", "sum_tiles", "row_coefficients", "reduce_values", "scale_rows"),
+    *("finish_grad_input", "scale_elements", "finish_touched_rows", "product_sm90", "weight_sm90"),
+}
+WAITS = re.compile(r"\bACQBULK\b")
+TOUCHES = re.compile(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|UTMALDG|UTMASTG|UBLKCP|EXIT|BRA)\b")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +([^;]+);")
 
 
 def plain(text):
@@ -58,10 +69,35 @@ def faults_of(report):
     ]
 
 
-def multiplying(listing):
-    """The mangled names of the kernels that have HGMMA, from nvdisasm's listing."""
+def codes(listing):
+    """(mangled name, machine code) of each kernel in nvdisasm's listing."""
     _, *parts = CODE.split(listing)
-    return [name for name, code in zip(parts[::2], parts[1::2], strict=True) if "HGMMA" in code]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def follows_well(name, code):
+    """Whether a kernel waits for the one before it in time, if and only if it is one to follow."""
+    instructions = INSTRUCTION.findall(code)
+    waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
+    if re.sub(r"[<(].*", "", name).split(" ")[-1] not in FOLLOWING:
+        return not waits
+    touches = [at for at, text in enumerate(instructions) if TOUCHES.search(text)]
+    return len(waits) == 1 and all(waits[0] < at for at in touches)
+
+
+def faults_of_code(listing, multiplies):
+    """What the machine code of a source lacks; `multiplies`: whether it has to by HGMMA."""
+    kernels = codes(listing)
+    faults = []
+    for mangled, code in kernels:
+        name = plain(mangled)
+        if multiplies and "HGMMA" not in code:
+            faults.append(f"{name}: no HGMMA in its machine code")
+        if not follows_well(name, code):
+            faults.append(
+                f"{name}: it waits for the kernel before it too late, or never, or in vain"
+            )
+    return faults
 
 
 def check(source, command, nvdisasm, folder):
@@ -73,10 +109,9 @@ def check(source, command, nvdisasm, folder):
     if run.returncode:
         return [], [f"{source}: nvcc failed\n{report}"]
     kernels, faults = list(local_bytes(report)), faults_of(report)
-    if nvdisasm and source.endswith("_sm90.cu"):
+    if nvdisasm:
         run = subprocess.run([nvdisasm, cubin], check=True, stdout=subprocess.PIPE, text=True)
-        have = plain("\n".join(multiplying(run.stdout))).split("\n")
-        faults += [f"{name}: no HGMMA in its machine code" for name in kernels if name not in have]
+        faults += faults_of_code(run.stdout, source.endswith("_sm90.cu"))
     return kernels, [f"{source}: {fault}" for fault in faults]
 
 
@@ -108,7 +143,7 @@ def main():
     for fault in faults or gone:
         print("kernels:", fault)
     print(f"kernels: {len(kernels)} for sm_90, {len(faults or gone)} faults;", end=" ")
-    print(f"HGMMA by {nvdisasm}" if nvdisasm else "no nvdisasm here, so HGMMA was NOT looked for")
+    print(f"machine code by {nvdisasm}" if nvdisasm else "no nvdisasm: code was NOT looked at")
     return bool(faults or gone)
 
 

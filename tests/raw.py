@@ -20,11 +20,12 @@ def settings(
     wants_predictions=False,
     max_memory=1 << 20,
     grads=(True, True, False),
+    dtype=torch.float32,
 ):
-    """OPTIONS and allow_tf32, for float32 operands."""
+    """OPTIONS and allow_tf32, for operands of `dtype` and float32 logits."""
     loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
     outputs = (valid_vocab, rows, wants_entropy, wants_predictions)
-    return (*loss, *outputs, *(torch.float32,) * 3, save, max_memory, *grads, False)
+    return (*loss, *outputs, dtype, dtype, torch.float32, save, max_memory, *grads, False)
 
 
 def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **rest):

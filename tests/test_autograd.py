@@ -249,6 +249,10 @@ def opcheck_forward(device):
     yield raw.forward(x, w, target, "logits", **{**options, "softcap": 5.0}), {}
     one = {"reduction": "none", "label_smoothing": 0.1, "grads": (True, False, False)}
     yield raw.forward(x, w, target, "logits", **one), {}
+    # No E: the logits, had they been kept, would have another dtype than the operands.
+    soft = torch.softmax(torch.randn(len(target), len(w), device=device), -1).to(torch.bfloat16)
+    narrow = (tensor.detach().to(torch.bfloat16) for tensor in (x, w))
+    yield raw.forward(*narrow, soft, "stats", dtype=torch.bfloat16, grads=(False,) * 3), {}
     x, w, b = (tensor.detach() for tensor in (x, w, b))
     outputs = {"wants_entropy": True, "wants_predictions": True, "grads": (False, False, False)}
     yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}

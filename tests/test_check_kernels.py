@@ -1,5 +1,7 @@
 """The checks of check_kernels.py on reports as ptxas and nvdisasm write them."""
 
+import re
+
 import check_kernels
 import pytest
 
@@ -61,13 +63,55 @@ def test_plain_names():
     assert check_kernels.local_bytes(text) == {GENERAL: 420}
 
 
+def listed(name, *instructions):
+    lines = "".join(f" /*{at:03x}0*/ {text} ;\n" for at, text in enumerate(instructions))
+    return f'\t.section\t.text.{name},"ax",@progbits\n.text.{name}:\n{lines}'
+
+
+LOAD, STORE, WAIT = "LDG.E R3, desc[UR4][R2.64]", "STG.E desc[UR4][R2.64], R3", "ACQBULK"
+HGMMA = "HGMMA.64x192x16.F32.BF16 R24, gdesc[UR20], R24"
+
+
 def test_multiplying():
-    listing = (
-        '\t.section\t.nv.info.f,"",@"SHT_CUDA_INFO"\n'
-        '\t.section\t.text.f,"ax",@progbits\n.text.f:\n /*0010*/ FFMA R1, R2, R3, R1 ;\n'
-        f'\t.section\t.text.{MANGLED},"ax",@progbits\n.text.{MANGLED}:\n'
-        " /*0c90*/ HGMMA.64x192x16.F32.BF16 R24, gdesc[UR20], R24 ;\n"
-        '\t.section\t.text.g,"ax",@progbits\n.text.g:\n /*0010*/ HMMA.16816.F32 R4, R2, R6, R4 ;\n'
-    )
-    assert check_kernels.multiplying(listing) == [MANGLED]
-    assert check_kernels.multiplying("") == []
+    listing = '\t.section\t.nv.info.f,"",@"SHT_CUDA_INFO"\n'
+    listing += listed("f", "FFMA R1, R2, R3, R1") + listed(MANGLED, WAIT, HGMMA)
+    listing += listed("g", "HMMA.16816.F32 R4, R2, R6, R4")
+    faults = check_kernels.faults_of_code(listing, True)
+    assert faults == [f"{name}: no HGMMA in its machine code" for name in ("f", "g")]
+    assert check_kernels.faults_of_code(listing, False) == []
+    assert check_kernels.faults_of_code("", True) == []
+
+
+@pytest.mark.parametrize(
+    "name, instructions, good",
+    [
+        ("place_offsets", ("LDC R1, c[0x0][0x28]", WAIT, LOAD, STORE, "EXIT"), True),
+        ("place_offsets", (LOAD, WAIT, STORE, "EXIT"), False),
+        ("place_offsets", ("@P0 EXIT", WAIT, STORE, "EXIT"), False),
+        ("place_offsets", ("@P0 BRA 0x80", WAIT, STORE, "EXIT"), False),
+        ("place_offsets", ("UTMALDG.2D [UR8], [UR4]", WAIT, "EXIT"), False),
+        ("place_offsets", (LOAD, STORE, "EXIT"), False),
+        ("place_offsets", (WAIT, LOAD, WAIT, "EXIT"), False),
+        ("prepare_scalars", (LOAD, STORE, "EXIT"), True),
+        ("prepare_scalars", (WAIT, LOAD, STORE, "EXIT"), False),
+    ],
+)
+def test_following(name, instructions, good):
+    faults = check_kernels.faults_of_code(listed(name, *instructions), False)
+    late = f"{name}: it waits for the kernel before it too late, or never, or in vain"
+    assert faults == ([] if good else [late])
+
+
+def test_following_is_complete():
+    """Each kernel that the sources launch so is in the table."""
+    launched = set()
+    for path in (check_kernels.ROOT / "csrc" / "cuda").glob("*.cu"):
+        text = path.read_text()
+        for launch in re.finditer(r"launch_next\(\s*self,\s*(\w+)", text):
+            name = launch[1]
+            if name == "kernel":
+                *_, name = re.findall(r"kernel = \w[^;]*? ([a-z_]+)<", text[: launch.start()])
+            launched.add(name)
+        if "can_follow(" in text:
+            launched.update(re.findall(r"^    ([a-z_]+_sm90)\(const __grid", text, re.MULTILINE))
+    assert launched == check_kernels.FOLLOWING

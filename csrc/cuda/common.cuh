@@ -369,10 +369,11 @@ static inline flce_status check_grid(int64_t blocks, const char* what) {
 /* ---- kernels that follow each other closely ---- */
 
 /* From Hopper on the blocks of a launch may take their places while the kernel before it in the
- * stream ends (programmatic dependent launch): 1 us less between two small kernels. Such a kernel's
- * first statement is follow_kernels: it waits for the results of those before, and lets the next
- * one's blocks come. Without a block that waits a kernel would end before its predecessors, and the
- * kernel after it read what they have not written. */
+ * stream ends (programmatic dependent launch): 1 us less between two small kernels. In such a
+ * kernel every thread calls follow_kernels before it touches global memory or returns: it waits for
+ * the results of the kernels before, and lets the next one's blocks come. A kernel that did not
+ * wait would end before its predecessors, and the kernel after it read what they have not written.
+ * tests/check_kernels.py looks for that in the machine code. */
 __device__ __forceinline__ void follow_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -154,19 +154,20 @@ struct Launch {
   cudaLaunchAttribute attributes[2];
 };
 
-static inline void set_launch(Launch* launch, int bytes, int clusters, void* stream) {
+/* `follows`: whether it may begin while the kernel before it ends, as can_follow says. */
+static inline void set_launch(Launch* launch, int bytes, int clusters, int follows, void* stream) {
   *launch = {};
   cudaLaunchAttribute* cluster = &launch->attributes[0];
   cluster->id = cudaLaunchAttributeClusterDimension;
   cluster->val.clusterDim.x = kCluster;
   cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
-  launch->attributes[1] = following(1);
+  launch->attributes[1] = following(follows);
   launch->config.gridDim = dim3(clusters * kCluster);
   launch->config.blockDim = dim3(kBlockThreads);
   launch->config.dynamicSmemBytes = bytes;
   launch->config.stream = (cudaStream_t)stream;
   launch->config.attrs = launch->attributes;
-  launch->config.numAttrs = 2;
+  launch->config.numAttrs = 1 + (unsigned)follows;
 }
 
 /* Clusters of a kernel that a device holds at a time, kept in known[device]; 0 there until asked.
@@ -177,7 +178,7 @@ static inline flce_status clusters_at_once(const void* kernel, const char* name,
   *clusters = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
   if (*clusters > 0) return FLCE_OK;
   Launch launch;
-  set_launch(&launch, bytes, 1, NULL);
+  set_launch(&launch, bytes, 1, 0, NULL);
   FLCE_TRY(check_cuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name));
   FLCE_TRY(check_cuda(cudaOccupancyMaxActiveClusters(clusters, kernel, &launch.config), name));

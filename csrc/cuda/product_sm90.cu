@@ -324,8 +324,10 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
       make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kProductColumns / kCluster));
   e_map = x_map;
   if (store) FLCE_TRY(make_map(&e_map, e, shape->vocab, shape->rows, e_pitch, kProductRows));
+  int follows;
+  FLCE_TRY(can_follow(device, &follows));
   Launch launch;
-  set_launch(&launch, bytes, args.clusters, stream);
+  set_launch(&launch, bytes, args.clusters, follows, stream);
   void* arguments[] = {&x_map, &w_map, &e_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "product_sm90");
 }

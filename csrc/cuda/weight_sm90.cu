@@ -353,8 +353,10 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   FLCE_TRY(make_map(&e_map, g->a, g->m, g->k, g->pitch_a, kDepth / kCluster));
   FLCE_TRY(make_map(&x_map, g->b, g->n, g->k, g->pitch_b, kDepth));
   FLCE_TRY(make_map(&w_map, g->c, g->n, g->m, g->pitch_c, kWeightRows));
+  int follows;
+  FLCE_TRY(can_follow(cuda->device, &follows));
   Launch launch;
-  set_launch(&launch, kSharedBytes, args.clusters, cuda->stream);
+  set_launch(&launch, kSharedBytes, args.clusters, follows, cuda->stream);
   void* arguments[] = {&e_map, &x_map, &w_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "weight_sm90");
 }
