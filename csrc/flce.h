@@ -130,7 +130,7 @@ typedef struct flce_facts {
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
   int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where that does
                                 not serve the problem */
-  int64_t product_tile_rows; /* that product_rows takes at a time */
+  int64_t product_tile_rows; /* that product_rows takes at a time, where it serves */
   bool skips_rows; /* product_rows passes over what lies beyond the rows that compact_rows finds:
                       finding them pays, however many. By sizes and dtypes alone */
   int64_t weight_parts;         /* rows of weight_product's sums; 0 where that does not serve */

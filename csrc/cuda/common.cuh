@@ -381,14 +381,17 @@ __device__ __forceinline__ void follow_kernels() {
 #endif
 }
 
+/* Whether a device and its driver can do that. */
 static inline flce_status can_follow(int device, int* can) {
   static int known[kMaxDevices]; /* 1 + the answer; threads that ask at once agree */
   FLCE_TRY(check_device(device));
-  int major = 0, found = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
+  const int captures = 12030; /* an older driver does not take such launches into graphs */
+  int major = 0, driver = 0, found = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
   if (found == 0) {
     FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
                         "launch"));
-    found = 1 + (major >= 9);
+    FLCE_TRY(check_cuda(cudaDriverGetVersion(&driver), "launch"));
+    found = 1 + (major >= 9 && driver >= captures);
     __atomic_store_n(&known[device], found, __ATOMIC_RELAXED);
   }
   *can = found - 1;
@@ -402,7 +405,7 @@ static inline cudaLaunchAttribute following(int can) {
   return attribute;
 }
 
-/* Launches a kernel that begins with follow_kernels. */
+/* Launches a kernel that calls follow_kernels. */
 template <typename... Parameters, typename... Arguments>
 static inline flce_status launch_next(void* self, void (*kernel)(Parameters...), dim3 blocks,
                                       int threads, const char* what, Arguments... arguments) {
