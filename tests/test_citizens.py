@@ -1,5 +1,6 @@
 """flce among the rest of torch: copies, pickles, parametrization, tied weights, checkpoints, hooks,
-functional calls, inference, and the transforms that it refuses. More in test_autograd.py."""
+functional calls, inference, and the transforms that it refuses. More in test_autograd.py and
+test_library.py."""
 
 import copy
 import io

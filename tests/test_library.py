@@ -1,0 +1,214 @@
+"""The contract with torch.library and torch.compile."""
+
+import copy
+
+import cases
+import pytest
+import raw
+import torch
+import torch._dynamo.testing
+from small_case import BUDGET, HIDDEN, VOCAB, call, leaves_of, make
+
+import flce
+
+# ---- torch.library ----
+
+
+def sample_tensors(device):
+    case = make(device)
+    return (*leaves_of(case), case.target)
+
+
+def opcheck_linear_cross_entropy(device):
+    """Arguments of torch.ops.flce.linear_cross_entropy, one set for each strategy."""
+    x, w, b, target = sample_tensors(device)
+    for save in cases.SAVES:
+        yield (x, w, target), {"linear_bias": b, "save": save, "max_memory": BUDGET}
+    yield (x, w, target), {"reduction": "none", "label_smoothing": 0.1}
+
+
+def opcheck_linear_cross_entropy_outputs(device):
+    x, w, b, target = sample_tensors(device)
+    wanted = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
+    for save in ("logits", "stats"):
+        yield (x, w, target), {"linear_bias": b, "save": save, "z_loss": 0.1, **wanted}
+    wanted = {"return_predictions": True, "return_z_loss": True}
+    yield (x, w, target), {"softcap": 3.0, "shift": 0, "reduction": "none", **wanted}
+
+
+def opcheck_forward(device):
+    x, w, b, target = sample_tensors(device)
+    every = (True, True, True)
+    options = {"bias": b, "label_smoothing": 0.1, "max_memory": BUDGET, "grads": every}
+    for save in cases.SAVES:
+        yield raw.forward(x, w, target, save, **options), {}
+    # Softcap with smoothing keeps the logits themselves.
+    yield raw.forward(x, w, target, "logits", **{**options, "softcap": 5.0}), {}
+    one = {"reduction": "none", "label_smoothing": 0.1, "grads": (True, False, False)}
+    yield raw.forward(x, w, target, "logits", **one), {}
+    # No E: the logits, had they been kept, would have another dtype than the operands.
+    soft = torch.softmax(torch.randn(len(target), len(w), device=device), -1).to(torch.bfloat16)
+    narrow = (tensor.detach().to(torch.bfloat16) for tensor in (x, w))
+    yield raw.forward(*narrow, soft, "stats", dtype=torch.bfloat16, grads=(False,) * 3), {}
+    x, w, b = (tensor.detach() for tensor in (x, w, b))
+    outputs = {"wants_entropy": True, "wants_predictions": True, "grads": (False, False, False)}
+    yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
+
+
+def opcheck_backward(device):
+    x, w, b, target = sample_tensors(device)
+    for save in ("logits", "stats"):
+        for grads in ((True, True, True), (True, False, False)):
+            options = {"label_smoothing": 0.1, "max_memory": BUDGET, "grads": grads}
+            arguments = raw.forward(x, w, target, save, bias=b, wants_entropy=True, **options)
+            made = torch.ops.flce.forward(*arguments)
+            grad_stats = torch.rand_like(made[1])
+            grad_output = torch.tensor(0.3, device=device)
+            yield raw.backward(arguments, made, grad_output, grad_stats), {}
+
+
+def opcheck_backward_into(device):
+    for args, kwargs in opcheck_backward(device):
+        wants_weight, linear_weight = args[-3], args[3]
+        if wants_weight:
+            yield (torch.randn_like(linear_weight).detach(), *args), kwargs
+
+
+def opcheck_scale_(device):
+    yield (torch.randn(9, 7, device=device), torch.tensor(0.3, device=device), None), {}
+
+
+def opcheck_scaled(device):
+    grad = torch.randn(9, 7, device=device, requires_grad=True)
+    yield (grad, torch.tensor(0.3, device=device), None, torch.float32), {}
+
+
+def opcheck_cross_entropy(device):
+    x, w, b, target = sample_tensors(device)
+    logits = (x @ w.T + b).detach().requires_grad_()
+    yield (logits, target), {}
+    yield (logits, target), {"reduction": "none", "label_smoothing": 0.1}
+
+
+def opcheck_cross_entropy_outputs(device):
+    for args, kwargs in opcheck_cross_entropy(device):
+        yield args, {**kwargs, "return_lse": True, "return_entropy": True, "return_accuracy": True}
+
+
+def opcheck_cross_entropy_forward(device):
+    (logits, target), _ = next(opcheck_cross_entropy(device))
+    yield raw.cross_entropy_forward(logits, target, label_smoothing=0.1), {}
+    weight = torch.ones(VOCAB, device=device)
+    yield raw.cross_entropy_forward(logits, target, weight=weight, reduction="none"), {}
+
+
+def opcheck_cross_entropy_backward(device):
+    (logits, target), _ = next(opcheck_cross_entropy(device))
+    arguments = raw.cross_entropy_forward(logits, target, label_smoothing=0.1)
+    made = torch.ops.flce.cross_entropy_forward(*arguments)
+    grad_output = torch.tensor(0.3, device=device)
+    yield raw.cross_entropy_backward(arguments, made, grad_output), {}
+
+
+# One entry for every operator that takes tensors; test_every_op_has_a_sample holds it to that.
+OPCHECK_SAMPLES = {
+    "linear_cross_entropy": opcheck_linear_cross_entropy,
+    "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
+    "forward": opcheck_forward,
+    "backward": opcheck_backward,
+    "backward_into": opcheck_backward_into,
+    "scale_": opcheck_scale_,
+    "scaled": opcheck_scaled,
+    "cross_entropy": opcheck_cross_entropy,
+    "cross_entropy_outputs": opcheck_cross_entropy_outputs,
+    "cross_entropy_forward": opcheck_cross_entropy_forward,
+    "cross_entropy_backward": opcheck_cross_entropy_backward,
+}
+# opcheck is about tensors: these have none, so no fake and no gradient.
+WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe"}
+WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
+# flce.tune's: its tensors are mere memory, its value is a time. Never in a graph.
+WITHOUT_TENSORS |= {"gemm_time"}
+# Refuse to be differentiated: their values are checked on detached tensors.
+REFUSE_GRADIENTS = {"backward", "backward_into", "cross_entropy_backward", "scaled"}
+
+
+def registered_ops():
+    prefix = "flce::"
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
+    return {name.removeprefix(prefix).split(".")[0] for name in names}
+
+
+def test_every_op_has_a_sample():
+    assert registered_ops() == WITHOUT_TENSORS | set(OPCHECK_SAMPLES)
+
+
+@pytest.mark.parametrize("name", sorted(OPCHECK_SAMPLES))
+def test_opcheck(device, name):
+    op = getattr(torch.ops.flce, name).default
+    samples = list(OPCHECK_SAMPLES[name](device))
+    assert samples
+    for args, kwargs in samples:
+        recorded = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if recorded:
+            torch.library.opcheck(op, args, kwargs, test_utils="test_autograd_registration")
+        if name in REFUSE_GRADIENTS:
+            args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+        torch.library.opcheck(op, args, kwargs, test_utils=tests)
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_compile_fullgraph(device, save, backend):
+    torch._dynamo.reset()
+    case = make(device)
+
+    def step(x, w, b):
+        return call(case, (x * 2, w, b), save=save, max_memory=BUDGET) * 3
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    eager_leaves, leaves = leaves_of(case), leaves_of(case)
+    expected, got = step(*eager_leaves), compiled(*leaves)
+    expected.backward()
+    got.backward()
+    assert torch.allclose(got, expected, rtol=1e-6)
+    for ours, truth in zip(leaves, eager_leaves, strict=True):
+        assert cases.relative_error(ours.grad, truth.grad.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
+def test_compile_with_a_dynamic_number_of_tokens(device, save):
+    """One compilation serves every N."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x, w, y: flce.linear_cross_entropy(x, w, y, save=save),
+        fullgraph=True,
+        backend=counter,
+    )
+    for tokens in (24, 31, 7, 64):
+        case = cases.make_case(tokens, HIDDEN, VOCAB, dtype=torch.float32, device=device)
+        torch._dynamo.mark_dynamic(case.input, 0)
+        torch._dynamo.mark_dynamic(case.target, 0)
+        x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+        loss = compiled(x, w, case.target)
+        grads = torch.autograd.grad(loss, (x, w))
+        expected = torch.autograd.grad(flce.linear_cross_entropy(x, w, case.target), (x, w))
+        for got, truth in zip(grads, expected, strict=True):
+            assert cases.relative_error(got, truth.double()) <= 1e-6
+    assert counter.frame_count == 1
+
+
+def test_compiled_module_trains(device):
+    torch._dynamo.reset()
+    case = make(device)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device)
+    plain = copy.deepcopy(head)
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    compiled(case.input, case.target).backward()
+    plain(case.input, case.target).backward()
+    assert cases.relative_error(head.weight.grad, plain.weight.grad.double()) <= 1e-6
