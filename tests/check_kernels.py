@@ -88,9 +88,9 @@ def follows_well(name, code):
 def faults_of_code(listing, multiplies):
     """What the machine code of a source lacks; `multiplies`: whether it has to by HGMMA."""
     kernels = codes(listing)
+    names = plain("\n".join(name for name, _ in kernels)).splitlines()
     faults = []
-    for mangled, code in kernels:
-        name = plain(mangled)
+    for name, (_, code) in zip(names, kernels, strict=True):
         if multiplies and "HGMMA" not in code:
             faults.append(f"{name}: no HGMMA in its machine code")
         if not follows_well(name, code):
