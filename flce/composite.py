@@ -21,7 +21,7 @@ from .signature import (
     logits_signature,
 )
 
-NOTHING = Wanted()
+_NOTHING = Wanted()
 
 
 def _describe(target, weight, token_weight, token_temperature):
@@ -244,7 +244,7 @@ def cross_entropy_of(
 
 
 def linear_cross_entropy(input, linear_weight, target, **options):
-    return linear_cross_entropy_of(NOTHING, input, linear_weight, target, **options)[0]
+    return linear_cross_entropy_of(_NOTHING, input, linear_weight, target, **options)[0]
 
 
 def linear_cross_entropy_outputs(input, linear_weight, target, **options):
@@ -253,7 +253,7 @@ def linear_cross_entropy_outputs(input, linear_weight, target, **options):
 
 
 def cross_entropy(logits, target, **options):
-    return cross_entropy_of(NOTHING, logits, target, **options)[0]
+    return cross_entropy_of(_NOTHING, logits, target, **options)[0]
 
 
 def cross_entropy_outputs(logits, target, **options):

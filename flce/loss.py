@@ -18,19 +18,13 @@ from .options import (
 from .output import LinearCrossEntropyOutput
 
 
-def _is_traced():
-    """Whether something compiles or transforms the call."""
-    compiles = torch.compiler.is_compiling()
-    return compiles or torch._C._functorch.maybe_current_level() is not None
-
-
 def _call(name, operands, settings, wanted):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
     if "accumulate_into" in settings:
         accumulate.refuse_tracing()
         made = composite.linear_cross_entropy_untraced(wanted, *operands, **settings)
-    elif _is_traced():
+    elif torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         made = _through_operator(name, operands, settings, wanted)
     else:
         made = getattr(composite, f"{name}_of")(wanted, *operands, **settings)
@@ -199,7 +193,7 @@ def linear_cross_entropy(
         *(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
     )
     looks = None
-    if not _is_traced() and _needs_its_looks_alone(given):
+    if not torch.compiler.is_compiling() and _needs_its_looks_alone(given):
         looks = repeat.look(*tensors, max_memory)
         call = repeat.find(looks, given)
         if call is not None:

@@ -31,8 +31,9 @@ _MODULE_OPTIONS = {
 }
 
 
-def _keep_options(module, classes, **given):
-    """Keeps a Module's options, after the checks that need no tensor."""
+def _keep_options(module, classes, given):
+    """Keeps a Module's options, after the checks that need no tensor. `given`: its constructor's
+    arguments by name."""
     check_choices(given["reduction"], given["save"])
     accumulate.check_place(given["accumulate_into"], given["save"])
     numbers_of = {
@@ -111,24 +112,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
                 f"got {tuple(weight.shape)}"
             )
         super().__init__(weight=weight, reduction=reduction)
-        _keep_options(
-            self,
-            num_classes,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            z_loss=z_loss,
-            shift=shift,
-            valid_vocab=valid_vocab,
-            accum_dtype=accum_dtype,
-            logits_dtype=logits_dtype,
-            save=save,
-            max_memory=max_memory,
-            accumulate_into=accumulate_into,
-        )
+        _keep_options(self, num_classes, locals())
         self.num_classes = num_classes
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 
@@ -189,24 +173,7 @@ class LinearCrossEntropyHead(nn.Linear):
     ):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
-        _keep_options(
-            self,
-            out_features,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            z_loss=z_loss,
-            shift=shift,
-            valid_vocab=valid_vocab,
-            accum_dtype=accum_dtype,
-            logits_dtype=logits_dtype,
-            save=save,
-            max_memory=max_memory,
-            accumulate_into=accumulate_into,
-        )
+        _keep_options(self, out_features, locals())
 
     def forward(self, input, labels=None, **options):
         """The loss of `input` with `labels`, or the logits when there are none; `options` of

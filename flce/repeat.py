@@ -11,17 +11,13 @@ import operator
 import torch
 
 from . import options
-from .signature import environment
+from .signature import environment, looks_of
 
 _KEPT = 256
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_OPTIONS = (type(None), bool, int, float, str, torch.dtype)  # of values that never change
 
 _known = {}  # the options of the last call that looked so, and what was found for it
-
-
-def _looks(tensor):
-    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
 
 
 def look(input, linear_weight, target, linear_bias, max_memory):
@@ -34,9 +30,9 @@ def look(input, linear_weight, target, linear_bias, max_memory):
         return None
     if options.transforms_are_on():
         return None
-    bias = None if linear_bias is None else _looks(linear_bias)
+    bias = None if linear_bias is None else looks_of(linear_bias)
     around = environment(input, max_memory)
-    return _looks(input), _looks(linear_weight), _looks(target), bias, around
+    return looks_of(input), looks_of(linear_weight), looks_of(target), bias, around
 
 
 def find(looks, given):

@@ -34,12 +34,17 @@ class Meta(typing.NamedTuple):
         return len(self.shape)
 
 
+def looks_of(tensor):
+    """The fields of Meta."""
+    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
+
+
 def describe(name, tensor):
-    """The fields of Meta; None stays None."""
+    """As looks_of, checked to be a tensor; None stays None."""
     if tensor is None:
         return None
     options.check_tensor(name, tensor)
-    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
+    return looks_of(tensor)
 
 
 def _meta(fields):
