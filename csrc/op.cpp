@@ -169,8 +169,8 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
 }
 
 // A tensor that nobody wants is empty. It is made behind the launches: the device waits for those.
-Tensor or_empty(const OptionalTensor& made, const Device& device, flce_dtype dtype) {
-  return made ? *made : device.allocate({0}, dtype, "an empty output");
+Tensor or_empty(const OptionalTensor& made, const Device& device, ScalarType type) {
+  return made ? *made : device.allocate_nothing(type);
 }
 
 struct Gradients {
@@ -199,9 +199,9 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
 using GradientTensors = std::tuple<Tensor, Tensor, Tensor>;
 
 GradientTensors complete(const Gradients& made, const Device& device, const flce_plan& plan) {
-  return {or_empty(made.input, device, plan.grad_input_dtype),
-          or_empty(made.weight, device, plan.grad_weight_dtype),
-          or_empty(made.bias, device, plan.grad_bias_dtype)};
+  return {or_empty(made.input, device, to_scalar_type(plan.grad_input_dtype)),
+          or_empty(made.weight, device, to_scalar_type(plan.grad_weight_dtype)),
+          or_empty(made.bias, device, to_scalar_type(plan.grad_bias_dtype))};
 }
 
 // What a forward gives beside what its strategy keeps.
@@ -227,12 +227,6 @@ Outputs allocate_outputs(const Device& device, const flce_problem& problem, flce
   outputs.predictions = device.allocate_indices(rows, "predictions");
   tensors->predictions = outputs.predictions->mutable_data_ptr();
   return outputs;
-}
-
-// As or_empty.
-Tensor predictions_of(const Outputs& outputs, const Device& device) {
-  return outputs.predictions ? *outputs.predictions
-                             : device.allocate_indices({0}, "an empty output");
 }
 
 // [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
@@ -269,10 +263,10 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_forward(device.table(), &problem, &plan, tensors));
-  return std::tuple_cat(
-      std::make_tuple(outputs.loss, outputs.stats, outputs.scalars, predictions_of(outputs, device),
-                      or_empty(saved, device, plan.dtype)),
-      complete(gradients, device, plan));
+  return std::tuple_cat(std::make_tuple(outputs.loss, outputs.stats, outputs.scalars,
+                                        or_empty(outputs.predictions, device, ScalarType::Long),
+                                        or_empty(saved, device, to_scalar_type(plan.dtype))),
+                        complete(gradients, device, plan));
 }
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
@@ -472,7 +466,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
   tensors.workspace = workspace.mutable_data_ptr();
   check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
-  return {outputs.loss, outputs.stats, outputs.scalars, predictions_of(outputs, device)};
+  return {outputs.loss, outputs.stats, outputs.scalars,
+          or_empty(outputs.predictions, device, ScalarType::Long)};
 }
 
 Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
