@@ -204,6 +204,9 @@ static flce_status product_rows(const engine* e, chunk* c) {
   if (plan->save == FLCE_SAVE_GRADS)
     set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch);
   c->view.bias = e->bias;
+  /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
+  if (plan->save == FLCE_SAVE_GRADS && e->problem->want_grad_input && !e->bias)
+    c->view.wsum = buffer(e, FLCE_BUF_SMOOTH);
   atomic_fetch_add(&gemm_count, 1);
   CALL(e, product_rows, &gemm, &c->view, buffer(e, FLCE_BUF_PRODUCT));
   return FLCE_OK;

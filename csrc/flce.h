@@ -327,6 +327,8 @@ typedef struct flce_rows {
   int64_t* predictions; /* the lowest column of the largest l, or NULL */
   const void* scalars;  /* [FLCE_SCALAR_COUNT] stat dtype */
   const void* coef;     /* [FLCE_COEF_ROWS][stat_pitch], or NULL */
+  const void* wsum;     /* product_rows with smoothing: sum_j w_j W_j where that is known already, and
+                           z has neither bias nor softcap; [H] stat dtype. Or NULL */
 } flce_rows;
 
 /* Upstream gradients, stat dtype, placed as the vectors of flce_rows are. */

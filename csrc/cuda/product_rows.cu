@@ -34,6 +34,24 @@ __device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const __nv_bflo
   return warp_sum(sum);
 }
 
+/* x_i . sum_j w_j W_j, by a warp. */
+__device__ __forceinline__ float dot_sum(const __nv_bfloat16* x, const float* wsum, int hidden,
+                                         int lane) {
+  constexpr int N = kVec<__nv_bfloat16>;
+  float sum = 0;
+  for (int at = lane * N; at < hidden; at += kWarp * N) {
+    Vec<__nv_bfloat16, N> raw_x;
+    Vec<float, N> raw_w;
+    float a[N];
+    load_vec<false>(x + at, raw_x);
+    load_vec<false>(wsum + at, raw_w);
+    unpack(raw_x, a);
+#pragma unroll
+    for (int e = 0; e < N; e++) sum = fmaf(a[e], raw_w.at[e], sum);
+  }
+  return warp_sum(sum);
+}
+
 /* A target of -inf shows nothing of its row: from this offset a sum goes beyond the limit, or is 0.
  */
 constexpr float kUnknownOffset = -3e38f;
@@ -63,6 +81,10 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     const float zeta = general_zeta(shape, scale, z);
     offset = zeta == -INFINITY ? kUnknownOffset
                                : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
+    if (s.gap) {
+      const float sum = dot_sum(x + row * h, (const float*)r.wsum, shape.hidden, lane);
+      if (lane == 0) s.gap[row] = scale * sum;
+    }
   }
   if (lane != 0) return;
   s.offset[row] = offset;
@@ -116,20 +138,18 @@ __device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, i
   return best;
 }
 
-/* What the tiles' sums of zeta become as sums of l, taken from the target's. `middle` is what they
- * are taken from, of the row's zeta; a target that is not finite leaves 0 as reference. */
-__device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s, int row,
-                                               float middle, float zeta, double gap, double spread,
-                                               RowSums<float>& sums) {
-  const float* scalars = (const float*)p.r.scalars;
-  const bool finite = isfinite(zeta);
-  const double shift = finite ? (double)zeta - middle : -(double)middle;
-  const float from = finite ? zeta * (float)kLn2 : 0;
+/* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
+ * finite. `middle` is what the tiles' are taken from, of the row's zeta. */
+__device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s,
+                                               float middle, float l_target, double gap,
+                                               double spread, RowSums<float>& sums) {
+  const double total = (double)((const float*)p.r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
+  const float from = isfinite(l_target) ? l_target : 0;
+  const double above = (double)from - kLn2 * (double)middle;
   sums.gap_from = sums.spread_from = from;
-  if (s.gaps) {
-    sums.gap = (float)(kLn2 * (shift * (double)scalars[FLCE_SCALAR_WEIGHT_TOTAL] - gap));
-  }
-  if (s.spreads) sums.spread = (float)(kLn2 * (spread - shift * (double)sums.rest));
+  if (s.gaps) sums.gap = (float)(above * total - kLn2 * gap);
+  if (s.gap) sums.gap = (float)((double)from * total - kLn2 * gap);
+  if (s.spreads) sums.spread = (float)(kLn2 * spread - above * (double)sums.rest);
 }
 
 template <Kind KIND>
@@ -140,7 +160,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   follow_kernels();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
   const double rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
-  const double gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
+  double gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
   const double spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
   const Place place = place_of(p.r, row);
@@ -149,6 +169,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
     return;
   }
   constexpr bool kIsGeneral = KIND == kGeneral;
+  if (KIND != kPlain && s.gap) gap = s.gap[row];
   const float k = offset_of(s, row), target = s.target[row];
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
@@ -158,9 +179,9 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   RowSums<float> sums = {};
   sums.offset = k * (float)kLn2;
   sums.rest = (float)rest;
-  if constexpr (kIsGeneral) {
-    view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
-    set_references(p, s, row, k - kAboveTarget, target, gap, spread, sums);
+  if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
+  if constexpr (KIND != kPlain) {
+    set_references(p, s, k - kAboveTarget, view.l_target, gap, spread, sums);
   }
   const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
   write_statistics<KIND>(p, view, place.at, sums, end);
@@ -198,7 +219,9 @@ static product_scratch place_scratch(void* memory, const flce_rows* r) {
   };
   product_scratch s;
   s.sums = take(true, size);
-  s.gaps = take(r->options.label_smoothing > 0, size);
+  const bool smooth = r->options.label_smoothing > 0;
+  s.gaps = take(smooth && !r->wsum, size);
+  s.gap = take(smooth && r->wsum, rows);
   s.spreads = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
@@ -259,7 +282,7 @@ static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_
   shape.vocab = (int)r->vocab;
   shape.hidden = (int)g->k;
   shape.scale = (float)((o->softcap > 0 ? args.height : args.scale) * kLog2eExact);
-  shape.general = o->label_smoothing > 0 || o->softcap > 0 || !(shape.scale > 0) ||
+  shape.general = (o->label_smoothing > 0 && !r->wsum) || o->softcap > 0 || !(shape.scale > 0) ||
                   r->temperature || r->wants_entropy || r->predictions;
   shape.gain = (float)args.gain;
   shape.bias = (const float*)r->bias;
@@ -284,7 +307,9 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   }
   const int tiles = (int)tiles_of(r->vocab);
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape.general ? sum_tiles<kGeneral> : sum_tiles<kPlain>;
+  const auto kernel = shape.general ? sum_tiles<kGeneral>
+                      : s.gap       ? sum_tiles<kSmooth>
+                                    : sum_tiles<kPlain>;
   return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", args, shape, s,
                      tiles);
 }

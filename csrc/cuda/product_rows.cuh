@@ -28,7 +28,8 @@ typedef struct product_scratch {
   int* top;       /* [rows] ordered_of the largest zeta where a tile went beyond its limit */
   int* redo;      /* [1 + clusters] whether any, and which kProductClusterRows have such rows */
   float* sums;    /* [tiles of V][rows] of 2^(zeta - k); so are the next, each of them or NULL */
-  float* gaps;    /* of w_j zeta_j, the target included */
+  float* gaps;    /* of w_j zeta_j, the target included; or */
+  float* gap;     /* [rows] that of all columns, with flce_rows' wsum; or NULL */
   float* spreads; /* of 2^(zeta - k) zeta */
   float* tops;    /* the largest zeta, */
   int* columns;   /* and its lowest column */

@@ -18,7 +18,7 @@ enum Kind {
   kPlain,
   kBiased,
   kExp,    /* grad_rows only: z holds exp */
-  kSmooth, /* exp_rows to 16 bits only: plain, with label smoothing and without class weights */
+  kSmooth, /* forwards to 16 bits only: plain, with label smoothing; in exp_rows without weights */
   kGeneral
 };
 
