@@ -9,7 +9,14 @@ included. Errors are relative ones of loss, dX, dW (and db) against a reference 
 (float32 on CUDA, float64 on the CPU), measured for each contestant before it is timed. A peer that
 is not installed or cannot run is left out with its reason (benchmarks/peers.py).
 
+--clock wall: the host's clock between two waits, so that the host's time before the first kernel
+counts. --clock device (CUDA): each contestant is queued behind work that keeps the device busy and
+timed by two events of the device. That hides the host's time, as a training step does whose earlier
+layers still run; what a contestant waits for inside shows all the same. Rounds that the host did
+not queue in time are counted as unhidden.
+
     python benchmarks/bench.py head half --save auto logits --budget default 256MiB
+    python benchmarks/bench.py small --clock device
     python benchmarks/bench.py head --std 8 --targets model --ignored 0.3 --peers eager liger
     python benchmarks/bench.py cpu 1000x64x5000 --device cpu --json benchmarks/results/new.json
 """
@@ -35,12 +42,6 @@ FLOOR = "gemms"
 
 
 # ---- contestants: (run, facts) by label; a run returns what a training step holds at its end ----
-
-
-def bare_products(problem, pass_name):
-    with torch.no_grad():
-        z = problem.x @ problem.w.T
-        return (z,) if pass_name == "forward" else (z @ problem.w, z.T @ problem.x)
 
 
 def run_pass(loss_of, problem, pass_name):
@@ -94,7 +95,7 @@ def peer_contestants(problem, options, fail):
 
 def contestants(problem, options, fail):
     """(function of (problem, pass), facts) by label: the floor, flce, the peers."""
-    entries = {FLOOR: (bare_products, {"kind": "floor"})}
+    entries = {FLOOR: (problems.bare_products, {"kind": "floor"})}
     losses = fused_contestants(problem, options) | peer_contestants(problem, options, fail)
     for label, (loss_of, facts) in losses.items():
         entries[label] = functools.partial(run_pass, loss_of), facts
@@ -160,19 +161,20 @@ def bench_shape(name, shape, options, left_out):
     for pass_name, made in ready.items():
         runs = {label: one[:2] for label, one in made.items()}
         limits = options.rounds, options.seconds
-        times, failed = measure.interleaved(runs, problem, options.device, *limits)
+        taken, failed = measure.interleaved(runs, problem, options.device, *limits, options.clock)
         for label, error in failed.items():
             fail(pass_name, label, error)
-        for label in times if FLOOR in times else ():
+        for label in taken if FLOOR in taken else ():
             facts = {"shape": name, **shape._asdict(), "dtype": dtype, **draw, "pass": pass_name}
-            row = facts | {"contestant": label} | entries[label][1]
-            row |= figures(times[label], times[FLOOR], shape, pass_name, *made[label][2:])
+            row = facts | {"clock": options.clock, "contestant": label} | entries[label][1]
+            row |= figures(taken[label], taken[FLOOR], shape, pass_name, *made[label][2:])
             rows.append(row)
             print(line(row), flush=True)
     return rows
 
 
-def figures(times, floor_times, shape, pass_name, peak, errors):
+def figures(taken, floor_taken, shape, pass_name, peak, errors):
+    times, floor_times = ([one.seconds for one in some] for some in (taken, floor_taken))
     lower, median, upper = measure.quartiles(times)
     products = 1 if pass_name == "forward" else 3
     row = {
@@ -184,6 +186,8 @@ def figures(times, floor_times, shape, pass_name, peak, errors):
         "tflops": 2e-12 * products * math.prod(shape[:3]) / median,
         "peak_bytes": peak,
     }
+    if taken[0].hidden is not None:
+        row["unhidden_rounds"] = sum(not one.hidden for one in taken)
     return row if errors is None else row | {"errors": errors}
 
 
@@ -194,6 +198,8 @@ def line(row):
         f" [{lower:.2f} {upper:.2f}] {row['ratio']:6.3f}x"
         f" {row['tflops']:7.2f} TFLOP/s {row['peak_bytes'] / 1e6:9.1f} MB"
     )
+    if row.get("unhidden_rounds"):
+        text += f"  {row['unhidden_rounds']} of {row['rounds']} rounds unhidden"
     if "errors" not in row and row["kind"] != "floor":
         return text + "  unchecked"
     return text + problems.error_columns(row)
@@ -244,6 +250,7 @@ def parse_options(arguments=None):
         help="default: the shape's own, else bfloat16 on CUDA and float32 on the CPU",
     )
     add_contestants(parser)
+    parser.add_argument("--clock", choices=measure.CLOCKS, default="wall", help="device: CUDA only")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
@@ -258,6 +265,8 @@ def parse_options(arguments=None):
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--json", type=pathlib.Path, help="file for machine, versions and figures")
     options = parser.parse_args(arguments)
+    if options.clock == "device" and options.device != "cuda":
+        parser.error(f"argument --clock: device needs --device cuda, got {options.device}")
     options.peers = [name for name in options.peers if name not in options.skip]
     return options
 

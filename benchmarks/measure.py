@@ -2,17 +2,34 @@
 
 import contextlib
 import datetime
+import functools
 import pathlib
 import platform
 import re
 import signal
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import flce
+
+CLOCKS = ("wall", "device")
+CALIBRATION_CYCLES = 10_000_000  # 5 ms at 2 GHz, a thousand times an event's resolution
+# Of the sleep before a step on the device clock. The driver takes about a thousand launches before
+# it makes the host wait, and torch needs 10 to 20 us for one: a host that is not done by then waits
+# inside, and no sleep hides that. A longer one would only let the card rest, and a rested card's
+# clock is higher than a training step finds it.
+LONGEST_SLEEP = 20e-3  # seconds
+
+
+class Round(NamedTuple):
+    """`hidden`, of the device clock: the host had queued the whole step before the step began."""
+
+    seconds: float
+    hidden: bool | None = None
 
 
 def synchronize(device):
@@ -21,6 +38,7 @@ def synchronize(device):
 
 
 def seconds(run, problem, device):
+    """By the host's clock, between two waits."""
     synchronize(device)
     begin = time.perf_counter()
     results = run(problem)
@@ -28,6 +46,47 @@ def seconds(run, problem, device):
     elapsed = time.perf_counter() - begin
     del results
     return elapsed
+
+
+@functools.cache
+def sleep_cycles_per_second():
+    """Of torch.cuda._sleep, which counts the card's clock: the fastest seen, so that a sleep is
+    rather too long than too short."""
+    rates = []
+    for _ in range(5):  # the first pays for loading the kernel
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(CALIBRATION_CYCLES)
+        end.record()
+        end.synchronize()
+        rates.append(1e3 * CALIBRATION_CYCLES / begin.elapsed_time(end))
+    return max(rates)
+
+
+def queued_round(run, problem, estimate):
+    """By two events of the device, with the step queued behind a sleep of the device.
+
+    `estimate`: seconds of the step by the host's clock. The host takes no longer than that to queue
+    it; half as much again and a millisecond are for the host's own moods.
+    """
+    cycles = int(min(1.5 * estimate + 1e-3, LONGEST_SLEEP) * sleep_cycles_per_second())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)
+    begin.record()
+    results = run(problem)
+    end.record()
+    hidden = not begin.query()  # asked when all is queued: does the device still sleep?
+    end.synchronize()
+    del results
+    return Round(1e-3 * begin.elapsed_time(end), hidden)
+
+
+def timed_round(run, problem, device, clock, estimate):
+    """A Round by the clock that was asked for."""
+    if clock == "device":
+        return queued_round(run, problem, estimate)
+    return Round(seconds(run, problem, device))
 
 
 class OutOfPatience(BaseException):
@@ -59,13 +118,13 @@ def balanced_order(count, turn):
     return order[::-1] if turn // count % 2 else order
 
 
-def interleaved(runs, problem, device, rounds, limit):
-    """Seconds of each run by label, on fresh data each round; and the errors of those that raised.
+def interleaved(runs, problem, device, rounds, limit, clock="wall"):
+    """Rounds of each run by label, on fresh data each time; and the errors of those that raised.
 
     `runs`: (run, estimate of its seconds) by label. One whose rounds would take longer than
     `limit` seconds gets fewer, spread evenly, at least one.
     """
-    labels, times, failed = list(runs), {label: [] for label in runs}, {}
+    labels, taken, failed = list(runs), {label: [] for label in runs}, {}
     turns = {}
     for label, (_, estimate) in runs.items():
         count = max(1, min(rounds, int(limit / max(estimate, 1e-9))))
@@ -76,11 +135,12 @@ def interleaved(runs, problem, device, rounds, limit):
             label = labels[index]
             if turn not in turns[label] or label in failed:
                 continue
+            run, estimate = runs[label]
             try:
-                times[label].append(seconds(runs[label][0], problem, device))
+                taken[label].append(timed_round(run, problem, device, clock, estimate))
             except Exception as error:  # a peer of today or tomorrow: the others go on
                 failed[label] = error.with_traceback(None)  # its frames hold tensors
-    return {label: taken for label, taken in times.items() if label not in failed}, failed
+    return {label: some for label, some in taken.items() if label not in failed}, failed
 
 
 def quartiles(values):

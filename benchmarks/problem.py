@@ -1,4 +1,4 @@
-"""Shapes, their random tensors, and the truth that every contestant's numbers are held against."""
+"""Shapes, their random tensors and bare products, and the truth that numbers are held against."""
 
 import argparse
 import contextlib
@@ -108,6 +108,13 @@ def make_problem(shape, device, dtype, std=1.0, **draw):
     b = leaf(shape.vocab) if shape.bias else None
     x, w = leaf(shape.tokens, shape.hidden), leaf(shape.vocab, shape.hidden)
     return Problem(x, w, b, target, std, **draw)
+
+
+def bare_products(problem, pass_name):
+    """What a forward, or a step, cannot do without: the floor that times are held against."""
+    with torch.no_grad():
+        z = problem.x @ problem.w.T
+        return (z,) if pass_name == "forward" else (z @ problem.w, z.T @ problem.x)
 
 
 # ---- truth ----

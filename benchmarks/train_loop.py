@@ -6,11 +6,22 @@ with flce, and updates the weight. Exit status 1 if a bar is missed: memory held
 torch's allocator asks the device for memory after step 3 (CUDA), or the spread of the step times,
 (p95 - p5) / median behind the warm-up, is too wide.
 
+The card's clock moves the time of every long kernel, whoever wrote it. --control therefore times
+the three bare products of the shape right before each step: `control_spread` is the same measure of
+their times, `ratio_spread` that of step / products of one turn, which shows what the step itself,
+the optimizer's update included, adds. The bar stays on the step's own spread. The products make
+N x V logits. They come from a pool of their own and are freed before the step, so that what is
+held, the peak and the allocations are the step's; `reserved` has the pool besides. `sm_clock_mhz`,
+where NVML's Python package is installed, is sampled by the host when it has queued a step, and the
+host runs ahead of the device.
+
     python benchmarks/train_loop.py head --steps 200 --json benchmarks/results/loop.json
+    python benchmarks/train_loop.py head --control
     python benchmarks/train_loop.py cpu-small --device cpu --steps 20 --max-spread 10
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
@@ -88,32 +99,96 @@ class Clock:
         return [begin.elapsed_time(end) for begin, end in pairs]
 
 
-def loop(problem, optimizer, settings, options):
+def sm_clock():
+    """MHz; None where NVML cannot be asked: no package, no library, no such facts of this card."""
+    try:
+        return torch.cuda.clock_rate()
+    except Exception:  # NVML's errors are of a class that only its package has
+        return None
+
+
+class Control:
+    """The bare products of each turn: their times, and facts of the step that they would blur."""
+
+    def __init__(self, device):
+        self.cuda, self.clock = device == "cuda", Clock(device)
+        # Free blocks of a common pool could serve a step that asks for more than the one before,
+        # and the bar on allocations would miss it.
+        self.pool = torch.cuda.MemPool() if self.cuda else None
+        self.peak, self.sm_clocks = 0, []
+
+    def before_step(self, problem):
+        with torch.cuda.use_mem_pool(self.pool) if self.cuda else contextlib.nullcontext():
+            self.clock.mark()
+            products = problems.bare_products(problem, "step")
+            self.clock.mark()
+        del products
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def after_step(self):
+        if self.cuda:
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self.sm_clocks.append(sm_clock())
+
+    def figures(self, times, warmup):
+        """What is reported beside the steps' own figures; `times`: of the steps."""
+        products = self.clock.steps()
+        ratios = [step / own for step, own in zip(times, products, strict=True)]
+        row = {
+            "control_ms": statistics.median(products[warmup:]),
+            "control_spread": spread(products[warmup:]),
+            "ratio": statistics.median(ratios[warmup:]),
+            "ratio_spread": spread(ratios[warmup:]),
+        }
+        if self.cuda:
+            row["peak_bytes"] = self.peak
+        if self.sm_clocks and None not in self.sm_clocks:
+            low, median, high = percentiles(self.sm_clocks[warmup:])
+            row["sm_clock_mhz"] = {"p5": low, "median": median, "p95": high}
+        return row
+
+
+def loop(problem, optimizer, settings, options, control=None):
     """Times of all steps in ms, memory after the settled step and after the last, last loss."""
     clock, settled, loss = Clock(options.device), None, None
     for index in range(options.steps):
         draw(problem)
+        if control:
+            control.before_step(problem)
         clock.mark()
         loss = step(problem, optimizer, settings)
         clock.mark()
+        if control:
+            control.after_step()
         if index + 1 == SETTLED:
             settled = memory(options.device)
     times = clock.steps()
     return times, settled, memory(options.device), loss.item()
 
 
+def percentiles(values):
+    """5 %, 50 % and 95 %."""
+    percent = statistics.quantiles(values, n=20, method="inclusive")
+    return percent[0], statistics.median(values), percent[-1]
+
+
+def spread(values):
+    low, median, high = percentiles(values)
+    return (high - low) / median
+
+
 def figures(times, settled, last, loss, warmup):
     """What is reported; `growth` and `new_allocs` are those behind the settled step."""
     behind = times[warmup:]
-    percent = statistics.quantiles(behind, n=20, method="inclusive")
-    median = statistics.median(behind)
+    low, median, high = percentiles(behind)
     row = {
         "steps": len(times),
         "warmup": warmup,
         "ms": median,
-        "p5_ms": percent[0],
-        "p95_ms": percent[-1],
-        "spread": (percent[-1] - percent[0]) / median,
+        "p5_ms": low,
+        "p95_ms": high,
+        "spread": spread(behind),
         "growth_bytes": last["held"] - settled["held"],
         "loss": loss,
         "memory": last,
@@ -159,6 +234,7 @@ def parse_options(arguments=None):
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--save", default="auto")
     parser.add_argument("--budget", help="max_memory; default: flce's")
+    parser.add_argument("--control", action="store_true", help="bare products before each step")
     parser.add_argument("--max-spread", type=float, default=0.03)
     parser.add_argument("--max-growth", type=int, help="bytes; default 0, on the CPU 64 MiB of RSS")
     parser.add_argument("--json", type=pathlib.Path)
@@ -182,7 +258,11 @@ def main(arguments=None):
     settings = {"save": options.save, "max_memory": options.budget}
     row = {"shape": name, **shape._asdict(), "dtype": options.dtype}
     row |= settings | {"optimizer": options.optimizer}
-    row |= figures(*loop(problem, optimizer, settings, options), options.warmup)
+    control = Control(options.device) if options.control else None
+    measured = loop(problem, optimizer, settings, options, control)
+    row |= figures(*measured, options.warmup)
+    if control:
+        row |= control.figures(measured[0], options.warmup)
     missed = missed_bars(row, options)
     for key, value in row.items():
         print(f"{key:22} {value}")

@@ -6,6 +6,7 @@ import json
 import pathlib
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def scripts(monkeypatch):
 
 
 def bench(scripts, tmp_path, *arguments):
-    """(exit status, record) of a run on the CPU."""
+    """(exit status, record) of a run, on the CPU unless the arguments say otherwise."""
     path = tmp_path / "record.json"
     common = ["--device", "cpu", "--dtype", "float32", "--rounds", "3", "--json", str(path)]
     status = scripts("bench").main([*common, *arguments])
@@ -43,6 +44,7 @@ def test_bench_figures(scripts, tmp_path):
         lower, upper = row["ms_quartiles"]
         assert 0 < row["fastest_ms"] <= lower <= row["ms"] <= upper
         assert row["rounds"] == 3 and row["tflops"] > 0
+        assert row["clock"] == "wall" and "unhidden_rounds" not in row
     for label in ("flce logits", "eager"):
         rows = named(record, label)
         assert set(rows["forward"]["errors"]) == {"loss"}
@@ -160,9 +162,122 @@ def test_slow_contestants_get_fewer_rounds(scripts):
     measure, problems = scripts("measure"), scripts("problem")
     problem = problems.make_problem(problems.Shape(4, 2, 8), "cpu", torch.float32)
     runs = {"fast": (lambda p: None, 1e-3), "slow": (lambda p: None, 2.0), "slowest": (len, 1e3)}
-    times, failed = measure.interleaved(runs, problem, "cpu", 9, 6.0)
-    assert {label: len(taken) for label, taken in times.items()} == {"fast": 9, "slow": 3}
+    taken, failed = measure.interleaved(runs, problem, "cpu", 9, 6.0)
+    assert {label: len(some) for label, some in taken.items()} == {"fast": 9, "slow": 3}
     assert list(failed) == ["slowest"]  # it ran: a Problem has no len
+
+
+class OneQueue:
+    """Stands for torch.cuda and the host's clock: a device that does what it is given in order."""
+
+    cycles_per_second = 2e9
+
+    def __init__(self, monkeypatch, measure):
+        self.host = self.busy_until = 0.0
+        self.slept = []
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: QueueEvent(self))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        measure.sleep_cycles_per_second()  # its sleeps are not those of a round
+        self.slept.clear()
+
+    def sleep(self, cycles):
+        self.slept.append(cycles / self.cycles_per_second)
+        self.queue(self.slept[-1])
+
+    def queue(self, seconds):
+        self.busy_until = max(self.host, self.busy_until) + seconds
+
+    def synchronize(self):
+        self.host = max(self.host, self.busy_until)
+
+
+class QueueEvent:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.at = max(self.device.host, self.device.busy_until)
+
+    def query(self):
+        return self.device.host >= self.at
+
+    def synchronize(self):
+        self.device.host = max(self.device.host, self.at)
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize(
+    "host_ms, waits, estimate_ms, expected",
+    [
+        pytest.param(0.5, False, 4, {"slept": 7, "ms": 3, "hidden": True}, id="queued"),
+        pytest.param(0.5, True, 4, {"slept": 7, "ms": 3.5, "hidden": False}, id="waits inside"),
+        pytest.param(30, False, 62, {"slept": 20, "ms": 42, "hidden": False}, id="slow host"),
+    ],
+)
+def test_device_clock(scripts, monkeypatch, host_ms, waits, estimate_ms, expected):
+    """The host's time is hidden where it can be; a wait inside, or too slow a host, is told."""
+    measure = scripts("measure")
+    device = OneQueue(monkeypatch, measure)
+
+    def run(problem):
+        for seconds in (1e-3, 2e-3):
+            device.host += 1e-3 * host_ms
+            device.queue(seconds)
+            if waits:
+                device.synchronize()
+
+    one = measure.timed_round(run, None, "cuda", "device", 1e-3 * estimate_ms)
+    assert device.slept == [pytest.approx(1e-3 * expected["slept"])]
+    assert one.seconds == pytest.approx(1e-3 * expected["ms"])
+    assert one.hidden == expected["hidden"]
+
+
+def test_unhidden_rounds_are_counted(scripts, monkeypatch):
+    bench, measure, problems = scripts("bench"), scripts("measure"), scripts("problem")
+    device = OneQueue(monkeypatch, measure)
+    late = iter([0.0, 50e-3, 0.0, 50e-3, 0.0])
+
+    def run(problem):
+        device.host += next(late)
+        device.queue(1e-3)
+
+    problem = problems.make_problem(problems.Shape(4, 2, 8), "cpu", torch.float32)
+    runs = {"late": (run, 1e-3)}
+    taken, _ = measure.interleaved(runs, problem, "cuda", 5, 1.0, "device")
+    figures = bench.figures(taken["late"], taken["late"], problems.Shape(4, 2, 8), "step", 0, {})
+    assert figures["unhidden_rounds"] == 2 and figures["rounds"] == 5
+    row = figures | {"shape": "4x2x8", "pass": "step", "contestant": "late", "kind": "peer"}
+    assert "2 of 5 rounds unhidden" in bench.line(row)
+    assert "unhidden" not in bench.line(row | {"unhidden_rounds": 0})
+
+
+def test_device_clock_needs_a_device(scripts, capsys):
+    with pytest.raises(SystemExit):
+        scripts("bench").parse_options(["--clock", "device", "--device", "cpu"])
+    assert "argument --clock: device needs --device cuda, got cpu" in capsys.readouterr().err
+
+
+def waits_inside(problem, options):
+    def run(p):
+        loss = sys.modules["peers"].linear_then_cross_entropy(p.x, p.w, p.y, p.b)
+        loss.item()
+        return loss
+
+    return run
+
+
+def test_device_clock_on_cuda(scripts, tmp_path, cuda):
+    scripts("peers").PEERS["waits_inside"] = waits_inside
+    choices = ["--device", cuda, "--clock", "device", "--peers", "waits_inside", "eager"]
+    status, record = bench(scripts, tmp_path, "256x64x4000", *choices)
+    assert not status and record["left_out"] == []
+    for row in record["rows"]:
+        assert row["clock"] == "device" and row["ms"] > 0
+        waits = row["contestant"] == "waits_inside"
+        assert waits == (row["unhidden_rounds"] == row["rounds"]), row
 
 
 def test_reference_is_that_of_autograd(scripts, monkeypatch):
@@ -205,6 +320,21 @@ def test_plot(scripts, tmp_path):
     assert [(row["peak_bytes"], row["ms"]) for row in plot.front(rows)] == [(1, 9), (2, 5), (3, 1)]
 
 
+def test_plot_names_the_clock(scripts, tmp_path):
+    """Records of before there was a choice have no name for it."""
+    pytest.importorskip("matplotlib")
+    _, record = bench(scripts, tmp_path, SHAPE, "--peers", "eager", "--passes", "step")
+    plot = scripts("plot")
+    labels = {None: "time, ms", "wall": "time, ms", "device": "time on the device, ms"}
+    for clock, label in labels.items():
+        rows = [{**row, "clock": clock} for row in record["rows"]]
+        if clock is None:
+            rows = [{key: row[key] for key in row if key != "clock"} for row in rows]
+        figure = plot.draw(rows, record["machine"])
+        assert figure.axes[0].get_ylabel() == label
+        plot.plt.close(figure)
+
+
 def loop(scripts, tmp_path, *arguments):
     path = tmp_path / "loop.json"
     common = ["64x16x400", "--device", "cpu", "--dtype", "float32", "--steps", "8", "--warmup", "4"]
@@ -220,6 +350,63 @@ def test_train_loop(scripts, tmp_path, optimizer):
     assert 0 < row["p5_ms"] <= row["ms"] <= row["p95_ms"]
     assert row["spread"] == pytest.approx((row["p95_ms"] - row["p5_ms"]) / row["ms"])
     assert row["loss"] == pytest.approx(6.5, abs=1.0)  # log 400 and the logits' spread
+    assert "control_spread" not in row
+
+
+def test_train_loop_control(scripts, tmp_path, monkeypatch):
+    """The products run before each step, and nothing of them is left in it."""
+    train_loop, problems = scripts("train_loop"), scripts("problem")
+    make, step, made, seen = problems.bare_products, train_loop.step, [], []
+
+    def products(problem, pass_name):
+        results = make(problem, pass_name)
+        made.append([weakref.ref(one) for one in results])
+        return results
+
+    def step_alone(*arguments):
+        seen.append([one() for one in made[-1]])
+        return step(*arguments)
+
+    monkeypatch.setattr(problems, "bare_products", products)
+    monkeypatch.setattr(train_loop, "step", step_alone)
+    status, record = loop(scripts, tmp_path, "--control", "--max-spread", "1e9")
+    assert not status and len(made) == 8 and seen == [[None, None]] * 8
+    row = record["row"]
+    assert row["control_ms"] > 0 and row["control_spread"] > 0
+    assert row["ratio"] > 0 and row["ratio_spread"] > 0
+    assert "sm_clock_mhz" not in row
+
+
+def test_control_figures(scripts):
+    """Steps of twice their turn's products have a spread, and none beside them."""
+    train_loop = scripts("train_loop")
+    control = train_loop.Control("cpu")
+    own = [900.0, 10.0, 11.0, 10.0, 12.0, 11.0]
+    for index, ms in enumerate(own):
+        control.clock.marks += [1e4 * index, 1e4 * index + ms]
+    control.sm_clocks = [1, 1500, 1600, 1700, 1600, 1600]
+    steps = [2 * ms for ms in own]
+    row = control.figures(steps, 1)
+    assert row["control_ms"] == 11 and row["ratio"] == pytest.approx(2)
+    assert row["control_spread"] == pytest.approx(train_loop.spread(steps[1:]))
+    assert row["control_spread"] > 0.1 and row["ratio_spread"] == pytest.approx(0, abs=1e-9)
+    assert row["sm_clock_mhz"] == {"p5": 1520, "median": 1600, "p95": 1680}
+    control.sm_clocks[2] = None
+    assert "sm_clock_mhz" not in control.figures(steps, 1)
+
+
+def test_control_on_cuda(scripts, tmp_path, cuda):
+    """The bars of memory hold, and the peak is the step's: the products' is over N x V elements."""
+    shape, budget = "4096x64x32000", ["--budget", "32MiB"]
+    choices = ["--device", cuda, "--dtype", "bfloat16", "--control", "--max-spread", "1e9"]
+    path = tmp_path / "loop.json"
+    arguments = [shape, *choices, *budget, "--steps", "8", "--warmup", "4", "--json", str(path)]
+    status = scripts("train_loop").main(arguments)
+    record = json.loads(path.read_text())
+    row = record["row"]
+    assert not status and record["missed"] == []
+    assert row["growth_bytes"] == row["new_device_allocs"] == 0
+    assert 0 < row["peak_bytes"] < row["memory"]["held"] + 2 * 4096 * 32000
 
 
 def test_train_loop_misses_bars(scripts, tmp_path, monkeypatch):
