@@ -1,5 +1,5 @@
 /* The three strategies, written once over a backend table: one chunk loop forward, one backward. */
-#include "flce.h"
+#include "engine.h"
 
 #include <stdatomic.h>
 
@@ -12,37 +12,9 @@ int64_t flce_gemm_count(void) {
   return atomic_load(&gemm_count);
 }
 
-typedef struct engine {
-  const flce_backend* backend;
-  const flce_problem* problem;
-  const flce_plan* plan;
-  const flce_tensors* tensors;
-  flce_dtype stat;
-  const void* input;         /* [N][H] plan->dtype */
-  const void* linear_weight; /* [V][H] plan->dtype */
-  const void* bias;          /* [V] stat dtype, or NULL */
-  void* losses;              /* [N] stat dtype, or NULL in a backward */
-} engine;
-
-/* Calls a function of the table and keeps its sentence where the core's callers look for it. */
-#define CALL(engine, function, ...)                                                  \
-  do {                                                                               \
-    const flce_backend* backend_ = (engine)->backend;                                \
-    flce_status status_ = backend_->function(backend_->self, __VA_ARGS__);           \
-    if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
-  } while (0)
-
-static void* at(const void* base, int64_t elements, flce_dtype dtype) {
-  return (char*)base + elements * flce_size_of(dtype);
-}
-
 static void* buffer(const engine* e, flce_buffer_id id) {
   const flce_buffer* b = &e->plan->buffers[id];
   return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
-}
-
-static const void* scalar(const engine* e, enum flce_scalar index) {
-  return at(e->tensors->scalars, index, e->stat);
 }
 
 static bool wants_gradients(const engine* e) {
@@ -91,40 +63,6 @@ typedef struct chunk {
   const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
 } chunk;
 
-/* `count` elements on from the start of an optional vector. */
-static const void* from(const void* vector, int64_t count, flce_dtype dtype) {
-  return vector ? at(vector, count, dtype) : NULL;
-}
-
-/* What the loss reads beside the logits, its vectors from row `first` on. */
-static flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
-  const flce_problem* problem = e->problem;
-  const flce_tensors* tensors = e->tensors;
-  int64_t columns = problem->weight_rows;
-  bool adds_bias = e->plan && e->plan->gemm_adds_bias;
-  return (flce_rows){
-      .rows = rows,
-      .vocab = problem->vocab,
-      /* Until there is a z its type tells row_coefficients the stat dtype. */
-      .z_dtype = e->stat,
-      .bias = adds_bias ? NULL : e->bias,
-      .target = tensors->target ? tensors->target + first : NULL,
-      .probabilities = from(tensors->probabilities, first * columns, tensors->probabilities_dtype),
-      .probabilities_dtype = tensors->probabilities_dtype,
-      .probabilities_pitch = columns,
-      .class_weight = tensors->class_weight,
-      .token_weight = from(tensors->token_weight, first, e->stat),
-      .temperature = from(tensors->temperature, first, e->stat),
-      .options = problem->loss,
-      .wants_entropy = problem->wants_entropy,
-      .stats = at(tensors->stats, first, e->stat),
-      .stat_pitch = problem->tokens,
-      .loss = (void*)from(e->losses, first, e->stat),
-      .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
-      .scalars = tensors->scalars,
-  };
-}
-
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
   int64_t left = e->problem->rows - first;
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
@@ -133,18 +71,6 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce
   if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
   c.coef = from(buffer(e, FLCE_BUF_COEF), vectors, e->stat);
   return c;
-}
-
-static void set_z(flce_rows* view, void* z, flce_dtype dtype, int64_t pitch) {
-  view->z = z;
-  view->z_dtype = dtype;
-  view->z_pitch = pitch;
-}
-
-static void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch) {
-  view->out = out;
-  view->out_dtype = dtype;
-  view->out_pitch = pitch;
 }
 
 /* E or dz over the logits themselves: each row starts where its logits started. */
@@ -181,44 +107,45 @@ static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* ge
   return chunk_input(e, c, &gemm->a);
 }
 
-/* z, into the saved buffer where the logits need no other type there, else into the chunk's. */
-static flce_status logits_gemm(const engine* e, chunk* c) {
+/* Has z written into the saved buffer where the logits need no other type there, else into the
+ * chunk's. */
+static void place_z(const engine* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
+  gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
+  gemm->c_dtype = plan->z_dtype;
+  gemm->pitch_c = plan->z_pitch;
+  set_z(&c->view, gemm->c, plan->z_dtype, plan->z_pitch);
+}
+
+static flce_status logits_gemm(const engine* e, chunk* c) {
   flce_gemm gemm;
   FLCE_TRY(logits_product(e, c, &gemm));
-  gemm.c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
-  gemm.c_dtype = plan->z_dtype;
-  gemm.pitch_c = plan->z_pitch;
-  gemm.bias = plan->gemm_adds_bias ? e->bias : NULL;
-  set_z(&c->view, gemm.c, plan->z_dtype, plan->z_pitch);
+  place_z(e, c, &gemm);
+  gemm.bias = e->plan->gemm_adds_bias ? e->bias : NULL;
   return run_gemm(e, gemm);
 }
 
-/* E or nothing but statistics of a chunk from the one kernel that also makes its logits. */
+/* Statistics of a chunk from the one kernel that also makes its logits, and E, or in form dz z,
+ * where the strategy keeps either. */
 static flce_status product_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
+  bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
+  bool keeps = saves || gradients, exp_form = plan->form == FLCE_FORM_EXP;
   flce_gemm gemm;
   FLCE_TRY(logits_product(e, c, &gemm));
-  if (plan->save == FLCE_SAVE_LOGITS)
-    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
-  if (plan->save == FLCE_SAVE_GRADS)
-    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch);
-  c->view.bias = e->bias;
+  if (keeps && exp_form)
+    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->dtype,
+            plan->out_pitch);
+  if (keeps && !exp_form) place_z(e, c, &gemm);
+  flce_rows rows = c->view;
+  rows.bias = e->bias;
   /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
-  if (plan->save == FLCE_SAVE_GRADS && e->problem->want_grad_input && !e->bias)
-    c->view.wsum = buffer(e, FLCE_BUF_SMOOTH);
+  if (gradients && e->problem->want_grad_input && !e->bias)
+    rows.wsum = buffer(e, FLCE_BUF_SMOOTH);
   atomic_fetch_add(&gemm_count, 1);
-  CALL(e, product_rows, &gemm, &c->view, buffer(e, FLCE_BUF_PRODUCT));
+  CALL(e, product_rows, &gemm, &rows, buffer(e, FLCE_BUF_PRODUCT));
+  if (gradients && !exp_form) set_out_in_place(e, &c->view);
   return FLCE_OK;
-}
-
-/* The backward's upstream gradients, from row 0 on. */
-static flce_upstream upstream_of(const engine* e) {
-  const flce_tensors* tensors = e->tensors;
-  return (flce_upstream){.loss = tensors->grad_output,
-                         .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
-                         .lse = tensors->grad_lse,
-                         .entropy = tensors->grad_entropy};
 }
 
 /* The rows' factors for `upstream`, whose vectors begin at row 0. */
@@ -554,47 +481,4 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
     FLCE_TRY(chunk_gradients(&e, &c));
   }
   return finish_gradients(&e);
-}
-
-/* ---- cross entropy on the caller's logits ---- */
-
-static flce_rows view_logits(const flce_backend* backend, const flce_problem* problem,
-                             const flce_tensors* tensors, void* losses, engine* e) {
-  *e = (engine){.backend = backend,
-                .problem = problem,
-                .tensors = tensors,
-                .stat = flce_stat_dtype(problem->dtype),
-                .losses = losses};
-  flce_rows view = open_rows(e, 0, problem->tokens);
-  view.probabilities_pitch = problem->vocab;
-  set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);
-  return view;
-}
-
-flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
-                                       const flce_tensors* tensors) {
-  engine e;
-  bool reduced = problem->reduction != FLCE_NONE;
-  flce_rows view =
-      view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
-  FLCE_TRY(flce_check_loss(&problem->loss));
-  CALL(&e, prepare, problem, tensors);
-  CALL(&e, stat_rows, &view);
-  if (reduced)
-    CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
-         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat);
-  return FLCE_OK;
-}
-
-flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_problem* problem,
-                                        const flce_tensors* tensors) {
-  engine e;
-  flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
-  set_out(&view, tensors->grad_input, problem->dtype, problem->vocab);
-  flce_upstream upstream = upstream_of(&e);
-  CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
-       tensors->workspace);
-  view.coef = tensors->workspace;
-  CALL(&e, grad_rows, &view, 1.0, false, false);
-  return FLCE_OK;
 }

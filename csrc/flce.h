@@ -197,13 +197,14 @@ typedef struct flce_plan {
   int64_t rows;     /* computed: flce_problem.rows */
   bool gathers;     /* rows are computed in the order of FLCE_BUF_INDEX, */
   flce_buffer_id gathered_x, backward_gathered_x; /* a chunk's rows of x copied here */
-  bool fuses_rows;            /* the forward's logits come from product_rows: none are written */
+  bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
+                                 logits are written but in form dz, where a pass needs them */
   int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
   flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
-  bool gemm_adds_bias;                          /* then no row pass does */
+  bool gemm_adds_bias;                          /* or product_rows: then no row pass does */
   bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
   bool z_in_saved;                              /* the logits GEMM writes there itself */
   int64_t z_pitch, out_pitch,
@@ -403,8 +404,8 @@ typedef struct flce_backend {
   /* The same, and out = E = exp(l - c) (1 - tanh^2 of the softcap), the target's column and ignored
    * rows 0. Not for probabilities. */
   flce_status (*exp_rows)(void* self, const flce_rows* rows);
-  /* The logits GEMM (c is not written) and on its z what exp_rows does, or stat_rows where out is
-   * NULL. Whole tiles beyond the last index that is not -1 cost no product. `scratch`:
+  /* The logits GEMM and on its z what exp_rows does, or stat_rows where out is NULL. c is not
+   * written, but in float32 where it is not NULL and out is: then it gets z + bias. Whole tiles beyond the last index that is not -1 cost no product. `scratch`:
    * facts.product_row_bytes for each row. Only where facts say so. */
   flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);

@@ -31,6 +31,11 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
+/* Whether the forward keeps nothing of its logits. */
+static bool only_statistics(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+}
+
 /* Whether a GEMM over operands of plan->dtype can write `dtype`. */
 static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
   return dtype == plan->dtype ||
@@ -199,11 +204,6 @@ static flce_status fit_chunks(const flce_problem* problem, const flce_facts* fac
   return FLCE_OK;
 }
 
-/* Whether the forward keeps nothing of its logits. */
-static bool only_statistics(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
-}
-
 /* The small passes around a chunk's products take 50 us on an H200; a product of dW that makes db's
  * sums does not hide that it reads and writes dW, 4 bytes an element at 80 multiply-adds each. */
 static double effort_of_chunk(const flce_problem* problem, const flce_plan* plan) {
@@ -300,18 +300,23 @@ static int64_t aligned_pitch(const flce_problem* problem, flce_dtype dtype) {
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->form = choose_form(problem, plan->dtype);
-  plan->fuses_rows = plan->form == FLCE_FORM_EXP && facts->product_row_bytes > 0;
+  plan->z_dtype =
+      gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
+  /* The fused product gives E, or exact logits for the pass that makes dz. */
+  bool serves = plan->form == FLCE_FORM_EXP || only_statistics(plan) || plan->z_dtype == FLCE_F32;
+  plan->fuses_rows = serves && facts->product_row_bytes > 0;
   /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
    * that its backward goes by. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || finds;
-  plan->z_dtype =
-      gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
   /* Where no pass writes logits, E stands in their place. */
-  if (plan->fuses_rows && plan->save != FLCE_SAVE_STATS) plan->z_dtype = plan->dtype;
+  if (plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS)
+    plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, plan->dtype);
-  plan->gemm_adds_bias = problem->has_bias && facts->gemm_adds_bias && plan->z_dtype == FLCE_F32;
+  bool product_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
+  bool adds_bias = product_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
+  plan->gemm_adds_bias = problem->has_bias && adds_bias;
   choose_saved(problem, plan);
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);

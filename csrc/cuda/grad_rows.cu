@@ -165,7 +165,89 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   }
 }
 
+/* ---- probabilities and no other term ---- */
+
+/* This thread's probabilities of a tile, as load_tile has its logits. */
+template <typename T, typename Z>
+__device__ __forceinline__ void load_tile_probabilities(const Row<Z>& row, int first,
+                                                        float (&t)[kUnroll<Z>][kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+  const T* side = (const T*)row.probabilities;
+  const int begin = column_of<Z>(first - threadIdx.x, row.lead);
+  const int end = begin + kUnroll<Z> * N * blockDim.x;
+  if (begin >= 0 && end <= row.vocab && is_aligned(side + begin, min(16, N * (int)sizeof(T)))) {
+    Vec<T, N> raw[kUnroll<Z>];
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      load_vec<true>(side + column_of<Z>(first + u * blockDim.x, row.lead), raw[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) unpack(raw[u], t[u]);
+  } else {
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      load_beside(side, column_of<Z>(first + u * blockDim.x, row.lead), row.vocab, t[u]);
+    }
+  }
+}
+
+/* As grad_rows, for T probabilities. */
+template <typename Z, typename T>
+__global__ void __launch_bounds__(kRowThreads, 2)
+    soft_grad_rows(const __grid_constant__ row_args p) {
+  constexpr int N = kVec<Z>;
+  const flce_rows& r = p.r;
+  __nv_bfloat16* out = (__nv_bfloat16*)r.out + (int64_t)blockIdx.x * r.out_pitch;
+  const int64_t at = vectors_at(r, blockIdx.x);
+  const Row<Z> row = open_walk<kGeneral, Z>(p, at);
+  const float* coef = (const float*)r.coef + at;
+  const float factor = coef[FLCE_COEF_ROW * r.stat_pitch];
+  const float soft = coef[FLCE_COEF_SOFT * r.stat_pitch];
+  const float offset = stat_row<float>(r, FLCE_STAT_OFFSET)[at];
+  for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
+    const int mine = first + threadIdx.x;
+    Vec<Z, N> raw[kUnroll<Z>];
+    float t[kUnroll<Z>][N];
+    load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
+    load_tile_probabilities<T>(row, mine, t);
+    if constexpr (sizeof(Z) != 2) __syncthreads(); /* in place, as in grad_rows */
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      float v[N];
+      unpack(raw[u], v);
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        v[e] = exp_fast(fmaf(v[e], row.scale, -offset)) * factor - soft * t[u][e];
+      }
+      Vec<__nv_bfloat16, N> packed;
+      pack(v, packed);
+      store_columns(out, column_of<Z>(mine + u * blockDim.x, row.lead), row.vocab, packed);
+    }
+  }
+}
+
 /* ---- launch ---- */
+
+typedef void (*soft_kernel)(const row_args);
+
+template <typename Z>
+static soft_kernel soft_kernel_of(flce_dtype probabilities) {
+  return probabilities == FLCE_BF16  ? soft_grad_rows<Z, __nv_bfloat16>
+         : probabilities == FLCE_F16 ? soft_grad_rows<Z, __half>
+         : probabilities == FLCE_F32 ? soft_grad_rows<Z, float>
+                                     : NULL;
+}
+
+/* NULL where the general kernel has to serve. */
+static soft_kernel soft_kernel_for(const flce_rows* r) {
+  const flce_loss* o = &r->options;
+  if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature || r->wants_entropy ||
+      o->label_smoothing > 0 || o->softcap > 0 || r->out_dtype != FLCE_BF16) {
+    return NULL;
+  }
+  if (r->z_dtype == FLCE_F32) return soft_kernel_of<float>(r->probabilities_dtype);
+  return r->z_dtype == FLCE_BF16 ? soft_kernel_of<__nv_bfloat16>(r->probabilities_dtype) : NULL;
+}
 
 typedef void (*grad_kernel)(const row_args, double, bool, bool);
 
@@ -196,6 +278,13 @@ flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hi
     return flce_fail(FLCE_UNSUPPORTED,
                      "grad_rows: no gradient from exp rows with a softcap or probabilities");
   }
+  FLCE_TRY(check_rows(r, "grad_rows"));
+  const soft_kernel soft = soft_kernel_for(r);
+  if (soft) {
+    soft<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r));
+    FLCE_LAUNCHED("grad_rows");
+    return FLCE_OK;
+  }
   const flce_dtype z = r->z_dtype, out = r->out_dtype;
   const Kind kind = backward_kind(r, z_is_exp);
   grad_kernel kernel = NULL;
@@ -207,7 +296,6 @@ flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hi
     kernel = grad_kernel_of<float, __half>(kind, z_is_exp);
   }
   if (!kernel) return no_row_kernel(r, z_is_exp ? "grad_rows of exp rows" : "grad_rows");
-  FLCE_TRY(check_rows(r, "grad_rows"));
   kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r), scale,
                                                                     hide_target, z_is_exp);
   FLCE_LAUNCHED("grad_rows");

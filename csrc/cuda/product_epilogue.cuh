@@ -37,7 +37,7 @@ struct Seat {
 /* A thread's four rows. */
 struct TileRows {
   float offset[4], sum[4];
-  float scale[4], gap[4], spread[4]; /* of the general kernel */
+  float scale[4], gap[4], mass[4], spread[4]; /* of the kernels that need them */
 };
 
 /* Where in shared memory a tile's columns have their bias and their class weight, 0 beyond the
@@ -57,6 +57,30 @@ __device__ __forceinline__ void add_bias(const ColumnNumbers& numbers, const Sea
     for (int q = 0; q < 4; q++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) product_at(acc, q, j, e) += b[e];
+    }
+  }
+}
+
+/* z of the tile. Four lanes write 32 bytes of a row, a whole sector. */
+__device__ __forceinline__ void store_logits(const product_shape& shape, float* z, int64_t pitch,
+                                             const Seat& seat, const Products& acc) {
+  const bool whole = seat.tile.column + kProductColumns <= shape.vocab;
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const int row = seat.first_row + row_step(q);
+    if (row >= shape.rows) continue;
+    float* out = z + row * pitch + seat.first_column;
+#pragma unroll
+    for (int j = 0; j < kParts; j++) {
+      const float* pair = &acc[q >> 1][4 * j + 2 * (q & 1)];
+      if (whole) {
+        __stcs((float2*)(out + 8 * j), make_float2(pair[0], pair[1]));
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        if (seat.first_column + 8 * j + e < shape.vocab) out[8 * j + e] = pair[e];
+      }
     }
   }
 }
@@ -96,6 +120,99 @@ __device__ __forceinline__ void add_gaps(const ColumnNumbers& numbers, const Sea
   }
 }
 
+/* Two neighbours of a row, in one access of their size. */
+template <typename T>
+struct PairOf {
+  using type = uint32_t;
+};
+template <>
+struct PairOf<float> {
+  using type = float2;
+};
+template <>
+struct PairOf<double> {
+  using type = double2;
+};
+
+/* 0 beyond the row's end. PAIRED: all pairs begin at a multiple of their size. */
+template <typename T, bool PAIRED>
+__device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int column, int vocab) {
+  using Pair = typename PairOf<T>::type;
+  if (PAIRED && column + 1 < vocab) return *(const Pair*)(row + column);
+  Pair pair = {};
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    if (column + e < vocab) ((T*)&pair)[e] = row[column + e];
+  }
+  return pair;
+}
+
+/* The sums of probabilities over two of a thread's rows of the tile. One of 0 adds nothing, whatever
+ * its logit is. */
+template <typename T, bool PAIRED>
+__device__ __forceinline__ void add_probabilities_of(const product_shape& shape, const Seat& seat,
+                                                     int half, const float* acc, TileRows& rows) {
+  /* Parts whose loads are under way together, as registers allow. */
+  constexpr int kBatch = sizeof(T) == 8 ? 2 : sizeof(T) == 2 && PAIRED ? 12 : 6;
+  const T* t[2];
+#pragma unroll
+  for (int q = 0; q < 2; q++) {
+    const int row = min(seat.first_row + row_step(2 * half + q), shape.rows - 1);
+    t[q] = (const T*)shape.probabilities + row * shape.probabilities_pitch;
+  }
+#pragma unroll
+  for (int first = 0; first < kParts; first += kBatch) {
+    /* Also keeps the loads behind it: there are no registers for more of them at a time. */
+    if (seat.first_column + 8 * first >= shape.vocab) return;
+    typename PairOf<T>::type raw[kBatch][2];
+#pragma unroll
+    for (int j = 0; j < kBatch; j++) {
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+        const int column = seat.first_column + 8 * (first + j);
+        raw[j][q] = load_pair<T, PAIRED>(t[q], column, shape.vocab);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch * 4; i++) {
+      const int j = i / 4, q = i / 2 % 2, e = i % 2;
+      const float value = (float)to_stat(((const T*)&raw[j][q])[e]);
+      float &mass = rows.mass[2 * half + q], &gap = rows.gap[2 * half + q];
+      mass += value;
+      if (value != 0) gap = fmaf(value, acc[4 * (first + j) + 2 * q + e], gap);
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void add_probabilities_as(const product_shape& shape, const Seat& seat,
+                                                     const Products& acc, TileRows& rows) {
+  const bool paired = shape.probabilities_pitch % 2 == 0 &&
+                      is_aligned(shape.probabilities, 2 * sizeof(T));
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    if (paired) {
+      add_probabilities_of<T, true>(shape, seat, half, acc[half], rows);
+    } else {
+      add_probabilities_of<T, false>(shape, seat, half, acc[half], rows);
+    }
+  }
+}
+
+__device__ __forceinline__ void add_probabilities(const product_shape& shape, const Seat& seat,
+                                                  const Products& acc, TileRows& rows) {
+  switch (shape.probabilities_dtype) {
+    case FLCE_F64:
+      return add_probabilities_as<double>(shape, seat, acc, rows);
+    case FLCE_F32:
+      return add_probabilities_as<float>(shape, seat, acc, rows);
+    case FLCE_BF16:
+      return add_probabilities_as<__nv_bfloat16>(shape, seat, acc, rows);
+    case FLCE_F16:
+      return add_probabilities_as<__half>(shape, seat, acc, rows);
+  }
+}
+
 /* Keeps the target's logit and hides it: its E is 0, and the row's sum lacks it. */
 __device__ __forceinline__ void take_target(const product_scratch& s, int row, int at, int q,
                                             Products& acc) {
@@ -124,7 +241,7 @@ __device__ __forceinline__ void open_tile_rows(const product_shape& shape, const
   for (int q = 0; q < 4; q++) {
     const int row = seat.first_row + row_step(q);
     const bool inside = row < shape.rows;
-    rows.sum[q] = rows.gap[q] = rows.spread[q] = rows.scale[q] = 0;
+    rows.sum[q] = rows.gap[q] = rows.mass[q] = rows.spread[q] = rows.scale[q] = 0;
     rows.offset[q] = kBlankRow;
     if (inside) rows.offset[q] = REPEAT ? offset_of(s, row) : __ldg(s.offset + row);
     if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
@@ -266,7 +383,7 @@ __device__ __forceinline__ void exp_slab(const product_shape& shape, const produ
 }
 
 /* The tile's sums of each row. One beyond the limit is done again, from the row's largest. */
-template <bool GENERAL>
+template <bool GENERAL, bool SOFT>
 __device__ __forceinline__ void close_tile_rows(const product_shape& shape,
                                                 const product_scratch& s, const Seat& seat,
                                                 Products& acc, TileRows& rows) {
@@ -276,7 +393,8 @@ __device__ __forceinline__ void close_tile_rows(const product_shape& shape,
     rows.sum[q] = quad_sum(rows.sum[q]);
     beyond |= rows.sum[q] > kTileLimit;
     write_number(s.sums, shape, seat, q, rows.sum[q]);
-    if (GENERAL && s.gaps) write_number(s.gaps, shape, seat, q, quad_sum(rows.gap[q]));
+    if (SOFT || (GENERAL && s.gaps)) write_number(s.gaps, shape, seat, q, quad_sum(rows.gap[q]));
+    if constexpr (SOFT) write_number(s.masses, shape, seat, q, quad_sum(rows.mass[q]));
     if (GENERAL && s.spreads) write_number(s.spreads, shape, seat, q, quad_sum(rows.spread[q]));
   }
   if (!__any_sync(0xffffffffu, beyond)) return;

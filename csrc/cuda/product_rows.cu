@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 16 };
+enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 16, kProbes = 4 };
 
 constexpr double kLog2eExact = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994531;
@@ -52,9 +52,26 @@ __device__ __forceinline__ float dot_sum(const __nv_bfloat16* x, const float* ws
   return warp_sum(sum);
 }
 
-/* A target of -inf shows nothing of its row: from this offset a sum goes beyond the limit, or is 0.
- */
+/* Where a target's -inf shows nothing of its row: from this offset a sum goes beyond the limit, or
+ * is 0. */
 constexpr float kUnknownOffset = -3e38f;
+
+/* Of a row: zeta of its target, whose column is `column`; of probabilities, which have none, the
+ * largest of some. Infinities and NaN come as they are. By a warp. */
+__device__ __forceinline__ float zeta_of_row(const product_shape& shape, float scale,
+                                             const __nv_bfloat16* x, const __nv_bfloat16* w,
+                                             int column, int lane) {
+  float top = -INFINITY;
+  const int probes = column < 0 ? kProbes : 1;
+  for (int probe = 0; probe < probes; probe++) {
+    const int64_t at = column < 0 ? (int64_t)shape.vocab * probe / kProbes : column;
+    float z = dot_row(x, w + at * shape.hidden, shape.hidden, lane);
+    if (shape.bias) z += shape.bias[at];
+    const float zeta = general_zeta(shape, scale, z);
+    if (!(zeta <= top)) top = zeta;
+  }
+  return top;
+}
 
 /* `scale` makes zeta of z in rows without a temperature of their own, as general_zeta has it. */
 __global__ void __launch_bounds__(kDotWarps* kWarp)
@@ -74,15 +91,13 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   int column = -1;
   if (r.temperature && place.at >= 0) scale /= ((const float*)r.temperature)[place.at];
   if (place.kind == kRowValid) {
-    column = (int)r.target[place.at];
-    const int64_t h = shape.hidden;
-    float z = dot_row(x + row * h, w + column * h, shape.hidden, lane);
-    if (r.bias) z += ((const float*)r.bias)[column];
-    const float zeta = general_zeta(shape, scale, z);
+    const __nv_bfloat16* own = x + (int64_t)row * shape.hidden;
+    if (r.target) column = (int)r.target[place.at];
+    const float zeta = zeta_of_row(shape, scale, own, w, column, lane);
     offset = zeta == -INFINITY ? kUnknownOffset
                                : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
     if (s.gap) {
-      const float sum = dot_sum(x + row * h, (const float*)r.wsum, shape.hidden, lane);
+      const float sum = dot_sum(own, (const float*)r.wsum, shape.hidden, lane);
       if (lane == 0) s.gap[row] = scale * sum;
     }
   }
@@ -138,18 +153,38 @@ __device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, i
   return best;
 }
 
+/* The tiles' sums of a row. */
+struct TileSums {
+  double rest, gap, mass, spread;
+};
+
 /* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
  * finite. `middle` is what the tiles' are taken from, of the row's zeta. */
 __device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s,
-                                               float middle, float l_target, double gap,
-                                               double spread, RowSums<float>& sums) {
+                                               float middle, float l_target,
+                                               const TileSums& tiles, RowSums<float>& sums) {
   const double total = (double)((const float*)p.r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
   const float from = isfinite(l_target) ? l_target : 0;
   const double above = (double)from - kLn2 * (double)middle;
   sums.gap_from = sums.spread_from = from;
-  if (s.gaps) sums.gap = (float)(above * total - kLn2 * gap);
-  if (s.gap) sums.gap = (float)((double)from * total - kLn2 * gap);
-  if (s.spreads) sums.spread = (float)(kLn2 * spread - above * (double)sums.rest);
+  if (s.gaps) sums.gap = (float)(above * total - kLn2 * tiles.gap);
+  if (s.gap) sums.gap = (float)((double)from * total - kLn2 * tiles.gap);
+  if (s.spreads) sums.spread = (float)(kLn2 * tiles.spread - above * (double)sums.rest);
+}
+
+/* Statistics of a row of probabilities. They are taken from lse itself: what is left of it then is
+ * its rounding, and no sum has anything to cancel. */
+__device__ __forceinline__ void write_soft_row(const row_args& p, Row<float>& view, int64_t at,
+                                               float k, const TileSums& tiles) {
+  const double lse = kLn2 * ((double)k + log2(tiles.rest));
+  RowSums<float> sums = {};
+  RowEnd<float> end = {};
+  end.lse = sums.offset = sums.gap_from = (float)lse;
+  end.log_sum = (float)(lse - (double)end.lse);
+  end.sum = 1 + end.log_sum;
+  sums.mass = (float)tiles.mass;
+  sums.gap = (float)((double)end.lse * tiles.mass - (double)p.scale_f32 * tiles.gap);
+  write_statistics<kGeneral>(p, view, at, sums, end);
 }
 
 template <Kind KIND>
@@ -159,9 +194,11 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   __shared__ double scratch[kSumWarps][kSumRows];
   follow_kernels();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
-  const double rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
-  double gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
-  const double spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
+  TileSums sum = {};
+  sum.rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
+  sum.gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
+  sum.mass = sum_of_tiles(s.masses, shape.rows, row, tiles, scratch);
+  sum.spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
   const Place place = place_of(p.r, row);
   if (place.kind != kRowValid) {
@@ -169,22 +206,25 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
     return;
   }
   constexpr bool kIsGeneral = KIND == kGeneral;
-  if (KIND != kPlain && s.gap) gap = s.gap[row];
-  const float k = offset_of(s, row), target = s.target[row];
+  if (KIND != kPlain && s.gap) sum.gap = s.gap[row];
+  const float k = offset_of(s, row);
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
   view.target = s.column[row];
-  view.l_target = kIsGeneral ? target * (float)kLn2 : p.scale_f32 * target;
-  const float above = kIsGeneral ? target - k : fmaf(target, shape.scale, -k);
-  RowSums<float> sums = {};
-  sums.offset = k * (float)kLn2;
-  sums.rest = (float)rest;
-  if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
-  if constexpr (KIND != kPlain) {
-    set_references(p, s, k - kAboveTarget, view.l_target, gap, spread, sums);
+  if constexpr (KIND == kSoft) {
+    write_soft_row(p, view, place.at, k, sum);
+  } else {
+    const float target = s.target[row];
+    view.l_target = kIsGeneral ? target * (float)kLn2 : p.scale_f32 * target;
+    const float above = kIsGeneral ? target - k : fmaf(target, shape.scale, -k);
+    RowSums<float> sums = {};
+    sums.offset = k * (float)kLn2;
+    sums.rest = (float)sum.rest;
+    if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
+    if constexpr (KIND != kPlain) set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
+    const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
+    write_statistics<KIND>(p, view, place.at, sums, end);
   }
-  const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
-  write_statistics<KIND>(p, view, place.at, sums, end);
   if (kIsGeneral && s.tops) {
     Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
     best.value *= (float)kLn2;
@@ -198,9 +238,11 @@ static int64_t tiles_of(int64_t vocab) {
   return ceil_div(vocab, kProductColumns);
 }
 
-/* Tiles' numbers of each row, with the options of a chunk or of a problem. */
-static int64_t number_count(const flce_loss* options, bool wants_entropy, bool wants_predictions) {
-  return 1 + (options->label_smoothing > 0) + wants_entropy + 2 * wants_predictions;
+/* Tiles' numbers of each row at the most: place_scratch takes them. */
+static int64_t number_count(const flce_problem* p) {
+  const bool soft = p->has_probabilities;
+  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
+         2 * p->wants_predictions;
 }
 
 /* Of product_scratch: the numbers, the five vectors, and redo, which has at most two elements more
@@ -219,9 +261,10 @@ static product_scratch place_scratch(void* memory, const flce_rows* r) {
   };
   product_scratch s;
   s.sums = take(true, size);
-  const bool smooth = r->options.label_smoothing > 0;
-  s.gaps = take(smooth && !r->wsum, size);
-  s.gap = take(smooth && r->wsum, rows);
+  const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
+  s.gaps = take(soft || (smooth && !r->wsum), size);
+  s.gap = take(!soft && smooth && r->wsum, rows);
+  s.masses = take(soft, size);
   s.spreads = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
@@ -258,6 +301,15 @@ static bool is_worth_finding_rows(const flce_problem* p) {
          (double)p->tokens * (double)p->vocab >= kLeast;
 }
 
+/* Whether the product's kernels have what the loss needs: beside probabilities little else. */
+static bool product_suits(const flce_problem* p) {
+  const flce_loss* o = &p->loss;
+  const bool others = o->label_smoothing > 0 || o->softcap > 0 || o->logit_scale < 0 ||
+                      p->has_class_weight || p->has_temperature || p->wants_entropy ||
+                      p->wants_predictions;
+  return !p->unaligned && !(p->has_probabilities && others);
+}
+
 flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
   facts->product_row_bytes = facts->product_tile_rows = facts->weight_parts = 0;
   facts->skips_rows = false;
@@ -266,9 +318,8 @@ flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts*
   if (capability != 90 || !suits_hopper(p)) return FLCE_OK;
   facts->skips_rows = is_worth_finding_rows(p);
   if (asked && !p->weight_unaligned) facts->weight_parts = cuda_weight_parts(p->hidden);
-  if (asked && !p->unaligned && !p->has_probabilities) {
-    const int64_t numbers = number_count(&p->loss, p->wants_entropy, p->wants_predictions);
-    facts->product_row_bytes = scratch_row_bytes(p->vocab, numbers);
+  if (asked && product_suits(p)) {
+    facts->product_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
     facts->product_tile_rows = kProductClusterRows;
   }
   return FLCE_OK;
@@ -283,11 +334,14 @@ static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_
   shape.hidden = (int)g->k;
   shape.scale = (float)((o->softcap > 0 ? args.height : args.scale) * kLog2eExact);
   shape.general = (o->label_smoothing > 0 && !r->wsum) || o->softcap > 0 || !(shape.scale > 0) ||
-                  r->temperature || r->wants_entropy || r->predictions;
+                  r->temperature || r->wants_entropy || r->predictions || (r->target && g->c);
   shape.gain = (float)args.gain;
   shape.bias = (const float*)r->bias;
   shape.class_weight = (const float*)r->class_weight;
   shape.index = r->index;
+  shape.probabilities = r->probabilities;
+  shape.probabilities_dtype = r->probabilities_dtype;
+  shape.probabilities_pitch = r->probabilities_pitch;
   return shape;
 }
 
@@ -301,15 +355,19 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   FLCE_TRY(launch_next(self, place_offsets, (unsigned)ceil_div(r->rows, kDotWarps),
                        kDotWarps * kWarp, "place_offsets", *r, shape, s, shape.scale,
                        (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b));
+  const ProductResult result = g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
+  void* out = g->c ? g->c : r->out;
+  const int64_t pitch = g->c ? g->pitch_c : r->out_pitch;
   for (int repeat = 0; repeat < 2; repeat++) {
-    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, &shape, &s, g->a, g->b, r->out,
-                                 r->out_pitch, repeat));
+    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, &shape, &s, g->a, g->b, result, out,
+                                 pitch, repeat));
   }
   const int tiles = (int)tiles_of(r->vocab);
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape.general ? sum_tiles<kGeneral>
-                      : s.gap       ? sum_tiles<kSmooth>
-                                    : sum_tiles<kPlain>;
+  const auto kernel = shape.general         ? sum_tiles<kGeneral>
+                      : shape.probabilities ? sum_tiles<kSoft>
+                      : s.gap               ? sum_tiles<kSmooth>
+                                            : sum_tiles<kPlain>;
   return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", args, shape, s,
                      tiles);
 }

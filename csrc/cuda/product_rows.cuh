@@ -28,8 +28,9 @@ typedef struct product_scratch {
   int* top;       /* [rows] ordered_of the largest zeta where a tile went beyond its limit */
   int* redo;      /* [1 + clusters] whether any, and which kProductClusterRows have such rows */
   float* sums;    /* [tiles of V][rows] of 2^(zeta - k); so are the next, each of them or NULL */
-  float* gaps;    /* of w_j zeta_j, the target included; or */
-  float* gap;     /* [rows] that of all columns, with flce_rows' wsum; or NULL */
+  float* gaps;    /* of w_j zeta_j, the target included; of probabilities, of t_j z_j; or */
+  float* gap;     /* [rows] that of all columns from 0, with flce_rows' wsum; or NULL */
+  float* masses;  /* of t_j */
   float* spreads; /* of 2^(zeta - k) zeta */
   float* tops;    /* the largest zeta, */
   int* columns;   /* and its lowest column */
@@ -43,7 +44,14 @@ typedef struct product_shape {
   const float* bias;
   const float* class_weight;
   const int64_t* index; /* of flce_rows */
+  const void* probabilities; /* t of flce_rows, or NULL */
+  flce_dtype probabilities_dtype;
+  int64_t probabilities_pitch;
 } product_shape;
+
+/* Where the product puts what it has made of each logit: nowhere, or E, or z with the bias added.
+ */
+enum ProductResult { kNoResult, kExpResult, kLogitResult };
 
 /* Integers in the order of the floats, for atomicMax. */
 __device__ __forceinline__ int ordered_of(float value) {
@@ -64,11 +72,12 @@ __device__ __forceinline__ float general_zeta(const product_shape& shape, float 
   return scale * (shape.gain != 0 ? tanh_of<true>(shape.gain * z) : z);
 }
 
-/* x W^T -> E (unless e is NULL) and the tiles' numbers, by wgmma. `repeat` does again, with the
- * offsets of `top`, what an earlier call has found to be beyond its limit; it costs nothing else.
+/* x W^T -> the tiles' numbers and `out`, which is [rows][pitch] of bfloat16 for E and of float32 for
+ * z, by wgmma. `repeat` does again, with the offsets of `top`, what an earlier call has found to be
+ * beyond its limit; it costs nothing else. z, which knows no offset, is not made again.
  */
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                void* e, int64_t e_pitch, bool repeat);
+                                ProductResult result, void* out, int64_t pitch, bool repeat);
 
 #endif

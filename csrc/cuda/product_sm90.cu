@@ -19,8 +19,8 @@ struct product_args {
   product_shape shape;
   product_scratch scratch;
   uint64_t store_policy;
-  uint4* e; /* NULL for statistics alone */
-  int64_t e_pitch;
+  void* out;
+  int64_t pitch;
   int depth_steps, row_clusters, column_tiles;
   int group;    /* clusters of rows that go through the columns together */
   int clusters; /* that run at a time */
@@ -38,20 +38,19 @@ struct Ring {
 };
 
 /* Numbers of columns: two kinds, for each group's tile and its next one. */
-template <bool STORE>
-constexpr int shared_bytes() {
-  return kAlignment + kStages * kBytesStage + (STORE ? kSlabs * kBytesSlab : 0) +
+constexpr int shared_bytes(ProductResult result) {
+  return kAlignment + kStages * kBytesStage + (result == kExpResult ? kSlabs * kBytesSlab : 0) +
          8 * kBytesColumns + kBarriers * 8;
 }
 
-template <bool STORE>
+template <ProductResult RESULT>
 __device__ __forceinline__ Ring open_ring() {
   const uint32_t base = aligned_shared_memory();
   Ring ring;
   ring.a = base;
   ring.b = base + kStages * kBytesA;
   ring.e = base + kStages * kBytesStage;
-  ring.columns = ring.e + (STORE ? kSlabs * kBytesSlab : 0);
+  ring.columns = ring.e + (RESULT == kExpResult ? kSlabs * kBytesSlab : 0);
   ring.stages.full = ring.columns + 8 * kBytesColumns;
   ring.stages.empty = ring.stages.full + kStages * 8;
   ring.staging = ring.stages.empty + kStages * 8;
@@ -147,7 +146,7 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
                                                        int group, int thread) {
   const uint32_t place = ring.columns + (2 * group + (turn & 1)) * 2 * kBytesColumns;
   const ColumnNumbers numbers = {place, place + kBytesColumns};
-  if (KIND == kPlain) return numbers;
+  if (KIND == kPlain || (KIND == kSoft && !p.shape.bias)) return numbers;
   const int first = place_of_tile(p, walk, tile, 0).column;
   for (int at = thread; at < kProductColumns; at += kGroupThreads) {
     const int column = first + at;
@@ -164,12 +163,12 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
   return numbers;
 }
 
-template <Kind KIND, bool STORE, bool REPEAT>
+template <Kind KIND, ProductResult RESULT, bool REPEAT>
 __device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* e_map,
                                             const Ring& ring, const Walk& walk,
                                             ColumnNumbers numbers, int tile, int turn, int group,
                                             int rank, Products& acc) {
-  constexpr bool kIsGeneral = KIND == kGeneral;
+  constexpr bool kIsGeneral = KIND == kGeneral, kStore = RESULT == kExpResult;
   Seat seat = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
   /* Opaque: nothing of this may be computed above the products, which need the registers. */
   asm volatile("" : "+r"(tile), "+r"(seat.lane), "+r"(seat.warp));
@@ -177,21 +176,25 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   seat.first_row = seat.tile.row + seat.warp * 16 + (seat.lane >> 2);
   seat.first_column = seat.tile.column + 2 * (seat.lane & 3);
   TileRows rows;
-  if (KIND == kBiased || (kIsGeneral && p.shape.bias)) add_bias(numbers, seat, acc);
+  if (KIND == kBiased || (KIND != kPlain && p.shape.bias)) add_bias(numbers, seat, acc);
+  if constexpr (RESULT == kLogitResult) {
+    store_logits(p.shape, (float*)p.out, p.pitch, seat, acc);
+  }
   open_tile_rows<kIsGeneral, REPEAT>(p.shape, p.scratch, seat, rows);
   if constexpr (kIsGeneral) {
     make_zeta(p.shape, rows, acc);
     if (p.scratch.gaps) add_gaps(numbers, seat, acc, rows);
   }
+  if constexpr (KIND == kSoft) add_probabilities(p.shape, seat, acc, rows);
   hide_columns(p.shape, p.scratch, seat, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
   const bool copies = seat.warp == 0 && seat.lane == 0;
-  if constexpr (STORE) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
+  if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = ring.e + slab * kBytesSlab;
-    exp_slab<STORE, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
-    if constexpr (STORE) {
+    exp_slab<kStore, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
+    if constexpr (kStore) {
       sm90::copy_fence();
       sync_group(group);
       if (copies)
@@ -199,14 +202,14 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
                         p.store_policy);
     }
   }
-  close_tile_rows<kIsGeneral>(p.shape, p.scratch, seat, acc, rows);
-  if (STORE && copies) {
+  close_tile_rows<kIsGeneral, KIND == kSoft>(p.shape, p.scratch, seat, acc, rows);
+  if (kStore && copies) {
     sm90::store_wait_read();
     sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
   }
 }
 
-template <Kind KIND, bool STORE, bool REPEAT>
+template <Kind KIND, ProductResult RESULT, bool REPEAT>
 __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* e_map,
                                            const Ring& ring, const Walk& walk, int group,
                                            int rank) {
@@ -219,24 +222,24 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
     const ColumnNumbers numbers = place_columns<KIND>(p, ring, walk, tile, turn, group, thread);
     Products acc;
     multiply(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
-    finish_tile<KIND, STORE, REPEAT>(p, e_map, ring, walk, numbers, tile, turn, group, rank, acc);
+    finish_tile<KIND, RESULT, REPEAT>(p, e_map, ring, walk, numbers, tile, turn, group, rank, acc);
     tile = next < walk.tiles ? seek<REPEAT>(p, walk, next + p.clusters) : next;
   }
 }
 
-/* E of the rows from `first` on, which no tile makes: the products that follow may read them. By
- * the threads of both groups. */
-__device__ __forceinline__ void blank_rows(const product_args& p, int first) {
-  const int vectors = (p.shape.vocab + 7) / 8;
+/* Results of the rows from `first` on, which no tile makes: the products that follow may read them.
+ * By the threads of both groups. */
+__device__ __forceinline__ void blank_rows(const product_args& p, int first, int vector) {
+  const int vectors = (p.shape.vocab + vector - 1) / vector;
   for (int row = first + blockIdx.x; row < p.shape.rows; row += gridDim.x) {
-    uint4* e = p.e + row * (p.e_pitch / 8);
+    uint4* out = (uint4*)p.out + row * (p.pitch / vector);
     for (int at = threadIdx.x - kGroupThreads; at < vectors; at += 2 * kGroupThreads) {
-      e[at] = make_uint4(0, 0, 0, 0);
+      out[at] = make_uint4(0, 0, 0, 0);
     }
   }
 }
 
-template <Kind KIND, bool STORE, bool REPEAT>
+template <Kind KIND, ProductResult RESULT, bool REPEAT>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     product_sm90(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
@@ -244,7 +247,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                  const __grid_constant__ product_args p) {
   follow_kernels();
   if (REPEAT && p.scratch.redo[0] == 0) return;
-  const Ring ring = open_ring<STORE>();
+  const Ring ring = open_ring<RESULT>();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
   const int rank = sm90::cluster_rank();
   const int present = runs_present(p.shape.index, kProductClusterRows, p.row_clusters);
@@ -255,8 +258,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, walk, rank);
   } else {
     sm90::grow_registers<kProductRegisters>();
-    make_tiles<KIND, STORE, REPEAT>(p, &e_map, ring, walk, warpgroup - 1, rank);
-    if (STORE && !REPEAT) blank_rows(p, walk.row_clusters * kProductClusterRows);
+    make_tiles<KIND, RESULT, REPEAT>(p, &e_map, ring, walk, warpgroup - 1, rank);
+    if (RESULT != kNoResult && !REPEAT) {
+      blank_rows(p, walk.row_clusters * kProductClusterRows, RESULT == kExpResult ? 8 : 4);
+    }
   }
   /* No block may end while the other can still arrive on its barriers or copy into its memory. */
   __syncwarp();
@@ -270,17 +275,29 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*product_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                const product_args);
 
-enum { kKernels = 12 };
+enum { kLogitKernel = 12, kSoftKernel, kSoftLogitKernel = 15, kKernels };
 
-/* By STORE + 2 REPEAT + 4 (plain, biased, general). */
+/* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
+ * by REPEAT, and theirs that gives z. */
 static const product_kernel g_kernels[kKernels] = {
-    product_sm90<kPlain, false, false>,   product_sm90<kPlain, true, false>,
-    product_sm90<kPlain, false, true>,    product_sm90<kPlain, true, true>,
-    product_sm90<kBiased, false, false>,  product_sm90<kBiased, true, false>,
-    product_sm90<kBiased, false, true>,   product_sm90<kBiased, true, true>,
-    product_sm90<kGeneral, false, false>, product_sm90<kGeneral, true, false>,
-    product_sm90<kGeneral, false, true>,  product_sm90<kGeneral, true, true>,
+    product_sm90<kPlain, kNoResult, false>,   product_sm90<kPlain, kExpResult, false>,
+    product_sm90<kPlain, kNoResult, true>,    product_sm90<kPlain, kExpResult, true>,
+    product_sm90<kBiased, kNoResult, false>,  product_sm90<kBiased, kExpResult, false>,
+    product_sm90<kBiased, kNoResult, true>,   product_sm90<kBiased, kExpResult, true>,
+    product_sm90<kGeneral, kNoResult, false>, product_sm90<kGeneral, kExpResult, false>,
+    product_sm90<kGeneral, kNoResult, true>,  product_sm90<kGeneral, kExpResult, true>,
+    product_sm90<kGeneral, kLogitResult, false>,
+    product_sm90<kSoft, kNoResult, false>,    product_sm90<kSoft, kNoResult, true>,
+    product_sm90<kSoft, kLogitResult, false>,
 };
+
+static int kernel_of(const product_shape* shape, ProductResult result, bool repeat) {
+  const bool soft = shape->probabilities != NULL;
+  if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;
+  if (soft) return kSoftKernel + repeat;
+  const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
+  return (result == kExpResult ? 1 : 0) + 2 * repeat + 4 * kind;
+}
 
 static int g_clusters[kKernels][kMaxDevices];
 
@@ -290,14 +307,14 @@ static uint64_t store_policy(int64_t bytes) {
   return bytes >= large ? sm90::kEvictFirst : sm90::kNoPolicy;
 }
 
-static product_args make_args(const product_shape* shape, const product_scratch* scratch, void* e,
-                              int64_t e_pitch, int clusters) {
+static product_args make_args(const product_shape* shape, const product_scratch* scratch, void* out,
+                              int64_t pitch, int clusters) {
   product_args args = {};
   args.shape = *shape;
   args.scratch = *scratch;
-  args.e = (uint4*)e;
-  args.e_pitch = e_pitch;
-  args.store_policy = store_policy((int64_t)shape->rows * e_pitch * 2);
+  args.out = out;
+  args.pitch = pitch;
+  args.store_policy = store_policy((int64_t)shape->rows * pitch * 2);
   args.depth_steps = (int)ceil_div(shape->hidden, kDepth);
   args.row_clusters = (int)ceil_div(shape->rows, kProductClusterRows);
   args.column_tiles = (int)ceil_div(shape->vocab, kProductColumns);
@@ -309,21 +326,22 @@ static product_args make_args(const product_shape* shape, const product_scratch*
 
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                void* e, int64_t e_pitch, bool repeat) {
-  const bool store = e != NULL;
-  const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
-  const int which = store + 2 * repeat + 4 * kind;
+                                ProductResult result, void* out, int64_t pitch, bool repeat) {
+  if (repeat && result == kLogitResult) result = kNoResult;
+  const int which = kernel_of(shape, result, repeat);
   const void* kernel = (const void*)g_kernels[which];
-  const int bytes = store ? shared_bytes<true>() : shared_bytes<false>();
+  const int bytes = shared_bytes(result);
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "product_sm90", bytes, device, g_clusters[which], &clusters));
-  product_args args = make_args(shape, scratch, e, e_pitch, clusters);
+  product_args args = make_args(shape, scratch, out, pitch, clusters);
   CUtensorMap x_map, w_map, e_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
   FLCE_TRY(
       make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kProductColumns / kCluster));
   e_map = x_map;
-  if (store) FLCE_TRY(make_map(&e_map, e, shape->vocab, shape->rows, e_pitch, kProductRows));
+  if (result == kExpResult) {
+    FLCE_TRY(make_map(&e_map, out, shape->vocab, shape->rows, pitch, kProductRows));
+  }
   int follows;
   FLCE_TRY(can_follow(device, &follows));
   Launch launch;

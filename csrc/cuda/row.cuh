@@ -19,7 +19,8 @@ enum Kind {
   kBiased,
   kExp,    /* grad_rows only: z holds exp */
   kSmooth, /* forwards to 16 bits only: plain, with label smoothing; in exp_rows without weights */
-  kGeneral
+  kGeneral,
+  kSoft /* the fused product only: plain, with a bias or without, and with probabilities */
 };
 
 /* Blocks of an SM that a row kernel's registers must leave room for: as many as spill nothing. */

@@ -304,6 +304,13 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
   view.z = product.c;
   flce_status status = b.gemm(b.self, &product, NULL, 0);
   if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
+  for (int64_t i = 0; i < gemm->m && gemm->c; i++) {
+    for (int64_t j = 0; j < gemm->n; j++) {
+      double z = flce_load(product.c, gemm->dtype, i * gemm->n + j);
+      if (view.bias) z += flce_load(view.bias, flce_stat_dtype(gemm->dtype), j);
+      flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, z);
+    }
+  }
   free(product.c);
   return status;
 }

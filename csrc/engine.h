@@ -1,0 +1,91 @@
+/* What the chunk loops and the loss of given logits share: a call's pointers, and how they become
+ * what a backend's row passes take. */
+#ifndef FLCE_ENGINE_H
+#define FLCE_ENGINE_H
+
+#include "flce.h"
+
+typedef struct engine {
+  const flce_backend* backend;
+  const flce_problem* problem;
+  const flce_plan* plan;
+  const flce_tensors* tensors;
+  flce_dtype stat;
+  const void* input;         /* [N][H] plan->dtype */
+  const void* linear_weight; /* [V][H] plan->dtype */
+  const void* bias;          /* [V] stat dtype, or NULL */
+  void* losses;              /* [N] stat dtype, or NULL in a backward */
+} engine;
+
+/* Calls a function of the table and keeps its sentence where the core's callers look for it. */
+#define CALL(engine, function, ...)                                                  \
+  do {                                                                               \
+    const flce_backend* backend_ = (engine)->backend;                                \
+    flce_status status_ = backend_->function(backend_->self, __VA_ARGS__);           \
+    if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
+  } while (0)
+
+static inline void* at(const void* base, int64_t elements, flce_dtype dtype) {
+  return (char*)base + elements * flce_size_of(dtype);
+}
+
+/* `count` elements on from the start of an optional vector. */
+static inline const void* from(const void* vector, int64_t count, flce_dtype dtype) {
+  return vector ? at(vector, count, dtype) : NULL;
+}
+
+static inline const void* scalar(const engine* e, enum flce_scalar index) {
+  return at(e->tensors->scalars, index, e->stat);
+}
+
+/* What the loss reads beside the logits, its vectors from row `first` on. */
+static inline flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
+  const flce_problem* problem = e->problem;
+  const flce_tensors* tensors = e->tensors;
+  int64_t columns = problem->weight_rows;
+  bool adds_bias = e->plan && e->plan->gemm_adds_bias;
+  return (flce_rows){
+      .rows = rows,
+      .vocab = problem->vocab,
+      /* Until there is a z its type tells row_coefficients the stat dtype. */
+      .z_dtype = e->stat,
+      .bias = adds_bias ? NULL : e->bias,
+      .target = tensors->target ? tensors->target + first : NULL,
+      .probabilities = from(tensors->probabilities, first * columns, tensors->probabilities_dtype),
+      .probabilities_dtype = tensors->probabilities_dtype,
+      .probabilities_pitch = columns,
+      .class_weight = tensors->class_weight,
+      .token_weight = from(tensors->token_weight, first, e->stat),
+      .temperature = from(tensors->temperature, first, e->stat),
+      .options = problem->loss,
+      .wants_entropy = problem->wants_entropy,
+      .stats = at(tensors->stats, first, e->stat),
+      .stat_pitch = problem->tokens,
+      .loss = (void*)from(e->losses, first, e->stat),
+      .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
+      .scalars = tensors->scalars,
+  };
+}
+
+static inline void set_z(flce_rows* view, void* z, flce_dtype dtype, int64_t pitch) {
+  view->z = z;
+  view->z_dtype = dtype;
+  view->z_pitch = pitch;
+}
+
+static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch) {
+  view->out = out;
+  view->out_dtype = dtype;
+  view->out_pitch = pitch;
+}
+
+/* The backward's upstream gradients, from row 0 on. */
+static inline flce_upstream upstream_of(const engine* e) {
+  const flce_tensors* tensors = e->tensors;
+  return (flce_upstream){.loss = tensors->grad_output,
+                         .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
+                         .lse = tensors->grad_lse,
+                         .entropy = tensors->grad_entropy};
+}
+
+#endif

@@ -1,0 +1,244 @@
+"""Hopper's fused product where it gives the logits too, for losses whose gradient is no row factor
+times exp(l): probabilities, a differentiable entropy, softcap with smoothing."""
+
+import math
+
+import cases
+import pytest
+import torch
+
+import flce
+
+pytestmark = pytest.mark.skipif(
+    not cases.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0),
+    reason="the fused kernel is Hopper's",
+)
+BF16 = torch.bfloat16
+DTYPES = [BF16, torch.float16, torch.float32, torch.float64]
+
+
+def draw(tokens, hidden, vocab, std=1.0, seed=0):
+    random = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=random, device="cuda")
+
+    x = (normal(tokens, hidden) * math.sqrt(std)).to(BF16)
+    w = (normal(vocab, hidden) * math.sqrt(std / hidden)).to(BF16)
+    return x, w, normal(tokens, vocab)
+
+
+def truth(x, w, t, **options):
+    """Loss of each row, dX and dW of their mean, in float64."""
+    options = {k: v.double() if torch.is_tensor(v) else v for k, v in options.items()}
+    x, w = x.double().requires_grad_(), w.double().requires_grad_()
+    loss = flce.reference.linear_cross_entropy(x, w, t.double(), reduction="none", **options)
+    return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
+
+
+def results(x, w, t, **options):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    if options.get("save") == "grads":
+        loss = flce.linear_cross_entropy(x, w, t, **options)
+    else:
+        loss = flce.linear_cross_entropy(x, w, t, reduction="none", **options)
+    return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
+
+
+def assert_close(made, expected, of_gradients=2.6e-3):
+    loss, *gradients = made
+    true = expected[0] if loss.dim() else expected[0].mean()
+    assert bool(((loss.double() - true).abs() <= 1e-5 * true.abs() + 2e-5).all())
+    for value, other in zip(gradients, expected[1:], strict=True):
+        assert cases.relative_error(value, other) <= of_gradients
+
+
+def kernel_of(**settings):
+    return flce.plan(256, 64, 512, dtype=BF16, device="cuda", **settings).kernel
+
+
+def test_it_serves_where_the_plan_says(monkeypatch):
+    monkeypatch.delenv("FLCE_KERNEL", raising=False)
+    for save in ("logits", "grads", "stats"):
+        assert kernel_of(probabilities=True, save=save) == "fused"
+        assert kernel_of(softcap=3.0, label_smoothing=0.1, save=save) == "fused"
+    rounded = {"probabilities": True, "logits_dtype": BF16}
+    assert kernel_of(**rounded, save="grads") == kernel_of(**rounded, save="logits") == "gemm"
+    assert kernel_of(**rounded, save="stats") == "fused"
+    assert flce.plan(256, 60, 512, dtype=BF16, device="cuda", probabilities=True).kernel == "gemm"
+    monkeypatch.setenv("FLCE_KERNEL", "gemm")
+    assert kernel_of(probabilities=True) == "gemm"
+
+
+@pytest.mark.parametrize("vocab", [7, 191, 192, 193, 3001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_probabilities(vocab, dtype):
+    for tokens in (1, 129, 700):
+        x, w, noise = draw(tokens, 136, vocab)
+        t = noise.softmax(-1).to(dtype)
+        few = tokens == 1 or vocab < 64
+        chunks = {"max_memory": 128 * (vocab + 8) * 4, "accum_dtype": torch.float32}
+        for options in ({"save": "logits"}, {"save": "grads"}, {"save": "grads", **chunks}):
+            made = results(x, w, t, **options)
+            assert_close(made, truth(x, w, t), 6e-3 if few else 2.6e-3)
+
+
+OPTIONS = {
+    "smoothing": {"label_smoothing": 0.2},
+    "softcap": {"softcap": 4.0},
+    "scale": {"logit_scale": -0.7, "temperature": 1.3},
+    "z-loss": {"z_loss": 1e-2},
+}
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_beside_probabilities(name, save):
+    x, w, noise = draw(400, 64, 1001)
+    t, options = noise.softmax(-1), OPTIONS[name]
+    bias, weight = torch.randn(1001, device="cuda"), torch.rand(1001, device="cuda")
+    weight[::9] = 0.0
+    options = options | {"linear_bias": bias, "weight": weight}
+    made = results(x, w, t, save=save, max_memory="1MiB", **options)
+    assert_close(made, truth(x, w, t, **options))
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_a_target_that_the_model_has_met(save):
+    """p - t is a small part of p: what rounds p itself loses it."""
+    x, w, noise = draw(512, 256, 3001, std=8.0)
+    t = (x.double() @ w.double().T + 1e-2 * noise.double()).softmax(-1)
+    made = results(x, w, t, save=save)
+    assert_close(made, truth(x, w, t), 3e-3)
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_padding_is_never_read(save):
+    x, w, noise = draw(300, 64, 700)
+    t = torch.full((300, 1000), math.nan, device="cuda", dtype=BF16)
+    t[:, :700] = noise.softmax(-1)
+    padded = torch.full((1000, 64), math.nan, device="cuda", dtype=BF16)
+    padded[:700] = w
+    loss, dx, dw = results(x, padded, t, valid_vocab=700, save=save)
+    assert not dw[700:].any()
+    assert_close((loss, dx, dw[:700]), truth(x, w, t[:, :700]))
+
+
+def test_logits_far_above_those_that_were_looked_at():
+    x, w, noise = draw(600, 64, 5000)
+    x[::7] *= 300.0
+    x[3] *= 1000.0
+    t = noise.softmax(-1)
+    made = results(x, w, t)
+    assert all(bool(value.isfinite().all()) for value in made)
+    assert_close(made, truth(x, w, t))
+
+
+@pytest.mark.parametrize("masked", [slice(0, 4000), slice(1, 5000), slice(0, 5000)])
+def test_classes_ruled_out(masked):
+    """By a bias of -inf, where the probability is 0: those that give a row's first offset, all but
+    one, all."""
+    x, w, noise = draw(300, 64, 5000)
+    bias = torch.zeros(5000, device="cuda")
+    bias[masked] = -math.inf
+    t = noise.softmax(-1)
+    t[:, masked] = 0.0
+    loss = flce.linear_cross_entropy(x, w, t, linear_bias=bias, reduction="none")
+    if masked == slice(0, 5000):
+        assert bool(loss.isnan().all())
+        return
+    logits = (x.double() @ w.double().T + bias.double()).log_softmax(-1)
+    logits[:, masked] = 0.0
+    expected = -(t.double() * logits).sum(-1)
+    assert bool(((loss - expected).abs() <= 1e-5 * expected + 1e-5).all())
+
+
+def test_not_a_number_stays_in_its_row():
+    x, w, noise = draw(300, 64, 1000)
+    t = noise.softmax(-1)
+    x[7], t[9, 30] = math.nan, math.nan
+    loss = flce.linear_cross_entropy(x, w, t, reduction="none")
+    bad = torch.zeros(300, dtype=torch.bool, device="cuda")
+    bad[[7, 9]] = True
+    assert bool(loss[bad].isnan().all()) and bool(loss[~bad].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_bitwise_repeatable(dtype):
+    x, w, noise = draw(1500, 768, 50257)
+    t = noise.softmax(-1).to(dtype)
+    first, second = (results(x, w, t) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+KINDS = {
+    "entropy": {"entropy": True},
+    "entropy of probabilities": {"entropy": True, "soft": True},
+    "entropy with softcap": {"entropy": True, "softcap": 5.0, "logit_scale": -1.1},
+    "entropy with temperatures": {"entropy": True, "temperature": 1.5},
+    "softcap with smoothing": {"softcap": 5.0, "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("save", ["logits", "stats"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_kernels_agree(monkeypatch, kind, save, bound):
+    """With all outputs; of classes some are ignored, and left out where a bound is given."""
+    x, w, noise = draw(700, 256, 3001)
+    options = dict(KINDS[kind])
+    entropy, soft = options.pop("entropy", False), options.pop("soft", False)
+    y = torch.randint(3001, (700,), device="cuda")
+    y[::3] = -100
+    if bound and not soft:
+        options["valid_bound"] = int((y >= 0).sum()) + 5
+    target = noise.softmax(-1) if soft else y
+    bias = torch.randn(3001, device="cuda")
+    outputs = ("lse", "entropy", "predictions") if entropy else ("lse", "predictions")
+    made = []
+    for kernel in ("auto", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_(), bias.requires_grad_()
+        result = flce.linear_cross_entropy(
+            *leaves[:2],
+            target,
+            linear_bias=leaves[2],
+            save=save,
+            max_memory="2MiB",
+            **{f"return_{name}": True for name in outputs},
+            **options,
+        )
+        total = result.loss + (0.3 * result.entropy.mean() if entropy else 0.0)
+        values = [result.loss, result.lse, *([result.entropy] if entropy else [])]
+        made.append([values, result.predictions, torch.autograd.grad(total, leaves)])
+    (values, predictions, gradients), (other_values, other_predictions, others) = made
+    for value, other in zip(values, other_values, strict=True):
+        torch.testing.assert_close(value, other, rtol=4e-6, atol=4e-6)
+    assert torch.equal(predictions, other_predictions)
+    for value, other in zip(gradients, others, strict=True):
+        assert cases.relative_error(value, other.double()) <= 4e-3
+
+
+def test_a_captured_step_repeats():
+    x, w, noise = draw(512, 128, 5000)
+    t = noise.softmax(-1)
+    expected = results(x, w, t, save="grads")
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+    def step():
+        loss = flce.linear_cross_entropy(*leaves, t, save="grads")
+        return loss, *torch.autograd.grad(loss, leaves)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for _ in range(2):
+        graph.replay()
+    for value, other in zip(made, expected, strict=True):
+        assert torch.equal(value, other)
