@@ -140,8 +140,7 @@ static flce_status product_rows(const engine* e, chunk* c) {
   flce_rows rows = c->view;
   rows.bias = e->bias;
   /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
-  if (gradients && e->problem->want_grad_input && !e->bias)
-    rows.wsum = buffer(e, FLCE_BUF_SMOOTH);
+  if (gradients && e->problem->want_grad_input && !e->bias) rows.wsum = buffer(e, FLCE_BUF_SMOOTH);
   atomic_fetch_add(&gemm_count, 1);
   CALL(e, product_rows, &gemm, &rows, buffer(e, FLCE_BUF_PRODUCT));
   if (gradients && !exp_form) set_out_in_place(e, &c->view);

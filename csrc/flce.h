@@ -328,8 +328,8 @@ typedef struct flce_rows {
   int64_t* predictions; /* the lowest column of the largest l, or NULL */
   const void* scalars;  /* [FLCE_SCALAR_COUNT] stat dtype */
   const void* coef;     /* [FLCE_COEF_ROWS][stat_pitch], or NULL */
-  const void* wsum;     /* product_rows with smoothing: sum_j w_j W_j where that is known already, and
-                           z has neither bias nor softcap; [H] stat dtype. Or NULL */
+  const void* wsum; /* product_rows with smoothing: sum_j w_j W_j where that is known already, and
+                       z has neither bias nor softcap; [H] stat dtype. Or NULL */
 } flce_rows;
 
 /* Upstream gradients, stat dtype, placed as the vectors of flce_rows are. */
@@ -405,8 +405,9 @@ typedef struct flce_backend {
    * rows 0. Not for probabilities. */
   flce_status (*exp_rows)(void* self, const flce_rows* rows);
   /* The logits GEMM and on its z what exp_rows does, or stat_rows where out is NULL. c is not
-   * written, but in float32 where it is not NULL and out is: then it gets z + bias. Whole tiles beyond the last index that is not -1 cost no product. `scratch`:
-   * facts.product_row_bytes for each row. Only where facts say so. */
+   * written, but in float32 where it is not NULL and out is: then it gets z + bias. Whole tiles
+   * beyond the last index that is not -1 cost no product. `scratch`: facts.product_row_bytes for
+   * each row. Only where facts say so. */
   flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target

@@ -18,16 +18,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # As local_bytes() counts, by nvcc 13.0. The product's arguments are Kind (0 plain, 1 biased,
-# 4 general), STORE and REPEAT.
+# 4 general, 5 of probabilities), ProductResult (0 nothing, 1 E, 2 z) and REPEAT.
 LOCAL_BYTES = {
-    "product_sm90<(Kind)0, true, false>": 12,
-    "product_sm90<(Kind)0, true, true>": 8,
-    "product_sm90<(Kind)1, true, false>": 8,
-    "product_sm90<(Kind)1, true, true>": 8,
-    "product_sm90<(Kind)4, false, false>": 116,
-    "product_sm90<(Kind)4, false, true>": 156,
-    "product_sm90<(Kind)4, true, false>": 344,
-    "product_sm90<(Kind)4, true, true>": 360,
+    "product_sm90<(Kind)0, (ProductResult)1, false>": 12,
+    "product_sm90<(Kind)0, (ProductResult)1, true>": 8,
+    "product_sm90<(Kind)1, (ProductResult)1, false>": 8,
+    "product_sm90<(Kind)1, (ProductResult)1, true>": 8,
+    "product_sm90<(Kind)4, (ProductResult)0, false>": 116,
+    "product_sm90<(Kind)4, (ProductResult)0, true>": 156,
+    "product_sm90<(Kind)4, (ProductResult)1, false>": 344,
+    "product_sm90<(Kind)4, (ProductResult)1, true>": 360,
+    "product_sm90<(Kind)4, (ProductResult)2, false>": 132,
+    "product_sm90<(Kind)5, (ProductResult)0, false>": 132,
+    "product_sm90<(Kind)5, (ProductResult)0, true>": 268,
+    "product_sm90<(Kind)5, (ProductResult)2, false>": 168,
     "finish_touched_rows<double, 8>": 64,
     "finish_all_rows<double, double, 1>": 40,
 }

@@ -241,8 +241,8 @@ static soft_kernel soft_kernel_of(flce_dtype probabilities) {
 /* NULL where the general kernel has to serve. */
 static soft_kernel soft_kernel_for(const flce_rows* r) {
   const flce_loss* o = &r->options;
-  if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature || r->wants_entropy ||
-      o->label_smoothing > 0 || o->softcap > 0 || r->out_dtype != FLCE_BF16) {
+  if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature ||
+      r->wants_entropy || o->label_smoothing > 0 || o->softcap > 0 || r->out_dtype != FLCE_BF16) {
     return NULL;
   }
   if (r->z_dtype == FLCE_F32) return soft_kernel_of<float>(r->probabilities_dtype);

@@ -187,10 +187,11 @@ static inline flce_status clusters_at_once(const void* kernel, const char* name,
   return FLCE_OK;
 }
 
-/* [rows][columns] bfloat16, in boxes of 64 swizzled columns; beyond the matrix boxes read zeros
- * and write nothing. */
+/* [rows][columns] bfloat16 or float32, in boxes of 128 swizzled bytes a row; beyond the matrix
+ * boxes read zeros and write nothing. */
 static inline flce_status make_map(CUtensorMap* map, const void* data, int64_t columns,
-                                   int64_t rows, int64_t pitch, int box_rows) {
+                                   int64_t rows, int64_t pitch, int box_rows,
+                                   flce_dtype dtype = FLCE_BF16) {
   typedef decltype(&cuTensorMapEncodeTiled) encode_fn;
   static void* encode; /* the driver's, which is not linked; threads that ask at once agree */
   if (!__atomic_load_n(&encode, __ATOMIC_ACQUIRE)) {
@@ -203,11 +204,13 @@ static inline flce_status make_map(CUtensorMap* map, const void* data, int64_t c
     __atomic_store_n(&encode, found, __ATOMIC_RELEASE);
   }
   const cuuint64_t sizes[2] = {(cuuint64_t)columns, (cuuint64_t)rows};
-  const cuuint64_t pitches[1] = {(cuuint64_t)pitch * 2};
-  const cuuint32_t box[2] = {64, (cuuint32_t)box_rows}, steps[2] = {1, 1};
+  const int64_t size = flce_size_of(dtype);
+  const cuuint64_t pitches[1] = {(cuuint64_t)(pitch * size)};
+  const cuuint32_t box[2] = {(cuuint32_t)(128 / size), (cuuint32_t)box_rows}, steps[2] = {1, 1};
   const CUresult status = ((encode_fn)__atomic_load_n(&encode, __ATOMIC_ACQUIRE))(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)data, sizes, pitches, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      map, size == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+      (void*)data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status == CUDA_SUCCESS) return FLCE_OK;
   return flce_fail(FLCE_DEVICE_ERROR, "tensor map of [%lld,%lld], pitch %lld: driver error %d",

@@ -10,6 +10,10 @@ enum {
   kSlab = 64, /* columns of E that one copy takes: 128 bytes, a swizzled line */
   kSlabs = kProductColumns / kSlab,
   kBytesSlab = kProductRows * kSlab * 2,
+  /* z goes through the same memory, half of the rows at a time. */
+  kLogitRows = kProductRows / 2,
+  kLogitBox = 32, /* columns of z that one copy takes: 128 bytes */
+  kBytesLogitBox = kLogitRows * kLogitBox * 4,
   kParts = kProductColumns / 8, /* of 8 columns, of which a thread has two neighbours in each */
 };
 
@@ -61,26 +65,17 @@ __device__ __forceinline__ void add_bias(const ColumnNumbers& numbers, const Sea
   }
 }
 
-/* z of the tile. Four lanes write 32 bytes of a row, a whole sector. */
-__device__ __forceinline__ void store_logits(const product_shape& shape, float* z, int64_t pitch,
-                                             const Seat& seat, const Products& acc) {
-  const bool whole = seat.tile.column + kProductColumns <= shape.vocab;
+/* Half of the tile's z into shared memory, as copies of kLogitBox columns want it. */
+__device__ __forceinline__ void stage_logits(uint32_t address, const Seat& seat, const float* acc) {
+  const int line = seat.lane >> 2; /* of eight, by which a copy's chunks of 16 bytes are swizzled */
+  const uint32_t row = address + (seat.warp * 16 + line) * 128 + (seat.lane & 1) * 8;
 #pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const int row = seat.first_row + row_step(q);
-    if (row >= shape.rows) continue;
-    float* out = z + row * pitch + seat.first_column;
+  for (int j = 0; j < kParts; j++) {
+    const int chunk = (j % 4) * 2 + ((seat.lane & 3) >> 1);
+    const uint32_t at = row + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4);
 #pragma unroll
-    for (int j = 0; j < kParts; j++) {
-      const float* pair = &acc[q >> 1][4 * j + 2 * (q & 1)];
-      if (whole) {
-        __stcs((float2*)(out + 8 * j), make_float2(pair[0], pair[1]));
-        continue;
-      }
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (seat.first_column + 8 * j + e < shape.vocab) out[8 * j + e] = pair[e];
-      }
+    for (int q = 0; q < 2; q++) {
+      sm90::store_shared(at + q * 8 * 128, acc[4 * j + 2 * q], acc[4 * j + 2 * q + 1]);
     }
   }
 }
@@ -147,8 +142,8 @@ __device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int 
   return pair;
 }
 
-/* The sums of probabilities over two of a thread's rows of the tile. One of 0 adds nothing, whatever
- * its logit is. */
+/* The sums of probabilities over two of a thread's rows of the tile. One of 0 adds nothing,
+ * whatever its logit is. */
 template <typename T, bool PAIRED>
 __device__ __forceinline__ void add_probabilities_of(const product_shape& shape, const Seat& seat,
                                                      int half, const float* acc, TileRows& rows) {
@@ -187,8 +182,8 @@ __device__ __forceinline__ void add_probabilities_of(const product_shape& shape,
 template <typename T>
 __device__ __forceinline__ void add_probabilities_as(const product_shape& shape, const Seat& seat,
                                                      const Products& acc, TileRows& rows) {
-  const bool paired = shape.probabilities_pitch % 2 == 0 &&
-                      is_aligned(shape.probabilities, 2 * sizeof(T));
+  const bool paired =
+      shape.probabilities_pitch % 2 == 0 && is_aligned(shape.probabilities, 2 * sizeof(T));
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     if (paired) {

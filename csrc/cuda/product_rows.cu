@@ -161,8 +161,8 @@ struct TileSums {
 /* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
  * finite. `middle` is what the tiles' are taken from, of the row's zeta. */
 __device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s,
-                                               float middle, float l_target,
-                                               const TileSums& tiles, RowSums<float>& sums) {
+                                               float middle, float l_target, const TileSums& tiles,
+                                               RowSums<float>& sums) {
   const double total = (double)((const float*)p.r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
   const float from = isfinite(l_target) ? l_target : 0;
   const double above = (double)from - kLn2 * (double)middle;

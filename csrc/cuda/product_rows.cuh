@@ -43,7 +43,7 @@ typedef struct product_shape {
   float gain;   /* zeta = scratch.scale tanh(gain z); 0: zeta = scratch.scale z */
   const float* bias;
   const float* class_weight;
-  const int64_t* index; /* of flce_rows */
+  const int64_t* index;      /* of flce_rows */
   const void* probabilities; /* t of flce_rows, or NULL */
   flce_dtype probabilities_dtype;
   int64_t probabilities_pitch;
@@ -72,9 +72,9 @@ __device__ __forceinline__ float general_zeta(const product_shape& shape, float 
   return scale * (shape.gain != 0 ? tanh_of<true>(shape.gain * z) : z);
 }
 
-/* x W^T -> the tiles' numbers and `out`, which is [rows][pitch] of bfloat16 for E and of float32 for
- * z, by wgmma. `repeat` does again, with the offsets of `top`, what an earlier call has found to be
- * beyond its limit; it costs nothing else. z, which knows no offset, is not made again.
+/* x W^T -> the tiles' numbers and `out`, which is [rows][pitch] of bfloat16 for E and of float32
+ * for z, by wgmma. `repeat` does again, with the offsets of `top`, what an earlier call has found
+ * to be beyond its limit; it costs nothing else. z, which knows no offset, is not made again.
  */
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,

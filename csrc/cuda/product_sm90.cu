@@ -39,7 +39,7 @@ struct Ring {
 
 /* Numbers of columns: two kinds, for each group's tile and its next one. */
 constexpr int shared_bytes(ProductResult result) {
-  return kAlignment + kStages * kBytesStage + (result == kExpResult ? kSlabs * kBytesSlab : 0) +
+  return kAlignment + kStages * kBytesStage + (result != kNoResult ? kSlabs * kBytesSlab : 0) +
          8 * kBytesColumns + kBarriers * 8;
 }
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ Ring open_ring() {
   ring.a = base;
   ring.b = base + kStages * kBytesA;
   ring.e = base + kStages * kBytesStage;
-  ring.columns = ring.e + (RESULT == kExpResult ? kSlabs * kBytesSlab : 0);
+  ring.columns = ring.e + (RESULT != kNoResult ? kSlabs * kBytesSlab : 0);
   ring.stages.full = ring.columns + 8 * kBytesColumns;
   ring.stages.empty = ring.stages.full + kStages * 8;
   ring.staging = ring.stages.empty + kStages * 8;
@@ -163,8 +163,30 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
   return numbers;
 }
 
+/* By the group whose turn it is with the memory for results, which it hands on. */
+__device__ __forceinline__ void copy_logits(const product_args& p, const CUtensorMap* z_map,
+                                            const Ring& ring, const Seat& seat, int group,
+                                            bool copies, const Products& acc) {
+  static_assert(kProductColumns / kLogitBox * kBytesLogitBox == kSlabs * kBytesSlab, "same memory");
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    stage_logits(ring.e, seat, acc[half]);
+    sm90::copy_fence();
+    sync_group(group);
+    if (copies) {
+      for (int box = 0; box < kProductColumns / kLogitBox; box++) {
+        sm90::store_box(z_map, ring.e + box * kBytesLogitBox, seat.tile.column + box * kLogitBox,
+                        seat.tile.row + half * kLogitRows, p.store_policy);
+      }
+      sm90::store_wait_read();
+    }
+    if (half == 0) sync_group(group);
+  }
+  if (copies) sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
+}
+
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
-__device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* e_map,
+__device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* out_map,
                                             const Ring& ring, const Walk& walk,
                                             ColumnNumbers numbers, int tile, int turn, int group,
                                             int rank, Products& acc) {
@@ -177,8 +199,10 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   seat.first_column = seat.tile.column + 2 * (seat.lane & 3);
   TileRows rows;
   if (KIND == kBiased || (KIND != kPlain && p.shape.bias)) add_bias(numbers, seat, acc);
+  const bool copies = seat.warp == 0 && seat.lane == 0;
   if constexpr (RESULT == kLogitResult) {
-    store_logits(p.shape, (float*)p.out, p.pitch, seat, acc);
+    sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
+    copy_logits(p, out_map, ring, seat, group, copies, acc);
   }
   open_tile_rows<kIsGeneral, REPEAT>(p.shape, p.scratch, seat, rows);
   if constexpr (kIsGeneral) {
@@ -188,7 +212,6 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   if constexpr (KIND == kSoft) add_probabilities(p.shape, seat, acc, rows);
   hide_columns(p.shape, p.scratch, seat, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
-  const bool copies = seat.warp == 0 && seat.lane == 0;
   if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
@@ -198,7 +221,7 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
       sm90::copy_fence();
       sync_group(group);
       if (copies)
-        sm90::store_box(e_map, address, seat.tile.column + slab * kSlab, seat.tile.row,
+        sm90::store_box(out_map, address, seat.tile.column + slab * kSlab, seat.tile.row,
                         p.store_policy);
     }
   }
@@ -210,7 +233,7 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
-__device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* e_map,
+__device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* out_map,
                                            const Ring& ring, const Walk& walk, int group,
                                            int rank) {
   const int thread = threadIdx.x % kGroupThreads;
@@ -222,7 +245,8 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
     const ColumnNumbers numbers = place_columns<KIND>(p, ring, walk, tile, turn, group, thread);
     Products acc;
     multiply(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
-    finish_tile<KIND, RESULT, REPEAT>(p, e_map, ring, walk, numbers, tile, turn, group, rank, acc);
+    finish_tile<KIND, RESULT, REPEAT>(p, out_map, ring, walk, numbers, tile, turn, group, rank,
+                                      acc);
     tile = next < walk.tiles ? seek<REPEAT>(p, walk, next + p.clusters) : next;
   }
 }
@@ -243,7 +267,7 @@ template <Kind KIND, ProductResult RESULT, bool REPEAT>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     product_sm90(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
-                 const __grid_constant__ CUtensorMap e_map,
+                 const __grid_constant__ CUtensorMap out_map,
                  const __grid_constant__ product_args p) {
   follow_kernels();
   if (REPEAT && p.scratch.redo[0] == 0) return;
@@ -258,7 +282,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, walk, rank);
   } else {
     sm90::grow_registers<kProductRegisters>();
-    make_tiles<KIND, RESULT, REPEAT>(p, &e_map, ring, walk, warpgroup - 1, rank);
+    make_tiles<KIND, RESULT, REPEAT>(p, &out_map, ring, walk, warpgroup - 1, rank);
     if (RESULT != kNoResult && !REPEAT) {
       blank_rows(p, walk.row_clusters * kProductClusterRows, RESULT == kExpResult ? 8 : 4);
     }
@@ -280,15 +304,14 @@ enum { kLogitKernel = 12, kSoftKernel, kSoftLogitKernel = 15, kKernels };
 /* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
  * by REPEAT, and theirs that gives z. */
 static const product_kernel g_kernels[kKernels] = {
-    product_sm90<kPlain, kNoResult, false>,   product_sm90<kPlain, kExpResult, false>,
-    product_sm90<kPlain, kNoResult, true>,    product_sm90<kPlain, kExpResult, true>,
-    product_sm90<kBiased, kNoResult, false>,  product_sm90<kBiased, kExpResult, false>,
-    product_sm90<kBiased, kNoResult, true>,   product_sm90<kBiased, kExpResult, true>,
-    product_sm90<kGeneral, kNoResult, false>, product_sm90<kGeneral, kExpResult, false>,
-    product_sm90<kGeneral, kNoResult, true>,  product_sm90<kGeneral, kExpResult, true>,
-    product_sm90<kGeneral, kLogitResult, false>,
-    product_sm90<kSoft, kNoResult, false>,    product_sm90<kSoft, kNoResult, true>,
-    product_sm90<kSoft, kLogitResult, false>,
+    product_sm90<kPlain, kNoResult, false>,      product_sm90<kPlain, kExpResult, false>,
+    product_sm90<kPlain, kNoResult, true>,       product_sm90<kPlain, kExpResult, true>,
+    product_sm90<kBiased, kNoResult, false>,     product_sm90<kBiased, kExpResult, false>,
+    product_sm90<kBiased, kNoResult, true>,      product_sm90<kBiased, kExpResult, true>,
+    product_sm90<kGeneral, kNoResult, false>,    product_sm90<kGeneral, kExpResult, false>,
+    product_sm90<kGeneral, kNoResult, true>,     product_sm90<kGeneral, kExpResult, true>,
+    product_sm90<kGeneral, kLogitResult, false>, product_sm90<kSoft, kNoResult, false>,
+    product_sm90<kSoft, kNoResult, true>,        product_sm90<kSoft, kLogitResult, false>,
 };
 
 static int kernel_of(const product_shape* shape, ProductResult result, bool repeat) {
@@ -307,14 +330,14 @@ static uint64_t store_policy(int64_t bytes) {
   return bytes >= large ? sm90::kEvictFirst : sm90::kNoPolicy;
 }
 
-static product_args make_args(const product_shape* shape, const product_scratch* scratch, void* out,
-                              int64_t pitch, int clusters) {
+static product_args make_args(const product_shape* shape, const product_scratch* scratch,
+                              ProductResult result, void* out, int64_t pitch, int clusters) {
   product_args args = {};
   args.shape = *shape;
   args.scratch = *scratch;
   args.out = out;
   args.pitch = pitch;
-  args.store_policy = store_policy((int64_t)shape->rows * pitch * 2);
+  args.store_policy = store_policy((int64_t)shape->rows * pitch * (result == kLogitResult ? 4 : 2));
   args.depth_steps = (int)ceil_div(shape->hidden, kDepth);
   args.row_clusters = (int)ceil_div(shape->rows, kProductClusterRows);
   args.column_tiles = (int)ceil_div(shape->vocab, kProductColumns);
@@ -333,19 +356,21 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   const int bytes = shared_bytes(result);
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "product_sm90", bytes, device, g_clusters[which], &clusters));
-  product_args args = make_args(shape, scratch, out, pitch, clusters);
-  CUtensorMap x_map, w_map, e_map;
+  product_args args = make_args(shape, scratch, result, out, pitch, clusters);
+  CUtensorMap x_map, w_map, out_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
   FLCE_TRY(
       make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kProductColumns / kCluster));
-  e_map = x_map;
+  out_map = x_map;
   if (result == kExpResult) {
-    FLCE_TRY(make_map(&e_map, out, shape->vocab, shape->rows, pitch, kProductRows));
+    FLCE_TRY(make_map(&out_map, out, shape->vocab, shape->rows, pitch, kProductRows));
+  } else if (result == kLogitResult) {
+    FLCE_TRY(make_map(&out_map, out, shape->vocab, shape->rows, pitch, kLogitRows, FLCE_F32));
   }
   int follows;
   FLCE_TRY(can_follow(device, &follows));
   Launch launch;
   set_launch(&launch, bytes, args.clusters, follows, stream);
-  void* arguments[] = {&x_map, &w_map, &e_map, &args};
+  void* arguments[] = {&x_map, &w_map, &out_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "product_sm90");
 }

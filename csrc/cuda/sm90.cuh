@@ -33,6 +33,11 @@ __device__ __forceinline__ void store_shared(uint32_t shared, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t shared, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second)
+               : "memory");
+}
+
 __device__ __forceinline__ void load_shared(uint32_t shared, float (&v)[2]) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(shared));
 }
