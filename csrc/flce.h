@@ -131,6 +131,7 @@ typedef struct flce_facts {
   int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where that does
                                 not serve the problem */
   int64_t product_tile_rows; /* that product_rows takes at a time, where it serves */
+  bool product_gives_z;      /* where it serves, also where z is to be written: that pays */
   bool skips_rows; /* product_rows passes over what lies beyond the rows that compact_rows finds:
                       finding them pays, however many. By sizes and dtypes alone */
   int64_t weight_parts;         /* rows of weight_product's sums; 0 where that does not serve */

@@ -303,7 +303,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
   /* The fused product gives E, or exact logits for the pass that makes dz. */
-  bool serves = plan->form == FLCE_FORM_EXP || only_statistics(plan) || plan->z_dtype == FLCE_F32;
+  bool gives_z = facts->product_gives_z && plan->z_dtype == FLCE_F32;
+  bool serves = plan->form == FLCE_FORM_EXP || only_statistics(plan) || gives_z;
   plan->fuses_rows = serves && facts->product_row_bytes > 0;
   /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
    * that its backward goes by. */

@@ -348,6 +348,7 @@ run run_all(const setting* s, const model* m, int threads) {
   if (s->fused) {
     facts.product_row_bytes = PRODUCT_ROW_BYTES;
     facts.product_tile_rows = PRODUCT_TILE_ROWS;
+    facts.product_gives_z = true;
     facts.weight_parts = WEIGHT_PARTS;
     facts.skips_rows = s->skips;
     b.product_rows = plain_product_rows;
