@@ -297,15 +297,22 @@ static int64_t aligned_pitch(const flce_problem* problem, flce_dtype dtype) {
   return round_up(problem->vocab, ROW_ALIGNMENT / flce_size_of(dtype));
 }
 
+/* Whether the fused product gives what the form needs: E, exact logits, or nothing but statistics.
+ * What probabilities leave of p may be far smaller than p: dz has to come from the very logits that
+ * the statistics are of, and with save=stats those of its backward are another product's. */
+static bool product_serves(const flce_problem* problem, const flce_facts* facts,
+                           const flce_plan* plan) {
+  if (plan->form == FLCE_FORM_EXP) return true;
+  if (problem->has_probabilities && plan->save == FLCE_SAVE_STATS) return false;
+  return only_statistics(plan) || (facts->product_gives_z && plan->z_dtype == FLCE_F32);
+}
+
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->form = choose_form(problem, plan->dtype);
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
-  /* The fused product gives E, or exact logits for the pass that makes dz. */
-  bool gives_z = facts->product_gives_z && plan->z_dtype == FLCE_F32;
-  bool serves = plan->form == FLCE_FORM_EXP || only_statistics(plan) || gives_z;
-  plan->fuses_rows = serves && facts->product_row_bytes > 0;
+  plan->fuses_rows = facts->product_row_bytes > 0 && product_serves(problem, facts, plan);
   /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
    * that its backward goes by. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;

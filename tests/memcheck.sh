@@ -34,6 +34,8 @@ for file in tests/test_*.py; do
 done
 slice 0 tests/test_fused.py "fused and not ragged"
 slice 0 tests/test_fused.py "ragged and (8- or 64-)"
+slice 0 tests/test_fused_logits.py "fused and not captured"
+slice 1 tests/test_fused_logits.py "captured"
 slice 0 tests/test_skipped_rows.py "skipped and not ($allocator)"
 slice 1 tests/test_skipped_rows.py "graph or peak"
 slice 0 tests/test_tune.py "tune and not cuda and not ($allocator)"

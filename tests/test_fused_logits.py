@@ -59,16 +59,19 @@ def kernel_of(hidden=1024, **settings):
 
 def test_it_serves_where_the_plan_says(monkeypatch):
     monkeypatch.delenv("FLCE_KERNEL", raising=False)
-    for save in ("logits", "grads", "stats"):
+    for save in ("logits", "grads"):
         assert kernel_of(probabilities=True, save=save) == "fused"
+        assert kernel_of(probabilities=True, save=save, logits_dtype=BF16) == "gemm"
         assert kernel_of(softcap=3.0, label_smoothing=0.1, save=save) == "fused"
-    rounded = {"probabilities": True, "logits_dtype": BF16}
-    assert kernel_of(**rounded, save="grads") == kernel_of(**rounded, save="logits") == "gemm"
-    assert kernel_of(**rounded, save="stats") == "fused"
+    nothing = {"grad_input": False, "grad_weight": False}
+    assert kernel_of(probabilities=True, **nothing) == "fused"
+    # The logits of its backward would be another product's.
+    assert kernel_of(probabilities=True, save="stats") == "gemm"
+    assert kernel_of(softcap=3.0, label_smoothing=0.1, save="stats") == "fused"
     assert kernel_of(1020, probabilities=True) == "gemm"
     # A short product does not hide that it writes z.
     assert kernel_of(1016, probabilities=True, save="grads") == "gemm"
-    assert kernel_of(1016, probabilities=True, save="stats") == "fused"
+    assert kernel_of(1016, probabilities=True, **nothing) == "fused"
     for option in ({"softcap": 3.0}, {"label_smoothing": 0.1}, {"return_entropy": True}):
         assert kernel_of(probabilities=True, **option) == "gemm"
     monkeypatch.setenv("FLCE_KERNEL", "gemm")
@@ -104,7 +107,8 @@ def test_options_beside_probabilities(name, save):
     bias, weight = torch.randn(1001, device="cuda"), torch.rand(1001, device="cuda")
     weight[::9] = 0.0
     options = options | {"linear_bias": bias, "weight": weight}
-    made = results(x, w, t, save=save, max_memory="1MiB", **options)
+    chunks = {"max_memory": "1MiB", "accum_dtype": torch.float32}
+    made = results(x, w, t, save=save, **chunks, **options)
     assert_close(made, truth(x, w, t, **options))
 
 
@@ -247,3 +251,25 @@ def test_a_captured_step_repeats():
         graph.replay()
     for value, other in zip(made, expected, strict=True):
         assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("save", ["logits", "grads"])
+def test_more_than_2_31_probabilities(save):
+    tokens, vocab = 17000, 128256
+    assert tokens * vocab > 2**31
+    x, w, _ = draw(tokens, 1024, 8)
+    w = draw(vocab, 1024, 8, seed=1)[0] / 32
+    t = torch.rand(tokens, vocab, device="cuda", dtype=BF16).mul_(2.0 / vocab)
+    t[-1, -1] = 0.5
+    x.requires_grad_()
+    rows = torch.tensor([0, 16999], device="cuda")
+    reduction = "sum" if save == "grads" else "none"
+    loss = flce.linear_cross_entropy(x, w, t, save=save, reduction=reduction)
+    (dx,) = torch.autograd.grad(loss.sum(), (x,))
+    logits = x[rows].double() @ w.double().T
+    soft = t[rows].double()
+    expected = -(soft * logits.log_softmax(-1)).sum(-1)
+    if save == "logits":
+        assert bool(((loss[rows] - expected).abs() <= 1e-5 * expected).all())
+    p = logits.softmax(-1) * soft.sum(-1, keepdim=True)
+    assert cases.relative_error(dx[rows], (p - soft) @ w.double()) <= 6e-3
