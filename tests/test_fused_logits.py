@@ -91,25 +91,93 @@ def test_ragged_probabilities(vocab, dtype):
             assert_close(made, truth(x, w, t), 6e-3 if few else 2.6e-3)
 
 
-OPTIONS = {
-    "smoothing": {"label_smoothing": 0.2},
-    "softcap": {"softcap": 4.0},
-    "scale": {"logit_scale": -0.7, "temperature": 1.3},
-    "z-loss": {"z_loss": 1e-2},
+OPTIONS = {  # and whether the fused product has them beside probabilities
+    "scale": ({"logit_scale": 0.7, "temperature": 1.3}, True),
+    "z-loss": ({"z_loss": 1e-2}, True),
+    "token weight": ({"token_weight": torch.linspace(0.0, 2.0, 400)}, True),
+    "smoothing": ({"label_smoothing": 0.2}, False),
+    "softcap": ({"softcap": 4.0}, False),
+    "negative scale": ({"logit_scale": -0.7}, False),
+    "class weights": ({"weight": torch.linspace(-0.3, 1.0, 1001).clamp(min=0.0)}, False),
 }
 
 
-@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+@pytest.mark.parametrize("save", ["logits", "grads"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_beside_probabilities(name, save):
+    """And a bias with its gradient, a differentiable lse, and rows that sum to anything."""
     x, w, noise = draw(400, 1024, 1001)
-    t, options = noise.softmax(-1), OPTIONS[name]
-    bias, weight = torch.randn(1001, device="cuda"), torch.rand(1001, device="cuda")
-    weight[::9] = 0.0
-    options = options | {"linear_bias": bias, "weight": weight}
-    chunks = {"max_memory": "1MiB", "accum_dtype": torch.float32}
-    made = results(x, w, t, save=save, **chunks, **options)
-    assert_close(made, truth(x, w, t, **options))
+    t = noise.softmax(-1) * torch.linspace(0.0, 3.0, 400, device="cuda")[:, None]
+    options = {k: v.cuda() if torch.is_tensor(v) else v for k, v in OPTIONS[name][0].items()}
+    made, expected = [], []
+    for into, dtype, chunks in (
+        (made, None, {"max_memory": "1MiB", "accum_dtype": torch.float32, "save": save}),
+        (expected, torch.float64, {}),
+    ):
+        leaves = [
+            tensor.to(dtype or tensor.dtype).clone().requires_grad_()
+            for tensor in (x, w, torch.linspace(-2.0, 2.0, 1001, device="cuda"))
+        ]
+        given = {k: v.to(dtype or v.dtype) if torch.is_tensor(v) else v for k, v in options.items()}
+        call = flce.reference.linear_cross_entropy if dtype else flce.linear_cross_entropy
+        target = t.to(dtype or t.dtype)
+        reached = call(
+            *leaves[:2], target, linear_bias=leaves[2], return_lse=True, **chunks, **given
+        )
+        loss, lse = (reached.loss, reached.lse)
+        total = loss if save == "grads" else loss + 1e-3 * lse.mean()
+        into.extend([loss.detach(), lse.detach(), *torch.autograd.grad(total, leaves)])
+    for value, true in zip(made[:2], expected[:2], strict=True):
+        assert bool(((value.double() - true).abs() <= 1e-5 * true.abs() + 2e-5).all())
+    for value, true in zip(made[2:], expected[2:], strict=True):
+        assert cases.relative_error(value, true) <= 2.6e-3
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_product_takes_these_options(monkeypatch, name):
+    """By what the forward does without it: a plan does not know every option."""
+    x, w, noise = draw(400, 1024, 1001)
+    t = noise.softmax(-1)
+    options = {k: v.cuda() if torch.is_tensor(v) else v for k, v in OPTIONS[name][0].items()}
+    kernels = []
+    for kernel in ("auto", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            flce.linear_cross_entropy(x, w, t, **options)
+            torch.cuda.synchronize()
+        kernels.append(any("product_sm90" in event.key for event in trace.key_averages()))
+    assert kernels == [OPTIONS[name][1], False]
+
+
+@pytest.mark.parametrize("top", [20, 60, 200, 1000, 4000])
+@pytest.mark.parametrize("save", ["logits", "grads"])
+def test_certain_rows_leave_nothing(top, save):
+    """A model as sure as its target: loss and gradients are what float32 leaves of a difference."""
+    hidden, vocab = 1024, 3001
+    x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
+    rows = torch.arange(256, device="cuda")
+    x[rows, rows % 4] = 1.0
+    w = torch.zeros(vocab, hidden, device="cuda", dtype=BF16)
+    w[torch.arange(4) * 700, torch.arange(4)] = float(top)
+    t = torch.nn.functional.one_hot(rows % 4 * 700, vocab).float()
+    loss, dx, dw = results(x, w, t, save=save)
+    true, true_dx, true_dw = truth(x, w, t)
+    true = true if loss.dim() else true.mean()
+    assert bool(((loss.double() - true).abs() <= 2e-6 + 1e-7 * top).all())
+    bar = (2e-6 + 1e-7 * top) * max(top, 1) / 256
+    assert (dx.double() - true_dx).abs().max() <= bar
+    assert (dw.double() - true_dw).abs().max() <= 2e-6 + 1e-7 * top
+
+
+@pytest.mark.parametrize("level", [1e5, 1e6, 1e7])
+def test_logits_that_are_all_far_from_zero(level):
+    """lse is rounded there; what is left of it still belongs to the probabilities' sum."""
+    x = torch.ones(64, 1024, device="cuda", dtype=BF16)
+    w = torch.zeros(3001, 1024, device="cuda", dtype=BF16)
+    w[:, 0] = level
+    t = torch.full((64, 3001), 1 / 3001, device="cuda")
+    dx = results(x, w, t, save="logits")[1]
+    assert dx.abs().max() <= 1e-5 * level / 64
 
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])

@@ -1,5 +1,5 @@
 /* The epilogue of the fused product of Hopper: from a tile of logits in a warpgroup's registers to
- * E in shared memory, and to the tile's numbers of each row. */
+ * E or z in shared memory, and to the tile's numbers of each row. */
 #ifndef FLCE_CUDA_PRODUCT_EPILOGUE_CUH
 #define FLCE_CUDA_PRODUCT_EPILOGUE_CUH
 

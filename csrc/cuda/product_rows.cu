@@ -56,8 +56,8 @@ __device__ __forceinline__ float dot_sum(const __nv_bfloat16* x, const float* ws
  * is 0. */
 constexpr float kUnknownOffset = -3e38f;
 
-/* Of a row: zeta of its target, whose column is `column`; of probabilities, which have none, the
- * largest of some. Infinities and NaN come as they are. By a warp. */
+/* Of a row: zeta of its target, whose column is `column`, as it comes; of probabilities, which have
+ * none, the largest of some. By a warp. */
 __device__ __forceinline__ float zeta_of_row(const product_shape& shape, float scale,
                                              const __nv_bfloat16* x, const __nv_bfloat16* w,
                                              int column, int lane) {
@@ -172,16 +172,18 @@ __device__ __forceinline__ void set_references(const row_args& p, const product_
   if (s.spreads) sums.spread = (float)(kLn2 * tiles.spread - above * (double)sums.rest);
 }
 
-/* Statistics of a row of probabilities. They are taken from lse itself: what is left of it then is
- * its rounding, and no sum has anything to cancel. */
-__device__ __forceinline__ void write_soft_row(const row_args& p, Row<float>& view, int64_t at,
-                                               float k, const TileSums& tiles) {
-  const double lse = kLn2 * ((double)k + log2(tiles.rest));
+/* Statistics of a row of probabilities, taken from lse itself. It and the sum of t z are made from
+ * the same z, with the same scale: of a row that is all but certain nothing is left of either. */
+__device__ __forceinline__ void write_soft_row(const row_args& p, const Row<float>& view,
+                                               int64_t at, float scale, float k,
+                                               const TileSums& tiles) {
+  const double unit = (double)p.scale_f32 / (double)scale; /* of one in zeta */
+  const double lse = unit * ((double)k + log2(tiles.rest));
   RowSums<float> sums = {};
   RowEnd<float> end = {};
   end.lse = sums.offset = sums.gap_from = (float)lse;
   end.log_sum = (float)(lse - (double)end.lse);
-  end.sum = 1 + end.log_sum;
+  end.sum = expf(end.log_sum);
   sums.mass = (float)tiles.mass;
   sums.gap = (float)((double)end.lse * tiles.mass - (double)p.scale_f32 * tiles.gap);
   write_statistics<kGeneral>(p, view, at, sums, end);
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   view.class_weight = (const float*)p.r.class_weight;
   view.target = s.column[row];
   if constexpr (KIND == kSoft) {
-    write_soft_row(p, view, place.at, k, sum);
+    write_soft_row(p, view, place.at, shape.scale, k, sum);
   } else {
     const float target = s.target[row];
     view.l_target = kIsGeneral ? target * (float)kLn2 : p.scale_f32 * target;
@@ -308,9 +310,9 @@ constexpr int64_t kLeastHidden = 1024;
 /* Whether the product's kernels have what the loss needs: beside probabilities little else. */
 static bool product_suits(const flce_problem* p) {
   const flce_loss* o = &p->loss;
-  const bool others = o->label_smoothing > 0 || o->softcap > 0 || o->logit_scale < 0 ||
-                      p->has_class_weight || p->has_temperature || p->wants_entropy ||
-                      p->wants_predictions;
+  const bool rises = (float)(o->logit_scale / o->temperature * kLog2eExact) > 0;
+  const bool others = o->label_smoothing > 0 || o->softcap > 0 || !rises || p->has_class_weight ||
+                      p->has_temperature || p->wants_entropy || p->wants_predictions;
   return !p->unaligned && !(p->has_probabilities && others);
 }
 
@@ -369,10 +371,10 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   }
   const int tiles = (int)tiles_of(r->vocab);
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape.general         ? sum_tiles<kGeneral>
-                      : shape.probabilities ? sum_tiles<kSoft>
-                      : s.gap               ? sum_tiles<kSmooth>
-                                            : sum_tiles<kPlain>;
+  const auto kernel = shape.probabilities ? sum_tiles<kSoft>
+                      : shape.general     ? sum_tiles<kGeneral>
+                      : s.gap             ? sum_tiles<kSmooth>
+                                          : sum_tiles<kPlain>;
   return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", args, shape, s,
                      tiles);
 }

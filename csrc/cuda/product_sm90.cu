@@ -1,5 +1,5 @@
-/* The logits product of Hopper with E in its epilogue. A cluster's two tiles of the result are
- * those of neighbouring rows, which share the part of W. */
+/* The logits product of Hopper with E, or the rows' sums and z, in its epilogue. A cluster's two
+ * tiles of the result are those of neighbouring rows, which share the part of W. */
 #include "pipeline_sm90.cuh"
 #include "product_epilogue.cuh"
 
@@ -251,8 +251,8 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
   }
 }
 
-/* Results of the rows from `first` on, which no tile makes: the products that follow may read them.
- * By the threads of both groups. */
+/* Results of the rows from `first` on, which no tile makes: products may read such E, and no output
+ * is left undefined. By the threads of both groups. */
 __device__ __forceinline__ void blank_rows(const product_args& p, int first, int vector) {
   const int vectors = (p.shape.vocab + vector - 1) / vector;
   for (int row = first + blockIdx.x; row < p.shape.rows; row += gridDim.x) {

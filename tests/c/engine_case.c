@@ -290,12 +290,32 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
 
 enum { PRODUCT_ROW_BYTES = 24, PRODUCT_TILE_ROWS = 16, WEIGHT_PARTS = 3 };
 
+/* That rows->wsum is what the contract says, where it is given: `rows` are of the product `gemm`.
+ */
+static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
+  const flce_loss* o = &rows->options;
+  CHECK(o->label_smoothing > 0.0 && o->softcap == 0.0 && !rows->bias, "wsum is of no use here");
+  flce_dtype stat = flce_stat_dtype(gemm->dtype);
+  for (int64_t h = 0; h < gemm->k; h++) {
+    double sum = 0.0, size = 0.0;
+    for (int64_t j = 0; j < gemm->n; j++) {
+      double weight = rows->class_weight ? flce_load(rows->class_weight, stat, j) : 1.0;
+      double term = weight * flce_load(gemm->b, gemm->dtype, j * gemm->pitch_b + h);
+      sum += term;
+      size += fabs(term);
+    }
+    double error = fabs(flce_load(rows->wsum, stat, h) - sum);
+    CHECK(error <= 1e-5 * size, "wsum[%lld] is off by %g", (long long)h, error);
+  }
+}
+
 /* product_rows by its definition: the product, then a row pass. */
 static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                       void* scratch) {
   flce_backend b;
   flce_cpu_backend(self, &b);
   memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
+  if (rows->wsum) check_wsum(gemm, rows);
   flce_gemm product = *gemm;
   flce_rows view = *rows;
   product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);

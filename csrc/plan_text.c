@@ -1,0 +1,79 @@
+/* The plan as text, for people and for flce/plan.py. */
+#include "flce.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static const char* buffer_name(int id) {
+  static const char* const names[FLCE_BUF_COUNT] = {
+      [FLCE_BUF_LOSS] = "loss",
+      [FLCE_BUF_ROW_LOSS] = "row_loss",
+      [FLCE_BUF_STATS] = "stats",
+      [FLCE_BUF_SCALARS] = "scalars",
+      [FLCE_BUF_SAVED] = "saved",
+      [FLCE_BUF_PREDICTIONS] = "predictions",
+      [FLCE_BUF_GRAD_INPUT] = "grad_input",
+      [FLCE_BUF_GRAD_WEIGHT] = "grad_weight",
+      [FLCE_BUF_GRAD_BIAS] = "grad_bias",
+      [FLCE_BUF_ROUNDED] = "rounded",
+      [FLCE_BUF_INPUT_CAST] = "input_cast",
+      [FLCE_BUF_WEIGHT_CAST] = "weight_cast",
+      [FLCE_BUF_BIAS_CAST] = "bias_cast",
+      [FLCE_BUF_LOGITS] = "logits",
+      [FLCE_BUF_COEF] = "coef",
+      [FLCE_BUF_INDEX] = "index",
+      [FLCE_BUF_GATHERED_X] = "gathered_x",
+      [FLCE_BUF_GATHERED_COEF] = "gathered_coef",
+      [FLCE_BUF_DX_ROWS] = "dx_rows",
+      [FLCE_BUF_SCALED_X] = "scaled_x",
+      [FLCE_BUF_DW_ACCUM] = "dw_accum",
+      [FLCE_BUF_DW_BLOCK] = "dw_block",
+      [FLCE_BUF_DB_ACCUM] = "db_accum",
+      [FLCE_BUF_DB_PARTS] = "db_parts",
+      [FLCE_BUF_SMOOTH] = "smooth",
+      [FLCE_BUF_ORDER] = "order",
+      [FLCE_BUF_COLUMN_SUM] = "column_sum",
+      [FLCE_BUF_PRODUCT] = "product",
+      [FLCE_BUF_GEMM] = "gemm_workspace",
+  };
+  return names[id];
+}
+
+/* Appends like snprintf; *used counts what the whole text needs, also past the end. */
+static void append(char* text, int64_t size, int64_t* used, const char* format, ...)
+    __attribute__((format(printf, 4, 5)));
+static void append(char* text, int64_t size, int64_t* used, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  bool room = *used < size;
+  int written =
+      vsnprintf(room ? text + *used : NULL, room ? (size_t)(size - *used) : 0, format, arguments);
+  va_end(arguments);
+  if (written > 0) *used += written;
+}
+
+int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
+  int64_t used = 0;
+  append(text, size, &used, "save=%s form=%s kernel=%s dtype=%s logits_dtype=%s accum_dtype=%s\n",
+         flce_save_name(plan->save), plan->form == FLCE_FORM_EXP ? "exp" : "dz",
+         plan->fuses_rows ? "fused" : "gemm", flce_dtype_name(plan->dtype),
+         flce_dtype_name(plan->z_dtype), flce_dtype_name(plan->accum_dtype));
+  append(text, size, &used,
+         "rows=%lld chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
+         (long long)plan->rows, (long long)plan->chunk_rows, (long long)plan->chunks,
+         (long long)plan->backward_chunk_rows, (long long)plan->backward_chunks);
+  append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld\n",
+         (long long)plan->forward_gemms, (long long)plan->backward_gemms);
+  append(text, size, &used, "forward_peak_bytes=%lld backward_peak_bytes=%lld peak_bytes=%lld\n",
+         (long long)plan->forward_peak_bytes, (long long)plan->backward_peak_bytes,
+         (long long)plan->peak_bytes);
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    const flce_buffer* buffer = &plan->buffers[id];
+    if (buffer->bytes == 0) continue;
+    append(text, size, &used, "  %-15s %15lld bytes %s%s%s\n", buffer_name(id),
+           (long long)buffer->bytes, buffer->lifetime & FLCE_OUTPUT ? "tensor" : "workspace",
+           buffer->lifetime & FLCE_IN_FORWARD ? " forward" : "",
+           buffer->lifetime & FLCE_IN_BACKWARD ? " backward" : "");
+  }
+  return used;
+}
