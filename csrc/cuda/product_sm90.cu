@@ -57,10 +57,14 @@ __device__ __forceinline__ Ring open_ring() {
   return ring;
 }
 
+/* The memory for results is handed on by the thread that knows what its copies have read; with z by
+ * all that wrote there, which racecheck can follow. */
+template <ProductResult RESULT>
 __device__ __forceinline__ void init_barriers(const Ring& ring) {
   if (threadIdx.x == 0) {
     init_stages(ring.stages, 1);
-    for (int i = 0; i < 2; i++) sm90::barrier_init(ring.staging + 8 * i, 1);
+    const int arrivals = RESULT == kLogitResult ? kGroupThreads : 1;
+    for (int i = 0; i < 2; i++) sm90::barrier_init(ring.staging + 8 * i, arrivals);
     sm90::barrier_init_fence();
   }
   sm90::cluster_sync();
@@ -182,7 +186,7 @@ __device__ __forceinline__ void copy_logits(const product_args& p, const CUtenso
     }
     if (half == 0) sync_group(group);
   }
-  if (copies) sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
+  sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
@@ -276,7 +280,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int rank = sm90::cluster_rank();
   const int present = runs_present(p.shape.index, kProductClusterRows, p.row_clusters);
   const Walk walk = {present, present * p.column_tiles};
-  init_barriers(ring);
+  init_barriers<RESULT>(ring);
   if (warpgroup == 0) {
     sm90::shrink_registers<kCopyRegisters>();
     if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, walk, rank);
