@@ -5,10 +5,10 @@ import re
 import check_kernels
 import pytest
 
-GENERAL = "product_sm90<(Kind)4, true, false>"
+GENERAL = "product_sm90<(Kind)4, (ProductResult)1, false>"
 MANGLED = (
-    "_ZN48_GLOBAL__N__5f85877a_15_product_sm90_cu_5ff5098912product_sm90IL4Kind4ELb1ELb0EEEv"
-    "14CUtensorMap_stS2_S2_NS_12product_argsE"
+    "_ZN48_GLOBAL__N__406b4bd5_15_product_sm90_cu_0390ad5212product_sm90IL4Kind4E"
+    "L13ProductResult1ELb0EEEv14CUtensorMap_stS3_S3_NS_12product_argsE"
 )
 LOSS = "Potential Performance Loss:"
 
