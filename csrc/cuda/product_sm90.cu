@@ -170,7 +170,8 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
 /* By the group whose turn it is with the memory for results, which it hands on. */
 __device__ __forceinline__ void copy_logits(const product_args& p, const CUtensorMap* z_map,
                                             const Ring& ring, const Seat& seat, int group,
-                                            bool copies, const Products& acc) {
+                                            const Products& acc) {
+  const bool copies = seat.warp == 0 && seat.lane == 0;
   static_assert(kProductColumns / kLogitBox * kBytesLogitBox == kSlabs * kBytesSlab, "same memory");
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -203,10 +204,9 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   seat.first_column = seat.tile.column + 2 * (seat.lane & 3);
   TileRows rows;
   if (KIND == kBiased || (KIND != kPlain && p.shape.bias)) add_bias(numbers, seat, acc);
-  const bool copies = seat.warp == 0 && seat.lane == 0;
   if constexpr (RESULT == kLogitResult) {
     sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
-    copy_logits(p, out_map, ring, seat, group, copies, acc);
+    copy_logits(p, out_map, ring, seat, group, acc);
   }
   open_tile_rows<kIsGeneral, REPEAT>(p.shape, p.scratch, seat, rows);
   if constexpr (kIsGeneral) {
@@ -216,6 +216,7 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   if constexpr (KIND == kSoft) add_probabilities(p.shape, seat, acc, rows);
   hide_columns(p.shape, p.scratch, seat, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
+  const bool copies = seat.warp == 0 && seat.lane == 0;
   if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
