@@ -8,26 +8,16 @@ import math
 import cases
 import pytest
 import torch
+from hopper import BF16, ONLY, operands
 
 import flce
 
-pytestmark = pytest.mark.skipif(
-    not cases.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0),
-    reason="the fused kernel is Hopper's",
-)
-BF16 = torch.bfloat16
+pytestmark = ONLY
 
 
 def draw(tokens, hidden, vocab, std=1.0, seed=0):
-    random = torch.Generator(device="cuda").manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=random, device="cuda")
-
-    x = (normal(tokens, hidden) * math.sqrt(std)).to(BF16)
-    w = (normal(vocab, hidden) * math.sqrt(std / hidden)).to(BF16)
-    y = torch.randint(vocab, (tokens,), generator=random, device="cuda")
-    return x, w, y
+    x, w, random = operands(tokens, hidden, vocab, std, seed)
+    return x, w, torch.randint(vocab, (tokens,), generator=random, device="cuda")
 
 
 def kernel_of(**settings):

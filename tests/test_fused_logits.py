@@ -6,26 +6,18 @@ import math
 import cases
 import pytest
 import torch
+from hopper import BF16, ONLY, operands
+from test_cuda import captured
 
 import flce
 
-pytestmark = pytest.mark.skipif(
-    not cases.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0),
-    reason="the fused kernel is Hopper's",
-)
-BF16 = torch.bfloat16
+pytestmark = ONLY
 DTYPES = [BF16, torch.float16, torch.float32, torch.float64]
 
 
 def draw(tokens, hidden, vocab, std=1.0, seed=0):
-    random = torch.Generator(device="cuda").manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=random, device="cuda")
-
-    x = (normal(tokens, hidden) * math.sqrt(std)).to(BF16)
-    w = (normal(vocab, hidden) * math.sqrt(std / hidden)).to(BF16)
-    return x, w, normal(tokens, vocab)
+    x, w, random = operands(tokens, hidden, vocab, std, seed)
+    return x, w, torch.randn(tokens, vocab, generator=random, device="cuda")
 
 
 def truth(x, w, t, **options):
@@ -124,7 +116,7 @@ def test_options_beside_probabilities(name, save):
         reached = call(
             *leaves[:2], target, linear_bias=leaves[2], return_lse=True, **chunks, **given
         )
-        loss, lse = (reached.loss, reached.lse)
+        loss, lse = reached.loss, reached.lse
         total = loss if save == "grads" else loss + 1e-3 * lse.mean()
         into.extend([loss.detach(), lse.detach(), *torch.autograd.grad(total, leaves)])
     for value, true in zip(made[:2], expected[:2], strict=True):
@@ -307,14 +299,7 @@ def test_a_captured_step_repeats():
         loss = flce.linear_cross_entropy(*leaves, t, save="grads")
         return loss, *torch.autograd.grad(loss, leaves)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = captured(step)
     for _ in range(2):
         graph.replay()
     for value, other in zip(made, expected, strict=True):

@@ -16,13 +16,14 @@ constexpr double kLn2 = 0.69314718055994531;
 
 /* ---- before: offsets ---- */
 
-/* x_i W_y, by a warp. */
-__device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const __nv_bfloat16* w, int hidden,
-                                         int lane) {
+/* x_i . w, by a warp: w is W_y, or sum_j w_j W_j. */
+template <typename T>
+__device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const T* w, int hidden, int lane) {
   constexpr int N = kVec<__nv_bfloat16>;
   float sum = 0;
   for (int at = lane * N; at < hidden; at += kWarp * N) {
-    Vec<__nv_bfloat16, N> raw_x, raw_w;
+    Vec<__nv_bfloat16, N> raw_x;
+    Vec<T, N> raw_w;
     float a[N], b[N];
     load_vec<false>(x + at, raw_x);
     load_vec<false>(w + at, raw_w);
@@ -30,24 +31,6 @@ __device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const __nv_bflo
     unpack(raw_w, b);
 #pragma unroll
     for (int e = 0; e < N; e++) sum = fmaf(a[e], b[e], sum);
-  }
-  return warp_sum(sum);
-}
-
-/* x_i . sum_j w_j W_j, by a warp. */
-__device__ __forceinline__ float dot_sum(const __nv_bfloat16* x, const float* wsum, int hidden,
-                                         int lane) {
-  constexpr int N = kVec<__nv_bfloat16>;
-  float sum = 0;
-  for (int at = lane * N; at < hidden; at += kWarp * N) {
-    Vec<__nv_bfloat16, N> raw_x;
-    Vec<float, N> raw_w;
-    float a[N];
-    load_vec<false>(x + at, raw_x);
-    load_vec<false>(wsum + at, raw_w);
-    unpack(raw_x, a);
-#pragma unroll
-    for (int e = 0; e < N; e++) sum = fmaf(a[e], raw_w.at[e], sum);
   }
   return warp_sum(sum);
 }
@@ -97,7 +80,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     offset = zeta == -INFINITY ? kUnknownOffset
                                : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
     if (s.gap) {
-      const float sum = dot_sum(own, (const float*)r.wsum, shape.hidden, lane);
+      const float sum = dot_row(own, (const float*)r.wsum, shape.hidden, lane);
       if (lane == 0) s.gap[row] = scale * sum;
     }
   }

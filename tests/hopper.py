@@ -1,0 +1,21 @@
+"""What test_fused.py and test_fused_logits.py share: where they run, and what they multiply."""
+
+import math
+
+import cases
+import pytest
+import torch
+
+ONLY = pytest.mark.skipif(
+    not cases.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0),
+    reason="the fused kernel is Hopper's",
+)
+BF16 = torch.bfloat16
+
+
+def operands(tokens, hidden, vocab, std, seed):
+    """x and W whose logits have the deviation `std`, and the generator for what else is drawn."""
+    random = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=random, device="cuda") * math.sqrt(std)
+    w = torch.randn(vocab, hidden, generator=random, device="cuda") * math.sqrt(std / hidden)
+    return x.to(BF16), w.to(BF16), random
