@@ -385,8 +385,8 @@ static flce_status forward_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
-/* save=grads: the gradient for grad_output 1, in float16 times a power of two that scale_grad takes
- * back. */
+/* save=grads: the gradient for grad_output 1, in float16 times a power of two that scale_grads
+ * takes back. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
   bool in_units = e->plan->dtype == FLCE_F16;
   FLCE_TRY(coefficients(e, c, (flce_upstream){0},

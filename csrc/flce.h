@@ -341,6 +341,15 @@ typedef struct flce_upstream {
   const void* entropy; /* NULL for 0 */
 } flce_upstream;
 
+/* A gradient that the forward made, and where it goes. */
+enum { FLCE_GRADIENTS = 3 };
+typedef struct flce_scaled {
+  void* out;
+  const void* in;
+  flce_dtype out_dtype, in_dtype;
+  int64_t count;
+} flce_scaled;
+
 /* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
 typedef struct flce_tensors {
   const void* input;         /* [N][H] input_dtype */
@@ -479,11 +488,11 @@ typedef struct flce_backend {
    * accumulator, and for a sum that is added to the caller's. */
   flce_status (*add_block)(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                            flce_dtype dtype, int64_t count);
-  /* out = in * grad_output[0] * [scalars: inv_denom / unit]: nothing is written when out is in and
-   * the factor is 1. scalars NULL: the factor is grad_output[0] alone. Both stat dtype. */
-  flce_status (*scale_grad)(void* self, void* out, flce_dtype out_dtype, const void* in,
-                            flce_dtype in_dtype, const void* grad_output, const void* scalars,
-                            flce_dtype stat, int64_t count);
+  /* out = in * grad_output[0] * [scalars: inv_denom / unit] of each of `number`, at most
+   * FLCE_GRADIENTS, arrays: nothing is written where out is in and the factor is 1. scalars NULL:
+   * the factor is grad_output[0] alone. Both stat dtype. */
+  flce_status (*scale_grads)(void* self, const flce_scaled* grads, int number,
+                             const void* grad_output, const void* scalars, flce_dtype stat);
 } flce_backend;
 
 /* ---- engine ---- */

@@ -3,6 +3,7 @@
 // serves every torch >= 2.10.
 #include <tuple>
 
+#include "op_options.h"
 #include "torch_device.h"
 
 namespace {
@@ -61,57 +62,12 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
 
 // ---- linear cross entropy ----
 
-// The options that forward, backward and plan share; the order is the schemas'.
-struct Options {
-  std::string reduction;
-  flce_loss loss;
+// Behind the tensors of forward and backward, and of plan.
+#define SETTINGS "SymInt? valid_vocab, SymInt? rows, str options"
+struct Settings {
   std::optional<int64_t> valid_vocab, rows;
-  bool wants_entropy, wants_predictions;
-  ScalarType dtype, accum_dtype, logits_dtype;
-  std::string save;
-  int64_t max_memory;
-  bool grad_input, grad_weight, grad_bias;
+  Options options;
 };
-
-// The arguments of struct Options as the schemas of forward and backward spell them, and the same
-// as their implementations take them: a boxed function has to name each.
-#define OPTIONS                                                                                 \
-  "str reduction, int ignore_index, float label_smoothing, float logit_scale, float softcap, "  \
-  "float temperature, float z_loss, SymInt? valid_vocab, SymInt? rows, bool wants_entropy, "    \
-  "bool wants_predictions, ScalarType dtype, ScalarType accum_dtype, ScalarType logits_dtype, " \
-  "str save, int max_memory, bool grad_input, bool grad_weight, bool grad_bias"
-#define ARGUMENTS                                                                                \
-  std::string reduction, int64_t ignore_index, double label_smoothing, double logit_scale,       \
-      double softcap, double temperature, double z_loss, std::optional<int64_t> valid_vocab,     \
-      std::optional<int64_t> rows, bool wants_entropy, bool wants_predictions, ScalarType dtype, \
-      ScalarType accum_dtype, ScalarType logits_dtype, std::string save, int64_t max_memory,     \
-      bool grad_input, bool grad_weight, bool grad_bias, bool allow_tf32
-#define GATHER_ARGUMENTS                                                                      \
-  {reduction,     {ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss}, \
-   valid_vocab,   rows,                                                                       \
-   wants_entropy, wants_predictions,                                                          \
-   dtype,         accum_dtype,                                                                \
-   logits_dtype,  save,                                                                       \
-   max_memory,    grad_input,                                                                 \
-   grad_weight,   grad_bias}
-
-flce_problem make_problem(const Options& options) {
-  flce_problem problem{};
-  problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
-      to_dtype(options.dtype, "dtype");
-  problem.accum_dtype = to_dtype(options.accum_dtype, "accum_dtype");
-  problem.logits_dtype = to_dtype(options.logits_dtype, "logits_dtype");
-  problem.reduction = to_reduction(options.reduction);
-  problem.save = to_save(options.save);
-  problem.want_grad_input = options.grad_input;
-  problem.want_grad_weight = options.grad_weight;
-  problem.want_grad_bias = options.grad_bias;
-  problem.loss = options.loss;
-  problem.wants_entropy = options.wants_entropy;
-  problem.wants_predictions = options.wants_predictions;
-  problem.max_memory = options.max_memory;
-  return problem;
-}
 
 struct Operands {
   Tensor input, linear_weight;
@@ -120,7 +76,7 @@ struct Operands {
 
 // Checks the operands against each other, completes the problem with their sizes and the tensors
 // with their memory.
-void bind_operands(const Operands& given, const LossTensors& loss, const Options& options,
+void bind_operands(const Operands& given, const LossTensors& loss, const Settings& settings,
                    flce_problem* problem, flce_tensors* tensors) {
   const Tensor &input = given.input, &linear_weight = given.linear_weight;
   const OptionalTensor& linear_bias = given.linear_bias;
@@ -130,7 +86,7 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Options
   problem->tokens = input.size(0);
   problem->hidden = input.size(1);
   problem->weight_rows = linear_weight.size(0);
-  problem->vocab = options.valid_vocab.value_or(problem->weight_rows);
+  problem->vocab = settings.valid_vocab.value_or(problem->weight_rows);
   problem->input_dtype = to_dtype(input.scalar_type(), "input");
   problem->weight_dtype = to_dtype(linear_weight.scalar_type(), "linear_weight");
   expect_shape("input", input, {problem->tokens, problem->hidden});
@@ -153,7 +109,7 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Options
         "grad_bias: expected a linear_bias to take the gradient of, got None");
   }
   bind_loss(loss, place, problem, tensors);
-  problem->rows = rows_to_compute(*problem, *tensors, place, options.rows);
+  problem->rows = rows_to_compute(*problem, *tensors, place, settings.rows);
 }
 
 // Half of what the logits take now, where that still holds a row.
@@ -231,8 +187,8 @@ Outputs allocate_outputs(const Device& device, const flce_problem& problem, flce
 
 // [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
 std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
-                                 const Options& options) {
-  return {options.rows.value_or(problem.tokens), plan.saved_pitch};
+                                 std::optional<int64_t> rows) {
+  return {rows.value_or(problem.tokens), plan.saved_pitch};
 }
 
 // A caller that could not count the valid rows (torch.compile on the CPU) has rows to spare; no
@@ -250,11 +206,11 @@ void zero_unused_rows(const Device& device, const flce_problem& problem, const f
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                          const Options& options, flce_tensors* tensors) {
+                          std::optional<int64_t> rows, flce_tensors* tensors) {
   Outputs outputs = allocate_outputs(device, problem, tensors);
   OptionalTensor saved;
   if (plan.save == FLCE_SAVE_LOGITS) {
-    saved = device.allocate(saved_shape(problem, plan, options), plan.saved_dtype, "saved");
+    saved = device.allocate(saved_shape(problem, plan, rows), plan.saved_dtype, "saved");
     tensors->saved = saved->mutable_data_ptr();
     zero_unused_rows(device, problem, plan, *saved);
   }
@@ -271,17 +227,19 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
                       OptionalTensor weight, OptionalTensor token_weight,
-                      OptionalTensor token_temperature, OptionalTensor num_items, ARGUMENTS) {
-  Options options = GATHER_ARGUMENTS;
-  flce_problem problem = make_problem(options);
+                      OptionalTensor token_temperature, OptionalTensor num_items,
+                      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
+                      std::string options) {
+  Settings settings = {valid_vocab, rows, options_of(options)};
+  flce_problem problem = make_problem(settings.options);
   flce_tensors tensors{};
   bind_operands({input, linear_weight, linear_bias},
-                {target, weight, token_weight, token_temperature, num_items}, options, &problem,
+                {target, weight, token_weight, token_temperature, num_items}, settings, &problem,
                 &tensors);
-  Device device(place_of(input), allow_tf32);
+  Device device(place_of(input), settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   try {
-    return run_forward(device, problem, plan, options, &tensors);
+    return run_forward(device, problem, plan, rows, &tensors);
   } catch (const OutOfMemory& error) {
     throw OutOfMemory(error.what() + memory_advice(problem, plan));
   }
@@ -341,21 +299,22 @@ struct Kept {
 // `added`: the caller's gradient of the weight, or none for one of our own.
 GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
                                const Operands& operands, const LossTensors& loss,
-                               const Options& options, bool allow_tf32) {
-  flce_problem problem = make_problem(options);
+                               const Settings& settings) {
+  flce_problem problem = make_problem(settings.options);
   flce_tensors tensors{};
-  bind_operands(operands, loss, options, &problem, &tensors);
+  bind_operands(operands, loss, settings, &problem, &tensors);
   Place place = place_of(operands.input);
   if (added) bind_added(*added, place, &problem, &tensors);
   tensors.saved = kept.saved.mutable_data_ptr();
   uintptr_t addresses =
       reinterpret_cast<uintptr_t>(tensors.saved) | reinterpret_cast<uintptr_t>(tensors.grad_weight);
   problem.weight_unaligned = addresses % 16 != 0;
-  Device device(place, allow_tf32);
+  Device device(place, settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
   if (plan.save == FLCE_SAVE_LOGITS)
-    expect_like("saved", kept.saved, saved_shape(problem, plan, options), plan.saved_dtype, place);
+    expect_like("saved", kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
+                place);
   try {
     return run_backward(device, problem, plan, &tensors);
   } catch (const OutOfMemory& error) {
@@ -363,63 +322,79 @@ GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
   }
 }
 
-#define BACKWARD_SCHEMA                                                             \
-  "Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, "    \
-  "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "      \
-  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor saved, " OPTIONS \
-  ", bool allow_tf32"
-#define BACKWARD_TENSORS                                                                           \
+#define BACKWARD_SCHEMA                                                          \
+  "Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, " \
+  "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "   \
+  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor saved, " SETTINGS
+#define BACKWARD_ARGUMENTS                                                                         \
   Tensor grad_output, OptionalTensor grad_stats, Tensor input, Tensor linear_weight,               \
       Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
       OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
-      Tensor saved
+      Tensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,               \
+      std::string options
 #define MAKE_GRADIENTS(added)                                                     \
   make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
                  {input, linear_weight, linear_bias},                             \
                  {target, weight, token_weight, token_temperature, std::nullopt}, \
-                 GATHER_ARGUMENTS, allow_tf32)
+                 {valid_vocab, rows, options_of(options)})
 
-GradientTensors backward(BACKWARD_TENSORS, ARGUMENTS) {
+GradientTensors backward(BACKWARD_ARGUMENTS) {
   return MAKE_GRADIENTS(std::nullopt);
 }
 
-std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_TENSORS, ARGUMENTS) {
+std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUMENTS) {
   GradientTensors made = MAKE_GRADIENTS(grad_weight_into);
   return {std::get<0>(made), std::get<2>(made)};
 }
 
 // ---- scaling of gradients that the forward made ----
 
-void run_scale(const Tensor& out, const Tensor& grad, const Tensor& grad_output,
-               const OptionalTensor& scalars) {
-  Place place = place_of(grad);
+flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, Place place) {
+  expect_same_device(name, grad, place);
+  if (!grad.is_contiguous())
+    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+  return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
+          to_dtype(grad.scalar_type(), name), grad.numel()};
+}
+
+void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
+               const Tensor& grad_output, const OptionalTensor& scalars) {
+  Place place = place_of(grad_output);
   flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
   expect_like("grad_output", grad_output, {}, stat, place);
   if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, stat, place);
-  if (!grad.is_contiguous()) throw std::invalid_argument("grad: expected a contiguous tensor");
-  Device device(place, false);
   const flce_backend* table = device.table();
-  flce_status status = table->scale_grad(
-      table->self, out.mutable_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
-      grad.const_data_ptr(), to_dtype(grad.scalar_type(), "grad"), grad_output.const_data_ptr(),
-      scalars ? scalars->const_data_ptr() : nullptr, stat, grad.numel());
+  flce_status status = table->scale_grads(table->self, grads.data(), static_cast<int>(grads.size()),
+                                          grad_output.const_data_ptr(),
+                                          scalars ? scalars->const_data_ptr() : nullptr, stat);
   if (status != FLCE_OK) check(flce_fail(status, "%s", table->last_error()));
 }
 
-void scale_(Tensor grad, Tensor grad_output, OptionalTensor scalars) {
-  run_scale(grad, grad, grad_output, scalars);
+void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTensor grad_bias,
+            Tensor grad_output, OptionalTensor scalars) {
+  Place place = place_of(grad_output);
+  std::vector<flce_scaled> grads;
+  auto add = [&](const char* name, const OptionalTensor& grad) {
+    if (grad) grads.push_back(scaled_array(name, *grad, *grad, place));
+  };
+  add("grad_input", grad_input);
+  add("grad_weight", grad_weight);
+  add("grad_bias", grad_bias);
+  run_scale(Device(place, false), grads, grad_output, scalars);
 }
 
 Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
-  Device device(place_of(grad), false);
+  Place place = place_of(grad_output);
+  Device device(place, false);
   Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");
-  run_scale(out, grad, grad_output, scalars);
+  run_scale(device, {scaled_array("grad", out, grad, place)}, grad_output, scalars);
   return out;
 }
 
 // ---- cross entropy on logits ----
 
-// As OPTIONS and ARGUMENTS, of cross entropy on logits.
+// The options of cross entropy on logits, as the schemas spell them and as its functions take them:
+// a boxed function has to name each.
 #define LOSS_OPTIONS                                                                           \
   "str reduction, int ignore_index, float label_smoothing, float logit_scale, float softcap, " \
   "float temperature, float z_loss, bool wants_entropy, bool wants_predictions"
@@ -494,9 +469,10 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
 std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
                  std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
-                 bool has_probabilities, ARGUMENTS) {
-  Options options = GATHER_ARGUMENTS;
-  flce_problem problem = make_problem(options);
+                 bool has_probabilities, std::optional<int64_t> valid_vocab,
+                 std::optional<int64_t> rows, std::string options) {
+  Options given = options_of(options);
+  flce_problem problem = make_problem(given);
   problem.tokens = tokens;
   problem.hidden = hidden;
   problem.weight_rows = weight_rows;
@@ -512,7 +488,7 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   bool cpu = device_type == "cpu";
   Place place = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
-  Device device(place, allow_tf32);
+  Device device(place, given.allow_tf32);
   flce_plan made = device.plan(problem);
   std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
   flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));
@@ -525,14 +501,17 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
 STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
-      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, " OPTIONS
-      ", bool allow_tf32) -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions, "
+      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, Tensor? "
+      "num_items, " SETTINGS
+      ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions, "
       "Tensor saved, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA
         ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
         ") -> (Tensor grad_input, Tensor grad_bias)");
-  m.def("scale_(Tensor(a!) grad, Tensor grad_output, Tensor? scalars) -> ()");
+  m.def(
+      "scale_(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
+      "Tensor grad_output, Tensor? scalars) -> ()");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "
@@ -546,7 +525,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
       "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
       "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
       "ScalarType? added_dtype, "
-      "bool has_probabilities, " OPTIONS ", bool allow_tf32) -> str");
+      "bool has_probabilities, " SETTINGS ") -> str");
 }
 
 static void implement(torch::stable::detail::StableLibrary& m) {

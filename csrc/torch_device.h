@@ -1,5 +1,5 @@
 // What the operators need of torch: errors, dtypes, devices, allocation, checks. Only op.cpp,
-// op_tune.cpp and module.cpp include it.
+// op_options.h, op_tune.cpp and module.cpp include it.
 #ifndef FLCE_TORCH_DEVICE_H
 #define FLCE_TORCH_DEVICE_H
 

@@ -22,6 +22,7 @@ from .signature import (
 )
 
 _NOTHING = Wanted()
+_NO_VECTORS = (None,) * 3
 
 
 def _describe(target, weight, token_weight, token_temperature):
@@ -44,11 +45,13 @@ def _indices_of(target):
     return (flat if flat.dtype == torch.int64 else flat.to(torch.int64)).contiguous()
 
 
-def _loss_tensors(call, target, *optional):
+def _loss_tensors(call, target, optional):
     """Target and the optional tensors as the inner operators take them."""
     if options.checks_targets(target.device):
         options.check_target_range(target, call.vocab, call.scalars.ignore_index)
     flat = _rows_of(target) if call.has_probabilities else _indices_of(target)
+    if optional is _NO_VECTORS:
+        return (flat, *_NO_VECTORS)
     return (
         flat,
         *(
@@ -166,21 +169,21 @@ def linear_call(
     return call, (operands, vectors, num_items, valid_bound, accumulator)
 
 
-def computed(call, operands, vectors=(None,) * 3, num_items=None, bound=None, accumulator=None):
+def computed(call, operands, vectors=_NO_VECTORS, num_items=None, bound=None, accumulator=None):
     """The loss and the outputs of call.wanted, None for the others.
 
     `operands`: input, linear_weight, target, linear_bias; `vectors`: weight, token_weight,
     token_temperature; `bound`: valid_bound.
     """
     input, linear_weight, target, linear_bias = operands
-    tensors = _loss_tensors(call, target, *vectors)
+    tensors = _loss_tensors(call, target, vectors)
     target = tensors[0]
     rows = options.rows_to_compute(target, bound, call.scalars.ignore_index)
-    settings = call.settings(rows)
+    settings, behind_tensors = call.settings(rows)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     arguments = (*leaves[:2], target, linear_bias, *tensors[1:], num_items)
-    made = _run(ops.inner.forward.default, arguments, settings)
+    made = _run(ops.inner.forward.default, arguments, behind_tensors)
     if call.differentiable:
         returned = ops.Forward.apply(made, call.returns, settings, tensors, accumulator, *leaves)
         made[: len(returned)] = returned
@@ -232,7 +235,7 @@ def cross_entropy_of(
         *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
     )
     options.refuse_transforms(logits)
-    tensors = _loss_tensors(call, target, weight, token_weight, token_temperature)
+    tensors = _loss_tensors(call, target, (weight, token_weight, token_temperature))
     num_items = options.num_items_tensor(num_items, reduction, call.stat, logits)
     rows, settings = _rows_of(logits), call.settings
     arguments = (rows, *tensors, num_items)

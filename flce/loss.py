@@ -193,7 +193,7 @@ def linear_cross_entropy(
         *(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
     )
     looks = None
-    if not torch.compiler.is_compiling() and _needs_its_looks_alone(given):
+    if not torch.compiler.is_compiling():
         looks = repeat.look(*tensors, max_memory)
         call = repeat.find(looks, given)
         if call is not None:
@@ -215,7 +215,7 @@ def linear_cross_entropy(
         settings["valid_bound"] = _count_valid(target, settings)
     elif isinstance(valid_bound, str):
         raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
-    if looks is None:
+    if looks is None or not _needs_its_looks_alone(given):
         return _call("linear_cross_entropy", tensors[:3], settings, wanted)
     call, prepared = composite.linear_call(wanted, *tensors[:3], **settings)
     repeat.keep(looks, given, call)

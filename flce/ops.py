@@ -4,8 +4,9 @@ The tensors of these inner operators are positional, their output shapes follow 
 arguments alone. flce/composite.py has the operators that users call.
 """
 
-import collections
 import enum
+import functools
+import typing
 
 import torch
 
@@ -52,20 +53,83 @@ def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
     )
 
 
-# The operators' arguments behind their tensors: OPTIONS of csrc/op.cpp.
-Settings = collections.namedtuple(
-    "Settings",
-    "reduction ignore_index label_smoothing logit_scale softcap temperature z_loss valid_vocab "
-    "rows wants_entropy wants_predictions dtype accum_dtype logits_dtype save max_memory "
-    "grad_input grad_weight grad_bias allow_tf32",
-)
+class Settings(typing.NamedTuple):
+    """What the inner operators take behind their tensors: two sizes, and the options, which travel
+    as one text. The dispatcher takes half a microsecond for each argument."""
+
+    valid_vocab: int | None
+    rows: int | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    softcap: float
+    temperature: float
+    z_loss: float
+    wants_entropy: bool
+    wants_predictions: bool
+    dtype: torch.dtype
+    accum_dtype: torch.dtype
+    logits_dtype: torch.dtype
+    save: str
+    max_memory: int
+    grad_input: bool
+    grad_weight: bool
+    grad_bias: bool
+    allow_tf32: bool
+
+    def arguments(self):
+        options = self[_SIZES:]
+        try:
+            text = _text_of(options)
+        except TypeError:  # no hash: a number that is symbolic under compile or export
+            text = _text_of.__wrapped__(options)
+        return *self[:_SIZES], text
+
+    @classmethod
+    def of_arguments(cls, valid_vocab, rows, text):
+        return cls(valid_vocab, rows, *_options_of(text))
+
+
+_SIZES = 2
+_OPTIONS = list(Settings.__annotations__.items())[_SIZES:]  # csrc/op_options.h: parse_options
+_WRITERS = {
+    str: str,
+    int: lambda value: str(int(value)),
+    float: lambda value: repr(float(value)),
+    bool: lambda value: str(int(value)),
+    torch.dtype: lambda value: str(value).removeprefix("torch."),
+}
+_READERS = {
+    str: str,
+    int: int,
+    float: float,
+    bool: lambda word: bool(int(word)),
+    torch.dtype: lambda word: getattr(torch, word),
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _text_of(options):
+    named = zip(_OPTIONS, options, strict=True)
+    return " ".join(f"{name}={_WRITERS[kind](value)}" for (name, kind), value in named)
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of(text):
+    words = dict(word.split("=") for word in text.split())
+    return tuple(_READERS[kind](words[name]) for name, kind in _OPTIONS)
+
+
+def _wanted(settings):
+    return settings.grad_input, settings.grad_weight, settings.grad_bias
 
 
 def _saved_shape(input, linear_weight, target, settings):
     """Shape and dtype of what save="logits" keeps."""
     operand = gemm_dtype(input.device.type, settings.dtype)
     logits = operand if input.device.type == "cpu" else settings.logits_dtype
-    differentiates = settings.wants_entropy and any(settings[-4:-1])
+    differentiates = settings.wants_entropy and any(_wanted(settings))
     dtype = options.saved_dtype(
         (operand, logits), settings, target.is_floating_point(), differentiates
     )
@@ -76,13 +140,13 @@ def _saved_shape(input, linear_weight, target, settings):
 
 @torch.library.register_fake("flce::forward", lib=library)
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
-    settings = Settings(*rest[4:])
+    settings = Settings.of_arguments(*rest[4:])
     tokens, save = input.shape[0], settings.save
     stat = stat_dtype(settings.dtype)
     shape, element = (0,), gemm_dtype(input.device.type, settings.dtype)
     if save == "logits":
         shape, element = _saved_shape(input, linear_weight, target, settings)
-    wanted = tuple(want and save == "grads" for want in settings[-4:-1])
+    wanted = tuple(want and save == "grads" for want in _wanted(settings))
     return (
         input.new_empty((tokens,) if settings.reduction == "none" else (), dtype=stat),
         input.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
@@ -95,8 +159,8 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
 
 @torch.library.register_fake("flce::backward", lib=library)
 def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
-    settings = Settings(*rest[6:])
-    return _fake_gradients(input, linear_weight, linear_bias, settings.save, settings[-4:-1])
+    settings = Settings.of_arguments(*rest[6:])
+    return _fake_gradients(input, linear_weight, linear_bias, settings.save, _wanted(settings))
 
 
 @torch.library.register_fake("flce::backward_into", lib=library)
@@ -106,7 +170,7 @@ def _fake_backward_into(grad_weight_into, *args):
 
 
 @torch.library.register_fake("flce::scale_", lib=library)
-def _fake_scale_(grad, grad_output, scalars):
+def _fake_scale_(grad_input, grad_weight, grad_bias, grad_output, scalars):
     return None
 
 
@@ -115,20 +179,15 @@ def _fake_scaled(grad, grad_output, scalars, dtype):
     return torch.empty_like(grad, dtype=dtype)
 
 
-_LossSettings = collections.namedtuple(
-    "_LossSettings", Settings._fields[:7] + ("wants_entropy", "wants_predictions")
-)
-
-
 @torch.library.register_fake("flce::cross_entropy_forward", lib=library)
 def _fake_cross_entropy_forward(logits, target, *rest):
-    settings = _LossSettings(*rest[4:])
+    reduction, *_, wants_predictions = rest[4:]
     tokens, stat = logits.shape[0], stat_dtype(logits.dtype)
     return (
-        logits.new_empty((tokens,) if settings.reduction == "none" else (), dtype=stat),
+        logits.new_empty((tokens,) if reduction == "none" else (), dtype=stat),
         logits.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
         logits.new_empty((_SCALARS,), dtype=stat),
-        logits.new_empty((tokens if settings.wants_predictions else 0,), dtype=torch.int64),
+        logits.new_empty((tokens if wants_predictions else 0,), dtype=torch.int64),
     )
 
 
@@ -226,14 +285,22 @@ def _saved_by_hooks():
     return hooks is None or hooks(True) is not None
 
 
-def _hand_over(grad, grad_output, scalars, dtype, keep):
-    """The forward's gradient times grad_output, in its own memory where nobody reads it again."""
-    plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
-    if keep or not plain or grad.dtype != dtype:
-        return inner.scaled(grad, grad_output, scalars, dtype)
-    _scale_unseen(grad, grad_output, scalars)
-    # A new tensor on the same memory: autograd may keep it as .grad without a copy.
-    return grad.detach()
+def _hand_over(grads, grad_output, scalars, dtypes, keep):
+    """The forward's gradients times grad_output, None where the dtype is: in their own memory where
+    nobody reads it again."""
+    ours = not keep and type(grad_output) is torch.Tensor
+    in_place = [
+        grad if ours and type(grad) is torch.Tensor and grad.dtype == dtype else None
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+    if any(grad is not None for grad in in_place):
+        _scale_unseen(*in_place, grad_output, scalars)
+    for grad, own, dtype in zip(grads, in_place, dtypes, strict=True):
+        if own is not None:
+            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
+            yield own.detach()
+        else:
+            yield None if dtype is None else inner.scaled(grad, grad_output, scalars, dtype)
 
 
 class Returns(enum.Enum):
@@ -313,10 +380,8 @@ def _scale_made(ctx, saved, grad_output, wanted):
             "flce: a backward that failed has used up this loss's gradients; run the forward again"
         )
     ctx.scaled = not keep
-    return tuple(
-        _hand_over(grad, grad_output, scalars if in_units else None, given, keep) if want else None
-        for grad, given, want in zip(grads, ctx.dtypes, wanted, strict=True)
-    )
+    dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
+    return tuple(_hand_over(grads, grad_output, scalars if in_units else None, dtypes, keep))
 
 
 def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
@@ -328,7 +393,7 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
         else:
             accumulator, wanted = None, (wanted[0], False, wanted[2])
     grads = dict(zip(("grad_input", "grad_weight", "grad_bias"), wanted, strict=True))
-    args = (grad_output, grad_stats, *saved, *settings._replace(**grads))
+    args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
     if into is None:
         made = below_autograd(inner.backward.default, *args)
         grad_weight = made[1]
@@ -359,7 +424,8 @@ class CrossEntropyForward(torch.autograd.Function):
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
     constants = (target, *rest[:3])
     operands = (input, linear_weight, linear_bias)
-    return Forward.apply(made, Returns.ALL, Settings(*rest[4:]), constants, None, *operands)
+    settings = Settings.of_arguments(*rest[4:])
+    return Forward.apply(made, Returns.ALL, settings, constants, None, *operands)
 
 
 def _apply_cross_entropy_forward(made, logits, target, *rest):
@@ -373,17 +439,23 @@ for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)
 
 
-def _scale_unseen(grad, grad_output, scalars):
+def _scale_unseen(*args):
     with torch._C._AutoDispatchBelowAutograd(), torch._C._AutoDispatchBelowADInplaceOrView():
-        inner.scale_.default(grad, grad_output, scalars)
+        inner.scale_.default(*args)
 
 
-def _scale_seen(grad, grad_output, scalars):
-    """scale_ called by itself: graphs that saved `grad` learn that it has changed."""
-    if grad.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("grad: expected a tensor that does not require grad, to scale in place")
-    _scale_unseen(grad, grad_output, scalars)
-    torch.autograd.graph.increment_version(grad)
+def _scale_seen(*args):
+    """scale_ called by itself: graphs that saved a gradient learn that it has changed."""
+    names = ("grad_input", "grad_weight", "grad_bias")
+    grads = {name: grad for name, grad in zip(names, args, strict=False) if grad is not None}
+    for name, grad in grads.items():
+        if grad.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: expected a tensor that does not require grad, to scale in place"
+            )
+    _scale_unseen(*args)
+    for grad in grads.values():
+        torch.autograd.graph.increment_version(grad)
 
 
 library.impl("scale_", _scale_seen, "ADInplaceOrView")

@@ -144,6 +144,6 @@ def plan(
         weight_dtype if bias else None,
         added if call.accumulates else None,
         probabilities,
-        *call.settings_for(rows),
+        *call.settings_for(rows).arguments(),
     )
     return _parse(text)

@@ -148,7 +148,7 @@ class Signature:
     def wants_predictions(self):
         return self.wanted.accuracy or self.wanted.predictions
 
-    @property
+    @functools.cached_property
     def returns(self):
         return ops.Returns.LOSS_AND_STATS if self.wanted.differentiable else ops.Returns.LOSS
 
@@ -200,12 +200,12 @@ class LinearSignature(Signature):
         )
 
     def settings_for(self, rows):
-        """The inner operators' arguments behind their tensors; `rows` None for all."""
+        """What the inner operators take behind their tensors; `rows` None for all."""
         return ops.Settings(
-            self.reduction,
-            *self.scalars,
             self.valid_vocab,
             rows,
+            self.reduction,
+            *self.scalars,
             self.wanted.entropy,
             self.wants_predictions,
             *self.types,
@@ -216,11 +216,16 @@ class LinearSignature(Signature):
         )
 
     @functools.cached_property
-    def _settings_for_all(self):
-        return self.settings_for(None)
+    def _for_all(self):
+        settings = self.settings_for(None)
+        return settings, settings.arguments()
 
     def settings(self, rows):
-        return self._settings_for_all if rows is None else self.settings_for(rows)
+        """As settings_for, and its arguments."""
+        if rows is None:
+            return self._for_all
+        settings = self.settings_for(rows)
+        return settings, settings.arguments()
 
 
 @_once_a_signature

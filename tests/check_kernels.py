@@ -44,7 +44,8 @@ CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 # Launched so that they may begin while the kernel before them ends.
 FOLLOWING = {
     *("place_offsets", "sum_tiles", "row_coefficients", "reduce_values", "scale_rows"),
-    *("finish_grad_input", "scale_elements", "finish_touched_rows", "product_sm90", "weight_sm90"),
+    *("finish_grad_input", "scale_elements", "finish_touched_rows", "rank_targets"),
+    *("product_sm90", "weight_sm90"),
 }
 WAITS = re.compile(r"\bACQBULK\b")
 TOUCHES = re.compile(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|UTMALDG|UTMASTG|UBLKCP|EXIT|BRA)\b")

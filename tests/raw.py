@@ -2,6 +2,8 @@
 
 import torch
 
+from flce import ops
+
 TENSORS = 8  # of flce::forward: input ... num_items
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
 
@@ -22,10 +24,12 @@ def settings(
     grads=(True, True, False),
     dtype=torch.float32,
 ):
-    """OPTIONS and allow_tf32, for operands of `dtype` and float32 logits."""
+    """What follows the tensors, for operands of `dtype` and float32 logits."""
     loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
-    outputs = (valid_vocab, rows, wants_entropy, wants_predictions)
-    return (*loss, *outputs, dtype, dtype, torch.float32, save, max_memory, *grads, False)
+    types = (dtype, dtype, torch.float32)
+    outputs = (wants_entropy, wants_predictions)
+    options = (*loss, *outputs, *types, save, max_memory, *grads, False)
+    return ops.Settings(valid_vocab, rows, *options).arguments()
 
 
 def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **rest):

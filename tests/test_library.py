@@ -69,13 +69,16 @@ def opcheck_backward(device):
 
 def opcheck_backward_into(device):
     for args, kwargs in opcheck_backward(device):
-        wants_weight, linear_weight = args[-3], args[3]
-        if wants_weight:
+        linear_weight, options = args[3], args[-1]
+        if "grad_weight=1" in options:
             yield (torch.randn_like(linear_weight).detach(), *args), kwargs
 
 
 def opcheck_scale_(device):
-    yield (torch.randn(9, 7, device=device), torch.tensor(0.3, device=device), None), {}
+    factor = torch.tensor(0.3, device=device)
+    yield (torch.randn(9, 7, device=device), None, None, factor, None), {}
+    both = (torch.randn(size, 7, device=device) for size in (9, 5))
+    yield (*both, None, factor, None), {}
 
 
 def opcheck_scaled(device):

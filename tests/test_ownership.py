@@ -53,11 +53,40 @@ def test_scale_tells_other_graphs(device):
     doubled = leaf * 2.0
     squares = (doubled * doubled).sum()
     factor = torch.tensor(5.0, device=device)
-    torch.ops.flce.scale_(doubled.detach(), factor, None)
+    torch.ops.flce.scale_(None, doubled.detach(), None, factor, None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
-    with pytest.raises(RuntimeError, match="grad: expected a tensor that does not require grad"):
-        torch.ops.flce.scale_(leaf, factor, None)
+    with pytest.raises(RuntimeError, match="grad_input: expected a tensor that does not require"):
+        torch.ops.flce.scale_(leaf, None, None, factor, None)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1), (0, 2, None), (None,) * 3])
+def test_scale_takes_several_of_any_types(device, order):
+    """Neighbours of one type share a pass on CUDA, unaligned ones among them."""
+    wide, unaligned = torch.randn(70001, device=device), torch.randn(10, device=device)[1:]
+    narrow = torch.randn(3, 7, device=device).to(torch.bfloat16)
+    grads = [None if at is None else (wide, unaligned, narrow)[at] for at in order]
+    factor = torch.tensor(-0.5, device=device)
+    expected = [None if grad is None else grad * factor for grad in grads]
+    torch.ops.flce.scale_(*grads, factor, None)
+    for grad, scaled in zip(grads, expected, strict=True):
+        assert grad is scaled is None or torch.equal(grad, scaled)
+
+
+def test_options_name_what_is_wrong():
+    x, w, target = (tensor.detach() for tensor in leaves("cpu"))
+    *tensors, vocab, rows, text = raw.forward(x, w, target, "grads")
+    for right, wrong, expected in (
+        ("softcap=0.0", "softcap=a", 'options: expected softcap=a number, got "a"'),
+        ("softcap=0.0 ", "", 'options: expected softcap=, got "temperature=1.0"'),
+        ("grad_bias=0", "grad_bias=2", 'options: expected grad_bias=0 or 1, got "2"'),
+        ("allow_tf32=0", "allow_tf32=0 more", 'options: expected no more, got "more"'),
+        ("save=grads", "save=all", 'save: expected one of "nothing", .*, got "all"'),
+        (" dtype=float32", " dtype=int8", 'dtype: expected one of "float64", .*, got "int8"'),
+    ):
+        assert right in text
+        with pytest.raises(ValueError, match=expected):
+            torch.ops.flce.forward(*tensors, vocab, rows, text.replace(right, wrong))
 
 
 @pytest.mark.parametrize("argument", ["grad_output", "grad_stats", "stats", "scalars", "saved"])

@@ -145,5 +145,5 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .finish_grad_weight = flce_cpu_finish_grad_weight,
                             .finish_grad_bias = flce_cpu_finish_grad_bias,
                             .add_block = flce_cpu_add_block,
-                            .scale_grad = flce_cpu_scale_grad};
+                            .scale_grads = flce_cpu_scale_grads};
 }

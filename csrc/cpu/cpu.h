@@ -73,9 +73,8 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
 flce_status flce_cpu_zero(void* self, void* data, int64_t bytes);
 flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
                           flce_dtype in_dtype, int64_t count);
-flce_status flce_cpu_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
-                                flce_dtype in_dtype, const void* grad_output, const void* scalars,
-                                flce_dtype stat, int64_t count);
+flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
+                                 const void* grad_output, const void* scalars, flce_dtype stat);
 flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                                flce_dtype dtype, int64_t count);
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,

@@ -56,21 +56,23 @@ flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, const voi
   return scale(self, &job);
 }
 
-flce_status flce_cpu_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
-                                flce_dtype in_dtype, const void* grad_output, const void* scalars,
-                                flce_dtype stat, int64_t count) {
+flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
+                                 const void* grad_output, const void* scalars, flce_dtype stat) {
   double factor = flce_load(grad_output, stat, 0);
   if (scalars)
     factor *= flce_load(scalars, stat, FLCE_SCALAR_INV_DENOM) /
               flce_load(scalars, stat, FLCE_SCALAR_UNIT);
-  if (out == in && factor == 1.0) return FLCE_OK;
-  scale_job job = {.out = out,
-                   .in = in,
-                   .out_dtype = out_dtype,
-                   .in_dtype = in_dtype,
-                   .factor = factor,
-                   .count = count};
-  return scale(self, &job);
+  for (const flce_scaled* grad = grads; grad < grads + number; grad++) {
+    if (grad->out == grad->in && factor == 1.0) continue;
+    scale_job job = {.out = grad->out,
+                     .in = grad->in,
+                     .out_dtype = grad->out_dtype,
+                     .in_dtype = grad->in_dtype,
+                     .factor = factor,
+                     .count = grad->count};
+    FLCE_TRY(scale(self, &job));
+  }
+  return FLCE_OK;
 }
 
 /* ---- accum += block ---- */

@@ -80,7 +80,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .finish_grad_weight = cuda_finish_grad_weight,
       .finish_grad_bias = cuda_finish_grad_bias,
       .add_block = cuda_add_block,
-      .scale_grad = cuda_scale_grad,
+      .scale_grads = cuda_scale_grads,
   };
   *backend = table;
   return FLCE_OK;

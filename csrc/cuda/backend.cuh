@@ -79,8 +79,7 @@ flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_d
                             void* scratch);
 flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                            flce_dtype dtype, int64_t count);
-flce_status cuda_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
-                            flce_dtype in_dtype, const void* grad_output, const void* scalars,
-                            flce_dtype stat, int64_t count);
+flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
+                             const void* grad_output, const void* scalars, flce_dtype stat);
 
 #endif

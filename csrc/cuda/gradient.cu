@@ -64,12 +64,9 @@ __global__ void add_elements(Accum* accum, const T* block, int64_t count, bool a
 }
 
 template <typename Out, typename In, typename S>
-__global__ void scale_elements(Out* out, const In* in, const S* grad_output, const S* scalars,
-                               int64_t count, bool aligned) {
+__device__ __forceinline__ void scale_array(Out* out, const In* in, int64_t count, bool aligned,
+                                            S factor) {
   constexpr int N = 8;
-  follow_kernels();
-  S factor = grad_output[0];
-  if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[FLCE_SCALAR_UNIT];
   if ((const void*)out == (const void*)in && factor == 1) return;
   const int64_t step = (int64_t)gridDim.x * kThreads * N;
   for (int64_t begin = ((int64_t)blockIdx.x * kThreads + threadIdx.x) * N; begin < count;
@@ -79,6 +76,25 @@ __global__ void scale_elements(Out* out, const In* in, const S* grad_output, con
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] *= factor;
     store_part(out, begin, count, aligned, v);
+  }
+}
+
+/* Arrays of one pair of types, for one launch. */
+typedef struct scaled_arrays {
+  flce_scaled array[FLCE_GRADIENTS];
+  int number;
+  bool aligned;
+} scaled_arrays;
+
+template <typename Out, typename In, typename S>
+__global__ void scale_elements(const __grid_constant__ scaled_arrays arrays, const S* grad_output,
+                               const S* scalars) {
+  follow_kernels();
+  S factor = grad_output[0];
+  if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[FLCE_SCALAR_UNIT];
+  for (int which = 0; which < arrays.number; which++) {
+    const flce_scaled& a = arrays.array[which];
+    scale_array((Out*)a.out, (const In*)a.in, a.count, arrays.aligned, factor);
   }
 }
 
@@ -119,25 +135,49 @@ flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, cons
   return FLCE_OK;
 }
 
-flce_status cuda_scale_grad(void* self, void* out, flce_dtype out_dtype, const void* in,
-                            flce_dtype in_dtype, const void* grad_output, const void* scalars,
-                            flce_dtype stat, int64_t count) {
+/* The arrays from `first` on that have its types. */
+static scaled_arrays alike(const flce_scaled* first, const flce_scaled* end) {
+  scaled_arrays arrays = {};
+  arrays.aligned = true;
+  for (const flce_scaled* a = first; a < end; a++) {
+    if (a->out_dtype != first->out_dtype || a->in_dtype != first->in_dtype) break;
+    arrays.array[arrays.number++] = *a;
+    arrays.aligned = arrays.aligned && both_aligned(a->out, a->in);
+  }
+  return arrays;
+}
+
+static flce_status scale_alike(void* self, const scaled_arrays& arrays, const void* grad_output,
+                               const void* scalars, flce_dtype stat) {
+  int64_t count = 0;
+  for (int which = 0; which < arrays.number; which++) {
+    count = max_of(count, arrays.array[which].count);
+  }
   if (count == 0) return FLCE_OK;
   int device, processors;
-  FLCE_TRY(check_cuda(cudaGetDevice(&device), "scale_grad"));
+  FLCE_TRY(check_cuda(cudaGetDevice(&device), "scale_grads"));
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                      "scale_grad"));
+                      "scale_grads"));
   /* No more blocks than run at once: where the factor is 1 in place, launching is all they do. */
   const int64_t needed = ceil_div(count, (int64_t)kThreads * 8);
   const unsigned blocks = (unsigned)min_of(needed, (int64_t)processors * (2048 / kThreads));
-  const bool aligned = both_aligned(out, in);
+  const flce_scaled& first = arrays.array[0];
   FLCE_WITH_STAT(stat, S,
-                 FLCE_WITH_TYPE(out_dtype, Out, FLCE_WITH_TYPE(in_dtype, In, {
+                 FLCE_WITH_TYPE(first.out_dtype, Out, FLCE_WITH_TYPE(first.in_dtype, In, {
                                   FLCE_TRY(launch_next(self, scale_elements<Out, In, S>, blocks,
-                                                       kThreads, "scale_grad", (Out*)out,
-                                                       (const In*)in, (const S*)grad_output,
-                                                       (const S*)scalars, count, aligned));
+                                                       kThreads, "scale_grads", arrays,
+                                                       (const S*)grad_output, (const S*)scalars));
                                 })));
+  return FLCE_OK;
+}
+
+flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
+                             const void* grad_output, const void* scalars, flce_dtype stat) {
+  for (const flce_scaled *grad = grads, *end = grads + number; grad < end;) {
+    const scaled_arrays arrays = alike(grad, end);
+    FLCE_TRY(scale_alike(self, arrays, grad_output, scalars, stat));
+    grad += arrays.number;
+  }
   return FLCE_OK;
 }
 

@@ -259,17 +259,18 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
   const flce_problem* p = &s->problem;
   flce_dtype stat = stat_of(s);
   const void* scalars = r->plan.dtype == FLCE_F16 ? r->t.scalars : NULL;
-  struct {
-    void* data;
-    flce_dtype dtype;
-    int64_t count;
-  } all[] = {{r->t.grad_input, r->plan.grad_input_dtype, p->tokens * p->hidden},
-             {r->t.grad_weight, r->plan.grad_weight_dtype, p->weight_rows * p->hidden},
-             {r->t.grad_bias, r->plan.grad_bias_dtype, p->weight_rows}};
-  for (int k = 0; k < 3; k++)
-    if (all[k].data)
-      CHECK_OK(b->scale_grad(b->self, all[k].data, all[k].dtype, all[k].data, all[k].dtype, g,
-                             scalars, stat, all[k].count));
+  const flce_scaled all[FLCE_GRADIENTS] = {
+      {r->t.grad_input, r->t.grad_input, r->plan.grad_input_dtype, r->plan.grad_input_dtype,
+       p->tokens * p->hidden},
+      {r->t.grad_weight, r->t.grad_weight, r->plan.grad_weight_dtype, r->plan.grad_weight_dtype,
+       p->weight_rows * p->hidden},
+      {r->t.grad_bias, r->t.grad_bias, r->plan.grad_bias_dtype, r->plan.grad_bias_dtype,
+       p->weight_rows}};
+  flce_scaled made[FLCE_GRADIENTS];
+  int number = 0;
+  for (int k = 0; k < FLCE_GRADIENTS; k++)
+    if (all[k].out) made[number++] = all[k];
+  CHECK_OK(b->scale_grads(b->self, made, number, g, scalars, stat));
 }
 
 static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {

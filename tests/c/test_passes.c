@@ -103,16 +103,16 @@ static void test_cast_and_scale(const types* t, int64_t width) {
         exact &= flce_load(out, out_dtype, i) == flce_load(&one, out_dtype, 0);
       }
       CHECK(exact, "cast, " WHERE, WHERE_VALUES(t, width));
-      CHECK_OK(backend->scale_grad(backend->self, out, out_dtype, in, in_dtype, g, scalars, stat,
-                                   width));
-      CHECK(all_close(out, out_dtype, scaled, tolerance, width), "scale_grad, " WHERE,
+      const flce_scaled apart = {out, in, out_dtype, in_dtype, width};
+      CHECK_OK(backend->scale_grads(backend->self, &apart, 1, g, scalars, stat));
+      CHECK(all_close(out, out_dtype, scaled, tolerance, width), "scale_grads, " WHERE,
             WHERE_VALUES(t, width));
     }
     flce_store(g, stat, 0, 1.0);
     void* before = copy_of(in, in_dtype, width);
-    CHECK_OK(
-        backends[0].scale_grad(backends[0].self, in, in_dtype, in, in_dtype, g, NULL, stat, width));
-    CHECK(test_same(before, in, width * flce_size_of(in_dtype)), "scale_grad by 1 in place");
+    const flce_scaled in_place = {in, in, in_dtype, in_dtype, width};
+    CHECK_OK(backends[0].scale_grads(backends[0].self, &in_place, 1, g, NULL, stat));
+    CHECK(test_same(before, in, width * flce_size_of(in_dtype)), "scale_grads by 1 in place");
     free(in), free(out), free(same), free(scaled), free(tolerance), free(g), free(scalars);
     free(before);
   }
