@@ -341,8 +341,9 @@ typedef struct flce_upstream {
   const void* entropy; /* NULL for 0 */
 } flce_upstream;
 
+enum { FLCE_GRADIENTS = 3 }; /* dX, dW, db */
+
 /* A gradient that the forward made, and where it goes. */
-enum { FLCE_GRADIENTS = 3 };
 typedef struct flce_scaled {
   void* out;
   const void* in;

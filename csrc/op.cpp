@@ -1,10 +1,9 @@
-// The binding: schemas, boxing, checks, status -> error. With its neighbours and torch_device.h the
-// only C++ and the only code that includes torch, through its stable ABI alone, so that one build
-// serves every torch >= 2.10.
+// The binding: schemas, boxing, checks, status -> error. With op_options.h, op_tune.cpp, module.cpp
+// and torch_device.h the only C++ and the only code that includes torch, through its stable ABI
+// alone, so that one build serves every torch >= 2.10.
 #include <tuple>
 
 #include "op_options.h"
-#include "torch_device.h"
 
 namespace {
 
@@ -350,16 +349,16 @@ std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUM
 // ---- scaling of gradients that the forward made ----
 
 flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, Place place) {
+  flce_dtype dtype = to_dtype(grad.scalar_type(), name);
   expect_same_device(name, grad, place);
-  if (!grad.is_contiguous())
-    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+  expect_shape(name, grad, shape_of(grad));
   return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
-          to_dtype(grad.scalar_type(), name), grad.numel()};
+          dtype, grad.numel()};
 }
 
 void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
                const Tensor& grad_output, const OptionalTensor& scalars) {
-  Place place = place_of(grad_output);
+  Place place = device.place();
   flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
   expect_like("grad_output", grad_output, {}, stat, place);
   if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, stat, place);
@@ -372,7 +371,9 @@ void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
 
 void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTensor grad_bias,
             Tensor grad_output, OptionalTensor scalars) {
-  Place place = place_of(grad_output);
+  const OptionalTensor& first = grad_input ? grad_input : grad_weight ? grad_weight : grad_bias;
+  if (!first) return;
+  Place place = place_of(*first);
   std::vector<flce_scaled> grads;
   auto add = [&](const char* name, const OptionalTensor& grad) {
     if (grad) grads.push_back(scaled_array(name, *grad, *grad, place));
@@ -384,7 +385,7 @@ void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTenso
 }
 
 Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
-  Place place = place_of(grad_output);
+  Place place = place_of(grad);
   Device device(place, false);
   Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");
   run_scale(device, {scaled_array("grad", out, grad, place)}, grad_output, scalars);

@@ -97,8 +97,8 @@ inline Options parse_options(const std::string& text) {
 }
 
 // One text and two sizes, which may be symbolic, instead of twenty arguments: the dispatcher takes
-// half a microsecond for each, and the device waits for that before a small step. The text of a
-// step is that of the step before, so it is read once.
+// its time for each (benchmarks/NOTES.md, 2026-11-22), and the device waits for that before a small
+// step. The text of a step is that of the step before, so it is read once.
 inline Options options_of(const std::string& text) {
   static thread_local std::unordered_map<std::string, Options> known;
   constexpr size_t kKept = 256;

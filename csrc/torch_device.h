@@ -230,6 +230,7 @@ class Device {
     if (guard_) aoti_torch_delete_device_guard(guard_);
   }
 
+  Place place() const { return place_; }
   const flce_backend* table() const { return &table_; }
   const flce_cuda* cuda() const { return &cuda_; }
 

@@ -55,7 +55,7 @@ def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
 
 class Settings(typing.NamedTuple):
     """What the inner operators take behind their tensors: two sizes, and the options, which travel
-    as one text. The dispatcher takes half a microsecond for each argument."""
+    as one text: the dispatcher takes its time for each argument."""
 
     valid_vocab: int | None
     rows: int | None
@@ -93,10 +93,14 @@ class Settings(typing.NamedTuple):
 
 _SIZES = 2
 _OPTIONS = list(Settings.__annotations__.items())[_SIZES:]  # csrc/op_options.h: parse_options
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
 _WRITERS = {
     str: str,
     int: lambda value: str(int(value)),
-    float: lambda value: repr(float(value)),
+    float: lambda value: repr(float(value) + 0.0),  # -0.0 is the 0.0 that it equals
     bool: lambda value: str(int(value)),
     torch.dtype: lambda value: str(value).removeprefix("torch."),
 }
@@ -104,8 +108,8 @@ _READERS = {
     str: str,
     int: int,
     float: float,
-    bool: lambda word: bool(int(word)),
-    torch.dtype: lambda word: getattr(torch, word),
+    bool: {"0": False, "1": True}.__getitem__,
+    torch.dtype: _DTYPES.__getitem__,
 }
 
 
@@ -117,8 +121,19 @@ def _text_of(options):
 
 @functools.lru_cache(maxsize=1024)
 def _options_of(text):
-    words = dict(word.split("=") for word in text.split())
-    return tuple(_READERS[kind](words[name]) for name, kind in _OPTIONS)
+    """For the fakes; what runs reads the text in C++, value by value."""
+    words = [word.partition("=") for word in text.split()]
+    expected = " ".join(f"{name}={kind.__name__}" for name, kind in _OPTIONS)
+    if [name for name, _, _ in words] != [name for name, _ in _OPTIONS]:
+        raise ValueError(f"options: expected {expected}, got {text!r}")
+    read = []
+    for (name, kind), (_, _, value) in zip(_OPTIONS, words, strict=True):
+        try:
+            read.append(_READERS[kind](value))
+        except (KeyError, ValueError):
+            message = f"options: expected {name}={kind.__name__}, got {value!r}"
+            raise ValueError(message) from None
+    return tuple(read)
 
 
 def _wanted(settings):
@@ -271,18 +286,18 @@ def _once_only(make):
     return staticmethod(backward)
 
 
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def _graph_is_kept():
     """Whether this backward may run again. True where that cannot be known, as under compile."""
-    if torch.compiler.is_compiling():
-        return True
-    known = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return known is None or known()
+    return _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
 
 
 def _saved_by_hooks():
     """Whether the caller's hooks hold what is saved now: then it is theirs, never to be written."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return hooks is None or hooks(True) is not None
+    return _top_hooks is None or _top_hooks(True) is not None
 
 
 def _hand_over(grads, grad_output, scalars, dtypes, keep):
@@ -290,17 +305,18 @@ def _hand_over(grads, grad_output, scalars, dtypes, keep):
     nobody reads it again."""
     ours = not keep and type(grad_output) is torch.Tensor
     in_place = [
-        grad if ours and type(grad) is torch.Tensor and grad.dtype == dtype else None
+        grad if ours and grad.dtype == dtype and type(grad) is torch.Tensor else None
         for grad, dtype in zip(grads, dtypes, strict=True)
     ]
     if any(grad is not None for grad in in_place):
         _scale_unseen(*in_place, grad_output, scalars)
-    for grad, own, dtype in zip(grads, in_place, dtypes, strict=True):
-        if own is not None:
-            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
-            yield own.detach()
-        else:
-            yield None if dtype is None else inner.scaled(grad, grad_output, scalars, dtype)
+    # detach: a new tensor on the same memory, which autograd may keep as .grad without a copy.
+    return tuple(
+        own.detach()
+        if own is not None
+        else (None if dtype is None else inner.scaled(grad, grad_output, scalars, dtype))
+        for grad, own, dtype in zip(grads, in_place, dtypes, strict=True)
+    )
 
 
 class Returns(enum.Enum):
@@ -373,7 +389,8 @@ class Forward(torch.autograd.Function):
 def _scale_made(ctx, saved, grad_output, wanted):
     scalars, *grads = saved
     # In float16 the denominator is still to be applied (engine.c: forward_gradients).
-    in_units = gemm_dtype(scalars.device.type, ctx.settings.dtype) == torch.float16
+    dtype = ctx.settings.dtype
+    in_units = dtype == torch.float16 == gemm_dtype(scalars.device.type, dtype)
     keep = not ctx.owned or _graph_is_kept()
     if ctx.scaled:
         raise RuntimeError(
@@ -381,7 +398,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
         )
     ctx.scaled = not keep
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-    return tuple(_hand_over(grads, grad_output, scalars if in_units else None, dtypes, keep))
+    return _hand_over(grads, grad_output, scalars if in_units else None, dtypes, keep)
 
 
 def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):

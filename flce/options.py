@@ -121,7 +121,7 @@ def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, 
 
 
 class Scalars(typing.NamedTuple):
-    """The numbers of the loss, in the order of the operators' schemas (csrc/flce.h: flce_loss)."""
+    """The numbers of the loss, in the operators' order (csrc/flce.h: flce_loss)."""
 
     ignore_index: int
     label_smoothing: float

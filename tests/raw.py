@@ -24,9 +24,9 @@ def settings(
     grads=(True, True, False),
     dtype=torch.float32,
 ):
-    """What follows the tensors, for operands of `dtype` and float32 logits."""
+    """What follows the tensors, for operands of `dtype` and exact logits."""
     loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
-    types = (dtype, dtype, torch.float32)
+    types = (dtype, dtype, ops.stat_dtype(dtype))
     outputs = (wants_entropy, wants_predictions)
     options = (*loss, *outputs, *types, save, max_memory, *grads, False)
     return ops.Settings(valid_vocab, rows, *options).arguments()

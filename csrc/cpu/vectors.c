@@ -62,7 +62,8 @@ flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int numbe
   if (scalars)
     factor *= flce_load(scalars, stat, FLCE_SCALAR_INV_DENOM) /
               flce_load(scalars, stat, FLCE_SCALAR_UNIT);
-  for (const flce_scaled* grad = grads; grad < grads + number; grad++) {
+  for (int k = 0; k < number; k++) {
+    const flce_scaled* grad = &grads[k];
     if (grad->out == grad->in && factor == 1.0) continue;
     scale_job job = {.out = grad->out,
                      .in = grad->in,

@@ -135,14 +135,14 @@ flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, cons
   return FLCE_OK;
 }
 
-/* The arrays from `first` on that have its types. */
+/* The arrays that follow `first` with its types, aligned as it is. */
 static scaled_arrays alike(const flce_scaled* first, const flce_scaled* end) {
   scaled_arrays arrays = {};
-  arrays.aligned = true;
+  arrays.aligned = both_aligned(first->out, first->in);
   for (const flce_scaled* a = first; a < end; a++) {
     if (a->out_dtype != first->out_dtype || a->in_dtype != first->in_dtype) break;
+    if (both_aligned(a->out, a->in) != arrays.aligned) break;
     arrays.array[arrays.number++] = *a;
-    arrays.aligned = arrays.aligned && both_aligned(a->out, a->in);
   }
   return arrays;
 }

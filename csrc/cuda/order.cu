@@ -61,15 +61,15 @@ static flce_status sort_order(const order_view* view, void* scratch, size_t* scr
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
   static thread_local int64_t known_tokens = -1, known_vocab = -1, known_bytes = 0;
   static thread_local int known_device = -1;
+  FLCE_TRY(check_order(tokens, vocab));
+  if (tokens <= kRankedTokens) { /* CUB is not asked */
+    *bytes = 2 * order_stride(tokens);
+    return FLCE_OK;
+  }
   int device;
   FLCE_TRY(check_cuda(cudaGetDevice(&device), "order_bytes"));
   if (device == known_device && tokens == known_tokens && vocab == known_vocab) {
     *bytes = known_bytes;
-    return FLCE_OK;
-  }
-  FLCE_TRY(check_order(tokens, vocab));
-  if (tokens <= kRankedTokens) {
-    *bytes = 2 * order_stride(tokens);
     return FLCE_OK;
   }
   const order_view none = {NULL, NULL, NULL, NULL, NULL};
