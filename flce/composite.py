@@ -179,15 +179,38 @@ def computed(call, operands, vectors=_NO_VECTORS, num_items=None, bound=None, ac
     tensors = _loss_tensors(call, target, vectors)
     target = tensors[0]
     rows = options.rows_to_compute(target, bound, call.scalars.ignore_index)
-    settings, behind_tensors = call.settings(rows)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
-    arguments = (*leaves[:2], target, linear_bias, *tensors[1:], num_items)
+    made = _forward(call, leaves, tensors, num_items, rows, accumulator)
+    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
+
+
+def repeated(call, operands, as_given):
+    """The loss of a call of flce/repeat.py. `as_given`: whether its operands, if they are
+    contiguous, are the inner operator's."""
+    input, linear_weight, target, linear_bias = operands
+    if (
+        as_given
+        and input.is_contiguous()
+        and linear_weight.is_contiguous()
+        and target.is_contiguous()
+        and (linear_bias is None or linear_bias.is_contiguous())
+    ):
+        leaves = (input, linear_weight, linear_bias)
+        return _forward(call, leaves, (target, *_NO_VECTORS), None, None, None)[0]
+    return computed(call, operands)[0]
+
+
+def _forward(call, leaves, tensors, num_items, rows, accumulator):
+    """The inner operator's outputs, differentiable where the call is. `tensors`: target, weight,
+    token_weight, token_temperature."""
+    settings, behind_tensors = call.settings(rows)
+    arguments = (*leaves[:2], tensors[0], leaves[2], *tensors[1:], num_items)
     made = _run(ops.inner.forward.default, arguments, behind_tensors)
     if call.differentiable:
         returned = ops.Forward.apply(made, call.returns, settings, tensors, accumulator, *leaves)
         made[: len(returned)] = returned
-    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
+    return made
 
 
 def linear_cross_entropy_of(wanted, *operands, **settings):

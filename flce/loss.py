@@ -195,9 +195,9 @@ def linear_cross_entropy(
     looks = None
     if not torch.compiler.is_compiling():
         looks = repeat.look(*tensors, max_memory)
-        call = repeat.find(looks, given)
-        if call is not None:
-            return composite.computed(call, tensors)[0]
+        known = repeat.find(looks, given)
+        if known is not None:
+            return composite.repeated(known.call, tensors, known.as_given)
     settings = dict(zip(_OPTIONS, given, strict=True), linear_bias=linear_bias)
     wanted = composite.Wanted(*(settings.pop(name) for name in _RETURNS))
     del settings["options"], settings["accumulate_into"]

@@ -7,40 +7,57 @@ differs takes the long way, which is the definition.
 """
 
 import operator
+import typing
 
 import torch
 
 from . import options
-from .signature import environment, looks_of
+from .signature import LinearSignature, Meta, environment, looks_of
 
 _KEPT = 256
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_OPTIONS = (type(None), bool, int, float, str, torch.dtype)  # of values that never change
 
-_known = {}  # the options of the last call that looked so, and what was found for it
+
+class Known(typing.NamedTuple):
+    """The options of the last call that looked so, and what was found for it. `as_given`: whether
+    its operands need no other shape or dtype, no check and no count of rows."""
+
+    options: tuple
+    call: LinearSignature
+    as_given: bool
+
+
+_known = {}
 
 
 def look(input, linear_weight, target, linear_bias, max_memory):
     """How a call's tensors and surroundings look, to `find` and `keep` what is known of it; None
     where something is not plain. `max_memory`: the option."""
-    for tensor in (input, linear_weight, target):
-        if type(tensor) not in _PLAIN_TENSORS:
-            return None
-    if linear_bias is not None and type(linear_bias) not in _PLAIN_TENSORS:
+    if (
+        type(input) not in _PLAIN_TENSORS
+        or type(linear_weight) not in _PLAIN_TENSORS
+        or type(target) not in _PLAIN_TENSORS
+        or (linear_bias is not None and type(linear_bias) not in _PLAIN_TENSORS)
+        or options.transforms_are_on()
+    ):
         return None
-    if options.transforms_are_on():
-        return None
-    bias = None if linear_bias is None else looks_of(linear_bias)
-    around = environment(input, max_memory)
-    return looks_of(input), looks_of(linear_weight), looks_of(target), bias, around
+    return (
+        looks_of(input),
+        looks_of(linear_weight),
+        looks_of(target),
+        None if linear_bias is None else looks_of(linear_bias),
+        environment(input, max_memory),
+        options.given_check(),
+    )
 
 
 def find(looks, given):
-    """The signature of an earlier call, or None. `given`: the options, told by identity."""
-    options_then, call = _known.get(looks, ((), None))
-    if call is None or not all(map(operator.is_, given, options_then)):
+    """What is `Known` of an earlier call, or None. `given`: the options, told by identity."""
+    known = _known.get(looks)
+    if known is None or not all(map(operator.is_, given, known.options)):
         return None
-    return call
+    return known
 
 
 def keep(looks, given, call):
@@ -49,4 +66,12 @@ def keep(looks, given, call):
         return
     if len(_known) >= _KEPT and looks not in _known:
         _known.clear()
-    _known[looks] = given, call
+    input, target = Meta(*looks[0]), Meta(*looks[2])
+    as_given = (
+        input.device.type == "cuda"
+        and not options.checks_targets(input.device)
+        and input.dim() == 2
+        and target.dim() == 1
+        and target.dtype == torch.int64
+    )
+    _known[looks] = Known(given, call, as_given)

@@ -202,3 +202,31 @@ def test_few_are_kept(long_ways):
         call = draw("cpu", vocab=vocab)
         flce.linear_cross_entropy(**call)
         assert 0 < len(repeat._known) <= repeat._KEPT
+
+
+def test_a_repeated_call_takes_operands_of_any_strides(device, long_ways):
+    call = draw(device)
+    first = check(call)
+    made = gradients(call, first)
+    for name, tensor in list(call.items()):
+        strided = torch.stack([tensor.detach(), tensor.detach()], -1)[..., 0]
+        assert not strided.is_contiguous()
+        other = call | {name: strided.requires_grad_(tensor.requires_grad)}
+        loss = check(other)
+        assert torch.equal(loss, first)
+        for a, b in zip(made, gradients(other, loss), strict=True):
+            assert torch.equal(a, b)
+    assert len(long_ways) == 1
+
+
+def test_a_repeated_call_checks_its_targets(device, monkeypatch, long_ways):
+    call = draw(device)
+    check(call)
+    check(call)
+    monkeypatch.setenv("FLCE_CHECK", "1")
+    call["target"][0] = 16
+    with pytest.raises(IndexError, match=r"target\[0\] is 16"):
+        flce.linear_cross_entropy(**call)
+    monkeypatch.setenv("FLCE_CHECK", "0")
+    call["target"][0] = 15
+    check(call)
