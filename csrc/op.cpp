@@ -502,8 +502,8 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
 STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
-      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, Tensor? "
-      "num_items, " SETTINGS
+      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
+      "Tensor? num_items, " SETTINGS
       ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions, "
       "Tensor saved, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA

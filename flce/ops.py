@@ -55,7 +55,7 @@ def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
 
 class Settings(typing.NamedTuple):
     """What the inner operators take behind their tensors: two sizes, and the options, which travel
-    as one text: the dispatcher takes its time for each argument."""
+    as one text; the dispatcher takes its time for each argument."""
 
     valid_vocab: int | None
     rows: int | None

@@ -17,8 +17,8 @@ typedef struct order_view {
 
 enum { kOrderThreads = 256 };
 
-/* Up to so many tokens each counts those before it, in one kernel of some 3 us; CUB's sort of so
- * few by one block takes four times that. */
+/* Up to so many tokens each counts those before it, in one kernel: CUB sorts as few by one block,
+ * behind one that writes its keys, in twice the time (benchmarks/NOTES.md, 2026-11-22). */
 enum { kRankedTokens = 4096, kRankBatch = 4 };
 
 static int64_t order_stride(int64_t tokens) {
