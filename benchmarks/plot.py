@@ -15,7 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 INK, GREY, BLUE, ORANGE = "#222222", "#8a8a8a", "#1f6fb4", "#d9660a"
 TITLES = {"step": "forward + backward", "forward": "forward under no_grad"}
@@ -135,7 +135,7 @@ def place_labels(figure, axes, rows):
 def logarithmic(axis):
     """Ticks at 1, 2, 5 of each decade, as plain numbers."""
     axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axis.set_major_formatter(ScalarFormatter())
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))  # a ScalarFormatter calls 1.5 2
     axis.set_minor_formatter(NullFormatter())
 
 
