@@ -5,8 +5,8 @@ Each step draws new hidden states and targets, takes loss and gradients of hidde
 with flce, and updates the weight. Exit status 1 if a bar is missed: memory held after a step grows,
 torch's allocator asks the device for memory after step 3 (CUDA), or the spread of the step times,
 (p95 - p5) / median behind the warm-up, is too wide. A card at its power limit takes some 20 s of
-load until its clock is even (on an H200 steps 20 to 200 spread by 8.2 %, 300 to 500 by 2.8 %): the
-warm-up of a measurement has to be as long.
+load until its clock is even (on an H200 steps 20 to 200 spread by 8.2 %, 300 to 500 by 2.8 %),
+which the default warm-up gives it at the default shape.
 
 The card's clock moves the time of every long kernel, whoever wrote it. --control therefore times
 the three bare products of the shape right before each step: `control_spread` is the same measure of
@@ -17,7 +17,7 @@ held, the peak and the allocations are the step's; `reserved` has the pool besid
 where NVML's Python package is installed, is sampled by the host when it has queued a step, and the
 host runs ahead of the device.
 
-    python benchmarks/train_loop.py head --warmup 600 --steps 800 --json loop.json
+    python benchmarks/train_loop.py head --json benchmarks/results/loop.json
     python benchmarks/train_loop.py head --control
     python benchmarks/train_loop.py cpu-small --device cpu --steps 20 --max-spread 10
 """
@@ -231,8 +231,10 @@ def parse_options(arguments=None):
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=20, help="steps whose times do not count")
+    parser.add_argument("--steps", type=int, help="all of them; default: 200 behind the warm-up")
+    parser.add_argument(
+        "--warmup", type=int, help="steps whose times do not count; default: 600, on the CPU 20"
+    )
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")
     parser.add_argument("--save", default="auto")
     parser.add_argument("--budget", help="max_memory; default: flce's")
@@ -241,8 +243,16 @@ def parse_options(arguments=None):
     parser.add_argument("--max-growth", type=int, help="bytes; default 0, on the CPU 64 MiB of RSS")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
-    if not options.steps >= options.warmup + 2 or not options.steps > SETTLED:
-        parser.error(f"steps: expected more than {SETTLED} and warmup + 1, got {options.steps}")
+    if options.warmup is None:
+        options.warmup = 600 if options.device == "cuda" else 20
+    if options.steps is None:
+        options.steps = options.warmup + 200
+    least = max(options.warmup + 2, SETTLED + 1)
+    if not options.steps >= least:
+        parser.error(
+            f"steps: expected at least {least} with a warm-up of {options.warmup}, "
+            f"got {options.steps}"
+        )
     if options.max_growth is None:
         options.max_growth = 0 if options.device == "cuda" else 64 << 20
     return options

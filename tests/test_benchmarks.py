@@ -344,6 +344,18 @@ def loop(scripts, tmp_path, *arguments):
     return status, json.loads(path.read_text())
 
 
+def test_train_loop_measures_200_steps_of_a_warm_device(scripts, capsys):
+    parse = scripts("train_loop").parse_options
+    for device, warmup in (("cpu", 20), ("cuda", 600)):
+        options = parse(["--device", device])
+        assert (options.warmup, options.steps) == (warmup, warmup + 200)
+    assert parse(["--warmup", "7"]).steps == 207
+    for steps, warmup in ((3, 1), (8, 7)):
+        with pytest.raises(SystemExit):
+            parse(["--steps", str(steps), "--warmup", str(warmup)])
+        assert f"with a warm-up of {warmup}, got {steps}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_train_loop(scripts, tmp_path, optimizer):
     status, record = loop(scripts, tmp_path, "--max-spread", "1e9", "--optimizer", optimizer)
