@@ -230,7 +230,7 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
                       std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
                       std::string options) {
   Settings settings = {valid_vocab, rows, options_of(options)};
-  flce_problem problem = make_problem(settings.options);
+  flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands({input, linear_weight, linear_bias},
                 {target, weight, token_weight, token_temperature, num_items}, settings, &problem,
@@ -299,7 +299,7 @@ struct Kept {
 GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
                                const Operands& operands, const LossTensors& loss,
                                const Settings& settings) {
-  flce_problem problem = make_problem(settings.options);
+  flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands(operands, loss, settings, &problem, &tensors);
   Place place = place_of(operands.input);
@@ -351,7 +351,7 @@ std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUM
 flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, Place place) {
   flce_dtype dtype = to_dtype(grad.scalar_type(), name);
   expect_same_device(name, grad, place);
-  expect_shape(name, grad, shape_of(grad));
+  expect_contiguous(name, grad);
   return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
           dtype, grad.numel()};
 }
@@ -473,7 +473,7 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
                  bool has_probabilities, std::optional<int64_t> valid_vocab,
                  std::optional<int64_t> rows, std::string options) {
   Options given = options_of(options);
-  flce_problem problem = make_problem(given);
+  flce_problem problem = given.problem;
   problem.tokens = tokens;
   problem.hidden = hidden;
   problem.weight_rows = weight_rows;

@@ -60,37 +60,34 @@ class OptionReader {
   std::istringstream words_;
 };
 
-// The options that forward, backward and plan share, in the order of their text.
+// The options that forward, backward and plan share: a problem without its sizes.
 struct Options {
-  flce_reduction reduction;
-  flce_loss loss;
-  bool wants_entropy, wants_predictions;
-  flce_dtype dtype, accum_dtype, logits_dtype;
-  flce_save save;
-  int64_t max_memory;
-  bool grad_input, grad_weight, grad_bias, allow_tf32;
+  flce_problem problem;
+  bool allow_tf32;
 };
 
 inline Options parse_options(const std::string& text) {
   OptionReader read(text);
-  Options options;
-  options.reduction = to_reduction(read.word("reduction"));
-  options.loss.ignore_index = read.integer("ignore_index");
-  options.loss.label_smoothing = read.number("label_smoothing");
-  options.loss.logit_scale = read.number("logit_scale");
-  options.loss.softcap = read.number("softcap");
-  options.loss.temperature = read.number("temperature");
-  options.loss.z_loss = read.number("z_loss");
-  options.wants_entropy = read.flag("wants_entropy");
-  options.wants_predictions = read.flag("wants_predictions");
-  options.dtype = to_dtype(read.word("dtype"), "dtype");
-  options.accum_dtype = to_dtype(read.word("accum_dtype"), "accum_dtype");
-  options.logits_dtype = to_dtype(read.word("logits_dtype"), "logits_dtype");
-  options.save = to_save(read.word("save"));
-  options.max_memory = read.integer("max_memory");
-  options.grad_input = read.flag("grad_input");
-  options.grad_weight = read.flag("grad_weight");
-  options.grad_bias = read.flag("grad_bias");
+  Options options{};
+  flce_problem& problem = options.problem;
+  problem.reduction = to_reduction(read.word("reduction"));
+  problem.loss.ignore_index = read.integer("ignore_index");
+  problem.loss.label_smoothing = read.number("label_smoothing");
+  problem.loss.logit_scale = read.number("logit_scale");
+  problem.loss.softcap = read.number("softcap");
+  problem.loss.temperature = read.number("temperature");
+  problem.loss.z_loss = read.number("z_loss");
+  problem.wants_entropy = read.flag("wants_entropy");
+  problem.wants_predictions = read.flag("wants_predictions");
+  problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
+      to_dtype(read.word("dtype"), "dtype");
+  problem.accum_dtype = to_dtype(read.word("accum_dtype"), "accum_dtype");
+  problem.logits_dtype = to_dtype(read.word("logits_dtype"), "logits_dtype");
+  problem.save = to_save(read.word("save"));
+  problem.max_memory = read.integer("max_memory");
+  problem.want_grad_input = read.flag("grad_input");
+  problem.want_grad_weight = read.flag("grad_weight");
+  problem.want_grad_bias = read.flag("grad_bias");
   options.allow_tf32 = read.flag("allow_tf32");
   read.end();
   return options;
@@ -107,23 +104,6 @@ inline Options options_of(const std::string& text) {
   Options options = parse_options(text);
   if (known.size() >= kKept) known.clear();
   return known.emplace(text, options).first->second;
-}
-
-inline flce_problem make_problem(const Options& options) {
-  flce_problem problem{};
-  problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype = options.dtype;
-  problem.accum_dtype = options.accum_dtype;
-  problem.logits_dtype = options.logits_dtype;
-  problem.reduction = options.reduction;
-  problem.save = options.save;
-  problem.want_grad_input = options.grad_input;
-  problem.want_grad_weight = options.grad_weight;
-  problem.want_grad_bias = options.grad_bias;
-  problem.loss = options.loss;
-  problem.wants_entropy = options.wants_entropy;
-  problem.wants_predictions = options.wants_predictions;
-  problem.max_memory = options.max_memory;
-  return problem;
 }
 
 }  // namespace

@@ -288,13 +288,17 @@ class Device {
 
 // ---- checks ----
 
+inline void expect_contiguous(const char* name, const Tensor& tensor) {
+  if (!tensor.is_contiguous())
+    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+}
+
 inline void expect_shape(const char* name, const Tensor& tensor,
                          const std::vector<int64_t>& expected) {
   if (shape_of(tensor) != expected)
     throw std::invalid_argument(std::string(name) + ": expected shape " + shape_text(expected) +
                                 ", got " + shape_text(shape_of(tensor)));
-  if (!tensor.is_contiguous())
-    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+  expect_contiguous(name, tensor);
 }
 
 inline void expect_same_device(const char* name, const Tensor& tensor, Place place) {

@@ -50,8 +50,6 @@ def _loss_tensors(call, target, optional):
     if options.checks_targets(target.device):
         options.check_target_range(target, call.vocab, call.scalars.ignore_index)
     flat = _rows_of(target) if call.has_probabilities else _indices_of(target)
-    if optional is _NO_VECTORS:
-        return (flat, *_NO_VECTORS)
     return (
         flat,
         *(

@@ -4,9 +4,9 @@ The tensors of these inner operators are positional, their output shapes follow 
 arguments alone. flce/composite.py has the operators that users call.
 """
 
+import collections
 import enum
 import functools
-import typing
 
 import torch
 
@@ -53,46 +53,43 @@ def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
     )
 
 
-class Settings(typing.NamedTuple):
+_OPTIONS = {  # csrc/op_options.h: parse_options
+    "reduction": str,
+    **options.Scalars.__annotations__,
+    "wants_entropy": bool,
+    "wants_predictions": bool,
+    "dtype": torch.dtype,
+    "accum_dtype": torch.dtype,
+    "logits_dtype": torch.dtype,
+    "save": str,
+    "max_memory": int,
+    "grad_input": bool,
+    "grad_weight": bool,
+    "grad_bias": bool,
+    "allow_tf32": bool,
+}
+_SIZES = ("valid_vocab", "rows")
+
+
+class Settings(collections.namedtuple("Settings", (*_SIZES, *_OPTIONS))):
     """What the inner operators take behind their tensors: two sizes, and the options, which travel
     as one text; the dispatcher takes its time for each argument."""
 
-    valid_vocab: int | None
-    rows: int | None
-    reduction: str
-    ignore_index: int
-    label_smoothing: float
-    logit_scale: float
-    softcap: float
-    temperature: float
-    z_loss: float
-    wants_entropy: bool
-    wants_predictions: bool
-    dtype: torch.dtype
-    accum_dtype: torch.dtype
-    logits_dtype: torch.dtype
-    save: str
-    max_memory: int
-    grad_input: bool
-    grad_weight: bool
-    grad_bias: bool
-    allow_tf32: bool
+    __slots__ = ()
 
     def arguments(self):
-        options = self[_SIZES:]
+        sizes, values = self[: len(_SIZES)], self[len(_SIZES) :]
         try:
-            text = _text_of(options)
+            text = _text_of(values)
         except TypeError:  # no hash: a number that is symbolic under compile or export
-            text = _text_of.__wrapped__(options)
-        return *self[:_SIZES], text
+            text = _text_of.__wrapped__(values)
+        return *sizes, text
 
     @classmethod
     def of_arguments(cls, valid_vocab, rows, text):
         return cls(valid_vocab, rows, *_options_of(text))
 
 
-_SIZES = 2
-_OPTIONS = list(Settings.__annotations__.items())[_SIZES:]  # csrc/op_options.h: parse_options
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -114,20 +111,20 @@ _READERS = {
 
 
 @functools.lru_cache(maxsize=1024)
-def _text_of(options):
-    named = zip(_OPTIONS, options, strict=True)
-    return " ".join(f"{name}={_WRITERS[kind](value)}" for (name, kind), value in named)
+def _text_of(values):
+    typed = zip(_OPTIONS.items(), values, strict=True)
+    return " ".join(f"{name}={_WRITERS[kind](value)}" for (name, kind), value in typed)
 
 
 @functools.lru_cache(maxsize=1024)
 def _options_of(text):
     """For the fakes; what runs reads the text in C++, value by value."""
     words = [word.partition("=") for word in text.split()]
-    expected = " ".join(f"{name}={kind.__name__}" for name, kind in _OPTIONS)
-    if [name for name, _, _ in words] != [name for name, _ in _OPTIONS]:
+    if [name for name, _, _ in words] != list(_OPTIONS):
+        expected = " ".join(f"{name}={kind.__name__}" for name, kind in _OPTIONS.items())
         raise ValueError(f"options: expected {expected}, got {text!r}")
     read = []
-    for (name, kind), (_, _, value) in zip(_OPTIONS, words, strict=True):
+    for (name, kind), (_, _, value) in zip(_OPTIONS.items(), words, strict=True):
         try:
             read.append(_READERS[kind](value))
         except (KeyError, ValueError):
@@ -310,13 +307,14 @@ def _hand_over(grads, grad_output, scalars, dtypes, keep):
     ]
     if any(grad is not None for grad in in_place):
         _scale_unseen(*in_place, grad_output, scalars)
-    # detach: a new tensor on the same memory, which autograd may keep as .grad without a copy.
-    return tuple(
-        own.detach()
-        if own is not None
-        else (None if dtype is None else inner.scaled(grad, grad_output, scalars, dtype))
-        for grad, own, dtype in zip(grads, in_place, dtypes, strict=True)
-    )
+    made = []
+    for grad, own, dtype in zip(grads, in_place, dtypes, strict=True):
+        if own is not None:
+            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
+            made.append(own.detach())
+        else:
+            made.append(None if dtype is None else inner.scaled(grad, grad_output, scalars, dtype))
+    return tuple(made)
 
 
 class Returns(enum.Enum):
@@ -389,8 +387,7 @@ class Forward(torch.autograd.Function):
 def _scale_made(ctx, saved, grad_output, wanted):
     scalars, *grads = saved
     # In float16 the denominator is still to be applied (engine.c: forward_gradients).
-    dtype = ctx.settings.dtype
-    in_units = dtype == torch.float16 == gemm_dtype(scalars.device.type, dtype)
+    in_units = gemm_dtype(scalars.device.type, ctx.settings.dtype) == torch.float16
     keep = not ctx.owned or _graph_is_kept()
     if ctx.scaled:
         raise RuntimeError(

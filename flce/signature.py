@@ -65,7 +65,7 @@ class Environment(typing.NamedTuple):
 def environment(first, max_memory=None):
     """The fields of Environment. `first`: the tensor with the rows; `max_memory`: the caller's, of
     which None lets FLCE_MAX_MEMORY speak."""
-    device_type = "cuda" if first.is_cuda else first.device.type
+    device_type = first.device.type
     autocast = None
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         autocast = torch.get_autocast_dtype(device_type)
