@@ -147,6 +147,25 @@ static flce_status product_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
+/* The rows' factor for grad_output 1: in float16 times a power of two that scale_grads takes back.
+ */
+static const void* unit_factor(const engine* e) {
+  bool in_units = e->plan->dtype == FLCE_F16;
+  return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
+}
+
+/* save=grads: statistics and dz of a chunk, by one function. */
+static flce_status product_dz(const engine* e, chunk* c) {
+  flce_gemm gemm;
+  FLCE_TRY(logits_product(e, c, &gemm));
+  set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), e->plan->dtype, e->plan->out_pitch);
+  flce_rows rows = c->view;
+  rows.bias = e->bias;
+  atomic_fetch_add(&gemm_count, 1);
+  CALL(e, product_dz, &gemm, &rows, unit_factor(e), (void*)c->coef, buffer(e, FLCE_BUF_PRODUCT));
+  return FLCE_OK;
+}
+
 /* The rows' factors for `upstream`, whose vectors begin at row 0. */
 static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
@@ -222,14 +241,19 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
   return FLCE_OK;
 }
 
-/* accum += E^T (coef x), or dz^T x, without ignored rows of x: a NaN there would pass zeros. */
+/* accum += E^T (coef x), or dz^T x, without ignored rows of x, if there are such: a NaN there would
+ * pass zeros. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = e->problem->hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  void* x = buffer(e, FLCE_BUF_SCALED_X);
-  CALL(e, scale_rows, x, at(e->input, plan->gathers ? 0 : c->first * h, plan->dtype), plan->dtype,
-       coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
+  const void* x = at(e->input, plan->gathers ? 0 : c->first * h, plan->dtype);
+  void* scaled = buffer(e, FLCE_BUF_SCALED_X);
+  if (scaled) {
+    CALL(e, scale_rows, scaled, x, plan->dtype,
+         coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
+    x = scaled;
+  }
   flce_gemm gemm = {.m = v,
                     .n = h,
                     .k = c->rows,
@@ -385,12 +409,10 @@ static flce_status forward_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
-/* save=grads: the gradient for grad_output 1, in float16 times a power of two that scale_grads
- * takes back. */
+/* save=grads: the gradient for grad_output 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
-  bool in_units = e->plan->dtype == FLCE_F16;
-  FLCE_TRY(coefficients(e, c, (flce_upstream){0},
-                        scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM)));
+  if (e->plan->makes_dz) return chunk_gradients(e, c);
+  FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -420,7 +442,9 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
   if (gradients) FLCE_TRY(begin_gradients(&e));
   for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
     chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
-    if (plan->fuses_rows) {
+    if (plan->makes_dz) {
+      FLCE_TRY(product_dz(&e, &c));
+    } else if (plan->fuses_rows) {
       FLCE_TRY(product_rows(&e, &c));
     } else {
       FLCE_TRY(logits_gemm(&e, &c));

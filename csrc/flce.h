@@ -112,8 +112,9 @@ typedef struct flce_problem {
                              its padding alone. Not for save=grads, whose forward makes dW */
   flce_dtype added_dtype; /* of that grad_weight: weight_dtype, or F32 beside a 16-bit one */
   bool has_bias, has_class_weight;
-  bool has_probabilities; /* the targets are probabilities, not classes */
-  bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
+  bool has_probabilities;  /* the targets are probabilities, not classes */
+  bool bf16_probabilities; /* in bfloat16, and each row begins at a multiple of 16 bytes */
+  bool wants_entropy;      /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
   bool has_temperature;  /* one for each row */
   bool unaligned;        /* x or W does not begin at a multiple of 16 bytes */
@@ -132,6 +133,7 @@ typedef struct flce_facts {
                                 not serve the problem */
   int64_t product_tile_rows; /* that product_rows takes at a time, where it serves */
   bool product_gives_z;      /* where it serves, also where z is to be written: that pays */
+  bool product_gives_dz;     /* product_dz serves the problem's probabilities */
   bool skips_rows; /* product_rows passes over what lies beyond the rows that compact_rows finds:
                       finding them pays, however many. By sizes and dtypes alone */
   int64_t weight_parts;         /* rows of weight_product's sums; 0 where that does not serve */
@@ -167,7 +169,8 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GATHERED_X,    /* their rows of x, [chunk][H] dtype, where not in SCALED_X */
   FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
-  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype */
+  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype; none
+                        where that is x itself, as of probabilities */
   FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type, [V][H] */
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
                       */
@@ -200,6 +203,7 @@ typedef struct flce_plan {
   flce_buffer_id gathered_x, backward_gathered_x; /* a chunk's rows of x copied here */
   bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
                                  logits are written but in form dz, where a pass needs them */
+  bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits */
   int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
@@ -421,6 +425,11 @@ typedef struct flce_backend {
    * each row. Only where facts say so. */
   flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
+  /* product_rows, row_coefficients without upstream gradients and grad_rows in one: statistics,
+   * coef and out = dz, from logits that are known to 7e-4 of their exp at the most. rows as
+   * product_rows takes them, with bfloat16 probabilities and out_dtype. Only where facts say so. */
+  flce_status (*product_dz)(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                            const void* factor, void* coef, void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
    * column 0 when `hide_target`. Else out = dz as enum flce_coef_row has it. z_is_exp: z holds
    * `scale` * exp(l - c) already (an out of an earlier call with coef NULL; not with a softcap,

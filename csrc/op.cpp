@@ -26,6 +26,10 @@ void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
     tensors->probabilities_dtype = to_dtype(target.scalar_type(), "target");
     expect_shape("target", target, {problem->tokens, problem->weight_rows});
     tensors->probabilities = target.const_data_ptr();
+    int64_t row_bytes = problem->weight_rows * flce_size_of(tensors->probabilities_dtype);
+    problem->bf16_probabilities = tensors->probabilities_dtype == FLCE_BF16 &&
+                                  row_bytes % 16 == 0 &&
+                                  reinterpret_cast<uintptr_t>(tensors->probabilities) % 16 == 0;
   } else {
     expect_shape("target", target, {problem->tokens});
     tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
@@ -470,7 +474,7 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
 std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
                  std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
-                 bool has_probabilities, std::optional<int64_t> valid_vocab,
+                 std::optional<ScalarType> probabilities, std::optional<int64_t> valid_vocab,
                  std::optional<int64_t> rows, std::string options) {
   Options given = options_of(options);
   flce_problem problem = given.problem;
@@ -479,7 +483,8 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   problem.weight_rows = weight_rows;
   problem.vocab = valid_vocab.value_or(weight_rows);
   problem.rows = rows.value_or(tokens);
-  problem.has_probabilities = has_probabilities;
+  problem.has_probabilities = probabilities.has_value();
+  problem.bf16_probabilities = probabilities == ScalarType::BFloat16 && weight_rows % 8 == 0;
   problem.input_dtype = to_dtype(input_dtype, "input_dtype");
   problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
   problem.has_bias = bias_dtype.has_value();
@@ -526,7 +531,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
       "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
       "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
       "ScalarType? added_dtype, "
-      "bool has_probabilities, " SETTINGS ") -> str");
+      "ScalarType? probabilities, " SETTINGS ") -> str");
 }
 
 static void implement(torch::stable::detail::StableLibrary& m) {

@@ -312,6 +312,14 @@ static bool product_serves(const flce_problem* problem, const flce_facts* facts,
   return facts->product_gives_z && !gives_e;
 }
 
+/* Whether the fused product's logits need not be written for dz. They are rounded by less than
+ * bfloat16 probabilities have been, and by more than others: those get exact ones. */
+static bool product_makes_dz(const flce_problem* problem, const flce_facts* facts,
+                             const flce_plan* plan) {
+  return facts->product_gives_dz && plan->z_dtype == FLCE_F32 && plan->save == FLCE_SAVE_GRADS &&
+         makes_gradients(problem);
+}
+
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->form = choose_form(problem, plan->dtype);
@@ -322,9 +330,10 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
    * that its backward goes by. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || finds;
-  /* Where no pass writes logits, E stands in their place. */
-  if (plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS)
-    plan->z_dtype = plan->dtype;
+  plan->makes_dz = plan->fuses_rows && product_makes_dz(problem, facts, plan);
+  /* Where nothing writes logits, E or dz stands in their place. */
+  bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
+  if (makes_e || plan->makes_dz) plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, plan->dtype);
   bool product_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
@@ -433,6 +442,12 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
 }
 
+/* Whether dW is made from a copy of x: scaled, gathered, without ignored rows, or aligned. */
+static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
+  return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
+         problem->unaligned;
+}
+
 static void list_gradient_workspace(const flce_problem* problem, const flce_facts* facts,
                                     flce_plan* plan) {
   if (!makes_gradients(problem)) return;
@@ -447,7 +462,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   if (problem->want_grad_input && (plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers))
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
-    add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
+    if (copies_x(problem, plan)) add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
     if (plan->accum_dtype != plan->grad_weight_dtype)
       add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
     add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);

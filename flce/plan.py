@@ -85,7 +85,7 @@ def plan(
         device: "cpu", "cuda" or a torch.device; a CUDA one has to be present.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one (its gradient is wanted then).
-        probabilities: whether the targets are probabilities.
+        probabilities: the dtype of targets that are probabilities; True for `dtype`.
         valid_bound: the number of rows to compute, or None for all.
         grad_input, grad_weight: whether these gradients are wanted; none of the three is no_grad.
         accumulate_into: as in `linear_cross_entropy`, of a .grad that is there already, or of a
@@ -107,14 +107,20 @@ def plan(
         softcap = options.number("softcap", softcap)
     label_smoothing = options.number("label_smoothing", label_smoothing)
     scalars = options.check_scalars(-100, label_smoothing, 1.0, softcap, 1.0, 0.0)
-    options.check_bound(valid_bound, probabilities)
+    options.check_bound(valid_bound, bool(probabilities))
+    if probabilities is True:
+        probabilities = dtype
+    if probabilities and not getattr(probabilities, "is_floating_point", False):
+        raise ValueError(
+            f"probabilities: expected True, False or a floating-point dtype, got {probabilities!r}"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
     rows = tokens if valid_bound is None else min(valid_bound, tokens)
     call = LinearSignature(
         reduction=reduction,
         scalars=scalars,
-        has_probabilities=probabilities,
+        has_probabilities=bool(probabilities),
         vocab=vocab if valid_vocab is None else valid_vocab,
         stat=stat_dtype(dtype),
         wanted=Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
@@ -143,7 +149,7 @@ def plan(
         weight_dtype,
         weight_dtype if bias else None,
         added if call.accumulates else None,
-        probabilities,
+        probabilities or None,
         *call.settings_for(rows).arguments(),
     )
     return _parse(text)

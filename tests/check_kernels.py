@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # As local_bytes() counts, by nvcc 13.0. The product's arguments are Kind (0 plain, 1 biased,
-# 4 general, 5 of probabilities), ProductResult (0 nothing, 1 E, 2 z) and REPEAT.
+# 4 general, 5 of probabilities), ProductResult (0 nothing, 1 E, 2 z, 3 codes) and REPEAT.
 LOCAL_BYTES = {
     "product_sm90<(Kind)0, (ProductResult)1, false>": 12,
     "product_sm90<(Kind)0, (ProductResult)1, true>": 8,
@@ -32,6 +32,8 @@ LOCAL_BYTES = {
     "product_sm90<(Kind)5, (ProductResult)0, false>": 132,
     "product_sm90<(Kind)5, (ProductResult)0, true>": 268,
     "product_sm90<(Kind)5, (ProductResult)2, false>": 168,
+    "product_sm90<(Kind)5, (ProductResult)3, false>": 108,
+    "product_sm90<(Kind)5, (ProductResult)3, true>": 20,
     "finish_touched_rows<double, 8>": 64,
     "finish_all_rows<double, double, 1>": 40,
 }
@@ -45,6 +47,7 @@ CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 FOLLOWING = {
     *("place_offsets", "sum_tiles", "row_coefficients", "reduce_values", "scale_rows"),
     *("finish_grad_input", "scale_elements", "finish_touched_rows", "rank_targets"),
+    "finish_code_rows",
     *("product_sm90", "weight_sm90"),
 }
 WAITS = re.compile(r"\bACQBULK\b")

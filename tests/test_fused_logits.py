@@ -28,6 +28,13 @@ def truth(x, w, t, **options):
     return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
 
 
+def kernels_of(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in trace.key_averages())
+
+
 def results(x, w, t, **options):
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     if options.get("save") == "grads":
@@ -70,7 +77,7 @@ def test_it_serves_where_the_plan_says(monkeypatch):
     assert kernel_of(probabilities=True) == "gemm"
 
 
-@pytest.mark.parametrize("vocab", [7, 191, 192, 193, 3001])
+@pytest.mark.parametrize("vocab", [7, 191, 192, 193, 200, 3001, 3008])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ragged_probabilities(vocab, dtype):
     for tokens in (1, 129, 700):
@@ -134,11 +141,112 @@ def test_the_product_takes_these_options(monkeypatch, name):
     kernels = []
     for kernel in ("auto", "gemm"):
         monkeypatch.setenv("FLCE_KERNEL", kernel)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            flce.linear_cross_entropy(x, w, t, **options)
-            torch.cuda.synchronize()
-        kernels.append(any("product_sm90" in event.key for event in trace.key_averages()))
+        ran = kernels_of(lambda: flce.linear_cross_entropy(x, w, t, **options))
+        kernels.append("product_sm90" in ran)
     assert kernels == [OPTIONS[name][1], False]
+
+
+def test_where_no_logits_are_written(monkeypatch):
+    """bfloat16 probabilities whose rows begin at multiples of 16 bytes, and no other."""
+    x, w, noise = draw(300, 1024, 1000)
+    t = noise.softmax(-1).to(BF16)
+    shifted = torch.empty(300 * 1000 + 1, device="cuda", dtype=BF16)[1:].view(300, 1000)
+    shifted.copy_(t)
+
+    def makes_dz(w, t, **options):
+        ran = kernels_of(lambda: results(x, w, t, **{"save": "grads", **options}))
+        assert ("finish_code_rows" in ran) + ("grad_rows" in ran) == 1
+        return "finish_code_rows" in ran
+
+    assert makes_dz(w, t)
+    assert makes_dz(w, t, linear_bias=torch.zeros(1000, device="cuda"), z_loss=1e-3)
+    assert makes_dz(w, t, token_weight=torch.rand(300, device="cuda"), temperature=2.0)
+    assert not makes_dz(w, shifted) and not makes_dz(w, t.float()) and not makes_dz(w, t.half())
+    assert not makes_dz(w[:999], t[:, :999].contiguous())
+    assert not makes_dz(w, t, logits_dtype=BF16) and not makes_dz(w, t, save="logits")
+    monkeypatch.setenv("FLCE_KERNEL", "gemm")
+    assert not makes_dz(w, t)
+    plan = {"dtype": BF16, "device": "cuda", "save": "grads", "max_memory": 256 * 1000 * 2}
+    monkeypatch.delenv("FLCE_KERNEL")
+    rows = [flce.plan(1024, 1024, 1000, probabilities=p, **plan).chunk_rows for p in (True, BF16)]
+    assert rows == [256, 256]
+    assert flce.plan(1024, 1024, 1000, probabilities=torch.float32, **plan).chunk_rows == 128
+
+
+def test_parts_of_a_chunk():
+    """So many logits that idle warps finish the codes of the first part beside the second's."""
+    x, w, noise = draw(4200, 4096, 65536, std=2.0)
+    t = noise.mul_(3.0).softmax(-1).to(BF16)
+    x.requires_grad_(), w.requires_grad_()
+    ran = kernels_of(lambda: flce.linear_cross_entropy(x, w, t, save="grads").backward())
+    first = [grad.clone() for grad in (x.grad, w.grad)]
+    x.grad = w.grad = None
+    loss = flce.linear_cross_entropy(x, w, t, save="grads", max_memory="600MiB")
+    loss.backward()
+    assert "finish_code_rows" in ran
+    assert torch.equal(x.grad, first[0]) and torch.equal(w.grad, first[1])
+    expected, dw = 0.0, torch.zeros(65536, 4096, device="cuda")
+    for rows in torch.arange(4200, device="cuda").split(600):
+        wide = x.detach()[rows].float()
+        logits = (x.detach()[rows].double() @ w.detach().double().T).float()
+        soft = t[rows].float()
+        expected -= float((soft * logits.log_softmax(-1)).sum(dtype=torch.float64)) / 4200
+        dz = (logits.softmax(-1) * soft.sum(-1, keepdim=True) - soft) / 4200
+        assert cases.relative_error(x.grad[rows], dz.double() @ w.detach().double()) <= 2.6e-3
+        dw.addmm_(dz.T, wide)
+    assert cases.relative_error(w.grad, dw.double()) <= 2.6e-3
+    assert abs(float(loss) - expected) <= 1e-5 * expected
+
+
+@pytest.mark.parametrize("far", [0.5, 3.0, 20.0, 90.0])
+def test_codes_of_logits_far_from_those_looked_at(far):
+    """Some so far above that rows are done again, some so far below that p is nothing. Columns at
+    multiples of a quarter of V are looked at."""
+    x, w, noise = draw(300, 1024, 4096)
+    level = torch.full((4096,), far, device="cuda")
+    level[torch.arange(4) * 1024] = -far
+    level[5:300] = -4 * far
+    bias = level.to(BF16).float()
+    t = noise.softmax(-1).to(BF16)
+    made, truths = [], []
+    for into, wide in ((made, False), (truths, True)):
+        leaves = [v.double() if wide else v for v in (x, w, bias)]
+        leaves = [v.clone().requires_grad_() for v in leaves]
+        call = flce.reference.linear_cross_entropy if wide else flce.linear_cross_entropy
+        save = {} if wide else {"save": "grads"}
+        target = t.double() if wide else t
+        loss = call(*leaves[:2], target, linear_bias=leaves[2], **save)
+        into.extend([loss.detach().double(), *torch.autograd.grad(loss, leaves)])
+    assert abs(made[0] - truths[0]) <= 1e-5 * truths[0]
+    for value, true in zip(made[1:], truths[1:], strict=True):
+        assert cases.relative_error(value, true) <= 2.6e-3
+
+
+def test_classes_ruled_out_have_no_gradient():
+    """By a bias of -inf: p is 0 there, and so is dz where the probability is."""
+    x, w, noise = draw(300, 1024, 5000)
+    bias = torch.zeros(5000, device="cuda")
+    bias[7:4001] = -math.inf
+    t = noise.softmax(-1).to(BF16)
+    t[:, 7:4001] = 0.0
+    w.requires_grad_()
+    (dw,) = torch.autograd.grad(
+        flce.linear_cross_entropy(x, w, t, linear_bias=bias, save="grads"), w
+    )
+    assert not dw[7:4001].any() and bool(dw[:7].any()) and bool(dw.isfinite().all())
+
+
+@pytest.mark.parametrize("distance", [0.1, 0.5])
+def test_bfloat16_target_near_the_model(distance):
+    """A code's error is a third of what rounding to bfloat16 has made of the target."""
+    x, w, noise = draw(512, 1024, 3008, std=4.0)
+    t = (x.double() @ w.double().T + distance * noise.double()).softmax(-1)
+    rounded = t.to(BF16)
+    made = results(x, w, rounded, save="grads")
+    of_rounded, of_given = truth(x, w, rounded), truth(x, w, t)
+    for value, true, given in zip(made[1:], of_rounded[1:], of_given[1:], strict=True):
+        of_rounding = cases.relative_error(true, given)
+        assert cases.relative_error(value, true) <= max(0.6 * of_rounding, 2.6e-3)
 
 
 @pytest.mark.parametrize("top", [20, 60, 200, 1000, 4000])
@@ -185,7 +293,7 @@ def test_a_target_that_the_model_has_met(save):
 def test_padding_is_never_read(save):
     x, w, noise = draw(300, 1024, 700)
     t = torch.full((300, 1000), math.nan, device="cuda", dtype=BF16)
-    t[:, :700] = noise.softmax(-1)
+    t[:, :700] = noise.softmax(-1)  # 700 ends within the eight columns that a lane takes at once
     padded = torch.full((1000, 1024), math.nan, device="cuda", dtype=BF16)
     padded[:700] = w
     loss, dx, dw = results(x, padded, t, valid_vocab=700, save=save)
@@ -232,11 +340,12 @@ def test_not_a_number_stays_in_its_row():
     assert bool(loss[bad].isnan().all()) and bool(loss[~bad].isfinite().all())
 
 
+@pytest.mark.parametrize("save", ["logits", "grads"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_bitwise_repeatable(dtype):
-    x, w, noise = draw(1500, 1024, 50257)
+def test_bitwise_repeatable(dtype, save):
+    x, w, noise = draw(1500, 1024, 50264)
     t = noise.softmax(-1).to(dtype)
-    first, second = (results(x, w, t) for _ in range(2))
+    first, second = (results(x, w, t, save=save) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
 
@@ -289,9 +398,10 @@ def test_both_kernels_agree(monkeypatch, kind, save, bound):
         assert cases.relative_error(value, other.double()) <= 4e-3
 
 
-def test_a_captured_step_repeats():
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_a_captured_step_repeats(dtype):
     x, w, noise = draw(512, 1024, 5000)
-    t = noise.softmax(-1)
+    t = noise.softmax(-1).to(dtype)
     expected = results(x, w, t, save="grads")
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
 

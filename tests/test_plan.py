@@ -245,6 +245,19 @@ def test_peak_memory(device, save, budget, dtype):
     assert_close(step, plan.peak_bytes, "step", scratch)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_peak_memory_of_probabilities(device, save, dtype):
+    """Of operands in bfloat16, which on some GPUs need no logits for bfloat16 probabilities."""
+    size = (2048, 1024, 16000) if device == "cuda" else (512, 512, 16384)
+    case = cases.make_case(*size, dtype=torch.bfloat16, device=device)
+    case.target = torch.rand(size[0], size[2], device=device).softmax(-1).to(dtype)
+    knobs = {"save": save, "max_memory": "16MiB" if device == "cuda" else "4MiB"}
+    plan = plan_of(case, device, probabilities=dtype, **knobs)
+    _, step = measured_peaks(case, ("input", "linear_weight"), device, **knobs)
+    assert_close(step, plan.peak_bytes, "step", product_scratch(case, plan.chunk_rows))
+
+
 @pytest.mark.parametrize("wants", [("input",), ("linear_weight",)], ids="+".join)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_peak_memory_with_frozen_parts(device, save, wants):

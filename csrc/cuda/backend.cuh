@@ -25,6 +25,10 @@ flce_status cuda_hopper_facts(int capability, const flce_problem* problem, flce_
 flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
 
+/* product_dz.cu */
+flce_status cuda_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                            const void* factor, void* coef, void* scratch);
+
 /* weight_sm90.cu */
 /* Rows of cuda_weight_product's sums. */
 int64_t cuda_weight_parts(int64_t hidden);

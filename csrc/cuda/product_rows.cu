@@ -223,7 +223,7 @@ static int64_t tiles_of(int64_t vocab) {
   return ceil_div(vocab, kProductColumns);
 }
 
-/* Tiles' numbers of each row at the most: place_scratch takes them. */
+/* Tiles' numbers of each row at the most: product_scratch_of takes them. */
 static int64_t number_count(const flce_problem* p) {
   const bool soft = p->has_probabilities;
   return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
@@ -236,7 +236,7 @@ static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
   return 4 * (numbers * tiles_of(vocab) + 8);
 }
 
-static product_scratch place_scratch(void* memory, const flce_rows* r) {
+product_scratch product_scratch_of(void* memory, const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -301,7 +301,7 @@ static bool product_suits(const flce_problem* p) {
 
 flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
   facts->product_row_bytes = facts->product_tile_rows = facts->weight_parts = 0;
-  facts->skips_rows = facts->product_gives_z = false;
+  facts->skips_rows = facts->product_gives_z = facts->product_gives_dz = false;
   bool asked;
   FLCE_TRY(fused_is_asked(&asked));
   if (capability != 90 || !suits_hopper(p)) return FLCE_OK;
@@ -311,12 +311,14 @@ flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts*
     facts->product_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
     facts->product_tile_rows = kProductClusterRows;
     facts->product_gives_z = p->hidden >= kLeastHidden;
+    facts->product_gives_dz = facts->product_gives_z && p->bf16_probabilities;
   }
   return FLCE_OK;
 }
 
 /* A scale below 0 makes the smallest z the largest l, and hidden ones +inf; one of 0, NaN. */
-static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_args& args) {
+product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
+  const row_args args = make_args(r);
   product_shape shape = {};
   const flce_loss* o = &r->options;
   shape.rows = (int)r->rows;
@@ -335,29 +337,33 @@ static product_shape shape_of(const flce_gemm* g, const flce_rows* r, const row_
   return shape;
 }
 
+flce_status launch_product(void* self, const flce_gemm* g, const flce_rows* r,
+                           const product_shape* shape, const product_scratch* s,
+                           ProductResult result, const CodeRows* before) {
+  const flce_cuda* cuda = (const flce_cuda*)self;
+  FLCE_TRY(launch_next(self, place_offsets, (unsigned)ceil_div(r->rows, kDotWarps),
+                       kDotWarps * kWarp, "place_offsets", *r, *shape, *s, shape->scale,
+                       (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b));
+  void* out = result == kLogitResult ? g->c : r->out;
+  const int64_t pitch = result == kLogitResult ? g->pitch_c : r->out_pitch;
+  for (int repeat = 0; repeat < 2; repeat++) {
+    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out,
+                                 pitch, repeat, repeat ? NULL : before));
+  }
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
+  const auto kernel = shape->probabilities ? sum_tiles<kSoft>
+                      : shape->general     ? sum_tiles<kGeneral>
+                      : s->gap             ? sum_tiles<kSmooth>
+                                           : sum_tiles<kPlain>;
+  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", make_args(r), *shape,
+                     *s, (int)tiles_of(r->vocab));
+}
+
 flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "product_rows"));
-  const flce_cuda* cuda = (const flce_cuda*)self;
-  const row_args args = make_args(r);
-  const product_shape shape = shape_of(g, r, args);
-  const product_scratch s = place_scratch(scratch, r);
-  FLCE_TRY(launch_next(self, place_offsets, (unsigned)ceil_div(r->rows, kDotWarps),
-                       kDotWarps * kWarp, "place_offsets", *r, shape, s, shape.scale,
-                       (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b));
+  const product_shape shape = product_shape_of(g, r);
+  const product_scratch s = product_scratch_of(scratch, r);
   const ProductResult result = g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
-  void* out = g->c ? g->c : r->out;
-  const int64_t pitch = g->c ? g->pitch_c : r->out_pitch;
-  for (int repeat = 0; repeat < 2; repeat++) {
-    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, &shape, &s, g->a, g->b, result, out,
-                                 pitch, repeat));
-  }
-  const int tiles = (int)tiles_of(r->vocab);
-  const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape.probabilities ? sum_tiles<kSoft>
-                      : shape.general     ? sum_tiles<kGeneral>
-                      : s.gap             ? sum_tiles<kSmooth>
-                                          : sum_tiles<kPlain>;
-  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", args, shape, s,
-                     tiles);
+  return launch_product(self, g, r, &shape, &s, result, NULL);
 }

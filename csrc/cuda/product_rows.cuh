@@ -49,9 +49,9 @@ typedef struct product_shape {
   int64_t probabilities_pitch;
 } product_shape;
 
-/* Where the product puts what it has made of each logit: nowhere, or E, or z with the bias added.
- */
-enum ProductResult { kNoResult, kExpResult, kLogitResult };
+/* Where the product puts what it has made of each logit: nowhere, or E, or z with the bias added,
+ * or a code (product_codes.cuh). */
+enum ProductResult { kNoResult, kExpResult, kLogitResult, kCodeResult };
 
 /* Integers in the order of the floats, for atomicMax. */
 __device__ __forceinline__ int ordered_of(float value) {
@@ -72,12 +72,26 @@ __device__ __forceinline__ float general_zeta(const product_shape& shape, float 
   return scale * (shape.gain != 0 ? tanh_of<true>(shape.gain * z) : z);
 }
 
-/* x W^T -> the tiles' numbers and `out`, which is [rows][pitch] of bfloat16 for E and of float32
- * for z, by wgmma. `repeat` does again, with the offsets of `top`, what an earlier call has found
- * to be beyond its limit; it costs nothing else. z, which knows no offset, is not made again.
- */
+struct CodeRows;
+
+/* x W^T -> the tiles' numbers and `out`, which is [rows][pitch] of float32 for z, else of 16 bits,
+ * by wgmma. `repeat` does again, with the offsets of `top`, what an earlier call has found to be
+ * beyond its limit; it costs nothing else. z, which knows no offset, is not made again. Where codes
+ * are made, warps that copy nothing turn `before`, rows of an earlier call, into dz; NULL: none. */
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                ProductResult result, void* out, int64_t pitch, bool repeat);
+                                ProductResult result, void* out, int64_t pitch, bool repeat,
+                                const CodeRows* before);
+
+/* What the product takes of a chunk's rows, and its scratch in memory of facts.product_row_bytes
+ * for each of them. */
+product_shape product_shape_of(const flce_gemm* gemm, const flce_rows* rows);
+product_scratch product_scratch_of(void* memory, const flce_rows* rows);
+
+/* place_offsets, the product and what it has to do again; then, of the tiles' numbers, statistics
+ * and losses. */
+flce_status launch_product(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                           const product_shape* shape, const product_scratch* scratch,
+                           ProductResult result, const CodeRows* before);
 
 #endif

@@ -13,6 +13,11 @@ enum {
   kBarriers = 2 * kStages + 2,
   kCopyRegisters = 24,
   kProductRegisters = 240,
+  /* Where warps that copy nothing finish codes. */
+  kFinishRegisters = 40,
+  kCodeRegisters = 232,
+  kFinishSpan = 16384,
+  kFinishVectors = 2,
 };
 
 struct product_args {
@@ -24,6 +29,7 @@ struct product_args {
   int depth_steps, row_clusters, column_tiles;
   int group;    /* clusters of rows that go through the columns together */
   int clusters; /* that run at a time */
+  CodeRows before;
 };
 
 /* What there is to do, known once the rows are counted. */
@@ -167,6 +173,18 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
   return numbers;
 }
 
+/* Gives the memory for results to a group with the probabilities of its tile in it: they come while
+ * its products are made. By one thread. */
+__device__ __forceinline__ void copy_probabilities(const CUtensorMap* t_map, const Ring& ring,
+                                                   const Tile& at, int group) {
+  const uint32_t barrier = ring.staging + 8 * group;
+  sm90::barrier_arrive_expecting(barrier, kSlabs * kBytesSlab);
+  for (int slab = 0; slab < kSlabs; slab++) {
+    sm90::load_box(ring.e + slab * kBytesSlab, t_map, barrier, at.column + slab * kSlab, at.row,
+                   sm90::kEvictFirst);
+  }
+}
+
 /* By the group whose turn it is with the memory for results, which it hands on. */
 __device__ __forceinline__ void copy_logits(const product_args& p, const CUtensorMap* z_map,
                                             const Ring& ring, const Seat& seat, int group,
@@ -191,11 +209,13 @@ __device__ __forceinline__ void copy_logits(const product_args& p, const CUtenso
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
-__device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* out_map,
-                                            const Ring& ring, const Walk& walk,
-                                            ColumnNumbers numbers, int tile, int turn, int group,
-                                            int rank, Products& acc) {
-  constexpr bool kIsGeneral = KIND == kGeneral, kStore = RESULT == kExpResult;
+__device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* t_map,
+                                            const CUtensorMap* out_map, const Ring& ring,
+                                            const Walk& walk, ColumnNumbers numbers, int tile,
+                                            int next, int turn, int group, int rank,
+                                            Products& acc) {
+  constexpr bool kIsGeneral = KIND == kGeneral, kCodes = RESULT == kCodeResult;
+  constexpr bool kStore = RESULT == kExpResult || kCodes;
   Seat seat = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
   /* Opaque: nothing of this may be computed above the products, which need the registers. */
   asm volatile("" : "+r"(tile), "+r"(seat.lane), "+r"(seat.warp));
@@ -213,15 +233,21 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
     make_zeta(p.shape, rows, acc);
     if (p.scratch.gaps) add_gaps(numbers, seat, acc, rows);
   }
-  if constexpr (KIND == kSoft) add_probabilities(p.shape, seat, acc, rows);
+  if constexpr (KIND == kSoft && !kCodes) add_probabilities(p.shape, seat, acc, rows);
   hide_columns(p.shape, p.scratch, seat, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
   const bool copies = seat.warp == 0 && seat.lane == 0;
-  if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
+  /* Nobody gives the first group its first turn, but with probabilities. */
+  const int parity = (turn & 1) ^ (kCodes ? 0 : group ^ 1);
+  if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, parity);
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = ring.e + slab * kBytesSlab;
-    exp_slab<kStore, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
+    if constexpr (kCodes) {
+      code_slab(p.shape, address, slab, seat, acc, rows);
+    } else {
+      exp_slab<kStore, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
+    }
     if constexpr (kStore) {
       sm90::copy_fence();
       sync_group(group);
@@ -230,28 +256,34 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
                         p.store_policy);
     }
   }
-  close_tile_rows<kIsGeneral, KIND == kSoft>(p.shape, p.scratch, seat, acc, rows);
-  if (kStore && copies) {
-    sm90::store_wait_read();
+  close_tile_rows<kIsGeneral, KIND == kSoft>(p.shape, p.scratch, seat,
+                                             kCodes ? kCodeLimit : kTileLimit, acc, rows);
+  if (!kStore || !copies) return;
+  sm90::store_wait_read();
+  if (!kCodes) {
     sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
+  } else if (next < walk.tiles) {
+    copy_probabilities(t_map, ring, place_of_tile(p, walk, next, rank), group ^ 1);
   }
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
-__device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* out_map,
-                                           const Ring& ring, const Walk& walk, int group,
-                                           int rank) {
+__device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* t_map,
+                                           const CUtensorMap* out_map, const Ring& ring,
+                                           const Walk& walk, int group, int rank) {
   const int thread = threadIdx.x % kGroupThreads;
   if (group == 1) give_turn(1);
   int tile = seek<REPEAT>(p, walk, blockIdx.x / kCluster);
+  if (RESULT == kCodeResult && group == 0 && thread == 0 && tile < walk.tiles)
+    copy_probabilities(t_map, ring, place_of_tile(p, walk, tile, rank), group);
   if (group == 1 && tile < walk.tiles) tile = seek<REPEAT>(p, walk, tile + p.clusters);
   for (int turn = 0; tile < walk.tiles; turn++) {
     const int next = seek<REPEAT>(p, walk, tile + p.clusters);
     const ColumnNumbers numbers = place_columns<KIND>(p, ring, walk, tile, turn, group, thread);
     Products acc;
     multiply(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
-    finish_tile<KIND, RESULT, REPEAT>(p, out_map, ring, walk, numbers, tile, turn, group, rank,
-                                      acc);
+    finish_tile<KIND, RESULT, REPEAT>(p, t_map, out_map, ring, walk, numbers, tile, next, turn,
+                                      group, rank, acc);
     tile = next < walk.tiles ? seek<REPEAT>(p, walk, next + p.clusters) : next;
   }
 }
@@ -268,12 +300,21 @@ __device__ __forceinline__ void blank_rows(const product_args& p, int first, int
   }
 }
 
+/* By the warps of the first group that copy nothing. */
+__device__ __forceinline__ void finish_before(const CodeRows& before) {
+  constexpr int kWarps = kGroupThreads / kWarp - 1;
+  const int warp = blockIdx.x * kWarps + threadIdx.x / kWarp - 1;
+  finish_codes<kFinishSpan, kFinishVectors>(before, warp, gridDim.x * kWarps);
+}
+
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     product_sm90(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
+                 const __grid_constant__ CUtensorMap t_map,
                  const __grid_constant__ CUtensorMap out_map,
                  const __grid_constant__ product_args p) {
+  constexpr bool kFinishes = RESULT == kCodeResult && !REPEAT;
   follow_kernels();
   if (REPEAT && p.scratch.redo[0] == 0) return;
   const Ring ring = open_ring<RESULT>();
@@ -283,12 +324,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const Walk walk = {present, present * p.column_tiles};
   init_barriers<RESULT>(ring);
   if (warpgroup == 0) {
-    sm90::shrink_registers<kCopyRegisters>();
+    sm90::shrink_registers<kFinishes ? kFinishRegisters : kCopyRegisters>();
     if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, walk, rank);
+    if (kFinishes && threadIdx.x >= kWarp) finish_before(p.before);
   } else {
-    sm90::grow_registers<kProductRegisters>();
-    make_tiles<KIND, RESULT, REPEAT>(p, &out_map, ring, walk, warpgroup - 1, rank);
-    if (RESULT != kNoResult && !REPEAT) {
+    sm90::grow_registers<kFinishes ? kCodeRegisters : kProductRegisters>();
+    make_tiles<KIND, RESULT, REPEAT>(p, &t_map, &out_map, ring, walk, warpgroup - 1, rank);
+    if ((RESULT == kExpResult || RESULT == kLogitResult) && !REPEAT) {
       blank_rows(p, walk.row_clusters * kProductClusterRows, RESULT == kExpResult ? 8 : 4);
     }
   }
@@ -302,12 +344,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 /* ---- launch ---- */
 
 typedef void (*product_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
-                               const product_args);
+                               const CUtensorMap, const product_args);
 
-enum { kLogitKernel = 12, kSoftKernel, kSoftLogitKernel = 15, kKernels };
+enum { kLogitKernel = 12, kSoftKernel, kSoftLogitKernel = 15, kCodeKernel, kKernels = 18 };
 
 /* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
- * by REPEAT, and theirs that gives z. */
+ * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. */
 static const product_kernel g_kernels[kKernels] = {
     product_sm90<kPlain, kNoResult, false>,      product_sm90<kPlain, kExpResult, false>,
     product_sm90<kPlain, kNoResult, true>,       product_sm90<kPlain, kExpResult, true>,
@@ -317,11 +359,13 @@ static const product_kernel g_kernels[kKernels] = {
     product_sm90<kGeneral, kNoResult, true>,     product_sm90<kGeneral, kExpResult, true>,
     product_sm90<kGeneral, kLogitResult, false>, product_sm90<kSoft, kNoResult, false>,
     product_sm90<kSoft, kNoResult, true>,        product_sm90<kSoft, kLogitResult, false>,
+    product_sm90<kSoft, kCodeResult, false>,     product_sm90<kSoft, kCodeResult, true>,
 };
 
 static int kernel_of(const product_shape* shape, ProductResult result, bool repeat) {
   const bool soft = shape->probabilities != NULL;
   if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;
+  if (result == kCodeResult) return kCodeKernel + repeat;
   if (soft) return kSoftKernel + repeat;
   const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
   return (result == kExpResult ? 1 : 0) + 2 * repeat + 4 * kind;
@@ -354,7 +398,8 @@ static product_args make_args(const product_shape* shape, const product_scratch*
 
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                ProductResult result, void* out, int64_t pitch, bool repeat) {
+                                ProductResult result, void* out, int64_t pitch, bool repeat,
+                                const CodeRows* before) {
   if (repeat && result == kLogitResult) result = kNoResult;
   const int which = kernel_of(shape, result, repeat);
   const void* kernel = (const void*)g_kernels[which];
@@ -362,12 +407,17 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "product_sm90", bytes, device, g_clusters[which], &clusters));
   product_args args = make_args(shape, scratch, result, out, pitch, clusters);
-  CUtensorMap x_map, w_map, out_map;
+  if (before) args.before = *before;
+  CUtensorMap x_map, w_map, t_map, out_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
   FLCE_TRY(
       make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kProductColumns / kCluster));
-  out_map = x_map;
-  if (result == kExpResult) {
+  t_map = out_map = x_map;
+  if (result == kCodeResult) {
+    FLCE_TRY(make_map(&t_map, shape->probabilities, shape->vocab, shape->rows,
+                      shape->probabilities_pitch, kProductRows));
+  }
+  if (result == kExpResult || result == kCodeResult) {
     FLCE_TRY(make_map(&out_map, out, shape->vocab, shape->rows, pitch, kProductRows));
   } else if (result == kLogitResult) {
     FLCE_TRY(make_map(&out_map, out, shape->vocab, shape->rows, pitch, kLogitRows, FLCE_F32));
@@ -376,6 +426,6 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   FLCE_TRY(can_follow(device, &follows));
   Launch launch;
   set_launch(&launch, bytes, args.clusters, follows, stream);
-  void* arguments[] = {&x_map, &w_map, &out_map, &args};
+  void* arguments[] = {&x_map, &w_map, &t_map, &out_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "product_sm90");
 }

@@ -336,6 +336,28 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
   return status;
 }
 
+/* product_dz by its definition: the product, then the row passes. */
+static flce_status plain_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                    const void* factor, void* coef, void* scratch) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
+  CHECK(rows->probabilities && !gemm->c && rows->out_dtype == gemm->dtype, "not what it serves");
+  flce_gemm product = *gemm;
+  flce_rows view = *rows;
+  view.z = product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
+  product.c_dtype = view.z_dtype = gemm->dtype;
+  product.pitch_c = view.z_pitch = gemm->n;
+  const flce_upstream none = {0};
+  flce_status status = b.gemm(b.self, &product, NULL, 0);
+  if (status == FLCE_OK) status = b.stat_rows(b.self, &view);
+  if (status == FLCE_OK) status = b.row_coefficients(b.self, &view, &none, factor, coef);
+  view.coef = coef;
+  if (status == FLCE_OK) status = b.grad_rows(b.self, &view, 1.0, false, false);
+  free(product.c);
+  return status;
+}
+
 /* weight_product by its definition: the product, then column sums, of every third row each. */
 static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
                                         const void* coef, void* sums, bool adds_sums) {
@@ -372,7 +394,9 @@ run run_all(const setting* s, const model* m, int threads) {
     facts.product_gives_z = true;
     facts.weight_parts = WEIGHT_PARTS;
     facts.skips_rows = s->skips;
+    facts.product_gives_dz = s->problem.bf16_probabilities;
     b.product_rows = plain_product_rows;
+    b.product_dz = plain_product_dz;
     b.weight_product = plain_weight_product;
   }
   run r = {0};
