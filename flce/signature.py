@@ -148,6 +148,10 @@ class Signature:
     def wants_predictions(self):
         return self.wanted.accuracy or self.wanted.predictions
 
+    @property
+    def wants_statistics(self):
+        return self.wanted.differentiable or self.wanted.accuracy or self.wanted.z_loss
+
     @functools.cached_property
     def returns(self):
         return ops.Returns.LOSS_AND_STATS if self.wanted.differentiable else ops.Returns.LOSS
@@ -208,6 +212,7 @@ class LinearSignature(Signature):
             *self.scalars,
             self.wanted.entropy,
             self.wants_predictions,
+            self.wants_statistics,
             *self.types,
             self.resolve_save(self.tokens if rows is None else rows),
             self.max_memory,
