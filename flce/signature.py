@@ -62,7 +62,7 @@ class Environment(typing.NamedTuple):
     max_memory: str | None
 
 
-def environment(first, max_memory=None):
+def environment(first, compiling, max_memory=None):
     """The fields of Environment. `first`: the tensor with the rows; `max_memory`: the caller's, of
     which None lets FLCE_MAX_MEMORY speak."""
     device_type = first.device.type
@@ -71,7 +71,7 @@ def environment(first, max_memory=None):
         autocast = torch.get_autocast_dtype(device_type)
     return (
         torch.is_grad_enabled(),
-        options.is_compiling(),
+        compiling,
         autocast,
         device_type == "cuda" and first.dtype == torch.float32 and _allows_tf32(),
         options.given_max_memory() if max_memory is None else None,
