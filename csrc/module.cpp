@@ -34,7 +34,7 @@ PyObject* get_variable(PyObject*, PyObject* name) {
 }
 
 // Whether two tuples hold the same objects: a call's options and an earlier one's, of which none
-// may be compared by value. A loop in Python takes as long as the rest of looking the call up.
+// may be compared by value. all(map(operator.is_, ...)) takes four times as long.
 PyObject* same_objects(PyObject*, PyObject* const* tuples, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "expected 2 tuples, got %zd", count);
   Py_ssize_t first = PyTuple_Size(tuples[0]), second = PyTuple_Size(tuples[1]);
