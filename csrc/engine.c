@@ -432,9 +432,14 @@ static flce_status gather_rows(const engine* e, bool blanks) {
 }
 
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
-                         const flce_plan* plan, const flce_tensors* tensors) {
+                         const flce_plan* plan, const flce_tensors* given) {
   engine e;
+  flce_tensors placed = *given, *tensors = &placed;
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, true));
+  if (!plan->keeps_statistics) {
+    placed.stats = buffer(&e, FLCE_BUF_STATS);
+    placed.scalars = buffer(&e, FLCE_BUF_SCALARS);
+  }
   e.losses = problem->reduction == FLCE_NONE ? tensors->loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   CALL(&e, prepare, problem, tensors);
   FLCE_TRY(gather_rows(&e, true));

@@ -116,6 +116,8 @@ typedef struct flce_problem {
   bool bf16_probabilities; /* in bfloat16, and each row begins at a multiple of 16 bytes */
   bool wants_entropy;      /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
+  bool wants_statistics; /* by the caller, stats and scalars; a backward that reads them gets them
+                            without */
   bool has_temperature;  /* one for each row */
   bool unaligned;        /* x or W does not begin at a multiple of 16 bytes */
   bool weight_unaligned; /* nor does what dW is made from, or added to: FLCE_BUF_SAVED or the
@@ -153,7 +155,8 @@ typedef enum flce_buffer_id {
   FLCE_BUF_LOSS,
   FLCE_BUF_ROW_LOSS,    /* [N] stat dtype, where the loss is reduced */
   FLCE_BUF_STATS,       /* [FLCE_STAT_ROWS][N] stat dtype: enum flce_stat_row */
-  FLCE_BUF_SCALARS,     /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar */
+  FLCE_BUF_SCALARS,     /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar. Both are outputs where
+                           the plan keeps_statistics, else workspace */
   FLCE_BUF_SAVED,       /* E or z of the logits strategy, [rows][saved_pitch] saved_dtype */
   FLCE_BUF_PREDICTIONS, /* [N] int64 */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
@@ -212,6 +215,7 @@ typedef struct flce_plan {
   bool gemm_adds_bias;                          /* or product_rows: then no row pass does */
   bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
   bool z_in_saved;                              /* the logits GEMM writes there itself */
+  bool keeps_statistics;                        /* somebody reads them after the forward */
   int64_t z_pitch, out_pitch,
       saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype */
   flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;
@@ -368,7 +372,8 @@ typedef struct flce_tensors {
   const void* temperature;  /* [N] stat dtype, or NULL */
   const void* num_items;    /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
   void* loss;               /* [1], or [N] for FLCE_NONE; stat dtype */
-  void* stats;              /* [FLCE_STAT_ROWS][N]; written by the forward, read by the backward */
+  void* stats;              /* [FLCE_STAT_ROWS][N]; written by the forward, read by the backward;
+                               not looked at unless the plan keeps_statistics */
   void* scalars;            /* [FLCE_SCALAR_COUNT]; likewise */
   void* saved;              /* save=logits: [rows][saved_pitch]; likewise */
   void* predictions;        /* [N] int64 */

@@ -33,6 +33,18 @@ PyObject* get_variable(PyObject*, PyObject* name) {
   return PyUnicode_DecodeFSDefault(value);
 }
 
+// Whether two tuples hold the same objects: a call's options and an earlier one's, of which none
+// may be compared by value. all(map(operator.is_, ...)) takes four times as long.
+PyObject* same_objects(PyObject*, PyObject* const* tuples, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "expected 2 tuples, got %zd", count);
+  Py_ssize_t first = PyTuple_Size(tuples[0]), second = PyTuple_Size(tuples[1]);
+  if (first < 0 || second < 0) return nullptr;
+  bool same = first == second;
+  for (Py_ssize_t i = 0; same && i < first; i++)
+    same = PyTuple_GetItem(tuples[0], i) == PyTuple_GetItem(tuples[1], i);
+  return PyBool_FromLong(same);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
@@ -50,6 +62,8 @@ STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
 extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
   static PyMethodDef functions[] = {
       {"getenv", get_variable, METH_O, "The environment variable of this name, or None."},
+      {"same_objects", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(same_objects)),
+       METH_FASTCALL, "Whether two tuples hold the same objects."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT,
                                "_C",

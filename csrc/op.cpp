@@ -127,11 +127,7 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
-// A tensor that nobody wants is empty. It is made behind the launches: the device waits for those.
-Tensor or_empty(const OptionalTensor& made, const Device& device, ScalarType type) {
-  return made ? *made : device.allocate_nothing(type);
-}
-
+// Those that nobody wants are none: an allocator takes its time for an empty tensor too.
 struct Gradients {
   OptionalTensor input, weight, bias;
 };
@@ -155,33 +151,30 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
   return gradients;
 }
 
-using GradientTensors = std::tuple<Tensor, Tensor, Tensor>;
-
-GradientTensors complete(const Gradients& made, const Device& device, const flce_plan& plan) {
-  return {or_empty(made.input, device, to_scalar_type(plan.grad_input_dtype)),
-          or_empty(made.weight, device, to_scalar_type(plan.grad_weight_dtype)),
-          or_empty(made.bias, device, to_scalar_type(plan.grad_bias_dtype))};
-}
-
 // What a forward gives beside what its strategy keeps.
 struct Outputs {
-  Tensor loss, stats, scalars;
-  OptionalTensor predictions;
+  Tensor loss;
+  OptionalTensor stats, scalars, predictions;
 };
 
-Outputs allocate_outputs(const Device& device, const flce_problem& problem, flce_tensors* tensors) {
+Outputs allocate_outputs(const Device& device, const flce_problem& problem, bool keeps_statistics,
+                         flce_tensors* tensors) {
   flce_dtype stat = flce_stat_dtype(problem.dtype);
   int64_t n = problem.tokens;
   std::vector<int64_t> rows = {n}, one = {};
   Outputs outputs = {
       device.allocate(problem.reduction == FLCE_NONE ? rows : one, stat, "loss"),
-      device.allocate({FLCE_STAT_ROWS, n}, stat, "stats"),
-      device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars"),
+      std::nullopt,
+      std::nullopt,
       std::nullopt,
   };
   tensors->loss = outputs.loss.mutable_data_ptr();
-  tensors->stats = outputs.stats.mutable_data_ptr();
-  tensors->scalars = outputs.scalars.mutable_data_ptr();
+  if (keeps_statistics) {
+    outputs.stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
+    outputs.scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
+    tensors->stats = outputs.stats->mutable_data_ptr();
+    tensors->scalars = outputs.scalars->mutable_data_ptr();
+  }
   if (!problem.wants_predictions) return outputs;
   outputs.predictions = device.allocate_indices(rows, "predictions");
   tensors->predictions = outputs.predictions->mutable_data_ptr();
@@ -206,11 +199,12 @@ void zero_unused_rows(const Device& device, const flce_problem& problem, const f
         table->zero(table->self, static_cast<char*>(saved.mutable_data_ptr()) + used, all - used));
 }
 
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                                 OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
                           std::optional<int64_t> rows, flce_tensors* tensors) {
-  Outputs outputs = allocate_outputs(device, problem, tensors);
+  Outputs outputs = allocate_outputs(device, problem, plan.keeps_statistics, tensors);
   OptionalTensor saved;
   if (plan.save == FLCE_SAVE_LOGITS) {
     saved = device.allocate(saved_shape(problem, plan, rows), plan.saved_dtype, "saved");
@@ -222,10 +216,8 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_forward(device.table(), &problem, &plan, tensors));
-  return std::tuple_cat(std::make_tuple(outputs.loss, outputs.stats, outputs.scalars,
-                                        or_empty(outputs.predictions, device, ScalarType::Long),
-                                        or_empty(saved, device, to_scalar_type(plan.dtype))),
-                        complete(gradients, device, plan));
+  return {outputs.loss, outputs.stats,   outputs.scalars,  outputs.predictions,
+          saved,        gradients.input, gradients.weight, gradients.bias};
 }
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
@@ -248,13 +240,13 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   }
 }
 
-GradientTensors run_backward(const Device& device, const flce_problem& problem,
-                             const flce_plan& plan, flce_tensors* tensors) {
+Gradients run_backward(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                       flce_tensors* tensors) {
   Gradients gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
   check(flce_backward(device.table(), &problem, &plan, tensors));
-  return complete(gradients, device, plan);
+  return gradients;
 }
 
 // What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
@@ -296,28 +288,31 @@ void bind_added(const Tensor& grad_weight, Place place, flce_problem* problem,
 struct Kept {
   Tensor grad_output;
   OptionalTensor grad_stats;
-  Tensor stats, scalars, saved;
+  Tensor stats, scalars;
+  OptionalTensor saved;
 };
 
 // `added`: the caller's gradient of the weight, or none for one of our own.
-GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
-                               const Operands& operands, const LossTensors& loss,
-                               const Settings& settings) {
+Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Operands& operands,
+                         const LossTensors& loss, const Settings& settings) {
   flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands(operands, loss, settings, &problem, &tensors);
   Place place = place_of(operands.input);
   if (added) bind_added(*added, place, &problem, &tensors);
-  tensors.saved = kept.saved.mutable_data_ptr();
+  if (kept.saved) tensors.saved = kept.saved->mutable_data_ptr();
   uintptr_t addresses =
       reinterpret_cast<uintptr_t>(tensors.saved) | reinterpret_cast<uintptr_t>(tensors.grad_weight);
   problem.weight_unaligned = addresses % 16 != 0;
   Device device(place, settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
-  if (plan.save == FLCE_SAVE_LOGITS)
-    expect_like("saved", kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
+  if (plan.save == FLCE_SAVE_LOGITS) {
+    if (!kept.saved)
+      throw std::invalid_argument("saved: expected a tensor with save=\"logits\", got None");
+    expect_like("saved", *kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
                 place);
+  }
   try {
     return run_backward(device, problem, plan, &tensors);
   } catch (const OutOfMemory& error) {
@@ -328,12 +323,12 @@ GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
 #define BACKWARD_SCHEMA                                                          \
   "Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, " \
   "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "   \
-  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor saved, " SETTINGS
+  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor? saved, " SETTINGS
 #define BACKWARD_ARGUMENTS                                                                         \
   Tensor grad_output, OptionalTensor grad_stats, Tensor input, Tensor linear_weight,               \
       Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
       OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
-      Tensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,               \
+      OptionalTensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,       \
       std::string options
 #define MAKE_GRADIENTS(added)                                                     \
   make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
@@ -341,13 +336,20 @@ GradientTensors make_gradients(const OptionalTensor& added, const Kept& kept,
                  {target, weight, token_weight, token_temperature, std::nullopt}, \
                  {valid_vocab, rows, options_of(options)})
 
-GradientTensors backward(BACKWARD_ARGUMENTS) {
-  return MAKE_GRADIENTS(std::nullopt);
+std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
+  Gradients made = MAKE_GRADIENTS(std::nullopt);
+  return {made.input, made.weight, made.bias};
+}
+
+// torch functionalizes no operator that writes to an argument and may return none: an undefined
+// tensor, which is None in Python as well.
+Tensor or_undefined(const OptionalTensor& made) {
+  return made ? *made : Tensor();
 }
 
 std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUMENTS) {
-  GradientTensors made = MAKE_GRADIENTS(grad_weight_into);
-  return {std::get<0>(made), std::get<2>(made)};
+  Gradients made = MAKE_GRADIENTS(grad_weight_into);
+  return {or_undefined(made.input), or_undefined(made.bias)};
 }
 
 // ---- scaling of gradients that the forward made ----
@@ -433,7 +435,7 @@ void bind_logits(const Tensor& logits, const LossTensors& loss, flce_problem* pr
   bind_loss(loss, place_of(logits), problem, tensors);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
+std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
     Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor token_weight,
     OptionalTensor token_temperature, OptionalTensor num_items, LOSS_ARGUMENTS) {
   flce_tensors tensors{};
@@ -441,13 +443,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
   bind_logits(logits, {target, weight, token_weight, token_temperature, num_items}, &problem,
               &tensors);
   Device device(place_of(logits), false);
-  Outputs outputs = allocate_outputs(device, problem, &tensors);
+  Outputs outputs = allocate_outputs(device, problem, true, &tensors);
   Tensor workspace =
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
   tensors.workspace = workspace.mutable_data_ptr();
   check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
-  return {outputs.loss, outputs.stats, outputs.scalars,
-          or_empty(outputs.predictions, device, ScalarType::Long)};
+  return {outputs.loss, *outputs.stats, *outputs.scalars, outputs.predictions};
 }
 
 Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
@@ -509,10 +510,10 @@ STABLE_TORCH_LIBRARY(flce, m) {
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
       "Tensor? num_items, " SETTINGS
-      ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions, "
-      "Tensor saved, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+      ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
+      "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA
-        ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+        ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
         ") -> (Tensor grad_input, Tensor grad_bias)");
   m.def(
@@ -522,7 +523,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "
       "Tensor? token_temperature, Tensor? num_items, " LOSS_OPTIONS
-      ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor predictions)");
+      ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor? predictions)");
   m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor? grad_stats, Tensor logits, "
       "Tensor target, Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "

@@ -79,6 +79,7 @@ inline Options parse_options(const std::string& text) {
   problem.loss.z_loss = read.number("z_loss");
   problem.wants_entropy = read.flag("wants_entropy");
   problem.wants_predictions = read.flag("wants_predictions");
+  problem.wants_statistics = read.flag("wants_statistics");
   problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
       to_dtype(read.word("dtype"), "dtype");
   problem.accum_dtype = to_dtype(read.word("accum_dtype"), "accum_dtype");

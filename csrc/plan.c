@@ -295,6 +295,12 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
   plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
 }
 
+/* With save=grads only in float16, to take back the unit that its gradients are held in. */
+static bool backward_reads_statistics(const flce_plan* plan) {
+  bool held_in_units = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
+  return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS || held_in_units;
+}
+
 static int64_t aligned_pitch(const flce_problem* problem, flce_dtype dtype) {
   return round_up(problem->vocab, ROW_ALIGNMENT / flce_size_of(dtype));
 }
@@ -341,6 +347,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->gemm_adds_bias = problem->has_bias && adds_bias;
   choose_saved(problem, plan);
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
+  plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   plan->grad_weight_dtype =
       problem->adds_grad_weight ? problem->added_dtype : kept_dtype(problem, problem->weight_dtype);
@@ -372,8 +379,9 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;
   bool gradients = plan->save != FLCE_SAVE_NOTHING;
   add(plan, FLCE_BUF_LOSS, both, (problem->reduction == FLCE_NONE ? n : 1) * stat);
-  add(plan, FLCE_BUF_STATS, both, FLCE_STAT_ROWS * n * stat);
-  add(plan, FLCE_BUF_SCALARS, both, FLCE_SCALAR_COUNT * stat);
+  unsigned kept = plan->keeps_statistics ? both : FLCE_IN_FORWARD;
+  add(plan, FLCE_BUF_STATS, kept, FLCE_STAT_ROWS * n * stat);
+  add(plan, FLCE_BUF_SCALARS, kept, FLCE_SCALAR_COUNT * stat);
   if (plan->save == FLCE_SAVE_LOGITS)
     add(plan, FLCE_BUF_SAVED, both,
         problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));

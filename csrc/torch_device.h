@@ -252,8 +252,6 @@ class Device {
     return empty(sizes, ScalarType::Long, sizeof(int64_t), buffer);
   }
 
-  Tensor allocate_nothing(ScalarType type) const { return empty({0}, type, 0, "an empty output"); }
-
   Tensor allocate_bytes(int64_t bytes, const char* buffer) const {
     return empty({bytes}, ScalarType::Byte, 1, buffer);
   }

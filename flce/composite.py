@@ -150,7 +150,7 @@ def linear_call(
         describe("linear_bias", linear_bias),
     )
     call = linear_signature(
-        environment(input, max_memory),
+        environment(input, options.is_compiling(), max_memory),
         wanted,
         operands,
         _describe(target, weight, token_weight, token_temperature),
@@ -248,7 +248,7 @@ def cross_entropy_of(
     """The same for logits that the caller holds."""
     described = describe("logits", logits)
     call = logits_signature(
-        environment(logits),
+        environment(logits, options.is_compiling()),
         wanted,
         described,
         _describe(target, weight, token_weight, token_temperature),

@@ -186,11 +186,32 @@ def linear_cross_entropy(
     ``sum_j w_j ((1-s) t_j + s/V) (lse - l_j)``, of the logits l above.
     """
     tensors = (input, linear_weight, target, linear_bias)
-    given = (  # in the order of _OPTIONS
-        *(weight, reduction, ignore_index, label_smoothing, options, softcap, logit_scale),
-        *(temperature, z_loss, token_weight, num_items, shift, cu_seqlens, valid_vocab),
-        *(valid_bound, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
-        *(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
+    given = (  # in the order of _OPTIONS; put together from smaller tuples it takes twice as long
+        weight,
+        reduction,
+        ignore_index,
+        label_smoothing,
+        options,
+        softcap,
+        logit_scale,
+        temperature,
+        z_loss,
+        token_weight,
+        num_items,
+        shift,
+        cu_seqlens,
+        valid_vocab,
+        valid_bound,
+        accum_dtype,
+        logits_dtype,
+        save,
+        max_memory,
+        accumulate_into,
+        return_lse,
+        return_entropy,
+        return_accuracy,
+        return_predictions,
+        return_z_loss,
     )
     looks = None
     if not torch.compiler.is_compiling():

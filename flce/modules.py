@@ -56,8 +56,8 @@ def _keep_options(module, classes, given):
 def _loss_of(module, input, linear, target, class_weight, options):
     """The loss under a Module's options and those of this call."""
     settings = {name: getattr(module, name, default) for name, default in _MODULE_OPTIONS.items()}
-    settings.update(linear_bias=linear.bias, weight=class_weight)
-    return linear_cross_entropy(input, linear.weight, target, **{**settings, **options})
+    settings.update({"linear_bias": linear.bias, "weight": class_weight, **options})
+    return linear_cross_entropy(input, linear.weight, target, **settings)
 
 
 def _describe_options(module):

@@ -30,6 +30,12 @@ def gemm_dtype(device_type, dtype):
     return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
 
 
+def _holds_units(device_type, dtype):
+    """Whether save="grads" holds gradients times a unit, which the backward has to take back:
+    in float16 the denominator is applied with grad_output alone (engine.c: forward_gradients)."""
+    return gemm_dtype(device_type, dtype) == torch.float16
+
+
 def raise_out_of_memory(error):
     raise torch.OutOfMemoryError(str(error)) from None
 
@@ -42,15 +48,11 @@ def _kept_dtype(save, dtype):
 
 
 def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
-    def make(like, want):
-        dtype = torch.float32 if like is None else _kept_dtype(save, like.dtype)
-        device = input.device
-        return torch.empty(like.shape if want else (0,), dtype=dtype, device=device)
+    def make(like):
+        return like.new_empty(like.shape, dtype=_kept_dtype(save, like.dtype))
 
-    bias = input if linear_bias is None else linear_bias
-    return tuple(
-        make(like, want) for like, want in zip((input, linear_weight, bias), wanted, strict=True)
-    )
+    leaves = (input, linear_weight, linear_bias)
+    return tuple(make(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
 
 
 _OPTIONS = {  # csrc/op_options.h: parse_options
@@ -58,6 +60,7 @@ _OPTIONS = {  # csrc/op_options.h: parse_options
     **options.Scalars.__annotations__,
     "wants_entropy": bool,
     "wants_predictions": bool,
+    "wants_statistics": bool,
     "dtype": torch.dtype,
     "accum_dtype": torch.dtype,
     "logits_dtype": torch.dtype,
@@ -150,21 +153,41 @@ def _saved_shape(input, linear_weight, target, settings):
     return (rows, options.row_pitch(vocab, dtype)), dtype
 
 
+def _keeps_statistics(device_type, settings):
+    """plan.c: keeps_statistics."""
+    in_units = settings.save == "grads" and _holds_units(device_type, settings.dtype)
+    return settings.wants_statistics or settings.save in ("logits", "stats") or in_units
+
+
+def _fake_loss(rows, reduction, stat):
+    return rows.new_empty((rows.shape[0],) if reduction == "none" else (), dtype=stat)
+
+
+def _fake_statistics(rows, stat):
+    shapes = (_ROWS_OF_STATS, rows.shape[0]), (_SCALARS,)
+    return tuple(rows.new_empty(shape, dtype=stat) for shape in shapes)
+
+
+def _fake_predictions(rows, wanted):
+    return rows.new_empty((rows.shape[0],), dtype=torch.int64) if wanted else None
+
+
 @torch.library.register_fake("flce::forward", lib=library)
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     settings = Settings.of_arguments(*rest[4:])
-    tokens, save = input.shape[0], settings.save
-    stat = stat_dtype(settings.dtype)
-    shape, element = (0,), gemm_dtype(input.device.type, settings.dtype)
+    save, stats, scalars, saved = settings.save, None, None, None
+    if _keeps_statistics(input.device.type, settings):
+        stats, scalars = _fake_statistics(input, stat_dtype(settings.dtype))
     if save == "logits":
-        shape, element = _saved_shape(input, linear_weight, target, settings)
+        shape, dtype = _saved_shape(input, linear_weight, target, settings)
+        saved = input.new_empty(shape, dtype=dtype)
     wanted = tuple(want and save == "grads" for want in _wanted(settings))
     return (
-        input.new_empty((tokens,) if settings.reduction == "none" else (), dtype=stat),
-        input.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
-        input.new_empty((_SCALARS,), dtype=stat),
-        input.new_empty((tokens if settings.wants_predictions else 0,), dtype=torch.int64),
-        input.new_empty(shape, dtype=element),
+        _fake_loss(input, settings.reduction, stat_dtype(settings.dtype)),
+        stats,
+        scalars,
+        _fake_predictions(input, settings.wants_predictions),
+        saved,
         *_fake_gradients(input, linear_weight, linear_bias, save, wanted),
     )
 
@@ -194,12 +217,11 @@ def _fake_scaled(grad, grad_output, scalars, dtype):
 @torch.library.register_fake("flce::cross_entropy_forward", lib=library)
 def _fake_cross_entropy_forward(logits, target, *rest):
     reduction, *_, wants_predictions = rest[4:]
-    tokens, stat = logits.shape[0], stat_dtype(logits.dtype)
+    stat = stat_dtype(logits.dtype)
     return (
-        logits.new_empty((tokens,) if reduction == "none" else (), dtype=stat),
-        logits.new_empty((_ROWS_OF_STATS, tokens), dtype=stat),
-        logits.new_empty((_SCALARS,), dtype=stat),
-        logits.new_empty((tokens if wants_predictions else 0,), dtype=torch.int64),
+        _fake_loss(logits, reduction, stat),
+        *_fake_statistics(logits, stat),
+        _fake_predictions(logits, wants_predictions),
     )
 
 
@@ -302,7 +324,7 @@ def _hand_over(grads, grad_output, scalars, dtypes, keep):
     nobody reads it again."""
     ours = not keep and type(grad_output) is torch.Tensor
     in_place = [
-        grad if ours and grad.dtype == dtype and type(grad) is torch.Tensor else None
+        grad if ours and type(grad) is torch.Tensor and grad.dtype == dtype else None
         for grad, dtype in zip(grads, dtypes, strict=True)
     ]
     if any(grad is not None for grad in in_place):
@@ -336,7 +358,7 @@ def _returned(ctx, made, returns):
         return (made[0],)
     if returns is Returns.LOSS_AND_STATS:
         return made[0], made[1]
-    ctx.mark_non_differentiable(*made[1:])
+    ctx.mark_non_differentiable(*(output for output in made[1:] if output is not None))
     return made
 
 
@@ -386,8 +408,6 @@ class Forward(torch.autograd.Function):
 
 def _scale_made(ctx, saved, grad_output, wanted):
     scalars, *grads = saved
-    # In float16 the denominator is still to be applied (engine.c: forward_gradients).
-    in_units = gemm_dtype(scalars.device.type, ctx.settings.dtype) == torch.float16
     keep = not ctx.owned or _graph_is_kept()
     if ctx.scaled:
         raise RuntimeError(
@@ -395,6 +415,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
         )
     ctx.scaled = not keep
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
+    in_units = _holds_units(grad_output.device.type, ctx.settings.dtype)
     return _hand_over(grads, grad_output, scalars if in_units else None, dtypes, keep)
 
 

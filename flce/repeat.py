@@ -6,12 +6,12 @@ call: the same objects as options, tensors of the same looks. What was found for
 differs takes the long way, which is the definition.
 """
 
-import operator
 import typing
 
 import torch
 
 from . import options
+from .compiled import same_objects
 from .signature import LinearSignature, Meta, environment, looks_of
 
 _KEPT = 256
@@ -32,8 +32,8 @@ _known = {}
 
 
 def look(input, linear_weight, target, linear_bias, max_memory):
-    """How a call's tensors and surroundings look, to `find` and `keep` what is known of it; None
-    where something is not plain. `max_memory`: the option."""
+    """How the tensors and surroundings of a call that is not compiled look, to `find` and `keep`
+    what is known of it; None where something is not plain. `max_memory`: the option."""
     if (
         type(input) not in _PLAIN_TENSORS
         or type(linear_weight) not in _PLAIN_TENSORS
@@ -47,7 +47,7 @@ def look(input, linear_weight, target, linear_bias, max_memory):
         looks_of(linear_weight),
         looks_of(target),
         None if linear_bias is None else looks_of(linear_bias),
-        environment(input, max_memory),
+        environment(input, False, max_memory),
         options.given_check(),
     )
 
@@ -55,9 +55,7 @@ def look(input, linear_weight, target, linear_bias, max_memory):
 def find(looks, given):
     """What is `Known` of an earlier call, or None. `given`: the options, told by identity."""
     known = _known.get(looks)
-    if known is None or not all(map(operator.is_, given, known.options)):
-        return None
-    return known
+    return known if known is not None and same_objects(given, known.options) else None
 
 
 def keep(looks, given, call):

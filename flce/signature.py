@@ -62,7 +62,7 @@ class Environment(typing.NamedTuple):
     max_memory: str | None
 
 
-def environment(first, max_memory=None):
+def environment(first, compiling, max_memory=None):
     """The fields of Environment. `first`: the tensor with the rows; `max_memory`: the caller's, of
     which None lets FLCE_MAX_MEMORY speak."""
     device_type = first.device.type
@@ -71,7 +71,7 @@ def environment(first, max_memory=None):
         autocast = torch.get_autocast_dtype(device_type)
     return (
         torch.is_grad_enabled(),
-        options.is_compiling(),
+        compiling,
         autocast,
         device_type == "cuda" and first.dtype == torch.float32 and _allows_tf32(),
         options.given_max_memory() if max_memory is None else None,
@@ -148,6 +148,10 @@ class Signature:
     def wants_predictions(self):
         return self.wanted.accuracy or self.wanted.predictions
 
+    @property
+    def wants_statistics(self):
+        return self.wanted.differentiable or self.wanted.accuracy or self.wanted.z_loss
+
     @functools.cached_property
     def returns(self):
         return ops.Returns.LOSS_AND_STATS if self.wanted.differentiable else ops.Returns.LOSS
@@ -208,6 +212,7 @@ class LinearSignature(Signature):
             *self.scalars,
             self.wanted.entropy,
             self.wants_predictions,
+            self.wants_statistics,
             *self.types,
             self.resolve_save(self.tokens if rows is None else rows),
             self.max_memory,

@@ -20,6 +20,7 @@ def settings(
     rows=None,
     wants_entropy=False,
     wants_predictions=False,
+    wants_statistics=False,
     max_memory=1 << 20,
     grads=(True, True, False),
     dtype=torch.float32,
@@ -27,7 +28,7 @@ def settings(
     """What follows the tensors, for operands of `dtype` and exact logits."""
     loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
     types = (dtype, dtype, ops.stat_dtype(dtype))
-    outputs = (wants_entropy, wants_predictions)
+    outputs = (wants_entropy, wants_predictions, wants_statistics)
     options = (*loss, *outputs, *types, save, max_memory, *grads, False)
     return ops.Settings(valid_vocab, rows, *options).arguments()
 
@@ -38,7 +39,9 @@ def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
     """The backward of a forward with `arguments` that gave `made`; `changed` replaces by name."""
-    _, stats, scalars, _, saved, *_ = (tensor.detach() for tensor in made)
+    stats, scalars, saved = (
+        None if made[output] is None else made[output].detach() for output in (1, 2, 4)
+    )
     given = {
         "grad_output": grad_output,
         "grad_stats": grad_stats,
@@ -58,7 +61,7 @@ def cross_entropy_forward(logits, target, *, weight=None, reduction="mean", labe
 
 
 def cross_entropy_backward(arguments, made, grad_output, **changed):
-    _, stats, scalars, _ = (tensor.detach() for tensor in made)
+    stats, scalars = (tensor.detach() for tensor in made[1:3])
     given = {"grad_output": grad_output, "stats": stats, "scalars": scalars, **changed}
     operands = arguments[: LOSS_TENSORS - 1]
     kept = (given["stats"], given["scalars"])

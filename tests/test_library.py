@@ -42,6 +42,7 @@ def opcheck_forward(device):
     options = {"bias": b, "label_smoothing": 0.1, "max_memory": BUDGET, "grads": every}
     for save in cases.SAVES:
         yield raw.forward(x, w, target, save, **options), {}
+    yield raw.forward(x, w, target, "grads", wants_statistics=True, **options), {}
     # Softcap with smoothing keeps the logits themselves.
     yield raw.forward(x, w, target, "logits", **{**options, "softcap": 5.0}), {}
     one = {"reduction": "none", "label_smoothing": 0.1, "grads": (True, False, False)}
@@ -52,6 +53,7 @@ def opcheck_forward(device):
     yield raw.forward(*narrow, soft, "stats", dtype=torch.bfloat16, grads=(False,) * 3), {}
     x, w, b = (tensor.detach() for tensor in (x, w, b))
     outputs = {"wants_entropy": True, "wants_predictions": True, "grads": (False, False, False)}
+    yield raw.forward(x, w, target, "nothing", grads=(False, False, False)), {}
     yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
 
 

@@ -48,6 +48,53 @@ def test_raw_forward_keeps_the_outputs_it_gave(device):
     assert torch.equal(w.grad, 5.0 * before)
 
 
+OUTPUTS = "loss stats scalars predictions saved grad_input grad_weight grad_bias".split()
+KEPT = {"logits": {"stats", "scalars", "saved"}, "stats": {"stats", "scalars"}}
+MADE = {"grads": {"grad_input", "grad_weight"}}
+
+
+@pytest.mark.parametrize("save", ["nothing", *cases.SAVES])
+def test_raw_outputs_that_nobody_wants_are_none(device, save):
+    x, w, target = leaves(device)
+    grads = (save != "nothing",) * 2 + (False,)
+    always = {"loss"} | KEPT.get(save, set()) | MADE.get(save, set())
+    for options, wanted in (
+        ({}, set()),
+        ({"wants_statistics": True}, {"stats", "scalars"}),
+        ({"wants_predictions": True}, {"predictions"}),
+    ):
+        made = torch.ops.flce.forward(*raw.forward(x, w, target, save, grads=grads, **options))
+        given = {name for name, tensor in zip(OUTPUTS, made, strict=True) if tensor is not None}
+        assert given == always | wanted
+
+
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_raw_gradients_that_nobody_wants_are_none(device, save):
+    x, w, target = (t.detach() for t in leaves(device))
+    grad_output = torch.ones((), device=device)
+    for grads in ((True, False, False), (False, True, False)):
+        arguments = raw.forward(x, w, target, save, grads=grads)
+        passed = raw.backward(arguments, torch.ops.flce.forward(*arguments), grad_output)
+        made = torch.ops.flce.backward(*passed)
+        assert tuple(grad is not None for grad in made) == grads
+        if grads[1]:
+            assert torch.ops.flce.backward_into(torch.zeros_like(w), *passed) == (None, None)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_keep_what_scales_them(device, reduction):
+    """On CUDA they are held in a unit that only the scalars tell; the CPU has float32's instead."""
+    x, w, target = leaves(device)
+    options = {"dtype": torch.float16, "reduction": reduction}
+    made = torch.ops.flce.forward(*raw.forward(x.half(), w.half(), target, "grads", **options))
+    assert (made[2] is not None) == (device == "cuda")
+    (made[0] * 5.0).backward()
+    expected = torch.nn.functional.cross_entropy(x.half().float() @ w.half().float().T, target)
+    expected = expected * (1.0 if reduction == "mean" else TOKENS)
+    truth = torch.autograd.grad(expected * 5.0, w)[0]
+    assert cases.relative_error(w.grad, truth.double()) <= 5e-3
+
+
 def test_scale_tells_other_graphs(device):
     leaf = torch.ones(3, device=device, requires_grad=True)
     doubled = leaf * 2.0
@@ -80,7 +127,7 @@ def test_raw_backward_checks_what_it_is_given(device, argument):
     made = torch.ops.flce.forward(*arguments)
     grads = {"grad_output": torch.ones((), device=device), "grad_stats": torch.zeros_like(made[1])}
     right = {**grads, "stats": made[1], "scalars": made[2], "saved": made[4]}[argument]
-    for wrong in (right.double(), right[..., None]):
+    for wrong in (right.double(), right[..., None], *((None,) if argument == "saved" else ())):
         passed = raw.backward(arguments, made, **{**grads, argument: wrong})
         with pytest.raises(ValueError, match=f"{argument}: expected"):
             torch.ops.flce.backward(*passed)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import flce
 from flce import composite, repeat
+from flce.compiled import same_objects
 
 WEIGHT = "linear_weight"
 
@@ -195,6 +196,17 @@ def test_compiled_calls_keep_their_way(long_ways):
     made.append(compiled(**call))
     for value in made:
         torch.testing.assert_close(value, made[1])
+
+
+def test_options_are_told_by_identity():
+    """An equal value may be of another type, and a tensor's comparison would wait for it."""
+    given = (None, 1, "mean", torch.ones(2))
+    assert same_objects(given, (*given,)) and same_objects((), ())
+    for other in (given[:3], (*given, None), (None, 1.0, *given[2:]), (*given[:3], torch.ones(2))):
+        assert not same_objects(given, other) and not same_objects(other, given)
+    for wrong in ((given,), (given, list(given)), (None, given), (given, given, given)):
+        with pytest.raises((TypeError, SystemError)):
+            same_objects(*wrong)
 
 
 def test_few_are_kept(long_ways):

@@ -233,7 +233,7 @@ void free_model(model* m) {
 
 void* plan_buffer(const flce_plan* plan, flce_buffer_id id) {
   int64_t bytes = plan->buffers[id].bytes;
-  if (bytes == 0) return NULL;
+  if (bytes == 0 || !(plan->buffers[id].lifetime & FLCE_OUTPUT)) return NULL;
   void* buffer = malloc((size_t)bytes);
   memset(buffer, 0xff, (size_t)bytes); /* NaN in every dtype: nothing may be read before written */
   return buffer;

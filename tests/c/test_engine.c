@@ -55,6 +55,7 @@ static void test_loss_options(void) {
         s.num_items = bits & 128;
         s.upstream = (bits & 256) && save != FLCE_SAVE_GRADS;
         if (bits & 512) s.problem.weight_rows += 5;
+        s.problem.wants_statistics = bits & 1024;
         if (!s.problem.has_probabilities) s.problem.rows -= (int64_t)(test_random() % 5);
         if (bits & 1 << 20) s.problem.max_memory = 9 * 72 * 8;
         test_setting(&s);
@@ -69,7 +70,7 @@ static void test_gathered(void) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
       for (int64_t rows = 19; rows <= 22; rows += 3) { /* 19 are valid */
         setting all = make_setting((flce_dtype)dtype, (flce_save)save);
-        all.problem.wants_predictions = true;
+        all.problem.wants_predictions = all.problem.wants_statistics = true;
         all.problem.max_memory = 9 * 72 * 8;
         setting some = all;
         some.problem.rows = rows;
@@ -95,6 +96,40 @@ static void test_gathered(void) {
   setting s = make_setting(FLCE_F32, FLCE_SAVE_STATS);
   s.all_ignored = true;
   for (s.problem.rows = 0; s.problem.rows < 3; s.problem.rows++) test_setting(&s);
+}
+
+/* Where nobody reads the statistics they are workspace, and nothing else changes. */
+static void test_statistics_that_nobody_reads(void) {
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
+      setting with = make_setting((flce_dtype)dtype, (flce_save)save), without = with;
+      with.problem.wants_statistics = true;
+      model m = make_model(&with);
+      run a = run_all(&with, &m, 1), b = run_all(&without, &m, 1);
+      bool backward = save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_STATS;
+      CHECK(a.t.stats && a.t.scalars && !b.t.stats == !backward && !b.t.scalars == !backward,
+            "statistics kept, dtype %d save %d", dtype, save);
+      check_run(&without, &m, &b);
+      CHECK(test_same(a.t.loss, b.t.loss, flce_size_of(stat_of(&with))),
+            "statistics change the loss, dtype %d save %d", dtype, save);
+      free_run(&a);
+      free_run(&b);
+      free_model(&m);
+    }
+  }
+}
+
+/* With save=grads the backward reads them where float16's gradients are held in a unit. */
+static void test_statistics_of_the_backward(void) {
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int f16 = 0; f16 < 2; f16++) {
+      setting s = make_setting((flce_dtype)dtype, FLCE_SAVE_GRADS);
+      const flce_facts facts = {.gemm_writes_f32 = true, .gemm_f16 = f16};
+      flce_plan plan;
+      CHECK_OK(flce_plan_make(&s.problem, &facts, &plan));
+      CHECK(plan.keeps_statistics == (dtype == FLCE_F16 && f16), "dtype %d f16 %d", dtype, f16);
+    }
+  }
 }
 
 /* Budgets from one row of logits up: a ragged last chunk, one chunk, one row. */
@@ -462,6 +497,8 @@ int main(void) {
     test_options();
     test_loss_options();
     test_gathered();
+    test_statistics_that_nobody_reads();
+    test_statistics_of_the_backward();
     test_chunks();
     test_wanted();
     test_added();
