@@ -148,6 +148,7 @@ def test_the_product_takes_these_options(monkeypatch, name):
 
 def test_where_no_logits_are_written(monkeypatch):
     """bfloat16 probabilities whose rows begin at multiples of 16 bytes, and no other."""
+    monkeypatch.delenv("FLCE_KERNEL", raising=False)
     x, w, noise = draw(300, 1024, 1000)
     t = noise.softmax(-1).to(BF16)
     shifted = torch.empty(300 * 1000 + 1, device="cuda", dtype=BF16)[1:].view(300, 1000)
@@ -173,8 +174,9 @@ def test_where_no_logits_are_written(monkeypatch):
     assert flce.plan(1024, 1024, 1000, probabilities=torch.float32, **plan).chunk_rows == 128
 
 
-def test_parts_of_a_chunk():
+def test_parts_of_a_chunk(monkeypatch):
     """So many logits that idle warps finish the codes of the first part beside the second's."""
+    monkeypatch.delenv("FLCE_KERNEL", raising=False)
     x, w, noise = draw(4200, 4096, 65536, std=2.0)
     t = noise.mul_(3.0).softmax(-1).to(BF16)
     x.requires_grad_(), w.requires_grad_()
@@ -246,7 +248,7 @@ def test_bfloat16_target_near_the_model(distance):
     of_rounded, of_given = truth(x, w, rounded), truth(x, w, t)
     for value, true, given in zip(made[1:], of_rounded[1:], of_given[1:], strict=True):
         of_rounding = cases.relative_error(true, given)
-        assert cases.relative_error(value, true) <= max(0.6 * of_rounding, 2.6e-3)
+        assert cases.relative_error(value, true) <= math.hypot(0.5 * of_rounding, 2.6e-3)
 
 
 @pytest.mark.parametrize("top", [20, 60, 200, 1000, 4000])

@@ -169,6 +169,11 @@ __device__ __forceinline__ void convert_pair(float a, float b, __half* out) {
   *(__half2*)out = __floats2half2_rn(a, b);
 }
 
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
+  return *(const uint32_t*)&packed;
+}
+
 /* Rounds to nearest even; in pairs for 16 bits, where one instruction converts two. */
 template <typename T, typename S, int N>
 __device__ __forceinline__ void pack(const S (&in)[N], Vec<T, N>& v) {

@@ -142,11 +142,6 @@ __device__ __forceinline__ void multiply_tile(const Stages& stages, int steps, i
   }
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
-  return *(const uint32_t*)&packed;
-}
-
 /* ---- launch ---- */
 
 struct Launch {

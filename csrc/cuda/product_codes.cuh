@@ -6,11 +6,13 @@
 
 #include "product_rows.cuh"
 
-constexpr float kCodeSteps = 512, kCodeFloor = 96; /* code 0, 96 below k, stands for p = 0 */
+constexpr float kCodeSteps = 512, kCodeFloor = 96; /* code 0 stands for 96 below k and less */
 /* Of a tile's sum: no term below it is beyond the largest code, 32 above k. */
 constexpr float kCodeLimit = 2147483648.0f;
 constexpr float kCodeInteger = 12582912.0f; /* 1.5 2^23: what is added to it is rounded */
 constexpr float kCodePrefix = 8388608.0f;   /* 2^23, whose low bits count ones */
+/* Codes are taken for powers from 2^-127 on: exp2_fast makes 0 of the lowest, which are p = 0. */
+constexpr float kCodePower = 127;
 
 /* Two neighbours' codes. Above the largest they wrap: the tile is done again. */
 __device__ __forceinline__ uint32_t code_pair(float low, float high) {
@@ -20,11 +22,12 @@ __device__ __forceinline__ uint32_t code_pair(float low, float high) {
   return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
 }
 
-/* One of a pair. */
+/* 2^(code / 512 - kCodePower) of one of a pair; the exponent is exact. */
 template <int WHICH>
-__device__ __forceinline__ float code_of(uint32_t pair) {
+__device__ __forceinline__ float power_of_code(uint32_t pair) {
   const uint32_t bits = __byte_perm(pair, __float_as_uint(kCodePrefix), WHICH ? 0x7432 : 0x7410);
-  return __uint_as_float(bits) - kCodePrefix;
+  constexpr float kBase = -kCodePrefix / kCodeSteps - kCodePower;
+  return exp2_fast(fmaf(__uint_as_float(bits), 1 / kCodeSteps, kBase));
 }
 
 /* Rows of codes, to become dz where they are. */
@@ -41,25 +44,23 @@ struct CodeRows {
 
 enum { kCodeVec = 8 }; /* of a lane, next to each other */
 
-/* A row's numbers: dz = 2^(code / 512 + base) factor - soft t. */
+/* A row's numbers: dz = power_of_code factor - soft t. */
 struct CodeRow {
-  float base, factor, soft;
+  float factor, soft;
 };
 
-/* exp(l - offset), which COEF_ROW is made for, from zeta - k: in double, as both may be large. */
+/* COEF_ROW is made for exp(l - offset). From zeta - k to that in double, as both may be large; at
+ * least one term of the row is near 2^(64 - k), so that 2^above is at most 2^64. */
 __device__ __forceinline__ CodeRow open_code_row(const CodeRows& c, int row) {
   const double above = (double)offset_of(c.scratch, row) - (double)c.lse[row] * c.per_l;
-  return {(float)above - kCodeFloor, c.row[row], c.soft[row]};
+  return {c.row[row] * exp2f((float)above + kCodePower - kCodeFloor), c.soft[row]};
 }
 
 __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, uint32_t t) {
-  const float low = code_of<0>(codes), high = code_of<1>(codes);
-  const float a = low > 0 ? exp2_fast(fmaf(low, 1 / kCodeSteps, r.base)) : 0;
-  const float b = high > 0 ? exp2_fast(fmaf(high, 1 / kCodeSteps, r.base)) : 0;
-  const __nv_bfloat162 dz =
-      __floats2bfloat162_rn(fmaf(a, r.factor, -r.soft * __uint_as_float(t << 16)),
-                            fmaf(b, r.factor, -r.soft * __uint_as_float(t & 0xffff0000u)));
-  return *(const uint32_t*)&dz;
+  const float low = r.soft * __uint_as_float(t << 16);
+  const float high = r.soft * __uint_as_float(t & 0xffff0000u);
+  return pack_bf16(fmaf(power_of_code<0>(codes), r.factor, -low),
+                   fmaf(power_of_code<1>(codes), r.factor, -high));
 }
 
 /* dz of SPAN columns of a row, from `first` on, by a warp that has UNROLL vectors of a lane under
