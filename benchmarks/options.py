@@ -7,7 +7,8 @@
 Each contestant runs right after the plain loss, round by round on fresh random data (a GPU's clock
 falls as a round goes on); medians of the two are compared. Errors are those of loss, dX and dW
 against flce.reference in float32 (float64 on the CPU), in chunks of rows; every contestant sums its
-rows, so that chunks add up.
+rows, so that chunks add up. "reading" is the plain loss and two sums over the probabilities: what
+it costs to read them as often as their loss does.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def make_options(problem, device, dtype):
         "token weight": {"token_weight": uniform(tokens)},
         "all outputs": {f"return_{name}": True for name in outputs},
         "probabilities": {"target": probabilities},
+        "reading": {"reads": (probabilities, probabilities)},
         "60 % ignored": {"masked": masked},
         "60 % ignored, bound": {"masked": masked, "valid_bound": valid},
         "60 % ignored, count": {"masked": masked, "valid_bound": "count"},
@@ -57,7 +59,7 @@ def make_options(problem, device, dtype):
 
 def arguments(problem, entry, rows=slice(None)):
     """Input, target and options for some rows of the problem."""
-    options = dict(entry)
+    options = {name: value for name, value in entry.items() if name != "reads"}
     target = options.pop("target", problem.y)[rows]
     masked = options.pop("masked", None)
     if masked is not None:
@@ -71,6 +73,8 @@ def arguments(problem, entry, rows=slice(None)):
 def contestant(entry, save):
     def run(problem):
         target, options = arguments(problem, entry)
+        for tensor in entry.get("reads", ()):
+            tensor.sum()
         made = flce.linear_cross_entropy(
             problem.x, problem.w, target, reduction="sum", save=save, **options
         )

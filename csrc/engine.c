@@ -489,12 +489,16 @@ static flce_status backward_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
+flce_status flce_check_backward(const flce_plan* plan) {
+  if (plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT,
+                   "save: expected \"logits\" or \"stats\" in a backward, got \"%s\"",
+                   flce_save_name(plan->save));
+}
+
 flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
                           const flce_plan* plan, const flce_tensors* tensors) {
-  if (plan->save != FLCE_SAVE_LOGITS && plan->save != FLCE_SAVE_STATS)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "save: expected \"logits\" or \"stats\" in a backward, got \"%s\"",
-                     flce_save_name(plan->save));
+  FLCE_TRY(flce_check_backward(plan));
   engine e;
   bool needs_bias = plan->save == FLCE_SAVE_STATS || (!plan->saves_exp && !plan->gemm_adds_bias);
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));

@@ -103,8 +103,7 @@ typedef struct flce_problem {
   flce_dtype weight_dtype; /* of W as given, and of dW unless it is added */
   flce_dtype bias_dtype;   /* of b as given, and of db */
   flce_dtype accum_dtype;  /* dW is summed over chunks in this type: dtype or the stat dtype */
-  flce_dtype logits_dtype; /* asked for: the stat dtype (exact) or dtype (rounded as an eager head
-                              rounds them) */
+  flce_dtype logits_dtype; /* asked for: the stat dtype (exact) or dtype (rounded as eagerly) */
   flce_reduction reduction;
   flce_save save;
   bool want_grad_input, want_grad_weight, want_grad_bias;
@@ -116,12 +115,10 @@ typedef struct flce_problem {
   bool bf16_probabilities; /* in bfloat16, and each row begins at a multiple of 16 bytes */
   bool wants_entropy;      /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
-  bool wants_statistics; /* by the caller, stats and scalars; a backward that reads them gets them
-                            without */
+  bool wants_statistics; /* stats and scalars, by the caller; a backward gets them without */
   bool has_temperature;  /* one for each row */
   bool unaligned;        /* x or W does not begin at a multiple of 16 bytes */
-  bool weight_unaligned; /* nor does what dW is made from, or added to: FLCE_BUF_SAVED or the
-                            caller's grad_weight */
+  bool weight_unaligned; /* nor does FLCE_BUF_SAVED or the grad_weight that dW is added to */
   flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
 } flce_problem;
@@ -131,8 +128,8 @@ typedef struct flce_facts {
   bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
   bool gemm_adds_bias;  /* to a float32 result, at no cost */
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
-  int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where that does
-                                not serve the problem */
+  int64_t product_row_bytes; /* scratch of product_rows and product_dz for each of their rows; 0
+                                where they do not serve the problem */
   int64_t product_tile_rows; /* that product_rows takes at a time, where it serves */
   bool product_gives_z;      /* where it serves, also where z is to be written: that pays */
   bool product_gives_dz;     /* product_dz serves the problem's probabilities */
@@ -172,8 +169,8 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GATHERED_X,    /* their rows of x, [chunk][H] dtype, where not in SCALED_X */
   FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
-  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x), [chunk][H] dtype; none
-                        where that is x itself, as of probabilities */
+  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x, if not x itself),
+                        [chunk][H] dtype */
   FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type, [V][H] */
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
                       */
@@ -183,7 +180,7 @@ typedef enum flce_buffer_id {
                       (c = coef_smooth) */
   FLCE_BUF_ORDER,  /* tokens ordered by target */
   FLCE_BUF_COLUMN_SUM, /* scratch */
-  FLCE_BUF_PRODUCT,    /* scratch of product_rows for a chunk */
+  FLCE_BUF_PRODUCT,    /* scratch of product_rows or product_dz for a chunk */
   FLCE_BUF_GEMM,       /* scratch */
   FLCE_BUF_COUNT
 } flce_buffer_id;
@@ -431,8 +428,9 @@ typedef struct flce_backend {
   flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
   /* product_rows, row_coefficients without upstream gradients and grad_rows in one: statistics,
-   * coef and out = dz, from logits that are known to 7e-4 of their exp at the most. rows as
-   * product_rows takes them, with bfloat16 probabilities and out_dtype. Only where facts say so. */
+   * coef and out = dz, whose p is the softmax of logits rounded by 7e-4 at the most; statistics and
+   * losses are of exact ones. rows as product_rows takes them, with bfloat16 probabilities and
+   * out_dtype. Only where facts say so. */
   flce_status (*product_dz)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                             const void* factor, void* coef, void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
@@ -516,6 +514,8 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
                          const flce_plan* plan, const flce_tensors* tensors);
 flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
                           const flce_plan* plan, const flce_tensors* tensors);
+/* FLCE_INVALID_ARGUMENT where the plan leaves nothing for a backward to do; which asks itself. */
+flce_status flce_check_backward(const flce_plan* plan);
 
 /* GEMMs that the engine has asked backends for since the process began. */
 int64_t flce_gemm_count(void);

@@ -52,8 +52,14 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
   if (bound && (*bound < 0 || *bound > tokens))
     throw std::invalid_argument("rows: expected 0 to " + std::to_string(tokens) +
                                 ", the number of tokens, got " + std::to_string(*bound));
-  if (place.type != aoti_torch_device_type_cpu() || problem.has_probabilities)
-    return bound.value_or(tokens);
+  if (problem.has_probabilities) {
+    if (bound.value_or(tokens) < tokens)
+      throw std::invalid_argument("rows: expected " + std::to_string(tokens) +
+                                  " with probabilities, of which no row is ignored, got " +
+                                  std::to_string(*bound));
+    return tokens;
+  }
+  if (place.type != aoti_torch_device_type_cpu()) return bound.value_or(tokens);
   int64_t valid = 0;
   for (int64_t i = 0; i < tokens; i++) valid += tensors.target[i] != problem.loss.ignore_index;
   if (bound && valid > *bound)
@@ -306,6 +312,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   problem.weight_unaligned = addresses % 16 != 0;
   Device device(place, settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
+  check(flce_check_backward(&plan));
   bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
   if (plan.save == FLCE_SAVE_LOGITS) {
     if (!kept.saved)

@@ -318,8 +318,8 @@ static bool product_serves(const flce_problem* problem, const flce_facts* facts,
   return facts->product_gives_z && !gives_e;
 }
 
-/* Whether the fused product's logits need not be written for dz. They are rounded by less than
- * bfloat16 probabilities have been, and by more than others: those get exact ones. */
+/* Whether the fused product makes dz, from logits that it keeps to 7e-4: a third of what rounds a
+ * probability to bfloat16. Others get exact ones. */
 static bool product_makes_dz(const flce_problem* problem, const flce_facts* facts,
                              const flce_plan* plan) {
   return facts->product_gives_dz && plan->z_dtype == FLCE_F32 && plan->save == FLCE_SAVE_GRADS &&

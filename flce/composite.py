@@ -290,7 +290,7 @@ def _take_wanted(options):
 
 
 def _without_none(outputs):
-    """An operator cannot give None: an empty tensor stands for an output that is not wanted."""
+    """The public operators give tensors alone: an empty one for an output that is not wanted."""
     return tuple(outputs[0].new_empty(0) if value is None else value for value in outputs)
 
 

@@ -32,8 +32,11 @@ def gemm_dtype(device_type, dtype):
 
 def _holds_units(device_type, dtype):
     """Whether save="grads" holds gradients times a unit, which the backward has to take back:
-    in float16 the denominator is applied with grad_output alone (engine.c: forward_gradients)."""
+    in float16 the denominator is applied with grad_output alone (engine.c: unit_factor)."""
     return gemm_dtype(device_type, dtype) == torch.float16
+
+
+_GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 
 
 def raise_out_of_memory(error):
@@ -413,6 +416,12 @@ def _scale_made(ctx, saved, grad_output, wanted):
         raise RuntimeError(
             "flce: a backward that failed has used up this loss's gradients; run the forward again"
         )
+    for name, grad, want in zip(_GRADIENTS, grads, wanted, strict=True):
+        if want and grad is None:
+            raise RuntimeError(
+                f"{name}: expected True in the options of the forward, got False; it makes the "
+                'gradients with save="grads"'
+            )
     ctx.scaled = not keep
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
     in_units = _holds_units(grad_output.device.type, ctx.settings.dtype)
@@ -427,7 +436,7 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
             into = accumulator.open()
         else:
             accumulator, wanted = None, (wanted[0], False, wanted[2])
-    grads = dict(zip(("grad_input", "grad_weight", "grad_bias"), wanted, strict=True))
+    grads = dict(zip(_GRADIENTS, wanted, strict=True))
     args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
     if into is None:
         made = below_autograd(inner.backward.default, *args)
@@ -481,8 +490,7 @@ def _scale_unseen(*args):
 
 def _scale_seen(*args):
     """scale_ called by itself: graphs that saved a gradient learn that it has changed."""
-    names = ("grad_input", "grad_weight", "grad_bias")
-    grads = {name: grad for name, grad in zip(names, args, strict=False) if grad is not None}
+    grads = {name: grad for name, grad in zip(_GRADIENTS, args, strict=False) if grad is not None}
     for name, grad in grads.items():
         if grad.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(

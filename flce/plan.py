@@ -85,7 +85,8 @@ def plan(
         device: "cpu", "cuda" or a torch.device; a CUDA one has to be present.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one (its gradient is wanted then).
-        probabilities: the dtype of targets that are probabilities; True for `dtype`.
+        probabilities: the dtype of targets that are probabilities; True for `dtype`. Those in
+            bfloat16, aligned to 16 bytes, may need fewer bytes than others.
         valid_bound: the number of rows to compute, or None for all.
         grad_input, grad_weight: whether these gradients are wanted; none of the three is no_grad.
         accumulate_into: as in `linear_cross_entropy`, of a .grad that is there already, or of a
@@ -110,9 +111,10 @@ def plan(
     options.check_bound(valid_bound, bool(probabilities))
     if probabilities is True:
         probabilities = dtype
-    if probabilities and not getattr(probabilities, "is_floating_point", False):
+    if probabilities and probabilities not in options.DTYPES:
         raise ValueError(
-            f"probabilities: expected True, False or a floating-point dtype, got {probabilities!r}"
+            "probabilities: expected True, False or a floating-point dtype that targets may have, "
+            f"got {probabilities!r}"
         )
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or CUDA device, got {device}")

@@ -32,8 +32,8 @@ LOCAL_BYTES = {
     "product_sm90<(Kind)5, (ProductResult)0, false>": 132,
     "product_sm90<(Kind)5, (ProductResult)0, true>": 268,
     "product_sm90<(Kind)5, (ProductResult)2, false>": 168,
-    "product_sm90<(Kind)5, (ProductResult)3, false>": 108,
-    "product_sm90<(Kind)5, (ProductResult)3, true>": 20,
+    "product_sm90<(Kind)5, (ProductResult)3, false>": 228,
+    "product_sm90<(Kind)5, (ProductResult)3, true>": 132,
     "finish_touched_rows<double, 8>": 64,
     "finish_all_rows<double, double, 1>": 40,
 }

@@ -133,6 +133,23 @@ def test_raw_backward_checks_what_it_is_given(device, argument):
             torch.ops.flce.backward(*passed)
 
 
+def test_raw_forward_names_what_its_backward_lacks(device):
+    x, w, target = leaves(device)
+    made = torch.ops.flce.forward(*raw.forward(x, w, target, "grads", grads=(True, False, False)))
+    with pytest.raises(RuntimeError, match="grad_weight: expected True in the options"):
+        made[0].backward()
+    made = torch.ops.flce.forward(*raw.forward(x, w, target, "nothing", grads=(False,) * 3))
+    with pytest.raises(ValueError, match='save: expected "logits" or "stats" in a backward, got'):
+        made[0].backward()
+
+
+def test_raw_forward_computes_every_row_of_probabilities(device):
+    x, w, _ = (t.detach() for t in leaves(device))
+    t = torch.rand(TOKENS, VOCAB, device=device)
+    with pytest.raises(ValueError, match=f"rows: expected {TOKENS} with probabilities, .*got 3"):
+        torch.ops.flce.forward(*raw.forward(x, w, t, "grads", rows=3))
+
+
 @pytest.mark.parametrize("argument", ["grad_output", "stats", "scalars"])
 def test_raw_cross_entropy_backward_checks_what_it_is_given(device, argument):
     logits = torch.randn(TOKENS, VOCAB, device=device)

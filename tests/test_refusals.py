@@ -395,6 +395,7 @@ def test_modules_refuse_when_they_are_made(module, name, given):
         ("max_memory", 1, ValueError),
         ("accum_dtype", torch.float64, ValueError),
         ("probabilities", torch.int64, ValueError),
+        ("probabilities", torch.float8_e4m3fn, ValueError),
     ],
 )
 def test_plan_refuses_what_the_call_would(name, given, error):

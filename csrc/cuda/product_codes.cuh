@@ -1,28 +1,41 @@
 /* What becomes of logits between the fused product and dz where the targets are bfloat16
- * probabilities: zeta - k in 16 bits, in the place of dz. A code is a multiple of 2^-9, so that p
- * is off by 2^-10 ln 2 = 7e-4 of it at the most; such a probability has been rounded by 2^-9. */
+ * probabilities: zeta - k in 16 bits, in the place of dz. A code is a multiple of 2^-9, which
+ * rounds the logit by 2^-10 ln 2 = 7e-4 at the most, and p is the softmax of logits so rounded: its
+ * error is at most 7e-4 p (1 - p) for the own logit's rounding, and nothing is left of it in rows
+ * that are certain of a class. */
 #ifndef FLCE_CUDA_PRODUCT_CODES_CUH
 #define FLCE_CUDA_PRODUCT_CODES_CUH
 
 #include "product_rows.cuh"
 
-constexpr float kCodeSteps = 512, kCodeFloor = 96; /* code 0 stands for 96 below k and less */
+/* Code 0 is 96 below k or less: k is 64 above the largest logit that was looked at, or at the row's
+ * largest, so that it stands for 2^-32 of the row's largest term at the most. */
+constexpr float kCodeSteps = 512, kCodeFloor = 96;
 /* Of a tile's sum: no term below it is beyond the largest code, 32 above k. */
 constexpr float kCodeLimit = 2147483648.0f;
-constexpr float kCodeInteger = 12582912.0f; /* 1.5 2^23: what is added to it is rounded */
-constexpr float kCodePrefix = 8388608.0f;   /* 2^23, whose low bits count ones */
+/* 1.5 2^23, to which what is added is rounded, and there the code 0. */
+constexpr float kCodeZero = 12582912.0f + kCodeFloor * kCodeSteps;
+constexpr float kCodePrefix = 8388608.0f; /* 2^23, whose low bits count ones */
 /* Codes are taken for powers from 2^-127 on: exp2_fast makes 0 of the lowest, which are p = 0. */
 constexpr float kCodePower = 127;
 
-/* Two neighbours' codes. Above the largest they wrap: the tile is done again. */
-__device__ __forceinline__ uint32_t code_pair(float low, float high) {
-  constexpr float kZero = kCodeInteger + kCodeFloor * kCodeSteps;
-  const float a = fmaf(fmaxf(low, -kCodeFloor), kCodeSteps, kZero);
-  const float b = fmaf(fmaxf(high, -kCodeFloor), kCodeSteps, kZero);
-  return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x5410);
+/* zeta - k as a float whose low 16 bits are its code. Above the largest they wrap: the tile is done
+ * again. */
+__device__ __forceinline__ float code_of(float above) {
+  return fmaf(fmaxf(above, -kCodeFloor), kCodeSteps, kCodeZero);
 }
 
-/* 2^(code / 512 - kCodePower) of one of a pair; the exponent is exact. */
+/* 2^(zeta - k) as such a float has it; the exponent is exact. */
+__device__ __forceinline__ float coded_exp(float code) {
+  return exp2_fast(fmaf(code, 1 / kCodeSteps, -kCodeZero / kCodeSteps));
+}
+
+__device__ __forceinline__ uint32_t pack_codes(float low, float high) {
+  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x5410);
+}
+
+/* 2^(code / 512 - kCodePower) of one of a pair; the exponent is exact here too, and the mantissa is
+ * that of coded_exp. */
 template <int WHICH>
 __device__ __forceinline__ float power_of_code(uint32_t pair) {
   const uint32_t bits = __byte_perm(pair, __float_as_uint(kCodePrefix), WHICH ? 0x7432 : 0x7410);
@@ -37,9 +50,8 @@ struct CodeRows {
   int count, vocab;
   const __nv_bfloat16* t;
   int64_t t_pitch;
-  product_scratch scratch;       /* k of each */
-  const float *lse, *row, *soft; /* STAT_OFFSET, COEF_ROW and COEF_SOFT of each */
-  double per_l;                  /* zeta's of one in l */
+  const float* sums;                 /* of coded_exp, of each */
+  const float *inv_sum, *row, *soft; /* STAT_INV_SUM, COEF_ROW and COEF_SOFT of each */
 };
 
 enum { kCodeVec = 8 }; /* of a lane, next to each other */
@@ -49,11 +61,10 @@ struct CodeRow {
   float factor, soft;
 };
 
-/* COEF_ROW is made for exp(l - offset). From zeta - k to that in double, as both may be large; at
- * least one term of the row is near 2^(64 - k), so that 2^above is at most 2^64. */
+/* The sum is at least 2^-65, of a logit that was looked at. */
 __device__ __forceinline__ CodeRow open_code_row(const CodeRows& c, int row) {
-  const double above = (double)offset_of(c.scratch, row) - (double)c.lse[row] * c.per_l;
-  return {c.row[row] * exp2f((float)above + kCodePower - kCodeFloor), c.soft[row]};
+  const float of_p = c.row[row] / c.inv_sum[row];
+  return {of_p * (exp2f(kCodePower - kCodeFloor) / c.sums[row]), c.soft[row]};
 }
 
 __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, uint32_t t) {
@@ -64,7 +75,8 @@ __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, ui
 }
 
 /* dz of SPAN columns of a row, from `first` on, by a warp that has UNROLL vectors of a lane under
- * way. The last vector may reach beyond the vocabulary: into what pads the row. */
+ * way. The last vector may reach beyond the vocabulary, into what pads the rows: nobody has written
+ * codes there, and nobody reads dz. */
 template <int SPAN, int UNROLL>
 __device__ __forceinline__ void finish_span(const CodeRows& c, int row, int first, int lane) {
   constexpr int kStep = kWarp * kCodeVec;

@@ -1,6 +1,6 @@
-/* Statistics and dz of bfloat16 probabilities from the fused product. A chunk's rows are done in
- * parts: while the product makes the codes of one, idle warps of its blocks turn those of the part
- * before into dz. A pass of its own does so for the last. */
+/* Statistics and dz of bfloat16 probabilities: the fused product makes codes, and a pass dz of
+ * them. Large chunks are done in two parts: while the product makes the codes of the second, idle
+ * warps of its blocks do the first one's pass. */
 #include "backend.cuh"
 #include "launch.cuh"
 #include "product_codes.cuh"
@@ -31,8 +31,7 @@ static flce_rows part_of(const flce_rows* r, int64_t first, int64_t count) {
   return part;
 }
 
-static CodeRows codes_of(const flce_rows* r, const product_shape* shape,
-                         const product_scratch* scratch, const void* coef) {
+static CodeRows codes_of(const flce_rows* r, const product_scratch* scratch, const void* coef) {
   const int64_t pitch = r->stat_pitch;
   CodeRows c = {};
   c.rows = r->out;
@@ -41,11 +40,10 @@ static CodeRows codes_of(const flce_rows* r, const product_shape* shape,
   c.vocab = (int)r->vocab;
   c.t = (const __nv_bfloat16*)r->probabilities;
   c.t_pitch = r->probabilities_pitch;
-  c.scratch = *scratch;
-  c.lse = (const float*)r->stats + FLCE_STAT_OFFSET * pitch;
+  c.sums = scratch->target;
+  c.inv_sum = (const float*)r->stats + FLCE_STAT_INV_SUM * pitch;
   c.row = (const float*)coef + FLCE_COEF_ROW * pitch;
   c.soft = (const float*)coef + FLCE_COEF_SOFT * pitch;
-  c.per_l = (double)shape->scale / (double)make_args(r).scale_f32;
   return c;
 }
 
@@ -71,13 +69,13 @@ flce_status cuda_product_dz(void* self, const flce_gemm* g, const flce_rows* r, 
     product.m = part.rows;
     product.a = (const __nv_bfloat16*)g->a + first * g->pitch_a;
     const product_shape shape = product_shape_of(&product, &part);
-    const product_scratch s = product_scratch_of(scratch, &part);
+    const product_scratch s = product_scratch_of(scratch, &part, true);
     scratch = s.redo + 1 + ceil_div(part.rows, kProductClusterRows);
     FLCE_TRY(
         launch_product(self, &product, &part, &shape, &s, kCodeResult, first > 0 ? &before : NULL));
     const flce_upstream none = {};
     FLCE_TRY(cuda_row_coefficients(self, &part, &none, factor, part_coef));
-    before = codes_of(&part, &shape, &s, part_coef);
+    before = codes_of(&part, &s, part_coef);
   }
   const int64_t spans = before.count * ceil_div(before.vocab, kFinishSpan);
   return launch_next(self, finish_code_rows, (unsigned)ceil_div(spans, kFinishWarps),

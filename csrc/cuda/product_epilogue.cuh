@@ -41,7 +41,7 @@ struct Seat {
 /* A thread's four rows. */
 struct TileRows {
   float offset[4], sum[4];
-  float scale[4], gap[4], mass[4], spread[4]; /* of the kernels that need them */
+  float scale[4], gap[4], mass[4], coded[4], spread[4]; /* of the kernels that need them */
 };
 
 /* Where in shared memory a tile's columns have their bias and their class weight, 0 beyond the
@@ -236,7 +236,7 @@ __device__ __forceinline__ void open_tile_rows(const product_shape& shape, const
   for (int q = 0; q < 4; q++) {
     const int row = seat.first_row + row_step(q);
     const bool inside = row < shape.rows;
-    rows.sum[q] = rows.gap[q] = rows.mass[q] = rows.spread[q] = rows.scale[q] = 0;
+    rows.sum[q] = rows.gap[q] = rows.mass[q] = rows.coded[q] = rows.spread[q] = rows.scale[q] = 0;
     rows.offset[q] = kBlankRow;
     if (inside) rows.offset[q] = REPEAT ? offset_of(s, row) : __ldg(s.offset + row);
     if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
@@ -393,16 +393,18 @@ __device__ __forceinline__ void code_slab(const product_shape& shape, uint32_t a
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int q = half * 2 + (i & 1);
-        float above[2];
+        float code[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float t = __uint_as_float(e ? pairs[i] & 0xffff0000u : pairs[i] << 16);
           rows.mass[q] += t;
           if (t != 0) rows.gap[q] = fmaf(t, z[2 * i + e], rows.gap[q]);
-          above[e] = fmaf(z[2 * i + e], shape.scale, -rows.offset[q]);
-          rows.sum[q] += exp2_fast(above[e]);
+          const float above = fmaf(z[2 * i + e], shape.scale, -rows.offset[q]);
+          rows.sum[q] += exp2_fast(above);
+          code[e] = code_of(above);
+          rows.coded[q] += coded_exp(code[e]);
         }
-        pairs[i] = code_pair(above[0], above[1]);
+        pairs[i] = pack_codes(code[0], code[1]);
       }
       sm90::store_matrices(place, pairs);
     }
@@ -410,18 +412,20 @@ __device__ __forceinline__ void code_slab(const product_shape& shape, uint32_t a
 }
 
 /* The tile's sums of each row. One beyond the limit is done again, from the row's largest. */
-template <bool GENERAL, bool SOFT>
+template <bool GENERAL, bool SOFT, bool CODES>
 __device__ __forceinline__ void close_tile_rows(const product_shape& shape,
                                                 const product_scratch& s, const Seat& seat,
-                                                float limit, Products& acc, TileRows& rows) {
+                                                Products& acc, TileRows& rows) {
+  constexpr float kLimit = CODES ? kCodeLimit : kTileLimit;
   bool beyond = false;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     rows.sum[q] = quad_sum(rows.sum[q]);
-    beyond |= rows.sum[q] > limit;
+    beyond |= rows.sum[q] > kLimit;
     write_number(s.sums, shape, seat, q, rows.sum[q]);
     if (SOFT || (GENERAL && s.gaps)) write_number(s.gaps, shape, seat, q, quad_sum(rows.gap[q]));
     if constexpr (SOFT) write_number(s.masses, shape, seat, q, quad_sum(rows.mass[q]));
+    if constexpr (CODES) write_number(s.coded, shape, seat, q, quad_sum(rows.coded[q]));
     if (GENERAL && s.spreads) write_number(s.spreads, shape, seat, q, quad_sum(rows.spread[q]));
   }
   if (!__any_sync(0xffffffffu, beyond)) return;
@@ -429,7 +433,7 @@ __device__ __forceinline__ void close_tile_rows(const product_shape& shape,
   for (int q = 0; q < 4; q++) {
     const float top = row_top(acc, q) * (GENERAL ? 1 : shape.scale);
     const int row = seat.first_row + row_step(q);
-    if (rows.sum[q] > limit && (seat.lane & 3) == 0 && row < shape.rows) {
+    if (rows.sum[q] > kLimit && (seat.lane & 3) == 0 && row < shape.rows) {
       atomicMax(s.top + row, ordered_of(top));
       s.redo[0] = 1;
       s.redo[1 + row / kProductClusterRows] = 1;

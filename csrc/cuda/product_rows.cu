@@ -138,7 +138,7 @@ __device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, i
 
 /* The tiles' sums of a row. */
 struct TileSums {
-  double rest, gap, mass, spread;
+  double rest, gap, mass, coded, spread;
 };
 
 /* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   sum.rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
   sum.gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
   sum.mass = sum_of_tiles(s.masses, shape.rows, row, tiles, scratch);
+  sum.coded = sum_of_tiles(s.coded, shape.rows, row, tiles, scratch);
   sum.spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
   const Place place = place_of(p.r, row);
@@ -197,6 +198,7 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   view.class_weight = (const float*)p.r.class_weight;
   view.target = s.column[row];
   if constexpr (KIND == kSoft) {
+    if (s.coded) s.target[row] = (float)sum.coded;
     write_soft_row(p, view, place.at, shape.scale, k, sum);
   } else {
     const float target = s.target[row];
@@ -226,8 +228,8 @@ static int64_t tiles_of(int64_t vocab) {
 /* Tiles' numbers of each row at the most: product_scratch_of takes them. */
 static int64_t number_count(const flce_problem* p) {
   const bool soft = p->has_probabilities;
-  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
-         2 * p->wants_predictions;
+  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->bf16_probabilities +
+         p->wants_entropy + 2 * p->wants_predictions;
 }
 
 /* Of product_scratch: the numbers, the five vectors, and redo, which has at most two elements more
@@ -236,7 +238,7 @@ static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
   return 4 * (numbers * tiles_of(vocab) + 8);
 }
 
-product_scratch product_scratch_of(void* memory, const flce_rows* r) {
+product_scratch product_scratch_of(void* memory, const flce_rows* r, bool codes) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -250,6 +252,7 @@ product_scratch product_scratch_of(void* memory, const flce_rows* r) {
   s.gaps = take(soft || (smooth && !r->wsum), size);
   s.gap = take(!soft && smooth && r->wsum, rows);
   s.masses = take(soft, size);
+  s.coded = take(codes, size);
   s.spreads = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
@@ -363,7 +366,7 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   if (r->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "product_rows"));
   const product_shape shape = product_shape_of(g, r);
-  const product_scratch s = product_scratch_of(scratch, r);
+  const product_scratch s = product_scratch_of(scratch, r, false);
   const ProductResult result = g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
   return launch_product(self, g, r, &shape, &s, result, NULL);
 }

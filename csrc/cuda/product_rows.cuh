@@ -23,7 +23,8 @@ enum {
 typedef struct product_scratch {
   float* offset;  /* [rows] k */
   float* scale;   /* [rows] general: what makes zeta of z, or of the softcap's tanh */
-  float* target;  /* [rows] the target's z, its bias added; general: its zeta */
+  float* target;  /* [rows] the target's z, its bias added; general: its zeta; with `coded`, the
+                     sum of those */
   int* column;    /* [rows] the target, -1 for none */
   int* top;       /* [rows] ordered_of the largest zeta where a tile went beyond its limit */
   int* redo;      /* [1 + clusters] whether any, and which kProductClusterRows have such rows */
@@ -31,6 +32,7 @@ typedef struct product_scratch {
   float* gaps;    /* of w_j zeta_j, the target included; of probabilities, of t_j z_j; or */
   float* gap;     /* [rows] that of all columns from 0, with flce_rows' wsum; or NULL */
   float* masses;  /* of t_j */
+  float* coded;   /* of 2^(zeta - k) as the codes have zeta */
   float* spreads; /* of 2^(zeta - k) zeta */
   float* tops;    /* the largest zeta, */
   int* columns;   /* and its lowest column */
@@ -84,9 +86,9 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
                                 const CodeRows* before);
 
 /* What the product takes of a chunk's rows, and its scratch in memory of facts.product_row_bytes
- * for each of them. */
+ * for each of them. `codes`: whether it makes them. */
 product_shape product_shape_of(const flce_gemm* gemm, const flce_rows* rows);
-product_scratch product_scratch_of(void* memory, const flce_rows* rows);
+product_scratch product_scratch_of(void* memory, const flce_rows* rows, bool codes);
 
 /* place_offsets, the product and what it has to do again; then, of the tiles' numbers, statistics
  * and losses. */

@@ -13,11 +13,11 @@ enum {
   kBarriers = 2 * kStages + 2,
   kCopyRegisters = 24,
   kProductRegisters = 240,
-  /* Where warps that copy nothing finish codes. */
+  /* Where warps that copy nothing finish codes: columns that one takes at a time. */
   kFinishRegisters = 40,
   kCodeRegisters = 232,
-  kFinishSpan = 16384,
-  kFinishVectors = 2,
+  kBesideSpan = 16384,
+  kBesideVectors = 2,
 };
 
 struct product_args {
@@ -176,12 +176,12 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
 /* Gives the memory for results to a group with the probabilities of its tile in it: they come while
  * its products are made. By one thread. */
 __device__ __forceinline__ void copy_probabilities(const CUtensorMap* t_map, const Ring& ring,
-                                                   const Tile& at, int group) {
+                                                   const Tile& at, int group, uint64_t policy) {
   const uint32_t barrier = ring.staging + 8 * group;
   sm90::barrier_arrive_expecting(barrier, kSlabs * kBytesSlab);
   for (int slab = 0; slab < kSlabs; slab++) {
     sm90::load_box(ring.e + slab * kBytesSlab, t_map, barrier, at.column + slab * kSlab, at.row,
-                   sm90::kEvictFirst);
+                   policy);
   }
 }
 
@@ -256,14 +256,13 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
                         p.store_policy);
     }
   }
-  close_tile_rows<kIsGeneral, KIND == kSoft>(p.shape, p.scratch, seat,
-                                             kCodes ? kCodeLimit : kTileLimit, acc, rows);
+  close_tile_rows<kIsGeneral, KIND == kSoft, kCodes>(p.shape, p.scratch, seat, acc, rows);
   if (!kStore || !copies) return;
   sm90::store_wait_read();
   if (!kCodes) {
     sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
   } else if (next < walk.tiles) {
-    copy_probabilities(t_map, ring, place_of_tile(p, walk, next, rank), group ^ 1);
+    copy_probabilities(t_map, ring, place_of_tile(p, walk, next, rank), group ^ 1, p.store_policy);
   }
 }
 
@@ -275,7 +274,7 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
   if (group == 1) give_turn(1);
   int tile = seek<REPEAT>(p, walk, blockIdx.x / kCluster);
   if (RESULT == kCodeResult && group == 0 && thread == 0 && tile < walk.tiles)
-    copy_probabilities(t_map, ring, place_of_tile(p, walk, tile, rank), group);
+    copy_probabilities(t_map, ring, place_of_tile(p, walk, tile, rank), group, p.store_policy);
   if (group == 1 && tile < walk.tiles) tile = seek<REPEAT>(p, walk, tile + p.clusters);
   for (int turn = 0; tile < walk.tiles; turn++) {
     const int next = seek<REPEAT>(p, walk, tile + p.clusters);
@@ -304,7 +303,7 @@ __device__ __forceinline__ void blank_rows(const product_args& p, int first, int
 __device__ __forceinline__ void finish_before(const CodeRows& before) {
   constexpr int kWarps = kGroupThreads / kWarp - 1;
   const int warp = blockIdx.x * kWarps + threadIdx.x / kWarp - 1;
-  finish_codes<kFinishSpan, kFinishVectors>(before, warp, gridDim.x * kWarps);
+  finish_codes<kBesideSpan, kBesideVectors>(before, warp, gridDim.x * kWarps);
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
