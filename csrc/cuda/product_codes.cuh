@@ -64,7 +64,8 @@ struct CodeRow {
 /* The sum is at least 2^-65, of a logit that was looked at. */
 __device__ __forceinline__ CodeRow open_code_row(const CodeRows& c, int row) {
   const float of_p = c.row[row] / c.inv_sum[row];
-  return {of_p * (exp2f(kCodePower - kCodeFloor) / c.sums[row]), c.soft[row]};
+  constexpr float kScale = 0x1p31f; /* 2^(kCodePower - kCodeFloor) */
+  return {of_p * (kScale / c.sums[row]), c.soft[row]};
 }
 
 __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, uint32_t t) {
