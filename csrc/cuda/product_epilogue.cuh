@@ -355,12 +355,20 @@ __device__ __forceinline__ void exp_parts(const product_shape& shape, const prod
   }
 }
 
+/* The address that a lane names of the four matrices of a thread's eight 16-bit numbers: a half's
+ * part of a slab, whose chunks of 16 bytes are swizzled by the line. */
+__device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Seat& seat, int part,
+                                                int half) {
+  const uint32_t line = slab + (seat.warp * 16 + (seat.lane & 15)) * 128;
+  const int chunk = part * 2 + (seat.lane >> 4);
+  return line + half * 64 * 128 + ((chunk ^ (seat.lane & 7)) << 4);
+}
+
 /* E of one slab of columns into shared memory, as a copy wants it, and its sums. */
 template <bool STORE, bool GENERAL>
 __device__ __forceinline__ void exp_slab(const product_shape& shape, const product_scratch& s,
                                          uint32_t address, int slab, const Seat& seat,
                                          const Products& acc, TileRows& rows) {
-  const uint32_t line = address + (seat.warp * 16 + (seat.lane & 15)) * 128;
 #pragma unroll
   for (int part = 0; part < kSlab / 16; part++) {
 #pragma unroll
@@ -370,8 +378,7 @@ __device__ __forceinline__ void exp_slab(const product_shape& shape, const produ
       if constexpr (STORE) {
         const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                                     pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
-        const int chunk = part * 2 + (seat.lane >> 4); /* of 16 bytes; swizzled by the line */
-        sm90::store_matrices(line + half * 64 * 128 + ((chunk ^ (seat.lane & 7)) << 4), packed);
+        sm90::store_matrices(matrices_at(address, seat, part, half), packed);
       }
     }
   }
@@ -380,14 +387,12 @@ __device__ __forceinline__ void exp_slab(const product_shape& shape, const produ
 /* Codes of one slab in the place of its probabilities, and the sums of both. */
 __device__ __forceinline__ void code_slab(const product_shape& shape, uint32_t address, int slab,
                                           const Seat& seat, const Products& acc, TileRows& rows) {
-  const uint32_t line = address + (seat.warp * 16 + (seat.lane & 15)) * 128;
 #pragma unroll
   for (int part = 0; part < kSlab / 16; part++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const float* z = &acc[half][(slab * (kSlab / 16) + part) * 8];
-      const int chunk = part * 2 + (seat.lane >> 4); /* of 16 bytes; swizzled by the line */
-      const uint32_t place = line + half * 64 * 128 + ((chunk ^ (seat.lane & 7)) << 4);
+      const uint32_t place = matrices_at(address, seat, part, half);
       uint32_t pairs[4];
       sm90::load_matrices(place, pairs);
 #pragma unroll

@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtens
 /* createpolicy's words: of what is soon to leave the cache, and none. */
 constexpr uint64_t kEvictFirst = 0x12F0000000000000u, kNoPolicy = 0x1000000000000000u;
 
-/* With a policy: of what this kernel reads once. */
+/* With a policy for the cache. */
 __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
                                          int column, int row, uint64_t cache_policy) {
   asm volatile(
