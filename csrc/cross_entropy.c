@@ -21,11 +21,11 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
   flce_rows view =
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
   FLCE_TRY(flce_check_loss(&problem->loss));
-  CALL(&e, prepare, problem, tensors);
+  CALL(&e, prepare, problem, tensors, NULL, false);
   CALL(&e, stat_rows, &view);
   if (reduced)
     CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
-         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat);
+         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, false);
   return FLCE_OK;
 }
 

@@ -125,25 +125,23 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
   return run_gemm(e, gemm);
 }
 
-/* Statistics of a chunk from the one kernel that also makes its logits, and E, or in form dz z,
- * where the strategy keeps either. */
-static flce_status product_rows(const engine* e, chunk* c) {
+/* The fused product of a chunk's logits, and E, or in form dz z, where the strategy keeps either.
+ */
+static flce_status product_rows(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
   bool keeps = saves || gradients, exp_form = plan->form == FLCE_FORM_EXP;
-  flce_gemm gemm;
-  FLCE_TRY(logits_product(e, c, &gemm));
+  FLCE_TRY(logits_product(e, c, gemm));
   if (keeps && exp_form)
     set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->dtype,
             plan->out_pitch);
-  if (keeps && !exp_form) place_z(e, c, &gemm);
-  flce_rows rows = c->view;
-  rows.bias = e->bias;
+  if (keeps && !exp_form) place_z(e, c, gemm);
+  *rows = c->view;
+  rows->bias = e->bias;
   /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
-  if (gradients && e->problem->want_grad_input && !e->bias) rows.wsum = buffer(e, FLCE_BUF_SMOOTH);
+  if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
   atomic_fetch_add(&gemm_count, 1);
-  CALL(e, product_rows, &gemm, &rows, buffer(e, FLCE_BUF_PRODUCT));
-  if (gradients && !exp_form) set_out_in_place(e, &c->view);
+  CALL(e, product_rows, gemm, rows, buffer(e, FLCE_BUF_PRODUCT));
   return FLCE_OK;
 }
 
@@ -152,6 +150,16 @@ static flce_status product_rows(const engine* e, chunk* c) {
 static const void* unit_factor(const engine* e) {
   bool in_units = e->plan->dtype == FLCE_F16;
   return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
+}
+
+/* Statistics of what product_rows has made, and with save=grads the rows' factors. */
+static flce_status product_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
+                                      const flce_rows* rows) {
+  bool gradients = e->plan->save == FLCE_SAVE_GRADS;
+  CALL(e, product_statistics, gemm, rows, unit_factor(e), gradients ? (void*)c->coef : NULL,
+       buffer(e, FLCE_BUF_PRODUCT));
+  if (gradients && e->plan->form == FLCE_FORM_DZ) set_out_in_place(e, &c->view);
+  return FLCE_OK;
 }
 
 /* save=grads: statistics and dz of a chunk, by one function. */
@@ -182,7 +190,20 @@ static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row 
   return at(c->coef, row * e->problem->tokens, e->stat);
 }
 
-/* dX of the chunk from c->view.out, which holds E or dz. */
+/* What dW is made of instead of x: coef x, or in form dz x without ignored rows, where there are
+ * such: a NaN there would pass zeros. NULL: x itself. */
+static void* scaled_input(const engine* e) {
+  return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
+}
+
+/* From where a chunk's rows of x are told by its index, or follow each other. */
+static const void* rows_of_input(const engine* e, const chunk* c) {
+  int64_t h = e->problem->hidden;
+  return at(e->input, e->plan->gathers ? 0 : c->first * h, e->plan->dtype);
+}
+
+/* dX of the chunk from c->view.out, which holds E or dz; in form exp also scaled_input, by the pass
+ * that has the rows' factors at hand. */
 static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
@@ -205,7 +226,8 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   flce_rows finished = *view;
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input, dx, plan->grad_input_dtype, product, plan->dx_gemm_dtype,
-       e->linear_weight, plan->dtype, &finished, buffer(e, FLCE_BUF_SMOOTH), h);
+       e->linear_weight, plan->dtype, &finished, buffer(e, FLCE_BUF_SMOOTH), rows_of_input(e, c),
+       exp_form ? scaled_input(e) : NULL, h);
   return FLCE_OK;
 }
 
@@ -241,19 +263,17 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
   return FLCE_OK;
 }
 
-/* accum += E^T (coef x), or dz^T x, without ignored rows of x, if there are such: a NaN there would
- * pass zeros. */
+/* accum += E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = e->problem->hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  const void* x = at(e->input, plan->gathers ? 0 : c->first * h, plan->dtype);
-  void* scaled = buffer(e, FLCE_BUF_SCALED_X);
-  if (scaled) {
+  const void* x = rows_of_input(e, c);
+  void* scaled = scaled_input(e);
+  if (scaled && !(exp_form && e->problem->want_grad_input))
     CALL(e, scale_rows, scaled, x, plan->dtype,
          coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
-    x = scaled;
-  }
+  if (scaled) x = scaled;
   flce_gemm gemm = {.m = v,
                     .n = h,
                     .k = c->rows,
@@ -315,12 +335,18 @@ static flce_status zero_padding(const engine* e) {
   return FLCE_OK;
 }
 
-static flce_status begin_gradients(const engine* e) {
+/* Smoothing's sum of W. */
+static flce_status sum_weight(const engine* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
-  if (smooth && problem->want_grad_input)
-    CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, problem->hidden, problem->vocab,
-         problem->hidden, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+  if (!smooth || !problem->want_grad_input) return FLCE_OK;
+  CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, problem->hidden, problem->vocab,
+       problem->hidden, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+  return FLCE_OK;
+}
+
+static flce_status begin_gradients(const engine* e) {
+  const flce_problem* problem = e->problem;
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
@@ -364,7 +390,6 @@ static flce_status finish_gradients(const engine* e) {
   const void* coef_target = exp_form ? at(coef, FLCE_COEF_TARGET * n, e->stat) : NULL;
   const void* coef_smooth = at(coef, FLCE_COEF_SMOOTH * n, e->stat);
   void* order = buffer(e, FLCE_BUF_ORDER);
-  if (exp_form) CALL(e, order_targets, problem, e->tensors->target, order);
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
   void* xsum = smooth ? at(smooth, h, e->stat) : NULL;
   void* smooth_total = smooth ? at(smooth, 2 * h, e->stat) : NULL;
@@ -378,7 +403,7 @@ static flce_status finish_gradients(const engine* e) {
     if (plan->weight_parts > 0 && problem->rows > 0)
       CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), buffer(e, FLCE_BUF_DB_PARTS), e->stat, v,
            plan->weight_parts, v, NULL, false, buffer(e, FLCE_BUF_COLUMN_SUM));
-    if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat);
+    if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat, false);
     CALL(e, finish_grad_bias, e->tensors->grad_bias, plan->grad_bias_dtype,
          buffer(e, FLCE_BUF_DB_ACCUM), e->stat, coef_target, order, n, smooth_total,
          e->tensors->class_weight, v);
@@ -388,8 +413,8 @@ static flce_status finish_gradients(const engine* e) {
 
 /* ---- forward ---- */
 
-/* Statistics and loss of a chunk, and what the strategy keeps of its logits. */
-static flce_status forward_rows(const engine* e, chunk* c) {
+/* Statistics and loss of a chunk by passes, and what the strategy keeps of its logits. */
+static flce_status pass_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool keeps = plan->save == FLCE_SAVE_LOGITS;
   if (plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS) {
@@ -412,7 +437,7 @@ static flce_status forward_rows(const engine* e, chunk* c) {
 /* save=grads: the gradient for grad_output 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
   if (e->plan->makes_dz) return chunk_gradients(e, c);
-  FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
+  if (!e->plan->fuses_rows) FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -421,46 +446,70 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
   return chunk_gradients(e, c);
 }
 
-/* The index of the rows to compute, and what the others give. */
-static flce_status gather_rows(const engine* e, bool blanks) {
+/* The index of the rows to compute. */
+static flce_status gather_rows(const engine* e) {
   if (!e->plan->gathers) return FLCE_OK;
   CALL(e, compact_rows, e->problem, e->tensors->target, buffer(e, FLCE_BUF_INDEX));
-  if (!blanks) return FLCE_OK;
-  flce_rows all = open_rows(e, 0, e->problem->tokens);
-  CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
   return FLCE_OK;
+}
+
+/* Outputs, scalars, the targets' order, what the rows that are not computed give. `beside`: behind
+ * the first product, which waits for none of it: by then a device is at work. */
+static flce_status begin_rows(const engine* e, flce_tensors* placed, bool gradients, bool beside) {
+  if (placed->provide) FLCE_TRY(placed->provide(placed->provider, placed));
+  CALL(e, prepare, e->problem, placed, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL, beside);
+  if (e->plan->gathers) {
+    flce_rows all = open_rows(e, 0, e->problem->tokens);
+    CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
+  }
+  return gradients ? begin_gradients(e) : FLCE_OK;
+}
+
+/* A chunk's logits, statistics and loss, and what the strategy keeps or makes of them. */
+static flce_status forward_rows(const engine* e, flce_tensors* placed, chunk* c, bool gradients) {
+  const flce_plan* plan = e->plan;
+  bool begins = c->first == 0, late = plan->fuses_rows && !plan->makes_dz;
+  flce_gemm gemm;
+  flce_rows rows;
+  if (begins && !late) FLCE_TRY(begin_rows(e, placed, gradients, false));
+  if (plan->makes_dz) {
+    FLCE_TRY(product_dz(e, c));
+  } else if (plan->fuses_rows) {
+    FLCE_TRY(product_rows(e, c, &gemm, &rows));
+    if (begins) FLCE_TRY(begin_rows(e, placed, gradients, true));
+    FLCE_TRY(product_statistics(e, c, &gemm, &rows));
+  } else {
+    FLCE_TRY(logits_gemm(e, c));
+    FLCE_TRY(pass_rows(e, c));
+  }
+  return gradients ? forward_gradients(e, c) : FLCE_OK;
 }
 
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
                          const flce_plan* plan, const flce_tensors* given) {
   engine e;
-  flce_tensors placed = *given, *tensors = &placed;
-  FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, true));
+  flce_tensors placed = *given;
+  FLCE_TRY(open_engine(&e, backend, problem, plan, &placed, true));
   if (!plan->keeps_statistics) {
     placed.stats = buffer(&e, FLCE_BUF_STATS);
     placed.scalars = buffer(&e, FLCE_BUF_SCALARS);
   }
-  e.losses = problem->reduction == FLCE_NONE ? tensors->loss : buffer(&e, FLCE_BUF_ROW_LOSS);
-  CALL(&e, prepare, problem, tensors);
-  FLCE_TRY(gather_rows(&e, true));
+  e.losses = problem->reduction == FLCE_NONE ? placed.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
-  if (gradients) FLCE_TRY(begin_gradients(&e));
+  FLCE_TRY(gather_rows(&e));
+  if (gradients) FLCE_TRY(sum_weight(&e));
+  if (problem->rows == 0) FLCE_TRY(begin_rows(&e, &placed, gradients, false));
   for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
     chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
-    if (plan->makes_dz) {
-      FLCE_TRY(product_dz(&e, &c));
-    } else if (plan->fuses_rows) {
-      FLCE_TRY(product_rows(&e, &c));
-    } else {
-      FLCE_TRY(logits_gemm(&e, &c));
-      FLCE_TRY(forward_rows(&e, &c));
-    }
-    if (gradients) FLCE_TRY(forward_gradients(&e, &c));
+    FLCE_TRY(forward_rows(&e, &placed, &c, gradients));
   }
   if (gradients) FLCE_TRY(finish_gradients(&e));
+  /* In form exp a pass ends the gradients; of a library's product it is not known what it awaits.
+   */
+  bool beside = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
   if (problem->reduction != FLCE_NONE)
-    CALL(&e, reduce, tensors->loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
-         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat);
+    CALL(&e, reduce, placed.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
+         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, beside);
   return FLCE_OK;
 }
 
@@ -503,8 +552,11 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
   bool needs_bias = plan->save == FLCE_SAVE_STATS || (!plan->saves_exp && !plan->gemm_adds_bias);
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
-  FLCE_TRY(gather_rows(&e, false));
+  FLCE_TRY(gather_rows(&e));
+  FLCE_TRY(sum_weight(&e));
   FLCE_TRY(begin_gradients(&e));
+  void* order = buffer(&e, FLCE_BUF_ORDER);
+  if (order) CALL(&e, order_targets, problem, tensors->target, order);
   flce_upstream upstream = upstream_of(&e);
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);

@@ -357,7 +357,8 @@ typedef struct flce_scaled {
 } flce_scaled;
 
 /* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
-typedef struct flce_tensors {
+typedef struct flce_tensors flce_tensors;
+struct flce_tensors {
   const void* input;         /* [N][H] input_dtype */
   const void* linear_weight; /* [weight_rows][H] weight_dtype */
   const void* linear_bias;   /* [weight_rows] bias_dtype, or NULL */
@@ -382,7 +383,11 @@ typedef struct flce_tensors {
   const void* grad_entropy; /* likewise */
   void* workspace; /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, 256-byte
                       aligned */
-} flce_tensors;
+  /* save=grads: NULL, or sets loss and grad_*, which the forward asks for once, where it can behind
+   * its first product: a device works while its caller allocates. */
+  flce_status (*provide)(void* provider, flce_tensors* tensors);
+  void* provider;
+};
 
 /* Functions of a backend. `self` is the table's own. All but `facts` queue work in order; none
  * waits for a device. A dtype or pointer combination without a kernel gives FLCE_UNSUPPORTED, never
@@ -399,11 +404,14 @@ typedef struct flce_backend {
   flce_status (*cast)(void* self, void* out, flce_dtype out_dtype, const void* in,
                       flce_dtype in_dtype, int64_t count);
 
-  /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars.
-   * CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, and FLCE_INVALID_ARGUMENT says so
-   * where more rows are valid than problem->rows, before any work. CUDA: nothing is checked here;
-   * INV_DENOM is NaN in the second case. */
-  flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors);
+  /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars; and
+   * order_targets, unless `order` is NULL. `beside`: what this call queued last is the
+   * backend's own, and touches none of these: the two may run at the same time. CPU:
+   * FLCE_TARGET_OUT_OF_RANGE names row, value and range, and FLCE_INVALID_ARGUMENT says so where
+   * more rows are valid than problem->rows, before anything is written. CUDA: nothing is checked
+   * here; INV_DENOM is NaN in the second case. */
+  flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                         void* order, bool beside);
 
   /* target[N] -> index[problem->rows], the first elements of `index` (facts.compact_bytes): the
    * rows that are not ignored, ascending, then -1. */
@@ -421,16 +429,19 @@ typedef struct flce_backend {
   /* The same, and out = E = exp(l - c) (1 - tanh^2 of the softcap), the target's column and ignored
    * rows 0. Not for probabilities. */
   flce_status (*exp_rows)(void* self, const flce_rows* rows);
-  /* The logits GEMM and on its z what exp_rows does, or stat_rows where out is NULL. c is not
-   * written, but in float32 where it is not NULL and out is: then it gets z + bias. Whole tiles
-   * beyond the last index that is not -1 cost no product. `scratch`: facts.product_row_bytes for
-   * each row. Only where facts say so. */
+  /* The logits GEMM and on its z what exp_rows does, or stat_rows where out is NULL, in two calls
+   * with the same arguments, of which the first reads no scalars: `out` is complete, and statistics
+   * and losses are written, with the second. c is not written, but in float32 where it is not NULL
+   * and out is: then it gets z + bias. coef not NULL: also row_coefficients without upstream
+   * gradients. Whole tiles beyond the last index that is not -1 cost no product. `scratch`:
+   * facts.product_row_bytes for each row. Only where facts say so. */
   flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
-  /* product_rows, row_coefficients without upstream gradients and grad_rows in one: statistics,
-   * coef and out = dz, whose p is the softmax of logits rounded by 7e-4 at the most; statistics and
-   * losses are of exact ones. rows as product_rows takes them, with bfloat16 probabilities and
-   * out_dtype. Only where facts say so. */
+  flce_status (*product_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                    const void* factor, void* coef, void* scratch);
+  /* The two and grad_rows in one: statistics, coef and out = dz, whose p is the softmax of logits
+   * rounded by 7e-4 at the most; statistics and losses are of exact ones. rows as product_rows
+   * takes them, with bfloat16 probabilities and out_dtype. Only where facts say so. */
   flce_status (*product_dz)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                             const void* factor, void* coef, void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
@@ -447,9 +458,10 @@ typedef struct flce_backend {
   flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_upstream* upstream,
                                   const void* factor, void* coef);
 
-  /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All stat dtype. */
+  /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All stat dtype.
+   * `beside`: as prepare has it. */
   flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat);
+                        const void* factor, flce_dtype stat, bool beside);
 
   /* out[r] = coef[i] * x[i], i = index[r], or r where index is NULL; a row of zeros where coef is
    * 0, whatever x holds, or i is -1. coef NULL for ones. out, x: [][H] dtype. coef: stat dtype. */
@@ -459,10 +471,12 @@ typedef struct flce_backend {
   /* dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum of rows->coef, one rounding, for row r
    * of `rows` and i as its vectors have it; with rows->coef NULL dX[i] = D[r]. D may be dX itself
    * where rows->index is NULL. A row of zeros where the target is ignored, of NaN where it is out
-   * of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W [V][H] dtype. */
+   * of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W [V][H] dtype. scaled_x not
+   * NULL, with coef: also scale_rows of x by ROW into it. */
   flce_status (*finish_grad_input)(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* rows, const void* wsum, int64_t hidden);
+                                   const flce_rows* rows, const void* wsum, const void* x,
+                                   void* scaled_x, int64_t hidden);
 
   /* out[cols] (stat dtype) = [accumulate: out +] sum_i weights[i] a[i][:], in a fixed order;
    * weights NULL for ones. A row whose weight is 0 adds nothing, whatever it holds. */
@@ -557,42 +571,6 @@ typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda,
                                             flce_backend* backend); /* "flce_cuda_backend" */
 typedef const char* (*flce_cuda_describe_fn)(
     void); /* "flce_cuda_describe": build and device facts, a line each */
-
-/* Memory for a product that is to be timed; bias may be NULL. */
-typedef struct flce_gemm_operands {
-  const void* a;
-  const void* b;
-  void* c;
-  const void* bias;
-  void* workspace;
-  int64_t workspace_bytes;
-} flce_gemm_operands;
-
-/* The choice of the algorithms of CUDA's products. A product is a line of text: the version of the
- * library that computes it, what its choice depends on (flce/tune.py: PRODUCT names the numbers),
- * the GPU's name. Texts are written as flce_plan_text writes; *used is their length. The
- * flce_cuda's device has to be the current one. */
-typedef struct flce_cuda_tuning {
-  /* on: forgets what was recorded, and records from now on each different product that runs. */
-  void (*record)(bool on);
-  /* The recorded products of the device, a line each. */
-  flce_status (*recorded)(const flce_cuda* cuda, char* text, int64_t size, int64_t* used);
-  /* Two indices, of the candidate that the shipped rules take and of the one that is taken, then
-   * the candidates: the algorithm (flce/tune.py: ALGORITHM) and its bytes of workspace, a line
-   * each. */
-  flce_status (*candidates)(const flce_cuda* cuda, const char* product, char* text, int64_t size,
-                            int64_t* used);
-  /* Runs a candidate `repeats` times, waits, and gives the milliseconds of one run. Refused while
-   * the stream is captured. */
-  flce_status (*time)(const flce_cuda* cuda, const char* product,
-                      const flce_gemm_operands* operands, int64_t candidate, int64_t repeats,
-                      double* milliseconds);
-  /* Lines of a product with an algorithm's numbers before the name: from now on taken where it is
-   * among that product's candidates. FLCE_INVALID_ARGUMENT changes nothing. */
-  flce_status (*use)(const char* lines);
-  const char* (*last_error)(void);
-} flce_cuda_tuning;
-typedef const flce_cuda_tuning* (*flce_cuda_tuning_fn)(void); /* "flce_cuda_tuning_table" */
 
 #ifdef __cplusplus
 }

@@ -1,9 +1,10 @@
-// The binding: schemas, boxing, checks, status -> error. With op_options.h, op_tune.cpp, module.cpp
-// and torch_device.h the only C++ and the only code that includes torch, through its stable ABI
-// alone, so that one build serves every torch >= 2.10.
+// The binding: schemas, boxing, checks, status -> error. With op_options.h, op_outputs.h,
+// op_tune.cpp, module.cpp and torch_device.h the only C++ and the only code that includes torch,
+// through its stable ABI alone, so that one build serves every torch >= 2.10.
 #include <tuple>
 
 #include "op_options.h"
+#include "op_outputs.h"
 
 namespace {
 
@@ -133,60 +134,6 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
-// Those that nobody wants are none: an allocator takes its time for an empty tensor too.
-struct Gradients {
-  OptionalTensor input, weight, bias;
-};
-
-// Tensors for the wanted gradients that this pass makes.
-Gradients allocate_gradients(const Device& device, const flce_problem& problem,
-                             const flce_plan& plan, flce_tensors* tensors) {
-  auto make = [&](std::vector<int64_t> sizes, flce_dtype dtype, const char* name, void** pointer) {
-    Tensor tensor = device.allocate(sizes, dtype, name);
-    *pointer = tensor.mutable_data_ptr();
-    return tensor;
-  };
-  int64_t n = problem.tokens, h = problem.hidden, v = problem.weight_rows;
-  Gradients gradients;
-  if (problem.want_grad_input)
-    gradients.input = make({n, h}, plan.grad_input_dtype, "grad_input", &tensors->grad_input);
-  if (problem.want_grad_weight && !problem.adds_grad_weight)
-    gradients.weight = make({v, h}, plan.grad_weight_dtype, "grad_weight", &tensors->grad_weight);
-  if (problem.want_grad_bias)
-    gradients.bias = make({v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
-  return gradients;
-}
-
-// What a forward gives beside what its strategy keeps.
-struct Outputs {
-  Tensor loss;
-  OptionalTensor stats, scalars, predictions;
-};
-
-Outputs allocate_outputs(const Device& device, const flce_problem& problem, bool keeps_statistics,
-                         flce_tensors* tensors) {
-  flce_dtype stat = flce_stat_dtype(problem.dtype);
-  int64_t n = problem.tokens;
-  std::vector<int64_t> rows = {n}, one = {};
-  Outputs outputs = {
-      device.allocate(problem.reduction == FLCE_NONE ? rows : one, stat, "loss"),
-      std::nullopt,
-      std::nullopt,
-      std::nullopt,
-  };
-  tensors->loss = outputs.loss.mutable_data_ptr();
-  if (keeps_statistics) {
-    outputs.stats = device.allocate({FLCE_STAT_ROWS, n}, stat, "stats");
-    outputs.scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
-    tensors->stats = outputs.stats->mutable_data_ptr();
-    tensors->scalars = outputs.scalars->mutable_data_ptr();
-  }
-  if (!problem.wants_predictions) return outputs;
-  outputs.predictions = device.allocate_indices(rows, "predictions");
-  tensors->predictions = outputs.predictions->mutable_data_ptr();
-  return outputs;
-}
-
 // [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
 std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
                                  std::optional<int64_t> rows) {
@@ -210,20 +157,25 @@ using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, Optiona
 
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
                           std::optional<int64_t> rows, flce_tensors* tensors) {
-  Outputs outputs = allocate_outputs(device, problem, plan.keeps_statistics, tensors);
+  Statistics made = allocate_statistics(device, problem, plan.keeps_statistics, tensors);
   OptionalTensor saved;
   if (plan.save == FLCE_SAVE_LOGITS) {
     saved = device.allocate(saved_shape(problem, plan, rows), plan.saved_dtype, "saved");
     tensors->saved = saved->mutable_data_ptr();
     zero_unused_rows(device, problem, plan, *saved);
   }
-  Gradients gradients;
-  if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
+  LateOutputs late(device, problem, plan);
+  if (plan.save == FLCE_SAVE_GRADS)
+    late.register_in(tensors);
+  else
+    late.loss = allocate_loss(device, problem, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  check(flce_forward(device.table(), &problem, &plan, tensors));
-  return {outputs.loss, outputs.stats,   outputs.scalars,  outputs.predictions,
-          saved,        gradients.input, gradients.weight, gradients.bias};
+  flce_status status = flce_forward(device.table(), &problem, &plan, tensors);
+  late.check_provided();
+  check(status);
+  return {*late.loss, made.stats,           made.scalars,          made.predictions,
+          saved,      late.gradients.input, late.gradients.weight, late.gradients.bias};
 }
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
@@ -450,12 +402,13 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
   bind_logits(logits, {target, weight, token_weight, token_temperature, num_items}, &problem,
               &tensors);
   Device device(place_of(logits), false);
-  Outputs outputs = allocate_outputs(device, problem, true, &tensors);
+  Tensor loss = allocate_loss(device, problem, &tensors);
+  Statistics made = allocate_statistics(device, problem, true, &tensors);
   Tensor workspace =
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
   tensors.workspace = workspace.mutable_data_ptr();
   check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
-  return {outputs.loss, *outputs.stats, *outputs.scalars, outputs.predictions};
+  return {loss, *made.stats, *made.scalars, made.predictions};
 }
 
 Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
@@ -512,13 +465,16 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
 
 }  // namespace
 
+#define FORWARD_SCHEMA                                                        \
+  "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, " \
+  "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "         \
+  "Tensor? num_items, " SETTINGS                                              \
+  ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "  \
+  "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)"
+
 STABLE_TORCH_LIBRARY(flce, m) {
-  m.def(
-      "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
-      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
-      "Tensor? num_items, " SETTINGS
-      ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
-      "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
+  m.def("forward" FORWARD_SCHEMA);
+  m.def("_forward" FORWARD_SCHEMA);  // without a formula: flce/ops.py says what for
   m.def("backward(" BACKWARD_SCHEMA
         ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
@@ -544,6 +500,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
 
 static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
+  m.impl("_forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_into", TORCH_BOX(&backward_into));
   m.impl("scale_", TORCH_BOX(&scale_));

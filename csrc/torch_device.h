@@ -19,6 +19,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "flce.h"
+#include "tuning.h"
 
 namespace {
 

@@ -512,9 +512,12 @@ def refuse_vmap(*args, **kwargs):
     )
 
 
+_forward_ad = torch.autograd.forward_ad
+
+
 def transforms_are_on():
-    dual_level = getattr(torch.autograd.forward_ad, "_current_level", 0)
-    return dual_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+    level = getattr(_forward_ad, "_current_level", 0)
+    return level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def refuse_transforms(*tensors):

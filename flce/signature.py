@@ -65,17 +65,19 @@ class Environment(typing.NamedTuple):
 def environment(first, compiling, max_memory=None):
     """The fields of Environment. `first`: the tensor with the rows; `max_memory`: the caller's, of
     which None lets FLCE_MAX_MEMORY speak."""
-    device_type = first.device.type
-    autocast = None
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        autocast = torch.get_autocast_dtype(device_type)
     return (
         torch.is_grad_enabled(),
         compiling,
-        autocast,
-        device_type == "cuda" and first.dtype == torch.float32 and _allows_tf32(),
+        # The text of a device's type takes as long as all the rest, where the caches are cold.
+        _autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
+        first.dtype == torch.float32 and first.is_cuda and _allows_tf32(),
         options.given_max_memory() if max_memory is None else None,
     )
+
+
+def _autocast_dtype(device_type):
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def _allows_tf32():

@@ -4,7 +4,8 @@ ptxas may have no numbered remark: those say that products wait for each other, 
 were not handed over. A kernel may use no local memory but what LOCAL_BYTES grants it, and each
 kernel of csrc/cuda/*_sm90.cu has to multiply by HGMMA. A kernel that may begin while the one before
 it ends (launch_next, or a launch with can_follow) waits for that one before it touches global
-memory, branches or ends. Exit status 1 if one does not hold.
+memory, branches or ends; one of launch_beside before it writes or ends. Exit status 1 if one does
+not hold.
 """
 
 import os
@@ -45,13 +46,14 @@ PROPERTIES = re.compile(
 CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 # Launched so that they may begin while the kernel before them ends.
 FOLLOWING = {
-    *("place_offsets", "sum_tiles", "row_coefficients", "reduce_values", "scale_rows"),
-    *("finish_grad_input", "scale_elements", "finish_touched_rows", "rank_targets"),
-    "finish_code_rows",
+    *("place_offsets", "sum_tiles", "row_coefficients", "scale_rows", "finish_grad_input"),
+    *("scale_elements", "finish_touched_rows", "finish_code_rows"),
     *("product_sm90", "weight_sm90"),
 }
+BESIDE = {"prepare_call", "reduce_values"}  # which read before they wait
 WAITS = re.compile(r"\bACQBULK\b")
 TOUCHES = re.compile(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|UTMALDG|UTMASTG|UBLKCP|EXIT|BRA)\b")
+WRITES = re.compile(r"\b(ST|STG|ATOM|ATOMG|RED|UTMASTG|UBLKCP|EXIT)\b")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +([^;]+);")
 
 
@@ -87,9 +89,11 @@ def follows_well(name, code):
     """Whether a kernel waits for the one before it in time, if and only if it is one to follow."""
     instructions = INSTRUCTION.findall(code)
     waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
-    if re.sub(r"[<(].*", "", name).split(" ")[-1] not in FOLLOWING:
+    kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]
+    if kernel not in FOLLOWING | BESIDE:
         return not waits
-    touches = [at for at, text in enumerate(instructions) if TOUCHES.search(text)]
+    forbidden = WRITES if kernel in BESIDE else TOUCHES
+    touches = [at for at, text in enumerate(instructions) if forbidden.search(text)]
     return len(waits) == 1 and all(waits[0] < at for at in touches)
 
 

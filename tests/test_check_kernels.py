@@ -92,8 +92,12 @@ def test_multiplying():
         ("place_offsets", ("UTMALDG.2D [UR8], [UR4]", WAIT, "EXIT"), False),
         ("place_offsets", (LOAD, STORE, "EXIT"), False),
         ("place_offsets", (WAIT, LOAD, WAIT, "EXIT"), False),
-        ("prepare_scalars", (LOAD, STORE, "EXIT"), True),
-        ("prepare_scalars", (WAIT, LOAD, STORE, "EXIT"), False),
+        ("make_keys", (LOAD, STORE, "EXIT"), True),
+        ("make_keys", (WAIT, LOAD, STORE, "EXIT"), False),
+        ("reduce_values", (LOAD, "@P0 BRA 0x80", WAIT, STORE, "EXIT"), True),
+        ("reduce_values", (LOAD, STORE, WAIT, "EXIT"), False),
+        ("reduce_values", (LOAD, "@P0 EXIT", WAIT, STORE, "EXIT"), False),
+        ("reduce_values", (LOAD, STORE, "EXIT"), False),
     ],
 )
 def test_following(name, instructions, good):
@@ -103,10 +107,11 @@ def test_following(name, instructions, good):
 
 
 def test_following_is_complete():
-    """Each kernel that the sources launch so is in the table."""
-    launched = set()
+    """Each kernel that the sources launch so is in the tables."""
+    launched, beside = set(), set()
     for path in (check_kernels.ROOT / "csrc" / "cuda").glob("*.cu"):
         text = path.read_text()
+        beside.update(re.findall(r"launch_beside\(\s*self,\s*(\w+)", text))
         for launch in re.finditer(r"launch_next\(\s*self,\s*(\w+)", text):
             name = launch[1]
             if name == "kernel":
@@ -115,3 +120,4 @@ def test_following_is_complete():
         if "can_follow(" in text:
             launched.update(re.findall(r"^    ([a-z_]+_sm90)\(const __grid", text, re.MULTILINE))
     assert launched == check_kernels.FOLLOWING
+    assert beside == check_kernels.BESIDE

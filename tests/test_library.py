@@ -57,6 +57,12 @@ def opcheck_forward(device):
     yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
 
 
+def opcheck_forward_alone(device):
+    """The same without a formula: its caller's Function is the formula."""
+    for args, kwargs in opcheck_forward(device):
+        yield tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args), kwargs
+
+
 def opcheck_backward(device):
     x, w, b, target = sample_tensors(device)
     for save in ("logits", "stats"):
@@ -120,6 +126,7 @@ OPCHECK_SAMPLES = {
     "linear_cross_entropy": opcheck_linear_cross_entropy,
     "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
     "forward": opcheck_forward,
+    "_forward": opcheck_forward_alone,
     "backward": opcheck_backward,
     "backward_into": opcheck_backward_into,
     "scale_": opcheck_scale_,

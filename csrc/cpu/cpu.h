@@ -53,7 +53,8 @@ flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
 void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
 
 /* prepare.c */
-flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors);
+flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                             void* order, bool beside);
 flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
                                   void* index);
 flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
@@ -78,7 +79,7 @@ flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int numbe
 flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                                flce_dtype dtype, int64_t count);
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
-                            const void* factor, flce_dtype stat);
+                            const void* factor, flce_dtype stat, bool beside);
 flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
                                 int64_t pitch, int64_t rows, int64_t cols, const void* weights,
                                 bool accumulate, void* scratch);
@@ -92,7 +93,8 @@ flce_status flce_cpu_scale_rows(void* self, void* out, const void* x, flce_dtype
                                 int64_t hidden);
 flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                        flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                       const flce_rows* rows, const void* wsum, int64_t hidden);
+                                       const flce_rows* rows, const void* wsum, const void* x,
+                                       void* scaled_x, int64_t hidden);
 flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
                                         const void* accum, flce_dtype accum_dtype, const void* x,
                                         flce_dtype dtype, const void* coef_target,

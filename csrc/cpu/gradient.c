@@ -181,7 +181,8 @@ static void grad_input_range(int64_t begin, int64_t end, void* context) {
 
 flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                        flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                       const flce_rows* rows, const void* wsum, int64_t hidden) {
+                                       const flce_rows* rows, const void* wsum, const void* x,
+                                       void* scaled_x, int64_t hidden) {
   grad_input_job job = {.dx = dx,
                         .d = d,
                         .w = w,
@@ -202,7 +203,9 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
   FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.w_kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
   flce_cpu_parallel(self, rows->rows, hidden, grad_input_range, &job);
-  return FLCE_OK;
+  if (!scaled_x) return FLCE_OK;
+  const void* coef = flce_const_at(rows->coef, job.stat, FLCE_COEF_ROW * rows->stat_pitch);
+  return flce_cpu_scale_rows(self, scaled_x, x, dtype, coef, rows->index, rows->rows, hidden);
 }
 
 /* ---- rows of dW ---- */

@@ -58,8 +58,9 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
   return sums;
 }
 
-flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors) {
-  (void)self;
+flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                             void* order, bool beside) {
+  (void)beside;
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   const flce_row_kernels* kernels; /* refuses a variant that cannot run before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
@@ -85,7 +86,7 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, sums.class_weight);
   flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit_of(largest));
   flce_store(scalars, stat, FLCE_SCALAR_Z_SHARE, z_share);
-  return FLCE_OK;
+  return order ? flce_cpu_order_targets(self, problem, tensors->target, order) : FLCE_OK;
 }
 
 /* ---- rows to compute ---- */

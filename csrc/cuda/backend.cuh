@@ -24,6 +24,8 @@ flce_status cuda_exp_rows(void* self, const flce_rows* rows);
 flce_status cuda_hopper_facts(int capability, const flce_problem* problem, flce_facts* facts);
 flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
+flce_status cuda_product_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                    const void* factor, void* coef, void* scratch);
 
 /* product_dz.cu */
 flce_status cuda_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
@@ -39,13 +41,17 @@ flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const int64_t
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
-/* order.cu */
+/* prepare.cu */
+flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                         void* order, bool beside);
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                void* order);
 flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes);
 flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
                               void* index);
+
+/* order.cu */
 flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
                                     flce_dtype accum_dtype, const void* x, flce_dtype dtype,
                                     const void* coef_target, const void* order, int64_t tokens,
@@ -57,13 +63,12 @@ flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, con
                                   const void* class_weight, int64_t vocab);
 
 /* vectors.cu */
-flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors);
 flce_status cuda_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
                             flce_dtype dx_dtype, int64_t hidden);
 flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_upstream* upstream,
                                   const void* factor, void* coef);
 flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat);
+                        const void* factor, flce_dtype stat, bool beside);
 
 /* gradient.cu */
 flce_status cuda_zero(void* self, void* data, int64_t bytes);
@@ -76,7 +81,8 @@ flce_status cuda_blank_grad_input(void* self, const flce_rows* rows, int64_t bou
                                   flce_dtype dx_dtype, int64_t hidden);
 flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* rows, const void* wsum, int64_t hidden);
+                                   const flce_rows* rows, const void* wsum, const void* x,
+                                   void* scaled_x, int64_t hidden);
 int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
 flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
                             int64_t rows, int64_t cols, const void* weights, bool accumulate,

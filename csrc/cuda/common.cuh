@@ -303,13 +303,21 @@ __device__ __forceinline__ int64_t vectors_at(const flce_rows& r, int64_t row) {
   return r.index ? r.index[row] : row;
 }
 
-__device__ __forceinline__ Place place_of(const flce_rows& r, int64_t row) {
-  const int64_t at = vectors_at(r, row);
+/* `y`: the target at `at`, where there is one. */
+__device__ __forceinline__ Place place_at(const flce_rows& r, int64_t at, int64_t y) {
   if (at < 0) return {at, kRowAbsent};
   if (!r.target) return {at, kRowValid}; /* probabilities */
-  const int64_t y = r.target[at];
   if (y == r.options.ignore_index) return {at, kRowIgnored};
   return {at, y >= 0 && y < r.vocab ? kRowValid : kRowOutOfRange};
+}
+
+__device__ __forceinline__ int64_t target_at(const flce_rows& r, int64_t at) {
+  return r.target && at >= 0 ? r.target[at] : 0;
+}
+
+__device__ __forceinline__ Place place_of(const flce_rows& r, int64_t row) {
+  const int64_t at = vectors_at(r, row);
+  return place_at(r, at, target_at(r, at));
 }
 
 /* What stands for the results of a row that is not valid. */
@@ -327,6 +335,12 @@ __device__ __forceinline__ void write_blank(const flce_rows& r, int64_t at, S va
   if (r.loss) ((S*)r.loss)[at] = value;
   if (r.predictions) r.predictions[at] = -1;
 }
+
+/* What a valid row's factors for the gradient are made of: of enum flce_stat_row. */
+template <typename S>
+struct RowStatistics {
+  S lse, nll, inv_sum, slope, mass;
+};
 
 /* Whether blank_rows has to write row `at`, and what: 0 or NaN. Both counts are rounded alike, so
  * that a bound that holds is never exceeded by rounding; INV_DENOM was made of the exact ones. */
@@ -375,9 +389,10 @@ static inline flce_status check_grid(int64_t blocks, const char* what) {
 
 /* From Hopper on the blocks of a launch may take their places while the kernel before it in the
  * stream ends (programmatic dependent launch): 1 us less between two small kernels. In such a
- * kernel every thread calls follow_kernels before it touches global memory or returns: it waits for
- * the results of the kernels before, and lets the next one's blocks come. A kernel that did not
- * wait would end before its predecessors, and the kernel after it read what they have not written.
+ * kernel every thread calls follow_kernels before it touches global memory or returns, or, where it
+ * is launched `beside` another, before it writes or returns: it waits for the results of the
+ * kernels before, and lets the next one's blocks come. A kernel that did not wait would end before
+ * its predecessors, and the kernel after it read what they have not written.
  * tests/check_kernels.py looks for that in the machine code. */
 __device__ __forceinline__ void follow_kernels() {
 #if __CUDA_ARCH__ >= 900
@@ -410,13 +425,16 @@ static inline cudaLaunchAttribute following(int can) {
   return attribute;
 }
 
-/* Launches a kernel that calls follow_kernels. */
+/* Launches a kernel that calls follow_kernels later, `beside` the one before it if it may: that is
+ * one of ours, which has waited for all before it, and writes nothing that this one reads. */
 template <typename... Parameters, typename... Arguments>
-static inline flce_status launch_next(void* self, void (*kernel)(Parameters...), dim3 blocks,
-                                      int threads, const char* what, Arguments... arguments) {
+static inline flce_status launch_beside(void* self, void (*kernel)(Parameters...), dim3 blocks,
+                                        int threads, const char* what, bool beside,
+                                        Arguments... arguments) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   int can;
   FLCE_TRY(can_follow(cuda->device, &can));
+  if (!beside) can = 0;
   cudaLaunchAttribute attribute = following(can);
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
@@ -425,6 +443,13 @@ static inline flce_status launch_next(void* self, void (*kernel)(Parameters...),
   config.attrs = &attribute;
   config.numAttrs = (unsigned)can;
   return check_cuda(cudaLaunchKernelEx(&config, kernel, (Parameters)arguments...), what);
+}
+
+/* Launches a kernel that calls follow_kernels first. */
+template <typename... Parameters, typename... Arguments>
+static inline flce_status launch_next(void* self, void (*kernel)(Parameters...), dim3 blocks,
+                                      int threads, const char* what, Arguments... arguments) {
+  return launch_beside(self, kernel, blocks, threads, what, true, arguments...);
 }
 
 #endif

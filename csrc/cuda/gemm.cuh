@@ -4,6 +4,7 @@
 #define FLCE_CUDA_GEMM_CUH
 
 #include "backend.cuh"
+#include "../tuning.h"
 
 #include <cublasLt.h>
 #include <string.h>

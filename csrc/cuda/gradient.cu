@@ -201,45 +201,69 @@ __global__ void scale_rows(void* out, const void* x, flce_dtype dtype, const S* 
 
 typedef struct grad_input_args {
   flce_rows r;
-  void* dx;
-  const void *d, *w;
+  void *dx, *scaled_x;
+  const void *d, *w, *x, *wsum;
   flce_dtype dx_dtype, d_dtype, dtype;
   int64_t hidden;
 } grad_input_args;
 
-/* Elements [h, h + N) of a row of dX, from D there and the target's row of W. */
-template <typename S, int N>
-__device__ __forceinline__ void add_target_terms(const grad_input_args& p, int64_t at,
-                                                 const S* wsum, int64_t h, S (&v)[N]) {
-  const S* coef = (const S*)p.r.coef + at;
-  const S row = coef[FLCE_COEF_ROW * p.r.stat_pitch];
-  const S target = coef[FLCE_COEF_TARGET * p.r.stat_pitch];
-  const S smooth = coef[FLCE_COEF_SMOOTH * p.r.stat_pitch];
+/* A row's factors, 1 and 0 where there are none. */
+template <typename S>
+struct RowFactors {
+  S row, target, smooth;
+};
+
+template <typename S>
+__device__ __forceinline__ RowFactors<S> factors_of(const flce_rows& r, int64_t at) {
+  if (!r.coef) return {1, 0, 0};
+  const S* coef = (const S*)r.coef + at;
+  return {coef[FLCE_COEF_ROW * r.stat_pitch], coef[FLCE_COEF_TARGET * r.stat_pitch],
+          coef[FLCE_COEF_SMOOTH * r.stat_pitch]};
+}
+
+/* Elements [h, h + N) of a valid row of dX, from D there and the target's row of W. */
+template <typename T, int N, typename S = stat_t<T>>
+__device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_t at,
+                                                const RowFactors<S>& factors, int64_t h,
+                                                S (&v)[N]) {
+  Vec<T, N> raw = {};
+  if (p.r.coef) load_vec<false>((const T*)p.w + p.r.target[at] * p.hidden + h, raw);
+  load_any<S, N>(p.d, p.d_dtype, (int64_t)blockIdx.x * p.hidden + h, v);
+  if (!p.r.coef) return;
   S w[N];
-  load_any<S, N>(p.w, p.dtype, p.r.target[at] * p.hidden + h, w);
+  unpack(raw, w);
 #pragma unroll
-  for (int e = 0; e < N; e++) v[e] = row * v[e] + target * w[e];
-  if (wsum) {
+  for (int e = 0; e < N; e++) v[e] = factors.row * v[e] + factors.target * w[e];
+  if (p.wsum) {
 #pragma unroll
-    for (int e = 0; e < N; e++) v[e] -= smooth * wsum[h + e];
+    for (int e = 0; e < N; e++) v[e] -= factors.smooth * ((const S*)p.wsum)[h + e];
   }
 }
 
-template <typename S, int N>
-__global__ void finish_grad_input(const __grid_constant__ grad_input_args p, const S* wsum) {
+/* A block a row. Loads come before what waits for one of them: they are most of its time. */
+template <typename T, int N, typename S = stat_t<T>>
+__global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
   follow_kernels();
   const Place place = place_of(p.r, blockIdx.x);
-  if (place.kind == kRowAbsent) return;
+  const bool is_there = place.kind != kRowAbsent, scales = p.scaled_x && is_there;
+  RowFactors<S> factors = {};
+  if (is_there) factors = factors_of<S>(p.r, place.at);
   for (int64_t h = (int64_t)threadIdx.x * N; h < p.hidden; h += (int64_t)blockDim.x * N) {
+    Vec<T, N> raw = {};
+    if (scales) load_vec<false>((const T*)p.x + place.at * p.hidden + h, raw);
     S v[N];
     if (place.kind == kRowValid) {
-      load_any<S, N>(p.d, p.d_dtype, (int64_t)blockIdx.x * p.hidden + h, v);
-      if (p.r.coef) add_target_terms<S, N>(p, place.at, wsum, h, v);
+      grad_input_part<T, N>(p, place.at, factors, h, v);
     } else {
 #pragma unroll
       for (int e = 0; e < N; e++) v[e] = blank_of<S>(place);
     }
-    store_any<S, N>(p.dx, p.dx_dtype, place.at * p.hidden + h, v);
+    if (is_there) store_any<S, N>(p.dx, p.dx_dtype, place.at * p.hidden + h, v);
+    if (!p.scaled_x) continue;
+    unpack(raw, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = factors.row == 0 ? 0 : v[e] * factors.row;
+    store_any<S, N>(p.scaled_x, p.dtype, (int64_t)blockIdx.x * p.hidden + h, v);
   }
 }
 
@@ -273,19 +297,20 @@ flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dty
 
 flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* r, const void* wsum, int64_t hidden) {
+                                   const flce_rows* r, const void* wsum, const void* x,
+                                   void* scaled_x, int64_t hidden) {
   if (r->rows == 0 || hidden == 0) return FLCE_OK;
   FLCE_TRY(check_grid(r->rows, "finish_grad_input"));
   if (r->coef && !r->target) {
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
   }
-  const grad_input_args args = {*r, dx, d, w, dx_dtype, d_dtype, dtype, hidden};
-  const bool aligned = hidden % 8 == 0 && both_aligned(dx, d) && is_aligned(w, 16);
+  const grad_input_args args = {*r, dx, scaled_x, d, w, x, wsum, dx_dtype, d_dtype, dtype, hidden};
+  const bool aligned = hidden % 8 == 0 && both_aligned(dx, d) && is_aligned(w, 16) &&
+                       (!scaled_x || both_aligned(scaled_x, x));
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
-  FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
-    auto kernel = aligned ? finish_grad_input<S, 8> : finish_grad_input<S, 1>;
-    FLCE_TRY(launch_next(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args,
-                         (const S*)wsum));
+  FLCE_WITH_TYPE(dtype, T, {
+    auto kernel = aligned ? finish_grad_input<T, 8> : finish_grad_input<T, 1>;
+    FLCE_TRY(launch_next(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args));
   });
   return FLCE_OK;
 }

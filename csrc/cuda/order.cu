@@ -1,211 +1,8 @@
-/* Tokens ordered by target, and the passes that need them so: the target terms of dW and db, summed
- * in a fixed order without atomics. Also the index of the tokens that are not ignored. */
-#include "backend.cuh"
+/* The passes that need the tokens ordered by target: the target terms of dW and db, summed in a
+ * fixed order without atomics. */
+#include "order.cuh"
 
-#include <cub/device/device_radix_sort.cuh>
-#include <cub/device/device_select.cuh>
-#include <thrust/iterator/counting_iterator.h>
-
-/* ---- the order ---- */
-
-/* [tokens] each, 256-byte aligned: sorted targets (V for those that do not count), their tokens;
- * where CUB sorts, the same unsorted and the sort's own scratch. */
-typedef struct order_view {
-  uint32_t *keys, *tokens, *keys_in, *tokens_in;
-  void* scratch;
-} order_view;
-
-enum { kOrderThreads = 256 };
-
-/* Up to so many tokens each counts those before it, in one kernel: CUB sorts as few by one block,
- * behind one that writes its keys, in twice the time (benchmarks/NOTES.md, 2026-11-22). */
-enum { kRankedTokens = 4096, kRankBatch = 4 };
-
-static int64_t order_stride(int64_t tokens) {
-  return ceil_div(tokens * 4, 256) * 256;
-}
-
-static order_view view_order(const void* order, int64_t tokens) {
-  char* base = (char*)order;
-  const int64_t stride = order_stride(tokens);
-  const order_view view = {(uint32_t*)base, (uint32_t*)(base + stride),
-                           (uint32_t*)(base + 2 * stride), (uint32_t*)(base + 3 * stride),
-                           base + 4 * stride};
-  return view;
-}
-
-/* Bits of the keys 0 .. vocab. */
-static int key_bits(int64_t vocab) {
-  int bits = 1;
-  while ((vocab >> bits) != 0) bits++;
-  return bits;
-}
-
-static flce_status check_order(int64_t tokens, int64_t vocab) {
-  if (tokens <= INT32_MAX && vocab <= INT32_MAX) return FLCE_OK;
-  return flce_fail(FLCE_UNSUPPORTED, "order_targets: at most %d tokens and classes, got %lld, %lld",
-                   INT32_MAX, (long long)tokens, (long long)vocab);
-}
-
-/* With scratch NULL only `scratch_bytes` is set. The sort is stable: tokens ascend within a key. */
-static flce_status sort_order(const order_view* view, void* scratch, size_t* scratch_bytes,
-                              int64_t tokens, int64_t vocab, cudaStream_t stream) {
-  return check_cuda(cub::DeviceRadixSort::SortPairs(scratch, *scratch_bytes, view->keys_in,
-                                                    view->keys, view->tokens_in, view->tokens,
-                                                    (int)tokens, 0, key_bits(vocab), stream),
-                    "order_targets: sort");
-}
-
-/* Every call asks, most of them for the sizes of the call before: CUB's answer takes it longer than
- * a launch. */
-flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
-  static thread_local int64_t known_tokens = -1, known_vocab = -1, known_bytes = 0;
-  static thread_local int known_device = -1;
-  FLCE_TRY(check_order(tokens, vocab));
-  if (tokens <= kRankedTokens) { /* CUB is not asked */
-    *bytes = 2 * order_stride(tokens);
-    return FLCE_OK;
-  }
-  int device;
-  FLCE_TRY(check_cuda(cudaGetDevice(&device), "order_bytes"));
-  if (device == known_device && tokens == known_tokens && vocab == known_vocab) {
-    *bytes = known_bytes;
-    return FLCE_OK;
-  }
-  const order_view none = {NULL, NULL, NULL, NULL, NULL};
-  size_t scratch_bytes = 0;
-  FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
-  *bytes = known_bytes = 4 * order_stride(tokens) + (int64_t)scratch_bytes;
-  known_device = device;
-  known_tokens = tokens;
-  known_vocab = vocab;
-  return FLCE_OK;
-}
-
-/* The target, V where it does not count. */
-__device__ __forceinline__ uint32_t key_of(int64_t y, int64_t vocab, int64_t ignore_index) {
-  return (uint32_t)(y != ignore_index && y >= 0 && y < vocab ? y : vocab);
-}
-
-__global__ void __launch_bounds__(kOrderThreads)
-    make_keys(uint32_t* keys, uint32_t* values, const int64_t* target, int64_t tokens,
-              int64_t vocab, int64_t ignore_index) {
-  const int64_t i = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
-  if (i >= tokens) return;
-  keys[i] = key_of(target[i], vocab, ignore_index);
-  values[i] = (uint32_t)i;
-}
-
-/* A warp places kRankBatch tokens: behind all of smaller keys, and those before it of its own. The
- * keys come to the block at once, so that it waits for them once. */
-__global__ void __launch_bounds__(kOrderThreads)
-    rank_targets(uint32_t* keys, uint32_t* values, const int64_t* target, int tokens, int64_t vocab,
-                 int64_t ignore_index) {
-  __shared__ uint32_t all[kRankedTokens];
-  follow_kernels();
-#pragma unroll
-  for (int step = 0; step < kRankedTokens / kOrderThreads; step++) {
-    const int j = step * kOrderThreads + threadIdx.x;
-    if (j < tokens) all[j] = key_of(target[j], vocab, ignore_index);
-  }
-  __syncthreads();
-  const int first = (blockIdx.x * kOrderThreads + threadIdx.x) / kWarp * kRankBatch;
-  const int lane = threadIdx.x % kWarp;
-  uint32_t own[kRankBatch], before[kRankBatch] = {};
-#pragma unroll
-  for (int b = 0; b < kRankBatch; b++) own[b] = first + b < tokens ? all[first + b] : 0;
-#pragma unroll 4
-  for (int j = lane; j < tokens; j += kWarp) {
-    const uint32_t key = all[j];
-#pragma unroll
-    for (int b = 0; b < kRankBatch; b++) {
-      before[b] += key < own[b] || (key == own[b] && j < first + b);
-    }
-  }
-#pragma unroll
-  for (int b = 0; b < kRankBatch; b++) {
-    const uint32_t place = __reduce_add_sync(0xffffffffu, before[b]);
-    if (lane == 0 && first + b < tokens) {
-      keys[place] = own[b];
-      values[place] = (uint32_t)(first + b);
-    }
-  }
-}
-
-flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
-                               void* order) {
-  const int64_t tokens = problem->tokens, vocab = problem->vocab;
-  const int64_t ignore_index = problem->loss.ignore_index;
-  if (tokens == 0) return FLCE_OK;
-  FLCE_TRY(check_order(tokens, vocab));
-  const order_view view = view_order(order, tokens);
-  if (tokens <= kRankedTokens) {
-    const int64_t threads = ceil_div(tokens, kRankBatch) * kWarp;
-    return launch_next(self, rank_targets, (unsigned)ceil_div(threads, kOrderThreads),
-                       kOrderThreads, "order_targets", view.keys, view.tokens, target, (int)tokens,
-                       vocab, ignore_index);
-  }
-  const order_view none = {NULL, NULL, NULL, NULL, NULL};
-  make_keys<<<(unsigned)ceil_div(tokens, kOrderThreads), kOrderThreads, 0, stream_of(self)>>>(
-      view.keys_in, view.tokens_in, target, tokens, vocab, ignore_index);
-  FLCE_LAUNCHED("order_targets");
-  size_t scratch_bytes = 0;
-  FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
-  return sort_order(&view, view.scratch, &scratch_bytes, tokens, vocab, stream_of(self));
-}
-
-/* ---- the index ---- */
-
-struct IsCounted {
-  const int64_t* target;
-  int64_t ignore_index;
-  __host__ __device__ bool operator()(int64_t i) const { return target[i] != ignore_index; }
-};
-
-/* [tokens] positions, their number, then the selection's own scratch. */
-static int64_t index_stride(int64_t tokens) {
-  return ceil_div((tokens + 1) * (int64_t)sizeof(int64_t), 256) * 256;
-}
-
-/* With scratch NULL only `scratch_bytes` is set. The selection is stable: tokens ascend. */
-static flce_status select_tokens(int64_t* index, void* scratch, size_t* scratch_bytes,
-                                 int64_t tokens, IsCounted is_counted, cudaStream_t stream) {
-  return check_cuda(
-      cub::DeviceSelect::If(scratch, *scratch_bytes, thrust::counting_iterator<int64_t>(0), index,
-                            index + tokens, (int)tokens, is_counted, stream),
-      "compact_rows: select");
-}
-
-/* Asked for in every call, as cuda_order_bytes is. */
-flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes) {
-  static thread_local int64_t known_tokens = -1, known_bytes = 0;
-  static thread_local int known_device = -1;
-  int device;
-  FLCE_TRY(check_cuda(cudaGetDevice(&device), "compact_bytes"));
-  if (device != known_device || tokens != known_tokens) {
-    FLCE_TRY(check_order(tokens, 0));
-    size_t scratch_bytes = 0;
-    FLCE_TRY(select_tokens(NULL, NULL, &scratch_bytes, tokens, IsCounted{NULL, 0}, NULL));
-    known_bytes = index_stride(tokens) + (int64_t)scratch_bytes;
-    known_device = device;
-    known_tokens = tokens;
-  }
-  *bytes = known_bytes;
-  return FLCE_OK;
-}
-
-flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
-                              void* index) {
-  const int64_t tokens = problem->tokens;
-  if (tokens == 0) return FLCE_OK;
-  int64_t bytes;
-  FLCE_TRY(cuda_compact_bytes(tokens, &bytes));
-  const size_t list_bytes = (size_t)tokens * sizeof(int64_t);
-  FLCE_TRY(check_cuda(cudaMemsetAsync(index, 0xff, list_bytes, stream_of(self)), "compact_rows"));
-  size_t scratch_bytes = (size_t)(bytes - index_stride(tokens));
-  return select_tokens((int64_t*)index, (char*)index + index_stride(tokens), &scratch_bytes, tokens,
-                       IsCounted{target, problem->loss.ignore_index}, stream_of(self));
-}
+enum { kBiasThreads = 256 };
 
 /* First position whose key is not below `key`. */
 __device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tokens, uint32_t key) {
@@ -276,24 +73,57 @@ __device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64
   store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
 }
 
+/* Elements [h, h + N) of a row with one token, as most have. Loads come before the conversion that
+ * waits for one of them. */
+template <typename X, int N, typename S = stat_t<X>>
+__device__ __forceinline__ void finish_alone(const grad_weight_args& p, int64_t j, int64_t token,
+                                             int64_t h) {
+  Vec<X, N> raw;
+  load_vec<false>((const X*)p.x + token * p.hidden + h, raw);
+  const S coef = ((const S*)p.coef_target)[token];
+  S v[N], x[N];
+  load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
+  unpack(raw, x);
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] += coef * x[e];
+  store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
+}
+
+/* What there is to do at a position of the order: no token's number has the highest bit. */
+constexpr uint32_t kSharedRow = 1u << 31, kNoRow = UINT32_MAX;
+
+/* Its token, if that stands alone with its target `key`; with kSharedRow, if it is the first of
+ * several; else kNoRow. One value of four loads: of branches each would wait for its own. */
+__device__ __forceinline__ uint32_t task_at(const grad_weight_args& p, int64_t position,
+                                            uint32_t key) {
+  const int64_t last = p.count - 1;
+  const uint32_t before = p.keys[position > 0 ? position - 1 : 0];
+  const uint32_t after = p.keys[position < last ? position + 1 : last];
+  uint32_t task = p.tokens[position];
+  if (position < last && after == key) task |= kSharedRow;
+  if (key >= p.vocab || (position > 0 && before == key)) task = kNoRow;
+  return task;
+}
+
 /* In place, target terms alone: a block for each position and slice of H, of which those at the
- * first position of a target do its row. */
+ * first position of a target do its row. Few registers: the blocks of 2048 tokens are there at
+ * once. */
 template <typename X, int N>
-__global__ void __launch_bounds__(kSliceThreads)
+__global__ void __launch_bounds__(kSliceThreads, sizeof(X) == 8 ? 1 : 16)
     finish_touched_rows(const __grid_constant__ grad_weight_args p) {
   using S = stat_t<X>;
   follow_kernels();
   const int64_t begin = blockIdx.x;
-  const uint32_t j = p.keys[begin];
-  if (j >= p.vocab || (begin > 0 && p.keys[begin - 1] == j)) return;
+  const uint32_t j = p.keys[begin], task = task_at(p, begin, j);
   const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
-  if (h >= p.hidden) return;
-  /* Most targets stand alone; the search is for those that may have hundreds of tokens. */
-  const bool alone = begin + 1 == p.count || p.keys[begin + 1] != j;
-  const int64_t end = alone ? begin + 1 : lower_bound(p.keys, p.count, j + 1);
-  S none[N] = {}, v[N];
+  if (task == kNoRow || h >= p.hidden) return;
+  if (task < kSharedRow) return finish_alone<X, N>(p, j, task, h);
+  S terms[N] = {}, v[N];
+  add_tokens<X, N>(p, begin, lower_bound(p.keys, p.count, j + 1), h, terms);
   load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
-  finish_elements<X, N>(p, j, begin, end, h, none, v);
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] += terms[e];
+  store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
 }
 
 /* Elements [h, h + N) of kRowBatch rows from `first` on; beyond the vocabulary those of `first`. */
@@ -405,11 +235,11 @@ __device__ __forceinline__ S warp_segment_sum(const S* coef_target, const uint32
 /* A thread a class; classes with tokens are summed one after the other by the whole warp, so that a
  * frequent one does not hold up a single thread. */
 template <typename S>
-__global__ void __launch_bounds__(kOrderThreads)
+__global__ void __launch_bounds__(kBiasThreads)
     finish_bias(void* db, flce_dtype db_dtype, const S* accum, const S* coef_target,
                 const uint32_t* keys, const uint32_t* tokens, int64_t count, const S* smooth_total,
                 const S* class_weight, int64_t vocab) {
-  const int64_t j = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
+  const int64_t j = (int64_t)blockIdx.x * kBiasThreads + threadIdx.x;
   int64_t begin = 0, end = 0;
   if (j < vocab) {
     begin = lower_bound(keys, count, (uint32_t)j);
@@ -437,7 +267,7 @@ flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, con
   FLCE_TRY(check_order(tokens, vocab));
   const order_view view = view_order(order, tokens);
   FLCE_WITH_STAT(stat, S, {
-    finish_bias<<<(unsigned)ceil_div(vocab, kOrderThreads), kOrderThreads, 0, stream_of(self)>>>(
+    finish_bias<<<(unsigned)ceil_div(vocab, kBiasThreads), kBiasThreads, 0, stream_of(self)>>>(
         db, db_dtype, (const S*)accum, (const S*)coef_target, view.keys, view.tokens,
         terms ? tokens : 0, (const S*)smooth_total, (const S*)class_weight, vocab);
   });

@@ -73,8 +73,7 @@ flce_status cuda_product_dz(void* self, const flce_gemm* g, const flce_rows* r, 
     scratch = s.redo + 1 + ceil_div(part.rows, kProductClusterRows);
     FLCE_TRY(
         launch_product(self, &product, &part, &shape, &s, kCodeResult, first > 0 ? &before : NULL));
-    const flce_upstream none = {};
-    FLCE_TRY(cuda_row_coefficients(self, &part, &none, factor, part_coef));
+    FLCE_TRY(launch_statistics(self, &product, &part, &shape, &s, kCodeResult, factor, part_coef));
     before = codes_of(&part, &s, part_coef);
   }
   const int64_t spans = before.count * ceil_div(before.vocab, kFinishSpan);

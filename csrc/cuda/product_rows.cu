@@ -3,13 +3,14 @@
 #include "product_rows.cuh"
 
 #include "backend.cuh"
+#include "coefficients.cuh"
 #include "launch.cuh"
 #include "statistics.cuh"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 16, kProbes = 4 };
+enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 16, kSumBatch = 12, kProbes = 4 };
 
 constexpr double kLog2eExact = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994531;
@@ -115,8 +116,15 @@ __device__ __forceinline__ double sum_of_tiles(const float* numbers, int rows, i
   if (!numbers) return 0;
   const int lane = threadIdx.x % kSumRows, warp = threadIdx.x / kSumRows;
   double sum = 0;
-  for (int tile = warp; row < rows && tile < tiles; tile += kSumWarps) {
-    sum += (double)numbers[(int64_t)tile * rows + row];
+  for (int first = warp; first < tiles; first += kSumWarps * kSumBatch) {
+    float part[kSumBatch]; /* all under way before the first is added, so none is left out */
+#pragma unroll
+    for (int b = 0; b < kSumBatch; b++) {
+      const int tile = min(first + b * kSumWarps, tiles - 1);
+      part[b] = numbers[(int64_t)tile * rows + min(row, rows - 1)];
+    }
+#pragma unroll
+    for (int b = 0; b < kSumBatch; b++) sum += first + b * kSumWarps < tiles ? (double)part[b] : 0;
   }
   scratch[warp][lane] = sum;
   __syncthreads();
@@ -157,9 +165,10 @@ __device__ __forceinline__ void set_references(const row_args& p, const product_
 
 /* Statistics of a row of probabilities, taken from lse itself. It and the sum of t z are made from
  * the same z, with the same scale: of a row that is all but certain nothing is left of either. */
-__device__ __forceinline__ void write_soft_row(const row_args& p, const Row<float>& view,
-                                               int64_t at, float scale, float k,
-                                               const TileSums& tiles) {
+__device__ __forceinline__ RowStatistics<float> write_soft_row(const row_args& p,
+                                                               const Row<float>& view, int64_t at,
+                                                               float scale, float k,
+                                                               const TileSums& tiles) {
   const double unit = (double)p.scale_f32 / (double)scale; /* of one in zeta */
   const double lse = unit * ((double)k + log2(tiles.rest));
   RowSums<float> sums = {};
@@ -169,16 +178,69 @@ __device__ __forceinline__ void write_soft_row(const row_args& p, const Row<floa
   end.sum = expf(end.log_sum);
   sums.mass = (float)tiles.mass;
   sums.gap = (float)((double)end.lse * tiles.mass - (double)p.scale_f32 * tiles.gap);
-  write_statistics<kGeneral>(p, view, at, sums, end);
+  return write_statistics<kGeneral>(p, view, at, sums, end);
+}
+
+/* What a row's statistics are made of beside its sums: its place in the vectors, its target there,
+ * and numbers of product_scratch. */
+struct ProductRow {
+  int64_t at, y;
+  int column, top;
+  float offset, target;
+};
+
+/* Loads alone, no branches: they come while the sums are made. */
+__device__ __forceinline__ ProductRow open_product_row(const flce_rows& r, const product_scratch& s,
+                                                       int row) {
+  const int64_t at = vectors_at(r, row);
+  return {at, target_at(r, at), s.column[row], s.top[row], s.offset[row], s.target[row]};
+}
+
+/* Statistics of a valid row, of its tiles' sums. By one thread. */
+template <Kind KIND>
+__device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
+                                                           const product_shape& shape,
+                                                           const product_scratch& s, int row,
+                                                           const ProductRow& own, int tiles,
+                                                           TileSums& sum) {
+  constexpr bool kIsGeneral = KIND == kGeneral;
+  if (KIND != kPlain && s.gap) sum.gap = s.gap[row];
+  const float k = offset_from(own.offset, own.top);
+  Row<float> view = {};
+  view.class_weight = (const float*)p.r.class_weight;
+  view.target = own.column;
+  if constexpr (KIND == kSoft) {
+    if (s.coded) s.target[row] = (float)sum.coded;
+    return write_soft_row(p, view, own.at, shape.scale, k, sum);
+  }
+  view.l_target = kIsGeneral ? own.target * (float)kLn2 : p.scale_f32 * own.target;
+  const float above = kIsGeneral ? own.target - k : fmaf(own.target, shape.scale, -k);
+  RowSums<float> sums = {};
+  sums.offset = k * (float)kLn2;
+  sums.rest = (float)sum.rest;
+  if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
+  if constexpr (KIND != kPlain) {
+    set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
+  }
+  if (kIsGeneral && s.tops) {
+    Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
+    best.value *= (float)kLn2;
+    p.r.predictions[own.at] = prediction_of(view, best);
+  }
+  const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
+  return write_statistics<KIND>(p, view, own.at, sums, end);
 }
 
 template <Kind KIND>
-__global__ void __launch_bounds__(kSumRows* kSumWarps)
+__global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
     sum_tiles(const __grid_constant__ row_args p, const product_shape shape,
-              const product_scratch s, int tiles) {
+              const product_scratch s, int tiles, const float* factor, float* coef) {
   __shared__ double scratch[kSumWarps][kSumRows];
   follow_kernels();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
+  ProductRow own = {};
+  if (threadIdx.x < kSumRows) own = open_product_row(p.r, s, min(row, shape.rows - 1));
+  const float unit = coef ? factor[0] : 0;
   TileSums sum = {};
   sum.rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
   sum.gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
@@ -186,37 +248,15 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps)
   sum.coded = sum_of_tiles(s.coded, shape.rows, row, tiles, scratch);
   sum.spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
-  const Place place = place_of(p.r, row);
-  if (place.kind != kRowValid) {
-    if (place.kind != kRowAbsent) write_blank(p.r, place.at, blank_of<float>(place));
-    return;
-  }
-  constexpr bool kIsGeneral = KIND == kGeneral;
-  if (KIND != kPlain && s.gap) sum.gap = s.gap[row];
-  const float k = offset_of(s, row);
-  Row<float> view = {};
-  view.class_weight = (const float*)p.r.class_weight;
-  view.target = s.column[row];
-  if constexpr (KIND == kSoft) {
-    if (s.coded) s.target[row] = (float)sum.coded;
-    write_soft_row(p, view, place.at, shape.scale, k, sum);
+  const Place place = place_at(p.r, own.at, own.y);
+  if (place.kind == kRowAbsent) return;
+  RowStatistics<float> stats = {};
+  if (place.kind == kRowValid) {
+    stats = finish_row<KIND>(p, shape, s, row, own, tiles, sum);
   } else {
-    const float target = s.target[row];
-    view.l_target = kIsGeneral ? target * (float)kLn2 : p.scale_f32 * target;
-    const float above = kIsGeneral ? target - k : fmaf(target, shape.scale, -k);
-    RowSums<float> sums = {};
-    sums.offset = k * (float)kLn2;
-    sums.rest = (float)sum.rest;
-    if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
-    if constexpr (KIND != kPlain) set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
-    const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
-    write_statistics<KIND>(p, view, place.at, sums, end);
+    write_blank(p.r, place.at, blank_of<float>(place));
   }
-  if (kIsGeneral && s.tops) {
-    Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
-    best.value *= (float)kLn2;
-    p.r.predictions[place.at] = prediction_of(view, best);
-  }
+  if (coef) write_coefficients<float>(p.r, flce_upstream{}, place, stats, unit, p.scale_f32, coef);
 }
 
 /* ---- where it serves ---- */
@@ -340,6 +380,13 @@ product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
   return shape;
 }
 
+/* Where the product's call has it written, and its pitch. */
+static void* result_of(const flce_gemm* g, const flce_rows* r, ProductResult result,
+                       int64_t* pitch) {
+  *pitch = result == kLogitResult ? g->pitch_c : r->out_pitch;
+  return result == kLogitResult ? g->c : r->out;
+}
+
 flce_status launch_product(void* self, const flce_gemm* g, const flce_rows* r,
                            const product_shape* shape, const product_scratch* s,
                            ProductResult result, const CodeRows* before) {
@@ -347,19 +394,31 @@ flce_status launch_product(void* self, const flce_gemm* g, const flce_rows* r,
   FLCE_TRY(launch_next(self, place_offsets, (unsigned)ceil_div(r->rows, kDotWarps),
                        kDotWarps * kWarp, "place_offsets", *r, *shape, *s, shape->scale,
                        (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b));
-  void* out = result == kLogitResult ? g->c : r->out;
-  const int64_t pitch = result == kLogitResult ? g->pitch_c : r->out_pitch;
-  for (int repeat = 0; repeat < 2; repeat++) {
-    FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out,
-                                 pitch, repeat, repeat ? NULL : before));
-  }
+  int64_t pitch;
+  void* out = result_of(g, r, result, &pitch);
+  return launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,
+                             false, before);
+}
+
+flce_status launch_statistics(void* self, const flce_gemm* g, const flce_rows* r,
+                              const product_shape* shape, const product_scratch* s,
+                              ProductResult result, const void* factor, void* coef) {
+  const flce_cuda* cuda = (const flce_cuda*)self;
+  int64_t pitch;
+  void* out = result_of(g, r, result, &pitch);
+  FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,
+                               true, NULL));
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
   const auto kernel = shape->probabilities ? sum_tiles<kSoft>
                       : shape->general     ? sum_tiles<kGeneral>
                       : s->gap             ? sum_tiles<kSmooth>
                                            : sum_tiles<kPlain>;
   return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", make_args(r), *shape,
-                     *s, (int)tiles_of(r->vocab));
+                     *s, (int)tiles_of(r->vocab), (const float*)factor, (float*)coef);
+}
+
+static ProductResult result_kind(const flce_gemm* g, const flce_rows* r) {
+  return g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
 flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
@@ -367,6 +426,13 @@ flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r
   FLCE_TRY(check_rows(r, "product_rows"));
   const product_shape shape = product_shape_of(g, r);
   const product_scratch s = product_scratch_of(scratch, r, false);
-  const ProductResult result = g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
-  return launch_product(self, g, r, &shape, &s, result, NULL);
+  return launch_product(self, g, r, &shape, &s, result_kind(g, r), NULL);
+}
+
+flce_status cuda_product_statistics(void* self, const flce_gemm* g, const flce_rows* r,
+                                    const void* factor, void* coef, void* scratch) {
+  if (r->rows == 0) return FLCE_OK;
+  const product_shape shape = product_shape_of(g, r);
+  const product_scratch s = product_scratch_of(scratch, r, false);
+  return launch_statistics(self, g, r, &shape, &s, result_kind(g, r), factor, coef);
 }

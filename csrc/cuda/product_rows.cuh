@@ -62,12 +62,15 @@ __device__ __forceinline__ int ordered_of(float value) {
 }
 constexpr int kNoTop = INT32_MIN;
 
-/* k of a row: of its largest term, once that is known. */
-__device__ __forceinline__ float offset_of(const product_scratch& s, int row) {
-  const int top = s.top[row];
-  if (top == kNoTop) return s.offset[row];
+/* k of a row, of its numbers in product_scratch: of its largest term, once that is known. */
+__device__ __forceinline__ float offset_from(float offset, int top) {
+  if (top == kNoTop) return offset;
   const float value = __int_as_float(top >= 0 ? top : top ^ 0x7fffffff);
-  return value > -INFINITY ? rintf(value) : s.offset[row];
+  return value > -INFINITY ? rintf(value) : offset;
+}
+
+__device__ __forceinline__ float offset_of(const product_scratch& s, int row) {
+  return offset_from(s.offset[row], s.top[row]);
 }
 
 __device__ __forceinline__ float general_zeta(const product_shape& shape, float scale, float z) {
@@ -90,10 +93,14 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
 product_shape product_shape_of(const flce_gemm* gemm, const flce_rows* rows);
 product_scratch product_scratch_of(void* memory, const flce_rows* rows, bool codes);
 
-/* place_offsets, the product and what it has to do again; then, of the tiles' numbers, statistics
- * and losses. */
+/* place_offsets and the product. */
 flce_status launch_product(void* self, const flce_gemm* gemm, const flce_rows* rows,
                            const product_shape* shape, const product_scratch* scratch,
                            ProductResult result, const CodeRows* before);
+/* What the product has to do again; then, of the tiles' numbers, statistics, losses and, unless
+ * `coef` is NULL, the rows' factors. */
+flce_status launch_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                              const product_shape* shape, const product_scratch* scratch,
+                              ProductResult result, const void* factor, void* coef);
 
 #endif

@@ -361,8 +361,9 @@ __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sum
 
 /* Statistics and loss of a row. By one thread. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
-                                                 const RowSums<S>& sums, const RowEnd<S>& end) {
+__device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, const Row<Z>& row,
+                                                             int64_t at, const RowSums<S>& sums,
+                                                             const RowEnd<S>& end) {
   const flce_rows& r = p.r;
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
@@ -372,14 +373,17 @@ __device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>
       slope = fmax(1 - t * t, (S)0);
     }
   }
-  stat_row<S>(r, FLCE_STAT_LSE)[at] = end.lse;
-  stat_row<S>(r, FLCE_STAT_NLL)[at] = end.nll;
+  const RowStatistics<S> made = {end.lse, end.nll, 1 / end.sum, slope,
+                                 has_no_target<KIND>(row) ? sums.mass : 0};
+  stat_row<S>(r, FLCE_STAT_LSE)[at] = made.lse;
+  stat_row<S>(r, FLCE_STAT_NLL)[at] = made.nll;
   stat_row<S>(r, FLCE_STAT_OFFSET)[at] = sums.offset;
-  stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = 1 / end.sum;
+  stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = made.inv_sum;
   stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
-  stat_row<S>(r, FLCE_STAT_SLOPE)[at] = slope;
-  stat_row<S>(r, FLCE_STAT_MASS)[at] = has_no_target<KIND>(row) ? sums.mass : 0;
+  stat_row<S>(r, FLCE_STAT_SLOPE)[at] = made.slope;
+  stat_row<S>(r, FLCE_STAT_MASS)[at] = made.mass;
   if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+  return made;
 }
 
 /* The same from sums around the row's c. */

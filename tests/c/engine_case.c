@@ -310,13 +310,25 @@ static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
   }
 }
 
-/* product_rows by its definition: the product, then a row pass. */
+/* product_rows and product_statistics by their definition: the product, then a row pass. It is the
+ * second that does both: what the first leaves stays as it is until then. */
 static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                       void* scratch) {
-  flce_backend b;
-  flce_cpu_backend(self, &b);
+  (void)self;
   memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
   if (rows->wsum) check_wsum(gemm, rows);
+  return FLCE_OK;
+}
+
+static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
+                                            const flce_rows* rows, const void* factor, void* coef,
+                                            void* scratch) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  bool kept = true;
+  for (int64_t k = 0; k < rows->rows * PRODUCT_ROW_BYTES; k++)
+    kept &= ((const unsigned char*)scratch)[k] == 0xab;
+  CHECK(kept, "something wrote to the scratch of a product");
   flce_gemm product = *gemm;
   flce_rows view = *rows;
   product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
@@ -333,7 +345,9 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
     }
   }
   free(product.c);
-  return status;
+  const flce_upstream none = {0};
+  if (status != FLCE_OK || !coef) return status;
+  return b.row_coefficients(b.self, rows, &none, factor, coef);
 }
 
 /* product_dz by its definition: the product, then the row passes. */
@@ -382,6 +396,37 @@ static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const
   return status;
 }
 
+/* Outputs that the forward gets when it asks for them. */
+typedef struct late_outputs {
+  flce_tensors tensors;
+  int asked;
+} late_outputs;
+
+static flce_status provide_outputs(void* provider, flce_tensors* tensors) {
+  late_outputs* late = provider;
+  late->asked++;
+  tensors->loss = late->tensors.loss;
+  tensors->grad_input = late->tensors.grad_input;
+  tensors->grad_weight = late->tensors.grad_weight;
+  tensors->grad_bias = late->tensors.grad_bias;
+  return FLCE_OK;
+}
+
+/* The forward; with save=grads its outputs are there when it asks for them, and not before. */
+static flce_status run_forward(const flce_backend* b, const setting* s, const run* r) {
+  late_outputs late = {.tensors = r->t};
+  flce_tensors tensors = r->t;
+  bool provides = r->plan.save == FLCE_SAVE_GRADS;
+  if (provides) {
+    tensors.loss = tensors.grad_input = tensors.grad_weight = tensors.grad_bias = NULL;
+    tensors.provide = provide_outputs;
+    tensors.provider = &late;
+  }
+  flce_status status = flce_forward(b, &s->problem, &r->plan, &tensors);
+  CHECK(late.asked == provides, "outputs were asked for %d times", late.asked);
+  return status;
+}
+
 run run_all(const setting* s, const model* m, int threads) {
   flce_cpu cpu = test_cpu(threads);
   flce_backend b;
@@ -396,6 +441,7 @@ run run_all(const setting* s, const model* m, int threads) {
     facts.skips_rows = s->skips;
     facts.product_gives_dz = s->problem.bf16_probabilities;
     b.product_rows = plain_product_rows;
+    b.product_statistics = plain_product_statistics;
     b.product_dz = plain_product_dz;
     b.weight_product = plain_weight_product;
   }
@@ -423,7 +469,7 @@ run run_all(const setting* s, const model* m, int threads) {
                        .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
                        .workspace = workspace(r.plan.forward_workspace_bytes)};
   int64_t before = flce_gemm_count();
-  r.status = flce_forward(&b, &s->problem, &r.plan, &r.t);
+  r.status = run_forward(&b, s, &r);
   CHECK(r.status == FLCE_OK, "forward: %s", flce_last_error());
   r.forward_gemms = flce_gemm_count() - before;
   if (r.status == FLCE_OK) run_backward(&b, s, m, &r);

@@ -65,12 +65,12 @@ static void test_reduce(void) {
       sum += flce_load(values, stat, i);
       magnitude += fabs(flce_load(values, stat, i));
     }
-    CHECK_OK(backends[0].reduce(backends[0].self, out, values, TOKENS, values, stat));
+    CHECK_OK(backends[0].reduce(backends[0].self, out, values, TOKENS, values, stat, false));
     double factor = flce_load(values, stat, 0);
     CHECK(test_close(flce_load(out, stat, 0), factor * sum,
                      2.0 * test_epsilon(stat) * fabs(factor) * magnitude),
           "reduce with a factor");
-    CHECK_OK(backends[0].reduce(backends[0].self, out, values, 0, NULL, stat));
+    CHECK_OK(backends[0].reduce(backends[0].self, out, values, 0, NULL, stat, false));
     CHECK(flce_load(out, stat, 0) == 0.0, "reduce of nothing");
     free(values);
   }
@@ -195,6 +195,17 @@ static void test_scale_rows(const types* t, int64_t width, bool scaled, bool gat
   free(x), free(coef), free(expected), free(tolerance), free(out);
 }
 
+/* That `scaled`, by finish_grad_input, is what scale_rows gives. */
+static void check_scaled(const flce_backend* backend, const types* t, const void* scaled,
+                         const void* x, const flce_rows* rows, int64_t width) {
+  void* expected = test_buffer(t->dtype, rows->rows * width);
+  CHECK_OK(backend->scale_rows(backend->self, expected, x, t->dtype, rows->coef, rows->index,
+                               rows->rows, width));
+  CHECK(test_same(scaled, expected, rows->rows * width * flce_size_of(t->dtype)),
+        "scaled_x is not scale_rows's, " WHERE, WHERE_VALUES(t, width));
+  free(expected);
+}
+
 static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
   enum { ROWS = 6 };
   flce_dtype stat = flce_stat_dtype(t->dtype);
@@ -214,6 +225,9 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
     }
   }
   flce_store(d, t->accum, 2 * width, NAN); /* of the ignored row */
+  void *x = test_fill_normal(t->dtype, count, 1.0), *scaled = test_buffer(t->dtype, count);
+  flce_store(x, t->dtype, 2 * width, NAN);
+  flce_store(coef, stat, 2, 0.0);
   flce_rows rows = {.rows = ROWS,
                     .vocab = VOCAB,
                     .target = target,
@@ -225,7 +239,7 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
     if (run >= 2 && t->accum != t->grad) break;
     void* dx = run >= 2 ? copy_of(d, t->accum, count) : test_buffer(t->grad, count);
     CHECK_OK(backend->finish_grad_input(backend->self, dx, t->grad, run >= 2 ? dx : d, t->accum, w,
-                                        t->dtype, &rows, smooth ? wsum : NULL, width));
+                                        t->dtype, &rows, smooth ? wsum : NULL, x, scaled, width));
     bool nan = true;
     for (int64_t h = 0; h < width; h++) {
       nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
@@ -234,9 +248,11 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
     CHECK(nan, "dX of a row out of range is NaN, " WHERE, WHERE_VALUES(t, width));
     CHECK(all_close(dx, t->grad, expected, tolerance, count), "finish_grad_input, " WHERE,
           WHERE_VALUES(t, width));
+    check_scaled(backend, t, scaled, x, &rows, width);
     free(dx);
   }
-  free(d), free(wsum), free(w), free(coef), free(expected), free(tolerance);
+  free(d), free(wsum), free(w), free(coef), free(x), free(scaled);
+  free(expected), free(tolerance);
 }
 
 /* Gathered rows, and rows that only need their place and type: coef NULL. */
@@ -250,6 +266,7 @@ static void test_place_grad_input(const types* t, int64_t width, bool with_coef,
   void *d = test_fill_normal(t->accum, picked * width, 1.0), *dx = test_buffer(t->grad, count);
   void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
   void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
+  void *x = test_fill_normal(t->dtype, count, 1.0), *scaled = test_buffer(t->dtype, count);
   double *expected = test_doubles(count), *tolerance = test_doubles(count);
   flce_fill(expected, FLCE_F64, UNTOUCHED, count);
   flce_fill(dx, t->grad, UNTOUCHED, count);
@@ -274,7 +291,8 @@ static void test_place_grad_input(const types* t, int64_t width, bool with_coef,
                     .coef = with_coef ? coef : NULL};
   for (int b = 0; b < 2; b++) {
     CHECK_OK(backends[b].finish_grad_input(backends[b].self, dx, t->grad, d, t->accum,
-                                           with_coef ? w : NULL, t->dtype, &rows, NULL, width));
+                                           with_coef ? w : NULL, t->dtype, &rows, NULL, x,
+                                           with_coef ? scaled : NULL, width));
     bool nan = true; /* of the row out of range */
     for (int64_t h = 0; h < width; h++) {
       nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
@@ -284,8 +302,10 @@ static void test_place_grad_input(const types* t, int64_t width, bool with_coef,
     CHECK(all_close(dx, t->grad, expected, tolerance, count),
           "finish_grad_input coef %d gathered %d, " WHERE, with_coef, gathered,
           WHERE_VALUES(t, width));
+    if (with_coef) check_scaled(&backends[b], t, scaled, x, &rows, width);
   }
-  free(d), free(dx), free(w), free(coef), free(expected), free(tolerance);
+  free(d), free(dx), free(w), free(coef), free(x), free(scaled);
+  free(expected), free(tolerance);
 }
 
 typedef struct weight_case {

@@ -48,7 +48,7 @@ static void check_scalars(const prepare_case* c) {
                             .temperature = given[2],
                             .num_items = given[3],
                             .scalars = test_buffer(stat, FLCE_SCALAR_COUNT)};
-    CHECK_OK(backend.prepare(backend.self, &problem, &tensors));
+    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false));
     for (int k = 0; k < FLCE_SCALAR_COUNT; k++) {
       double actual = flce_load(tensors.scalars, stat, k), expected = c->expected[k];
       CHECK(test_close(actual, expected, test_epsilon(stat) * fabs(expected)),
@@ -102,18 +102,18 @@ static void test_prepare_refusals(void) {
   flce_tensors tensors = {.target = target, .scalars = scalars};
   target[4] = -100;
   target[5] = 50300;
-  flce_status status = backend.prepare(backend.self, &problem, &tensors);
+  flce_status status = backend.prepare(backend.self, &problem, &tensors, NULL, false);
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
   target[5] = -1;
-  CHECK(backend.prepare(backend.self, &problem, &tensors) == FLCE_TARGET_OUT_OF_RANGE,
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false) == FLCE_TARGET_OUT_OF_RANGE,
         "target -1 is let through");
   target[5] = 0;
   problem.rows = TOKENS - 1;
-  CHECK_OK(backend.prepare(backend.self, &problem, &tensors));
+  CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false));
   problem.rows = 7;
-  CHECK(backend.prepare(backend.self, &problem, &tensors) == FLCE_INVALID_ARGUMENT &&
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false) == FLCE_INVALID_ARGUMENT &&
             strcmp(flce_last_error(),
                    "valid_bound: expected at least as many as the valid rows, "
                    "299, got 7") == 0,
@@ -213,7 +213,17 @@ static void test_order(void) {
       sorted &= target[order[k] & UINT32_MAX] == order[k] >> 32;
     }
     CHECK(sorted, "order of vocab %lld", (long long)vocabs[v]);
-    free(order);
+    int64_t* again =
+        malloc((size_t)facts.order_bytes); /* by prepare, in a problem without faults */
+    double scalars[FLCE_SCALAR_COUNT];
+    for (int64_t i = 0; i < TOKENS; i++)
+      if (target[i] == vocabs[v]) target[i] = IGNORE_INDEX;
+    flce_tensors tensors = {.target = target, .scalars = scalars};
+    problem.rows = TOKENS;
+    problem.loss.logit_scale = problem.loss.temperature = 1.0;
+    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, again, true));
+    CHECK(test_same(again, order, (order[0] + 1) * (int64_t)sizeof *order), "prepare's order");
+    free(order), free(again);
   }
 }
 

@@ -1,0 +1,296 @@
+/* What a call finds out of its targets and vectors before any row: its scalars, the tokens ordered
+ * by target, and the index of those that are not ignored. */
+#include "order.cuh"
+
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_select.cuh>
+#include <thrust/iterator/counting_iterator.h>
+
+enum { kPrepareThreads = 1024, kKeyThreads = 256 };
+
+/* ---- scalars ---- */
+
+/* Power of two u with u * top in (2^13, 2^14]; 1 where there is none. */
+__device__ double unit_for(double top) {
+  if (!(top > 0) || top == (double)INFINITY) return 1;
+  int exponent;
+  const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
+  const int power = (fraction == 0.5 ? 15 : 14) - exponent;
+  return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
+}
+
+/* What the rows come to, a thread's own and then the block's. */
+struct RowTotals {
+  double valid, weight; /* rows, and the class weights of those */
+  double factor;        /* largest |token weight / temperature| */
+};
+
+template <typename S>
+__device__ __forceinline__ RowTotals total_rows(const flce_problem& p, const flce_tensors& t) {
+  const S *w = (const S*)t.class_weight, *token = (const S*)t.token_weight;
+  const S* temperature = (const S*)t.temperature;
+  RowTotals totals = {0, 0, 0};
+  for (int64_t i = threadIdx.x; i < p.tokens; i += kPrepareThreads) {
+    if (t.target) {
+      const int64_t y = t.target[i];
+      if (y == p.loss.ignore_index) continue;
+      /* A target out of range makes its own row NaN; the mean of the others stays what it is. */
+      if (w && y >= 0 && y < p.vocab) totals.weight += (double)w[y];
+    }
+    totals.valid += 1;
+    double factor = token ? (double)token[i] : 1;
+    if (temperature) factor /= (double)temperature[i];
+    totals.factor = fmax(totals.factor, fabs(factor));
+  }
+  return totals;
+}
+
+/* The block's threads together. */
+template <typename S>
+__device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const flce_tensors& t,
+                                                    double* total, double* top) {
+  __shared__ double scratch[kMaxWarps];
+  const S* w = (const S*)t.class_weight;
+  RowTotals rows = total_rows<S>(p, t);
+  *total = *top = 0;
+  for (int64_t j = threadIdx.x; w && j < p.vocab; j += kPrepareThreads) {
+    *total += (double)w[j];
+    *top = fmax(*top, fabs((double)w[j]));
+  }
+  rows.valid = block_sum(rows.valid, scratch);
+  rows.weight = w && t.target ? block_sum(rows.weight, scratch) : rows.valid;
+  rows.factor = block_max(rows.factor, scratch);
+  *total = w ? block_sum(*total, scratch) : (double)p.vocab;
+  *top = w ? block_max(*top, scratch) : 1;
+  return rows;
+}
+
+template <typename S>
+__device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_tensors& t,
+                                             S (&scalars)[FLCE_SCALAR_COUNT]) {
+  double total, top;
+  const RowTotals rows = total_of_block<S>(p, t, &total, &top);
+  const bool mean = p.reduction == FLCE_MEAN, own_mean = mean && !t.num_items;
+  double inv_denom = 1, z_share = 1;
+  if (mean) {
+    const double items = t.num_items ? (double)((const S*)t.num_items)[0] : rows.weight;
+    const double count = t.num_items ? items : rows.valid;
+    inv_denom = count == 0 ? 0 : 1 / items;
+  }
+  if (own_mean && t.class_weight && t.target && rows.valid > 0) z_share = rows.weight / rows.valid;
+  if (rows.valid > (double)p.rows) inv_denom = (double)NAN;
+  const double bound = top * rows.factor * fabs(p.loss.logit_scale) / p.loss.temperature *
+                       (1 + 128 * p.loss.z_loss * z_share);
+  scalars[FLCE_SCALAR_VALID] = (S)rows.valid;
+  scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
+  scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
+  scalars[FLCE_SCALAR_UNIT] = (S)unit_for(bound);
+  scalars[FLCE_SCALAR_Z_SHARE] = (S)z_share;
+}
+
+/* ---- the order of few tokens ---- */
+
+/* Up to so many tokens each counts those before it: CUB sorts as few by one block, behind one that
+ * writes its keys, in twice the time (benchmarks/NOTES.md, 2026-11-22). */
+enum { kRankedTokens = 4096, kRankedTokensOfBlock = kPrepareThreads / kWarp };
+
+/* The target, V where it does not count. */
+__device__ __forceinline__ uint32_t key_of(int64_t y, int64_t vocab, int64_t ignore_index) {
+  return (uint32_t)(y != ignore_index && y >= 0 && y < vocab ? y : vocab);
+}
+
+/* A warp a token, which stands behind all of smaller keys and those before it of its own. The keys
+ * come to the block at once, so that it waits for them once. */
+__device__ __forceinline__ uint32_t rank_of(const int64_t* target, int tokens, int64_t vocab,
+                                            int64_t ignore_index, int token, uint32_t* key) {
+  __shared__ uint32_t all[kRankedTokens];
+#pragma unroll
+  for (int step = 0; step < kRankedTokens / kPrepareThreads; step++) {
+    const int j = step * kPrepareThreads + threadIdx.x;
+    if (j < tokens) all[j] = key_of(target[j], vocab, ignore_index);
+  }
+  __syncthreads();
+  *key = token < tokens ? all[token] : 0;
+  uint32_t before = 0;
+#pragma unroll 4
+  for (int j = threadIdx.x % kWarp; j < tokens; j += kWarp) {
+    const uint32_t other = all[j];
+    before += other < *key || (other == *key && j < token);
+  }
+  return __reduce_add_sync(0xffffffffu, before);
+}
+
+/* The first block makes the scalars, where there are any to make; the others the order. Launched
+ * `beside` a kernel of ours it reads before it waits: what the caller gave was written before that
+ * one began. */
+template <typename S>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
+                 uint32_t* keys, uint32_t* values) {
+  const int scalar_blocks = t.scalars ? 1 : 0;
+  const bool ranks = (int)blockIdx.x >= scalar_blocks;
+  const int token = (blockIdx.x - scalar_blocks) * kRankedTokensOfBlock + (int)threadIdx.x / kWarp;
+  S scalars[FLCE_SCALAR_COUNT] = {};
+  uint32_t key = 0, place = 0;
+  if (ranks) {
+    place = rank_of(t.target, (int)p.tokens, p.vocab, p.loss.ignore_index, token, &key);
+  } else {
+    make_scalars<S>(p, t, scalars);
+  }
+  follow_kernels();
+  if (ranks && threadIdx.x % kWarp == 0 && token < p.tokens) {
+    keys[place] = key;
+    values[place] = (uint32_t)token;
+  }
+  if (!ranks && threadIdx.x == 0) {
+#pragma unroll
+    for (int which = 0; which < FLCE_SCALAR_COUNT; which++) ((S*)t.scalars)[which] = scalars[which];
+  }
+}
+
+/* tensors->scalars may be NULL, and so may `order`, which few tokens have. */
+static flce_status launch_prepare(void* self, const flce_problem* problem,
+                                  const flce_tensors* tensors, void* order, bool beside) {
+  const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
+  const int64_t ranking = order ? ceil_div(problem->tokens, kRankedTokensOfBlock) : 0;
+  const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + ranking);
+  FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
+    FLCE_TRY(launch_beside(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", beside,
+                           *problem, *tensors, view.keys, view.tokens));
+  });
+  return FLCE_OK;
+}
+
+/* ---- the order of many ---- */
+
+/* Bits of the keys 0 .. vocab. */
+static int key_bits(int64_t vocab) {
+  int bits = 1;
+  while ((vocab >> bits) != 0) bits++;
+  return bits;
+}
+
+/* With scratch NULL only `scratch_bytes` is set. The sort is stable: tokens ascend within a key. */
+static flce_status sort_order(const order_view* view, void* scratch, size_t* scratch_bytes,
+                              int64_t tokens, int64_t vocab, cudaStream_t stream) {
+  return check_cuda(cub::DeviceRadixSort::SortPairs(scratch, *scratch_bytes, view->keys_in,
+                                                    view->keys, view->tokens_in, view->tokens,
+                                                    (int)tokens, 0, key_bits(vocab), stream),
+                    "order_targets: sort");
+}
+
+/* Every call asks, most of them for the sizes of the call before: CUB's answer takes it longer than
+ * a launch. */
+flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
+  static thread_local int64_t known_tokens = -1, known_vocab = -1, known_bytes = 0;
+  static thread_local int known_device = -1;
+  FLCE_TRY(check_order(tokens, vocab));
+  if (tokens <= kRankedTokens) { /* CUB is not asked */
+    *bytes = 2 * order_stride(tokens);
+    return FLCE_OK;
+  }
+  int device;
+  FLCE_TRY(check_cuda(cudaGetDevice(&device), "order_bytes"));
+  if (device == known_device && tokens == known_tokens && vocab == known_vocab) {
+    *bytes = known_bytes;
+    return FLCE_OK;
+  }
+  const order_view none = {NULL, NULL, NULL, NULL, NULL};
+  size_t scratch_bytes = 0;
+  FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
+  *bytes = known_bytes = 4 * order_stride(tokens) + (int64_t)scratch_bytes;
+  known_device = device;
+  known_tokens = tokens;
+  known_vocab = vocab;
+  return FLCE_OK;
+}
+
+__global__ void __launch_bounds__(kKeyThreads)
+    make_keys(uint32_t* keys, uint32_t* values, const int64_t* target, int64_t tokens,
+              int64_t vocab, int64_t ignore_index) {
+  const int64_t i = (int64_t)blockIdx.x * kKeyThreads + threadIdx.x;
+  if (i >= tokens) return;
+  keys[i] = key_of(target[i], vocab, ignore_index);
+  values[i] = (uint32_t)i;
+}
+
+flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
+                               void* order) {
+  const int64_t tokens = problem->tokens, vocab = problem->vocab;
+  if (tokens == 0) return FLCE_OK;
+  FLCE_TRY(check_order(tokens, vocab));
+  if (tokens <= kRankedTokens) {
+    flce_tensors tensors = {};
+    tensors.target = target;
+    return launch_prepare(self, problem, &tensors, order, false);
+  }
+  const order_view none = {NULL, NULL, NULL, NULL, NULL}, view = view_order(order, tokens);
+  make_keys<<<(unsigned)ceil_div(tokens, kKeyThreads), kKeyThreads, 0, stream_of(self)>>>(
+      view.keys_in, view.tokens_in, target, tokens, vocab, problem->loss.ignore_index);
+  FLCE_LAUNCHED("order_targets");
+  size_t scratch_bytes = 0;
+  FLCE_TRY(sort_order(&none, NULL, &scratch_bytes, tokens, vocab, NULL));
+  return sort_order(&view, view.scratch, &scratch_bytes, tokens, vocab, stream_of(self));
+}
+
+flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                         void* order, bool beside) {
+  const bool few = problem->tokens <= kRankedTokens;
+  if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
+  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, beside));
+  if (!order || few) return FLCE_OK;
+  return cuda_order_targets(self, problem, tensors->target, order);
+}
+
+/* ---- the index ---- */
+
+struct IsCounted {
+  const int64_t* target;
+  int64_t ignore_index;
+  __host__ __device__ bool operator()(int64_t i) const { return target[i] != ignore_index; }
+};
+
+/* [tokens] positions, their number, then the selection's own scratch. */
+static int64_t index_stride(int64_t tokens) {
+  return ceil_div((tokens + 1) * (int64_t)sizeof(int64_t), 256) * 256;
+}
+
+/* With scratch NULL only `scratch_bytes` is set. The selection is stable: tokens ascend. */
+static flce_status select_tokens(int64_t* index, void* scratch, size_t* scratch_bytes,
+                                 int64_t tokens, IsCounted is_counted, cudaStream_t stream) {
+  return check_cuda(
+      cub::DeviceSelect::If(scratch, *scratch_bytes, thrust::counting_iterator<int64_t>(0), index,
+                            index + tokens, (int)tokens, is_counted, stream),
+      "compact_rows: select");
+}
+
+/* Asked for in every call, as cuda_order_bytes is. */
+flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes) {
+  static thread_local int64_t known_tokens = -1, known_bytes = 0;
+  static thread_local int known_device = -1;
+  int device;
+  FLCE_TRY(check_cuda(cudaGetDevice(&device), "compact_bytes"));
+  if (device != known_device || tokens != known_tokens) {
+    FLCE_TRY(check_order(tokens, 0));
+    size_t scratch_bytes = 0;
+    FLCE_TRY(select_tokens(NULL, NULL, &scratch_bytes, tokens, IsCounted{NULL, 0}, NULL));
+    known_bytes = index_stride(tokens) + (int64_t)scratch_bytes;
+    known_device = device;
+    known_tokens = tokens;
+  }
+  *bytes = known_bytes;
+  return FLCE_OK;
+}
+
+flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
+                              void* index) {
+  const int64_t tokens = problem->tokens;
+  if (tokens == 0) return FLCE_OK;
+  int64_t bytes;
+  FLCE_TRY(cuda_compact_bytes(tokens, &bytes));
+  const size_t list_bytes = (size_t)tokens * sizeof(int64_t);
+  FLCE_TRY(check_cuda(cudaMemsetAsync(index, 0xff, list_bytes, stream_of(self)), "compact_rows"));
+  size_t scratch_bytes = (size_t)(bytes - index_stride(tokens));
+  return select_tokens((int64_t*)index, (char*)index + index_stride(tokens), &scratch_bytes, tokens,
+                       IsCounted{target, problem->loss.ignore_index}, stream_of(self));
+}
