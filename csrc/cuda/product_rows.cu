@@ -10,48 +10,56 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 16, kSumBatch = 12, kProbes = 4 };
+enum { kDotWarps = 8, kSumRows = 32, kSumWarps = 32, kSumBatch = 8, kProbes = 4 };
 
 constexpr double kLog2eExact = 1.4426950408889634;
 constexpr double kLn2 = 0.69314718055994531;
 
 /* ---- before: offsets ---- */
 
-/* x_i . w, by a warp: w is W_y, or sum_j w_j W_j. */
-template <typename T>
-__device__ __forceinline__ float dot_row(const __nv_bfloat16* x, const T* w, int hidden, int lane) {
+/* x_i . w of COUNT vectors, at each multiple of `step` elements; by a warp. w: of W_y, or of sum_j
+ * w_j W_j. */
+template <int COUNT, typename T>
+__device__ __forceinline__ void dot_rows(const __nv_bfloat16* x, const T* w, int64_t step,
+                                         int hidden, int lane, float (&sums)[COUNT]) {
   constexpr int N = kVec<__nv_bfloat16>;
-  float sum = 0;
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) sums[c] = 0;
   for (int at = lane * N; at < hidden; at += kWarp * N) {
     Vec<__nv_bfloat16, N> raw_x;
-    Vec<T, N> raw_w;
-    float a[N], b[N];
+    Vec<T, N> raw_w[COUNT];
     load_vec<false>(x + at, raw_x);
-    load_vec<false>(w + at, raw_w);
-    unpack(raw_x, a);
-    unpack(raw_w, b);
 #pragma unroll
-    for (int e = 0; e < N; e++) sum = fmaf(a[e], b[e], sum);
+    for (int c = 0; c < COUNT; c++) load_vec<false>(w + c * step + at, raw_w[c]);
+    float a[N], b[N];
+    unpack(raw_x, a);
+#pragma unroll
+    for (int c = 0; c < COUNT; c++) {
+      unpack(raw_w[c], b);
+#pragma unroll
+      for (int e = 0; e < N; e++) sums[c] = fmaf(a[e], b[e], sums[c]);
+    }
   }
-  return warp_sum(sum);
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) sums[c] = warp_sum(sums[c]);
 }
 
 /* Where a target's -inf shows nothing of its row: from this offset a sum goes beyond the limit, or
  * is 0. */
 constexpr float kUnknownOffset = -3e38f;
 
-/* Of a row: zeta of its target, whose column is `column`, as it comes; of probabilities, which have
- * none, the largest of some. By a warp. */
-__device__ __forceinline__ float zeta_of_row(const product_shape& shape, float scale,
-                                             const __nv_bfloat16* x, const __nv_bfloat16* w,
-                                             int column, int lane) {
-  float top = -INFINITY;
-  const int probes = column < 0 ? kProbes : 1;
-  for (int probe = 0; probe < probes; probe++) {
-    const int64_t at = column < 0 ? (int64_t)shape.vocab * probe / kProbes : column;
-    float z = dot_row(x, w + at * shape.hidden, shape.hidden, lane);
-    if (shape.bias) z += shape.bias[at];
-    const float zeta = general_zeta(shape, scale, z);
+/* The largest zeta of a row's columns 0, step, 2 step ... from `first` on: of its target, as it
+ * comes, or of probabilities, which have none, of some. By a warp. */
+template <int COUNT>
+__device__ __forceinline__ float top_zeta(const product_shape& shape, float scale,
+                                          const __nv_bfloat16* x, const __nv_bfloat16* w,
+                                          int64_t first, int step, int lane) {
+  float z[COUNT], top = -INFINITY;
+  dot_rows(x, w + first * shape.hidden, (int64_t)step * shape.hidden, shape.hidden, lane, z);
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) {
+    if (shape.bias) z[c] += shape.bias[first + c * step];
+    const float zeta = general_zeta(shape, scale, z[c]);
     if (!(zeta <= top)) top = zeta;
   }
   return top;
@@ -77,12 +85,15 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   if (place.kind == kRowValid) {
     const __nv_bfloat16* own = x + (int64_t)row * shape.hidden;
     if (r.target) column = (int)r.target[place.at];
-    const float zeta = zeta_of_row(shape, scale, own, w, column, lane);
+    const float zeta = column < 0
+                           ? top_zeta<kProbes>(shape, scale, own, w, 0, shape.vocab / kProbes, lane)
+                           : top_zeta<1>(shape, scale, own, w, column, 0, lane);
     offset = zeta == -INFINITY ? kUnknownOffset
                                : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
     if (s.gap) {
-      const float sum = dot_row(own, (const float*)r.wsum, shape.hidden, lane);
-      if (lane == 0) s.gap[row] = scale * sum;
+      float sum[1];
+      dot_rows(own, (const float*)r.wsum, 0, shape.hidden, lane, sum);
+      if (lane == 0) s.gap[row] = scale * sum[0];
     }
   }
   if (lane != 0) return;
@@ -109,12 +120,16 @@ __device__ __forceinline__ RowEnd<float> end_of_product(float above, float l, fl
   return end;
 }
 
-/* The sum of a row's tiles by a block whose warps take every kSumWarps-th, the first one's rows get
- * it. NULL: 0. */
-__device__ __forceinline__ double sum_of_tiles(const float* numbers, int rows, int row, int tiles,
-                                               double (&scratch)[kSumWarps][kSumRows]) {
-  if (!numbers) return 0;
-  const int lane = threadIdx.x % kSumRows, warp = threadIdx.x / kSumRows;
+/* The numbers of a row's tiles that a block adds up: of product_scratch, NULL for 0. */
+enum TileNumber { kRest, kGap, kMass, kCoded, kSpread, kTileNumbers };
+
+/* [warps][rows] of a block: its warps take every kSumWarps-th tile. */
+typedef double TileParts[kTileNumbers][kSumWarps][kSumRows];
+
+__device__ __forceinline__ void add_tiles(const float* numbers, int rows, int row, int tiles,
+                                          double (&parts)[kSumWarps][kSumRows]) {
+  if (!numbers) return;
+  const int warp = threadIdx.x / kSumRows;
   double sum = 0;
   for (int first = warp; first < tiles; first += kSumWarps * kSumBatch) {
     float part[kSumBatch]; /* all under way before the first is added, so none is left out */
@@ -126,10 +141,14 @@ __device__ __forceinline__ double sum_of_tiles(const float* numbers, int rows, i
 #pragma unroll
     for (int b = 0; b < kSumBatch; b++) sum += first + b * kSumWarps < tiles ? (double)part[b] : 0;
   }
-  scratch[warp][lane] = sum;
-  __syncthreads();
-  for (int other = 1; warp == 0 && other < kSumWarps; other++) sum += scratch[other][lane];
-  __syncthreads(); /* the next sum writes `scratch` */
+  parts[warp][threadIdx.x % kSumRows] = sum;
+}
+
+/* By a thread of the first warp for its row. */
+__device__ __forceinline__ double total_of(const float* numbers,
+                                           const double (&parts)[kSumWarps][kSumRows]) {
+  double sum = 0;
+  for (int warp = 0; numbers && warp < kSumWarps; warp++) sum += parts[warp][threadIdx.x];
   return sum;
 }
 
@@ -235,19 +254,20 @@ template <Kind KIND>
 __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
     sum_tiles(const __grid_constant__ row_args p, const product_shape shape,
               const product_scratch s, int tiles, const float* factor, float* coef) {
-  __shared__ double scratch[kSumWarps][kSumRows];
+  __shared__ TileParts parts;
   follow_kernels();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
   ProductRow own = {};
   if (threadIdx.x < kSumRows) own = open_product_row(p.r, s, min(row, shape.rows - 1));
   const float unit = coef ? factor[0] : 0;
-  TileSums sum = {};
-  sum.rest = sum_of_tiles(s.sums, shape.rows, row, tiles, scratch);
-  sum.gap = sum_of_tiles(s.gaps, shape.rows, row, tiles, scratch);
-  sum.mass = sum_of_tiles(s.masses, shape.rows, row, tiles, scratch);
-  sum.coded = sum_of_tiles(s.coded, shape.rows, row, tiles, scratch);
-  sum.spread = sum_of_tiles(s.spreads, shape.rows, row, tiles, scratch);
+  const float* numbers[kTileNumbers] = {s.sums, s.gaps, s.masses, s.coded, s.spreads};
+#pragma unroll
+  for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], shape.rows, row, tiles, parts[n]);
+  __syncthreads();
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
+  TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.gaps, parts[kGap]),
+                  total_of(s.masses, parts[kMass]), total_of(s.coded, parts[kCoded]),
+                  total_of(s.spreads, parts[kSpread])};
   const Place place = place_at(p.r, own.at, own.y);
   if (place.kind == kRowAbsent) return;
   RowStatistics<float> stats = {};
