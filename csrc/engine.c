@@ -170,7 +170,8 @@ static flce_status product_dz(const engine* e, chunk* c) {
   flce_rows rows = c->view;
   rows.bias = e->bias;
   atomic_fetch_add(&gemm_count, 1);
-  CALL(e, product_dz, &gemm, &rows, unit_factor(e), (void*)c->coef, buffer(e, FLCE_BUF_PRODUCT));
+  CALL(e, product_dz, &gemm, &rows, unit_factor(e), (void*)c->coef, e->plan->dz_shift,
+       buffer(e, FLCE_BUF_PRODUCT));
   return FLCE_OK;
 }
 
@@ -220,7 +221,8 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
                                    .pitch_a = view->out_pitch,
                                    .pitch_b = h,
                                    .pitch_c = h,
-                                   .c_dtype = plan->dx_gemm_dtype}));
+                                   .c_dtype = plan->dx_gemm_dtype,
+                                   .shift = -plan->dz_shift}));
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !own) return FLCE_OK;
   flce_rows finished = *view;
@@ -286,7 +288,8 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .pitch_c = h,
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
-                    .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0};
+                    .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
+                    .shift = -plan->dz_shift};
   if (plan->weight_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
@@ -456,7 +459,8 @@ static flce_status gather_rows(const engine* e) {
 /* Outputs, scalars, the targets' order, what the rows that are not computed give. `beside`: behind
  * the first product, which waits for none of it: by then a device is at work. */
 static flce_status begin_rows(const engine* e, flce_tensors* placed, bool gradients, bool beside) {
-  if (placed->provide) FLCE_TRY(placed->provide(placed->provider, placed));
+  if (placed->provide && e->plan->save == FLCE_SAVE_GRADS)
+    FLCE_TRY(placed->provide(placed->provider, placed));
   CALL(e, prepare, e->problem, placed, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL, beside);
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
@@ -555,8 +559,6 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
   FLCE_TRY(gather_rows(&e));
   FLCE_TRY(sum_weight(&e));
   FLCE_TRY(begin_gradients(&e));
-  void* order = buffer(&e, FLCE_BUF_ORDER);
-  if (order) CALL(&e, order_targets, problem, tensors->target, order);
   flce_upstream upstream = upstream_of(&e);
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
@@ -564,5 +566,7 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
     FLCE_TRY(backward_rows(&e, &c));
     FLCE_TRY(chunk_gradients(&e, &c));
   }
+  void* order = buffer(&e, FLCE_BUF_ORDER);
+  if (order) CALL(&e, order_targets, problem, tensors->target, order);
   return finish_gradients(&e);
 }

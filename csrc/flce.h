@@ -203,7 +203,8 @@ typedef struct flce_plan {
   flce_buffer_id gathered_x, backward_gathered_x; /* a chunk's rows of x copied here */
   bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
                                  logits are written but in form dz, where a pass needs them */
-  bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits */
+  bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits; */
+  int dz_shift;               /* times 2^dz_shift */
   int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
@@ -284,7 +285,7 @@ enum flce_coef_row {
   FLCE_COEF_ROWS
 };
 
-/* C[m,n] = alpha op(A) op(B) + beta C, row-major; op transposes where the flag is set (then A is
+/* C[m,n] = 2^shift op(A) op(B) + beta C, row-major; op transposes where the flag is set (then A is
  * stored [k,m], B [n,k]). beta is 0 or 1; with 0 C is not read. */
 typedef struct flce_gemm {
   int64_t m, n, k;
@@ -296,6 +297,7 @@ typedef struct flce_gemm {
   flce_dtype dtype;   /* of A and B */
   flce_dtype c_dtype; /* of C */
   double beta;
+  int shift;
   const void* bias; /* [n] c_dtype, added to every row of C; or NULL. Only where facts say so */
 } flce_gemm;
 
@@ -406,10 +408,10 @@ typedef struct flce_backend {
 
   /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars; and
    * order_targets, unless `order` is NULL. `beside`: what this call queued last is the
-   * backend's own, and touches none of these: the two may run at the same time. CPU:
-   * FLCE_TARGET_OUT_OF_RANGE names row, value and range, and FLCE_INVALID_ARGUMENT says so where
-   * more rows are valid than problem->rows, before anything is written. CUDA: nothing is checked
-   * here; INV_DENOM is NaN in the second case. */
+   * backend's own, or began behind it, and touches none of these: they may run at the same time.
+   * CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, and FLCE_INVALID_ARGUMENT says so
+   * where more rows are valid than problem->rows, before this writes. CUDA: nothing is
+   * checked here; INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, bool beside);
 
@@ -439,11 +441,11 @@ typedef struct flce_backend {
                               void* scratch);
   flce_status (*product_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                     const void* factor, void* coef, void* scratch);
-  /* The two and grad_rows in one: statistics, coef and out = dz, whose p is the softmax of logits
-   * rounded by 7e-4 at the most; statistics and losses are of exact ones. rows as product_rows
-   * takes them, with bfloat16 probabilities and out_dtype. Only where facts say so. */
+  /* The two and grad_rows in one: statistics, coef and out = 2^shift dz, whose p is the softmax of
+   * logits rounded by 7e-4 at the most; statistics and losses are of exact ones. rows as
+   * product_rows takes them, with bfloat16 probabilities and out_dtype. Only where facts say so. */
   flce_status (*product_dz)(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                            const void* factor, void* coef, void* scratch);
+                            const void* factor, void* coef, int shift, void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
    * column 0 when `hide_target`. Else out = dz as enum flce_coef_row has it. z_is_exp: z holds
    * `scale` * exp(l - c) already (an out of an earlier call with coef NULL; not with a softcap,

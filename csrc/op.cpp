@@ -465,16 +465,13 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
 
 }  // namespace
 
-#define FORWARD_SCHEMA                                                        \
-  "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, " \
-  "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "         \
-  "Tensor? num_items, " SETTINGS                                              \
-  ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "  \
-  "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)"
-
 STABLE_TORCH_LIBRARY(flce, m) {
-  m.def("forward" FORWARD_SCHEMA);
-  m.def("_forward" FORWARD_SCHEMA);  // without a formula: flce/ops.py says what for
+  m.def(
+      "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
+      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
+      "Tensor? num_items, " SETTINGS
+      ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
+      "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA
         ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
@@ -500,7 +497,6 @@ STABLE_TORCH_LIBRARY(flce, m) {
 
 static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
-  m.impl("_forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_into", TORCH_BOX(&backward_into));
   m.impl("scale_", TORCH_BOX(&scale_));

@@ -1,11 +1,12 @@
-// What the operators need of torch: errors, dtypes, devices, allocation, checks. Only op.cpp,
-// op_options.h, op_tune.cpp and module.cpp include it.
+// What the operators need of torch: errors, dtypes, devices, allocation, checks. Only op.cpp, its
+// headers op_options.h and op_outputs.h, op_tune.cpp and module.cpp include it.
 #ifndef FLCE_TORCH_DEVICE_H
 #define FLCE_TORCH_DEVICE_H
 
 #include <dlfcn.h>
 
 #include <array>
+#include <cmath>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -152,9 +153,10 @@ inline flce_status torch_gemm(void*, const flce_gemm* gemm) {
   Tensor a = matrix_view(gemm->a, gemm->m, gemm->k, gemm->pitch_a, gemm->transpose_a, gemm->dtype);
   Tensor b = matrix_view(gemm->b, gemm->k, gemm->n, gemm->pitch_b, gemm->transpose_b, gemm->dtype);
   Tensor c = matrix_view(gemm->c, gemm->m, gemm->n, gemm->pitch_c, false, gemm->dtype);
-  AOTITorchError error = gemm->beta == 0.0 ? aoti_torch_cpu_mm_out(c.get(), a.get(), b.get())
-                                           : aoti_torch_cpu_addmm_out(c.get(), c.get(), a.get(),
-                                                                      b.get(), gemm->beta, 1.0);
+  bool plain = gemm->beta == 0.0 && gemm->shift == 0;
+  AOTITorchError error = plain ? aoti_torch_cpu_mm_out(c.get(), a.get(), b.get())
+                               : aoti_torch_cpu_addmm_out(c.get(), c.get(), a.get(), b.get(),
+                                                          gemm->beta, std::ldexp(1.0, gemm->shift));
   if (error == AOTI_TORCH_SUCCESS) return FLCE_OK;
   return flce_fail(FLCE_GEMM_FAILED, "torch's product of %lld x %lld by %lld x %lld failed",
                    static_cast<long long>(gemm->m), static_cast<long long>(gemm->k),

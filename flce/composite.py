@@ -59,10 +59,10 @@ def _loss_tensors(call, target, optional):
     )
 
 
-def _run(op, *args):
+def _run(op, tensors, settings):
     """An inner operator's outputs, for a Function to be applied to."""
     try:
-        return list(op(*args))
+        return list(ops.below_autograd(op, *tensors, *settings))
     except MemoryError as error:
         ops.raise_out_of_memory(error)
 
@@ -204,7 +204,7 @@ def _forward(call, leaves, tensors, num_items, rows, accumulator):
     token_weight, token_temperature."""
     settings, behind_tensors = call.settings(rows)
     arguments = (*leaves[:2], tensors[0], leaves[2], *tensors[1:], num_items)
-    made = _run(ops.forward_alone, *arguments, *behind_tensors)
+    made = _run(ops.inner.forward.default, arguments, behind_tensors)
     if call.differentiable:
         returned = ops.Forward.apply(made, call.returns, settings, tensors, accumulator, *leaves)
         made[: len(returned)] = returned
@@ -260,8 +260,7 @@ def cross_entropy_of(
     num_items = options.num_items_tensor(num_items, reduction, call.stat, logits)
     rows, settings = _rows_of(logits), call.settings
     arguments = (rows, *tensors, num_items)
-    run = ops.inner.cross_entropy_forward.default
-    made = _run(ops.below_autograd, run, *arguments, *settings)
+    made = _run(ops.inner.cross_entropy_forward.default, arguments, settings)
     if call.differentiable:
         differentiable = ops.CrossEntropyForward.apply(made, call.returns, settings, tensors, rows)
         made[: len(differentiable)] = differentiable

@@ -175,7 +175,6 @@ def _fake_predictions(rows, wanted):
     return rows.new_empty((rows.shape[0],), dtype=torch.int64) if wanted else None
 
 
-@torch.library.register_fake("flce::_forward", lib=library)
 @torch.library.register_fake("flce::forward", lib=library)
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     settings = Settings.of_arguments(*rest[4:])
@@ -249,20 +248,13 @@ def below_autograd(op, *args):
         return op(*args)
 
 
-# forward without a formula. A guard takes a fifth of the time until the operator runs, where a step
-# finds the caches cold; a small one waits for that.
-library.impl("_forward", torch.library.fallthrough_kernel, "Autograd")
-forward_alone = inner._forward.default
-
-
-def _register_autograd(name, apply, run=None):
+def _register_autograd(name, apply):
     """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is its Function's,
-    of the outputs and the arguments; `run(*args)` gives the outputs, None for the operator below
-    autograd."""
-    run = run or functools.partial(below_autograd, getattr(inner, name).default)
+    of the outputs and the arguments."""
+    op = getattr(inner, name).default
 
     def kernel(*args):
-        made = run(*args)
+        made = below_autograd(op, *args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return apply(made, *args)
         return made
@@ -485,7 +477,7 @@ def _apply_cross_entropy_forward(made, logits, target, *rest):
     return CrossEntropyForward.apply(made, Returns.ALL, rest[4:], constants, logits)
 
 
-_register_autograd("forward", _apply_forward, forward_alone)
+_register_autograd("forward", _apply_forward)
 _register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
 for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)

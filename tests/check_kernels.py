@@ -52,8 +52,11 @@ FOLLOWING = {
 }
 BESIDE = {"prepare_call", "reduce_values"}  # which read before they wait
 WAITS = re.compile(r"\bACQBULK\b")
-TOUCHES = re.compile(r"\b(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|UTMALDG|UTMASTG|UBLKCP|EXIT|BRA)\b")
-WRITES = re.compile(r"\b(ST|STG|ATOM|ATOMG|RED|UTMASTG|UBLKCP|EXIT)\b")
+TOUCHES = re.compile(
+    r"\b(LD|ST|LDG|STG|STAS|LDGSTS|ATOM|ATOMG|RED|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|EXIT|BRA|BRX)\b"
+)
+WRITES = re.compile(r"\b(ST|STG|STAS|ATOM|ATOMG|RED|REDG|UTMASTG|UTMAREDG|UBLKCP|EXIT|BRX)\b")
+JUMP = re.compile(r"\bBRA\b.*`\((\.L\w+)\)")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +([^;]+);")
 
 
@@ -92,9 +95,17 @@ def follows_well(name, code):
     kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]
     if kernel not in FOLLOWING | BESIDE:
         return not waits
+    if len(waits) != 1 or instructions[waits[0]].startswith("@"):
+        return False
     forbidden = WRITES if kernel in BESIDE else TOUCHES
     touches = [at for at, text in enumerate(instructions) if forbidden.search(text)]
-    return len(waits) == 1 and all(waits[0] < at for at in touches)
+    return all(waits[0] < at for at in touches) and not jumps_over_wait(code)
+
+
+def jumps_over_wait(code):
+    """Whether a branch before the one wait leads behind it."""
+    before, _, _ = code.partition(WAITS.search(code)[0])
+    return any(f"{label}:" not in before for label in JUMP.findall(before))
 
 
 def faults_of_code(listing, multiplies):

@@ -64,11 +64,15 @@ def test_plain_names():
 
 
 def listed(name, *instructions):
-    lines = "".join(f" /*{at:03x}0*/ {text} ;\n" for at, text in enumerate(instructions))
+    lines = "".join(
+        f"{text}\n" if text.endswith(":") else f" /*{at:03x}0*/ {text} ;\n"
+        for at, text in enumerate(instructions)
+    )
     return f'\t.section\t.text.{name},"ax",@progbits\n.text.{name}:\n{lines}'
 
 
 LOAD, STORE, WAIT = "LDG.E R3, desc[UR4][R2.64]", "STG.E desc[UR4][R2.64], R3", "ACQBULK"
+OVER, INTO = "@P0 BRA `(.L_x_7)", ".L_x_7:"
 HGMMA = "HGMMA.64x192x16.F32.BF16 R24, gdesc[UR20], R24"
 
 
@@ -94,7 +98,10 @@ def test_multiplying():
         ("place_offsets", (WAIT, LOAD, WAIT, "EXIT"), False),
         ("make_keys", (LOAD, STORE, "EXIT"), True),
         ("make_keys", (WAIT, LOAD, STORE, "EXIT"), False),
-        ("reduce_values", (LOAD, "@P0 BRA 0x80", WAIT, STORE, "EXIT"), True),
+        ("reduce_values", (LOAD, OVER, INTO, WAIT, STORE, "EXIT"), True),
+        ("reduce_values", (LOAD, OVER, WAIT, INTO, STORE, "EXIT"), False),
+        ("reduce_values", (LOAD, f"@P0 {WAIT}", STORE, "EXIT"), False),
+        ("reduce_values", (LOAD, "REDG.E.ADD desc[UR4][R2.64], R3", WAIT, "EXIT"), False),
         ("reduce_values", (LOAD, STORE, WAIT, "EXIT"), False),
         ("reduce_values", (LOAD, "@P0 EXIT", WAIT, STORE, "EXIT"), False),
         ("reduce_values", (LOAD, STORE, "EXIT"), False),

@@ -7,6 +7,7 @@ import time
 import cases
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import flce
@@ -273,6 +274,45 @@ def test_out_of_memory_says_what_would_fit():
     finally:
         del filling
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_out_of_memory_behind_the_product():
+    """Gradients are allocated when the first product is queued: the error names theirs, and the
+    next call finds all as it was."""
+    case = cases.make_case(256, 4096, 32768, dtype=torch.bfloat16, device="cuda")
+    x, w = leaves_of(case)
+    options = {"save": "grads", "max_memory": "16MiB"}
+    flce.linear_cross_entropy(x, w, case.target, **options).backward()
+    expected, x.grad, w.grad = w.grad.clone(), None, None
+    filling = cramped(160 << 20)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match='buffer "grad_weight"'):
+            flce.linear_cross_entropy(x, w, case.target, **options)
+    finally:
+        del filling
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    flce.linear_cross_entropy(x, w, case.target, **options).backward()
+    assert torch.equal(w.grad, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 1023, 1025, 4095, 4096, 4097])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("save", ["grads", "stats"])
+def test_tokens_are_ordered_by_target(tokens, dtype, save):
+    """Targets alone, shared by two and by hundreds, first and last of the order, and ignored."""
+    case = cases.make_case(tokens, 64, 3000, dtype=dtype, device="cuda")
+    target = torch.arange(tokens, device="cuda") * 7 % 2999
+    target[tokens // 2 :] = target[: tokens - tokens // 2].clone()
+    target[tokens // 4 : tokens // 3] = 5
+    target[-1] = 2999
+    target[tokens // 3 : tokens // 2 : 3] = -100
+    x, w = (leaf.detach().requires_grad_() for leaf in leaves_of(case))
+    flce.linear_cross_entropy(x, w, target, save=save).backward()
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, w)]
+    F.cross_entropy(F.linear(*exact), target).backward()
+    bar = 3e-3 if dtype == torch.bfloat16 else 1e-5
+    for leaf, true in zip((x, w), exact, strict=True):
+        assert cases.relative_error(leaf.grad, true.grad) <= bar
 
 
 @pytest.mark.parametrize("save", cases.SAVES)

@@ -8,6 +8,7 @@ import raw
 import torch
 import torch._dynamo.testing
 from small_case import BUDGET, HIDDEN, VOCAB, call, leaves_of, make
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flce
 
@@ -55,12 +56,6 @@ def opcheck_forward(device):
     outputs = {"wants_entropy": True, "wants_predictions": True, "grads": (False, False, False)}
     yield raw.forward(x, w, target, "nothing", grads=(False, False, False)), {}
     yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
-
-
-def opcheck_forward_alone(device):
-    """The same without a formula: its caller's Function is the formula."""
-    for args, kwargs in opcheck_forward(device):
-        yield tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args), kwargs
 
 
 def opcheck_backward(device):
@@ -126,7 +121,6 @@ OPCHECK_SAMPLES = {
     "linear_cross_entropy": opcheck_linear_cross_entropy,
     "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
     "forward": opcheck_forward,
-    "_forward": opcheck_forward_alone,
     "backward": opcheck_backward,
     "backward_into": opcheck_backward_into,
     "scale_": opcheck_scale_,
@@ -171,6 +165,22 @@ def test_opcheck(device, name):
 
 
 # ---- torch.compile ----
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_a_traced_graph_differentiates(device, save):
+    """What a tracer records has a formula: no part of a loss is lost without a word."""
+    x, w, _, target = sample_tensors(device)
+
+    def step(x, w, target):
+        options = {"save": save, "valid_bound": len(target)}  # else the CPU counts the valid rows
+        return flce.linear_cross_entropy(x, w, target, **options) + x.square().mean()
+
+    step(x, w, target)
+    traced = make_fx(step, tracing_mode="symbolic")(x, w, target)
+    made = torch.autograd.grad(traced(x, w, target), (x, w))
+    expected = torch.autograd.grad(step(x, w, target), (x, w))
+    assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

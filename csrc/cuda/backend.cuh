@@ -29,7 +29,7 @@ flce_status cuda_product_statistics(void* self, const flce_gemm* gemm, const flc
 
 /* product_dz.cu */
 flce_status cuda_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                            const void* factor, void* coef, void* scratch);
+                            const void* factor, void* coef, int shift, void* scratch);
 
 /* weight_sm90.cu */
 /* Rows of cuda_weight_product's sums. */

@@ -163,15 +163,15 @@ cublasStatus_t launch_gemm(const gemm_device* device, const flce_cuda* cuda, con
                            const gemm_descriptors* d, const cublasLtMatmulAlgo_t* algo,
                            void* workspace, int64_t workspace_bytes) {
   const lt_functions* lt = &device->lt;
-  const float one_f32 = 1, beta_f32 = (float)g->beta;
-  const double one_f64 = 1, beta_f64 = g->beta;
+  const double alpha_f64 = ldexp(1, g->shift), beta_f64 = g->beta;
+  const float alpha_f32 = (float)alpha_f64, beta_f32 = (float)beta_f64;
   const bool wide = g->dtype == FLCE_F64;
   if (g->bias) {
     const cublasStatus_t status =
         lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof(g->bias));
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
-  return lt->matmul(device->handle, d->product, wide ? (const void*)&one_f64 : &one_f32, g->b,
+  return lt->matmul(device->handle, d->product, wide ? (const void*)&alpha_f64 : &alpha_f32, g->b,
                     d->first, g->a, d->second, wide ? (const void*)&beta_f64 : &beta_f32, g->c,
                     d->result, g->c, d->result, algo, workspace, (size_t)workspace_bytes,
                     (cudaStream_t)cuda->stream);

@@ -8,8 +8,8 @@
 
 #include "product_rows.cuh"
 
-/* Code 0 is 96 below k or less: k is 64 above the largest logit that was looked at, or at the row's
- * largest, so that it stands for 2^-32 of the row's largest term at the most. */
+/* Code 0 is 96 below k or less: k is 60 above the largest logit that was looked at, or at the row's
+ * largest, so that it stands for 2^-36 of the row's largest term at the most. */
 constexpr float kCodeSteps = 512, kCodeFloor = 96;
 /* Of a tile's sum: no term below it is beyond the largest code, 32 above k. */
 constexpr float kCodeLimit = 2147483648.0f;
@@ -52,6 +52,7 @@ struct CodeRows {
   int64_t t_pitch;
   const float* sums;                 /* of coded_exp, of each */
   const float *inv_sum, *row, *soft; /* STAT_INV_SUM, COEF_ROW and COEF_SOFT of each */
+  float unit;                        /* that dz is held in */
 };
 
 enum { kCodeVec = 8 }; /* of a lane, next to each other */
@@ -63,9 +64,9 @@ struct CodeRow {
 
 /* The sum is at least 2^-65, of a logit that was looked at. */
 __device__ __forceinline__ CodeRow open_code_row(const CodeRows& c, int row) {
-  const float of_p = c.row[row] / c.inv_sum[row];
+  const float of_p = c.unit * (c.row[row] / c.inv_sum[row]);
   constexpr float kScale = 0x1p31f; /* 2^(kCodePower - kCodeFloor) */
-  return {of_p * (kScale / c.sums[row]), c.soft[row]};
+  return {of_p * (kScale / c.sums[row]), c.unit * c.soft[row]};
 }
 
 __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, uint32_t t) {

@@ -31,7 +31,8 @@ static flce_rows part_of(const flce_rows* r, int64_t first, int64_t count) {
   return part;
 }
 
-static CodeRows codes_of(const flce_rows* r, const product_scratch* scratch, const void* coef) {
+static CodeRows codes_of(const flce_rows* r, const product_scratch* scratch, const void* coef,
+                         int shift) {
   const int64_t pitch = r->stat_pitch;
   CodeRows c = {};
   c.rows = r->out;
@@ -44,6 +45,7 @@ static CodeRows codes_of(const flce_rows* r, const product_scratch* scratch, con
   c.inv_sum = (const float*)r->stats + FLCE_STAT_INV_SUM * pitch;
   c.row = (const float*)coef + FLCE_COEF_ROW * pitch;
   c.soft = (const float*)coef + FLCE_COEF_SOFT * pitch;
+  c.unit = (float)ldexp(1, shift);
   return c;
 }
 
@@ -57,7 +59,7 @@ static int64_t first_rows(const flce_rows* r, int64_t hidden) {
 }
 
 flce_status cuda_product_dz(void* self, const flce_gemm* g, const flce_rows* r, const void* factor,
-                            void* coef, void* scratch) {
+                            void* coef, int shift, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "product_dz"));
   const int64_t part_rows = first_rows(r, g->k);
@@ -74,7 +76,7 @@ flce_status cuda_product_dz(void* self, const flce_gemm* g, const flce_rows* r, 
     FLCE_TRY(
         launch_product(self, &product, &part, &shape, &s, kCodeResult, first > 0 ? &before : NULL));
     FLCE_TRY(launch_statistics(self, &product, &part, &shape, &s, kCodeResult, factor, part_coef));
-    before = codes_of(&part, &s, part_coef);
+    before = codes_of(&part, &s, part_coef, shift);
   }
   const int64_t spans = before.count * ceil_div(before.vocab, kFinishSpan);
   return launch_next(self, finish_code_rows, (unsigned)ceil_div(spans, kFinishWarps),

@@ -7,8 +7,10 @@
 
 /* k lies this far above the target's zeta. The target is one of the row's terms, so no sum can
  * vanish; what a tile of the product may come to leaves room for the sum of 2^30 columns. E keeps
- * what is 2^-62 of the target; sums alone look further down, to keep the digits of tiny losses. */
-constexpr float kAboveTarget = 64, kAboveTargetForSums = 32;
+ * what is 2^-66 of the target; sums alone look further down, to keep the digits of tiny losses. Not
+ * 64: exponents around 2^-64 differ in seven bits where E crosses it, and what toggles so much in
+ * the products of dX and dW costs 2 % of a step (benchmarks/NOTES.md, 2026-11-22, exponents). */
+constexpr float kAboveTarget = 60, kAboveTargetForSums = 32;
 constexpr float kTileLimit = 1152921504606846976.0f; /* 2^60 */
 constexpr float kBlankRow = 3e38f;                   /* the k of a row without E: all are 0 */
 

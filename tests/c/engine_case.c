@@ -289,113 +289,6 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
   }
 }
 
-enum { PRODUCT_ROW_BYTES = 24, PRODUCT_TILE_ROWS = 16, WEIGHT_PARTS = 3 };
-
-/* That rows->wsum is what the contract says, where it is given: `rows` are of the product `gemm`.
- */
-static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
-  const flce_loss* o = &rows->options;
-  CHECK(o->label_smoothing > 0.0 && o->softcap == 0.0 && !rows->bias, "wsum is of no use here");
-  flce_dtype stat = flce_stat_dtype(gemm->dtype);
-  for (int64_t h = 0; h < gemm->k; h++) {
-    double sum = 0.0, size = 0.0;
-    for (int64_t j = 0; j < gemm->n; j++) {
-      double weight = rows->class_weight ? flce_load(rows->class_weight, stat, j) : 1.0;
-      double term = weight * flce_load(gemm->b, gemm->dtype, j * gemm->pitch_b + h);
-      sum += term;
-      size += fabs(term);
-    }
-    double error = fabs(flce_load(rows->wsum, stat, h) - sum);
-    CHECK(error <= 1e-5 * size, "wsum[%lld] is off by %g", (long long)h, error);
-  }
-}
-
-/* product_rows and product_statistics by their definition: the product, then a row pass. It is the
- * second that does both: what the first leaves stays as it is until then. */
-static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                                      void* scratch) {
-  (void)self;
-  memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
-  if (rows->wsum) check_wsum(gemm, rows);
-  return FLCE_OK;
-}
-
-static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
-                                            const flce_rows* rows, const void* factor, void* coef,
-                                            void* scratch) {
-  flce_backend b;
-  flce_cpu_backend(self, &b);
-  bool kept = true;
-  for (int64_t k = 0; k < rows->rows * PRODUCT_ROW_BYTES; k++)
-    kept &= ((const unsigned char*)scratch)[k] == 0xab;
-  CHECK(kept, "something wrote to the scratch of a product");
-  flce_gemm product = *gemm;
-  flce_rows view = *rows;
-  product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
-  product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = gemm->n;
-  view.z = product.c;
-  flce_status status = b.gemm(b.self, &product, NULL, 0);
-  if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
-  for (int64_t i = 0; i < gemm->m && gemm->c; i++) {
-    for (int64_t j = 0; j < gemm->n; j++) {
-      double z = flce_load(product.c, gemm->dtype, i * gemm->n + j);
-      if (view.bias) z += flce_load(view.bias, flce_stat_dtype(gemm->dtype), j);
-      flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, z);
-    }
-  }
-  free(product.c);
-  const flce_upstream none = {0};
-  if (status != FLCE_OK || !coef) return status;
-  return b.row_coefficients(b.self, rows, &none, factor, coef);
-}
-
-/* product_dz by its definition: the product, then the row passes. */
-static flce_status plain_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                                    const void* factor, void* coef, void* scratch) {
-  flce_backend b;
-  flce_cpu_backend(self, &b);
-  memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
-  CHECK(rows->probabilities && !gemm->c && rows->out_dtype == gemm->dtype, "not what it serves");
-  flce_gemm product = *gemm;
-  flce_rows view = *rows;
-  view.z = product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
-  product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = gemm->n;
-  const flce_upstream none = {0};
-  flce_status status = b.gemm(b.self, &product, NULL, 0);
-  if (status == FLCE_OK) status = b.stat_rows(b.self, &view);
-  if (status == FLCE_OK) status = b.row_coefficients(b.self, &view, &none, factor, coef);
-  view.coef = coef;
-  if (status == FLCE_OK) status = b.grad_rows(b.self, &view, 1.0, false, false);
-  free(product.c);
-  return status;
-}
-
-/* weight_product by its definition: the product, then column sums, of every third row each. */
-static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
-                                        const void* coef, void* sums, bool adds_sums) {
-  flce_backend b;
-  flce_cpu_backend(self, &b);
-  flce_gemm product = *gemm;
-  product.k = 0;
-  while (product.k < gemm->k && (!index || index[product.k] >= 0)) product.k++;
-  flce_status status = b.gemm(b.self, &product, NULL, 0);
-  flce_dtype stat = flce_stat_dtype(gemm->dtype);
-  int64_t size = flce_size_of(stat), rows = product.k;
-  char* weights = test_buffer(stat, rows);
-  for (int64_t part = 0; part < WEIGHT_PARTS && status == FLCE_OK; part++) {
-    for (int64_t i = 0; i < rows; i++) {
-      double weight = coef ? flce_load(coef, stat, i) : 1.0;
-      flce_store(weights, stat, i, i % WEIGHT_PARTS == part ? weight : 0.0);
-    }
-    status = b.column_sum(b.self, (char*)sums + part * gemm->m * size, gemm->a, gemm->dtype,
-                          gemm->pitch_a, rows, gemm->m, weights, adds_sums, NULL);
-  }
-  free(weights);
-  return status;
-}
-
 /* Outputs that the forward gets when it asks for them. */
 typedef struct late_outputs {
   flce_tensors tensors;
@@ -434,16 +327,9 @@ run run_all(const setting* s, const model* m, int threads) {
   flce_facts facts;
   CHECK_OK(b.facts(b.self, &s->problem, &facts));
   if (s->fused) {
-    facts.product_row_bytes = PRODUCT_ROW_BYTES;
-    facts.product_tile_rows = PRODUCT_TILE_ROWS;
-    facts.product_gives_z = true;
-    facts.weight_parts = WEIGHT_PARTS;
+    plain_products(&b, &facts);
     facts.skips_rows = s->skips;
     facts.product_gives_dz = s->problem.bf16_probabilities;
-    b.product_rows = plain_product_rows;
-    b.product_statistics = plain_product_statistics;
-    b.product_dz = plain_product_dz;
-    b.weight_product = plain_weight_product;
   }
   run r = {0};
   r.status = flce_plan_make(&s->problem, &facts, &r.plan);

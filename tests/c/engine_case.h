@@ -46,6 +46,9 @@ void free_model(model* m);
 void* plan_buffer(const flce_plan* plan, flce_buffer_id id);
 void* workspace(int64_t bytes);
 
+/* plain_products.c: has the fused products and the one of dW with db, and the facts say so. */
+void plain_products(flce_backend* backend, flce_facts* facts);
+
 run run_all(const setting* s, const model* m, int threads);
 void free_run(run* r);
 void describe(const setting* s, const run* r, char* text, size_t size);

@@ -90,13 +90,14 @@ static flce_status plain_gemm(void* context, const flce_gemm* g) {
   (void)context;
   for (int64_t i = 0; i < g->m; i++) {
     for (int64_t j = 0; j < g->n; j++) {
-      double sum = g->beta != 0.0 ? flce_load(g->c, g->c_dtype, i * g->pitch_c + j) : 0.0;
+      double sum = 0.0;
+      double before = g->beta != 0.0 ? flce_load(g->c, g->c_dtype, i * g->pitch_c + j) : 0.0;
       for (int64_t k = 0; k < g->k; k++) {
         int64_t a = g->transpose_a ? k * g->pitch_a + i : i * g->pitch_a + k;
         int64_t b = g->transpose_b ? j * g->pitch_b + k : k * g->pitch_b + j;
         sum += flce_load(g->a, g->dtype, a) * flce_load(g->b, g->dtype, b);
       }
-      flce_store(g->c, g->c_dtype, i * g->pitch_c + j, sum);
+      flce_store(g->c, g->c_dtype, i * g->pitch_c + j, ldexp(sum, g->shift) + before);
     }
   }
   return FLCE_OK;

@@ -58,6 +58,7 @@ static void test_loss_options(void) {
         s.problem.wants_statistics = bits & 1024;
         if (!s.problem.has_probabilities) s.problem.rows -= (int64_t)(test_random() % 5);
         if (bits & 1 << 20) s.problem.max_memory = 9 * 72 * 8;
+        if (bits & 1 << 21) s.problem.want_grad_bias = false; /* then dz is held shifted */
         test_setting(&s);
       }
     }
@@ -411,6 +412,17 @@ static void test_plan_without_logits(void) {
     CHECK(plan.makes_dz == (k > 0) && plan.chunk_rows == (k > 0 ? 2048 : 1024), "%lld rows",
           (long long)plan.chunk_rows);
     CHECK((plan.buffers[FLCE_BUF_SCALED_X].bytes > 0) == (k == 2), "a copy of x");
+    p.want_grad_bias = false;
+    for (p.reduction = FLCE_MEAN; p.reduction <= FLCE_SUM; p.reduction++) {
+      CHECK_OK(flce_plan_make(&p, &given, &plan));
+      int shift = 10 - 5 + (p.reduction == FLCE_MEAN ? 12 : 0); /* of V, and of N for a mean */
+      CHECK(plan.dz_shift == (k > 0 ? shift : 0), "dz times 2^%d", plan.dz_shift);
+    }
+    p.want_grad_bias = true;
+    CHECK_OK(flce_plan_make(&p, &given, &plan));
+    CHECK(plan.dz_shift == 0, "db's sums are of dz itself, not of 2^%d", plan.dz_shift);
+    p.want_grad_bias = false;
+    p.reduction = FLCE_MEAN;
   }
   p.save = FLCE_SAVE_LOGITS;
   CHECK_OK(flce_plan_make(&p, &facts, &plan));
