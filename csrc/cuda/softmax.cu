@@ -44,9 +44,8 @@ __device__ __forceinline__ float tile_gap(const row_args& p, const Row<Z>& row,
 
 /* The offset is known before the row is: c = l_y + kAbove. The target is one of the sum's terms, so
  * the sum cannot vanish; E may rise to exp(kWindow), so a sum of 2^30 columns stays below 2^90.
- * Only a logit further than kAbove + kWindow = 83 above the target's leaves the window. kAbove is
- * that of kAboveTarget in product_rows.cuh, for the reason given there. */
-constexpr float kAbove = 41.588831f;  /* 60 ln 2 */
+ * Only a logit further than kAbove + kWindow = 86 above the target's leaves the window. */
+constexpr float kAbove = 44.361420f;  /* 64 ln 2 */
 constexpr float kWindow = 41.588831f; /* 60 ln 2 */
 
 /* Multiplies what this thread wrote of the row's first `vectors` vectors, for a raised offset.
