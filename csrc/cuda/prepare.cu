@@ -90,8 +90,8 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
 
 /* ---- the order of few tokens ---- */
 
-/* Up to so many tokens each counts those before it: CUB sorts as few by one block, behind one that
- * writes its keys, in twice the time (benchmarks/NOTES.md, 2026-11-22). */
+/* Up to so many tokens each counts those before it, in the kernel that makes the scalars: CUB sorts
+ * as few by one block, behind another kernel, in 15 us (benchmarks/NOTES.md, 2026-11-22). */
 enum { kRankedTokens = 4096, kRankedTokensOfBlock = kPrepareThreads / kWarp };
 
 /* The target, V where it does not count. */
