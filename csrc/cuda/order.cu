@@ -105,11 +105,19 @@ __device__ __forceinline__ uint32_t task_at(const grad_weight_args& p, int64_t p
   return task;
 }
 
+/* Threads that a multiprocessor has room for: 8.6, 8.9 and 12.x have less than the others. */
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kThreadsAtOnce = 1536;
+#else
+constexpr int kThreadsAtOnce = 2048;
+#endif
+
 /* In place, target terms alone: a block for each position and slice of H, of which those at the
  * first position of a target do its row. Few registers: the blocks of 2048 tokens are there at
  * once. */
 template <typename X, int N>
-__global__ void __launch_bounds__(kSliceThreads, sizeof(X) == 8 ? 1 : 16)
+__global__ void __launch_bounds__(kSliceThreads,
+                                  sizeof(X) == 8 ? 1 : kThreadsAtOnce / kSliceThreads)
     finish_touched_rows(const __grid_constant__ grad_weight_args p) {
   using S = stat_t<X>;
   follow_kernels();
