@@ -7,6 +7,8 @@ that a checkpoint runs again, writes nothing here.
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import options
+
 PLACES = ("grad", "main_grad")
 _NAME = "accumulate_into"
 
@@ -40,7 +42,7 @@ def refuse_tracing():
             "backward may write to a parameter's gradient; call the loss outside of the compiled "
             f"region, or with {_NAME}=None"
         )
-    if torch._C._functorch.maybe_current_level() is not None:
+    if options.function_transforms_are_on():
         raise RuntimeError(
             f"flce: {_NAME} is not supported in torch.func transforms, whose gradients are no "
             "parameter's; use backward()"

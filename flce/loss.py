@@ -10,6 +10,7 @@ from .kdim import k_dimensional
 from .options import (
     check_ignore_index,
     check_tensor,
+    function_transforms_are_on,
     num_items_tensor,
     number,
     parse_bytes,
@@ -24,7 +25,7 @@ def _call(name, operands, settings, wanted):
     if "accumulate_into" in settings:
         accumulate.refuse_tracing()
         made = composite.linear_cross_entropy_untraced(wanted, *operands, **settings)
-    elif torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    elif torch.compiler.is_compiling() or function_transforms_are_on():
         made = _through_operator(name, operands, settings, wanted)
     else:
         made = getattr(composite, f"{name}_of")(wanted, *operands, **settings)

@@ -512,12 +512,17 @@ def refuse_vmap(*args, **kwargs):
     )
 
 
+def function_transforms_are_on():
+    """Whether a transform of torch.func has called."""
+    return torch._C._are_functorch_transforms_active()
+
+
 _forward_ad = torch.autograd.forward_ad
 
 
 def transforms_are_on():
-    level = getattr(_forward_ad, "_current_level", 0)
-    return level >= 0 or torch._C._are_functorch_transforms_active()
+    """Whether one of torch.func's has, or forward-mode AD is on."""
+    return getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
 
 
 def refuse_transforms(*tensors):

@@ -35,7 +35,6 @@ LOCAL_BYTES = {
     "product_sm90<(Kind)5, (ProductResult)2, false>": 168,
     "product_sm90<(Kind)5, (ProductResult)3, false>": 228,
     "product_sm90<(Kind)5, (ProductResult)3, true>": 132,
-    "finish_touched_rows<double, 8>": 64,
     "finish_all_rows<double, double, 1>": 40,
 }
 REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
