@@ -14,12 +14,19 @@ static flce_rows view_logits(const flce_backend* backend, const flce_problem* pr
   return view;
 }
 
+static flce_status check_classes(const flce_problem* problem) {
+  if (problem->vocab >= 1) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT, "logits: expected at least one class, got %lld",
+                   (long long)problem->vocab);
+}
+
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
                                        const flce_tensors* tensors) {
   engine e;
   bool reduced = problem->reduction != FLCE_NONE;
   flce_rows view =
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
+  FLCE_TRY(check_classes(problem));
   FLCE_TRY(flce_check_loss(&problem->loss));
   CALL(&e, prepare, problem, tensors, NULL, false);
   CALL(&e, stat_rows, &view);
@@ -35,6 +42,7 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
   flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
   set_out(&view, tensors->grad_input, problem->dtype, problem->vocab);
   flce_upstream upstream = upstream_of(&e);
+  FLCE_TRY(check_classes(problem));
   CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
        tensors->workspace);
   view.coef = tensors->workspace;

@@ -260,7 +260,7 @@ enum flce_scalar {
   FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights over vocab, vocab without them */
   FLCE_SCALAR_UNIT,    /* power of two u with u * (bound of |dz|) in (2^13, 2^14]: float16 gradients
                           made before grad_output is known are held times u. The bound is the product
-                          of max |class weight|, max token weight / temperature over valid rows,
+                          of max |class weight|, max |token weight| / temperature over valid rows,
                           |logit_scale|, and 1 + 128 z_loss Z_SHARE (an lse of 64) */
   FLCE_SCALAR_Z_SHARE, /* what z-loss has beside INV_DENOM. mean with class weights and without
                           num_items: (sum of class weights over valid rows) / count; else 1 */

@@ -114,8 +114,6 @@ class Accumulator:
         if found.dtype not in dtypes:
             expected = " or ".join(map(str, dtypes))
             raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
-        if found.data_ptr() == weight.data_ptr() and found.numel():
-            raise ValueError(f"{name}: expected memory of its own, got that of linear_weight")
         if found.shape != weight.shape:
             expected, got = tuple(weight.shape), tuple(found.shape)
             raise ValueError(f"{name}: expected shape {expected}, got {got}")
@@ -123,6 +121,8 @@ class Accumulator:
             raise ValueError(f"{name}: expected device {weight.device}, got {found.device}")
         if not found.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {found.stride()}")
+        if _overlap(found, weight):
+            raise ValueError(f"{name}: expected memory of its own, got that of linear_weight")
         if found.requires_grad or found.is_inference():
             kind = "an inference tensor" if found.is_inference() else "one that requires grad"
             raise ValueError(f"{name}: expected a tensor that may be written to, got {kind}")
@@ -164,6 +164,13 @@ class Accumulator:
         # Zeros, so that a hook that adds it in spite of that, or a second use of the weight, does
         # no harm; without memory of their own until autograd keeps them for the hooks.
         return weight.new_zeros(()).expand(weight.shape)
+
+
+def _overlap(first, second):
+    """Whether two contiguous tensors of a device have memory in common."""
+    begins = first.data_ptr(), second.data_ptr()
+    ends = begins[0] + first.nbytes, begins[1] + second.nbytes
+    return max(begins) < min(ends)
 
 
 def _wait_at_the_end(device):

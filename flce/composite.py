@@ -157,12 +157,12 @@ def linear_call(
         *(reduction, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
         *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
     )
-    options.refuse_transforms(input, linear_weight, linear_bias)
+    vectors = (weight, token_weight, token_temperature)
+    options.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
     accumulator = Accumulator(linear_weight, accumulate_into) if call.accumulates else None
     if shift != 0 or cu_seqlens is not None:
         target = options.shifted_target(target, shift, cu_seqlens, call.scalars.ignore_index)
     num_items = options.num_items_tensor(num_items, reduction, call.stat, input)
-    vectors = (weight, token_weight, token_temperature)
     operands = (input, linear_weight, target, linear_bias)
     return call, (operands, vectors, num_items, valid_bound, accumulator)
 
@@ -255,8 +255,9 @@ def cross_entropy_of(
         reduction,
         *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
     )
-    options.refuse_transforms(logits)
-    tensors = _loss_tensors(call, target, (weight, token_weight, token_temperature))
+    vectors = (weight, token_weight, token_temperature)
+    options.refuse_transforms(logits, target, *vectors, num_items)
+    tensors = _loss_tensors(call, target, vectors)
     num_items = options.num_items_tensor(num_items, reduction, call.stat, logits)
     rows, settings = _rows_of(logits), call.settings
     arguments = (rows, *tensors, num_items)

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from . import ops
 from .options import check_tensor, resolve_max_memory
 
 _OUTPUTS = (
@@ -73,7 +74,8 @@ def k_dimensional(
         "label_smoothing": label_smoothing,
     }
     if reduction == "mean" and rest.get("num_items") is None:
-        valid, denominator = _denominators(target, weight, ignore_index, math.prod(shape))
+        stat = ops.stat_dtype(input.dtype)
+        valid, denominator = _denominators(target, weight, ignore_index, math.prod(shape), stat)
         if valid is not denominator and rest.get("z_loss", 0.0):
             if rest.get("save") == "grads":
                 raise ValueError(
@@ -191,10 +193,11 @@ def _share_of_memory(max_memory, linear_weight, shape):
     return max(whole // math.prod(shape[1:]), row)
 
 
-def _denominators(target, weight, ignore_index, rows):
-    """The number of valid places and what F.cross_entropy's mean divides by, as 0-d tensors."""
+def _denominators(target, weight, ignore_index, rows, stat):
+    """The number of valid places and what F.cross_entropy's mean divides by, as 0-d tensors; sums
+    of weights in `stat`."""
     if target.is_floating_point():
-        count = torch.full((), float(rows), device=target.device)
+        count = torch.full((), rows, dtype=torch.int64, device=target.device)
         return count, count
     is_valid = target != (-100 if ignore_index is None else ignore_index)
     count = is_valid.sum()
@@ -203,8 +206,7 @@ def _denominators(target, weight, ignore_index, rows):
     # A target out of range is the call's to refuse: here it must only not be read.
     classes = target.clamp(0, len(weight) - 1)
     factors = weight.detach()[classes]
-    wide = torch.float64 if factors.dtype == torch.float64 else torch.float32
-    total = factors.to(wide).masked_fill(~is_valid, 0.0).sum()
+    total = factors.to(stat).masked_fill(~is_valid, 0.0).sum()
     # As num_items 0 gives 0: so it shall for no valid place, but weights of 0 are 0/0, as torch's.
     return count, total.masked_fill((total == 0) & (count > 0), math.nan)
 

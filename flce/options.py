@@ -144,6 +144,7 @@ def number(name, value):
         return value
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         _check_constant(name, value)
+        refuse_transforms(value)
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -245,6 +246,8 @@ def compute_dtype(input, linear_weight, linear_bias, autocast):
 def check_tensor(name, tensor):
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
 
 
 def _check_float(name, tensor):
@@ -331,6 +334,7 @@ def num_items_tensor(num_items, reduction, stat, first):
             f"{num_items}"
         )
     if isinstance(num_items, torch.Tensor):
+        check_tensor("num_items", num_items)
         if num_items.dim() != 0 or num_items.is_complex():
             raise ValueError(
                 "num_items: expected a number or a real 0-d tensor, got a tensor of shape "
@@ -385,7 +389,8 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
             f"{target.dim() + 1} dimensions"
         )
     length = target.shape[-1]
-    shifted = torch.full_like(target, ignore_index)
+    # Of a target in int32 too: ignore_index may be any int64.
+    shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
     if shift < length:
         shifted[..., : length - shift] = target[..., shift:]
     if cu_seqlens is None:
@@ -526,11 +531,12 @@ def transforms_are_on():
 
 
 def refuse_transforms(*tensors):
-    """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use."""
+    """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use. What
+    is no tensor is passed over."""
     if not transforms_are_on() or is_compiling():
         return
     for tensor in tensors:
-        if tensor is None:
+        if not isinstance(tensor, torch.Tensor):
             continue
         if torch._C._functorch.is_gradtrackingtensor(tensor):
             raise RuntimeError(

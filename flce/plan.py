@@ -1,5 +1,6 @@
 """What a call will hold and do, without doing it."""
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -48,6 +49,39 @@ def _parse(text):
     buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
     numbers = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
     return Plan(**numbers, buffers=buffers, text=text)
+
+
+_MOST_ELEMENTS = 1 << 59  # of a matrix: its bytes, in float64 and beside others, fit an int64
+
+
+def _check_sizes(tokens, hidden, vocab, valid_vocab):
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
+    for name, size in sizes.items():
+        options.check_integer(name, size, 0 if name == "tokens" else 1)
+    if valid_vocab is not None:
+        options.check_integer("valid_vocab", valid_vocab, 1, vocab)
+    for first, second in itertools.combinations(sizes, 2):
+        if sizes[first] * sizes[second] > _MOST_ELEMENTS:
+            raise ValueError(
+                f"{first}, {second}: expected a product of at most 2^59, got "
+                f"{sizes[first]} and {sizes[second]}"
+            )
+
+
+def _check_dtypes(**dtypes):
+    for name, dtype in dtypes.items():
+        if dtype not in options.DTYPES:
+            raise TypeError(
+                f"{name}: expected float64, float32, bfloat16 or float16, got {dtype!r}"
+            )
+
+
+def _check_device(device):
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
+    present = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= present:
+        raise ValueError(f"device: expected one that is present, got {device}")
 
 
 def plan(
@@ -102,6 +136,9 @@ def plan(
         TypeError, ValueError: what the call itself would refuse.
     """
     device = torch.device(device)
+    _check_device(device)
+    _check_sizes(tokens, hidden, vocab, valid_vocab)
+    _check_dtypes(dtype=dtype, input_dtype=input_dtype or dtype, weight_dtype=weight_dtype or dtype)
     options.check_choices(reduction, save)
     accumulate.check_place(accumulate_into, save)
     if softcap is not None:
@@ -116,8 +153,6 @@ def plan(
             "probabilities: expected True, False or a floating-point dtype that targets may have, "
             f"got {probabilities!r}"
         )
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
     rows = tokens if valid_bound is None else min(valid_bound, tokens)
     call = LinearSignature(
         reduction=reduction,

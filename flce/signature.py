@@ -29,6 +29,7 @@ class Meta(typing.NamedTuple):
     device: torch.device
     shape: torch.Size
     requires_grad: bool
+    layout: torch.layout
 
     def dim(self):
         return len(self.shape)
@@ -36,7 +37,7 @@ class Meta(typing.NamedTuple):
 
 def looks_of(tensor):
     """The fields of Meta."""
-    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
+    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad, tensor.layout
 
 
 def describe(name, tensor):

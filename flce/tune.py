@@ -414,7 +414,7 @@ def describe():
         return f"none, there is no {path}"
     try:
         return f"{len(read(path))} in {path}"
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return f"none: {error}"
 
 

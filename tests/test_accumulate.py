@@ -451,6 +451,17 @@ def test_refuses_what_it_cannot_add_to(device, place, wrong, batch):
     assert x.grad is None and head.bias.grad is None
 
 
+@pytest.mark.parametrize("shift", [0, 4, -4])
+def test_refuses_memory_that_the_weight_has_too(device, batch, shift):
+    """Wholly or in part."""
+    memory = torch.zeros(VOCAB * HIDDEN + 4, device=device)
+    places = memory[max(shift, 0) :], memory[max(-shift, 0) :]
+    weight, main_grad = (place[: VOCAB * HIDDEN].view(VOCAB, HIDDEN) for place in places)
+    weight.requires_grad_().main_grad = main_grad.detach()
+    with pytest.raises(ValueError, match=r"linear_weight.main_grad: expected memory of its own"):
+        flce.linear_cross_entropy(batch[0].float(), weight, batch[1], accumulate_into="main_grad")
+
+
 def test_refuses_a_missing_main_grad(device, batch):
     head = head_of(device, accumulate_into="main_grad")
     with pytest.raises(ValueError, match="linear_weight.main_grad: expected a tensor .*NoneType"):

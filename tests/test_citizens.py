@@ -505,6 +505,21 @@ def test_functional_transforms_say_what_to_use(refused, transform):
             getattr(torch.func, transform)(function)(x)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["linear_bias", "weight", "token_weight", "temperature", "num_items", "softcap", "target"],
+)
+def test_no_tangent_is_dropped(device, name):
+    """Forward-mode AD of any argument is refused."""
+    sizes = {"linear_bias": (5,), "weight": (5,), "num_items": (), "softcap": (), "target": (4, 5)}
+    x, w = torch.randn(4, 8, device=device), torch.randn(5, 8, device=device)
+    given = torch.rand(sizes.get(name, (4,)), device=device) + 0.5
+    call = {"target": torch.arange(4, device=device)}
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        call[name] = torch.autograd.forward_ad.make_dual(given, torch.ones_like(given))
+        flce.linear_cross_entropy(x, w, **call)
+
+
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual"])
 def test_forward_mode_says_what_to_use(refused, transform):
     function, x = refused

@@ -1,5 +1,6 @@
 """Weights of more than two dimensions (flce.kdim) and torch's own call (flce.compat.torch)."""
 
+import functools
 import inspect
 import types
 
@@ -56,6 +57,24 @@ def test_torchs_function_of_one_row(device, kind, reduction):
     x, w, b, target = make(kind, (), device, batch=())
     ours = compat_torch.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
     agree(ours, torchs(x, w, target, linear_bias=b, reduction=reduction), (x, w, b))
+
+
+@pytest.mark.parametrize("kind", ["indices", "probabilities"])
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
+def test_counts_are_not_of_the_default_dtype(device, kind, default):
+    """900 places, and float32 weights of float64 operands: no denominator is rounded."""
+    x, w, b, target = make(kind, (300,), device)
+    weight = torch.rand(V, device=device)
+    ours = functools.partial(compat_torch.linear_cross_entropy, x, w, target, linear_bias=b)
+    truths = [eager(x, w, target, linear_bias=b, weight=given) for given in (None, weight.double())]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        made = [ours(weight=given) for given in (None, weight)]
+    finally:
+        torch.set_default_dtype(before)
+    for loss, truth in zip(made, truths, strict=True):
+        agree(loss, truth, (x, w, b))
 
 
 @pytest.mark.parametrize("places", [(), (3,)])

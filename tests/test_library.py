@@ -101,6 +101,12 @@ def opcheck_cross_entropy_outputs(device):
         yield args, {**kwargs, "return_lse": True, "return_entropy": True, "return_accuracy": True}
 
 
+def test_raw_logits_without_a_class_are_refused(device):
+    with pytest.raises(ValueError, match="logits: expected at least one class, got 0"):
+        logits = torch.randn(3, 0, device=device)
+        torch.ops.flce.cross_entropy_forward(*raw.cross_entropy_forward(logits, logits))
+
+
 def opcheck_cross_entropy_forward(device):
     (logits, target), _ = next(opcheck_cross_entropy(device))
     yield raw.cross_entropy_forward(logits, target, label_smoothing=0.1), {}

@@ -27,11 +27,23 @@ def value(given):
     return lambda device: given
 
 
+def sparse(*shape, **options):
+    return lambda device: torch.ones(*shape, device=device, **options).to_sparse()
+
+
 # Argument, what it is given, the error, and what the message says besides the argument's name.
 REFUSALS = [
     ("input", ones(TOKENS, HIDDEN, dtype=torch.int64), TypeError, ["float32", "int64"]),
     ("input", ones(TOKENS, HIDDEN, dtype=torch.complex64), TypeError, ["float32", "complex64"]),
     ("input", ones((), dtype=torch.float32), ValueError, ["dimension"]),
+    ("input", sparse(TOKENS, HIDDEN), TypeError, ["dense", "sparse_coo"]),
+    ("linear_weight", sparse(VOCAB, HIDDEN), TypeError, ["dense", "sparse_coo"]),
+    ("target", sparse(TOKENS, dtype=torch.int64), TypeError, ["dense", "sparse_coo"]),
+    ("linear_bias", sparse(VOCAB), TypeError, ["dense", "sparse_coo"]),
+    ("weight", sparse(VOCAB), TypeError, ["dense", "sparse_coo"]),
+    ("token_weight", sparse(TOKENS), TypeError, ["dense", "sparse_coo"]),
+    ("temperature", sparse(TOKENS), TypeError, ["dense", "sparse_coo"]),
+    ("num_items", sparse(()), TypeError, ["dense", "sparse_coo"]),
     ("linear_weight", ones(VOCAB, HIDDEN + 1), ValueError, [f"(V, {HIDDEN})", f"{HIDDEN + 1})"]),
     ("linear_weight", ones(VOCAB), ValueError, ["(V, ", f"({VOCAB},)"]),
     ("linear_weight", ones(0, HIDDEN), ValueError, [f"(0, {HIDDEN})"]),
@@ -220,8 +232,10 @@ def test_refusal(device, name, given, error, words):
     assert "expected" in message
     for word in words:
         assert word in message, message
-    # The same call with the argument put right goes through: the argument was the reason.
+    # The same call with the argument put right goes through: the argument was the reason. And it
+    # is refused behind that too, though the calls look alike.
     flce.linear_cross_entropy(**arguments(device)).backward()
+    assert raised(error, lambda: flce.linear_cross_entropy(**call)) == message
 
 
 @pytest.mark.parametrize(
@@ -396,11 +410,24 @@ def test_modules_refuse_when_they_are_made(module, name, given):
         ("accum_dtype", torch.float64, ValueError),
         ("probabilities", torch.int64, ValueError),
         ("probabilities", torch.float8_e4m3fn, ValueError),
+        ("dtype", torch.int8, TypeError),
+        ("weight_dtype", "float32", TypeError),
+        ("tokens", 8.0, TypeError),
+        ("tokens", -1, ValueError),
+        ("hidden", 0, ValueError),
+        ("vocab", 2**60, ValueError),
+        ("valid_vocab", 0, ValueError),
+        ("valid_vocab", VOCAB + 1, ValueError),
+        ("valid_vocab", True, TypeError),
+        ("device", "meta", ValueError),
+        ("device", "cuda:99", ValueError),
     ],
 )
 def test_plan_refuses_what_the_call_would(name, given, error):
+    sizes = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}
+    call = {**sizes, "dtype": torch.float32, "device": "cpu", name: given}
     with pytest.raises(error, match=f"{name}: expected .* got "):
-        flce.plan(TOKENS, HIDDEN, VOCAB, dtype=torch.float32, device="cpu", **{name: given})
+        flce.plan(**call)
 
 
 def test_errors_leave_the_engine_usable(device):

@@ -93,6 +93,14 @@ def test_shift_leaves_row_options_where_they_are(device):
     cases.assert_same(ours, (rows * token_weight[:, :-1].flatten()).sum(), (x, w))
 
 
+def test_shift_of_int32_targets_with_a_wide_ignore_index(device):
+    """It marks the ends, though no int32 holds it."""
+    x, w = torch.randn(2, 6, 8, device=device), torch.randn(11, 8, device=device)
+    y = torch.randint(11, (2, 6), device=device, dtype=torch.int32)
+    made = flce.linear_cross_entropy(x, w, y, shift=1, ignore_index=2**40)
+    assert torch.equal(made, flce.linear_cross_entropy(x, w, y.long(), shift=1))
+
+
 @pytest.mark.parametrize("k", [4, 5, 100])
 def test_shift_past_the_sequence_leaves_nothing(device, k):
     x, w, y = cases.leaves(device, 2, 4)
@@ -396,24 +404,35 @@ def test_reading_a_cpu_count_for_a_gpu(cuda):
     assert cases.relative_error(loss.detach(), truth.detach().double()) <= 1e-6
 
 
-def test_weight_zero_hides_an_infinite_logit(device):
-    """A class of weight 0 adds nothing to the smoothing's sum, whatever else is asked for."""
-    case = cases.make_case(8, 16, 33, dtype=torch.float32, device=device, bias=True)
-    bias, weight = case.options["linear_bias"].clone(), torch.ones(33, device=device)
-    bias[5], weight[5] = -math.inf, 0.0
-    case.target[case.target == 5] = 6
-    call = functools.partial(
-        flce.linear_cross_entropy,
-        case.input,
-        case.linear_weight,
-        case.target,
-        linear_bias=bias,
-        weight=weight,
-        label_smoothing=0.1,
-    )
-    plain, general = call(), call(return_entropy=True).loss
-    assert torch.isfinite(plain)
-    assert cases.relative_error(plain, general.double()) <= 1e-6
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
+    """A class of weight 0 adds nothing to the loss, as a target and to the smoothing's sum. The
+    truth is that of a logit so low that its probability is 0 as well."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = cases.make_case(8, 1024, 33, dtype=dtype, device=device, bias=True)
+    weight = torch.ones(33, device=device)
+    weight[5], case.target[:3] = 0.0, 5
+    fused = functools.partial(flce.linear_cross_entropy, save=save)
+    results = []
+    for function, kind, low in (
+        (fused, dtype, -math.inf),
+        (flce.reference.linear_cross_entropy, torch.float64, -1e5),
+    ):
+        x, w, b = (
+            tensor.detach().to(kind).requires_grad_()
+            for tensor in (case.input, case.linear_weight, case.options["linear_bias"])
+        )
+        bias = b.masked_fill(torch.arange(33, device=device) == 5, low)
+        options = {"linear_bias": bias, "weight": weight.to(kind), "label_smoothing": smoothing}
+        loss = function(x, w, case.target, **options)
+        general = function(x, w, case.target, return_entropy=True, **options).loss
+        assert cases.relative_error(general.detach(), loss.detach().double()) <= 1e-6
+        results.append((loss.detach(), *torch.autograd.grad(loss, (x, w, b))))
+    (loss, *gradients), (true_loss, *truths) = results
+    assert cases.relative_error(loss, true_loss) <= 1e-5
+    for made, true in zip(gradients, truths, strict=True):
+        assert cases.relative_error(made, true) <= (1e-5 if device == "cpu" else 1e-2)
 
 
 def test_z_loss_with_class_weights_of_zero(device):

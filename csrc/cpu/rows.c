@@ -128,6 +128,11 @@ static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sum
   if (pass->write_exp) sums->rest = written_sum(pass, row_out(pass, r), z, y, sums->offset);
 }
 
+/* A class of weight 0 adds nothing, where its logit is -inf too; a NaN stays. */
+static double hard_loss(double factor, double nll) {
+  return factor == 0.0 && nll == (double)INFINITY ? 0.0 : factor * nll;
+}
+
 /* y: -1 for probabilities. */
 static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums* sums) {
   const flce_rows* rows = pass->rows;
@@ -137,7 +142,8 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
   if (y >= 0) {
     /* Near a certain target ln S - (l_y - c) would cancel; log1p keeps the smallest losses. */
     nll = sums->rest <= e_y ? log1p(sums->rest / e_y) : log_sum + (sums->offset - sums->l_y);
-    loss += (1.0 - options->label_smoothing) * row_factor(rows->class_weight, pass->stat, y) * nll;
+    double factor = row_factor(rows->class_weight, pass->stat, y);
+    loss += hard_loss((1.0 - options->label_smoothing) * factor, nll);
   }
   double lse = sums->offset + log_sum, entropy = 0.0;
   if (options->z_loss != 0.0)

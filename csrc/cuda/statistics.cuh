@@ -335,7 +335,9 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
     loss = sums.gap + sums.mass * end.log_sum;
   } else {
     const S w = row.class_weight ? row.class_weight[row.target] : 1;
-    loss = (S)p.hard * w * end.nll;
+    const S factor = (S)p.hard * w;
+    /* A class of weight 0 adds nothing, where its logit is -inf too; a NaN stays. */
+    loss = factor == 0 && end.nll == infinity_of(factor) ? 0 : factor * end.nll;
     if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
       const S own = w != 0 ? w * (sums.gap_from - row.l_target) : 0;
       const S above = lse_above(row, end, sums.offset, sums.gap_from);
