@@ -35,8 +35,8 @@ static const gemm_rule kRules[] = {
      * first: 1.00, 1.02 and 1.11, 1.17; */
     {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0, CUBLASLT_MATMUL_TILE_176x128,
      0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
-    /* these two with seven shapes more of 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02
-     * and 1.08, 1.23; */
+    /* these two with seven shapes more, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
+     * 1.08, 1.23; */
     {90, kGradWeight, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
     /* 1.00, 1.05 and 1.11, 1.35; */
