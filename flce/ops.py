@@ -219,6 +219,8 @@ def _fake_scaled(grad, grad_output, scalars, dtype):
 
 @torch.library.register_fake("flce::cross_entropy_forward", lib=library)
 def _fake_cross_entropy_forward(logits, target, *rest):
+    if logits.shape[-1] < 1:
+        raise ValueError("logits: expected at least one class, got 0")
     reduction, *_, wants_predictions = rest[4:]
     stat = stat_dtype(logits.dtype)
     return (

@@ -51,19 +51,19 @@ def _parse(text):
     return Plan(**numbers, buffers=buffers, text=text)
 
 
-_MOST_ELEMENTS = 1 << 59  # of a matrix: its bytes, in float64 and beside others, fit an int64
+# Of a matrix: a dozen of them in float64, and vectors of as many elements, fit an int64 in bytes.
+_MOST_ELEMENTS = 1 << 54
 
 
 def _check_sizes(tokens, hidden, vocab, valid_vocab):
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
-    for name, size in sizes.items():
-        options.check_integer(name, size, 0 if name == "tokens" else 1)
+    sizes = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
+    sizes = {name: int(options.check_integer(name, *given)) for name, given in sizes.items()}
     if valid_vocab is not None:
         options.check_integer("valid_vocab", valid_vocab, 1, vocab)
     for first, second in itertools.combinations(sizes, 2):
         if sizes[first] * sizes[second] > _MOST_ELEMENTS:
             raise ValueError(
-                f"{first}, {second}: expected a product of at most 2^59, got "
+                f"{first}, {second}: expected a product of at most 2^54, got "
                 f"{sizes[first]} and {sizes[second]}"
             )
 

@@ -102,9 +102,11 @@ def opcheck_cross_entropy_outputs(device):
 
 
 def test_raw_logits_without_a_class_are_refused(device):
-    with pytest.raises(ValueError, match="logits: expected at least one class, got 0"):
-        logits = torch.randn(3, 0, device=device)
-        torch.ops.flce.cross_entropy_forward(*raw.cross_entropy_forward(logits, logits))
+    """Where they are traced too."""
+    for place in (device, "meta"):
+        logits = torch.randn(3, 0, device=place)
+        with pytest.raises(ValueError, match="logits: expected at least one class, got 0"):
+            torch.ops.flce.cross_entropy_forward(*raw.cross_entropy_forward(logits, logits))
 
 
 def opcheck_cross_entropy_forward(device):

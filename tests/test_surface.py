@@ -435,6 +435,21 @@ def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
         assert cases.relative_error(made, true) <= (1e-5 if device == "cpu" else 1e-2)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weight_zero_hides_no_other_logit(device, bad):
+    """A row with a NaN, or an infinity above, is NaN, whatever its target's class weighs."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = cases.make_case(8, 1024, 33, dtype=dtype, device=device, bias=True)
+    weight = torch.ones(33, device=device)
+    weight[5], case.target[3] = 0.0, 5
+    x = case.input.detach().clone()
+    x[3, 0] = bad
+    loss = flce.linear_cross_entropy(
+        x, case.linear_weight, case.target, weight=weight, reduction="none"
+    )
+    assert loss.isnan().nonzero().flatten().tolist() == [3]
+
+
 def test_z_loss_with_class_weights_of_zero(device):
     """Its denominator is the number of valid rows, not the sum of their weights."""
     case = cases.make_case(8, 16, 33, dtype=torch.float64, device=device)

@@ -35,12 +35,15 @@ static const gemm_rule kRules[] = {
      * first: 1.00, 1.02 and 1.11, 1.17; */
     {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0, CUBLASLT_MATMUL_TILE_176x128,
      0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
-    /* these two with seven shapes more, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
+    /* dW's with seven shapes more, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
      * 1.08, 1.23; */
-    {90, kGradWeight, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
+    {90, kGradWeight, FLCE_BF16, FLCE_BF16, 1024, 0, 768, 8192, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-    /* 1.00, 1.05 and 1.11, 1.35; */
-    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
+    /* 1.00, 1.03 and 1.09, 1.27; */
+    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 1024, 0, 768, 8192, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x160, 0, 0},
+    /* a last chunk of 512 rows, H = 2880 and 3072: 1.03, 1.05 and 1.27, 1.35. */
+    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 1023, 2560, 4096, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
     /* H = 4096 and 2048: 1.01, 1.04 and 1.02, 1.07; */
     {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 4096, 4096, 32000, 0,
