@@ -250,11 +250,9 @@ def check_tensor(name, tensor):
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
 
 
-def _check_float(name, tensor):
-    if tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}"
-        )
+def check_float(name, dtype):
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {dtype!r}")
 
 
 def _check_same_device(name, tensor, first_name, first):
@@ -464,7 +462,7 @@ def _check_valid_rows(valid, valid_bound):
 def check_class_weight(weight, vocab, first_name, first):
     if weight is None:
         return
-    _check_float("weight", weight)
+    check_float("weight", weight.dtype)
     if weight.shape != (vocab,):
         raise ValueError(
             f"weight: expected shape ({vocab},), a factor for each class, got {tuple(weight.shape)}"
@@ -474,7 +472,7 @@ def check_class_weight(weight, vocab, first_name, first):
 
 
 def _check_first(name, tensor):
-    _check_float(name, tensor)
+    check_float(name, tensor.dtype)
     if tensor.device.type not in DEVICES:
         raise ValueError(f"{name}: expected a CPU or CUDA tensor, got device {tensor.device}")
     if tensor.dim() < 1:
@@ -483,7 +481,7 @@ def _check_first(name, tensor):
 
 def check_operands(input, linear_weight, linear_bias):
     _check_first("input", input)
-    _check_float("linear_weight", linear_weight)
+    check_float("linear_weight", linear_weight.dtype)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise ValueError(
             f"linear_weight: expected shape (V, {input.shape[-1]}) for input of shape "
@@ -496,7 +494,7 @@ def check_operands(input, linear_weight, linear_bias):
         )
     _check_same_device("linear_weight", linear_weight, "input", input)
     if linear_bias is not None:
-        _check_float("linear_bias", linear_bias)
+        check_float("linear_bias", linear_bias.dtype)
         if linear_bias.shape != (vocab,):
             raise ValueError(
                 f"linear_bias: expected shape ({vocab},), got {tuple(linear_bias.shape)}"

@@ -68,14 +68,6 @@ def _check_sizes(tokens, hidden, vocab, valid_vocab):
             )
 
 
-def _check_dtypes(**dtypes):
-    for name, dtype in dtypes.items():
-        if dtype not in options.DTYPES:
-            raise TypeError(
-                f"{name}: expected float64, float32, bfloat16 or float16, got {dtype!r}"
-            )
-
-
 def _check_device(device):
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
@@ -138,7 +130,9 @@ def plan(
     device = torch.device(device)
     _check_device(device)
     _check_sizes(tokens, hidden, vocab, valid_vocab)
-    _check_dtypes(dtype=dtype, input_dtype=input_dtype or dtype, weight_dtype=weight_dtype or dtype)
+    options.check_float("dtype", dtype)
+    options.check_float("input_dtype", input_dtype or dtype)
+    options.check_float("weight_dtype", weight_dtype or dtype)
     options.check_choices(reduction, save)
     accumulate.check_place(accumulate_into, save)
     if softcap is not None:

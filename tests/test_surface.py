@@ -404,19 +404,25 @@ def test_reading_a_cpu_count_for_a_gpu(cuda):
     assert cases.relative_error(loss.detach(), truth.detach().double()) <= 1e-6
 
 
+def with_a_weightless_class(device, rows):
+    """A case, and class weights that are 0 for class 5, the target of `rows`."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = cases.make_case(8, 1024, 33, dtype=dtype, device=device, bias=True)
+    weight = torch.ones(33, device=device)
+    weight[5], case.target[rows] = 0.0, 5
+    return case, weight
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
     """A class of weight 0 adds nothing to the loss, as a target and to the smoothing's sum. The
     truth is that of a logit so low that its probability is 0 as well."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    case = cases.make_case(8, 1024, 33, dtype=dtype, device=device, bias=True)
-    weight = torch.ones(33, device=device)
-    weight[5], case.target[:3] = 0.0, 5
+    case, weight = with_a_weightless_class(device, slice(3))
     fused = functools.partial(flce.linear_cross_entropy, save=save)
     results = []
     for function, kind, low in (
-        (fused, dtype, -math.inf),
+        (fused, case.dtype, -math.inf),
         (flce.reference.linear_cross_entropy, torch.float64, -1e5),
     ):
         x, w, b = (
@@ -438,10 +444,7 @@ def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weight_zero_hides_no_other_logit(device, bad):
     """A row with a NaN, or an infinity above, is NaN, whatever its target's class weighs."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    case = cases.make_case(8, 1024, 33, dtype=dtype, device=device, bias=True)
-    weight = torch.ones(33, device=device)
-    weight[5], case.target[3] = 0.0, 5
+    case, weight = with_a_weightless_class(device, 3)
     x = case.input.detach().clone()
     x[3, 0] = bad
     loss = flce.linear_cross_entropy(
