@@ -40,7 +40,7 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
                                         const flce_tensors* tensors) {
   engine e;
   flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
-  set_out(&view, tensors->grad_input, problem->dtype, problem->vocab);
+  set_out(&view, tensors->grad_input, problem->dtype, problem->vocab, problem->vocab);
   flce_upstream upstream = upstream_of(&e);
   FLCE_TRY(check_classes(problem));
   CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),

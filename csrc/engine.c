@@ -30,13 +30,14 @@ static flce_status run_gemm(const engine* e, flce_gemm gemm) {
 
 /* ---- operands ---- */
 
-static flce_status widen_or_round(const engine* e, flce_buffer_id id, const void* given,
-                                  flce_dtype given_dtype, flce_dtype dtype, int64_t count,
-                                  const void** out) {
+/* `given` [rows][cols] as [rows][pitch] of `dtype`, zeros behind its columns: itself, or a copy. */
+static flce_status convert(const engine* e, flce_buffer_id id, const void* given,
+                           flce_dtype given_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
+                           int64_t pitch, const void** out) {
   *out = given;
-  if (given == NULL || given_dtype == dtype) return FLCE_OK;
+  if (given == NULL || (given_dtype == dtype && pitch == cols)) return FLCE_OK;
   *out = buffer(e, id);
-  CALL(e, cast, buffer(e, id), dtype, given, given_dtype, count);
+  CALL(e, cast, buffer(e, id), dtype, pitch, given, given_dtype, cols, rows, cols);
   return FLCE_OK;
 }
 
@@ -45,13 +46,14 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
                                bool needs_bias) {
   *e = (engine){.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
   e->stat = flce_stat_dtype(plan->dtype);
-  FLCE_TRY(widen_or_round(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
-                          problem->tokens * problem->hidden, &e->input));
-  FLCE_TRY(widen_or_round(e, FLCE_BUF_WEIGHT_CAST, tensors->linear_weight, problem->weight_dtype,
-                          plan->dtype, problem->vocab * problem->hidden, &e->linear_weight));
+  int64_t h = problem->hidden, v = problem->vocab;
+  FLCE_TRY(convert(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
+                   problem->tokens, h, plan->hidden, &e->input));
+  FLCE_TRY(convert(e, FLCE_BUF_WEIGHT_CAST, tensors->linear_weight, problem->weight_dtype,
+                   plan->dtype, v, h, plan->hidden, &e->linear_weight));
   if (!needs_bias) return FLCE_OK;
-  return widen_or_round(e, FLCE_BUF_BIAS_CAST, tensors->linear_bias, problem->bias_dtype, e->stat,
-                        problem->vocab, &e->bias);
+  return convert(e, FLCE_BUF_BIAS_CAST, tensors->linear_bias, problem->bias_dtype, e->stat, 1, v, v,
+                 &e->bias);
 }
 
 /* ---- one chunk ---- */
@@ -76,32 +78,40 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce
 /* E or dz over the logits themselves: each row starts where its logits started. */
 static void set_out_in_place(const engine* e, flce_rows* view) {
   int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(e->plan->dtype);
-  set_out(view, (void*)view->z, e->plan->dtype, view->z_pitch * ratio);
+  set_out(view, (void*)view->z, e->plan->dtype, view->z_pitch * ratio, e->plan->out_pitch);
 }
 
 static void* saved_rows(const engine* e, int64_t first) {
   return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
-/* The chunk's rows of x, gathered where they do not follow each other. */
+/* From where a chunk's rows of x are told by its index, or follow each other. */
+static const void* rows_of_input(const engine* e, const chunk* c) {
+  return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+}
+
+/* The chunk's rows of x, copied where they do not follow each other at the pitch that the logits
+ * GEMM wants. */
 static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
-  int64_t h = e->problem->hidden;
-  *x = at(e->input, c->first * h, e->plan->dtype);
-  if (!e->plan->gathers) return FLCE_OK;
-  *x = buffer(e, c->gathered_x);
-  CALL(e, scale_rows, (void*)*x, e->input, e->plan->dtype, NULL, c->view.index, c->rows, h);
+  const flce_plan* plan = e->plan;
+  *x = rows_of_input(e, c);
+  if (!plan->gathers && plan->input_pitch == plan->hidden) return FLCE_OK;
+  void* copy = buffer(e, c->gathered_x);
+  CALL(e, scale_rows, copy, plan->input_pitch, *x, plan->dtype, NULL, c->view.index, c->rows,
+       plan->hidden);
+  *x = copy;
   return FLCE_OK;
 }
 
 /* x W^T of a chunk. */
 static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* gemm) {
-  int64_t h = e->problem->hidden;
+  int64_t h = e->plan->hidden;
   *gemm = (flce_gemm){.m = c->rows,
                       .n = e->problem->vocab,
                       .k = h,
                       .transpose_b = true,
                       .b = e->linear_weight,
-                      .pitch_a = h,
+                      .pitch_a = e->plan->input_pitch,
                       .pitch_b = h,
                       .dtype = e->plan->dtype};
   return chunk_input(e, c, &gemm->a);
@@ -134,7 +144,7 @@ static flce_status product_rows(const engine* e, chunk* c, flce_gemm* gemm, flce
   FLCE_TRY(logits_product(e, c, gemm));
   if (keeps && exp_form)
     set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->dtype,
-            plan->out_pitch);
+            plan->out_pitch, plan->out_pitch);
   if (keeps && !exp_form) place_z(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
@@ -166,7 +176,8 @@ static flce_status product_statistics(const engine* e, chunk* c, const flce_gemm
 static flce_status product_dz(const engine* e, chunk* c) {
   flce_gemm gemm;
   FLCE_TRY(logits_product(e, c, &gemm));
-  set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), e->plan->dtype, e->plan->out_pitch);
+  set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), e->plan->dtype, e->plan->out_pitch,
+          e->plan->out_pitch);
   flce_rows rows = c->view;
   rows.bias = e->bias;
   atomic_fetch_add(&gemm_count, 1);
@@ -197,19 +208,14 @@ static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* From where a chunk's rows of x are told by its index, or follow each other. */
-static const void* rows_of_input(const engine* e, const chunk* c) {
-  int64_t h = e->problem->hidden;
-  return at(e->input, e->plan->gathers ? 0 : c->first * h, e->plan->dtype);
-}
-
 /* dX of the chunk from c->view.out, which holds E or dz; in form exp also scaled_input, by the pass
  * that has the rows' factors at hand. */
 static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
-  int64_t h = e->problem->hidden;
-  void* dx = at(e->tensors->grad_input, plan->gathers ? 0 : c->first * h, plan->grad_input_dtype);
+  int64_t h = plan->hidden, cols = e->problem->hidden;
+  void* dx =
+      at(e->tensors->grad_input, plan->gathers ? 0 : c->first * cols, plan->grad_input_dtype);
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
   void* product = own ? own : dx;
   FLCE_TRY(run_gemm(e, (flce_gemm){.m = c->rows,
@@ -229,7 +235,7 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input, dx, plan->grad_input_dtype, product, plan->dx_gemm_dtype,
        e->linear_weight, plan->dtype, &finished, buffer(e, FLCE_BUF_SMOOTH), rows_of_input(e, c),
-       exp_form ? scaled_input(e) : NULL, h);
+       exp_form ? scaled_input(e) : NULL, h, cols);
   return FLCE_OK;
 }
 
@@ -251,7 +257,7 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
   *weights = coef_row(e, c, FLCE_COEF_ROW);
   if (!e->plan->gathers) return FLCE_OK;
   void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
-  CALL(e, scale_rows, gathered, *weights, e->stat, NULL, c->view.index, c->rows, 1);
+  CALL(e, scale_rows, gathered, 1, *weights, e->stat, NULL, c->view.index, c->rows, 1);
   *weights = gathered;
   return FLCE_OK;
 }
@@ -268,12 +274,12 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
 /* accum += E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
-  int64_t h = e->problem->hidden, v = e->problem->vocab;
+  int64_t h = plan->hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   const void* x = rows_of_input(e, c);
   void* scaled = scaled_input(e);
   if (scaled && !(exp_form && e->problem->want_grad_input))
-    CALL(e, scale_rows, scaled, x, plan->dtype,
+    CALL(e, scale_rows, scaled, h, x, plan->dtype,
          coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
   if (scaled) x = scaled;
   flce_gemm gemm = {.m = v,
@@ -301,7 +307,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
     gemm.beta = 0.0;
     FLCE_TRY(run_gemm(e, gemm));
     CALL(e, add_block, at(dw_accum(e), j * h, plan->accum_dtype), plan->accum_dtype, block,
-         plan->dtype, gemm.m * h);
+         plan->dtype, h, gemm.m, h);
   }
   return FLCE_OK;
 }
@@ -330,10 +336,10 @@ static flce_status zero_padding(const engine* e) {
   const flce_plan* plan = e->plan;
   int64_t v = problem->vocab, h = problem->hidden, padding = problem->weight_rows - v;
   if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
-    CALL(e, zero, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype),
+    CALL(e, fill, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype), 0,
          padding * h * flce_size_of(plan->grad_weight_dtype));
   if (padding > 0 && problem->want_grad_bias)
-    CALL(e, zero, at(e->tensors->grad_bias, v, plan->grad_bias_dtype),
+    CALL(e, fill, at(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
          padding * flce_size_of(plan->grad_bias_dtype));
   return FLCE_OK;
 }
@@ -343,8 +349,9 @@ static flce_status sum_weight(const engine* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
   if (!smooth || !problem->want_grad_input) return FLCE_OK;
-  CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, problem->hidden, problem->vocab,
-       problem->hidden, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+  int64_t h = e->plan->hidden;
+  CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, h, problem->vocab,
+       h, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
   return FLCE_OK;
 }
 
@@ -354,7 +361,7 @@ static flce_status begin_gradients(const engine* e) {
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
     /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
-    CALL(e, zero, buffer(e, FLCE_BUF_COEF), e->plan->buffers[FLCE_BUF_COEF].bytes);
+    CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
       CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
            problem->hidden);
@@ -362,10 +369,10 @@ static flce_status begin_gradients(const engine* e) {
   /* GEMMs overwrite with the first chunk; what they do not write, or only add to, begins with 0. */
   bool no_chunks = problem->rows == 0;
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
-    CALL(e, zero, dw_accum(e),
-         problem->vocab * problem->hidden * flce_size_of(e->plan->accum_dtype));
+    CALL(e, fill, dw_accum(e), 0,
+         problem->vocab * e->plan->hidden * flce_size_of(e->plan->accum_dtype));
   if (problem->want_grad_bias && no_chunks)
-    CALL(e, zero, buffer(e, FLCE_BUF_DB_ACCUM), problem->vocab * flce_size_of(e->stat));
+    CALL(e, fill, buffer(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
   return FLCE_OK;
 }
 
@@ -373,20 +380,24 @@ static flce_status begin_gradients(const engine* e) {
 static flce_status finish_weight(const engine* e, const void* coef_target, const void* order,
                                  const void* xsum) {
   const flce_plan* plan = e->plan;
-  int64_t h = e->problem->hidden, v = e->problem->vocab;
+  int64_t h = plan->hidden, cols = e->problem->hidden, v = e->problem->vocab;
   void *out = e->tensors->grad_weight, *accum = dw_accum(e);
-  bool added = e->problem->adds_grad_weight && accum != out;
-  CALL(e, finish_grad_weight, added ? accum : out,
-       added ? plan->accum_dtype : plan->grad_weight_dtype, accum, plan->accum_dtype, e->input,
+  bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
+  bool in_place = added || padded;
+  CALL(e, finish_grad_weight, in_place ? accum : out,
+       in_place ? plan->accum_dtype : plan->grad_weight_dtype, accum, plan->accum_dtype, e->input,
        plan->dtype, coef_target, order, e->problem->tokens, xsum, e->tensors->class_weight, v, h);
-  if (added) CALL(e, add_block, out, plan->grad_weight_dtype, accum, plan->accum_dtype, v * h);
+  if (added)
+    CALL(e, add_block, out, plan->grad_weight_dtype, accum, plan->accum_dtype, h, v, cols);
+  else if (padded)
+    CALL(e, cast, out, plan->grad_weight_dtype, cols, accum, plan->accum_dtype, h, v, cols);
   return FLCE_OK;
 }
 
 static flce_status finish_gradients(const engine* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
-  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   const void* coef = buffer(e, FLCE_BUF_COEF);
@@ -425,7 +436,8 @@ static flce_status pass_rows(const engine* e, chunk* c) {
     return FLCE_OK;
   }
   if (keeps)
-    set_out(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch);
+    set_out(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch,
+            plan->saved_pitch);
   else
     set_out_in_place(e, &c->view);
   if (plan->form == FLCE_FORM_EXP) {
@@ -524,12 +536,12 @@ static flce_status backward_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool exp_form = plan->form == FLCE_FORM_EXP, stored = plan->save == FLCE_SAVE_LOGITS;
   if (stored && exp_form) {
-    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch);
+    set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch, plan->saved_pitch);
     return FLCE_OK;
   }
   if (stored) {
     set_z(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch);
-    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch);
+    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch, plan->out_pitch);
   } else {
     FLCE_TRY(logits_gemm(e, c));
     set_out_in_place(e, &c->view);

@@ -11,8 +11,8 @@ typedef struct engine {
   const flce_plan* plan;
   const flce_tensors* tensors;
   flce_dtype stat;
-  const void* input;         /* [N][H] plan->dtype */
-  const void* linear_weight; /* [V][H] plan->dtype */
+  const void* input;         /* [N][plan->hidden] plan->dtype */
+  const void* linear_weight; /* [V][plan->hidden] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
 } engine;
@@ -70,13 +70,15 @@ static inline flce_rows open_rows(const engine* e, int64_t first, int64_t rows) 
 static inline void set_z(flce_rows* view, void* z, flce_dtype dtype, int64_t pitch) {
   view->z = z;
   view->z_dtype = dtype;
-  view->z_pitch = pitch;
+  view->z_pitch = view->z_columns = pitch;
 }
 
-static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch) {
+static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch,
+                           int64_t columns) {
   view->out = out;
   view->out_dtype = dtype;
   view->out_pitch = pitch;
+  view->out_columns = columns;
 }
 
 /* The backward's upstream gradients, from row 0 on. */

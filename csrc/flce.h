@@ -44,6 +44,10 @@ flce_status flce_fail(flce_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 const char* flce_last_error(void);
 
+/* FLCE_POISON=1, for tests: outputs and workspaces hold NaN before a call writes to them, and the
+ * CPU's GEMM reads what AMX would read behind a row. */
+bool flce_poisons(void);
+
 /* Returns from the calling function when `call` does not give FLCE_OK. */
 #define FLCE_TRY(call)                                        \
   do {                                                        \
@@ -121,6 +125,8 @@ typedef struct flce_problem {
   bool weight_unaligned; /* nor does FLCE_BUF_SAVED or the grad_weight that dW is added to */
   flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
+  bool saves_memory;  /* nobody asked for that bound: the smallest chunks whose predicted time is
+                         within 1 % of the best are taken, else the fastest that fit */
 } flce_problem;
 
 /* What the plan has to know of a device and of its backend. */
@@ -138,6 +144,14 @@ typedef struct flce_facts {
   int64_t weight_parts;         /* rows of weight_product's sums; 0 where that does not serve */
   int64_t multiprocessors;      /* that make a product's tiles side by side; 0 where they need none
                                    of the plan's care */
+  /* Alignments; 0 or 1: none is needed. */
+  int64_t row_alignment;   /* bytes: rows of logits, E and dz begin at multiples of it, and zeros
+                              follow the columns of E and dz up to the next */
+  int64_t input_alignment; /* elements: A of the logits GEMM is read up to the next multiple of it
+                              behind the H elements of a row: a row of x whose H is none is copied,
+                              zeros behind it */
+  int64_t hidden_alignment; /* elements: GEMMs are slow where H is no multiple of it: x and W are
+                               copied with zeros up to the next one */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
@@ -160,18 +174,20 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype; none where dW is added to the caller's */
   FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
   FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
-  FLCE_BUF_INPUT_CAST,    /* x in dtype */
-  FLCE_BUF_WEIGHT_CAST,   /* W in dtype */
+  FLCE_BUF_INPUT_CAST,    /* x in dtype, [N][plan's hidden]; where either is not as given */
+  FLCE_BUF_WEIGHT_CAST,   /* likewise W, [V][plan's hidden] */
   FLCE_BUF_BIAS_CAST,     /* b in stat dtype */
   FLCE_BUF_LOGITS,        /* a chunk of logits, overwritten by E or dz */
   FLCE_BUF_COEF,          /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_INDEX,         /* of the rows to compute, where they are gathered */
-  FLCE_BUF_GATHERED_X,    /* their rows of x, [chunk][H] dtype, where not in SCALED_X */
+  FLCE_BUF_GATHERED_X,    /* the chunk's rows of x as A of the logits GEMM, [chunk][input_pitch]
+                             dtype, where they are copied and not in SCALED_X */
   FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
   FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
   FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x, if not x itself),
                         [chunk][H] dtype */
-  FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type, [V][H] */
+  FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type or hidden is not H,
+                        [V][plan's hidden] */
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
                       */
   FLCE_BUF_DB_ACCUM, /* [V] stat dtype */
@@ -199,6 +215,9 @@ typedef struct flce_plan {
   flce_form form;
   flce_dtype dtype; /* of the GEMM operands, of E and dz */
   int64_t rows;     /* computed: flce_problem.rows */
+  int64_t hidden;   /* H as GEMMs have it: problem's, or more with zeros behind it; the pitch of x, W
+                       and of every [][H] buffer of the workspace */
+  int64_t input_pitch; /* of a chunk's rows of x as A of the logits GEMM: `hidden`, or more */
   bool gathers;     /* rows are computed in the order of FLCE_BUF_INDEX, */
   flce_buffer_id gathered_x, backward_gathered_x; /* a chunk's rows of x copied here */
   bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
@@ -214,8 +233,8 @@ typedef struct flce_plan {
   bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
   bool z_in_saved;                              /* the logits GEMM writes there itself */
   bool keeps_statistics;                        /* somebody reads them after the forward */
-  int64_t z_pitch, out_pitch,
-      saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype */
+  int64_t z_pitch, out_pitch, saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype.
+                                              Columns of E and dz from vocab to out_pitch are 0 */
   flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;
   flce_dtype
       dx_gemm_dtype; /* of E W as its GEMM writes it: into dX itself where that has this type */
@@ -313,6 +332,8 @@ typedef struct flce_rows {
   const void* z;        /* [rows][z_pitch] z_dtype */
   flce_dtype z_dtype;
   int64_t z_pitch;
+  int64_t z_columns;         /* stat_rows and product_rows leave zeros in z behind the columns of the
+                                vocabulary up to this many */
   const void* bias;          /* [V] stat dtype, or NULL */
   const int64_t* target;     /* NULL with probabilities */
   const void* probabilities; /* t, [][probabilities_pitch] probabilities_dtype, which leave no row
@@ -328,6 +349,7 @@ typedef struct flce_rows {
                 starts */
   flce_dtype out_dtype;
   int64_t out_pitch;
+  int64_t out_columns; /* that are written: behind those of the vocabulary zeros */
   void* stats;        /* [FLCE_STAT_ROWS][stat_pitch] stat dtype */
   int64_t stat_pitch; /* = N */
   void* loss; /* stat dtype: token_weight (nll-part + z_loss Z_SHARE lse^2), not divided, with
@@ -402,9 +424,11 @@ typedef struct flce_backend {
 
   flce_status (*facts)(void* self, const flce_problem* problem, flce_facts* facts);
   flce_status (*gemm)(void* self, const flce_gemm* gemm, void* workspace, int64_t workspace_bytes);
-  flce_status (*zero)(void* self, void* data, int64_t bytes);
-  flce_status (*cast)(void* self, void* out, flce_dtype out_dtype, const void* in,
-                      flce_dtype in_dtype, int64_t count);
+  flce_status (*fill)(void* self, void* data, int byte, int64_t bytes);
+  /* out[rows][out_pitch] = in[rows][in_pitch], `cols` of each row, and zeros behind them in out. */
+  flce_status (*cast)(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
+                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
+                      int64_t cols);
 
   /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars; and
    * order_targets, unless `order` is NULL. `beside`: what this call queued last is the
@@ -466,19 +490,22 @@ typedef struct flce_backend {
                         const void* factor, flce_dtype stat, bool beside);
 
   /* out[r] = coef[i] * x[i], i = index[r], or r where index is NULL; a row of zeros where coef is
-   * 0, whatever x holds, or i is -1. coef NULL for ones. out, x: [][H] dtype. coef: stat dtype. */
-  flce_status (*scale_rows)(void* self, void* out, const void* x, flce_dtype dtype,
-                            const void* coef, const int64_t* index, int64_t rows, int64_t hidden);
+   * 0, whatever x holds, or i is -1. coef NULL for ones. x: [][hidden] dtype; out: [][out_pitch],
+   * zeros behind `hidden`. coef: stat dtype. */
+  flce_status (*scale_rows)(void* self, void* out, int64_t out_pitch, const void* x,
+                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
+                            int64_t hidden);
 
   /* dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum of rows->coef, one rounding, for row r
    * of `rows` and i as its vectors have it; with rows->coef NULL dX[i] = D[r]. D may be dX itself
    * where rows->index is NULL. A row of zeros where the target is ignored, of NaN where it is out
    * of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W [V][H] dtype. scaled_x not
-   * NULL, with coef: also scale_rows of x by ROW into it. */
+   * NULL, with coef: also scale_rows of x by ROW into it. dX has `cols` elements a row, all else
+   * `hidden`. */
   flce_status (*finish_grad_input)(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                    const flce_rows* rows, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden);
+                                   void* scaled_x, int64_t hidden, int64_t cols);
 
   /* out[cols] (stat dtype) = [accumulate: out +] sum_i weights[i] a[i][:], in a fixed order;
    * weights NULL for ones. A row whose weight is 0 adds nothing, whatever it holds. */
@@ -513,10 +540,10 @@ typedef struct flce_backend {
                                   flce_dtype stat, const void* coef_target, const void* order,
                                   int64_t tokens, const void* smooth_total,
                                   const void* class_weight, int64_t vocab);
-  /* accum[i] += block[i], summed in accum's stat dtype: for GEMMs that cannot add into the
-   * accumulator, and for a sum that is added to the caller's. */
+  /* accum[rows][cols] += block[rows][pitch], summed in accum's stat dtype: for GEMMs that cannot
+   * add into the accumulator, and for a sum that is added to the caller's. */
   flce_status (*add_block)(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t count);
+                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
   /* out = in * grad_output[0] * [scalars: inv_denom / unit] of each of `number`, at most
    * FLCE_GRADIENTS, arrays: nothing is written where out is in and the factor is 1. scalars NULL:
    * the factor is grad_output[0] alone. Both stat dtype. */
@@ -548,6 +575,9 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
                                         const flce_tensors* tensors);
 
 /* ---- backends ---- */
+
+/* Elements of bfloat16 that an AMX tile has in a row, and its product takes at a time. */
+enum { FLCE_AMX_DEPTH = 32 };
 
 /* CPU: compiled into the module. The GEMM and the thread pool are the caller's (op.cpp passes
  * torch's). */

@@ -148,8 +148,8 @@ void zero_unused_rows(const Device& device, const flce_problem& problem, const f
   int64_t used = problem.rows * row_bytes, all = saved.size(0) * row_bytes;
   const flce_backend* table = device.table();
   if (used < all)
-    check(
-        table->zero(table->self, static_cast<char*>(saved.mutable_data_ptr()) + used, all - used));
+    check(table->fill(table->self, static_cast<char*>(saved.mutable_data_ptr()) + used, 0,
+                      all - used));
 }
 
 using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor,

@@ -86,6 +86,7 @@ inline Options parse_options(const std::string& text) {
   problem.logits_dtype = to_dtype(read.word("logits_dtype"), "logits_dtype");
   problem.save = to_save(read.word("save"));
   problem.max_memory = read.integer("max_memory");
+  problem.saves_memory = read.flag("saves_memory");
   problem.want_grad_input = read.flag("grad_input");
   problem.want_grad_weight = read.flag("grad_weight");
   problem.want_grad_bias = read.flag("grad_bias");

@@ -1,5 +1,5 @@
 /* The plan: every decision that follows from sizes, made once and in one place. Pure. */
-#include "flce.h"
+#include "plan.h"
 
 #include <math.h>
 #include <string.h>
@@ -8,21 +8,8 @@ enum {
   ALIGNMENT = 256,      /* of a buffer in the workspace, bytes */
   GATHERED_ROWS = 4096, /* of a chunk that only statistics are made of: W passes once for every
                            2048 or 4096 rows in any case, and the copy of x stays small */
-  ROW_ALIGNMENT = 16,   /* of a row of logits, bytes: 128-bit loads and cuBLASLt's fast kernels */
-  TILE_ROWS = 128,      /* token rows of a GEMM tile: chunks are whole tiles where they can be */
-  SMALL_TILE_ROWS = 8,  /* below one tile */
   DW_BLOCK_BYTES = 4 << 20, /* a dW block that is added by a pass of its own stays in the cache */
 };
-
-static int64_t min64(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-static int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-static int64_t round_up(int64_t a, int64_t b) {
-  return ceil_div(a, b) * b;
-}
 
 static bool makes_gradients(const flce_problem* problem) {
   return problem->save != FLCE_SAVE_NOTHING &&
@@ -107,150 +94,58 @@ static flce_status check_problem(const flce_problem* problem) {
 
 /* ---- chunks ---- */
 
-/* A tile of a product's result, and how much longer a multiprocessor takes for each of its elements
- * than in the largest tiles. */
-typedef struct product_tile {
-  int64_t rows, columns;
-  double effort;
-} product_tile;
-
-/* The time of dX's product of `rows` rows by its tiles, in elements that a multiprocessor makes:
- * tiles come in waves, and what the last one leaves idle is lost. Results of a product whose sums
- * are split stand in its workspace as often as it is. */
-static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
-  enum { MOST_SPLITS = 3 };
-  static const product_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
-                                        {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
-  double best = INFINITY;
-  for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
-    const product_tile* tile = &kTiles[i];
-    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(problem->hidden, tile->columns);
-    double size = tile->effort * (double)(tile->rows * tile->columns);
-    for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
-      int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
-      if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
-      int64_t waves = ceil_div(tiles * splits, facts->multiprocessors);
-      best = fmin(best, (double)waves * size / (double)splits);
-    }
-  }
-  return best;
+static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
+                               const flce_plan* plan) {
+  bool gradients = plan->save == FLCE_SAVE_GRADS;
+  chunk_loop loop = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
+                     .most = INT64_MAX,
+                     .tile_rows = TILE_ROWS,
+                     .makes_logits = true,
+                     .makes_dx = problem->want_grad_input && gradients,
+                     .makes_dw = problem->want_grad_weight && gradients,
+                     .hides_dw = plan->weight_parts == 0};
+  if (!plan->fuses_rows) return loop;
+  loop.tile_rows = facts->product_tile_rows;
+  if (!only_statistics(plan)) return loop;
+  loop.row_bytes = facts->product_row_bytes;
+  if (!plan->gathers) return loop;
+  loop.row_bytes += plan->input_pitch * flce_size_of(plan->dtype);
+  loop.most = GATHERED_ROWS;
+  return loop;
 }
 
-/* What bounds a loop's chunks. */
-typedef struct chunk_limits {
-  int64_t row_bytes; /* of a chunk's row in the budget */
-  int64_t most;      /* rows of a chunk, whatever the budget */
-  int64_t tile_rows; /* that the loop's kernels take at a time */
-  bool makes_dx;     /* in the loop, by tiles as dx_effort has them */
-  double effort;     /* of a chunk's small passes, in multiply-adds */
-} chunk_limits;
-
-/* What depends on the chunks' size in the time of all of them, in multiply-adds: dX's products and
- * what each chunk takes beside products. */
-static double chunks_effort(const flce_problem* problem, const flce_facts* facts,
-                            const chunk_limits* limits, int64_t chunk_rows) {
-  int64_t chunks = ceil_div(problem->rows, chunk_rows);
-  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
-  double dx = (double)(chunks - 1) * dx_effort(problem, facts, chunk_rows) +
-              dx_effort(problem, facts, last);
-  return dx * (double)(facts->multiprocessors * problem->vocab) + (double)chunks * limits->effort;
-}
-
-/* Rows of about equal chunks, at least `chunks` of them, in whole tiles. */
-static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
-  return round_up(ceil_div(problem->rows, chunks), tile);
-}
-
-/* Chunks that fill the device better than the largest, where there are such: at most twice as many.
- */
-static int64_t fill_waves(const flce_problem* problem, const flce_facts* facts,
-                          const chunk_limits* limits, int64_t tile, int64_t fewest_chunks) {
-  const int64_t kMostTried = 64; /* a plan is made in each call */
-  int64_t best = equal_chunks(problem, fewest_chunks, tile), last = best;
-  double least = chunks_effort(problem, facts, limits, best);
-  for (int64_t more = 1; more <= min64(fewest_chunks, kMostTried); more++) {
-    int64_t rows = equal_chunks(problem, fewest_chunks + more, tile);
-    if (rows == last) continue;
-    last = rows;
-    double effort = chunks_effort(problem, facts, limits, rows);
-    if (effort < least) best = rows, least = effort;
-  }
-  return best;
-}
-
-/* The chunks that fit the budget, in whole tiles and all about equal: the largest such, but where
- * dX is made of them, those that make it fastest. */
-static flce_status fit_chunks(const flce_problem* problem, const flce_facts* facts,
-                              chunk_limits limits, int64_t* chunk_rows, int64_t* chunks) {
-  int64_t fit = min64(problem->max_memory / limits.row_bytes, limits.most);
-  if (fit < 1)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "max_memory: expected at least one row of logits, %lld bytes, got %lld",
-                     (long long)limits.row_bytes, (long long)problem->max_memory);
-  *chunk_rows = problem->rows;
-  *chunks = problem->rows > 0;
-  if (fit >= problem->rows) return FLCE_OK;
-  int64_t tile = 1;
-  if (fit >= SMALL_TILE_ROWS) tile = SMALL_TILE_ROWS;
-  if (fit >= TILE_ROWS) tile = TILE_ROWS;
-  if (limits.tile_rows > tile && fit >= limits.tile_rows) tile = limits.tile_rows;
-  int64_t fewest = ceil_div(problem->rows, fit / tile * tile);
-  bool waves = limits.makes_dx && facts->multiprocessors > 0 && tile >= TILE_ROWS;
-  *chunk_rows = waves ? fill_waves(problem, facts, &limits, tile, fewest)
-                      : equal_chunks(problem, fewest, tile);
-  *chunks = ceil_div(problem->rows, *chunk_rows);
-  return FLCE_OK;
-}
-
-/* The small passes around a chunk's products take 50 us on an H200; a product of dW that makes db's
- * sums does not hide that it reads and writes dW, 4 bytes an element at 80 multiply-adds each. */
-static double effort_of_chunk(const flce_problem* problem, const flce_plan* plan) {
-  double passes = 0x1p34;
-  double weight = (double)(problem->vocab * problem->hidden) * 4.0 * 80.0;
-  return plan->weight_parts > 0 ? passes + weight : passes;
-}
-
-/* Of the forward's loop. */
-static chunk_limits forward_limits(const flce_problem* problem, const flce_facts* facts,
-                                   const flce_plan* plan, bool makes_dx) {
-  chunk_limits limits = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
-                         .most = INT64_MAX,
-                         .tile_rows = TILE_ROWS,
-                         .makes_dx = makes_dx && plan->save == FLCE_SAVE_GRADS,
-                         .effort = effort_of_chunk(problem, plan)};
-  if (!plan->fuses_rows) return limits;
-  limits.tile_rows = facts->product_tile_rows;
-  if (!only_statistics(plan)) return limits;
-  limits.row_bytes = facts->product_row_bytes;
-  if (!plan->gathers) return limits;
-  limits.row_bytes += problem->hidden * flce_size_of(plan->dtype);
-  limits.most = GATHERED_ROWS;
-  return limits;
-}
-
-static flce_status choose_chunks(const flce_problem* problem, const flce_facts* facts,
+static flce_status choose_chunks(const flce_problem* given, const flce_facts* facts,
                                  flce_plan* plan) {
-  bool makes_dx = problem->want_grad_input && flce_size_of(plan->dtype) == 2;
-  FLCE_TRY(fit_chunks(problem, facts, forward_limits(problem, facts, plan, makes_dx),
-                      &plan->chunk_rows, &plan->chunks));
+  flce_problem problem = *given;
+  problem.hidden = plan->hidden;
+  problem.accum_dtype = plan->accum_dtype;
+  chunk_loop forward = forward_loop(&problem, facts, plan);
+  /* A pass over statistics alone has no chunk that is worth making smaller. */
+  problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
+  FLCE_TRY(choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows,
+                             &plan->chunks));
   if (plan->z_in_saved) {
-    plan->chunk_rows = problem->rows;
-    plan->chunks = problem->rows > 0;
+    plan->chunk_rows = problem.rows;
+    plan->chunks = problem.rows > 0;
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
-  chunk_limits limits = {.most = INT64_MAX,
+  problem.saves_memory = given->saves_memory;
+  chunk_loop backward = {.most = INT64_MAX,
                          .tile_rows = TILE_ROWS,
-                         .makes_dx = makes_dx,
-                         .effort = effort_of_chunk(problem, plan)};
-  if (plan->save == FLCE_SAVE_STATS) {
-    limits.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-    return fit_chunks(problem, facts, limits, &plan->backward_chunk_rows, &plan->backward_chunks);
-  } else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ) {
-    limits.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
-    return fit_chunks(problem, facts, limits, &plan->backward_chunk_rows, &plan->backward_chunks);
-  } else if (plan->save == FLCE_SAVE_LOGITS) {
-    plan->backward_chunk_rows = problem->rows;
-    plan->backward_chunks = problem->rows > 0;
+                         .makes_logits = plan->save == FLCE_SAVE_STATS,
+                         .makes_dx = problem.want_grad_input,
+                         .makes_dw = problem.want_grad_weight,
+                         .hides_dw = plan->weight_parts == 0};
+  if (plan->save == FLCE_SAVE_STATS)
+    backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
+  else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
+    backward.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
+  if (backward.row_bytes > 0)
+    return choose_chunk_rows(&problem, facts, &backward, plan->dtype, &plan->backward_chunk_rows,
+                             &plan->backward_chunks);
+  if (plan->save == FLCE_SAVE_LOGITS) {
+    plan->backward_chunk_rows = problem.rows;
+    plan->backward_chunks = problem.rows > 0;
   }
   return FLCE_OK;
 }
@@ -301,8 +196,9 @@ static bool backward_reads_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS || held_in_units;
 }
 
-static int64_t aligned_pitch(const flce_problem* problem, flce_dtype dtype) {
-  return round_up(problem->vocab, ROW_ALIGNMENT / flce_size_of(dtype));
+static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,
+                             flce_dtype dtype) {
+  return round_up(problem->vocab, facts->row_alignment / flce_size_of(dtype));
 }
 
 /* Whether the fused product gives what the form needs: E, exact logits, or nothing but statistics.
@@ -337,6 +233,8 @@ static int choose_dz_shift(const flce_problem* problem, const flce_plan* plan) {
 
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
+  plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
+  plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->form = choose_form(problem, plan->dtype);
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
@@ -350,8 +248,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   /* Where nothing writes logits, E or dz stands in their place. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
   if (makes_e || plan->makes_dz) plan->z_dtype = plan->dtype;
-  plan->z_pitch = aligned_pitch(problem, plan->z_dtype);
-  plan->out_pitch = aligned_pitch(problem, plan->dtype);
+  plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
+  plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
   bool product_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
   bool adds_bias = product_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
   plan->gemm_adds_bias = problem->has_bias && adds_bias;
@@ -371,7 +269,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
   bool both = problem->want_grad_weight && problem->want_grad_bias;
   plan->weight_parts = both && plan->accum_dtype == plan->dtype ? facts->weight_parts : 0;
-  int64_t block = DW_BLOCK_BYTES / (problem->hidden * flce_size_of(plan->dtype));
+  int64_t block = DW_BLOCK_BYTES / (plan->hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows =
       adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
 }
@@ -416,9 +314,32 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   add(plan, FLCE_BUF_ROUNDED, FLCE_OUTPUT | FLCE_IN_BACKWARD, rounded);
 }
 
+/* Whether dW is made from a copy of x: scaled, gathered, without ignored rows, or aligned. */
+static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
+  return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
+         problem->unaligned;
+}
+
+/* Where a chunk's rows of x are copied to for the logits GEMM, if they are. Between that and dW x is
+ * not read: one buffer holds both of its copies. */
+static void list_copied_x(const flce_problem* problem, flce_plan* plan) {
+  bool again = plan->save == FLCE_SAVE_STATS;
+  bool shares = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
+  flce_buffer_id gradients = shares ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
+  plan->gathered_x = plan->save == FLCE_SAVE_GRADS ? gradients : FLCE_BUF_GATHERED_X;
+  plan->backward_gathered_x = gradients;
+  bool in_forward = plan->gathered_x == FLCE_BUF_GATHERED_X;
+  bool in_backward = again && gradients == FLCE_BUF_GATHERED_X;
+  int64_t most = in_forward ? plan->chunk_rows : 0;
+  if (in_backward && plan->backward_chunk_rows > most) most = plan->backward_chunk_rows;
+  add(plan, FLCE_BUF_GATHERED_X,
+      (in_forward ? FLCE_IN_FORWARD : 0) | (in_backward ? FLCE_IN_BACKWARD : 0),
+      most * plan->input_pitch * flce_size_of(plan->dtype));
+}
+
 static void list_forward_workspace(const flce_problem* problem, const flce_facts* facts,
                                    flce_plan* plan) {
-  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
   int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
   bool again = plan->save == FLCE_SAVE_LOGITS ||
@@ -436,22 +357,14 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
       z > later ? z : later);
   if (plan->fuses_rows)
     add(plan, FLCE_BUF_PRODUCT, FLCE_IN_FORWARD, plan->chunk_rows * facts->product_row_bytes);
-  if (plan->gathers) {
-    add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
-    /* Between the logits and dW x is not read: one buffer holds both of its copies. */
-    flce_buffer_id beside = problem->want_grad_weight ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
-    plan->gathered_x = plan->save == FLCE_SAVE_GRADS ? beside : FLCE_BUF_GATHERED_X;
-    plan->backward_gathered_x = beside;
-    bool in_forward = plan->gathered_x == FLCE_BUF_GATHERED_X;
-    bool in_backward = z_again && beside == FLCE_BUF_GATHERED_X;
-    int64_t most = in_forward ? plan->chunk_rows : 0;
-    if (in_backward && plan->backward_chunk_rows > most) most = plan->backward_chunk_rows;
-    add(plan, FLCE_BUF_GATHERED_X,
-        (in_forward ? FLCE_IN_FORWARD : 0) | (in_backward ? FLCE_IN_BACKWARD : 0), most * h * e);
-  }
+  if (plan->gathers) add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
+  if (plan->gathers || plan->input_pitch != h) list_copied_x(problem, plan);
   if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
-  if (problem->input_dtype != plan->dtype) add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
-  if (problem->weight_dtype != plan->dtype) add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
+  bool padded = h != problem->hidden;
+  if (padded || problem->input_dtype != plan->dtype)
+    add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
+  if (padded || problem->weight_dtype != plan->dtype)
+    add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
   if (problem->has_bias && problem->bias_dtype != stat_dtype)
     add(plan, FLCE_BUF_BIAS_CAST,
         z_again || (stored_dz && !plan->saves_exp && !plan->gemm_adds_bias) ? both
@@ -460,16 +373,10 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
 }
 
-/* Whether dW is made from a copy of x: scaled, gathered, without ignored rows, or aligned. */
-static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
-  return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
-         problem->unaligned;
-}
-
 static void list_gradient_workspace(const flce_problem* problem, const flce_facts* facts,
                                     flce_plan* plan) {
   if (!makes_gradients(problem)) return;
-  int64_t n = problem->tokens, h = problem->hidden, v = problem->vocab;
+  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype)), e = flce_size_of(plan->dtype);
   bool in_forward = plan->save == FLCE_SAVE_GRADS;
   unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
@@ -477,11 +384,14 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
-  if (problem->want_grad_input && (plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers))
+  bool padded = h != problem->hidden;
+  bool own_dx = plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers || padded;
+  if (problem->want_grad_input && own_dx)
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
-    if (copies_x(problem, plan)) add(plan, FLCE_BUF_SCALED_X, where, rows * h * e);
-    if (plan->accum_dtype != plan->grad_weight_dtype)
+    if (copies_x(problem, plan))
+      add(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
+    if (plan->accum_dtype != plan->grad_weight_dtype || padded)
       add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
     add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);
   }

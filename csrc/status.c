@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static _Thread_local char last_error[512];
@@ -23,6 +24,11 @@ const char* flce_status_name(flce_status status) {
       return "device error";
   }
   return "unknown status";
+}
+
+bool flce_poisons(void) {
+  const char* asked = getenv("FLCE_POISON");
+  return asked && strcmp(asked, "1") == 0;
 }
 
 flce_status flce_fail(flce_status status, const char* format, ...) {

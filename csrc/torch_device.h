@@ -271,11 +271,16 @@ class Device {
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
     AtenTensorHandle handle;
     int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                 code, place_.type, place_.index, &handle) == AOTI_TORCH_SUCCESS)
-      return Tensor(handle);
     int64_t bytes = element_bytes;
     for (int64_t size : sizes) bytes *= size;
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                 code, place_.type, place_.index, &handle) == AOTI_TORCH_SUCCESS) {
+      Tensor tensor(handle);
+      constexpr int kNaN = 0xff;  // every byte of a NaN of any type
+      if (flce_poisons())
+        check(table_.fill(table_.self, tensor.mutable_data_ptr(), kNaN, bytes));
+      return tensor;
+    }
     throw OutOfMemory("flce: out of memory: " + std::to_string(bytes) + " bytes for buffer \"" +
                       buffer + "\"");
   }

@@ -69,6 +69,7 @@ _OPTIONS = {  # csrc/op_options.h: parse_options
     "logits_dtype": torch.dtype,
     "save": str,
     "max_memory": int,
+    "saves_memory": bool,
     "grad_input": bool,
     "grad_weight": bool,
     "grad_bias": bool,
@@ -153,7 +154,7 @@ def _saved_shape(input, linear_weight, target, settings):
     )
     vocab = linear_weight.shape[0] if settings.valid_vocab is None else settings.valid_vocab
     rows = input.shape[0] if settings.rows is None else settings.rows
-    return (rows, options.row_pitch(vocab, dtype)), dtype
+    return (rows, options.row_pitch(vocab, dtype, input.device.type)), dtype
 
 
 def _keeps_statistics(device_type, settings):

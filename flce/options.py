@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
 
 _DEFAULT_MAX_MEMORY = 1 << 30
-_ROW_ALIGNMENT = 16  # bytes
+_ROW_ALIGNMENT = {"cpu": 64}  # bytes; 16 on every other device
 # An H200 scales the gradient of such a weight in less time than the backward's first launch takes
 # to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
@@ -72,9 +72,9 @@ def resolve_max_memory(max_memory, device):
     return parse_bytes(max_memory)
 
 
-def row_pitch(vocab, dtype):
-    """Elements from one row of saved logits to the next (plan.c: ROW_ALIGNMENT)."""
-    per_unit = _ROW_ALIGNMENT // dtype.itemsize
+def row_pitch(vocab, dtype, device_type):
+    """Elements from one row of saved logits to the next (csrc/flce.h: row_alignment)."""
+    per_unit = _ROW_ALIGNMENT.get(device_type, 16) // dtype.itemsize
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 
@@ -95,12 +95,14 @@ def saved_dtype(dtypes, scalars, has_probabilities, differentiates_entropy):
     return logits if dz and needs_logits else operand
 
 
-def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, late=False):
+def resolve_save(
+    save, device_type, sizes, dtypes, kept, reduction, max_memory, saves_memory, late=False
+):
     """The strategy: an explicit one stands, "auto" is decided.
 
     `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
-    logits, `kept` that of what save="logits" keeps; `late`: whether no gradient may be made in the
-    forward.
+    logits, `kept` that of what save="logits" keeps; `saves_memory`: whether nobody asked for
+    `max_memory`, and less is better; `late`: whether no gradient may be made in the forward.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
@@ -108,13 +110,15 @@ def resolve_save(save, device_type, sizes, dtypes, kept, reduction, max_memory, 
         return save
     rows, hidden, vocab = sizes
     operand, logits_dtype = dtypes
-    # float16 gradients would have to be kept in float32 until grad_output is known.
-    can_keep_gradients = reduction != "none" and operand != torch.float16 and not late
+    can_keep_gradients = reduction != "none" and not late
+    if device_type == "cuda" and saves_memory and can_keep_gradients:
+        return "grads"
     # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
-    if rows > max_memory // (row_pitch(vocab, kept) * kept.itemsize):
+    if rows > max_memory // (row_pitch(vocab, kept, device_type) * kept.itemsize):
         return "grads" if can_keep_gradients else "stats"
     small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    one_chunk = rows <= max_memory // (row_pitch(vocab, logits_dtype) * logits_dtype.itemsize)
+    logits_row = row_pitch(vocab, logits_dtype, device_type) * logits_dtype.itemsize
+    one_chunk = rows <= max_memory // logits_row
     if device_type == "cuda" and can_keep_gradients and small and one_chunk:
         return "grads"
     return "logits"

@@ -163,6 +163,7 @@ def plan(
         types=product_dtypes(dtype, accum_dtype, logits_dtype),
         save=save,
         max_memory=options.resolve_max_memory(max_memory, device),
+        saves_memory=max_memory is None and not options.given_max_memory(),
         grads=(grad_input, grad_weight, bias),
         accumulate_into=accumulate_into,
         compiling=False,

@@ -171,6 +171,7 @@ class LinearSignature(Signature):
     types: tuple
     save: str
     max_memory: int
+    saves_memory: bool
     grads: tuple
     accumulate_into: str | None
     compiling: bool
@@ -203,6 +204,8 @@ class LinearSignature(Signature):
             kept,
             self.reduction,
             self.max_memory,
+            # Who differentiates lse or entropy has use for the logits, which cost no second pass.
+            self.saves_memory and not wants.differentiable,
             self._makes_late,
         )
 
@@ -219,6 +222,7 @@ class LinearSignature(Signature):
             *self.types,
             self.resolve_save(self.tokens if rows is None else rows),
             self.max_memory,
+            self.saves_memory,
             *self.grads,
             self.allow_tf32,
         )
@@ -266,6 +270,7 @@ def linear_signature(
     if valid_vocab is not None:
         vocab = options.check_integer("valid_vocab", valid_vocab, 1, vocab)
     dtype = options.compute_dtype(*operands, around.autocast)
+    saves_memory = max_memory is None and not around.max_memory
     if max_memory is None:
         max_memory = options.default_max_memory(input.device, around.max_memory)
     grads = tuple(around.grad and meta is not None and meta.requires_grad for meta in operands)
@@ -284,6 +289,7 @@ def linear_signature(
         types=product_dtypes(dtype, accum_dtype, logits_dtype),
         save=save,
         max_memory=options.parse_bytes(max_memory),
+        saves_memory=saves_memory,
         grads=grads,
         accumulate_into=accumulate_into,
         compiling=around.compiling,

@@ -29,7 +29,7 @@ def settings(
     loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
     types = (dtype, dtype, ops.stat_dtype(dtype))
     outputs = (wants_entropy, wants_predictions, wants_statistics)
-    options = (*loss, *outputs, *types, save, max_memory, *grads, False)
+    options = (*loss, *outputs, *types, save, max_memory, False, *grads, False)
     return ops.Settings(valid_vocab, rows, *options).arguments()
 
 

@@ -259,10 +259,10 @@ def test_knobs():
     assert compat_torch.knobs(None, weight) == {}
     assert compat_torch.knobs(fields(), weight) == {}
     made = compat_torch.knobs(fields(torch.float32, "accurate", 8), weight)
-    assert made == {"accum_dtype": torch.float32, "max_memory": 8 * 48}  # rows of whole 16 bytes
+    assert made == {"accum_dtype": torch.float32, "max_memory": 8 * 64}  # rows of whole 64 bytes
     assert compat_torch.knobs(fields(torch.float32, "compact"), weight) == {}
     made = compat_torch.knobs(fields(batch_chunk_size=3), weight.double())
-    assert made == {"max_memory": 3 * 80}
+    assert made == {"max_memory": 3 * 128}
     with pytest.raises(TypeError, match="^options: expected"):
         compat_torch.knobs({"batch_chunk_size": 3}, weight)
     for wrong in (0, True, 2.0):

@@ -1,6 +1,8 @@
 /* The CPU backend's table, and the choice of its kernels. */
+#include "convert.h"
 #include "cpu.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -85,9 +87,14 @@ static flce_status facts(void* self, const flce_problem* problem, flce_facts* ou
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
-  /* torch's CPU products write the operands' dtype; float16 ones are slow there. */
+  /* torch's CPU products write the operands' dtype; float16 ones are slow there. oneDNN's bfloat16
+   * product on AMX multiplies what follows the k elements of a row of A, up to the next 32, by
+   * zeros: a NaN there is one in the result. */
   *out = (flce_facts){.gemm_writes_f32 = false,
                       .gemm_f16 = false,
+                      .row_alignment = FLCE_AMX_DEPTH * 2,
+                      .input_alignment = problem->dtype == FLCE_BF16 ? FLCE_AMX_DEPTH : 1,
+                      .hidden_alignment = 1,
                       .order_bytes = flce_cpu_order_bytes(problem->tokens),
                       .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
   return FLCE_OK;
@@ -104,13 +111,34 @@ static bool is_worth_blocking(const flce_gemm* product) {
          product->n * product->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
 }
 
+/* What AMX reads behind row i of A, whether it is finite: its own padding, then the next row. */
+static bool is_clean_behind(const flce_gemm* g, int64_t i) {
+  int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;
+  if (i == g->m - 1 && end > g->pitch_a) end = g->pitch_a;
+  for (int64_t k = g->k; k < end; k++)
+    if (!isfinite(flce_load(g->a, g->dtype, i * g->pitch_a + k))) return false;
+  return true;
+}
+
+/* Makes of the result what AMX would: NaN in rows of A that are not clean behind their end. */
+static void read_as_amx(const flce_gemm* g) {
+  if (g->dtype != FLCE_BF16 || g->transpose_a) return;
+  for (int64_t i = 0; i < g->m; i++)
+    if (!is_clean_behind(g, i))
+      flce_fill(flce_at(g->c, g->c_dtype, i * g->pitch_c), g->c_dtype, NAN, g->n);
+}
+
 static flce_status gemm(void* self, const flce_gemm* product, void* workspace,
                         int64_t workspace_bytes) {
   (void)workspace;
   (void)workspace_bytes;
   const flce_cpu* cpu = self;
   if (product->m == 0 || product->n == 0) return FLCE_OK;
-  if (!is_worth_blocking(product)) return cpu->gemm(cpu->gemm_context, product);
+  if (!is_worth_blocking(product)) {
+    FLCE_TRY(cpu->gemm(cpu->gemm_context, product));
+    if (flce_poisons()) read_as_amx(product);
+    return FLCE_OK;
+  }
   for (int64_t j = 0; j < product->n; j += GEMM_BLOCK_COLUMNS) {
     int64_t left = product->n - j;
     flce_gemm block = *product;
@@ -128,7 +156,7 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .last_error = flce_last_error,
                             .facts = facts,
                             .gemm = gemm,
-                            .zero = flce_cpu_zero,
+                            .fill = flce_cpu_fill,
                             .cast = flce_cpu_cast,
                             .prepare = flce_cpu_prepare,
                             .compact_rows = flce_cpu_compact_rows,

@@ -71,13 +71,14 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
                                       void* coef);
 
 /* vectors.c */
-flce_status flce_cpu_zero(void* self, void* data, int64_t bytes);
-flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
-                          flce_dtype in_dtype, int64_t count);
+flce_status flce_cpu_fill(void* self, void* data, int byte, int64_t bytes);
+flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
+                          const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
+                          int64_t cols);
 flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
                                  const void* grad_output, const void* scalars, flce_dtype stat);
 flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                               flce_dtype dtype, int64_t count);
+                               flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
                             const void* factor, flce_dtype stat, bool beside);
 flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
@@ -88,13 +89,13 @@ flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype
 int64_t flce_cpu_order_bytes(int64_t tokens);
 flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                    void* order);
-flce_status flce_cpu_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                                const void* coef, const int64_t* index, int64_t rows,
-                                int64_t hidden);
+flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                                flce_dtype dtype, const void* coef, const int64_t* index,
+                                int64_t rows, int64_t hidden);
 flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                        flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                        const flce_rows* rows, const void* wsum, const void* x,
-                                       void* scaled_x, int64_t hidden);
+                                       void* scaled_x, int64_t hidden, int64_t cols);
 flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
                                         const void* accum, flce_dtype accum_dtype, const void* x,
                                         flce_dtype dtype, const void* coef_target,

@@ -89,17 +89,19 @@ typedef struct scale_rows_job {
   const void *x, *coef;
   const int64_t* index;
   flce_dtype dtype, stat;
-  int64_t hidden;
+  int64_t out_pitch, hidden;
 } scale_rows_job;
 
 static void scale_rows_range(int64_t begin, int64_t end, void* context) {
   const scale_rows_job* job = context;
   flce_sums sums;
-  size_t bytes = (size_t)(job->hidden * flce_size_of(job->dtype));
+  int64_t size = flce_size_of(job->dtype);
+  size_t bytes = (size_t)(job->hidden * size);
   for (int64_t r = begin; r < end; r++) {
     int64_t i = job->index ? job->index[r] : r;
     double coef = i < 0 ? 0.0 : job->coef ? flce_load(job->coef, job->stat, i) : 1.0;
-    void* out = flce_at(job->out, job->dtype, r * job->hidden);
+    void* out = flce_at(job->out, job->dtype, r * job->out_pitch);
+    memset((char*)out + bytes, 0, (size_t)(job->out_pitch * size) - bytes);
     if (coef == 0.0) {
       memset(out, 0, bytes);
       continue;
@@ -117,10 +119,11 @@ static void scale_rows_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                                const void* coef, const int64_t* index, int64_t rows,
-                                int64_t hidden) {
+flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                                flce_dtype dtype, const void* coef, const int64_t* index,
+                                int64_t rows, int64_t hidden) {
   scale_rows_job job = {.out = out,
+                        .out_pitch = out_pitch,
                         .x = x,
                         .coef = coef,
                         .index = index,
@@ -138,13 +141,13 @@ typedef struct grad_input_job {
   const void *d, *w, *wsum;
   flce_dtype dx_dtype, d_dtype, dtype, stat;
   const flce_rows* rows;
-  int64_t hidden;
+  int64_t hidden, cols; /* of D, W and wsum; of dX */
 } grad_input_job;
 
 /* dX[i] from row r of D. */
 static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
   const flce_rows* rows = job->rows;
-  int64_t pitch = rows->stat_pitch, hidden = job->hidden;
+  int64_t pitch = rows->stat_pitch, hidden = job->hidden, cols = job->cols;
   double row = 1.0, target = 0.0, smooth = 0.0;
   if (rows->coef) {
     row = flce_load(rows->coef, job->stat, FLCE_COEF_ROW * pitch + i);
@@ -153,8 +156,8 @@ static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
   }
   int64_t w_row = rows->coef && rows->target ? rows->target[i] : -1;
   flce_sums sums;
-  for (int64_t h = 0, next; h < hidden; h = next) {
-    next = flce_block_end(h, hidden);
+  for (int64_t h = 0, next; h < cols; h = next) {
+    next = flce_block_end(h, cols);
     int64_t count = next - h;
     job->d_kernels->scaled(&sums, row, flce_const_at(job->d, job->d_dtype, r * hidden + h), count);
     if (w_row >= 0)
@@ -162,7 +165,7 @@ static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
                            count);
     if (rows->coef && job->wsum)
       job->stat_kernels->axpy(&sums, -smooth, flce_const_at(job->wsum, job->stat, h), count);
-    job->dx_kernels->narrow(flce_at(job->dx, job->dx_dtype, i * hidden + h), &sums, count);
+    job->dx_kernels->narrow(flce_at(job->dx, job->dx_dtype, i * cols + h), &sums, count);
   }
 }
 
@@ -174,15 +177,15 @@ static void grad_input_range(int64_t begin, int64_t end, void* context) {
     if (kind == FLCE_ROW_VALID)
       grad_input_row(job, r, i);
     else if (kind != FLCE_ROW_NONE)
-      flce_fill(flce_at(job->dx, job->dx_dtype, i * job->hidden), job->dx_dtype,
-                kind == FLCE_ROW_IGNORED ? 0.0 : NAN, job->hidden);
+      flce_fill(flce_at(job->dx, job->dx_dtype, i * job->cols), job->dx_dtype,
+                kind == FLCE_ROW_IGNORED ? 0.0 : NAN, job->cols);
   }
 }
 
 flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                        flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                        const flce_rows* rows, const void* wsum, const void* x,
-                                       void* scaled_x, int64_t hidden) {
+                                       void* scaled_x, int64_t hidden, int64_t cols) {
   grad_input_job job = {.dx = dx,
                         .d = d,
                         .w = w,
@@ -192,8 +195,9 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
                         .dtype = dtype,
                         .stat = flce_stat_dtype(dtype),
                         .rows = rows,
-                        .hidden = hidden};
-  if (dx == d && rows->index)
+                        .hidden = hidden,
+                        .cols = cols};
+  if (dx == d && (rows->index || hidden != cols))
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows in their own order in place");
   if (dx == d && dx_dtype != d_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected %s in place, got %s",
@@ -205,7 +209,8 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
   flce_cpu_parallel(self, rows->rows, hidden, grad_input_range, &job);
   if (!scaled_x) return FLCE_OK;
   const void* coef = flce_const_at(rows->coef, job.stat, FLCE_COEF_ROW * rows->stat_pitch);
-  return flce_cpu_scale_rows(self, scaled_x, x, dtype, coef, rows->index, rows->rows, hidden);
+  return flce_cpu_scale_rows(self, scaled_x, hidden, x, dtype, coef, rows->index, rows->rows,
+                             hidden);
 }
 
 /* ---- rows of dW ---- */

@@ -189,8 +189,23 @@ static void stat_row(const row_pass* pass, int64_t r) {
   if (pass->general && pass->write_exp) flce_cpu_general_gradient(pass, r, i, y);
 }
 
+/* Zeros behind a row's columns, up to `columns`: GEMMs may read them. */
+static void pad_row(const row_pass* pass, void* row, int64_t columns) {
+  int64_t vocab = pass->rows->vocab;
+  if (columns > vocab)
+    flce_fill(flce_at(row, pass->dtype, vocab), pass->dtype, 0.0, columns - vocab);
+}
+
 static void stat_range(int64_t begin, int64_t end, void* context) {
-  for (int64_t r = begin; r < end; r++) stat_row(context, r);
+  const row_pass* pass = context;
+  const flce_rows* rows = pass->rows;
+  for (int64_t r = begin; r < end; r++) {
+    stat_row(pass, r);
+    if (pass->write_exp)
+      pad_row(pass, row_out(pass, r), rows->out_columns);
+    else
+      pad_row(pass, (void*)row_z(pass, r), rows->z_columns);
+  }
 }
 
 /* l is not z + bias. */
@@ -294,7 +309,11 @@ static void grad_row(const row_pass* pass, int64_t r) {
 }
 
 static void grad_range(int64_t begin, int64_t end, void* context) {
-  for (int64_t r = begin; r < end; r++) grad_row(context, r);
+  const row_pass* pass = context;
+  for (int64_t r = begin; r < end; r++) {
+    grad_row(pass, r);
+    pad_row(pass, row_out(pass, r), pass->rows->out_columns);
+  }
 }
 
 /* What exp rows hold cannot give the gradient. */

@@ -4,9 +4,9 @@
 
 #include <string.h>
 
-flce_status flce_cpu_zero(void* self, void* data, int64_t bytes) {
+flce_status flce_cpu_fill(void* self, void* data, int byte, int64_t bytes) {
   (void)self;
-  if (bytes > 0) memset(data, 0, (size_t)bytes);
+  if (bytes > 0) memset(data, byte, (size_t)bytes);
   return FLCE_OK;
 }
 
@@ -45,15 +45,22 @@ static flce_status scale(void* self, scale_job* job) {
   return FLCE_OK;
 }
 
-flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
-                          flce_dtype in_dtype, int64_t count) {
-  scale_job job = {.out = out,
-                   .in = in,
-                   .out_dtype = out_dtype,
-                   .in_dtype = in_dtype,
-                   .factor = 1.0,
-                   .count = count};
-  return scale(self, &job);
+flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
+                          const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
+                          int64_t cols) {
+  bool whole = out_pitch == cols && in_pitch == cols; /* then all rows are one */
+  int64_t size = flce_size_of(out_dtype), padding = (out_pitch - cols) * size;
+  for (int64_t r = 0; r < (whole ? 1 : rows); r++) {
+    scale_job job = {.out = flce_at(out, out_dtype, r * out_pitch),
+                     .in = flce_const_at(in, in_dtype, r * in_pitch),
+                     .out_dtype = out_dtype,
+                     .in_dtype = in_dtype,
+                     .factor = 1.0,
+                     .count = whole ? rows * cols : cols};
+    FLCE_TRY(scale(self, &job));
+    if (!whole) memset((char*)job.out + cols * size, 0, (size_t)padding);
+  }
+  return FLCE_OK;
 }
 
 flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
@@ -83,29 +90,36 @@ typedef struct add_job {
   void* accum;
   const void* block;
   flce_dtype accum_dtype, dtype;
-  int64_t count;
+  int64_t pitch, cols;
 } add_job;
 
 static void add_range(int64_t begin, int64_t end, void* context) {
   const add_job* job = context;
   flce_sums sums;
-  for (int64_t i = begin; i < end; i++) {
-    int64_t first = i * FLCE_BLOCK, count = flce_block_end(first, job->count) - first;
-    void* accum = flce_at(job->accum, job->accum_dtype, first);
-    job->accum_kernels->scaled(&sums, 1.0, accum, count);
-    job->block_kernels->axpy(&sums, 1.0, flce_const_at(job->block, job->dtype, first), count);
-    job->accum_kernels->narrow(accum, &sums, count);
+  for (int64_t r = begin; r < end; r++) {
+    for (int64_t first = 0, next; first < job->cols; first = next) {
+      next = flce_block_end(first, job->cols);
+      void* accum = flce_at(job->accum, job->accum_dtype, r * job->cols + first);
+      const void* block = flce_const_at(job->block, job->dtype, r * job->pitch + first);
+      job->accum_kernels->scaled(&sums, 1.0, accum, next - first);
+      job->block_kernels->axpy(&sums, 1.0, block, next - first);
+      job->accum_kernels->narrow(accum, &sums, next - first);
+    }
   }
 }
 
 flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                               flce_dtype dtype, int64_t count) {
+                               flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols) {
   flce_dtype stat = flce_stat_dtype(accum_dtype);
-  add_job job = {
-      .accum = accum, .block = block, .accum_dtype = accum_dtype, .dtype = dtype, .count = count};
+  add_job job = {.accum = accum,
+                 .block = block,
+                 .accum_dtype = accum_dtype,
+                 .dtype = dtype,
+                 .pitch = pitch,
+                 .cols = cols};
   FLCE_TRY(flce_cpu_block_kernels(stat, accum_dtype, &job.accum_kernels));
   FLCE_TRY(flce_cpu_block_kernels(stat, dtype, &job.block_kernels));
-  flce_cpu_parallel(self, flce_blocks(count), FLCE_BLOCK, add_range, &job);
+  flce_cpu_parallel(self, rows, cols, add_range, &job);
   return FLCE_OK;
 }
 

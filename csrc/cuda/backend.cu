@@ -61,7 +61,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .last_error = flce_last_error,
       .facts = cuda_facts,
       .gemm = cuda_gemm,
-      .zero = cuda_zero,
+      .fill = cuda_fill,
       .cast = cuda_cast,
       .prepare = cuda_prepare,
       .compact_rows = cuda_compact_rows,

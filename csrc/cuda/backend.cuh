@@ -71,7 +71,7 @@ flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count
                         const void* factor, flce_dtype stat, bool beside);
 
 /* gradient.cu */
-flce_status cuda_zero(void* self, void* data, int64_t bytes);
+flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);
 flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
                       flce_dtype in_dtype, int64_t count);
 flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,

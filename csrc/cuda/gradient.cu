@@ -102,9 +102,9 @@ static bool both_aligned(const void* a, const void* b) {
   return is_aligned(a, 16) && is_aligned(b, 16);
 }
 
-flce_status cuda_zero(void* self, void* data, int64_t bytes) {
+flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes) {
   if (bytes == 0) return FLCE_OK;
-  return check_cuda(cudaMemsetAsync(data, 0, (size_t)bytes, stream_of(self)), "zero");
+  return check_cuda(cudaMemsetAsync(data, byte, (size_t)bytes, stream_of(self)), "fill");
 }
 
 flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
@@ -431,7 +431,7 @@ flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_d
   FLCE_TRY(check_grid(cols, "column_sum"));
   const flce_dtype stat = flce_stat_dtype(a_dtype);
   if (rows == 0) {
-    return accumulate ? FLCE_OK : cuda_zero(self, out, cols * flce_size_of(stat));
+    return accumulate ? FLCE_OK : cuda_fill(self, out, 0, cols * flce_size_of(stat));
   }
   const int64_t splits = row_splits(rows, cols, a_dtype);
   FLCE_WITH_TYPE(

@@ -330,7 +330,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   if (g->m == 0 || g->n == 0) return FLCE_OK;
   if (g->k == 0) {
     const int64_t bytes = adds_sums ? 0 : cuda_weight_parts(g->n) * g->m * (int64_t)sizeof(float);
-    FLCE_TRY(cuda_zero(self, sums, bytes));
+    FLCE_TRY(cuda_fill(self, sums, 0, bytes));
     return cuda_gemm(self, g, NULL, 0);
   }
   int clusters;

@@ -8,8 +8,9 @@ from torch import nn
 
 import flce  # read when a function runs: flce.loss itself imports this module
 
+from ..options import row_pitch
+
 _FIELDS = ("acc_dtype", "acc_policy", "batch_chunk_size")
-_ROW_ALIGNMENT = 16  # bytes, of a row in the logits buffer
 
 
 def knobs(options, linear_weight):
@@ -51,9 +52,9 @@ def knobs(options, linear_weight):
             raise ValueError(
                 f"options: expected a positive int or None as batch_chunk_size, got {rows!r}"
             )
-        element = 8 if linear_weight.dtype == torch.float64 else 4
-        row_bytes = -(-linear_weight.shape[0] * element // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-        found["max_memory"] = int(rows) * row_bytes
+        dtype = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
+        pitch = row_pitch(linear_weight.shape[0], dtype, linear_weight.device.type)
+        found["max_memory"] = int(rows) * pitch * dtype.itemsize
     return found
 
 

@@ -49,7 +49,7 @@ static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
   flce_rows view = *rows;
   product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
   product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = gemm->n;
+  product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
   view.z = product.c;
   flce_status status = b.gemm(b.self, &product, NULL, 0);
   if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
@@ -59,6 +59,8 @@ static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
       if (view.bias) z += flce_load(view.bias, flce_stat_dtype(gemm->dtype), j);
       flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, z);
     }
+    for (int64_t j = gemm->n; j < rows->z_columns; j++)
+      flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, 0.0);
   }
   free(product.c);
   const flce_upstream none = {0};
@@ -77,7 +79,7 @@ static flce_status plain_product_dz(void* self, const flce_gemm* gemm, const flc
   flce_rows view = *rows;
   view.z = product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
   product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = gemm->n;
+  product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
   const flce_upstream none = {0};
   flce_status status = b.gemm(b.self, &product, NULL, 0);
   if (status == FLCE_OK) status = b.stat_rows(b.self, &view);

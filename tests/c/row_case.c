@@ -43,7 +43,7 @@ data make_data(const setting* s) {
   int64_t v = s->vocab;
   data d = {.stat = flce_stat_dtype(s->dtype), .pitch = v + PAD, .t_pitch = v + 2};
   d.rows = s->gathered ? GATHERED : TOKENS;
-  d.z_count = (d.rows - 1) * d.pitch + v;
+  d.z_count = d.rows * d.pitch;
   d.z = test_buffer(s->dtype, d.z_count);
   memset(d.z, 0x5a, (size_t)(d.z_count * flce_size_of(s->dtype)));
   d.bias = test_fill_normal(d.stat, v, 1.0);

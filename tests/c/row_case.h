@@ -4,7 +4,8 @@
 
 #include "test.h"
 
-enum { TOKENS = 8, IGNORED = 2, WRONG = 6, IGNORE_INDEX = -7, PAD = 3 };
+/* Between two rows lie PAD elements, of which a pass writes ZEROS. */
+enum { TOKENS = 8, IGNORED = 2, WRONG = 6, IGNORE_INDEX = -7, PAD = 3, ZEROS = 1 };
 
 /* Tokens 1 and 4 are left out: nothing of theirs may be written. */
 enum { GATHERED = 8 };

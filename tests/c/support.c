@@ -86,11 +86,22 @@ double test_tiny(flce_dtype dtype) {
 
 /* ---- GEMM ---- */
 
+/* As AMX does for bfloat16: what follows the k elements of a row of A, up to the next 32 of them, is
+ * read and multiplied by zeros. Behind the last row nothing is. */
+static double padding_times_zero(const flce_gemm* g, int64_t i) {
+  if (g->dtype != FLCE_BF16 || g->transpose_a) return 0.0;
+  int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;
+  if (i == g->m - 1 && end > g->pitch_a) end = g->pitch_a;
+  double sum = 0.0;
+  for (int64_t k = g->k; k < end; k++) sum += 0.0 * flce_load(g->a, g->dtype, i * g->pitch_a + k);
+  return sum;
+}
+
 static flce_status plain_gemm(void* context, const flce_gemm* g) {
   (void)context;
   for (int64_t i = 0; i < g->m; i++) {
     for (int64_t j = 0; j < g->n; j++) {
-      double sum = 0.0;
+      double sum = padding_times_zero(g, i);
       double before = g->beta != 0.0 ? flce_load(g->c, g->c_dtype, i * g->pitch_c + j) : 0.0;
       for (int64_t k = 0; k < g->k; k++) {
         int64_t a = g->transpose_a ? k * g->pitch_a + i : i * g->pitch_a + k;

@@ -140,7 +140,7 @@ static void test_chunks(void) {
     for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
       for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
         setting s = make_setting((flce_dtype)dtype, (flce_save)save);
-        int64_t align = 16 / flce_size_of(s.problem.dtype);
+        int64_t align = 64 / flce_size_of(s.problem.dtype);
         int64_t pitch = (s.problem.vocab + align - 1) / align * align;
         s.problem.max_memory = rows[k] * pitch * flce_size_of(s.problem.dtype);
         s.problem.loss.label_smoothing = k % 2 ? 0.2 : 0.0;
@@ -159,7 +159,7 @@ static void test_wanted(void) {
       s.problem.want_grad_weight = wanted & 2;
       s.problem.want_grad_bias = wanted & 4;
       s.problem.loss.label_smoothing = wanted == 7 ? 0.1 : 0.0;
-      s.problem.max_memory = 8 * 68 * 4;
+      s.problem.max_memory = 8 * 80 * 4;
       model m = make_model(&s);
       run r = run_all(&s, &m, 1);
       check_run(&s, &m, &r);
@@ -323,7 +323,7 @@ static flce_status plan_of(const setting* s, flce_plan* plan) {
 static void test_plan(void) {
   setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
   flce_plan plan;
-  s.problem.max_memory = 8 * 68 * 4;
+  s.problem.max_memory = 8 * 80 * 4;
   CHECK_OK(plan_of(&s, &plan));
   char text[4096], small[16];
   int64_t length = flce_plan_text(&plan, text, sizeof text);
@@ -452,8 +452,8 @@ static void expect_refusal(const setting* s, const char* part) {
 
 static void test_refusals(void) {
   setting base = make_setting(FLCE_F32, FLCE_SAVE_STATS), s = base;
-  s.problem.max_memory = 68 * 4 - 1;
-  expect_refusal(&s, "max_memory: expected at least one row of logits, 272 bytes, got 271");
+  s.problem.max_memory = 80 * 4 - 1;
+  expect_refusal(&s, "max_memory: expected at least one row of logits, 320 bytes, got 319");
   s = base;
   s.problem.save = FLCE_SAVE_GRADS;
   s.problem.reduction = FLCE_NONE;

@@ -43,6 +43,7 @@ static flce_rows view_of(const setting* s, const data* d, result* r) {
                      .z = s->in_place ? r->out : d->z,
                      .z_dtype = s->dtype,
                      .z_pitch = d->pitch,
+                     .z_columns = s->vocab,
                      .bias = s->bias ? d->bias : NULL,
                      .target = s->probabilities ? NULL : d->target,
                      .probabilities = s->probabilities ? d->t : NULL,
@@ -56,6 +57,7 @@ static flce_rows view_of(const setting* s, const data* d, result* r) {
                      .out = r->out,
                      .out_dtype = s->dtype,
                      .out_pitch = d->pitch,
+                     .out_columns = s->vocab + ZEROS,
                      .stats = r->stats,
                      .stat_pitch = TOKENS,
                      .loss = r->loss,
@@ -207,10 +209,11 @@ static void check_out(const setting* s, const data* d, const result* r, int pass
     CHECK(wrong < 0, "pass %d [%lld], " WHERE, pass, (long long)wrong, WHERE_VALUES(s, i));
     if (!blank) free_truth(&t);
   }
-  bool kept = true;
-  for (int64_t k = s->vocab * flce_size_of(s->dtype); k < d->pitch * flce_size_of(s->dtype); k++)
-    kept &= ((const unsigned char*)r->out)[k] == 0x5a;
-  CHECK(kept, "the pad is written, " WHERE, WHERE_VALUES(s, 0));
+  bool right = true;
+  int64_t size = flce_size_of(s->dtype), zeros = (s->vocab + ZEROS) * size;
+  for (int64_t k = s->vocab * size; k < d->pitch * size; k++)
+    right &= ((const unsigned char*)r->out)[k] == (k < zeros ? 0 : 0x5a);
+  CHECK(right, "the pad is not zeros and the caller's, " WHERE, WHERE_VALUES(s, 0));
 }
 
 static void test_setting(const setting* s) {

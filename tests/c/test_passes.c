@@ -95,7 +95,7 @@ static void test_cast_and_scale(const types* t, int64_t width) {
     }
     for (int b = 0; b < 2; b++) {
       const flce_backend* backend = &backends[b];
-      CHECK_OK(backend->cast(backend->self, out, out_dtype, in, in_dtype, width));
+      CHECK_OK(backend->cast(backend->self, out, out_dtype, width, in, in_dtype, width, 1, width));
       bool exact = true;
       for (int64_t i = 0; i < width; i++) {
         double one;
@@ -118,18 +118,43 @@ static void test_cast_and_scale(const types* t, int64_t width) {
   }
 }
 
+/* Rows of another pitch, and zeros behind them. */
+static void test_cast_rows(const types* t, int64_t width) {
+  enum { ROWS = 5, IN_PAD = 2, OUT_PAD = 3 };
+  int64_t in_pitch = width + IN_PAD, out_pitch = width + OUT_PAD;
+  void* in = test_fill_normal(t->grad, ROWS * in_pitch, 1.0);
+  void* out = test_fill_normal(t->accum, ROWS * out_pitch, 1.0);
+  for (int b = 0; b < 2; b++) {
+    CHECK_OK(backends[b].cast(backends[b].self, out, t->accum, out_pitch, in, t->grad, in_pitch,
+                              ROWS, width));
+    bool right = true;
+    for (int64_t k = 0; k < ROWS * out_pitch; k++) {
+      int64_t r = k / out_pitch, j = k % out_pitch;
+      double one, given = j < width ? flce_load(in, t->grad, r * in_pitch + j) : 0.0;
+      flce_store(&one, t->accum, 0, given);
+      right &= flce_load(out, t->accum, k) == flce_load(&one, t->accum, 0);
+    }
+    CHECK(right, "cast of rows, " WHERE, WHERE_VALUES(t, width));
+  }
+  free(in), free(out);
+}
+
 static void test_add_block(const types* t, int64_t width) {
-  void* accum = test_fill_normal(t->accum, width, 1.0);
-  void* block = test_fill_normal(t->dtype, width, 1.0);
-  double *expected = test_doubles(width), *tolerance = test_doubles(width);
-  for (int64_t i = 0; i < width; i++) {
-    expected[i] = flce_load(accum, t->accum, i) + flce_load(block, t->dtype, i);
+  enum { ROWS = 3, PAD = 2 };
+  int64_t count = ROWS * width, pitch = width + PAD;
+  void* accum = test_fill_normal(t->accum, count, 1.0);
+  void* block = test_fill_normal(t->dtype, ROWS * pitch, 1.0);
+  double *expected = test_doubles(count), *tolerance = test_doubles(count);
+  for (int64_t i = 0; i < count; i++) {
+    int64_t k = i / width * pitch + i % width;
+    expected[i] = flce_load(accum, t->accum, i) + flce_load(block, t->dtype, k);
     tolerance[i] = test_epsilon(flce_stat_dtype(t->accum)) * fabs(expected[i]);
   }
   for (int b = 0; b < 2; b++) {
-    void* sum = copy_of(accum, t->accum, width);
-    CHECK_OK(backends[b].add_block(backends[b].self, sum, t->accum, block, t->dtype, width));
-    CHECK(all_close(sum, t->accum, expected, tolerance, width), "add_block, " WHERE,
+    void* sum = copy_of(accum, t->accum, count);
+    CHECK_OK(backends[b].add_block(backends[b].self, sum, t->accum, block, t->dtype, pitch, ROWS,
+                                   width));
+    CHECK(all_close(sum, t->accum, expected, tolerance, count), "add_block, " WHERE,
           WHERE_VALUES(t, width));
     free(sum);
   }
@@ -170,25 +195,25 @@ static void test_column_sum(const types* t, int64_t width, bool weighted, bool a
 /* ---- rows of x, dX, dW ---- */
 
 static void test_scale_rows(const types* t, int64_t width, bool scaled, bool gathered) {
-  enum { ROWS = 5, PICKED = 4 };
+  enum { ROWS = 5, PICKED = 4, PAD = 3 };
   static const int64_t index[PICKED] = {4, -1, 3, 1};
   flce_dtype stat = flce_stat_dtype(t->dtype);
-  int64_t rows = gathered ? PICKED : ROWS, count = rows * width;
+  int64_t rows = gathered ? PICKED : ROWS, pitch = width + PAD, count = rows * pitch;
   void* x = test_fill_normal(t->dtype, ROWS * width, 1.0);
   void* coef = test_fill_normal(stat, ROWS, 1.0);
   flce_store(coef, stat, 3, 0.0);
   if (scaled) flce_store(x, t->dtype, 3 * width, NAN);
   double *expected = test_doubles(count), *tolerance = test_doubles(count);
   for (int64_t k = 0; k < count; k++) {
-    int64_t i = gathered ? index[k / width] : k / width;
-    double c = i < 0 ? 0.0 : scaled ? flce_load(coef, stat, i) : 1.0;
-    expected[k] = c == 0.0 ? 0.0 : c * flce_load(x, t->dtype, i * width + k % width);
+    int64_t i = gathered ? index[k / pitch] : k / pitch, h = k % pitch;
+    double c = i < 0 || h >= width ? 0.0 : scaled ? flce_load(coef, stat, i) : 1.0;
+    expected[k] = c == 0.0 ? 0.0 : c * flce_load(x, t->dtype, i * width + h);
     tolerance[k] = test_epsilon(stat) * fabs(expected[k]);
   }
-  void* out = test_buffer(t->dtype, count);
+  void* out = test_fill_normal(t->dtype, count, 1.0);
   for (int b = 0; b < 2; b++) {
-    CHECK_OK(backends[b].scale_rows(backends[b].self, out, x, t->dtype, scaled ? coef : NULL,
-                                    gathered ? index : NULL, rows, width));
+    CHECK_OK(backends[b].scale_rows(backends[b].self, out, pitch, x, t->dtype,
+                                    scaled ? coef : NULL, gathered ? index : NULL, rows, width));
     CHECK(all_close(out, t->dtype, expected, tolerance, count),
           "scale_rows scaled %d gathered %d, " WHERE, scaled, gathered, WHERE_VALUES(t, width));
   }
@@ -244,7 +269,8 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
     if (run >= 2 && t->accum != t->grad) break;
     void* dx = run >= 2 ? copy_of(d, t->accum, count) : test_buffer(t->grad, count);
     CHECK_OK(backend->finish_grad_input(backend->self, dx, t->grad, run >= 2 ? dx : d, t->accum, w,
-                                        t->dtype, &rows, smooth ? wsum : NULL, x, scaled, width));
+                                        t->dtype, &rows, smooth ? wsum : NULL, x, scaled, width,
+                                        width));
     bool nan = true;
     for (int64_t h = 0; h < width; h++) {
       nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
@@ -260,32 +286,34 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
   free(expected), free(tolerance);
 }
 
-/* Gathered rows, and rows that only need their place and type: coef NULL. */
+/* Gathered rows, and rows that only need their order and type: coef NULL. dX is narrower than D. */
 static void test_place_grad_input(const types* t, int64_t width, bool with_coef, bool gathered) {
   enum { ROWS = 6, PICKED = 4, UNTOUCHED = 7 };
   static const int64_t index[PICKED] = {5, -1, 0, 4}, own[ROWS] = {0, 1, 2, 3, 4, 5};
   flce_dtype stat = flce_stat_dtype(t->dtype);
-  int64_t count = ROWS * width, target[ROWS] = {0, 2, IGNORE_INDEX, 3, VOCAB, 3};
+  int64_t cols = width > 1 ? width - 1 : width, count = ROWS * cols;
+  int64_t target[ROWS] = {0, 2, IGNORE_INDEX, 3, VOCAB, 3};
   int64_t picked = gathered ? PICKED : ROWS;
   const int64_t* place = gathered ? index : own;
   void *d = test_fill_normal(t->accum, picked * width, 1.0), *dx = test_buffer(t->grad, count);
   void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
   void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
-  void *x = test_fill_normal(t->dtype, count, 1.0), *scaled = test_buffer(t->dtype, count);
+  void* x = test_fill_normal(t->dtype, ROWS * width, 1.0);
+  void* scaled = test_buffer(t->dtype, ROWS * width);
   double *expected = test_doubles(count), *tolerance = test_doubles(count);
   flce_fill(expected, FLCE_F64, UNTOUCHED, count);
   flce_fill(dx, t->grad, UNTOUCHED, count);
   for (int64_t k = 0; k < picked * width; k++) {
     int64_t i = place[k / width], h = k % width;
-    if (i < 0) continue;
+    if (i < 0 || h >= cols) continue;
     double a = flce_load(d, t->accum, k), b = 0.0;
     if (with_coef) {
       a *= flce_load(coef, stat, FLCE_COEF_ROW * ROWS + i);
       b = flce_load(coef, stat, FLCE_COEF_TARGET * ROWS + i) *
           flce_load(w, t->dtype, target[i] >= 0 && target[i] < VOCAB ? target[i] * width + h : 0);
     }
-    expected[i * width + h] = target[i] == IGNORE_INDEX ? 0.0 : a + b;
-    tolerance[i * width + h] = 4.0 * test_epsilon(stat) * (fabs(a) + fabs(b));
+    expected[i * cols + h] = target[i] == IGNORE_INDEX ? 0.0 : a + b;
+    tolerance[i * cols + h] = 4.0 * test_epsilon(stat) * (fabs(a) + fabs(b));
   }
   flce_rows rows = {.rows = picked,
                     .vocab = VOCAB,
@@ -297,11 +325,11 @@ static void test_place_grad_input(const types* t, int64_t width, bool with_coef,
   for (int b = 0; b < 2; b++) {
     CHECK_OK(backends[b].finish_grad_input(backends[b].self, dx, t->grad, d, t->accum,
                                            with_coef ? w : NULL, t->dtype, &rows, NULL, x,
-                                           with_coef ? scaled : NULL, width));
+                                           with_coef ? scaled : NULL, width, cols));
     bool nan = true; /* of the row out of range */
-    for (int64_t h = 0; h < width; h++) {
-      nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
-      flce_store(dx, t->grad, 4 * width + h, expected[4 * width + h]);
+    for (int64_t h = 0; h < cols; h++) {
+      nan &= isnan(flce_load(dx, t->grad, 4 * cols + h));
+      flce_store(dx, t->grad, 4 * cols + h, expected[4 * cols + h]);
     }
     CHECK(nan, "dX of a row out of range is NaN, " WHERE, WHERE_VALUES(t, width));
     CHECK(all_close(dx, t->grad, expected, tolerance, count),
@@ -403,13 +431,13 @@ static void test_finish_grad_weight(const types* t, int64_t width, int options) 
 static void test_refusals(void) {
   double a[4] = {0};
   const flce_backend* b = &backends[0];
-  CHECK(b->cast(b->self, a, FLCE_F32, a, FLCE_F64, 2) == FLCE_UNSUPPORTED &&
+  CHECK(b->cast(b->self, a, FLCE_F32, 2, a, FLCE_F64, 2, 1, 2) == FLCE_UNSUPPORTED &&
             strstr(flce_last_error(), "in place, got float32 for float64"),
         "cast in place: %s", flce_last_error());
-  CHECK(b->add_block(b->self, a, FLCE_F32, a + 2, FLCE_F64, 1) == FLCE_UNSUPPORTED,
+  CHECK(b->add_block(b->self, a, FLCE_F32, a + 2, FLCE_F64, 1, 1, 1) == FLCE_UNSUPPORTED,
         "float64 added to float32");
-  CHECK_OK(b->cast(b->self, a, FLCE_F32, a + 1, FLCE_F64, 0));
-  CHECK_OK(b->zero(b->self, a, 0));
+  CHECK_OK(b->cast(b->self, a, FLCE_F32, 0, a + 1, FLCE_F64, 0, 1, 0));
+  CHECK_OK(b->fill(b->self, a, 0, 0));
 }
 
 int main(void) {
@@ -425,6 +453,7 @@ int main(void) {
       for (int w = 0; w < WIDTHS; w++) {
         const types* t = &kTypes[k];
         test_cast_and_scale(t, kWidths[w]);
+        test_cast_rows(t, kWidths[w]);
         test_add_block(t, kWidths[w]);
         for (int options = 0; options < 4; options++)
           test_column_sum(t, kWidths[w], options & 1, options & 2);

@@ -6,7 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROWS = 7, IGNORED_ROW = 2, IGNORE_INDEX = -100, PAD = 3, SENTINEL = 0x5a };
+/* Between two rows lie PAD elements, of which a pass writes ZEROS. */
+enum { ROWS = 7, IGNORED_ROW = 2, IGNORE_INDEX = -100, PAD = 3, ZEROS = 2, SENTINEL = 0x5a };
 
 /* Shapes of a row of logits. */
 enum { FLAT, PEAKED, EXTREME, MASKED, GAP, KINDS };
@@ -56,7 +57,7 @@ static double draw_logit(const setting* s, int64_t row, int64_t j, int64_t targe
 static data make_data(const setting* s) {
   int64_t v = s->vocab;
   data d = {.stat = flce_stat_dtype(s->dtype), .pitch = v + PAD};
-  d.z_count = (ROWS - 1) * d.pitch + v;
+  d.z_count = ROWS * d.pitch;
   d.z = test_buffer(s->dtype, d.z_count);
   memset(d.z, SENTINEL, (size_t)(d.z_count * flce_size_of(s->dtype)));
   d.bias = test_fill_normal(d.stat, v, 1.0);
@@ -145,6 +146,7 @@ static flce_rows view_of(const setting* s, const data* d, const result* r) {
                      .z = s->in_place ? r->out : d->z,
                      .z_dtype = s->dtype,
                      .z_pitch = d->pitch,
+                     .z_columns = s->vocab,
                      .bias = s->bias ? d->bias : NULL,
                      .target = d->target,
                      .class_weight = s->weight ? d->weight : NULL,
@@ -155,6 +157,7 @@ static flce_rows view_of(const setting* s, const data* d, const result* r) {
                      .out = r->out,
                      .out_dtype = s->dtype,
                      .out_pitch = d->pitch,
+                     .out_columns = s->vocab + ZEROS,
                      .stats = r->stats,
                      .stat_pitch = ROWS,
                      .loss = r->loss,
@@ -201,13 +204,13 @@ static void check_stats(const setting* s, const data* d, const result* r) {
   }
 }
 
-/* The elements between vocab and the pitch are the caller's. */
-static bool pad_untouched(const setting* s, const data* d, const result* r) {
+/* Zeros follow a row's columns; the elements behind them are the caller's. */
+static bool pad_is_right(const setting* s, const data* d, const result* r) {
   int64_t size = flce_size_of(s->dtype);
-  for (int64_t i = 0; i + 1 < ROWS; i++) {
+  for (int64_t i = 0; i < ROWS; i++) {
     const unsigned char* pad = (const unsigned char*)r->out + (i * d->pitch + s->vocab) * size;
     for (int64_t b = 0; b < PAD * size; b++)
-      if (pad[b] != SENTINEL) return false;
+      if (pad[b] != (b < ZEROS * size ? 0 : SENTINEL)) return false;
   }
   return true;
 }
@@ -223,7 +226,7 @@ static bool denormal(const setting* s, double value) {
 
 /* out = scale * exp(z - c), the target's column 0 where it is hidden. */
 static void check_exp(const setting* s, const data* d, const result* r, double scale, bool hidden) {
-  CHECK(pad_untouched(s, d, r), "pad, " WHERE, WHERE_VALUES(s, 0));
+  CHECK(pad_is_right(s, d, r), "pad, " WHERE, WHERE_VALUES(s, 0));
   for (int64_t i = 0; i < ROWS; i++) {
     int64_t wrong = -1;
     if (i == IGNORED_ROW) {
@@ -248,7 +251,7 @@ static void check_exp(const setting* s, const data* d, const result* r, double s
 
 /* out = d loss_i / d z_i times grad_output_i. */
 static void check_gradient(const setting* s, const data* d, const result* r) {
-  CHECK(pad_untouched(s, d, r), "pad, " WHERE, WHERE_VALUES(s, 0));
+  CHECK(pad_is_right(s, d, r), "pad, " WHERE, WHERE_VALUES(s, 0));
   double share = s->smoothing / (double)s->vocab, total = 0.0;
   for (int64_t j = 0; j < s->vocab; j++) total += weight_of(s, d, j);
   for (int64_t i = 0; i < ROWS; i++) {

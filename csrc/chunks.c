@@ -1,0 +1,153 @@
+/* How many rows a chunk has. Pure.
+ *
+ * A budget bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs in
+ * multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW is
+ * read and written once a chunk, and each chunk has launches and small passes of its own. Its
+ * constants are measured (benchmarks/NOTES.md); it serves 16-bit operands on a GPU. */
+#include "plan.h"
+
+#include <math.h>
+
+enum {
+  SMALL_TILE_ROWS = 8, /* below one tile */
+  MOST_TRIED = 64,     /* chunk sizes that are compared: a plan is made in each call */
+};
+
+/* A tile of a GEMM's result, and how much longer a multiprocessor takes for each of its elements
+ * than in the largest tiles. */
+typedef struct gemm_tile {
+  int64_t rows, columns;
+  double effort;
+} gemm_tile;
+
+/* Multiply-adds that a GPU does in the time of one byte of its memory, within a third of that for
+ * those from compute capability 8.0 on. */
+static const double kAddsPerByte = 80.0;
+
+/* The launches and small passes of a chunk: 50 us on an H200. */
+static const double kChunkEffort = 0x1p34;
+
+static double waves_of(int64_t tiles, int64_t at_once) {
+  return (double)ceil_div(tiles, at_once);
+}
+
+/* The logits' GEMM of `rows` rows; a cluster of multiprocessors makes neighbouring rows of tiles. */
+static double logits_effort(const flce_problem* problem, const flce_facts* facts,
+                            const chunk_loop* loop, int64_t rows) {
+  enum { COLUMNS = 192 };
+  int64_t clusters = ceil_div(facts->multiprocessors * TILE_ROWS, loop->tile_rows);
+  int64_t tiles = ceil_div(rows, loop->tile_rows) * ceil_div(problem->vocab, COLUMNS);
+  return waves_of(tiles, clusters) *
+         (double)(clusters * loop->tile_rows * COLUMNS * problem->hidden);
+}
+
+/* dX's GEMM by the best of its tiles. Results of a GEMM whose sums are split lie in its workspace
+ * as often as it is. */
+static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
+  enum { MOST_SPLITS = 3 };
+  static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
+                                     {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
+  double best = INFINITY;
+  for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
+    const gemm_tile* tile = &kTiles[i];
+    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(problem->hidden, tile->columns);
+    double size = tile->effort * (double)(tile->rows * tile->columns);
+    for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
+      int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
+      if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
+      double waves = waves_of(tiles * splits, facts->multiprocessors);
+      best = fmin(best, waves * size / (double)splits);
+    }
+  }
+  return best * (double)(facts->multiprocessors * problem->vocab);
+}
+
+/* dW's GEMM of `rows` rows, which reads and writes dW: in part under its products, the less the
+ * shorter they are. */
+static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
+  double elements = (double)problem->vocab * (double)problem->hidden;
+  double products = elements * (double)rows;
+  double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
+  double exposed = loop->hides_dw ? fmin(fmax(1.2 - 0.58 * products / moves, 0.0), 1.0) : 1.0;
+  return products + exposed * moves;
+}
+
+static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
+                           const chunk_loop* loop, int64_t rows) {
+  double effort = kChunkEffort;
+  if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
+  if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
+  if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
+  return effort;
+}
+
+/* The time of all chunks, in multiply-adds. */
+static double loop_effort(const flce_problem* problem, const flce_facts* facts,
+                          const chunk_loop* loop, int64_t chunk_rows) {
+  int64_t chunks = ceil_div(problem->rows, chunk_rows);
+  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
+  return (double)(chunks - 1) * chunk_effort(problem, facts, loop, chunk_rows) +
+         chunk_effort(problem, facts, loop, last);
+}
+
+/* Rows of about equal chunks, at least `chunks` of them, in whole tiles. */
+static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
+  return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
+}
+
+/* The fastest of at least `fewest` and at most twice as many chunks; where memory is to be saved,
+ * the smallest of any number whose time is within 1 % of the fastest. */
+static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, int64_t tile, int64_t fewest) {
+  const double kWorth = 1.01, kHopeless = 1.1;
+  bool saves = problem->saves_memory;
+  int64_t rows[MOST_TRIED];
+  double effort[MOST_TRIED], least = INFINITY;
+  int tried = 0;
+  for (int64_t chunks = fewest; tried < MOST_TRIED; chunks++) {
+    if (!saves && chunks > 2 * fewest) break;
+    int64_t size = equal_chunks(problem, chunks, tile);
+    if (tried > 0 && size == rows[tried - 1]) {
+      if (size <= tile) break;
+      continue;
+    }
+    rows[tried] = size;
+    effort[tried] = loop_effort(problem, facts, loop, size);
+    least = fmin(least, effort[tried]);
+    if (effort[tried++] > kHopeless * least) break;
+  }
+  int chosen = 0;
+  for (int i = 0; i < tried; i++)
+    if (effort[i] <= least * (saves ? kWorth : 1.0) && (saves || effort[i] < effort[chosen]))
+      chosen = i;
+  return rows[chosen];
+}
+
+/* Whole tiles of a chunk that may have `fit` rows. */
+static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
+  int64_t tile = 1;
+  if (fit >= SMALL_TILE_ROWS) tile = SMALL_TILE_ROWS;
+  if (fit >= TILE_ROWS) tile = TILE_ROWS;
+  return loop->tile_rows > tile && fit >= loop->tile_rows ? loop->tile_rows : tile;
+}
+
+flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
+                              int64_t* chunks) {
+  int64_t fit = min64(problem->max_memory / loop->row_bytes, loop->most);
+  if (fit < 1)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "max_memory: expected at least one row of logits, %lld bytes, got %lld",
+                     (long long)loop->row_bytes, (long long)problem->max_memory);
+  int64_t tile = tile_of(loop, fit);
+  int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);
+  bool modelled = facts->multiprocessors > 0 && flce_size_of(dtype) == 2 && tile >= TILE_ROWS &&
+                  (loop->makes_dx || problem->saves_memory);
+  *chunk_rows = problem->rows;
+  *chunks = problem->rows > 0;
+  if (problem->rows == 0 || (fewest == 1 && !(modelled && problem->saves_memory))) return FLCE_OK;
+  *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
+                         : equal_chunks(problem, fewest, tile);
+  *chunks = ceil_div(problem->rows, *chunk_rows);
+  return FLCE_OK;
+}
