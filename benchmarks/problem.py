@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 IGNORE_INDEX = -100
 CHUNK_BYTES = 1 << 30  # of a chunk of the reference's logits
+FAST_SIZE = 8  # H and V of the bare products on CUDA are multiples of it
 
 
 class Shape(NamedTuple):
@@ -62,6 +63,7 @@ class Problem:
     std: float = 1.0  # of the logits
     ignored: float = 0.0  # fraction of the tokens, the same number in each draw
     targets: str = "random"  # or "model": drawn from the softmax of the logits
+    floor: tuple | None = None  # x and w of the bare products where they are not these
 
     @property
     def valid(self):
@@ -76,6 +78,9 @@ class Problem:
     def refresh(self):
         self.x.normal_(0.0, math.sqrt(self.std))
         self.w.normal_(0.0, math.sqrt(self.std / self.x.shape[1]))
+        if self.floor is not None:
+            self.floor[0].normal_(0.0, math.sqrt(self.std))
+            self.floor[1].normal_(0.0, math.sqrt(self.std / self.x.shape[1]))
         if self.b is not None:
             self.b.normal_()
         if self.targets == "model":
@@ -107,14 +112,25 @@ def make_problem(shape, device, dtype, std=1.0, **draw):
     target = torch.empty(shape.tokens, device=device, dtype=torch.int64)
     b = leaf(shape.vocab) if shape.bias else None
     x, w = leaf(shape.tokens, shape.hidden), leaf(shape.vocab, shape.hidden)
+    hidden, vocab = (-(-size // FAST_SIZE) * FAST_SIZE for size in (shape.hidden, shape.vocab))
+    if device == "cuda" and (hidden, vocab) != (shape.hidden, shape.vocab):
+        draw["floor"] = (
+            torch.empty(shape.tokens, hidden, device=device, dtype=dtype),
+            torch.empty(vocab, hidden, device=device, dtype=dtype),
+        )
     return Problem(x, w, b, target, std, **draw)
 
 
 def bare_products(problem, pass_name):
-    """What a forward, or a step, cannot do without: the floor that times are held against."""
+    """What a forward, or a step, cannot do without: the floor that times are held against.
+
+    On CUDA those of the next sizes that are multiples of 8: torch's own are several times slower at
+    others, which is no floor.
+    """
+    x, w = problem.floor or (problem.x, problem.w)
     with torch.no_grad():
-        z = problem.x @ problem.w.T
-        return (z,) if pass_name == "forward" else (z @ problem.w, z.T @ problem.x)
+        z = x @ w.T
+        return (z,) if pass_name == "forward" else (z @ w, z.T @ x)
 
 
 # ---- truth ----

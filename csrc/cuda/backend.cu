@@ -25,8 +25,19 @@ static int64_t column_sum_scratch(const flce_problem* p) {
   return max_of(e, max_of(w, x));
 }
 
-static flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* facts) {
+/* The problem as its GEMMs have it: with a hidden size that fills 16 bytes, and then with x and W in
+ * memory of the workspace. */
+static flce_problem pad_hidden(const flce_problem* given, flce_facts* facts) {
+  flce_problem problem = *given;
+  facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;
+  problem.hidden = ceil_div(given->hidden, facts->hidden_alignment) * facts->hidden_alignment;
+  if (problem.hidden != given->hidden) problem.unaligned = false;
+  return problem;
+}
+
+static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
+  const flce_problem padded = pad_hidden(given, facts), *problem = &padded;
   int major, minor, multiprocessors;
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
@@ -36,6 +47,7 @@ static flce_status cuda_facts(void* self, const flce_problem* problem, flce_fact
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
   facts->multiprocessors = multiprocessors;
+  facts->row_alignment = 16; /* vector loads and stores, and the copies of Hopper */
   facts->gemm_writes_f32 = true;
   facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;

@@ -72,23 +72,25 @@ flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count
 
 /* gradient.cu */
 flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);
-flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
-                      flce_dtype in_dtype, int64_t count);
-flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                            const void* coef, const int64_t* index, int64_t rows, int64_t hidden);
+flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
+                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
+                      int64_t cols);
+flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
+                            int64_t hidden);
 /* The part of blank_rows that writes dX. */
 flce_status cuda_blank_grad_input(void* self, const flce_rows* rows, int64_t bound, void* dx,
                                   flce_dtype dx_dtype, int64_t hidden);
 flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                    const flce_rows* rows, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden);
+                                   void* scaled_x, int64_t hidden, int64_t cols);
 int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
 flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
                             int64_t rows, int64_t cols, const void* weights, bool accumulate,
                             void* scratch);
 flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t count);
+                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
 flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
                              const void* grad_output, const void* scalars, flce_dtype stat);
 

@@ -192,10 +192,8 @@ static flce_status check_types(const flce_gemm* g) {
                    flce_dtype_name(g->dtype), flce_dtype_name(g->c_dtype));
 }
 
-flce_status cuda_gemm(void* self, const flce_gemm* g, void* workspace, int64_t workspace_bytes) {
-  const flce_cuda* cuda = (const flce_cuda*)self;
-  FLCE_TRY(check_types(g));
-  if (g->m == 0 || g->n == 0) return FLCE_OK;
+static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* workspace,
+                            int64_t workspace_bytes) {
   if (g->k == 0) {
     if (g->beta != 0) return FLCE_OK;
     const int64_t size = flce_size_of(g->c_dtype);
@@ -222,4 +220,96 @@ flce_status cuda_gemm(void* self, const flce_gemm* g, void* workspace, int64_t w
   if (status == CUBLAS_STATUS_SUCCESS) give_back(&key, &p);
   destroy_descriptors(device, &p.d);
   return status == CUBLAS_STATUS_SUCCESS ? FLCE_OK : gemm_refused(&key, call, status);
+}
+
+/* ---- ragged sizes ---- */
+
+/* The library's fast kernels want the contiguous size of each operand, and that of the result, to be
+ * a multiple of 16 bytes, whatever the pitches are (cuBLAS documentation, 2.1.11); others take three
+ * times as long. A size that is none is split: what is over 16 bytes' multiple is a GEMM of its own,
+ * a small one. */
+enum { kFastBytes = 16 };
+
+/* A GEMM whose slow kernel loses less than the launch of another. */
+static const double kLeastToSplit = 0x1p33; /* multiply-adds: 25 us at the fast rate of an H200 */
+
+static bool has_fast_kernels(const flce_cuda* cuda, const flce_gemm* g) {
+  const bool tensor_cores = flce_size_of(g->dtype) == 2 || (g->dtype == FLCE_F32 && cuda->allow_tf32);
+  return tensor_cores && (double)g->m * (double)g->n * (double)g->k >= kLeastToSplit;
+}
+
+/* What remains of `size` elements behind whole 16 bytes, where each of the rows begins at such. */
+static int64_t rest_of(int64_t size, const void* data, int64_t pitch, flce_dtype dtype) {
+  const int64_t bytes = flce_size_of(dtype), unit = kFastBytes / bytes;
+  if (size <= unit || !is_aligned(data, kFastBytes) || pitch * bytes % kFastBytes != 0) return 0;
+  return size % unit;
+}
+
+static const void* elements_on(const void* data, int64_t elements, flce_dtype dtype) {
+  return data ? (const char*)data + elements * flce_size_of(dtype) : NULL;
+}
+
+/* The first m - rest rows of the result, or the last. */
+static flce_gemm part_of_rows(const flce_gemm* g, int64_t rest, bool last) {
+  flce_gemm part = *g;
+  const int64_t first = g->m - rest;
+  part.m = last ? rest : first;
+  if (!last) return part;
+  part.a = elements_on(g->a, g->transpose_a ? first : first * g->pitch_a, g->dtype);
+  part.c = (void*)elements_on(g->c, first * g->pitch_c, g->c_dtype);
+  return part;
+}
+
+/* The first n - rest columns of the result, or the last. */
+static flce_gemm part_of_columns(const flce_gemm* g, int64_t rest, bool last) {
+  flce_gemm part = *g;
+  const int64_t first = g->n - rest;
+  part.n = last ? rest : first;
+  if (!last) return part;
+  part.b = elements_on(g->b, g->transpose_b ? first * g->pitch_b : first, g->dtype);
+  part.c = (void*)elements_on(g->c, first, g->c_dtype);
+  part.bias = elements_on(g->bias, first, g->c_dtype);
+  return part;
+}
+
+/* The sum over the last `rest` of k, or over the others, which is added to it: what is rounded twice
+ * is the smaller part. */
+static flce_gemm part_of_depth(const flce_gemm* g, int64_t rest, bool last) {
+  flce_gemm part = *g;
+  const int64_t first = g->k - rest;
+  part.k = last ? rest : first;
+  if (!last) {
+    part.beta = 1;
+    return part;
+  }
+  part.a = elements_on(g->a, g->transpose_a ? first * g->pitch_a : first, g->dtype);
+  part.b = elements_on(g->b, g->transpose_b ? first : first * g->pitch_b, g->dtype);
+  part.bias = NULL;
+  return part;
+}
+
+typedef flce_gemm (*gemm_part)(const flce_gemm* g, int64_t rest, bool last);
+
+/* Which parts a GEMM is to be made of, and what the last one has; NULL where it is fast as it is. */
+static gemm_part split_of(const flce_gemm* g, int64_t* rest) {
+  *rest = g->transpose_a ? rest_of(g->m, g->a, g->pitch_a, g->dtype) : 0;
+  if (*rest > 0) return part_of_rows;
+  *rest = g->transpose_b ? 0 : rest_of(g->n, g->b, g->pitch_b, g->dtype);
+  if (*rest == 0) *rest = rest_of(g->n, g->c, g->pitch_c, g->c_dtype);
+  if (*rest > 0) return part_of_columns;
+  *rest = g->transpose_a ? 0 : rest_of(g->k, g->a, g->pitch_a, g->dtype);
+  if (*rest == 0 && g->transpose_b) *rest = rest_of(g->k, g->b, g->pitch_b, g->dtype);
+  return *rest > 0 ? part_of_depth : NULL;
+}
+
+flce_status cuda_gemm(void* self, const flce_gemm* g, void* workspace, int64_t workspace_bytes) {
+  const flce_cuda* cuda = (const flce_cuda*)self;
+  FLCE_TRY(check_types(g));
+  if (g->m == 0 || g->n == 0) return FLCE_OK;
+  int64_t rest = 0;
+  const gemm_part split = has_fast_kernels(cuda, g) ? split_of(g, &rest) : NULL;
+  if (!split) return run_gemm(cuda, g, workspace, workspace_bytes);
+  const flce_gemm last = split(g, rest, true), first = split(g, rest, false);
+  FLCE_TRY(run_gemm(cuda, &last, workspace, workspace_bytes));
+  return cuda_gemm(self, &first, workspace, workspace_bytes);
 }

@@ -36,14 +36,13 @@ static const gemm_rule kRules[] = {
     {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0, CUBLASLT_MATMUL_TILE_176x128,
      0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
     /* dW's with seven shapes more, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
-     * 1.08, 1.23; */
-    {90, kGradWeight, FLCE_BF16, FLCE_BF16, 1024, 0, 768, 8192, 32000, 0,
+     * 1.08, 1.23; of 64, 128 and 256 rows at H = 4096 (2026-11-22-h200-short-gemms.json) 1.00 and
+     * 1.15, 1.27; */
+    {90, kGradWeight, FLCE_BF16, FLCE_BF16, 64, 0, 768, 8192, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-    /* 1.00, 1.03 and 1.09, 1.27; */
-    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 1024, 0, 768, 8192, 32000, 0,
-     CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-    /* a last chunk of 512 rows, H = 2880 and 3072: 1.03, 1.05 and 1.27, 1.35. */
-    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 1023, 2560, 4096, 32000, 0,
+    /* 1.00, 1.03 and 1.09, 1.27; of 512 and 768 rows at 1536 <= H <= 4096 (short-gemms) 1.01, 1.05
+     * and 1.24, 1.31. */
+    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
     /* H = 4096 and 2048: 1.01, 1.04 and 1.02, 1.07; */
     {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 4096, 4096, 32000, 0,
@@ -65,10 +64,15 @@ static bool within(int64_t value, int64_t from, int64_t to) {
   return value >= from && (to == 0 || value <= to);
 }
 
+/* Both types of 16 bits have the same kernels. */
+static bool is_like(int64_t rule_dtype, int64_t dtype) {
+  return rule_dtype == dtype || (rule_dtype == FLCE_BF16 && dtype == FLCE_F16);
+}
+
 static bool holds(const gemm_rule* rule, int sm, const gemm_key* key) {
   const gemm_kind kind = kind_of(key);
   if (rule->sm != sm || (rule->kind != kAnyKind && rule->kind != kind)) return false;
-  if (rule->dtype != key->dtype || rule->c_dtype != key->c_dtype) return false;
+  if (!is_like(rule->dtype, key->dtype) || !is_like(rule->c_dtype, key->c_dtype)) return false;
   /* [rows, vocab] = rows x hidden; [rows, hidden] = rows x vocab; [vocab, hidden] = vocab x rows */
   const int64_t rows = key->transpose_a ? key->k : key->m;
   const int64_t hidden = kind == kLogits ? key->k : key->n;

@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   const Place place = place_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(place)));
+    pad_row(out, r.vocab, r.out_columns);
     return;
   }
   const Row<Z> row = open_walk<KIND, Z>(p, place.at);
@@ -163,6 +164,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
       store_columns(out, col, row.vocab, packed);
     }
   }
+  pad_row(out, r.vocab, r.out_columns);
 }
 
 /* ---- probabilities and no other term ---- */
@@ -224,6 +226,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
       store_columns(out, column_of<Z>(mine + u * blockDim.x, row.lead), row.vocab, packed);
     }
   }
+  pad_row(out, r.vocab, r.out_columns);
 }
 
 /* ---- launch ---- */

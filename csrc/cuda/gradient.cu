@@ -107,9 +107,67 @@ flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes) {
   return check_cuda(cudaMemsetAsync(data, byte, (size_t)bytes, stream_of(self)), "fill");
 }
 
-flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* in,
-                      flce_dtype in_dtype, int64_t count) {
-  if (count == 0) return FLCE_OK;
+/* ---- rows of another pitch: a block a row ---- */
+
+/* Units of U bytes; zeros behind `cols` of them. */
+template <typename U>
+__global__ void __launch_bounds__(kThreads)
+    copy_rows(U* out, int64_t out_pitch, const U* in, int64_t in_pitch, int64_t cols) {
+  out += blockIdx.x * out_pitch;
+  in += blockIdx.x * in_pitch;
+  for (int64_t i = threadIdx.x; i < out_pitch; i += kThreads) out[i] = i < cols ? in[i] : U{};
+}
+
+/* Through S, which holds both types. */
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    cast_rows(void* out, flce_dtype out_dtype, int64_t out_pitch, const void* in,
+              flce_dtype in_dtype, int64_t in_pitch, int64_t cols) {
+  for (int64_t i = threadIdx.x; i < out_pitch; i += kThreads) {
+    S v[1] = {0};
+    if (i < cols) load_any<S, 1>(in, in_dtype, blockIdx.x * in_pitch + i, v);
+    store_any<S, 1>(out, out_dtype, blockIdx.x * out_pitch + i, v);
+  }
+}
+
+template <typename U>
+static void launch_copy(void* self, void* out, int64_t out_bytes, const void* in, int64_t in_bytes,
+                        int64_t rows, int64_t col_bytes) {
+  constexpr int64_t size = sizeof(U);
+  copy_rows<U><<<(unsigned)rows, kThreads, 0, stream_of(self)>>>(
+      (U*)out, out_bytes / size, (const U*)in, in_bytes / size, col_bytes / size);
+}
+
+/* By the largest unit that divides all addresses and sizes. */
+static void copy_bytes(void* self, void* out, int64_t out_bytes, const void* in, int64_t in_bytes,
+                       int64_t rows, int64_t col_bytes) {
+  const uint64_t all = (uintptr_t)out | (uintptr_t)in | (uint64_t)(out_bytes | in_bytes | col_bytes);
+  const auto launch = all % 16 == 0  ? launch_copy<uint4>
+                      : all % 8 == 0 ? launch_copy<uint2>
+                      : all % 4 == 0 ? launch_copy<uint32_t>
+                                     : launch_copy<uint16_t>;
+  launch(self, out, out_bytes, in, in_bytes, rows, col_bytes);
+}
+
+flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
+                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
+                      int64_t cols) {
+  const int64_t count = rows * cols, out_size = flce_size_of(out_dtype),
+                in_size = flce_size_of(in_dtype);
+  if (rows == 0 || out_pitch == 0) return FLCE_OK;
+  if (out_pitch != cols || in_pitch != cols) {
+    FLCE_TRY(check_grid(rows, "cast"));
+    const bool wide = out_size == 8 || in_size == 8;
+    const auto cast = wide ? cast_rows<double> : cast_rows<float>;
+    if (out_dtype == in_dtype) {
+      copy_bytes(self, out, out_pitch * out_size, in, in_pitch * in_size, rows, cols * in_size);
+    } else {
+      cast<<<(unsigned)rows, kThreads, 0, stream_of(self)>>>(out, out_dtype, out_pitch, in,
+                                                             in_dtype, in_pitch, cols);
+    }
+    FLCE_LAUNCHED("cast");
+    return FLCE_OK;
+  }
   unsigned blocks;
   FLCE_TRY(vector_grid<8>(count, "cast", &blocks));
   const bool aligned = both_aligned(out, in);
@@ -121,9 +179,33 @@ flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, const void* i
   return FLCE_OK;
 }
 
+/* accum[cols] += block[pitch], a block a row. */
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    add_rows(void* accum, flce_dtype accum_dtype, const void* block, flce_dtype dtype,
+             int64_t pitch, int64_t cols) {
+  for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
+    S sum[1], v[1];
+    load_any<S, 1>(accum, accum_dtype, blockIdx.x * cols + i, sum);
+    load_any<S, 1>(block, dtype, blockIdx.x * pitch + i, v);
+    sum[0] += v[0];
+    store_any<S, 1>(accum, accum_dtype, blockIdx.x * cols + i, sum);
+  }
+}
+
 flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t count) {
+                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols) {
+  const int64_t count = rows * cols;
   if (count == 0) return FLCE_OK;
+  if (pitch != cols) {
+    FLCE_TRY(check_grid(rows, "add_block"));
+    FLCE_WITH_STAT(flce_stat_dtype(accum_dtype), S, {
+      add_rows<S><<<(unsigned)rows, kThreads, 0, stream_of(self)>>>(accum, accum_dtype, block,
+                                                                    dtype, pitch, cols);
+    });
+    FLCE_LAUNCHED("add_block");
+    return FLCE_OK;
+  }
   unsigned blocks;
   FLCE_TRY(vector_grid<8>(count, "add_block", &blocks));
   const bool aligned = both_aligned(accum, block);
@@ -185,17 +267,17 @@ flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
 
 /* A block a row; N is 8 where every row of every matrix is aligned, else 1. */
 template <typename S, int N>
-__global__ void scale_rows(void* out, const void* x, flce_dtype dtype, const S* coef,
-                           const int64_t* index, int64_t hidden) {
+__global__ void scale_rows(void* out, int64_t out_pitch, const void* x, flce_dtype dtype,
+                           const S* coef, const int64_t* index, int64_t hidden) {
   follow_kernels();
   const int64_t i = index ? index[blockIdx.x] : blockIdx.x;
   const S c = i < 0 ? (S)0 : coef ? coef[i] : (S)1;
-  for (int64_t h = (int64_t)threadIdx.x * N; h < hidden; h += (int64_t)blockDim.x * N) {
+  for (int64_t h = (int64_t)threadIdx.x * N; h < out_pitch; h += (int64_t)blockDim.x * N) {
     S v[N] = {};
-    if (c != 0) load_any<S, N>(x, dtype, i * hidden + h, v);
+    if (c != 0 && h < hidden) load_any<S, N>(x, dtype, i * hidden + h, v);
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] *= c;
-    store_any<S, N>(out, dtype, (int64_t)blockIdx.x * hidden + h, v);
+    store_any<S, N>(out, dtype, (int64_t)blockIdx.x * out_pitch + h, v);
   }
 }
 
@@ -204,7 +286,7 @@ typedef struct grad_input_args {
   void *dx, *scaled_x;
   const void *d, *w, *x, *wsum;
   flce_dtype dx_dtype, d_dtype, dtype;
-  int64_t hidden;
+  int64_t hidden, cols; /* elements of a row: of dX `cols`, of all others `hidden` */
 } grad_input_args;
 
 /* A row's factors, 1 and 0 where there are none. */
@@ -258,7 +340,7 @@ __global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
 #pragma unroll
       for (int e = 0; e < N; e++) v[e] = blank_of<S>(place);
     }
-    if (is_there) store_any<S, N>(p.dx, p.dx_dtype, place.at * p.hidden + h, v);
+    if (is_there && h < p.cols) store_any<S, N>(p.dx, p.dx_dtype, place.at * p.cols + h, v);
     if (!p.scaled_x) continue;
     unpack(raw, v);
 #pragma unroll
@@ -281,16 +363,17 @@ __global__ void blank_grad_input(const __grid_constant__ flce_rows r, int64_t bo
   }
 }
 
-flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dtype,
-                            const void* coef, const int64_t* index, int64_t rows, int64_t hidden) {
+flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
+                            int64_t hidden) {
   if (rows == 0 || hidden == 0) return FLCE_OK;
   FLCE_TRY(check_grid(rows, "scale_rows"));
-  const bool aligned = hidden % 8 == 0 && both_aligned(out, x);
-  const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
+  const bool aligned = hidden % 8 == 0 && out_pitch % 8 == 0 && both_aligned(out, x);
+  const int threads = threads_for(ceil_div(out_pitch, aligned ? 8 : 1), 512);
   FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
     auto kernel = aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
-    FLCE_TRY(launch_next(self, kernel, (unsigned)rows, threads, "scale_rows", out, x, dtype,
-                         (const S*)coef, index, hidden));
+    FLCE_TRY(launch_next(self, kernel, (unsigned)rows, threads, "scale_rows", out, out_pitch, x,
+                         dtype, (const S*)coef, index, hidden));
   });
   return FLCE_OK;
 }
@@ -298,14 +381,16 @@ flce_status cuda_scale_rows(void* self, void* out, const void* x, flce_dtype dty
 flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                    const flce_rows* r, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden) {
+                                   void* scaled_x, int64_t hidden, int64_t cols) {
   if (r->rows == 0 || hidden == 0) return FLCE_OK;
   FLCE_TRY(check_grid(r->rows, "finish_grad_input"));
   if (r->coef && !r->target) {
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
   }
-  const grad_input_args args = {*r, dx, scaled_x, d, w, x, wsum, dx_dtype, d_dtype, dtype, hidden};
-  const bool aligned = hidden % 8 == 0 && both_aligned(dx, d) && is_aligned(w, 16) &&
+  const grad_input_args args = {*r,       dx,      scaled_x, d,      w,   x, wsum,
+                                dx_dtype, d_dtype, dtype,    hidden, cols};
+  const bool aligned = hidden % 8 == 0 && cols % 8 == 0 && both_aligned(dx, d) &&
+                       is_aligned(w, 16) &&
                        (!scaled_x || both_aligned(scaled_x, x));
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_TYPE(dtype, T, {

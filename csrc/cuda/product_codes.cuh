@@ -76,9 +76,19 @@ __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, ui
                    fmaf(power_of_code<1>(codes), r.factor, -high));
 }
 
+/* The first `count` of a vector's eight, and zeros. */
+__device__ __forceinline__ uint4 first_of(uint4 v, int count) {
+  uint32_t* pairs = (uint32_t*)&v;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (2 * i >= count) pairs[i] = 0;
+    if (2 * i + 1 == count) pairs[i] &= 0xffffu;
+  }
+  return v;
+}
+
 /* dz of SPAN columns of a row, from `first` on, by a warp that has UNROLL vectors of a lane under
- * way. The last vector may reach beyond the vocabulary, into what pads the rows: nobody has written
- * codes there, and nobody reads dz. */
+ * way. The last vector may reach beyond the vocabulary: zeros are dz there. */
 template <int SPAN, int UNROLL>
 __device__ __forceinline__ void finish_span(const CodeRows& c, int row, int first, int lane) {
   constexpr int kStep = kWarp * kCodeVec;
@@ -98,9 +108,9 @@ __device__ __forceinline__ void finish_span(const CodeRows& c, int row, int firs
   while (at < end) {
 #pragma unroll
     for (int u = 0; u < UNROLL && at < end; u++, at += kStep) {
-      const uint4 dz =
-          make_uint4(dz_pair(r, code[u].x, soft[u].x), dz_pair(r, code[u].y, soft[u].y),
-                     dz_pair(r, code[u].z, soft[u].z), dz_pair(r, code[u].w, soft[u].w));
+      uint4 dz = make_uint4(dz_pair(r, code[u].x, soft[u].x), dz_pair(r, code[u].y, soft[u].y),
+                            dz_pair(r, code[u].z, soft[u].z), dz_pair(r, code[u].w, soft[u].w));
+      if (at + kCodeVec > c.vocab) dz = first_of(dz, c.vocab - at);
       load(u, at + UNROLL * kStep);
       __stcs(codes + at / kCodeVec, dz);
     }

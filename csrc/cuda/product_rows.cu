@@ -19,14 +19,14 @@ constexpr double kLn2 = 0.69314718055994531;
 
 /* x_i . w of COUNT vectors, at each multiple of `step` elements; by a warp. w: of W_y, or of sum_j
  * w_j W_j. */
-template <int COUNT, typename T>
-__device__ __forceinline__ void dot_rows(const __nv_bfloat16* x, const T* w, int64_t step,
-                                         int hidden, int lane, float (&sums)[COUNT]) {
-  constexpr int N = kVec<__nv_bfloat16>;
+template <int COUNT, typename X, typename T>
+__device__ __forceinline__ void dot_rows(const X* x, const T* w, int64_t step, int hidden, int lane,
+                                         float (&sums)[COUNT]) {
+  constexpr int N = kVec<X>;
 #pragma unroll
   for (int c = 0; c < COUNT; c++) sums[c] = 0;
   for (int at = lane * N; at < hidden; at += kWarp * N) {
-    Vec<__nv_bfloat16, N> raw_x;
+    Vec<X, N> raw_x;
     Vec<T, N> raw_w[COUNT];
     load_vec<false>(x + at, raw_x);
 #pragma unroll
@@ -50,10 +50,9 @@ constexpr float kUnknownOffset = -3e38f;
 
 /* The largest zeta of a row's columns 0, step, 2 step ... from `first` on: of its target, as it
  * comes, or of probabilities, which have none, of some. By a warp. */
-template <int COUNT>
-__device__ __forceinline__ float top_zeta(const product_shape& shape, float scale,
-                                          const __nv_bfloat16* x, const __nv_bfloat16* w,
-                                          int64_t first, int step, int lane) {
+template <int COUNT, typename X>
+__device__ __forceinline__ float top_zeta(const product_shape& shape, float scale, const X* x,
+                                          const X* w, int64_t first, int step, int lane) {
   float z[COUNT], top = -INFINITY;
   dot_rows(x, w + first * shape.hidden, (int64_t)step * shape.hidden, shape.hidden, lane, z);
 #pragma unroll
@@ -66,10 +65,10 @@ __device__ __forceinline__ float top_zeta(const product_shape& shape, float scal
 }
 
 /* `scale` makes zeta of z in rows without a temperature of their own, as general_zeta has it. */
+template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
     place_offsets(const __grid_constant__ flce_rows r, const product_shape shape,
-                  const product_scratch s, float scale, const __nv_bfloat16* x,
-                  const __nv_bfloat16* w) {
+                  const product_scratch s, float scale, const X* x, const X* w) {
   follow_kernels();
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   int column = -1;
   if (r.temperature && place.at >= 0) scale /= ((const float*)r.temperature)[place.at];
   if (place.kind == kRowValid) {
-    const __nv_bfloat16* own = x + (int64_t)row * shape.hidden;
+    const X* own = x + (int64_t)row * shape.hidden;
     if (r.target) column = (int)r.target[place.at];
     const float zeta = column < 0
                            ? top_zeta<kProbes>(shape, scale, own, w, 0, shape.vocab / kProbes, lane)
@@ -325,19 +324,23 @@ product_scratch product_scratch_of(void* memory, const flce_rows* r, bool codes)
   return s;
 }
 
-/* FLCE_KERNEL: "auto", or "gemm" for products by cuBLASLt and passes of their own everywhere. */
-static flce_status fused_is_asked(bool* asked) {
+/* FLCE_KERNEL: "auto"; "gemm" for GEMMs by cuBLASLt and passes of their own everywhere; "fused" for
+ * Hopper's own kernels wherever they can serve, also where others are faster. */
+enum KernelChoice { kAutoKernel, kGemmKernel, kFusedKernel };
+
+static flce_status asked_kernel(KernelChoice* choice) {
   const char* text = getenv("FLCE_KERNEL");
-  *asked = !text || !*text || strcmp(text, "auto") == 0;
-  if (*asked || strcmp(text, "gemm") == 0) return FLCE_OK;
-  return flce_fail(FLCE_INVALID_ARGUMENT, "FLCE_KERNEL: expected \"auto\" or \"gemm\", got \"%s\"",
-                   text);
+  const bool is_auto = !text || !*text || strcmp(text, "auto") == 0;
+  *choice = is_auto ? kAutoKernel : strcmp(text, "fused") == 0 ? kFusedKernel : kGemmKernel;
+  if (*choice != kGemmKernel || strcmp(text, "gemm") == 0) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT,
+                   "FLCE_KERNEL: expected \"auto\", \"gemm\" or \"fused\", got \"%s\"", text);
 }
 
 /* By dtypes and sizes alone: the same in a forward and its backward. */
 static bool suits_hopper(const flce_problem* p) {
-  return p->dtype == FLCE_BF16 && p->hidden % 8 == 0 && p->vocab <= kMaxVocab &&
-         p->tokens <= INT32_MAX / 2;
+  return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->hidden % 8 == 0 &&
+         p->vocab <= kMaxVocab && p->tokens <= INT32_MAX / 2;
 }
 
 /* To find the rows takes some 40 us, 2 % of a step of kLeast logits; to gather x, what a product of
@@ -353,6 +356,11 @@ static bool is_worth_finding_rows(const flce_problem* p) {
  * 768 a product and a pass are 1.06 times as fast, at 1024 as fast, at 2048 0.95 times. */
 constexpr int64_t kLeastHidden = 1024;
 
+/* The product makes 256 rows in any case. A step of 64 x 4096 x 128256 takes 1.34x the three bare
+ * GEMMs with it and 1.08x by cuBLASLt's tiles and a pass, of 128 rows 1.23x and 1.09x, of 256 rows
+ * 1.05x and 1.08x (benchmarks/NOTES.md, 2026-11-22). */
+constexpr int64_t kLeastRows = 193;
+
 /* Whether the product's kernels have what the loss needs: beside probabilities little else. */
 static bool product_suits(const flce_problem* p) {
   const flce_loss* o = &p->loss;
@@ -365,16 +373,18 @@ static bool product_suits(const flce_problem* p) {
 flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
   facts->product_row_bytes = facts->product_tile_rows = facts->weight_parts = 0;
   facts->skips_rows = facts->product_gives_z = facts->product_gives_dz = false;
-  bool asked;
-  FLCE_TRY(fused_is_asked(&asked));
+  KernelChoice choice;
+  FLCE_TRY(asked_kernel(&choice));
   if (capability != 90 || !suits_hopper(p)) return FLCE_OK;
-  facts->skips_rows = is_worth_finding_rows(p);
-  if (asked && !p->weight_unaligned) facts->weight_parts = cuda_weight_parts(p->hidden);
-  if (asked && product_suits(p)) {
+  const bool is_bf16 = p->dtype == FLCE_BF16, always = choice == kFusedKernel;
+  facts->skips_rows = is_bf16 && is_worth_finding_rows(p);
+  if (choice == kGemmKernel) return FLCE_OK;
+  if (is_bf16 && !p->weight_unaligned) facts->weight_parts = cuda_weight_parts(p->hidden);
+  if (product_suits(p) && (always || p->rows >= kLeastRows)) {
     facts->product_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
     facts->product_tile_rows = kProductClusterRows;
-    facts->product_gives_z = p->hidden >= kLeastHidden;
-    facts->product_gives_dz = facts->product_gives_z && p->bf16_probabilities;
+    facts->product_gives_z = always || p->hidden >= kLeastHidden;
+    facts->product_gives_dz = is_bf16 && facts->product_gives_z && p->bf16_probabilities;
   }
   return FLCE_OK;
 }
@@ -387,9 +397,12 @@ product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
   shape.rows = (int)r->rows;
   shape.vocab = (int)r->vocab;
   shape.hidden = (int)g->k;
+  shape.columns = (int)(g->c ? r->z_columns : r->out_columns);
+  shape.half = g->dtype == FLCE_F16;
   shape.scale = (float)((o->softcap > 0 ? args.height : args.scale) * kLog2eExact);
   shape.general = (o->label_smoothing > 0 && !r->wsum) || o->softcap > 0 || !(shape.scale > 0) ||
-                  r->temperature || r->wants_entropy || r->predictions || (r->target && g->c);
+                  r->temperature || r->wants_entropy || r->predictions || (r->target && g->c) ||
+                  (r->target && shape.half);
   shape.gain = (float)args.gain;
   shape.bias = (const float*)r->bias;
   shape.class_weight = (const float*)r->class_weight;
@@ -411,9 +424,15 @@ flce_status launch_product(void* self, const flce_gemm* g, const flce_rows* r,
                            const product_shape* shape, const product_scratch* s,
                            ProductResult result, const CodeRows* before) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  FLCE_TRY(launch_next(self, place_offsets, (unsigned)ceil_div(r->rows, kDotWarps),
-                       kDotWarps * kWarp, "place_offsets", *r, *shape, *s, shape->scale,
-                       (const __nv_bfloat16*)g->a, (const __nv_bfloat16*)g->b));
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
+  if (shape->half) {
+    FLCE_TRY(launch_next(self, place_offsets<__half>, blocks, kDotWarps * kWarp, "place_offsets",
+                         *r, *shape, *s, shape->scale, (const __half*)g->a, (const __half*)g->b));
+  } else {
+    FLCE_TRY(launch_next(self, place_offsets<__nv_bfloat16>, blocks, kDotWarps * kWarp,
+                         "place_offsets", *r, *shape, *s, shape->scale, (const __nv_bfloat16*)g->a,
+                         (const __nv_bfloat16*)g->b));
+  }
   int64_t pitch;
   void* out = result_of(g, r, result, &pitch);
   return launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,

@@ -132,6 +132,7 @@ __device__ __forceinline__ void copy_tiles(const product_args& p, const CUtensor
 
 /* ---- the other two ---- */
 
+template <bool HALF>
 __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring, int count,
                                          int group, int thread, bool others, Products& acc) {
   const uint32_t a_base = sm90::operand_low(ring.a), b_base = sm90::operand_low(ring.b);
@@ -142,7 +143,8 @@ __device__ __forceinline__ void multiply(const product_args& p, const Ring& ring
 #pragma unroll
                   for (int half = 0; half < 2; half++) {
                     /* 64 rows of 128 bytes further on, in units of 16. */
-                    sm90::multiply_64x192x16<false>(acc[half], a + half * 512, b, accumulates);
+                    sm90::multiply_64x192x16<false, HALF>(acc[half], a + half * 512, b,
+                                                          accumulates);
                   }
                 });
 }
@@ -266,7 +268,7 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
   }
 }
 
-template <Kind KIND, ProductResult RESULT, bool REPEAT>
+template <Kind KIND, ProductResult RESULT, bool REPEAT, bool HALF>
 __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* t_map,
                                            const CUtensorMap* out_map, const Ring& ring,
                                            const Walk& walk, int group, int rank) {
@@ -280,7 +282,7 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
     const int next = seek<REPEAT>(p, walk, tile + p.clusters);
     const ColumnNumbers numbers = place_columns<KIND>(p, ring, walk, tile, turn, group, thread);
     Products acc;
-    multiply(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
+    multiply<HALF>(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
     finish_tile<KIND, RESULT, REPEAT>(p, t_map, out_map, ring, walk, numbers, tile, next, turn,
                                       group, rank, acc);
     tile = next < walk.tiles ? seek<REPEAT>(p, walk, next + p.clusters) : next;
@@ -306,7 +308,8 @@ __device__ __forceinline__ void finish_before(const CodeRows& before) {
   finish_codes<kBesideSpan, kBesideVectors>(before, warp, gridDim.x * kWarps);
 }
 
-template <Kind KIND, ProductResult RESULT, bool REPEAT>
+/* HALF: x and W are float16. */
+template <Kind KIND, ProductResult RESULT, bool REPEAT, bool HALF = false>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     product_sm90(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
@@ -328,7 +331,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (kFinishes && threadIdx.x >= kWarp) finish_before(p.before);
   } else {
     sm90::grow_registers<kFinishes ? kCodeRegisters : kProductRegisters>();
-    make_tiles<KIND, RESULT, REPEAT>(p, &t_map, &out_map, ring, walk, warpgroup - 1, rank);
+    make_tiles<KIND, RESULT, REPEAT, HALF>(p, &t_map, &out_map, ring, walk, warpgroup - 1, rank);
     if ((RESULT == kExpResult || RESULT == kLogitResult) && !REPEAT) {
       blank_rows(p, walk.row_clusters * kProductClusterRows, RESULT == kExpResult ? 8 : 4);
     }
@@ -345,10 +348,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*product_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                const CUtensorMap, const product_args);
 
-enum { kLogitKernel = 12, kSoftKernel, kSoftLogitKernel = 15, kCodeKernel, kKernels = 18 };
+enum {
+  kLogitKernel = 12,
+  kSoftKernel,
+  kSoftLogitKernel = 15,
+  kCodeKernel,
+  kHalfKernel = 18,
+  kHalfLogitKernel = 20,
+  kHalfSoftKernel,
+  kHalfSoftLogitKernel = 23,
+  kKernels
+};
 
 /* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
- * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. */
+ * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. Of float16, whose range has
+ * no room for E, the general ones and those of probabilities, by REPEAT, and theirs that give z. */
 static const product_kernel g_kernels[kKernels] = {
     product_sm90<kPlain, kNoResult, false>,      product_sm90<kPlain, kExpResult, false>,
     product_sm90<kPlain, kNoResult, true>,       product_sm90<kPlain, kExpResult, true>,
@@ -359,10 +373,18 @@ static const product_kernel g_kernels[kKernels] = {
     product_sm90<kGeneral, kLogitResult, false>, product_sm90<kSoft, kNoResult, false>,
     product_sm90<kSoft, kNoResult, true>,        product_sm90<kSoft, kLogitResult, false>,
     product_sm90<kSoft, kCodeResult, false>,     product_sm90<kSoft, kCodeResult, true>,
+    product_sm90<kGeneral, kNoResult, false, true>, product_sm90<kGeneral, kNoResult, true, true>,
+    product_sm90<kGeneral, kLogitResult, false, true>,
+    product_sm90<kSoft, kNoResult, false, true>, product_sm90<kSoft, kNoResult, true, true>,
+    product_sm90<kSoft, kLogitResult, false, true>,
 };
 
 static int kernel_of(const product_shape* shape, ProductResult result, bool repeat) {
   const bool soft = shape->probabilities != NULL;
+  if (shape->half) {
+    if (result == kLogitResult) return soft ? kHalfSoftLogitKernel : kHalfLogitKernel;
+    return (soft ? kHalfSoftKernel : kHalfKernel) + repeat;
+  }
   if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;
   if (result == kCodeResult) return kCodeKernel + repeat;
   if (soft) return kSoftKernel + repeat;
@@ -417,9 +439,9 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
                       shape->probabilities_pitch, kProductRows));
   }
   if (result == kExpResult || result == kCodeResult) {
-    FLCE_TRY(make_map(&out_map, out, shape->vocab, shape->rows, pitch, kProductRows));
+    FLCE_TRY(make_map(&out_map, out, shape->columns, shape->rows, pitch, kProductRows));
   } else if (result == kLogitResult) {
-    FLCE_TRY(make_map(&out_map, out, shape->vocab, shape->rows, pitch, kLogitRows, FLCE_F32));
+    FLCE_TRY(make_map(&out_map, out, shape->columns, shape->rows, pitch, kLogitRows, FLCE_F32));
   }
   int follows;
   FLCE_TRY(can_follow(device, &follows));

@@ -186,6 +186,15 @@ __device__ __forceinline__ void fill_row(Out* row, int vocab, Out value) {
   }
 }
 
+/* Zeros behind a row's columns up to `columns`, by one thread each: a GEMM may read them. Where the
+ * row stands over logits it is called behind the last reading of any. */
+template <typename T>
+__device__ __forceinline__ void pad_row(T* row, int64_t vocab, int64_t columns) {
+  for (int64_t col = vocab + threadIdx.x; col < columns; col += blockDim.x) {
+    row[col] = from_stat<T>(0.0f);
+  }
+}
+
 /* z of a vector's columns, the bias added. */
 template <bool BIAS, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void z_of(const Vec<Z, kVec<Z>>& raw, const S* bias, int col, int vocab,

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   const Place place = place_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<float>(place)));
+    pad_row(out, r.vocab, r.out_columns);
     write_no_statistics<float>(r, place);
     return;
   }
@@ -175,6 +176,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
       }
     }
   }
+  pad_row(out, r.vocab, r.out_columns);
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
@@ -268,6 +270,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   const Place place = place_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     fill_row(out, (int)r.vocab, blank_of<T>(place));
+    pad_row(out, r.vocab, r.out_columns);
     write_no_statistics<T>(r, place);
     return;
   }
@@ -290,6 +293,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
       }
     }
   }
+  pad_row(out, r.vocab, r.out_columns);
   add_up<KIND>(p, sums, scratch);
   Best<T> best = {sums.offset, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
@@ -312,6 +316,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   __shared__ S scratch[kMaxWarps];
   __shared__ S parked; /* l_target, beside the row's loop */
   const flce_rows& r = p.r;
+  pad_row((Z*)r.z + (int64_t)blockIdx.x * r.z_pitch, r.vocab, r.z_columns);
   const Place place = place_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     write_no_statistics<S>(r, place);
