@@ -70,6 +70,7 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
   int64_t vectors = e->plan->gathers ? 0 : first; /* an index is into the whole vectors */
   c.view = open_rows(e, vectors, c.rows);
+  if (e->plan->holds_weight) c.view.input_unit = scalar(e, FLCE_SCALAR_INPUT_UNIT);
   if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
   c.coef = from(buffer(e, FLCE_BUF_COEF), vectors, e->stat);
   return c;
@@ -295,7 +296,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
-                    .shift = -plan->dz_shift};
+                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : -plan->dz_shift};
   if (plan->weight_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
@@ -473,7 +474,8 @@ static flce_status gather_rows(const engine* e) {
 static flce_status begin_rows(const engine* e, flce_tensors* placed, bool gradients, bool beside) {
   if (placed->provide && e->plan->save == FLCE_SAVE_GRADS)
     FLCE_TRY(placed->provide(placed->provider, placed));
-  CALL(e, prepare, e->problem, placed, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL, beside);
+  CALL(e, prepare, e->problem, placed, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
+       e->plan->holds_weight, beside);
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
     CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);

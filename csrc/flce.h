@@ -224,6 +224,7 @@ typedef struct flce_plan {
                                  logits are written but in form dz, where a pass needs them */
   bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits; */
   int dz_shift;               /* times 2^dz_shift */
+  bool holds_weight;          /* dW in float16 before grad_output is known: enum flce_scalar */
   int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
@@ -277,14 +278,27 @@ enum flce_scalar {
                             rows, 0 where num_items or the count is 0; no mean: 1. NaN where more
                             rows are valid than problem->rows */
   FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights over vocab, vocab without them */
-  FLCE_SCALAR_UNIT,    /* power of two u with u * (bound of |dz|) in (2^13, 2^14]: float16 gradients
-                          made before grad_output is known are held times u. The bound is the product
-                          of max |class weight|, max |token weight| / temperature over valid rows,
-                          |logit_scale|, and 1 + 128 z_loss Z_SHARE (an lse of 64) */
+  FLCE_SCALAR_UNIT,    /* u, INV_DENOM times a power of two, with u * (bound of |dz|) in
+                          (2^13, 2^14]: float16 gradients made before grad_output is known are held
+                          times u. The bound is the product of max |class weight|,
+                          max |token weight| / temperature over valid rows, |logit_scale|, and
+                          1 + 128 z_loss Z_SHARE (an lse of 64) */
+  FLCE_SCALAR_INPUT_UNIT,  /* v: where dW is held in float16, the power of two with v max |x| in
+                              (2^12, 2^13], x of valid rows; else 1 */
+  FLCE_SCALAR_WEIGHT_UNIT, /* u v 2^flce_held_shift(rows): what dW is then held times, at most 2^15;
+                              else u */
   FLCE_SCALAR_Z_SHARE, /* what z-loss has beside INV_DENOM. mean with class weights and without
                           num_items: (sum of class weights over valid rows) / count; else 1 */
   FLCE_SCALAR_COUNT
 };
+
+/* The exponent of the factor of dW's GEMM where its result is held in float16: the sum of so many
+ * terms of at most 2^27 stays within 2^15. */
+static inline int flce_held_shift(int64_t rows) {
+  int bits = 0;
+  while (rows > INT64_C(1) << bits) bits++;
+  return -(bits + 12);
+}
 
 /* The gradient of a row, with k = token_weight_i g, a_i = logit_scale / (temperature
  * temperature_i), slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without softcap), A = (1-s)
@@ -298,7 +312,7 @@ enum flce_coef_row {
   FLCE_COEF_TARGET,  /* class targets: a slope_y (r p_y - k (1-s) w_y), without cancellation: the
                         target's own column but for smoothing's and the entropy's part */
   FLCE_COEF_SMOOTH,  /* a k s/V */
-  FLCE_COEF_VALID,   /* 1, 0 for ignored rows: what multiplies x in form dz */
+  FLCE_COEF_VALID,   /* input_unit, 0 for ignored rows: what multiplies x in form dz */
   FLCE_COEF_ENTROPY, /* a g_entropy inv_sum */
   FLCE_COEF_SOFT,    /* probabilities: a k (1-s); class targets: 0 */
   FLCE_COEF_ROWS
@@ -357,6 +371,7 @@ typedef struct flce_rows {
                  sum_j w_j q_j (lse - l_j), q = (1-s) t + s/V; 0 for ignored rows */
   int64_t* predictions; /* the lowest column of the largest l, or NULL */
   const void* scalars;  /* [FLCE_SCALAR_COUNT] stat dtype */
+  const void* input_unit; /* for row_coefficients: [1] stat dtype, or NULL for 1 */
   const void* coef;     /* [FLCE_COEF_ROWS][stat_pitch], or NULL */
   const void* wsum; /* product_rows with smoothing: sum_j w_j W_j where that is known already, and
                        z has neither bias nor softcap; [H] stat dtype. Or NULL */
@@ -430,14 +445,14 @@ typedef struct flce_backend {
                       const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
                       int64_t cols);
 
-  /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars; and
-   * order_targets, unless `order` is NULL. `beside`: what this call queued last is the
+  /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars, where
+   * `holds_weight` of input, too; and order_targets, unless `order` is NULL. `beside`: what this call queued last is the
    * backend's own, or began behind it, and touches none of these: they may run at the same time.
    * CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, and FLCE_INVALID_ARGUMENT says so
    * where more rows are valid than problem->rows, before this writes. CUDA: nothing is
    * checked here; INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool beside);
+                         void* order, bool holds_weight, bool beside);
 
   /* target[N] -> index[problem->rows], the first elements of `index` (facts.compact_bytes): the
    * rows that are not ignored, ascending, then -1. */
@@ -545,8 +560,9 @@ typedef struct flce_backend {
   flce_status (*add_block)(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                            flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
   /* out = in * grad_output[0] * [scalars: inv_denom / unit] of each of `number`, at most
-   * FLCE_GRADIENTS, arrays: nothing is written where out is in and the factor is 1. scalars NULL:
-   * the factor is grad_output[0] alone. Both stat dtype. */
+   * FLCE_GRADIENTS, arrays: nothing is written where out is in and the factor is 1. The unit is
+   * WEIGHT_UNIT of float16 arrays, else UNIT. scalars NULL: the factor is grad_output[0] alone.
+   * Both stat dtype. */
   flce_status (*scale_grads)(void* self, const flce_scaled* grads, int number,
                              const void* grad_output, const void* scalars, flce_dtype stat);
 } flce_backend;

@@ -155,6 +155,13 @@ static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
   return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
 }
 
+/* Whether dW, the largest of them, is rounded before: in a unit in which nothing of it is beyond
+ * float16's range, or so small that it counts (enum flce_scalar). */
+static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
+         problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;
+}
+
 /* dX's own type where one rounding is all it takes, else the widest that the GEMM can write. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
@@ -257,8 +264,10 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
   plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
-  plan->grad_weight_dtype =
-      problem->adds_grad_weight ? problem->added_dtype : kept_dtype(problem, problem->weight_dtype);
+  plan->holds_weight = holds_weight(problem, plan);
+  plan->grad_weight_dtype = problem->adds_grad_weight ? problem->added_dtype
+                            : plan->holds_weight      ? FLCE_F16
+                                                 : kept_dtype(problem, problem->weight_dtype);
   plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
 
   plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
@@ -317,7 +326,7 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
 /* Whether dW is made from a copy of x: scaled, gathered, without ignored rows, or aligned. */
 static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
   return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
-         problem->unaligned;
+         problem->unaligned || plan->holds_weight;
 }
 
 /* Where a chunk's rows of x are copied to for the logits GEMM, if they are. Between that and dW x is

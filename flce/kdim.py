@@ -189,7 +189,7 @@ def _share_of_memory(max_memory, linear_weight, shape):
     if max_memory is None and torch.compiler.is_compiling():
         return None  # the device's memory cannot be asked for in a trace: each position has it all
     whole = resolve_max_memory(max_memory, linear_weight.device)
-    row = 8 * (linear_weight.shape[0] + 7)  # of float64, the widest, padded to 64 bytes
+    row = 8 * (linear_weight.shape[0] + 15)  # of float64, the widest, padded to 128 bytes
     return max(whole // math.prod(shape[1:]), row)
 
 

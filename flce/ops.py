@@ -17,7 +17,7 @@ inner = torch.ops.flce
 
 # csrc/flce.h: enum flce_stat_row, enum flce_scalar
 STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
-SCALAR_VALID, _SCALARS = 0, 5
+SCALAR_VALID, _SCALARS = 0, 7
 
 
 def stat_dtype(dtype):
@@ -46,13 +46,14 @@ def raise_out_of_memory(error):
 # ---- fakes: shapes and dtypes only ----
 
 
-def _kept_dtype(save, dtype):
-    return torch.float32 if save == "grads" and dtype == torch.float16 else dtype
+def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
+    widened = torch.float16 if settings.save == "grads" else None  # plan.c: kept_dtype
+    holds_units = _holds_units(input.device.type, settings.dtype)
+    holds_weight = holds_units and settings.accum_dtype == torch.float16  # plan.c: holds_weight
 
-
-def _fake_gradients(input, linear_weight, linear_bias, save, wanted):
     def make(like):
-        return like.new_empty(like.shape, dtype=_kept_dtype(save, like.dtype))
+        keeps = like.dtype != widened or (like is linear_weight and holds_weight)
+        return like.new_empty(like.shape, dtype=like.dtype if keeps else torch.float32)
 
     leaves = (input, linear_weight, linear_bias)
     return tuple(make(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
@@ -192,14 +193,14 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
         scalars,
         _fake_predictions(input, settings.wants_predictions),
         saved,
-        *_fake_gradients(input, linear_weight, linear_bias, save, wanted),
+        *_fake_gradients(input, linear_weight, linear_bias, settings, wanted),
     )
 
 
 @torch.library.register_fake("flce::backward", lib=library)
 def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
     settings = Settings.of_arguments(*rest[6:])
-    return _fake_gradients(input, linear_weight, linear_bias, settings.save, _wanted(settings))
+    return _fake_gradients(input, linear_weight, linear_bias, settings, _wanted(settings))
 
 
 @torch.library.register_fake("flce::backward_into", lib=library)

@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
 
 _DEFAULT_MAX_MEMORY = 1 << 30
-_ROW_ALIGNMENT = {"cpu": 64}  # bytes; 16 on every other device
+_ROW_ALIGNMENT = {"cpu": 64}  # bytes; 128 on every other device
 # An H200 scales the gradient of such a weight in less time than the backward's first launch takes
 # to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
@@ -74,7 +74,7 @@ def resolve_max_memory(max_memory, device):
 
 def row_pitch(vocab, dtype, device_type):
     """Elements from one row of saved logits to the next (csrc/flce.h: row_alignment)."""
-    per_unit = _ROW_ALIGNMENT.get(device_type, 16) // dtype.itemsize
+    per_unit = _ROW_ALIGNMENT.get(device_type, 128) // dtype.itemsize
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 

@@ -1,10 +1,19 @@
-"""Fixtures: the device that a test runs on."""
+"""Fixtures: the device that a test runs on, and the kernels that it takes there."""
 
 import cases
 import pytest
 import torch
 
 NO_GPU = "no CUDA device"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernel",
+        choices=["auto", "gemm", "fused"],
+        default="auto",
+        help="FLCE_KERNEL of tests that do not set it themselves",
+    )
 
 
 @pytest.fixture(
@@ -27,9 +36,11 @@ def cuda():
 
 
 @pytest.fixture(autouse=True)
-def _fresh_settings(monkeypatch):
-    """Nothing that the caller's shell or an earlier test set can change a result."""
+def _fresh_settings(monkeypatch, pytestconfig):
+    """Nothing that the caller's shell or an earlier test set can change a result, but FLCE_POISON,
+    which must not."""
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
     monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, not the user's own
     torch.manual_seed(0)

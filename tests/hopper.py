@@ -1,4 +1,5 @@
-"""What test_fused.py and test_fused_logits.py share: where they run, and what they multiply."""
+"""What test_fused.py and test_fused_logits.py share: where they run, what they multiply, and which
+kernels ran."""
 
 import math
 
@@ -11,6 +12,15 @@ ONLY = pytest.mark.skipif(
     reason="the fused kernel is Hopper's",
 )
 BF16 = torch.bfloat16
+
+
+def launches(call, *parts):
+    """How many kernels with each of `parts` in their names the call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    events = trace.key_averages()
+    return [sum(event.count for event in events if part in event.key) for part in parts]
 
 
 def operands(tokens, hidden, vocab, std, seed):

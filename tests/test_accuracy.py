@@ -16,6 +16,8 @@ import flce
 VOCABS = (1, 2, 127, 128, 129, 1000, 32000, 50257, 128256)
 # bfloat16 on CUDA, where the logits are read in float32: rounding E, x and the result once each.
 CUDA_BF16_BAR = 3e-3
+# float16: rounding dz and the result once each, and with save="logits" E.
+F16_BAR = 6e-4
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,10 +46,11 @@ def test_grid(device, dtype, vocab, std, targets, save):
     budget = math.ceil(case.input.shape[0] / 2.5) * (vocab + 3) * 8
     results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
     yardstick.check(results, f"std={std} {targets}")
-    if device == "cuda" and dtype == torch.bfloat16 and vocab > 1:
-        for name in ("input", "linear_weight"):
-            error = cases.relative_error(results[name], yardstick.truth[name])
-            assert error <= CUDA_BF16_BAR, f"{name}: {error:.2e}"
+    bars = {("cuda", torch.bfloat16): CUDA_BF16_BAR}
+    bar = F16_BAR if dtype == torch.float16 else bars.get((device, dtype), math.inf)
+    for name in ("input", "linear_weight") if vocab > 1 else ():
+        error = cases.relative_error(results[name], yardstick.truth[name])
+        assert error <= bar, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

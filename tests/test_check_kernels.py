@@ -5,10 +5,10 @@ import re
 import check_kernels
 import pytest
 
-GENERAL = "product_sm90<(Kind)4, (ProductResult)1, false>"
+GENERAL = "product_sm90<(Kind)4, (ProductResult)1, false, false>"
 MANGLED = (
     "_ZN48_GLOBAL__N__406b4bd5_15_product_sm90_cu_0390ad5212product_sm90IL4Kind4E"
-    "L13ProductResult1ELb0EEEv14CUtensorMap_stS3_S3_NS_12product_argsE"
+    "L13ProductResult1ELb0ELb0EEEv14CUtensorMap_stS3_S3_NS_12product_argsE"
 )
 LOSS = "Potential Performance Loss:"
 

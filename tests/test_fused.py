@@ -8,11 +8,17 @@ import math
 import cases
 import pytest
 import torch
-from hopper import BF16, ONLY, operands
+from hopper import BF16, ONLY, launches, operands
 
 import flce
 
 pytestmark = ONLY
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch):
+    """Hopper's kernels also where "auto" takes cuBLASLt's, as for few rows."""
+    monkeypatch.setenv("FLCE_KERNEL", "fused")
 
 
 def draw(tokens, hidden, vocab, std=1.0, seed=0):
@@ -56,15 +62,52 @@ def assert_close(made, expected, of_gradients=2.6e-3):
 
 
 def test_it_serves_where_the_plan_says(monkeypatch):
-    monkeypatch.delenv("FLCE_KERNEL", raising=False)
+    monkeypatch.setenv("FLCE_KERNEL", "auto")
     assert kernel_of() == kernel_of(save="logits") == kernel_of(softcap=30.0) == "fused"
     assert flce.plan(256, 64, 512, dtype=torch.float32, device="cuda").kernel == "gemm"
-    assert flce.plan(256, 60, 512, dtype=BF16, device="cuda").kernel == "gemm"
+    assert flce.plan(256, 60, 512, dtype=BF16, device="cuda").kernel == "fused"
+    assert flce.plan(256, 64, 512, dtype=torch.float16, device="cuda", save="grads").kernel == "gemm"
+    half = {"dtype": torch.float16, "device": "cuda", "save": "grads"}
+    assert flce.plan(256, 1024, 512, **half).kernel == "fused"
+    # The product makes 256 rows in any case: of fewer cuBLASLt makes less.
+    assert flce.plan(192, 64, 512, dtype=BF16, device="cuda").kernel == "gemm"
+    assert flce.plan(193, 64, 512, dtype=BF16, device="cuda").kernel == "fused"
+    monkeypatch.setenv("FLCE_KERNEL", "fused")
+    assert flce.plan(1, 8, 1, dtype=BF16, device="cuda").kernel == "fused"
+    assert flce.plan(1, 8, 1, **half).kernel == "fused"
     monkeypatch.setenv("FLCE_KERNEL", "gemm")
     assert kernel_of() == "gemm"
     monkeypatch.setenv("FLCE_KERNEL", "fastest")
-    with pytest.raises(ValueError, match='FLCE_KERNEL: expected "auto" or "gemm", got "fastest"'):
+    expected = 'FLCE_KERNEL: expected "auto", "gemm" or "fused", got "fastest"'
+    with pytest.raises(ValueError, match=expected):
         kernel_of()
+
+
+OWN_KERNELS = ("product_sm90", "weight_sm90", "exp_rows", "finish_grad_input")
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_the_kernels_that_run(monkeypatch, save, with_bias):
+    """Each setting launches what the tests of this file take it to."""
+    x, w, y = draw(300, 64, 999)
+    x.requires_grad_(), w.requires_grad_()
+    bias = torch.randn(999, device="cuda", requires_grad=with_bias) if with_bias else None
+
+    def call():
+        flce.linear_cross_entropy(x, w, y, linear_bias=bias, save=save).backward()
+
+    def ran(kernel):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        call()  # what is made once is not counted
+        return launches(call, *OWN_KERNELS)
+
+    assert launches(call, *OWN_KERNELS)[3] == 1  # the profiler sees kernels
+    for kernel in ("auto", "fused"):
+        product, weight, rows, _ = ran(kernel)
+        # The second looks for rows that have to be done again.
+        assert (product, weight, rows) == (2, int(with_bias), 0)
+    assert ran("gemm")[:3] == [0, 0, 0 if save == "stats" else 1]
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 64, 191, 192, 193, 50257])
@@ -124,9 +167,7 @@ def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
             assert (db.double() - expected).abs().max() <= 2e-6 * c.sum() / vocab + 1e-6
 
 
-def test_weights_and_bias_take_one_reading(monkeypatch):
-    monkeypatch.delenv("FLCE_KERNEL", raising=False)
-
+def test_weights_and_bias_take_one_reading():
     def parts(**settings):
         plan = flce.plan(4096, 1024, 50257, dtype=BF16, device="cuda", bias=True, **settings)
         return plan.buffers.get("db_parts", 0)
@@ -165,13 +206,17 @@ def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
     valid = int((y >= 0).sum())
     bias = torch.randn(3001, device="cuda", requires_grad=True)
     made = []
-    for kernel in ("auto", "gemm"):
-        monkeypatch.setenv("FLCE_KERNEL", kernel)
+
+    def call():
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_(), bias
         loss = flce.linear_cross_entropy(
             *leaves[:2], y, linear_bias=bias, save=save, max_memory="1MiB", valid_bound=valid
         )
         made.append(torch.autograd.grad(loss, leaves))
+
+    for kernel in ("fused", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        assert (launches(call, "weight_sm90")[0] > 0) == (kernel == "fused")
     for value, other in zip(*made, strict=True):
         assert cases.relative_error(value, other.double()) <= 4e-3
 
@@ -228,7 +273,7 @@ def test_bitwise_repeatable():
 
 
 def test_operands_that_begin_anywhere():
-    """A slice that starts at 2 bytes takes the other kernel; so say its results."""
+    """A slice that starts at 2 bytes takes the other kernel."""
     x, w, y = draw(200, 64, 999)
     memory = torch.empty(w.numel() + 1, device="cuda", dtype=BF16)
     shifted = memory[1:].view_as(w)
@@ -285,11 +330,15 @@ def test_both_kernels_agree(monkeypatch, names, save):
     options |= {"weight": weight, "linear_bias": torch.randn(3001, device="cuda"), "save": save}
     outputs = {"return_lse": True, "return_predictions": True, "return_accuracy": True}
     made = []
-    for kernel in ("auto", "gemm"):
-        monkeypatch.setenv("FLCE_KERNEL", kernel)
+
+    def call():
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
         result = flce.linear_cross_entropy(a, b, y, **options, **outputs)
         made.append([*result[:5], *torch.autograd.grad(result.loss, (a, b))])
+
+    for kernel in ("fused", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        assert (launches(call, "product_sm90")[0] > 0) == (kernel == "fused")
     loss, lse, _, accuracy, predictions, dx, dw = zip(*made, strict=True)
     torch.testing.assert_close(*loss, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(*lse, rtol=2e-6, atol=2e-6)

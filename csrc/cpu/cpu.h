@@ -54,7 +54,7 @@ void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn f
 
 /* prepare.c */
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool beside);
+                             void* order, bool holds_weight, bool beside);
 flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
                                   void* index);
 flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,

@@ -17,7 +17,7 @@ static flce_status check_targets(const flce_problem* problem, const int64_t* tar
   return FLCE_OK;
 }
 
-/* The power of two u with u * largest in (2^13, 2^14], as far as a float holds it. */
+/* The power of two u with u * largest in (2^13, 2^14], as far as a float holds it; 1 for none. */
 static double unit_of(double largest) {
   if (!(largest > 0.0) || isinf(largest)) return 1.0;
   int exponent;
@@ -59,8 +59,10 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
 }
 
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool beside) {
+                             void* order, bool holds_weight, bool beside) {
   (void)beside;
+  if (holds_weight)
+    return flce_fail(FLCE_UNSUPPORTED, "the CPU's products have no float16 gradient of the weight");
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   const flce_row_kernels* kernels; /* refuses a variant that cannot run before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
@@ -84,7 +86,11 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)sums.valid);
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
   flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, sums.class_weight);
-  flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit_of(largest));
+  double unit = inverse != 0.0 && isfinite(inverse) ? inverse : 1.0;
+  unit *= unit_of(largest * fabs(unit));
+  flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit);
+  flce_store(scalars, stat, FLCE_SCALAR_INPUT_UNIT, 1.0);
+  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_UNIT, unit);
   flce_store(scalars, stat, FLCE_SCALAR_Z_SHARE, z_share);
   return order ? flce_cpu_order_targets(self, problem, tensors->target, order) : FLCE_OK;
 }

@@ -384,7 +384,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
     coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
   }
   coef[FLCE_COEF_SMOOTH] = a * k * share;
-  coef[FLCE_COEF_VALID] = 1.0;
+  coef[FLCE_COEF_VALID] = row_factor(rows->input_unit, stat, 0);
   coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;
 }
 

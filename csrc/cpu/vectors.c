@@ -65,12 +65,13 @@ flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, int64_t o
 
 flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
                                  const void* grad_output, const void* scalars, flce_dtype stat) {
-  double factor = flce_load(grad_output, stat, 0);
-  if (scalars)
-    factor *= flce_load(scalars, stat, FLCE_SCALAR_INV_DENOM) /
-              flce_load(scalars, stat, FLCE_SCALAR_UNIT);
   for (int k = 0; k < number; k++) {
     const flce_scaled* grad = &grads[k];
+    bool narrow = grad->in_dtype == FLCE_F16;
+    double factor = flce_load(grad_output, stat, 0);
+    if (scalars)
+      factor *= flce_load(scalars, stat, FLCE_SCALAR_INV_DENOM) /
+                flce_load(scalars, stat, narrow ? FLCE_SCALAR_WEIGHT_UNIT : FLCE_SCALAR_UNIT);
     if (grad->out == grad->in && factor == 1.0) continue;
     scale_job job = {.out = grad->out,
                      .in = grad->in,

@@ -47,7 +47,7 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
   facts->multiprocessors = multiprocessors;
-  facts->row_alignment = 16; /* vector loads and stores, and the copies of Hopper */
+  facts->row_alignment = 128; /* the lines of the caches, which tiles are copied by */
   facts->gemm_writes_f32 = true;
   facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;

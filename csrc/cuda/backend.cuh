@@ -43,7 +43,7 @@ flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool
 
 /* prepare.cu */
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool beside);
+                         void* order, bool holds_weight, bool beside);
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                void* order);

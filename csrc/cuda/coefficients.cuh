@@ -31,7 +31,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   coef[FLCE_COEF_ROW] = a * ((k * (own + rest) + others) * stats.inv_sum);
   coef[FLCE_COEF_TARGET] = 0;
   coef[FLCE_COEF_SMOOTH] = a * (k * share);
-  coef[FLCE_COEF_VALID] = 1;
+  coef[FLCE_COEF_VALID] = r.input_unit ? ((const S*)r.input_unit)[0] : (S)1;
   coef[FLCE_COEF_ENTROPY] =
       upstream.entropy ? a * (((const S*)upstream.entropy)[i] * stats.inv_sum) : (S)0;
   coef[FLCE_COEF_SOFT] = r.target ? (S)0 : a * (k * hard);

@@ -2,6 +2,8 @@
  * elementwise passes. Every sum has a fixed order. */
 #include "backend.cuh"
 
+#include <type_traits>
+
 /* ---- elementwise passes ---- */
 
 enum { kThreads = 256 };
@@ -91,7 +93,8 @@ __global__ void scale_elements(const __grid_constant__ scaled_arrays arrays, con
                                const S* scalars) {
   follow_kernels();
   S factor = grad_output[0];
-  if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[FLCE_SCALAR_UNIT];
+  const int unit = std::is_same_v<In, __half> ? FLCE_SCALAR_WEIGHT_UNIT : FLCE_SCALAR_UNIT;
+  if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[unit];
   for (int which = 0; which < arrays.number; which++) {
     const flce_scaled& a = arrays.array[which];
     scale_array((Out*)a.out, (const In*)a.in, a.count, arrays.aligned, factor);

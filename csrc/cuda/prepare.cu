@@ -10,12 +10,12 @@ enum { kPrepareThreads = 1024, kKeyThreads = 256 };
 
 /* ---- scalars ---- */
 
-/* Power of two u with u * top in (2^13, 2^14]; 1 where there is none. */
-__device__ double unit_for(double top) {
+/* Power of two u with u * top in (2^(high - 1), 2^high]; 1 where there is none. */
+__device__ double unit_for(double top, int high) {
   if (!(top > 0) || top == (double)INFINITY) return 1;
   int exponent;
   const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
-  const int power = (fraction == 0.5 ? 15 : 14) - exponent;
+  const int power = (fraction == 0.5 ? high + 1 : high) - exponent;
   return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
 }
 
@@ -65,9 +65,11 @@ __device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const
   return rows;
 }
 
+/* `held_shift`: 0, or where dW is held in float16 flce_held_shift; then find_largest has left the
+ * largest |x| in INPUT_UNIT. */
 template <typename S>
 __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_tensors& t,
-                                             S (&scalars)[FLCE_SCALAR_COUNT]) {
+                                             int held_shift, S (&scalars)[FLCE_SCALAR_COUNT]) {
   double total, top;
   const RowTotals rows = total_of_block<S>(p, t, &total, &top);
   const bool mean = p.reduction == FLCE_MEAN, own_mean = mean && !t.num_items;
@@ -84,7 +86,16 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   scalars[FLCE_SCALAR_VALID] = (S)rows.valid;
   scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
   scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
-  scalars[FLCE_SCALAR_UNIT] = (S)unit_for(bound);
+  double unit = inv_denom != 0 && isfinite(inv_denom) ? inv_denom : 1;
+  unit *= unit_for(bound * fabs(unit), 14);
+  double input_unit = 1, weight_unit = unit;
+  if (held_shift != 0) {
+    input_unit = unit_for((double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_UNIT], 13);
+    weight_unit = ldexp(unit * input_unit, held_shift);
+  }
+  scalars[FLCE_SCALAR_UNIT] = (S)unit;
+  scalars[FLCE_SCALAR_INPUT_UNIT] = (S)input_unit;
+  scalars[FLCE_SCALAR_WEIGHT_UNIT] = (S)weight_unit;
   scalars[FLCE_SCALAR_Z_SHARE] = (S)z_share;
 }
 
@@ -126,7 +137,7 @@ __device__ __forceinline__ uint32_t rank_of(const int64_t* target, int tokens, i
 template <typename S>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
-                 uint32_t* keys, uint32_t* values) {
+                 int held_shift, uint32_t* keys, uint32_t* values) {
   const int scalar_blocks = t.scalars ? 1 : 0;
   const bool ranks = (int)blockIdx.x >= scalar_blocks;
   const int token = (blockIdx.x - scalar_blocks) * kRankedTokensOfBlock + (int)threadIdx.x / kWarp;
@@ -135,7 +146,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (ranks) {
     place = rank_of(t.target, (int)p.tokens, p.vocab, p.loss.ignore_index, token, &key);
   } else {
-    make_scalars<S>(p, t, scalars);
+    make_scalars<S>(p, t, held_shift, scalars);
   }
   follow_kernels();
   if (ranks && threadIdx.x % kWarp == 0 && token < p.tokens) {
@@ -150,13 +161,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
 /* tensors->scalars may be NULL, and so may `order`, which few tokens have. */
 static flce_status launch_prepare(void* self, const flce_problem* problem,
-                                  const flce_tensors* tensors, void* order, bool beside) {
+                                  const flce_tensors* tensors, void* order, bool holds_weight,
+                                  bool beside) {
+  const int held_shift = holds_weight ? flce_held_shift(problem->rows) : 0;
   const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
   const int64_t ranking = order ? ceil_div(problem->tokens, kRankedTokensOfBlock) : 0;
   const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + ranking);
   FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
     FLCE_TRY(launch_beside(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", beside,
-                           *problem, *tensors, view.keys, view.tokens));
+                           *problem, *tensors, held_shift, view.keys, view.tokens));
   });
   return FLCE_OK;
 }
@@ -222,7 +235,7 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
   if (tokens <= kRankedTokens) {
     flce_tensors tensors = {};
     tensors.target = target;
-    return launch_prepare(self, problem, &tensors, order, false);
+    return launch_prepare(self, problem, &tensors, order, false, false);
   }
   const order_view none = {NULL, NULL, NULL, NULL, NULL}, view = view_order(order, tokens);
   make_keys<<<(unsigned)ceil_div(tokens, kKeyThreads), kKeyThreads, 0, stream_of(self)>>>(
@@ -233,11 +246,49 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
   return sort_order(&view, view.scratch, &scratch_bytes, tokens, vocab, stream_of(self));
 }
 
+/* ---- the largest |x| ---- */
+
+enum { kLargestThreads = 256, kLargestBlocks = 1024 };
+
+/* Of rows that are not ignored, a block for every kLargestBlocks-th; as the bits of a float, whose
+ * order is that of the numbers. NaN is above all. */
+template <int N>
+__global__ void __launch_bounds__(kLargestThreads)
+    find_largest(const __grid_constant__ flce_problem p, const void* x, const int64_t* target,
+                 int* largest) {
+  uint32_t top = 0;
+  for (int64_t row = blockIdx.x; row < p.tokens; row += gridDim.x) {
+    if (target && target[row] == p.loss.ignore_index) continue;
+    for (int64_t h = threadIdx.x * N; h < p.hidden; h += kLargestThreads * N) {
+      float v[N];
+      load_any<float, N>(x, p.input_dtype, row * p.hidden + h, v);
+#pragma unroll
+      for (int e = 0; e < N; e++) top = max(top, __float_as_uint(fabsf(v[e])));
+    }
+  }
+  top = __reduce_max_sync(0xffffffffu, top);
+  if (threadIdx.x % kWarp == 0) atomicMax(largest, (int)top);
+}
+
+static flce_status launch_largest(void* self, const flce_problem* p, const flce_tensors* t) {
+  if (p->tokens == 0) return FLCE_OK;
+  int* largest = (int*)((float*)t->scalars + FLCE_SCALAR_INPUT_UNIT);
+  FLCE_TRY(cuda_fill(self, largest, 0, sizeof(*largest)));
+  const bool aligned = p->hidden % 8 == 0 && is_aligned(t->input, 16);
+  const auto kernel = aligned ? find_largest<8> : find_largest<1>;
+  const unsigned blocks = (unsigned)min_of(p->tokens, kLargestBlocks);
+  kernel<<<blocks, kLargestThreads, 0, stream_of(self)>>>(*p, t->input, t->target, largest);
+  FLCE_LAUNCHED("prepare: largest input");
+  return FLCE_OK;
+}
+
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool beside) {
+                         void* order, bool holds_weight, bool beside) {
   const bool few = problem->tokens <= kRankedTokens;
   if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
-  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, beside));
+  if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
+  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight,
+                          beside && !holds_weight));
   if (!order || few) return FLCE_OK;
   return cuda_order_targets(self, problem, tensors->target, order);
 }

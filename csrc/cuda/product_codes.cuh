@@ -48,6 +48,7 @@ struct CodeRows {
   void* rows; /* [count][pitch] */
   int64_t pitch;
   int count, vocab;
+  int columns; /* of rows: zeros are dz behind those of the vocabulary */
   const __nv_bfloat16* t;
   int64_t t_pitch;
   const float* sums;                 /* of coded_exp, of each */
@@ -88,11 +89,11 @@ __device__ __forceinline__ uint4 first_of(uint4 v, int count) {
 }
 
 /* dz of SPAN columns of a row, from `first` on, by a warp that has UNROLL vectors of a lane under
- * way. The last vector may reach beyond the vocabulary: zeros are dz there. */
+ * way. */
 template <int SPAN, int UNROLL>
 __device__ __forceinline__ void finish_span(const CodeRows& c, int row, int first, int lane) {
   constexpr int kStep = kWarp * kCodeVec;
-  const int end = min(first + SPAN, c.vocab);
+  const int end = min(first + SPAN, c.columns);
   const CodeRow r = open_code_row(c, row);
   uint4* codes = (uint4*)((__nv_bfloat16*)c.rows + row * c.pitch);
   const uint4* t = (const uint4*)(c.t + row * c.t_pitch);
@@ -100,7 +101,7 @@ __device__ __forceinline__ void finish_span(const CodeRows& c, int row, int firs
   const auto load = [&](int u, int column) {
     if (column >= end) return;
     code[u] = __ldcs(codes + column / kCodeVec);
-    soft[u] = __ldcs(t + column / kCodeVec);
+    soft[u] = column < c.vocab ? __ldcs(t + column / kCodeVec) : make_uint4(0, 0, 0, 0);
   };
   int at = first + lane * kCodeVec;
 #pragma unroll
@@ -120,7 +121,7 @@ __device__ __forceinline__ void finish_span(const CodeRows& c, int row, int firs
 /* dz of all rows, by warp number `warp` of `warps`. */
 template <int SPAN, int UNROLL>
 __device__ __forceinline__ void finish_codes(const CodeRows& c, int warp, int warps) {
-  const int spans = (c.vocab + SPAN - 1) / SPAN;
+  const int spans = (c.columns + SPAN - 1) / SPAN;
   for (int span = warp; span < c.count * spans; span += warps) {
     const int row = span / spans;
     finish_span<SPAN, UNROLL>(c, row, (span - row * spans) * SPAN, threadIdx.x % kWarp);

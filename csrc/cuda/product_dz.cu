@@ -39,6 +39,7 @@ static CodeRows codes_of(const flce_rows* r, const product_scratch* scratch, con
   c.pitch = r->out_pitch;
   c.count = (int)r->rows;
   c.vocab = (int)r->vocab;
+  c.columns = (int)r->out_columns;
   c.t = (const __nv_bfloat16*)r->probabilities;
   c.t_pitch = r->probabilities_pitch;
   c.sums = scratch->target;
@@ -78,7 +79,7 @@ flce_status cuda_product_dz(void* self, const flce_gemm* g, const flce_rows* r, 
     FLCE_TRY(launch_statistics(self, &product, &part, &shape, &s, kCodeResult, factor, part_coef));
     before = codes_of(&part, &s, part_coef, shift);
   }
-  const int64_t spans = before.count * ceil_div(before.vocab, kFinishSpan);
+  const int64_t spans = before.count * ceil_div(before.columns, kFinishSpan);
   return launch_next(self, finish_code_rows, (unsigned)ceil_div(spans, kFinishWarps),
                      kFinishWarps * kWarp, "finish_code_rows", before);
 }

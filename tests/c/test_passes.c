@@ -88,9 +88,11 @@ static void test_cast_and_scale(const types* t, int64_t width) {
     flce_store(g, stat, 0, -3.0);
     flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, 0.125);
     flce_store(scalars, stat, FLCE_SCALAR_UNIT, 2.0);
+    flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_UNIT, 8.0);
+    double unit = in_dtype == FLCE_F16 ? 8.0 : 2.0;
     for (int64_t i = 0; i < width; i++) {
       same[i] = flce_load(in, in_dtype, i);
-      scaled[i] = -3.0 * 0.125 / 2.0 * same[i];
+      scaled[i] = -3.0 * 0.125 / unit * same[i];
       tolerance[i] = 2.0 * test_epsilon(stat) * fabs(same[i]);
     }
     for (int b = 0; b < 2; b++) {

@@ -17,7 +17,7 @@ typedef struct prepare_case {
   bool probabilities;
   /* NULL: absent; of the 3 classes, of the 4 tokens, one */
   const double *weight, *token_weight, *temperature, *num_items;
-  double expected[FLCE_SCALAR_COUNT]; /* valid, 1 / denominator, weights, unit, z share */
+  double expected[5]; /* valid, 1 / denominator, weights, unit, z share */
 } prepare_case;
 
 static void* stored(const double* values, flce_dtype stat, int64_t count) {
@@ -48,11 +48,19 @@ static void check_scalars(const prepare_case* c) {
                             .temperature = given[2],
                             .num_items = given[3],
                             .scalars = test_buffer(stat, FLCE_SCALAR_COUNT)};
-    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false));
+    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false));
+    const double* e = c->expected;
+    const double all[FLCE_SCALAR_COUNT] = {[FLCE_SCALAR_VALID] = e[0],
+                                           [FLCE_SCALAR_INV_DENOM] = e[1],
+                                           [FLCE_SCALAR_WEIGHT_TOTAL] = e[2],
+                                           [FLCE_SCALAR_UNIT] = e[3],
+                                           [FLCE_SCALAR_INPUT_UNIT] = 1.0,
+                                           [FLCE_SCALAR_WEIGHT_UNIT] = e[3],
+                                           [FLCE_SCALAR_Z_SHARE] = e[4]};
     for (int k = 0; k < FLCE_SCALAR_COUNT; k++) {
-      double actual = flce_load(tensors.scalars, stat, k), expected = c->expected[k];
-      CHECK(test_close(actual, expected, test_epsilon(stat) * fabs(expected)),
-            "scalar %d is %g, expected %g", k, actual, expected);
+      double actual = flce_load(tensors.scalars, stat, k);
+      CHECK(test_close(actual, all[k], test_epsilon(stat) * fabs(all[k])),
+            "scalar %d is %g, expected %g", k, actual, all[k]);
     }
     for (int k = 0; k < 4; k++) free(given[k]);
     free(tensors.scalars);
@@ -67,27 +75,27 @@ static void test_prepare(void) {
   flce_loss plain = {.logit_scale = 1.0, .temperature = 1.0};
   flce_loss scaled = {.logit_scale = -3.0, .temperature = 2.0, .z_loss = 0.25};
   const prepare_case cases[] = {
-      {FLCE_MEAN, 4, plain, .expected = {3.0, 1.0 / 3.0, 3.0, 16384.0, 1.0}},
+      {FLCE_MEAN, 4, plain, .expected = {3.0, 1.0 / 3.0, 3.0, 32768.0 / 3.0, 1.0}},
       {FLCE_SUM, 4, plain, .expected = {3.0, 1.0, 3.0, 16384.0, 1.0}},
       {FLCE_MEAN, 0, plain, .expected = {0.0, 0.0, 3.0, 16384.0, 1.0}},
       {FLCE_MEAN, 4, plain, .weight = weight,
-       .expected = {3.0, 1.0 / 6.5, 11.5, 2048.0, 6.5 / 3.0}},
+       .expected = {3.0, 1.0 / 6.5, 11.5, 8192.0 / 6.5, 6.5 / 3.0}},
       {FLCE_SUM, 4, plain, .weight = heavy, .expected = {3.0, 1.0, 2.0 - 0x1.8p127, 0x1p-114, 1.0}},
       {FLCE_NONE, 4, plain, .weight = none, .expected = {3.0, 1.0, 0.0, 1.0, 1.0}},
       {FLCE_MEAN, 4, plain, .weight = weight, .num_items = items,
-       .expected = {3.0, 0.1, 11.5, 2048.0, 1.0}},
+       .expected = {3.0, 0.1, 11.5, 1638.4, 1.0}},
       {FLCE_MEAN, 4, plain, .num_items = no_items, .expected = {3.0, 0.0, 3.0, 16384.0, 1.0}},
       {FLCE_SUM, 4, plain, .num_items = items, .expected = {3.0, 1.0, 3.0, 16384.0, 1.0}},
       {FLCE_MEAN, 4, plain, .probabilities = true, .weight = weight,
        .expected = {4.0, 0.25, 11.5, 2048.0, 1.0}},
       /* 1 / 2 * 3 * (1 + 32) = 49.5 */
-      {FLCE_MEAN, 4, scaled, .expected = {3.0, 1.0 / 3.0, 3.0, 256.0, 1.0}},
+      {FLCE_MEAN, 4, scaled, .expected = {3.0, 1.0 / 3.0, 3.0, 512.0 / 3.0, 1.0}},
       /* max |-6| / (2 * 4) and 1 / (2 * 0.5): 1 * 3 * 33 = 99 */
       {FLCE_SUM, 4, scaled, .token_weight = token_weight, .temperature = temperature,
        .expected = {3.0, 1.0, 3.0, 128.0, 1.0}},
       /* 8 * (6 / 2) * 3 * (1 + 32 * 6.5 / 3) = 5064 */
       {FLCE_MEAN, 4, scaled, .weight = weight, .token_weight = token_weight,
-       .expected = {3.0, 1.0 / 6.5, 11.5, 2.0, 6.5 / 3.0}},
+       .expected = {3.0, 1.0 / 6.5, 11.5, 16.0 / 6.5, 6.5 / 3.0}},
   };
   for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) check_scalars(&cases[k]);
 }
@@ -102,18 +110,18 @@ static void test_prepare_refusals(void) {
   flce_tensors tensors = {.target = target, .scalars = scalars};
   target[4] = -100;
   target[5] = 50300;
-  flce_status status = backend.prepare(backend.self, &problem, &tensors, NULL, false);
+  flce_status status = backend.prepare(backend.self, &problem, &tensors, NULL, false, false);
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
   target[5] = -1;
-  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false) == FLCE_TARGET_OUT_OF_RANGE,
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) == FLCE_TARGET_OUT_OF_RANGE,
         "target -1 is let through");
   target[5] = 0;
   problem.rows = TOKENS - 1;
-  CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false));
+  CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false));
   problem.rows = 7;
-  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false) == FLCE_INVALID_ARGUMENT &&
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) == FLCE_INVALID_ARGUMENT &&
             strcmp(flce_last_error(),
                    "valid_bound: expected at least as many as the valid rows, "
                    "299, got 7") == 0,
@@ -221,7 +229,7 @@ static void test_order(void) {
     flce_tensors tensors = {.target = target, .scalars = scalars};
     problem.rows = TOKENS;
     problem.loss.logit_scale = problem.loss.temperature = 1.0;
-    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, again, true));
+    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, again, false, true));
     CHECK(test_same(again, order, (order[0] + 1) * (int64_t)sizeof *order), "prepare's order");
     free(order), free(again);
   }

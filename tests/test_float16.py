@@ -1,0 +1,121 @@
+"""float16, whose range is short: gradients that are made before grad_output is known."""
+
+import functools
+
+import cases
+import pytest
+import torch
+
+import flce
+
+HALF = torch.float16
+BAR = 6e-4
+SCALE = 65536.0  # that a GradScaler begins with
+
+
+def draw(device, tokens=700, hidden=1024, vocab=1003, std=1.0):
+    return cases.make_case(tokens, hidden, vocab, dtype=HALF, device=device, std=std)
+
+
+def truth_of(case, **options):
+    wide = case.to(torch.float64).with_options(**options)
+    return cases.outcome(flce.reference.linear_cross_entropy, wide)
+
+
+def scaled_outcome(case, scale=SCALE, **options):
+    """The gradients of `scale` times the loss, divided by it again."""
+    results = cases.outcome(
+        flce.linear_cross_entropy,
+        case,
+        grad_output=torch.tensor(scale, device=case.input.device),
+        **options,
+    )
+    grads = {name: results[name].double() / scale for name in ("input", "linear_weight")}
+    return {"loss": results["loss"], **grads}
+
+
+def assert_close(results, truth, bar=BAR):
+    assert abs(results["loss"] - truth["loss"]) <= 2e-5 * truth["loss"]
+    for name in ("input", "linear_weight"):
+        error = cases.relative_error(results[name], truth[name])
+        assert error <= bar, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("kernel", ["auto", "gemm", "fused"])
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
+@pytest.mark.parametrize("scale", [1.0, SCALE, 3000.0])
+def test_scaled_gradients(device, monkeypatch, save, scale, kernel):
+    monkeypatch.setenv("FLCE_KERNEL", kernel)
+    case = draw(device)
+    # 1 / 700 of p leaves float16's normal numbers without a scale.
+    bar = BAR if scale > 1.0 else 1e-2
+    for budget in ("1GiB", 300 * 1024 * 4):
+        results = scaled_outcome(case, scale, save=save, max_memory=budget)
+        assert_close(results, truth_of(case), bar)
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_frequent_class_and_a_large_feature(device, save, reduction):
+    """dW's largest sums: every token of one class, and one element of x far above the others. The
+    other columns of dW keep their digits."""
+    case = draw(device, tokens=3000)
+    case.target.fill_(5)
+    case.input[:, 7] = 500.0 + case.input[:, 7].abs()
+    scale = 16.0 if reduction == "mean" else 1.0 / 64.0
+    results = scaled_outcome(case, scale, save=save, reduction=reduction)
+    truth = truth_of(case, reduction=reduction)
+    assert bool(results["linear_weight"].isfinite().all())
+    others = torch.arange(1024, device=device) != 7
+    for part in (others, ~others):
+        true = truth["linear_weight"][5, part]
+        error = cases.relative_error(results["linear_weight"][5, part], true)
+        assert error <= 2e-3, f"{error:.2e}"
+
+
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_small_inputs_and_ignored_rows(device, save):
+    """What is ignored does not count in the unit either, NaN and large numbers among it."""
+    case = draw(device)
+    case.input.mul_(2.0**-12)
+    case.linear_weight.mul_(2.0**6)
+    case = cases.ignore_some(case)
+    case.input[3] = 60000.0
+    results = scaled_outcome(case, save=save)
+    truth = truth_of(case)
+    kept = case.target != -100
+    results["input"], truth["input"] = results["input"][kept], truth["input"][kept]
+    assert_close(results, truth)
+
+
+@pytest.mark.parametrize("options", [{}, {"accum_dtype": torch.float32}, {"label_smoothing": 0.1}])
+def test_the_graph_is_kept(device, options):
+    """A second backward, of another factor, gives the same gradients times that."""
+    case = draw(device)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    loss = flce.linear_cross_entropy(x, w, case.target, save="grads", **options)
+    first = torch.autograd.grad(loss, (x, w), torch.tensor(1024.0, device=device), True)
+    second = torch.autograd.grad(loss, (x, w), torch.tensor(4096.0, device=device), True)
+    for one, other in zip(first, second, strict=True):
+        assert cases.relative_error(other, 4.0 * one.double()) <= 1e-3
+    third = torch.autograd.grad(loss, (x, w), torch.tensor(4096.0, device=device))
+    assert all(torch.equal(one, other) for one, other in zip(second, third, strict=True))
+
+
+def test_too_large_a_gradient_is_infinite(device):
+    """As an eager head's, so that a GradScaler passes over the step."""
+    case = draw(device)
+    w = case.linear_weight.requires_grad_()
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**30)
+    scaler.scale(flce.linear_cross_entropy(case.input, w, case.target)).backward()
+    assert bool(w.grad.isinf().any())
+
+
+@pytest.mark.parametrize("probabilities", [HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("save", ["logits", "grads"])
+def test_probabilities(device, save, probabilities):
+    case = draw(device)
+    noise = torch.randn(700, 1003, generator=cases.generator(3)).to(device)
+    case.target = (2.0 * noise).softmax(-1).to(probabilities)
+    call = functools.partial(scaled_outcome, case, save=save)
+    assert_close(call(), truth_of(case), 2e-3)

@@ -1,0 +1,127 @@
+"""Sizes that are no multiple of what fast kernels take, in memory that holds NaN before it is
+written: V and H with a remainder, odd N."""
+
+import functools
+
+import cases
+import pytest
+import raw
+import torch
+from hopper import ONLY, launches
+
+import flce
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    monkeypatch.setenv("FLCE_POISON", "1")
+
+
+def saved_of(x, w, target, **options):
+    """What the inner operator keeps with save="logits"."""
+    arguments = raw.forward(x, w, target, "logits", dtype=x.dtype, **options)
+    return torch.ops.flce.forward(*arguments)[4]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 31, 33, 129, 1000])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["exp", "probabilities", "softcap and smoothing", "entropy"])
+def test_zeros_follow_the_columns_of_what_is_saved(device, kind, dtype, vocab):
+    """E or logits: no element is left as it was allocated."""
+    case = cases.make_case(37, 24, vocab, dtype=dtype, device=device)
+    target, options = case.target, {}
+    if kind == "probabilities":
+        target = torch.rand(37, vocab, device=device).softmax(-1).to(dtype)
+    elif kind == "softcap and smoothing":
+        options = {"softcap": 5.0, "label_smoothing": 0.1}
+    elif kind == "entropy":
+        options = {"wants_entropy": True}
+    else:
+        target[::3] = -100
+    saved = saved_of(case.input, case.linear_weight, target, **options)
+    assert saved.shape[1] % (64 // saved.dtype.itemsize) == 0
+    assert not saved[:, vocab:].any() and bool(saved.isfinite().all())
+
+
+@pytest.mark.parametrize("hidden", [24, 33, 64])
+@pytest.mark.parametrize("save", cases.SAVES)
+def test_a_row_of_nan_stays_alone(device, save, hidden):
+    """Neither the row before it nor the one behind it has any of it."""
+    case = cases.make_case(21, hidden, 129, dtype=BF16, device=device)
+    case.input[5] = float("nan")
+    x = case.input.clone().requires_grad_()
+    reduction = "sum" if save == "grads" else "none"
+    call = functools.partial(flce.linear_cross_entropy, save=save, reduction=reduction)
+    loss = call(x, case.linear_weight, case.target)
+    (dx,) = torch.autograd.grad(loss.sum(), x)
+    spoilt = torch.arange(21, device=device) == 5
+    assert torch.equal(dx.isnan().all(1), spoilt) and torch.equal(dx.isnan().any(1), spoilt)
+    if save != "grads":
+        assert torch.equal(loss.isnan(), spoilt)
+
+
+def outcomes(case, **knobs):
+    return {
+        save: cases.outcome(flce.linear_cross_entropy, case, save=save, **knobs)
+        for save in cases.SAVES
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"linear_bias": True}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("kernel", ["auto", "gemm"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2100, 1024, 4099), (2100, 1028, 4096), (2049, 1027, 5001), (4099, 1030, 2051)]
+)
+def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel, options):
+    """Large enough for cuda_gemm to split what is over multiples of 8."""
+    monkeypatch.setenv("FLCE_KERNEL", kernel)
+    case = cases.make_case(*sizes, dtype=dtype, device=cuda)
+    if options.get("linear_bias"):
+        bias = torch.randn(sizes[2], device=cuda).to(dtype)
+        case = case.with_options(linear_bias=bias)
+    else:
+        case = case.with_options(**options)
+    truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
+    bar = {BF16: 2.6e-3, torch.float16: 6e-4}[dtype]
+    for budget in ("1GiB", 700 * (sizes[2] + 64) * 4):
+        for save, results in outcomes(case, max_memory=budget).items():
+            assert abs(results["loss"] - truth["loss"]) <= 1e-5 * truth["loss"]
+            for name in ("input", "linear_weight"):
+                error = cases.relative_error(results[name], truth[name])
+                assert error <= bar, f"{save} {budget} {name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("place", ["grad", "main_grad"])
+@pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2049, 1027, 5001)])
+def test_sums_of_ragged_sizes(cuda, sizes, place):
+    """The weight's gradient added to the caller's, whose rows have no padding."""
+    case = cases.make_case(*sizes, dtype=BF16, device=cuda)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
+    start = torch.randn(w.shape, device=cuda).mul_(1e-4)
+    if place == "grad":
+        w.grad = start.to(BF16)
+    else:
+        w.main_grad = start.clone()
+    begun = getattr(w, place).double()
+    flce.linear_cross_entropy(x, w, case.target, accumulate_into=place).backward()
+    expected = truth["linear_weight"] + begun
+    assert cases.relative_error(getattr(w, place), expected) <= (4e-3 if place == "grad" else 2e-3)
+
+
+@ONLY
+@pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2100, 1028, 4096)])
+def test_no_slow_kernel_runs(sizes):
+    """Those of Hopper alone, but for the split's small part."""
+    case = cases.make_case(*sizes, dtype=BF16, device="cuda")
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+
+    def call():
+        flce.linear_cross_entropy(x, w, case.target, save="grads").backward()
+
+    call()
+    fast, product = launches(call, "nvjet", "product_sm90")
+    assert fast >= 2 and product == 2
