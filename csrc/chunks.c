@@ -27,18 +27,14 @@ static const double kAddsPerByte = 80.0;
 /* The launches and small passes of a chunk: 50 us on an H200. */
 static const double kChunkEffort = 0x1p34;
 
-static double waves_of(int64_t tiles, int64_t at_once) {
-  return (double)ceil_div(tiles, at_once);
-}
-
-/* The logits' GEMM of `rows` rows; a cluster of multiprocessors makes neighbouring rows of tiles. */
+/* The logits' GEMM of `rows` rows, whole tiles of them. Its waves are many: of the last one half is
+ * lost on average. */
 static double logits_effort(const flce_problem* problem, const flce_facts* facts,
                             const chunk_loop* loop, int64_t rows) {
   enum { COLUMNS = 192 };
-  int64_t clusters = ceil_div(facts->multiprocessors * TILE_ROWS, loop->tile_rows);
-  int64_t tiles = ceil_div(rows, loop->tile_rows) * ceil_div(problem->vocab, COLUMNS);
-  return waves_of(tiles, clusters) *
-         (double)(clusters * loop->tile_rows * COLUMNS * problem->hidden);
+  double wave = (double)(facts->multiprocessors * TILE_ROWS * COLUMNS);
+  double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->vocab;
+  return (elements + 0.5 * wave) * (double)problem->hidden;
 }
 
 /* dX's GEMM by the best of its tiles. Results of a GEMM whose sums are split lie in its workspace
@@ -55,20 +51,22 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
     for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
       int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
       if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
-      double waves = waves_of(tiles * splits, facts->multiprocessors);
-      best = fmin(best, waves * size / (double)splits);
+      int64_t waves = ceil_div(tiles * splits, facts->multiprocessors);
+      best = fmin(best, (double)waves * size / (double)splits);
     }
   }
   return best * (double)(facts->multiprocessors * problem->vocab);
 }
 
-/* dW's GEMM of `rows` rows, which reads and writes dW: in part under its products, the less the
+/* dW's GEMM of `rows` rows, which reads and writes dW: most of it under its products, the less the
  * shorter they are. */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
+  const double kLeast = 0.1; /* of what it moves that shows however long they are */
+  const double kOwn = 1.5;   /* of what weight_product moves, beside which it makes sums */
   double elements = (double)problem->vocab * (double)problem->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
-  double exposed = loop->hides_dw ? fmin(fmax(1.2 - 0.58 * products / moves, 0.0), 1.0) : 1.0;
+  double exposed = loop->hides_dw ? fmin(fmax(1.2 - 0.58 * products / moves, kLeast), 1.0) : kOwn;
   return products + exposed * moves;
 }
 
