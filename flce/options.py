@@ -240,9 +240,10 @@ def compute_dtype(input, linear_weight, linear_bias, autocast):
         )
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     if given[-1] not in (input.dtype, wide):
+        choice = f"{input.dtype}, or {wide}" if input.dtype != wide else f"{wide}"
         raise TypeError(
-            f"linear_bias: expected the dtype of input, {input.dtype}, or {wide}, "
-            f"got {given[-1]}; torch.autocast casts it"
+            f"linear_bias: expected the dtype of input, {choice}, got {given[-1]}; torch.autocast "
+            "casts it"
         )
     return input.dtype
 

@@ -70,13 +70,14 @@ def environment(first, compiling, max_memory=None):
         torch.is_grad_enabled(),
         compiling,
         # The text of a device's type takes as long as all the rest, where the caches are cold.
-        _autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
+        autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
         first.dtype == torch.float32 and first.is_cuda and _allows_tf32(),
         options.given_max_memory() if max_memory is None else None,
     )
 
 
-def _autocast_dtype(device_type):
+def autocast_dtype(device_type):
+    """The dtype to which autocast casts the products' operands, None where it is off."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 

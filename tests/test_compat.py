@@ -1,16 +1,20 @@
 """Other implementations' calls: by their documented meaning in plain torch, and against themselves
 where they are installed. liger-kernel runs on a GPU, or on the CPU with TRITON_INTERPRET=1."""
 
+import dataclasses
 import importlib
 import inspect
 import os
+import sys
 import types
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
 from operands import TOLERANCE, H, N, V, agree, indices, leaf, make
 
+import flce
 from flce.compat import cce, liger
 
 # ---- Liger ----
@@ -199,6 +203,198 @@ def test_ligers_signatures():
     name = "LigerFusedLinearCrossEntropyFunction"
     theirs = defaults(getattr(ops, name).forward, ("ctx", *later))
     assert defaults(getattr(liger, name).apply, later) == theirs
+
+
+LIGERS_FUNCTIONAL = "liger_kernel.transformers.functional"
+
+
+@pytest.fixture
+def ligers_functional(monkeypatch):
+    """Stands for Liger's module in sys.modules: a class of its own for what a call returns."""
+    module = types.ModuleType(LIGERS_FUNCTIONAL)
+    fields = ("loss", "z_loss", "token_accuracy", "predicted_tokens")
+    module.CrossEntropyOutput = dataclasses.make_dataclass(
+        "CrossEntropyOutput", [(name, object, None) for name in fields]
+    )
+    monkeypatch.setitem(sys.modules, LIGERS_FUNCTIONAL, module)
+    return module
+
+
+def test_ligers_own_output_where_it_is_imported(device, ligers_functional):
+    """Liger's models put what is no instance of their class into the loss of another one."""
+    x, w, b, y = make("indices", (), device)
+    asked = {"return_token_accuracy": True, "return_predicted_tokens": True}
+    module = liger.LigerFusedLinearCrossEntropyLoss(**asked)
+    for output in (
+        liger.liger_fused_linear_cross_entropy(x, w, y, b, **asked),
+        module(w, x, y, b),
+    ):
+        assert type(output) is ligers_functional.CrossEntropyOutput
+        assert isinstance(output, liger.CrossEntropyOutput)
+        assert output.z_loss is None and output.token_accuracy.dim() == 0
+        assert output.predicted_tokens.dtype == torch.int64
+        agree(output.loss, F.cross_entropy(F.linear(x, w, b), y), (x, w, b))
+    assert isinstance(liger.liger_fused_linear_cross_entropy(x, w, y, b), torch.Tensor)
+
+
+@pytest.mark.parametrize("loaded", ["not", "without the class"])
+def test_our_output_where_liger_has_none(device, ligers_functional, monkeypatch, loaded):
+    """Of an older Liger too, or one that is being imported; and nothing imports it."""
+    if loaded == "not":
+        monkeypatch.delitem(sys.modules, LIGERS_FUNCTIONAL)
+    else:
+        del ligers_functional.CrossEntropyOutput
+    before = set(sys.modules)
+    x, w, _, y = make("indices", (), device)
+    output = liger.liger_fused_linear_cross_entropy(x, w, y, return_z_loss=True)
+    assert type(output) is liger.CrossEntropyOutput
+    assert not any(name.startswith("liger_kernel") for name in set(sys.modules) - before)
+
+
+def test_others_are_no_output_of_liger(ligers_functional):
+    class Narrower(liger.CrossEntropyOutput):
+        pass
+
+    theirs = ligers_functional.CrossEntropyOutput()
+    assert isinstance(theirs, liger.CrossEntropyOutput)
+    assert not isinstance(theirs, Narrower)
+    assert not isinstance(types.SimpleNamespace(loss=None), liger.CrossEntropyOutput)
+
+
+def test_compile_fullgraph_with_ligers_output(device, ligers_functional):
+    torch._dynamo.reset()
+    x, w, b, y = make("indices", (), device)
+
+    def call(x, w, b):
+        output = liger.liger_fused_linear_cross_entropy(x, w, y, b, return_token_accuracy=True)
+        return output if isinstance(output, liger.CrossEntropyOutput) else None
+
+    output = torch.compile(call, fullgraph=True, backend="aot_eager")(x, w, b)
+    assert type(output) is ligers_functional.CrossEntropyOutput
+    agree(output.loss, call(x, w, b).loss, (x, w, b))
+
+
+def test_ligers_models_take_the_output(device, monkeypatch):
+    functional = peer(LIGERS_FUNCTIONAL)
+    models = importlib.import_module("liger_kernel.transformers.model.loss_utils")
+    ours = liger.liger_fused_linear_cross_entropy
+    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", ours)
+    x, w, _, y = make("indices", (), device, batch=(2, 5))
+    output = models.LigerForCausalLMLoss(x, w, y, H, return_token_accuracy=True)
+    assert type(output) is functional.CrossEntropyOutput
+    rows = torch.cat([y[:, 1:], torch.full_like(y[:, :1], -100)], 1).flatten()
+    agree(output.loss, F.cross_entropy(F.linear(x.flatten(0, 1), w), rows), (x, w))
+
+
+# Operands, Liger's accum_dtype, flce's for it.
+SUMS = [
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16, torch.float32),
+    (torch.bfloat16, None, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float64, torch.float32),
+    (torch.float16, torch.float16, torch.float16),
+    (torch.float16, torch.bfloat16, torch.float32),
+    (torch.float16, torch.float64, torch.float32),
+    (torch.float64, torch.bfloat16, torch.float64),
+    (torch.float64, torch.float32, torch.float64),
+]
+
+
+def weight_gradient(dtype, device, function, **options):
+    """Of a head whose gradient is a sum of many chunks: FLCE_MAX_MEMORY holds 16 rows of logits."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 16, device=device).to(dtype)
+    w = torch.randn(256, 16, device=device).to(dtype).requires_grad_()
+    y = torch.randint(256, (512,), device=device)
+    return torch.autograd.grad(function(x, w, y, **options), w)[0], x, w, y
+
+
+def ligers_sum(x, w, y, dtype):
+    """The weight's gradient as Liger's chunks add it: products of the operands' dtype, a sum in
+    `dtype`; dz without an error but its own rounding."""
+    wide = F.linear(x.double(), w.detach().double()).requires_grad_()
+    dz = torch.autograd.grad(F.cross_entropy(wide, y), wide)[0]
+    total = torch.zeros_like(w, dtype=dtype)
+    for rows, inputs in zip(dz.to(x.dtype).split(16), x.split(16), strict=True):
+        total += (rows.double().T @ inputs.double()).to(x.dtype)
+    return total.to(w.dtype), dz.T @ x.double()
+
+
+@pytest.mark.parametrize(("operands", "asked", "summed"), SUMS, ids=str)
+def test_ligers_accum_dtype(device, monkeypatch, operands, asked, summed):
+    monkeypatch.setenv("FLCE_MAX_MEMORY", f"{16 * 256 * (8 if operands == torch.float64 else 4)}")
+    ours, *problem = weight_gradient(
+        operands, device, liger.liger_fused_linear_cross_entropy, accum_dtype=asked
+    )
+    exact = weight_gradient(operands, device, flce.linear_cross_entropy, accum_dtype=summed)[0]
+    assert torch.equal(ours, exact)
+    theirs, truth = ligers_sum(*problem, asked or operands)
+    error, bound = ((grad.double() - truth).norm() / truth.norm() for grad in (ours, theirs))
+    # The floor is for what rounds dz: logits and their exponentials.
+    assert error <= max(1.1 * bound, cases.FLOORS[operands][0])
+
+
+@pytest.mark.parametrize("asked", [torch.float64, torch.bfloat16, torch.float16])
+def test_ligers_accum_dtype_under_autocast(device, asked):
+    """The operands are bfloat16 then, whatever dtype the tensors have."""
+    call = liger.liger_fused_linear_cross_entropy
+    with torch.autocast(device, torch.bfloat16):
+        ours = weight_gradient(torch.float32, device, call, accum_dtype=asked)[0]
+        plain = weight_gradient(torch.float32, device, call)[0]
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("asked", [torch.float64, torch.int32, torch.complex64])
+def test_ligers_accum_dtype_is_refused(device, asked):
+    """float64: float32 operands have no sum of it, and float32 is not as exact."""
+    x, w = (leaf(*shape, device=device, dtype=torch.float32) for shape in ((N, H), (V, H)))
+    y = indices(N, device=device)
+    message = f"^accum_dtype: expected torch.float32, got {asked}$"
+    with pytest.raises(ValueError, match=message):
+        liger.liger_fused_linear_cross_entropy(x, w, y, accum_dtype=asked)
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32])
+def test_liger_promotes_a_narrower_bias(device, wide, narrow, scale):
+    x, w = (leaf(*shape, device=device, dtype=wide) for shape in ((N, H), (V, H)))
+    b = leaf(V, device=device, dtype=narrow)
+    y = indices(N, device=device)
+    module = liger.LigerFusedLinearCrossEntropyLoss(reduction="sum", use_token_scaling=scale)
+
+    def truth():
+        rows = F.cross_entropy(F.linear(x, w, b.to(wide)), y, reduction="none")
+        return (rows * rows.detach().neg().exp() if scale else rows).sum()
+
+    agree(module(w, x, y, b), truth(), (x, w), TOLERANCE[wide])
+    got, expected = (
+        torch.autograd.grad(3.0 * loss, b)[0] for loss in (module(w, x, y, b), truth())
+    )
+    assert got.dtype == narrow
+    # One rounding of each number to the bias's dtype, which may fall on either side.
+    assert torch.allclose(got.double(), expected.double(), rtol=torch.finfo(narrow).eps, atol=1e-6)
+
+
+def test_liger_promotes_one_16_bit_bias_beside_another(device):
+    x, w = (leaf(*shape, device=device, dtype=torch.bfloat16) for shape in ((N, H), (V, H)))
+    b = leaf(V, device=device, dtype=torch.float16)
+    y = indices(N, device=device)
+    ours = liger.liger_fused_linear_cross_entropy(x, w, y, b)
+    assert torch.equal(ours, flce.linear_cross_entropy(x, w, y, linear_bias=b.float()))
+    assert torch.autograd.grad(ours, b)[0].dtype == torch.float16
+
+
+@pytest.mark.parametrize("bias", [torch.ones(V, dtype=torch.float64), torch.ones(V).int(), [0.0]])
+def test_liger_refuses_other_biases(bias):
+    x, w = (leaf(*shape, device="cpu", dtype=torch.float32) for shape in ((N, H), (V, H)))
+    with pytest.raises(TypeError, match="^linear_bias: expected"):
+        liger.liger_fused_linear_cross_entropy(x, w, indices(N, device="cpu"), bias)
 
 
 # ---- CCE ----

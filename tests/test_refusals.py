@@ -287,6 +287,28 @@ def test_cpu_targets_with_a_cuda_model(cuda):
         assert word in message
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bias", "expected"),
+    [
+        (torch.float64, torch.float32, "torch.float64"),
+        (torch.float32, torch.float16, "torch.float32"),
+        (torch.float32, torch.float64, "torch.float32"),
+        (torch.bfloat16, torch.float16, "torch.bfloat16, or torch.float32"),
+        (torch.float16, torch.bfloat16, "torch.float16, or torch.float32"),
+    ],
+    ids=str,
+)
+def test_a_bias_of_another_dtype_names_each_once(device, dtype, bias, expected):
+    call = arguments(device)
+    for name in ("input", "linear_weight"):
+        call[name] = call[name].detach().to(dtype)
+    call["linear_bias"] = torch.ones(VOCAB, dtype=bias, device=device)
+    message = raised(TypeError, lambda: flce.linear_cross_entropy(**call))
+    assert message == (
+        f"linear_bias: expected the dtype of input, {expected}, got {bias}; torch.autocast casts it"
+    )
+
+
 @pytest.mark.parametrize("bad", [VOCAB, -1, -101, 2**40, -(2**40)])
 @pytest.mark.parametrize("function", ["linear_cross_entropy", "cross_entropy"])
 def test_target_out_of_range_on_the_cpu(function, bad):

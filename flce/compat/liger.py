@@ -5,33 +5,49 @@ Arguments, their order and what is returned are Liger's, read in 0.8.2 and 0.8.5
 - The gradient of a frozen input does not switch off those of weight and bias.
 - The returned z-loss is float32 (Liger: the input's dtype for "none" and a sum of it otherwise).
 - Accuracy over no valid token is 0 (Liger: NaN); so is the loss over no rows (Liger: an error).
-- A target out of range is an error or NaN (flce.linear_cross_entropy); Liger does not check it.
+- A target out of range is an error or NaN (flce.linear_cross_entropy); Liger's Triton kernels for
+  this loss do not check it, its CuTe and cuTile ones do (docs/semantics.md).
+- accum_dtype: the weight's gradient is summed in the operands' dtype where that holds every number
+  of accum_dtype, else in float32 for 16-bit operands. float64 for float32 operands is refused.
 - Every output but the loss is detached (in Liger they hang in the graph and give no gradient).
 - A backward may be repeated and the graph kept: nothing that autograd saved is overwritten.
+
+A bias narrower than input is promoted, as in Liger; its gradient has the bias's dtype.
 """
 
+import abc
 import dataclasses
+import sys
 
 import torch
 from torch import nn
 
 import flce
+from flce.options import DTYPES
+from flce.signature import autocast_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclasses.dataclass
-class CrossEntropyOutput:
+class CrossEntropyOutput(abc.ABC):
     """What a call gives that asks for more than the loss; None for what was not asked.
 
     loss and z_loss: shape (), or (N,) for reduction="none". token_accuracy: shape (), or a 1 or 0
     for each token, shape (N,), for "none". predicted_tokens: int64, shape (N,), -1 where ignored.
+
+    Where liger_kernel.transformers is imported a call gives Liger's own class instead, which has
+    these fields and is an instance of this one too.
     """
 
     loss: torch.Tensor
     z_loss: torch.Tensor | None = None
     token_accuracy: torch.Tensor | None = None
     predicted_tokens: torch.Tensor | None = None
+
+    @classmethod
+    def __subclasshook__(cls, other):
+        return (cls is CrossEntropyOutput and other is _output_class()) or NotImplemented
 
 
 def liger_fused_linear_cross_entropy(
@@ -58,14 +74,15 @@ def liger_fused_linear_cross_entropy(
         input: shape (N, H).
         weight: the head's weight, shape (V, H).
         target: class indices, shape (N,).
-        bias: shape (V,), or None.
+        bias: shape (V,), of input's dtype or a narrower one, or float32; or None.
         ce_weight: a factor for each class, shape (V,), or None.
         ignore_index, label_smoothing, reduction: as F.cross_entropy.
         lse_square_scale: adds this times lse^2 to a token's loss; under "mean" divided by the
             number of valid tokens, never by class weights.
         softcap: logits become softcap * tanh(logits / softcap); None for none.
         return_z_loss: return that part of the loss beside it, detached.
-        accum_dtype: dtype in which the weight's gradient is summed.
+        accum_dtype: dtype in which the weight's gradient is summed; where flce has no such sum, it
+            takes one that is at least as exact (see the module). None: the operands' own.
         use_token_scaling: each token's loss, z-loss included, times the detached probability that
             the model gives its target; denominators stay. It takes memory as reduction="none"
             does; with class weights, smoothing or z-loss it takes one more forward instead.
@@ -97,7 +114,7 @@ def liger_fused_linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens,
     )
     asked = return_z_loss or return_token_accuracy or return_predicted_tokens
-    return output if asked else output.loss
+    return _output_class()(**vars(output)) if asked else output.loss
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -223,6 +240,17 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         )
 
 
+def _output_class():
+    """Liger's CrossEntropyOutput where Liger is imported, else ours.
+
+    Liger's models ask by isinstance for their own class; they may call this module in place of
+    `liger_kernel.transformers.functional.liger_fused_linear_cross_entropy`. Nothing is imported.
+    """
+    functional = sys.modules.get("liger_kernel.transformers.functional")
+    theirs = getattr(functional, "CrossEntropyOutput", None)
+    return CrossEntropyOutput if theirs is None else theirs
+
+
 def _check_chunk_mem_const(value):
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"chunk_mem_const: expected a positive int, got {value!r}")
@@ -238,6 +266,7 @@ def _outputs(
     lse_square_scale,
     reduction,
     return_z_loss,
+    accum_dtype,
     use_token_scaling,
     return_token_accuracy,
     return_predicted_tokens,
@@ -255,7 +284,14 @@ def _outputs(
         # The accuracy of single tokens is whether their predictions are right.
         "return_predictions": return_predicted_tokens or (return_token_accuracy and per_token),
     }
-    options = {**same, "linear_bias": bias, "weight": ce_weight, "reduction": reduction, **asked}
+    options = {
+        **same,
+        **asked,
+        "linear_bias": _promoted(bias, input),
+        "weight": ce_weight,
+        "reduction": reduction,
+        "accum_dtype": _sum_dtype(accum_dtype, input),
+    }
     if lse_square_scale:
         options["z_loss"] = lse_square_scale
     call = _scaled if use_token_scaling else flce.linear_cross_entropy
@@ -272,6 +308,34 @@ def _outputs(
         accuracy,
         output.predictions if return_predicted_tokens else None,
     )
+
+
+def _is_float(tensor):
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
+
+
+def _promoted(bias, input):
+    """A narrower bias in the dtype of its sum with the logits, exactly; its gradient is cast back.
+
+    What is no tensor of a floating dtype stays, for flce to refuse by its name.
+    """
+    if not (_is_float(bias) and _is_float(input)):
+        return bias
+    return bias.to(torch.promote_types(bias.dtype, input.dtype))
+
+
+def _sum_dtype(accum_dtype, input):
+    """flce's accum_dtype for Liger's: at least as exact, or unchanged for flce to refuse."""
+    if accum_dtype not in DTYPES or not _is_float(input):
+        return accum_dtype
+    operand = input.dtype
+    if operand != torch.float64:
+        operand = autocast_dtype(input.device.type) or operand
+    if torch.promote_types(operand, accum_dtype) == operand:
+        return None
+    # float64 too: Liger rounds each chunk's product of 16-bit operands to 16 bits before it adds
+    # it in float64, which leaves nothing that float32 would lose.
+    return torch.float32 if operand.itemsize == 2 else accum_dtype
 
 
 def _scaled(input, head, target, **options):
