@@ -351,8 +351,8 @@ static flce_status sum_weight(const engine* e) {
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
   if (!smooth || !problem->want_grad_input) return FLCE_OK;
   int64_t h = e->plan->hidden;
-  CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, h, problem->vocab,
-       h, e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+  CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, h, problem->vocab, h,
+       e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
   return FLCE_OK;
 }
 

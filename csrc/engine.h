@@ -3,7 +3,7 @@
 #ifndef FLCE_ENGINE_H
 #define FLCE_ENGINE_H
 
-#include "flce.h"
+#include "backend.h"
 
 typedef struct engine {
   const flce_backend* backend;

@@ -5,9 +5,9 @@
 #include <string.h>
 
 enum {
-  ALIGNMENT = 256,      /* of a buffer in the workspace, bytes */
-  GATHERED_ROWS = 4096, /* of a chunk that only statistics are made of: W passes once for every
-                           2048 or 4096 rows in any case, and the copy of x stays small */
+  ALIGNMENT = 256,          /* of a buffer in the workspace, bytes */
+  GATHERED_ROWS = 4096,     /* of a chunk that only statistics are made of: W passes once for every
+                               2048 or 4096 rows in any case, and the copy of x stays small */
   DW_BLOCK_BYTES = 4 << 20, /* a dW block that is added by a pass of its own stays in the cache */
 };
 
@@ -122,8 +122,8 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   chunk_loop forward = forward_loop(&problem, facts, plan);
   /* A pass over statistics alone has no chunk that is worth making smaller. */
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
-  FLCE_TRY(choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows,
-                             &plan->chunks));
+  FLCE_TRY(
+      choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
   if (plan->z_in_saved) {
     plan->chunk_rows = problem.rows;
     plan->chunks = problem.rows > 0;
@@ -267,7 +267,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->holds_weight = holds_weight(problem, plan);
   plan->grad_weight_dtype = problem->adds_grad_weight ? problem->added_dtype
                             : plan->holds_weight      ? FLCE_F16
-                                                 : kept_dtype(problem, problem->weight_dtype);
+                                                      : kept_dtype(problem, problem->weight_dtype);
   plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
 
   plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
@@ -329,8 +329,8 @@ static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
          problem->unaligned || plan->holds_weight;
 }
 
-/* Where a chunk's rows of x are copied to for the logits GEMM, if they are. Between that and dW x is
- * not read: one buffer holds both of its copies. */
+/* Where a chunk's rows of x are copied to for the logits GEMM, if they are. Between that and dW x
+ * is not read: one buffer holds both of its copies. */
 static void list_copied_x(const flce_problem* problem, flce_plan* plan) {
   bool again = plan->save == FLCE_SAVE_STATS;
   bool shares = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
@@ -398,8 +398,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   if (problem->want_grad_input && own_dx)
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
-    if (copies_x(problem, plan))
-      add(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
+    if (copies_x(problem, plan)) add(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
     if (plan->accum_dtype != plan->grad_weight_dtype || padded)
       add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
     add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);

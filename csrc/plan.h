@@ -2,7 +2,7 @@
 #ifndef FLCE_PLAN_H
 #define FLCE_PLAN_H
 
-#include "flce.h"
+#include "backend.h"
 
 static inline int64_t min64(int64_t a, int64_t b) {
   return a < b ? a : b;

@@ -19,7 +19,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "flce.h"
+#include "backend.h"
 #include "tuning.h"
 
 namespace {
@@ -277,8 +277,7 @@ class Device {
                                  code, place_.type, place_.index, &handle) == AOTI_TORCH_SUCCESS) {
       Tensor tensor(handle);
       constexpr int kNaN = 0xff;  // every byte of a NaN of any type
-      if (flce_poisons())
-        check(table_.fill(table_.self, tensor.mutable_data_ptr(), kNaN, bytes));
+      if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), kNaN, bytes));
       return tensor;
     }
     throw OutOfMemory("flce: out of memory: " + std::to_string(bytes) + " bytes for buffer \"" +

@@ -15,7 +15,7 @@ from . import compiled, options  # noqa: F401  the first registers the operators
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
 
-# csrc/flce.h: enum flce_stat_row, enum flce_scalar
+# csrc/backend.h: enum flce_stat_row, enum flce_scalar
 STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
 SCALAR_VALID, _SCALARS = 0, 7
 

@@ -66,8 +66,8 @@ def test_it_serves_where_the_plan_says(monkeypatch):
     assert kernel_of() == kernel_of(save="logits") == kernel_of(softcap=30.0) == "fused"
     assert flce.plan(256, 64, 512, dtype=torch.float32, device="cuda").kernel == "gemm"
     assert flce.plan(256, 60, 512, dtype=BF16, device="cuda").kernel == "fused"
-    assert flce.plan(256, 64, 512, dtype=torch.float16, device="cuda", save="grads").kernel == "gemm"
     half = {"dtype": torch.float16, "device": "cuda", "save": "grads"}
+    assert flce.plan(256, 64, 512, **half).kernel == "gemm"
     assert flce.plan(256, 1024, 512, **half).kernel == "fused"
     # The product makes 256 rows in any case: of fewer cuBLASLt makes less.
     assert flce.plan(192, 64, 512, dtype=BF16, device="cuda").kernel == "gemm"

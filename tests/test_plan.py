@@ -113,13 +113,45 @@ def test_auto(device, reduction, dtype, fits, expected):
     assert plan.save == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "save"),
+    [
+        ({}, "grads"),
+        ({"dtype": torch.float16}, "grads"),
+        ({"reduction": "none"}, "logits"),
+        ({"return_lse": True}, "logits"),
+        ({"max_memory": "1GiB"}, "logits"),
+    ],
+)
+def test_auto_saves_memory_on_cuda(device, options, save):
+    """Without max_memory the gradients replace even logits that would fit. (H, V: a weight of more
+    than 128 MiB, below which they do in any case.)"""
+    plan = flce.plan(256, 4097, 16384, **{"dtype": torch.bfloat16, "device": device, **options})
+    assert plan.save == (save if device == "cuda" else "logits")
+
+
 @pytest.mark.parametrize("hidden, save", [(4096, "grads"), (4097, "logits")])
 def test_auto_weighs_the_weight_on_cuda(device, hidden, save):
     """Up to 128 MiB of weight the forward makes the gradients, although the logits fit."""
-    plan = flce.plan(256, hidden, 8192, dtype=torch.float32, device=device)
+    plan = flce.plan(256, hidden, 8192, dtype=torch.float32, device=device, max_memory="1GiB")
     assert plan.save == (save if device == "cuda" else "logits")
-    half = flce.plan(256, hidden, 8192, dtype=torch.float16, device=device)
-    assert half.save == "logits"
+
+
+def test_max_memory_of_the_environment(device, monkeypatch):
+    """A bound that somebody gave: nothing is saved below it."""
+    monkeypatch.setenv("FLCE_MAX_MEMORY", "1GiB")
+    assert flce.plan(256, 4097, 16384, device=device).save == "logits"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [((8192, 4096, 128256), 2048), ((4096, 4096, 128256), 2048), ((8192, 4096, 32000), 4096)],
+)
+def test_the_default_is_small(cuda, sizes, most):
+    """Chunks below what max_memory allows, which the same bound as an argument does not make."""
+    assert flce.plan(*sizes, device=cuda).chunk_rows <= most
+    given = flce.plan(*sizes, device=cuda, max_memory="1GiB")
+    assert flce.plan(*sizes, device=cuda).peak_bytes < given.peak_bytes
 
 
 def test_auto_does_as_planned(device):

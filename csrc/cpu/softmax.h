@@ -6,7 +6,7 @@
 #ifndef FLCE_CPU_SOFTMAX_H
 #define FLCE_CPU_SOFTMAX_H
 
-#include "../flce.h"
+#include "../backend.h"
 
 /* The vector files select their instructions by #pragma GCC target, which clang ignores. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

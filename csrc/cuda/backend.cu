@@ -25,8 +25,8 @@ static int64_t column_sum_scratch(const flce_problem* p) {
   return max_of(e, max_of(w, x));
 }
 
-/* The problem as its GEMMs have it: with a hidden size that fills 16 bytes, and then with x and W in
- * memory of the workspace. */
+/* The problem as its GEMMs have it: with a hidden size that fills 16 bytes, and then with x and W
+ * in memory of the workspace. */
 static flce_problem pad_hidden(const flce_problem* given, flce_facts* facts) {
   flce_problem problem = *given;
   facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;

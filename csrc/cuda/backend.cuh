@@ -1,4 +1,4 @@
-/* The functions of the CUDA backend's table; what each does stands in flce.h. `self` is the
+/* The functions of the CUDA backend's table; what each does stands in backend.h. `self` is the
  * flce_cuda whose device is current, all work goes to its stream. */
 #ifndef FLCE_CUDA_BACKEND_CUH
 #define FLCE_CUDA_BACKEND_CUH

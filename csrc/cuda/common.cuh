@@ -2,7 +2,7 @@
 #ifndef FLCE_CUDA_COMMON_CUH
 #define FLCE_CUDA_COMMON_CUH
 
-#include "../flce.h"
+#include "../backend.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -224,17 +224,18 @@ static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* wor
 
 /* ---- ragged sizes ---- */
 
-/* The library's fast kernels want the contiguous size of each operand, and that of the result, to be
- * a multiple of 16 bytes, whatever the pitches are (cuBLAS documentation, 2.1.11); others take three
- * times as long. A size that is none is split: what is over 16 bytes' multiple is a GEMM of its own,
- * a small one. */
+/* The library's fast kernels want the contiguous size of each operand, and that of the result, to
+ * be a multiple of 16 bytes, whatever the pitches are (cuBLAS documentation, 2.1.11); others take
+ * three times as long. A size that is none is split: what is over 16 bytes' multiple is a GEMM of
+ * its own, a small one. */
 enum { kFastBytes = 16 };
 
 /* A GEMM whose slow kernel loses less than the launch of another. */
 static const double kLeastToSplit = 0x1p33; /* multiply-adds: 25 us at the fast rate of an H200 */
 
 static bool has_fast_kernels(const flce_cuda* cuda, const flce_gemm* g) {
-  const bool tensor_cores = flce_size_of(g->dtype) == 2 || (g->dtype == FLCE_F32 && cuda->allow_tf32);
+  const bool tensor_cores =
+      flce_size_of(g->dtype) == 2 || (g->dtype == FLCE_F32 && cuda->allow_tf32);
   return tensor_cores && (double)g->m * (double)g->n * (double)g->k >= kLeastToSplit;
 }
 
@@ -272,8 +273,8 @@ static flce_gemm part_of_columns(const flce_gemm* g, int64_t rest, bool last) {
   return part;
 }
 
-/* The sum over the last `rest` of k, or over the others, which is added to it: what is rounded twice
- * is the smaller part. */
+/* The sum over the last `rest` of k, or over the others, which is added to it: what is rounded
+ * twice is the smaller part. */
 static flce_gemm part_of_depth(const flce_gemm* g, int64_t rest, bool last) {
   flce_gemm part = *g;
   const int64_t first = g->k - rest;
@@ -290,7 +291,8 @@ static flce_gemm part_of_depth(const flce_gemm* g, int64_t rest, bool last) {
 
 typedef flce_gemm (*gemm_part)(const flce_gemm* g, int64_t rest, bool last);
 
-/* Which parts a GEMM is to be made of, and what the last one has; NULL where it is fast as it is. */
+/* Which parts a GEMM is to be made of, and what the last one has; NULL where it is fast as it is.
+ */
 static gemm_part split_of(const flce_gemm* g, int64_t* rest) {
   *rest = g->transpose_a ? rest_of(g->m, g->a, g->pitch_a, g->dtype) : 0;
   if (*rest > 0) return part_of_rows;

@@ -144,7 +144,8 @@ static void launch_copy(void* self, void* out, int64_t out_bytes, const void* in
 /* By the largest unit that divides all addresses and sizes. */
 static void copy_bytes(void* self, void* out, int64_t out_bytes, const void* in, int64_t in_bytes,
                        int64_t rows, int64_t col_bytes) {
-  const uint64_t all = (uintptr_t)out | (uintptr_t)in | (uint64_t)(out_bytes | in_bytes | col_bytes);
+  const uint64_t all =
+      (uintptr_t)out | (uintptr_t)in | (uint64_t)(out_bytes | in_bytes | col_bytes);
   const auto launch = all % 16 == 0  ? launch_copy<uint4>
                       : all % 8 == 0 ? launch_copy<uint2>
                       : all % 4 == 0 ? launch_copy<uint32_t>
@@ -390,11 +391,10 @@ flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, co
   if (r->coef && !r->target) {
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
   }
-  const grad_input_args args = {*r,       dx,      scaled_x, d,      w,   x, wsum,
-                                dx_dtype, d_dtype, dtype,    hidden, cols};
+  const grad_input_args args = {*r,   dx,       scaled_x, d,     w,      x,
+                                wsum, dx_dtype, d_dtype,  dtype, hidden, cols};
   const bool aligned = hidden % 8 == 0 && cols % 8 == 0 && both_aligned(dx, d) &&
-                       is_aligned(w, 16) &&
-                       (!scaled_x || both_aligned(scaled_x, x));
+                       is_aligned(w, 16) && (!scaled_x || both_aligned(scaled_x, x));
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_TYPE(dtype, T, {
     auto kernel = aligned ? finish_grad_input<T, 8> : finish_grad_input<T, 1>;

@@ -86,8 +86,8 @@ double test_tiny(flce_dtype dtype) {
 
 /* ---- GEMM ---- */
 
-/* As AMX does for bfloat16: what follows the k elements of a row of A, up to the next 32 of them, is
- * read and multiplied by zeros. Behind the last row nothing is. */
+/* As AMX does for bfloat16: what follows the k elements of a row of A, up to the next 32 of them,
+ * is read and multiplied by zeros. Behind the last row nothing is. */
 static double padding_times_zero(const flce_gemm* g, int64_t i) {
   if (g->dtype != FLCE_BF16 || g->transpose_a) return 0.0;
   int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;

@@ -4,7 +4,7 @@
 #define FLCE_TESTS_TEST_H
 
 #include "../../csrc/cpu/convert.h"
-#include "../../csrc/flce.h"
+#include "../../csrc/backend.h"
 
 #include <math.h>
 

@@ -450,6 +450,44 @@ static void expect_refusal(const setting* s, const char* part) {
   CHECK(strstr(flce_last_error(), part), "the sentence: %s; expected %s", flce_last_error(), part);
 }
 
+/* Without a bound of the caller's a loop takes smaller chunks, whole tiles of them, but for what
+ * costs too much: a dW that is read and written again, and logits that already fit. */
+static void test_small_chunks(void) {
+  const struct {
+    int64_t tokens, hidden, vocab, least, most;
+  } cases[] = {
+      {8192, 4096, 128256, 1024, 2048},  /* a long chunk hides what dW's GEMM moves */
+      {65536, 4096, 128256, 1024, 2048}, /* whatever the number of tokens */
+      {32768, 768, 128256, 2048, 8192},  /* with few features a chunk has less to do */
+      {8192, 4096, 32000, 2048, 4096},
+      {512, 64, 1000, 512, 512}, /* nothing to gain below a launch's time */
+  };
+  const flce_facts facts = {.gemm_writes_f32 = true,
+                            .product_row_bytes = 100,
+                            .product_tile_rows = 256,
+                            .multiprocessors = 132,
+                            .gemm_workspace_bytes = 32 << 20};
+  for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+    flce_problem p = make_setting(FLCE_BF16, FLCE_SAVE_GRADS).problem;
+    p.tokens = p.rows = cases[k].tokens;
+    p.hidden = cases[k].hidden;
+    p.vocab = p.weight_rows = cases[k].vocab;
+    p.want_grad_bias = false;
+    p.max_memory = INT64_C(1) << 30;
+    flce_plan bound, saving;
+    CHECK_OK(flce_plan_make(&p, &facts, &bound));
+    p.saves_memory = true;
+    CHECK_OK(flce_plan_make(&p, &facts, &saving));
+    CHECK(saving.chunk_rows >= cases[k].least && saving.chunk_rows <= cases[k].most,
+          "case %zu: %lld rows", k, (long long)saving.chunk_rows);
+    CHECK(saving.peak_bytes <= bound.peak_bytes, "case %zu: more than within 1 GiB", k);
+    CHECK(saving.chunks == 1 || saving.chunk_rows % facts.product_tile_rows == 0, "case %zu", k);
+    p.max_memory = 512 * saving.z_pitch * 2;
+    CHECK_OK(flce_plan_make(&p, &facts, &saving));
+    CHECK(saving.chunk_rows <= 512, "a bound: %lld rows", (long long)saving.chunk_rows);
+  }
+}
+
 static void test_refusals(void) {
   setting base = make_setting(FLCE_F32, FLCE_SAVE_STATS), s = base;
   s.problem.max_memory = 80 * 4 - 1;
@@ -523,6 +561,7 @@ int main(void) {
   test_plan_of_gathered_rows();
   test_plan_without_logits();
   test_chunks_fill_waves();
+  test_small_chunks();
   test_refusals();
   return test_verdict();
 }

@@ -214,8 +214,8 @@ static void test_scale_rows(const types* t, int64_t width, bool scaled, bool gat
   }
   void* out = test_fill_normal(t->dtype, count, 1.0);
   for (int b = 0; b < 2; b++) {
-    CHECK_OK(backends[b].scale_rows(backends[b].self, out, pitch, x, t->dtype,
-                                    scaled ? coef : NULL, gathered ? index : NULL, rows, width));
+    CHECK_OK(backends[b].scale_rows(backends[b].self, out, pitch, x, t->dtype, scaled ? coef : NULL,
+                                    gathered ? index : NULL, rows, width));
     CHECK(all_close(out, t->dtype, expected, tolerance, count),
           "scale_rows scaled %d gathered %d, " WHERE, scaled, gathered, WHERE_VALUES(t, width));
   }

@@ -50,13 +50,11 @@ static void check_scalars(const prepare_case* c) {
                             .scalars = test_buffer(stat, FLCE_SCALAR_COUNT)};
     CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false));
     const double* e = c->expected;
-    const double all[FLCE_SCALAR_COUNT] = {[FLCE_SCALAR_VALID] = e[0],
-                                           [FLCE_SCALAR_INV_DENOM] = e[1],
-                                           [FLCE_SCALAR_WEIGHT_TOTAL] = e[2],
-                                           [FLCE_SCALAR_UNIT] = e[3],
-                                           [FLCE_SCALAR_INPUT_UNIT] = 1.0,
-                                           [FLCE_SCALAR_WEIGHT_UNIT] = e[3],
-                                           [FLCE_SCALAR_Z_SHARE] = e[4]};
+    const double all[FLCE_SCALAR_COUNT] = {
+        [FLCE_SCALAR_VALID] = e[0],        [FLCE_SCALAR_INV_DENOM] = e[1],
+        [FLCE_SCALAR_WEIGHT_TOTAL] = e[2], [FLCE_SCALAR_UNIT] = e[3],
+        [FLCE_SCALAR_INPUT_UNIT] = 1.0,    [FLCE_SCALAR_WEIGHT_UNIT] = e[3],
+        [FLCE_SCALAR_Z_SHARE] = e[4]};
     for (int k = 0; k < FLCE_SCALAR_COUNT; k++) {
       double actual = flce_load(tensors.scalars, stat, k);
       CHECK(test_close(actual, all[k], test_epsilon(stat) * fabs(all[k])),
@@ -115,13 +113,15 @@ static void test_prepare_refusals(void) {
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
   target[5] = -1;
-  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) == FLCE_TARGET_OUT_OF_RANGE,
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) ==
+            FLCE_TARGET_OUT_OF_RANGE,
         "target -1 is let through");
   target[5] = 0;
   problem.rows = TOKENS - 1;
   CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false));
   problem.rows = 7;
-  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) == FLCE_INVALID_ARGUMENT &&
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) ==
+                FLCE_INVALID_ARGUMENT &&
             strcmp(flce_last_error(),
                    "valid_bound: expected at least as many as the valid rows, "
                    "299, got 7") == 0,
