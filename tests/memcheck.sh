@@ -7,6 +7,7 @@
 #   tests/memcheck.sh [DIRECTORY FOR LOGS]
 logs=${1:-.}
 failed=0
+export FLCE_SANITIZED=1
 
 slice() { # caching allocator (0: off), file, expression
   log="$logs/memcheck.log"
@@ -32,6 +33,7 @@ slice 0 tests/test_accuracy.py "cuda and not test_grid and not cpu_variants"
 for file in tests/test_*.py; do
   [ "$file" = tests/test_accuracy.py ] || slice 0 "$file" "cuda and not ($allocator or more_than or out_of_memory)"
 done
+slice 0 tests/test_ragged.py "large or sums"
 slice 0 tests/test_fused.py "fused and not ragged"
 slice 0 tests/test_fused.py "ragged and (8- or 64-)"
 slice 0 tests/test_fused_logits.py "fused and not captured"

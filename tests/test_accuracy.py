@@ -38,6 +38,15 @@ def grid_case(device, dtype, vocab, std, targets):
     return case, cases.Yardstick(case, grad_output=scale), scale
 
 
+def held_rounding(case, scale, chunks):
+    """Of a row of dW where it is held in float16 (csrc/backend.h: FLCE_SCALAR_WEIGHT_UNIT): half of
+    float16's least number in each of its sums, in the unit in which no sum can overflow."""
+    rows, hidden = case.input.shape
+    v = 13 - math.ceil(math.log2(case.input.abs().max().item()))
+    unit = 14 + v - 12 - math.ceil(math.log2(rows))  # dz may be 1
+    return 2.0 ** (-25 - unit) * scale / rows * math.sqrt(chunks * hidden)
+
+
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("targets", ["random", "sampled"])
 @pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
@@ -50,10 +59,13 @@ def test_grid(device, dtype, vocab, std, targets, save):
     results = cases.outcome(
         flce.linear_cross_entropy, case, save=save, max_memory=budget, grad_output=scale
     )
+    if (device, dtype, save) == ("cuda", torch.float16, "grads"):
+        yardstick = yardstick.granting(linear_weight=held_rounding(case, scale.item(), 3))
     yardstick.check(results, f"std={std} {targets}")
     bars = {("cuda", torch.bfloat16): CUDA_BF16_BAR}
     bar = F16_BAR if dtype == torch.float16 else bars.get((device, dtype), math.inf)
-    for name in ("input", "linear_weight") if vocab > 1 else ():
+    # Of one or two columns the sums cancel.
+    for name in ("input", "linear_weight") if vocab > 2 else ():
         error = cases.relative_error(results[name], yardstick.truth[name])
         assert error <= bar, f"{name}: {error:.2e}"
 

@@ -114,7 +114,14 @@ def liger_fused_linear_cross_entropy(
         return_predicted_tokens=return_predicted_tokens,
     )
     asked = return_z_loss or return_token_accuracy or return_predicted_tokens
-    return _output_class()(**vars(output)) if asked else output.loss
+    if not asked:
+        return output.loss
+    return _output_class()(
+        loss=output.loss,
+        z_loss=output.z_loss,
+        token_accuracy=output.token_accuracy,
+        predicted_tokens=output.predicted_tokens,
+    )
 
 
 class LigerFusedLinearCrossEntropyFunction:
