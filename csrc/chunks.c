@@ -24,8 +24,9 @@ typedef struct gemm_tile {
  * those from compute capability 8.0 on. */
 static const double kAddsPerByte = 80.0;
 
-/* The launches and small passes of a chunk: 50 us on an H200. */
-static const double kChunkEffort = 0x1p34;
+/* The launches, small passes and last waves of a chunk: 100 us on an H200. A ragged vocabulary adds
+ * the launches of its GEMMs' small parts. */
+static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;
 
 /* The logits' GEMM of `rows` rows, whole tiles of them. Its waves are many: of the last one half is
  * lost on average. */
@@ -58,21 +59,20 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
   return best * (double)(facts->multiprocessors * problem->vocab);
 }
 
-/* dW's GEMM of `rows` rows, which reads and writes dW: most of it under its products, the less the
+/* dW's GEMM of `rows` rows, which reads and writes dW: under its products, the less of it the
  * shorter they are. */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
-  const double kLeast = 0.1; /* of what it moves that shows however long they are */
-  const double kOwn = 1.5;   /* of what weight_product moves, beside which it makes sums */
   double elements = (double)problem->vocab * (double)problem->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
-  double exposed = loop->hides_dw ? fmin(fmax(1.2 - 0.58 * products / moves, kLeast), 1.0) : kOwn;
+  double exposed = loop->hides_dw ? fmin(fmax(1.2 - 0.58 * products / moves, 0.0), 1.0) : 1.0;
   return products + exposed * moves;
 }
 
 static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
                            const chunk_loop* loop, int64_t rows) {
-  double effort = kChunkEffort;
+  enum { FAST_ELEMENTS = 8 }; /* of 16 bits: cuBLASLt's fast kernels want multiples of 16 bytes */
+  double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
   if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
   if (loop->makes_dw) effort += dw_effort(problem, loop, rows);

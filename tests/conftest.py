@@ -1,8 +1,14 @@
 """Fixtures: the device that a test runs on, and the kernels that it takes there."""
 
-import cases
-import pytest
-import torch
+import os
+
+# A compiled graph of another build of flce, with its sizes of workspaces, must not be taken from
+# the cache on disk; before torch is imported.
+os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+
+import cases  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 NO_GPU = "no CUDA device"
 
