@@ -1,16 +1,17 @@
 /* How many rows a chunk has. Pure.
  *
- * A budget bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs in
+ * max_memory bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs, in
  * multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW is
- * read and written once a chunk, and each chunk has launches and small passes of its own. Its
- * constants are measured (benchmarks/NOTES.md); it serves 16-bit operands on a GPU. */
+ * read and written once a chunk, and each chunk has launches and small kernels of its own. It serves
+ * 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of seven shapes on an H200
+ * (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
 #include "plan.h"
 
 #include <math.h>
 
 enum {
-  SMALL_TILE_ROWS = 8, /* below one tile */
-  MOST_TRIED = 64,     /* chunk sizes that are compared: a plan is made in each call */
+  SMALL_TILE_ROWS = 8, /* a chunk below TILE_ROWS: cuBLASLt and MKL are slow at odd row counts */
+  MAX_TRIED = 64,      /* chunk sizes that are compared: a plan is made in each call */
 };
 
 /* A tile of a GEMM's result, and how much longer a multiprocessor takes for each of its elements
@@ -20,16 +21,16 @@ typedef struct gemm_tile {
   double effort;
 } gemm_tile;
 
-/* Multiply-adds that a GPU does in the time of one byte of its memory, within a third of that for
- * those from compute capability 8.0 on. */
+/* Multiply-adds in the time in which memory moves one byte: 80 on an H200, within a third of that on
+ * other GPUs of compute capability 8.0 and later. */
 static const double kAddsPerByte = 80.0;
 
-/* The launches, small passes and last waves of a chunk: 100 us on an H200. A ragged vocabulary adds
- * the launches of its GEMMs' small parts. */
+/* The fixed cost of a chunk, launches and small kernels: 100 us on an H200. A ragged vocabulary adds
+ * 50 us, for the GEMMs of its last columns. */
 static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;
 
-/* The logits' GEMM of `rows` rows, whole tiles of them. Its waves are many: of the last one half is
- * lost on average. */
+/* The logits GEMM of `rows` rows, in whole tiles of 128 x 192. Its waves are many; half of one is
+ * the mean loss in the last. */
 static double logits_effort(const flce_problem* problem, const flce_facts* facts,
                             const chunk_loop* loop, int64_t rows) {
   enum { COLUMNS = 192 };
@@ -38,8 +39,8 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
   return (elements + 0.5 * wave) * (double)problem->hidden;
 }
 
-/* dX's GEMM by the best of its tiles. Results of a GEMM whose sums are split lie in its workspace
- * as often as it is. */
+/* dX's GEMM by the best of its tiles. Split-K keeps a float32 partial result for each split in the
+ * GEMM's workspace. */
 static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
   enum { MOST_SPLITS = 3 };
   static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
@@ -59,19 +60,19 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
   return best * (double)(facts->multiprocessors * problem->vocab);
 }
 
-/* dW's GEMM of `rows` rows, which reads and writes dW: under its products, the less of it the
- * shorter they are. */
+/* dW's GEMM of `rows` rows. Its mainloop hides the reading and writing of dW, the more of it the
+ * longer it is; the exposed share is a line fitted to measured GEMMs. */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
   double elements = (double)problem->vocab * (double)problem->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
-  double exposed = loop->hides_dw ? fmin(fmax(1.2 - 0.58 * products / moves, 0.0), 1.0) : 1.0;
+  double exposed = loop->overlaps_dw ? fmin(fmax(1.2 - 0.58 * products / moves, 0.0), 1.0) : 1.0;
   return products + exposed * moves;
 }
 
 static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
                            const chunk_loop* loop, int64_t rows) {
-  enum { FAST_ELEMENTS = 8 }; /* of 16 bits: cuBLASLt's fast kernels want multiples of 16 bytes */
+  enum { FAST_ELEMENTS = 8 }; /* of 16 bits: cuBLASLt's fast kernels need multiples of 16 bytes */
   double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
   if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
@@ -93,17 +94,18 @@ static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t
   return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
 }
 
-/* The fastest of at least `fewest` and at most twice as many chunks; where memory is to be saved,
- * the smallest of any number whose time is within 1 % of the fastest. */
+/* The fastest of at least `fewest` and at most twice as many chunks: further ones only cost launches.
+ * Where memory is to be saved, the smallest whose time is within 1 % of the fastest. */
 static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, int64_t tile, int64_t fewest) {
-  const double kWorth = 1.01, kHopeless = 1.1;
+  const double kTolerance = 1.01, kStopAbove = 1.1;
+  const int64_t kMostOfFewest = 2;
   bool saves = problem->saves_memory;
-  int64_t rows[MOST_TRIED];
-  double effort[MOST_TRIED], least = INFINITY;
+  int64_t rows[MAX_TRIED];
+  double effort[MAX_TRIED], least = INFINITY;
   int tried = 0;
-  for (int64_t chunks = fewest; tried < MOST_TRIED; chunks++) {
-    if (!saves && chunks > 2 * fewest) break;
+  for (int64_t chunks = fewest; tried < MAX_TRIED; chunks++) {
+    if (!saves && chunks > kMostOfFewest * fewest) break;
     int64_t size = equal_chunks(problem, chunks, tile);
     if (tried > 0 && size == rows[tried - 1]) {
       if (size <= tile) break;
@@ -112,11 +114,11 @@ static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* fac
     rows[tried] = size;
     effort[tried] = loop_effort(problem, facts, loop, size);
     least = fmin(least, effort[tried]);
-    if (effort[tried++] > kHopeless * least) break;
+    if (effort[tried++] > kStopAbove * least) break;
   }
   int chosen = 0;
   for (int i = 0; i < tried; i++)
-    if (effort[i] <= least * (saves ? kWorth : 1.0) && (saves || effort[i] < effort[chosen]))
+    if (effort[i] <= least * (saves ? kTolerance : 1.0) && (saves || effort[i] < effort[chosen]))
       chosen = i;
   return rows[chosen];
 }
@@ -132,7 +134,7 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
                               int64_t* chunks) {
-  int64_t fit = min64(problem->max_memory / loop->row_bytes, loop->most);
+  int64_t fit = min64(problem->max_memory / loop->row_bytes, loop->max_rows);
   if (fit < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",

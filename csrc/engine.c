@@ -86,7 +86,7 @@ static void* saved_rows(const engine* e, int64_t first) {
   return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
-/* From where a chunk's rows of x are told by its index, or follow each other. */
+/* Row 0 of x where the chunk has an index into all rows, else its first row. */
 static const void* rows_of_input(const engine* e, const chunk* c) {
   return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
@@ -203,8 +203,8 @@ static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row 
   return at(c->coef, row * e->problem->tokens, e->stat);
 }
 
-/* What dW is made of instead of x: coef x, or in form dz x without ignored rows, where there are
- * such: a NaN there would pass zeros. NULL: x itself. */
+/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times a
+ * dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
 static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
@@ -384,9 +384,9 @@ static flce_status finish_weight(const engine* e, const void* coef_target, const
   int64_t h = plan->hidden, cols = e->problem->hidden, v = e->problem->vocab;
   void *out = e->tensors->grad_weight, *accum = dw_accum(e);
   bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
-  bool in_place = added || padded;
-  CALL(e, finish_grad_weight, in_place ? accum : out,
-       in_place ? plan->accum_dtype : plan->grad_weight_dtype, accum, plan->accum_dtype, e->input,
+  bool in_accum = added || padded;
+  CALL(e, finish_grad_weight, in_accum ? accum : out,
+       in_accum ? plan->accum_dtype : plan->grad_weight_dtype, accum, plan->accum_dtype, e->input,
        plan->dtype, coef_target, order, e->problem->tokens, xsum, e->tensors->class_weight, v, h);
   if (added)
     CALL(e, add_block, out, plan->grad_weight_dtype, accum, plan->accum_dtype, h, v, cols);

@@ -47,8 +47,8 @@ flce_status flce_fail(flce_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 const char* flce_last_error(void);
 
-/* FLCE_POISON=1, for tests: outputs and workspaces hold NaN before a call writes to them, and the
- * CPU's GEMM reads what AMX would read behind a row. */
+/* FLCE_POISON=1, for tests: outputs and workspaces are filled with NaN before use, and the CPU's
+ * bfloat16 GEMM gives what it would on AMX, where oneDNN reads A beyond its k columns. */
 bool flce_poisons(void);
 
 /* Returns from the calling function when `call` does not give FLCE_OK. */
@@ -128,8 +128,9 @@ typedef struct flce_problem {
   bool weight_unaligned; /* nor does FLCE_BUF_SAVED or the grad_weight that dW is added to */
   flce_loss loss;
   int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
-  bool saves_memory;  /* nobody asked for that bound: the smallest chunks whose predicted time is
-                         within 1 % of the best are taken, else the fastest that fit */
+  bool saves_memory;  /* max_memory is the default: take the smallest chunks whose predicted time is
+                         within 1 % of the best (16-bit operands on a GPU), else the fastest that
+                         fit */
 } flce_problem;
 
 /* What the plan has to know of a device and of its backend. */
@@ -145,16 +146,15 @@ typedef struct flce_facts {
   bool skips_rows; /* product_rows passes over what lies beyond the rows that compact_rows finds:
                       finding them pays, however many. By sizes and dtypes alone */
   int64_t weight_parts;    /* rows of weight_product's sums; 0 where that does not serve */
-  int64_t multiprocessors; /* that make a product's tiles side by side; 0 where they need none
-                              of the plan's care */
+  int64_t multiprocessors; /* for wave quantization in chunks.c; 0 where that does not matter */
   /* Alignments; 0 or 1: none is needed. */
   int64_t row_alignment;    /* bytes: rows of logits, E and dz begin at multiples of it, and zeros
                                follow the columns of E and dz up to the next */
-  int64_t input_alignment;  /* elements: A of the logits GEMM is read up to the next multiple of it
-                               behind the H elements of a row: a row of x whose H is none is copied,
-                               zeros behind it */
-  int64_t hidden_alignment; /* elements: GEMMs are slow where H is no multiple of it: x and W are
-                               copied with zeros up to the next one */
+  int64_t input_alignment;  /* elements: the logits GEMM may read a row of A up to the next multiple
+                               of it. Where H is not a multiple, rows of x are copied and
+                               zero-padded */
+  int64_t hidden_alignment; /* elements: where H is not a multiple of it, x and W are copied and
+                               zero-padded to the next one, which makes fast GEMMs */
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
@@ -186,9 +186,11 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GATHERED_X,    /* the chunk's rows of x as A of the logits GEMM, [chunk][input_pitch]
                              dtype, where they are copied and not in SCALED_X */
   FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
-  FLCE_BUF_DX_ROWS, /* E W of a chunk where dX's own memory cannot hold it, [chunk][H] stat dtype */
-  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x, if not x itself),
-                        [chunk][H] dtype */
+  FLCE_BUF_DX_ROWS,  /* E W of a chunk where dX's own memory cannot hold it, [chunk][plan's hidden]
+                        dx_gemm_dtype */
+  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x, if not x itself, times
+                        FLCE_SCALAR_INPUT_UNIT), or the same as GATHERED_X; [chunk][input_pitch]
+                        dtype */
   FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type or hidden is not H,
                         [V][plan's hidden] */
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
@@ -218,11 +220,13 @@ typedef struct flce_plan {
   flce_form form;
   flce_dtype dtype; /* of the GEMM operands, of E and dz */
   int64_t rows;     /* computed: flce_problem.rows */
-  int64_t hidden; /* H as GEMMs have it: problem's, or more with zeros behind it; the pitch of x, W
-                     and of every [][H] buffer of the workspace */
-  int64_t input_pitch; /* of a chunk's rows of x as A of the logits GEMM: `hidden`, or more */
-  bool gathers;        /* rows are computed in the order of FLCE_BUF_INDEX, */
-  flce_buffer_id gathered_x, backward_gathered_x; /* a chunk's rows of x copied here */
+  int64_t hidden; /* problem's H, zero-padded to hidden_alignment: the leading dimension of x, W and
+                     every [][H] buffer of the workspace */
+  int64_t input_pitch; /* leading dimension of a chunk's rows of x in the logits GEMM, zero-padded to
+                          input_alignment: `hidden`, or more */
+  bool gathers;        /* rows are computed in the order of FLCE_BUF_INDEX */
+  flce_buffer_id gathered_x, backward_gathered_x; /* where a chunk's rows of x are copied to, if they
+                                                     are gathered or padded */
   bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
                                  logits are written but in form dz, where a pass needs them */
   bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits; */
@@ -320,7 +324,7 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
 
 /* ---- backends ---- */
 
-/* Elements of bfloat16 that an AMX tile has in a row, and its product takes at a time. */
+/* Elements of bfloat16 in a row of an AMX tile: the step of a product along k. */
 enum { FLCE_AMX_DEPTH = 32 };
 
 /* CPU: compiled into the module. The GEMM and the thread pool are the caller's (op.cpp passes

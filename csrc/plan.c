@@ -98,19 +98,19 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
                                const flce_plan* plan) {
   bool gradients = plan->save == FLCE_SAVE_GRADS;
   chunk_loop loop = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
-                     .most = INT64_MAX,
+                     .max_rows = INT64_MAX,
                      .tile_rows = TILE_ROWS,
                      .makes_logits = true,
                      .makes_dx = problem->want_grad_input && gradients,
                      .makes_dw = problem->want_grad_weight && gradients,
-                     .hides_dw = plan->weight_parts == 0};
+                     .overlaps_dw = plan->weight_parts == 0};
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->product_tile_rows;
   if (!only_statistics(plan)) return loop;
   loop.row_bytes = facts->product_row_bytes;
   if (!plan->gathers) return loop;
   loop.row_bytes += plan->input_pitch * flce_size_of(plan->dtype);
-  loop.most = GATHERED_ROWS;
+  loop.max_rows = GATHERED_ROWS;
   return loop;
 }
 
@@ -120,7 +120,7 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   problem.hidden = plan->hidden;
   problem.accum_dtype = plan->accum_dtype;
   chunk_loop forward = forward_loop(&problem, facts, plan);
-  /* A pass over statistics alone has no chunk that is worth making smaller. */
+  /* product_rows writes no logits for statistics alone: a smaller chunk would save scratch only. */
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
@@ -130,12 +130,12 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
   problem.saves_memory = given->saves_memory;
-  chunk_loop backward = {.most = INT64_MAX,
+  chunk_loop backward = {.max_rows = INT64_MAX,
                          .tile_rows = TILE_ROWS,
                          .makes_logits = plan->save == FLCE_SAVE_STATS,
                          .makes_dx = problem.want_grad_input,
                          .makes_dw = problem.want_grad_weight,
-                         .hides_dw = plan->weight_parts == 0};
+                         .overlaps_dw = plan->weight_parts == 0};
   if (plan->save == FLCE_SAVE_STATS)
     backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
   else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
@@ -151,12 +151,13 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
 }
 
 static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
-  /* A float16 gradient may be rounded only after grad_output (a GradScaler's 65536) is applied. */
+  /* float16 gradients made before grad_output (a GradScaler's 65536) is known are kept in float32:
+   * only then are they multiplied by it and rounded. */
   return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
 }
 
-/* Whether dW, the largest of them, is rounded before: in a unit in which nothing of it is beyond
- * float16's range, or so small that it counts (enum flce_scalar). */
+/* The exception is dW, the largest of them: it is kept in float16, times FLCE_SCALAR_WEIGHT_UNIT, in
+ * which no sum overflows and what underflows is negligible. */
 static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
          problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;

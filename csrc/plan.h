@@ -19,10 +19,10 @@ enum { TILE_ROWS = 128 }; /* token rows of a GEMM tile: chunks are whole tiles w
 /* One of the call's two loops over chunks. */
 typedef struct chunk_loop {
   int64_t row_bytes; /* of a chunk's row in the budget */
-  int64_t most;      /* rows of a chunk, whatever the budget */
+  int64_t max_rows;  /* of a chunk, whatever the budget */
   int64_t tile_rows; /* that the loop's kernels take at a time */
   bool makes_logits, makes_dx, makes_dw;
-  bool hides_dw; /* dW's GEMM overlaps what it reads and writes of dW with its products */
+  bool overlaps_dw; /* dW's GEMM reads and writes dW during its mainloop */
 } chunk_loop;
 
 /* Rows of a chunk and their number for the budget of `problem`, whose hidden size is the plan's.

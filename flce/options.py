@@ -18,7 +18,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
 
 _DEFAULT_MAX_MEMORY = 1 << 30
-_ROW_ALIGNMENT = {"cpu": 64}  # bytes; 128 on every other device
+# Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
+_ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
 # An H200 scales the gradient of such a weight in less time than the backward's first launch takes
 # to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
@@ -73,8 +74,8 @@ def resolve_max_memory(max_memory, device):
 
 
 def row_pitch(vocab, dtype, device_type):
-    """Elements from one row of saved logits to the next (csrc/flce.h: row_alignment)."""
-    per_unit = _ROW_ALIGNMENT.get(device_type, 128) // dtype.itemsize
+    """Elements from one row of saved logits to the next."""
+    per_unit = _ROW_ALIGNMENT[device_type] // dtype.itemsize
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 
@@ -101,8 +102,8 @@ def resolve_save(
     """The strategy: an explicit one stands, "auto" is decided.
 
     `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
-    logits, `kept` that of what save="logits" keeps; `saves_memory`: whether nobody asked for
-    `max_memory`, and less is better; `late`: whether no gradient may be made in the forward.
+    logits, `kept` that of what save="logits" keeps; `saves_memory`: max_memory is the
+    default, and less is better; `late`: whether no gradient may be made in the forward.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """

@@ -205,7 +205,7 @@ class LinearSignature(Signature):
             kept,
             self.reduction,
             self.max_memory,
-            # Who differentiates lse or entropy has use for the logits, which cost no second pass.
+            # Gradients of lse or entropy would recompute the logits under save="grads".
             self.saves_memory and not wants.differentiable,
             self._makes_late,
         )

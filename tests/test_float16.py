@@ -9,7 +9,6 @@ import torch
 import flce
 
 HALF = torch.float16
-BAR = 6e-4
 SCALE = 65536.0  # that a GradScaler begins with
 
 
@@ -34,7 +33,7 @@ def scaled_outcome(case, scale=SCALE, **options):
     return {"loss": results["loss"], **grads}
 
 
-def assert_close(results, truth, bar=BAR):
+def assert_close(results, truth, bar=cases.F16_BAR):
     assert abs(results["loss"] - truth["loss"]) <= 2e-5 * truth["loss"]
     for name in ("input", "linear_weight"):
         error = cases.relative_error(results[name], truth[name])
@@ -48,7 +47,7 @@ def test_scaled_gradients(device, monkeypatch, save, scale, kernel):
     monkeypatch.setenv("FLCE_KERNEL", kernel)
     case = draw(device)
     # 1 / 700 of p leaves float16's normal numbers without a scale.
-    bar = BAR if scale > 1.0 else 1e-2
+    bar = cases.F16_BAR if scale > 1.0 else 1e-2
     for budget in ("1GiB", 300 * 1024 * 4):
         results = scaled_outcome(case, scale, save=save, max_memory=budget)
         assert_close(results, truth_of(case), bar)

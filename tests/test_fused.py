@@ -89,7 +89,7 @@ OWN_KERNELS = ("product_sm90", "weight_sm90", "exp_rows", "finish_grad_input")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 def test_the_kernels_that_run(monkeypatch, save, with_bias):
-    """Each setting launches what the tests of this file take it to."""
+    """Each FLCE_KERNEL launches its kernels, so that what is compared here differs."""
     x, w, y = draw(300, 64, 999)
     x.requires_grad_(), w.requires_grad_()
     bias = torch.randn(999, device="cuda", requires_grad=with_bias) if with_bias else None

@@ -139,7 +139,7 @@ def test_auto_weighs_the_weight_on_cuda(device, hidden, save):
 
 
 def test_max_memory_of_the_environment(device, monkeypatch):
-    """A bound that somebody gave: nothing is saved below it."""
+    """A bound of the environment counts as given: no smaller chunks than it allows."""
     monkeypatch.setenv("FLCE_MAX_MEMORY", "1GiB")
     assert flce.plan(256, 4097, 16384, device=device).save == "logits"
 

@@ -111,8 +111,8 @@ static bool is_worth_blocking(const flce_gemm* product) {
          product->n * product->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
 }
 
-/* What AMX reads behind row i of A, whether it is finite: its own padding, then the next row. */
-static bool is_clean_behind(const flce_gemm* g, int64_t i) {
+/* Whether all is finite that AMX reads behind row i of A: its padding, then the next row. */
+static bool row_tail_is_finite(const flce_gemm* g, int64_t i) {
   int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;
   if (i == g->m - 1 && end > g->pitch_a) end = g->pitch_a;
   for (int64_t k = g->k; k < end; k++)
@@ -120,11 +120,12 @@ static bool is_clean_behind(const flce_gemm* g, int64_t i) {
   return true;
 }
 
-/* Makes of the result what AMX would: NaN in rows of A that are not clean behind their end. */
-static void read_as_amx(const flce_gemm* g) {
+/* Sets the rows of the result to NaN that AMX would: it multiplies what follows a row of A by zeros.
+ */
+static void emulate_amx_overread(const flce_gemm* g) {
   if (g->dtype != FLCE_BF16 || g->transpose_a) return;
   for (int64_t i = 0; i < g->m; i++)
-    if (!is_clean_behind(g, i))
+    if (!row_tail_is_finite(g, i))
       flce_fill(flce_at(g->c, g->c_dtype, i * g->pitch_c), g->c_dtype, NAN, g->n);
 }
 
@@ -136,7 +137,7 @@ static flce_status gemm(void* self, const flce_gemm* product, void* workspace,
   if (product->m == 0 || product->n == 0) return FLCE_OK;
   if (!is_worth_blocking(product)) {
     FLCE_TRY(cpu->gemm(cpu->gemm_context, product));
-    if (flce_poisons()) read_as_amx(product);
+    if (flce_poisons()) emulate_amx_overread(product);
     return FLCE_OK;
   }
   for (int64_t j = 0; j < product->n; j += GEMM_BLOCK_COLUMNS) {

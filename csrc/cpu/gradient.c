@@ -197,8 +197,11 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
                         .rows = rows,
                         .hidden = hidden,
                         .cols = cols};
-  if (dx == d && (rows->index || hidden != cols))
+  if (dx == d && rows->index)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows in their own order in place");
+  if (dx == d && hidden != cols)
+    return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows of one size in place, got %lld and %lld",
+                     (long long)hidden, (long long)cols);
   if (dx == d && dx_dtype != d_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected %s in place, got %s",
                      flce_dtype_name(d_dtype), flce_dtype_name(dx_dtype));

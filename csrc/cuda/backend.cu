@@ -25,19 +25,19 @@ static int64_t column_sum_scratch(const flce_problem* p) {
   return max_of(e, max_of(w, x));
 }
 
-/* The problem as its GEMMs have it: with a hidden size that fills 16 bytes, and then with x and W
- * in memory of the workspace. */
-static flce_problem pad_hidden(const flce_problem* given, flce_facts* facts) {
+/* H rounded up so that a row is a multiple of 16 bytes. x and W are then copies in the workspace,
+ * whose rows are aligned; what weight_unaligned says of dW and the saved rows stays. */
+static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   flce_problem problem = *given;
-  facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;
-  problem.hidden = ceil_div(given->hidden, facts->hidden_alignment) * facts->hidden_alignment;
+  problem.hidden = ceil_div(given->hidden, alignment) * alignment;
   if (problem.hidden != given->hidden) problem.unaligned = false;
   return problem;
 }
 
 static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  const flce_problem padded = pad_hidden(given, facts), *problem = &padded;
+  facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;
+  const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
   int major, minor, multiprocessors;
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
@@ -47,7 +47,7 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
   facts->multiprocessors = multiprocessors;
-  facts->row_alignment = 128; /* the lines of the caches, which tiles are copied by */
+  facts->row_alignment = 128; /* a cache line, and a row of a TMA box */
   facts->gemm_writes_f32 = true;
   facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;

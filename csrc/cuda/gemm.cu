@@ -224,22 +224,25 @@ static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* wor
 
 /* ---- ragged sizes ---- */
 
-/* The library's fast kernels want the contiguous size of each operand, and that of the result, to
- * be a multiple of 16 bytes, whatever the pitches are (cuBLAS documentation, 2.1.11); others take
- * three times as long. A size that is none is split: what is over 16 bytes' multiple is a GEMM of
- * its own, a small one. */
+/* cuBLASLt's fast kernels need the contiguous dimension of each operand and of the result to be a
+ * multiple of 16 bytes, in addition to aligned pointers and leading dimensions (cuBLAS documentation,
+ * 2.1.11, Tensor Core Usage); others take up to five times as long (benchmarks/NOTES.md, 2026-11-22,
+ * ragged sizes). A dimension that is not is split into its aligned part and a small GEMM of the
+ * remainder. */
 enum { kFastBytes = 16 };
 
-/* A GEMM whose slow kernel loses less than the launch of another. */
-static const double kLeastToSplit = 0x1p33; /* multiply-adds: 25 us at the fast rate of an H200 */
+/* Multiply-adds from which on a GEMM is split, 25 us at the fast rate of an H200: below, what the slow
+ * kernel loses is near what the second launch takes. */
+static const double kLeastToSplit = 0x1p33;
 
-static bool has_fast_kernels(const flce_cuda* cuda, const flce_gemm* g) {
+static bool is_worth_splitting(const flce_cuda* cuda, const flce_gemm* g) {
   const bool tensor_cores =
       flce_size_of(g->dtype) == 2 || (g->dtype == FLCE_F32 && cuda->allow_tf32);
   return tensor_cores && (double)g->m * (double)g->n * (double)g->k >= kLeastToSplit;
 }
 
-/* What remains of `size` elements behind whole 16 bytes, where each of the rows begins at such. */
+/* Elements of a row of `size` behind the last whole 16 bytes; 0 where rows do not begin at multiples
+ * of 16 bytes: no part would be aligned. */
 static int64_t rest_of(int64_t size, const void* data, int64_t pitch, flce_dtype dtype) {
   const int64_t bytes = flce_size_of(dtype), unit = kFastBytes / bytes;
   if (size <= unit || !is_aligned(data, kFastBytes) || pitch * bytes % kFastBytes != 0) return 0;
@@ -273,9 +276,9 @@ static flce_gemm part_of_columns(const flce_gemm* g, int64_t rest, bool last) {
   return part;
 }
 
-/* The sum over the last `rest` of k, or over the others, which is added to it: what is rounded
- * twice is the smaller part. */
-static flce_gemm part_of_depth(const flce_gemm* g, int64_t rest, bool last) {
+/* The sum over the last `rest` of k, or over the others, which is added to it: so the smaller part is
+ * what is rounded twice. */
+static flce_gemm part_of_k(const flce_gemm* g, int64_t rest, bool last) {
   flce_gemm part = *g;
   const int64_t first = g->k - rest;
   part.k = last ? rest : first;
@@ -291,8 +294,7 @@ static flce_gemm part_of_depth(const flce_gemm* g, int64_t rest, bool last) {
 
 typedef flce_gemm (*gemm_part)(const flce_gemm* g, int64_t rest, bool last);
 
-/* Which parts a GEMM is to be made of, and what the last one has; NULL where it is fast as it is.
- */
+/* The dimension to split and the size of its last part; NULL where the GEMM is fast as it is. */
 static gemm_part split_of(const flce_gemm* g, int64_t* rest) {
   *rest = g->transpose_a ? rest_of(g->m, g->a, g->pitch_a, g->dtype) : 0;
   if (*rest > 0) return part_of_rows;
@@ -301,7 +303,7 @@ static gemm_part split_of(const flce_gemm* g, int64_t* rest) {
   if (*rest > 0) return part_of_columns;
   *rest = g->transpose_a ? 0 : rest_of(g->k, g->a, g->pitch_a, g->dtype);
   if (*rest == 0 && g->transpose_b) *rest = rest_of(g->k, g->b, g->pitch_b, g->dtype);
-  return *rest > 0 ? part_of_depth : NULL;
+  return *rest > 0 ? part_of_k : NULL;
 }
 
 flce_status cuda_gemm(void* self, const flce_gemm* g, void* workspace, int64_t workspace_bytes) {
@@ -309,7 +311,7 @@ flce_status cuda_gemm(void* self, const flce_gemm* g, void* workspace, int64_t w
   FLCE_TRY(check_types(g));
   if (g->m == 0 || g->n == 0) return FLCE_OK;
   int64_t rest = 0;
-  const gemm_part split = has_fast_kernels(cuda, g) ? split_of(g, &rest) : NULL;
+  const gemm_part split = is_worth_splitting(cuda, g) ? split_of(g, &rest) : NULL;
   if (!split) return run_gemm(cuda, g, workspace, workspace_bytes);
   const flce_gemm last = split(g, rest, true), first = split(g, rest, false);
   FLCE_TRY(run_gemm(cuda, &last, workspace, workspace_bytes));

@@ -110,9 +110,9 @@ flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes) {
   return check_cuda(cudaMemsetAsync(data, byte, (size_t)bytes, stream_of(self)), "fill");
 }
 
-/* ---- rows of another pitch: a block a row ---- */
+/* ---- rows of another leading dimension: one thread block for each ---- */
 
-/* Units of U bytes; zeros behind `cols` of them. */
+/* Copies `cols` elements of each row, and zero-fills the others up to out_pitch. */
 template <typename U>
 __global__ void __launch_bounds__(kThreads)
     copy_rows(U* out, int64_t out_pitch, const U* in, int64_t in_pitch, int64_t cols) {
@@ -183,7 +183,7 @@ flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_p
   return FLCE_OK;
 }
 
-/* accum[cols] += block[pitch], a block a row. */
+/* accum[cols] += block[pitch], one thread block for each row. */
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     add_rows(void* accum, flce_dtype accum_dtype, const void* block, flce_dtype dtype,
@@ -390,6 +390,9 @@ flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, co
   FLCE_TRY(check_grid(r->rows, "finish_grad_input"));
   if (r->coef && !r->target) {
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
+  }
+  if (dx == d && (r->index || hidden != cols)) {
+    return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: expected rows in place to stay there");
   }
   const grad_input_args args = {*r,   dx,       scaled_x, d,     w,      x,
                                 wsum, dx_dtype, d_dtype,  dtype, hidden, cols};

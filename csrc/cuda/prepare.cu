@@ -65,8 +65,8 @@ __device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const
   return rows;
 }
 
-/* `held_shift`: 0, or where dW is held in float16 flce_held_shift; then find_largest has left the
- * largest |x| in INPUT_UNIT. */
+/* `held_shift`: flce_held_shift where dW is held in float16, else 0. Where it is held, find_largest
+ * has reduced max |x| into INPUT_UNIT, which is overwritten by the unit here. */
 template <typename S>
 __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_tensors& t,
                                              int held_shift, S (&scalars)[FLCE_SCALAR_COUNT]) {
@@ -250,8 +250,8 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
 
 enum { kLargestThreads = 256, kLargestBlocks = 1024 };
 
-/* Of rows that are not ignored, a block for every kLargestBlocks-th; as the bits of a float, whose
- * order is that of the numbers. NaN is above all. */
+/* A grid-stride loop over the rows that are not ignored. Floats that are not negative have the order
+ * of their bits, NaN above all. */
 template <int N>
 __global__ void __launch_bounds__(kLargestThreads)
     find_largest(const __grid_constant__ flce_problem p, const void* x, const int64_t* target,
@@ -287,8 +287,9 @@ flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_ten
   const bool few = problem->tokens <= kRankedTokens;
   if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
   if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
-  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight,
-                          beside && !holds_weight));
+  /* What it reads of find_largest must have been written: no overlap then. */
+  const bool overlaps = beside && !holds_weight;
+  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight, overlaps));
   if (!order || few) return FLCE_OK;
   return cuda_order_targets(self, problem, tensors->target, order);
 }

@@ -48,7 +48,7 @@ struct CodeRows {
   void* rows; /* [count][pitch] */
   int64_t pitch;
   int count, vocab;
-  int columns; /* of rows: zeros are dz behind those of the vocabulary */
+  int columns; /* of rows, zero-padding included */
   const __nv_bfloat16* t;
   int64_t t_pitch;
   const float* sums;                 /* of coded_exp, of each */
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t dz_pair(const CodeRow& r, uint32_t codes, ui
                    fmaf(power_of_code<1>(codes), r.factor, -high));
 }
 
-/* The first `count` of a vector's eight, and zeros. */
+/* The first `count` of a vector's eight, which may be none, and zeros. */
 __device__ __forceinline__ uint4 first_of(uint4 v, int count) {
   uint32_t* pairs = (uint32_t*)&v;
 #pragma unroll

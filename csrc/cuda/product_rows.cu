@@ -324,8 +324,8 @@ product_scratch product_scratch_of(void* memory, const flce_rows* r, bool codes)
   return s;
 }
 
-/* FLCE_KERNEL: "auto"; "gemm" for GEMMs by cuBLASLt and passes of their own everywhere; "fused" for
- * Hopper's own kernels wherever they can serve, also where others are faster. */
+/* FLCE_KERNEL: "auto", by measured limits; "gemm": cuBLASLt and separate row passes; "fused": the
+ * kernels of sm_90 wherever they can serve, also where others are faster. */
 enum KernelChoice { kAutoKernel, kGemmKernel, kFusedKernel };
 
 static flce_status asked_kernel(KernelChoice* choice) {
@@ -339,10 +339,9 @@ static flce_status asked_kernel(KernelChoice* choice) {
 
 /* By dtypes and sizes alone: the same in a forward and its backward. */
 static bool suits_hopper(const flce_problem* p) {
-  return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->hidden % 8 == 0 &&
-         p->vocab <= kMaxVocab && p->tokens <= INT32_MAX / 2;
+  return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= kMaxVocab &&
+         p->tokens <= INT32_MAX / 2;
 }
-
 /* To find the rows takes some 40 us, 2 % of a step of kLeast logits; to gather x, what a product of
  * some twenty classes takes. Both also where an address or FLCE_KERNEL then lets nothing skip. */
 static bool is_worth_finding_rows(const flce_problem* p) {
@@ -356,9 +355,9 @@ static bool is_worth_finding_rows(const flce_problem* p) {
  * 768 a product and a pass are 1.06 times as fast, at 1024 as fast, at 2048 0.95 times. */
 constexpr int64_t kLeastHidden = 1024;
 
-/* The product makes 256 rows in any case. A step of 64 x 4096 x 128256 takes 1.34x the three bare
- * GEMMs with it and 1.08x by cuBLASLt's tiles and a pass, of 128 rows 1.23x and 1.09x, of 256 rows
- * 1.05x and 1.08x (benchmarks/NOTES.md, 2026-11-22). */
+/* A cluster always computes 256 rows. A step (H = 4096, V = 128256) over the three GEMMs alone, by
+ * this product and by cuBLASLt with a row pass: 64 rows 1.34x and 1.08x, 128 rows 1.23x and 1.09x,
+ * 192 rows about equal, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md, 2026-11-22). */
 constexpr int64_t kLeastRows = 193;
 
 /* Whether the product's kernels have what the loss needs: beside probabilities little else. */

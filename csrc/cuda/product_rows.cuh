@@ -42,7 +42,7 @@ typedef struct product_scratch {
 
 typedef struct product_shape {
   int rows, vocab, hidden;
-  int columns;  /* of the result: behind those of the vocabulary it has zeros */
+  int columns;  /* of the result, zero-padding included */
   bool half;    /* x and W are float16, else bfloat16 */
   bool general; /* scratch.scale is read; the rest is the general kernel's */
   float scale;  /* zeta = scale z where that is not */

@@ -289,10 +289,10 @@ __device__ __forceinline__ void make_tiles(const product_args& p, const CUtensor
   }
 }
 
-/* Results of the rows from `first` on, which no tile makes: products may read such E, and no output
- * is left undefined. By the threads of both groups. */
+/* Zeros in the rows from `first` on, which no tile computes, and in their padding: the GEMMs of dX
+ * and dW may read that, and no output is left undefined. By the threads of both groups. */
 __device__ __forceinline__ void blank_rows(const product_args& p, int first, int vector) {
-  const int vectors = (p.shape.vocab + vector - 1) / vector;
+  const int vectors = (p.shape.columns + vector - 1) / vector;
   for (int row = first + blockIdx.x; row < p.shape.rows; row += gridDim.x) {
     uint4* out = (uint4*)p.out + row * (p.pitch / vector);
     for (int at = threadIdx.x - kGroupThreads; at < vectors; at += 2 * kGroupThreads) {
@@ -361,8 +361,9 @@ enum {
 };
 
 /* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
- * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. Of float16, whose range has
- * no room for E, the general ones and those of probabilities, by REPEAT, and theirs that give z. */
+ * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. float16 is always in form dz,
+ * so of it no kernel gives E: the general ones and those of probabilities, by REPEAT, and theirs that
+ * give z. */
 static const product_kernel g_kernels[kKernels] = {
     product_sm90<kPlain, kNoResult, false>,
     product_sm90<kPlain, kExpResult, false>,

@@ -186,8 +186,8 @@ __device__ __forceinline__ void fill_row(Out* row, int vocab, Out value) {
   }
 }
 
-/* Zeros behind a row's columns up to `columns`, by one thread each: a GEMM may read them. Where the
- * row stands over logits it is called behind the last reading of any. */
+/* Zeros in columns vocab..columns - 1, which a GEMM may read. Where the row overwrites its logits,
+ * the block must have read them all before. */
 template <typename T>
 __device__ __forceinline__ void pad_row(T* row, int64_t vocab, int64_t columns) {
   for (int64_t col = vocab + threadIdx.x; col < columns; col += blockDim.x) {

@@ -188,7 +188,7 @@ __device__ __forceinline__ uint32_t turned_operand_low(uint32_t shared, uint32_t
   return ((shared & 0x3ffff) >> 4) | (step >> 4 << 16);
 }
 
-/* The instruction for operands of TYPE, "bf16" or "f16". */
+/* wgmma.mma_async m64n192k16 with float32 accumulators, for operands of TYPE, "bf16" or "f16". */
 #define FLCE_MULTIPLY_64X192X16(TYPE)                                                              \
   asm volatile(                                                                                    \
       "{\n.reg .pred accumulates;\n.reg .b64 a, b;\nsetp.ne.b32 accumulates, %98, 0;\n"            \

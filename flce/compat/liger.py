@@ -12,7 +12,7 @@ Arguments, their order and what is returned are Liger's, read in 0.8.2 and 0.8.5
 - Every output but the loss is detached (in Liger they hang in the graph and give no gradient).
 - A backward may be repeated and the graph kept: nothing that autograd saved is overwritten.
 
-A bias narrower than input is promoted, as in Liger; its gradient has the bias's dtype.
+A bias of another dtype is promoted with input's, as in Liger; its gradient has the bias's dtype.
 """
 
 import abc
@@ -340,8 +340,8 @@ def _sum_dtype(accum_dtype, input):
         operand = autocast_dtype(input.device.type) or operand
     if torch.promote_types(operand, accum_dtype) == operand:
         return None
-    # float64 too: Liger rounds each chunk's product of 16-bit operands to 16 bits before it adds
-    # it in float64, which leaves nothing that float32 would lose.
+    # float64 too: Liger rounds each chunk's dW of 16-bit operands to 16 bits before it adds that in
+    # float64, an error above that of a sum in float32.
     return torch.float32 if operand.itemsize == 2 else accum_dtype
 
 
