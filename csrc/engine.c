@@ -465,7 +465,10 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
 /* The index of the rows to compute. */
 static flce_status gather_rows(const engine* e) {
   if (!e->plan->gathers) return FLCE_OK;
-  CALL(e, compact_rows, e->problem, e->tensors->target, buffer(e, FLCE_BUF_INDEX));
+  void* index = buffer(e, FLCE_BUF_INDEX);
+  /* The bytes of the workspace's NaN are -1 here, which stands for no row. */
+  if (flce_poisons()) CALL(e, fill, index, FLCE_POISON_INT, e->plan->buffers[FLCE_BUF_INDEX].bytes);
+  CALL(e, compact_rows, e->problem, e->tensors->target, index);
   return FLCE_OK;
 }
 

@@ -50,6 +50,10 @@ const char* flce_last_error(void);
 /* FLCE_POISON=1, for tests: outputs and workspaces are filled with NaN before use, and the CPU's
  * bfloat16 GEMM gives what it would on AMX, where oneDNN reads A beyond its k columns. */
 bool flce_poisons(void);
+enum {
+  FLCE_POISON_FLOAT = 0xff, /* each byte of a NaN of every dtype */
+  FLCE_POISON_INT = 0x7f    /* each byte of integers, of which -1 has a meaning */
+};
 
 /* Returns from the calling function when `call` does not give FLCE_OK. */
 #define FLCE_TRY(call)                                        \

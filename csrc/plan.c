@@ -163,11 +163,12 @@ static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
          problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;
 }
 
-/* dX's own type where one rounding is all it takes, else the widest that the GEMM can write. */
+/* dX's own type where one rounding is all it takes, else the widest that the GEMM can write. Not
+ * float16: a backend may sum V in parts, of which one may overflow where their sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  if (plan->form == FLCE_FORM_DZ && gemm_writes(plan, facts, plan->grad_input_dtype))
-    return plan->grad_input_dtype;
+  flce_dtype own = plan->grad_input_dtype;
+  if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
 

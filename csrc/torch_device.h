@@ -276,8 +276,8 @@ class Device {
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                  code, place_.type, place_.index, &handle) == AOTI_TORCH_SUCCESS) {
       Tensor tensor(handle);
-      constexpr int kNaN = 0xff;  // every byte of a NaN of any type
-      if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), kNaN, bytes));
+      const int poison = type == ScalarType::Long ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
+      if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
       return tensor;
     }
     throw OutOfMemory("flce: out of memory: " + std::to_string(bytes) + " bytes for buffer \"" +

@@ -184,9 +184,16 @@ class LinearSignature(Signature):
 
     @property
     def _makes_late(self):
-        """Whether no gradient may be made in the forward: the caller's .grad is the backward's, and
-        a compiled one gets zeros where none came from lse or entropy, and would make all again."""
-        return self.accumulates or (self.wanted.differentiable and self.compiling)
+        """Whether no gradient may be made in the forward: the caller's .grad is the backward's, a
+        compiled one gets zeros where none came from lse or entropy, and would make all again, and
+        float16 has no room for those of probabilities that are not normalized (plan.c: kept_dtype).
+        """
+        operand = ops.gemm_dtype(self.device_type, self.types[0])
+        return (
+            self.accumulates
+            or (self.wanted.differentiable and self.compiling)
+            or (self.has_probabilities and operand == torch.float16)
+        )
 
     def resolve_save(self, rows):
         """The strategy where `rows` rows are computed."""

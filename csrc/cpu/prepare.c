@@ -17,13 +17,18 @@ static flce_status check_targets(const flce_problem* problem, const int64_t* tar
   return FLCE_OK;
 }
 
-/* The power of two u with u * largest in (2^13, 2^14], as far as a float holds it; 1 for none. */
-static double unit_of(double largest) {
+/* A float holds their product. Beyond them are sums of weights below 2^-66, and x below float16's
+ * least number. */
+static const double kMaxUnit = 0x1p80, kMaxInputUnit = 0x1p40;
+
+/* The power of two u with u * largest in (2^(high - 1), 2^high], as far as a float holds it; 1 for
+ * none. */
+static double unit_for(double largest, int high) {
   if (!(largest > 0.0) || isinf(largest)) return 1.0;
   int exponent;
   double fraction = frexp(largest, &exponent);
-  int power = (fraction == 0.5 ? 15 : 14) - exponent;
-  return ldexp(1.0, power > 127 ? 127 : power < -126 ? -126 : power);
+  int power = (fraction == 0.5 ? high + 1 : high) - exponent;
+  return ldexp(1.0, power > 127 ? 127 : power);
 }
 
 /* Over the valid rows and over the vocabulary. */
@@ -58,11 +63,22 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
   return sums;
 }
 
+/* Of rows that are not ignored; NaN where one has it. */
+static double largest_input(const flce_problem* problem, const flce_tensors* tensors) {
+  double largest = 0.0;
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    if (tensors->target && tensors->target[i] == problem->loss.ignore_index) continue;
+    for (int64_t h = 0; h < problem->hidden; h++) {
+      double x = fabs(flce_load(tensors->input, problem->input_dtype, i * problem->hidden + h));
+      if (x > largest || isnan(x)) largest = x;
+    }
+  }
+  return largest;
+}
+
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
                              void* order, bool holds_weight, bool beside) {
   (void)beside;
-  if (holds_weight)
-    return flce_fail(FLCE_UNSUPPORTED, "the CPU's products have no float16 gradient of the weight");
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   const flce_row_kernels* kernels; /* refuses a variant that cannot run before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
@@ -87,10 +103,15 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
   flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, sums.class_weight);
   double unit = inverse != 0.0 && isfinite(inverse) ? inverse : 1.0;
-  unit *= unit_of(largest * fabs(unit));
+  unit = fmin(fmax(unit * unit_for(largest * fabs(unit), 14), -kMaxUnit), kMaxUnit);
+  double input_unit = 1.0, weight_unit = unit;
+  if (holds_weight) {
+    input_unit = fmin(unit_for(largest_input(problem, tensors), 13), kMaxInputUnit);
+    weight_unit = ldexp(unit * input_unit, flce_held_shift(problem->rows));
+  }
   flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit);
-  flce_store(scalars, stat, FLCE_SCALAR_INPUT_UNIT, 1.0);
-  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_UNIT, unit);
+  flce_store(scalars, stat, FLCE_SCALAR_INPUT_UNIT, input_unit);
+  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_UNIT, weight_unit);
   flce_store(scalars, stat, FLCE_SCALAR_Z_SHARE, z_share);
   return order ? flce_cpu_order_targets(self, problem, tensors->target, order) : FLCE_OK;
 }

@@ -19,6 +19,10 @@ __device__ double unit_for(double top, int high) {
   return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
 }
 
+/* A float holds their product. Beyond them are sums of weights below 2^-66, and x below float16's
+ * least number. */
+constexpr double kMaxUnit = 0x1p80, kMaxInputUnit = 0x1p40;
+
 /* What the rows come to, a thread's own and then the block's. */
 struct RowTotals {
   double valid, weight; /* rows, and the class weights of those */
@@ -87,10 +91,11 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
   scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
   double unit = inv_denom != 0 && isfinite(inv_denom) ? inv_denom : 1;
-  unit *= unit_for(bound * fabs(unit), 14);
+  unit = fmin(fmax(unit * unit_for(bound * fabs(unit), 14), -kMaxUnit), kMaxUnit);
   double input_unit = 1, weight_unit = unit;
   if (held_shift != 0) {
-    input_unit = unit_for((double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_UNIT], 13);
+    const double largest = (double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_UNIT];
+    input_unit = fmin(unit_for(largest, 13), kMaxInputUnit);
     weight_unit = ldexp(unit * input_unit, held_shift);
   }
   scalars[FLCE_SCALAR_UNIT] = (S)unit;
@@ -271,9 +276,9 @@ __global__ void __launch_bounds__(kLargestThreads)
 }
 
 static flce_status launch_largest(void* self, const flce_problem* p, const flce_tensors* t) {
-  if (p->tokens == 0) return FLCE_OK;
   int* largest = (int*)((float*)t->scalars + FLCE_SCALAR_INPUT_UNIT);
   FLCE_TRY(cuda_fill(self, largest, 0, sizeof(*largest)));
+  if (p->tokens == 0) return FLCE_OK;
   const bool aligned = p->hidden % 8 == 0 && is_aligned(t->input, 16);
   const auto kernel = aligned ? find_largest<8> : find_largest<1>;
   const unsigned blocks = (unsigned)min_of(p->tokens, kLargestBlocks);

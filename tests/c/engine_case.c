@@ -330,7 +330,10 @@ run run_all(const setting* s, const model* m, int threads) {
     plain_products(&b, &facts);
     facts.skips_rows = s->skips;
     facts.product_gives_dz = s->problem.bf16_probabilities;
-    if (s->skips) facts.hidden_alignment = 8; /* H is no multiple of it */
+    if (s->skips) {
+      facts.hidden_alignment = 8; /* H is no multiple of it */
+      facts.gemm_f16 = true; /* float16 is not widened */
+    }
   }
   run r = {0};
   r.status = flce_plan_make(&s->problem, &facts, &r.plan);
