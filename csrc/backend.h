@@ -33,10 +33,10 @@ enum flce_scalar {
                                1 + 128 z_loss Z_SHARE (an lse of 64) */
   FLCE_SCALAR_INPUT_UNIT,   /* v: where dW is held in float16, the power of two with v max |x| in
                                (2^12, 2^13], x of valid rows; else 1 */
-  FLCE_SCALAR_WEIGHT_UNIT, /* u v 2^flce_held_shift(rows), the factor of the dW that is held in
-                              float16, whose elements are then at most 2^15; else u */
-  FLCE_SCALAR_Z_SHARE,     /* what z-loss has beside INV_DENOM. mean with class weights and without
-                              num_items: (sum of class weights over valid rows) / count; else 1 */
+  FLCE_SCALAR_WEIGHT_UNIT,  /* u v 2^flce_held_shift(rows), the factor of the dW that is held in
+                               float16, whose elements are then at most 2^15; else u */
+  FLCE_SCALAR_Z_SHARE,      /* what z-loss has beside INV_DENOM. mean with class weights and without
+                               num_items: (sum of class weights over valid rows) / count; else 1 */
   FLCE_SCALAR_COUNT
 };
 
@@ -50,8 +50,9 @@ static inline int flce_held_shift(int64_t rows) {
 
 /* The gradient of a row, with k = token_weight_i g, a_i = logit_scale / (temperature
  * temperature_i), slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without softcap),
- * A = (1-s) w_y + s/V sum(w) (probabilities: MASS), r = k (A + 2 z_loss Z_SHARE lse) + g_lse, m = lse - entropy:
- *   dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j t_j)
+ * A = (1-s) w_y + s/V sum(w) (probabilities: MASS), r = k (A + 2 z_loss Z_SHARE lse) + g_lse, m =
+ * lse - entropy: dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j
+ * t_j)
  *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
  * where g = grad_output * factor[0], and g_lse, g_entropy are not multiplied by factor. */
 enum flce_coef_row {
@@ -227,10 +228,10 @@ struct flce_backend {
 
   /* dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum of rows->coef, one rounding, for row r
    * of `rows` and i as its vectors have it; with rows->coef NULL dX[i] = D[r]. D may be dX itself
-   * where rows->index is NULL and `cols` is `hidden`. A row of zeros where the target is ignored, of NaN where it is out
-   * of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W [V][H] dtype. scaled_x not
-   * NULL, with coef: also scale_rows of x by ROW into it. dX has `cols` elements a row, all else
-   * `hidden`. */
+   * where rows->index is NULL and `cols` is `hidden`. A row of zeros where the target is ignored,
+   * of NaN where it is out of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W
+   * [V][H] dtype. scaled_x not NULL, with coef: also scale_rows of x by ROW into it. dX has `cols`
+   * elements a row, all else `hidden`. */
   flce_status (*finish_grad_input)(void* self, void* dx, flce_dtype dx_dtype, const void* d,
                                    flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                    const flce_rows* rows, const void* wsum, const void* x,

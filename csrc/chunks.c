@@ -1,10 +1,10 @@
 /* How many rows a chunk has. Pure.
  *
- * max_memory bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs, in
- * multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW is
- * read and written once a chunk, and each chunk has launches and small kernels of its own. It serves
- * 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of seven shapes on an H200
- * (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
+ * max_memory bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs,
+ * in multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW
+ * is read and written once a chunk, and each chunk has launches and small kernels of its own. It
+ * serves 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of seven shapes on
+ * an H200 (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
 #include "plan.h"
 
 #include <math.h>
@@ -21,12 +21,12 @@ typedef struct gemm_tile {
   double effort;
 } gemm_tile;
 
-/* Multiply-adds in the time in which memory moves one byte: 80 on an H200, within a third of that on
- * other GPUs of compute capability 8.0 and later. */
+/* Multiply-adds in the time in which memory moves one byte: 80 on an H200, within a third of that
+ * on other GPUs of compute capability 8.0 and later. */
 static const double kAddsPerByte = 80.0;
 
-/* The fixed cost of a chunk, launches and small kernels: 100 us on an H200. A ragged vocabulary adds
- * 50 us, for the GEMMs of its last columns. */
+/* The fixed cost of a chunk, launches and small kernels: 100 us on an H200. A ragged vocabulary
+ * adds 50 us, for the GEMMs of its last columns. */
 static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;
 
 /* The logits GEMM of `rows` rows, in whole tiles of 128 x 192. Its waves are many; half of one is
@@ -94,8 +94,8 @@ static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t
   return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
 }
 
-/* The fastest of at least `fewest` and at most twice as many chunks: further ones only cost launches.
- * Where memory is to be saved, the smallest whose time is within 1 % of the fastest. */
+/* The fastest of at least `fewest` and at most twice as many chunks: further ones only cost
+ * launches. Where memory is to be saved, the smallest whose time is within 1 % of the fastest. */
 static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, int64_t tile, int64_t fewest) {
   const double kTolerance = 1.01, kStopAbove = 1.1;

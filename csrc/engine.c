@@ -203,8 +203,8 @@ static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row 
   return at(c->coef, row * e->problem->tokens, e->stat);
 }
 
-/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times a
- * dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
+/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times
+ * a dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
 static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }

@@ -226,11 +226,11 @@ typedef struct flce_plan {
   int64_t rows;     /* computed: flce_problem.rows */
   int64_t hidden; /* problem's H, zero-padded to hidden_alignment: the leading dimension of x, W and
                      every [][H] buffer of the workspace */
-  int64_t input_pitch; /* leading dimension of a chunk's rows of x in the logits GEMM, zero-padded to
-                          input_alignment: `hidden`, or more */
+  int64_t input_pitch; /* leading dimension of a chunk's rows of x in the logits GEMM, zero-padded
+                          to input_alignment: `hidden`, or more */
   bool gathers;        /* rows are computed in the order of FLCE_BUF_INDEX */
-  flce_buffer_id gathered_x, backward_gathered_x; /* where a chunk's rows of x are copied to, if they
-                                                     are gathered or padded */
+  flce_buffer_id gathered_x, backward_gathered_x; /* where a chunk's rows of x are copied to, if
+                                                     they are gathered or padded */
   bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
                                  logits are written but in form dz, where a pass needs them */
   bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits; */

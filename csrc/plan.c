@@ -156,8 +156,8 @@ static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
   return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
 }
 
-/* The exception is dW, the largest of them: it is kept in float16, times FLCE_SCALAR_WEIGHT_UNIT, in
- * which no sum overflows and what underflows is negligible. */
+/* The exception is dW, the largest of them: it is kept in float16, times FLCE_SCALAR_WEIGHT_UNIT,
+ * in which no sum overflows and what underflows is negligible. */
 static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
          problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;

@@ -21,7 +21,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("input", "linear_weight", "linear_bias")
 # Outputs with a number for each row, whatever the reduction.
 ROW_OUTPUTS = ("lse", "entropy", "predictions")
-# Relative error of float16 gradients: rounding dz and the result once each, and with save="logits" E.
+# Relative error of float16 gradients: dz and the result are rounded once each, and with
+# save="logits" E.
 F16_BAR = 6e-4
 HAS_CUDA = torch.cuda.is_available()
 

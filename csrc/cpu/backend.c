@@ -120,7 +120,8 @@ static bool row_tail_is_finite(const flce_gemm* g, int64_t i) {
   return true;
 }
 
-/* Sets the rows of the result to NaN that AMX would: it multiplies what follows a row of A by zeros.
+/* Sets the rows of the result to NaN that AMX would: it multiplies what follows a row of A by
+ * zeros.
  */
 static void emulate_amx_overread(const flce_gemm* g) {
   if (g->dtype != FLCE_BF16 || g->transpose_a) return;

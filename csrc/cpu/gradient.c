@@ -200,7 +200,8 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
   if (dx == d && rows->index)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows in their own order in place");
   if (dx == d && hidden != cols)
-    return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows of one size in place, got %lld and %lld",
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "grad_input: expected rows of one size in place, got %lld and %lld",
                      (long long)hidden, (long long)cols);
   if (dx == d && dx_dtype != d_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected %s in place, got %s",

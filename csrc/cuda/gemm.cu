@@ -225,14 +225,14 @@ static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* wor
 /* ---- ragged sizes ---- */
 
 /* cuBLASLt's fast kernels need the contiguous dimension of each operand and of the result to be a
- * multiple of 16 bytes, in addition to aligned pointers and leading dimensions (cuBLAS documentation,
- * 2.1.11, Tensor Core Usage); others take up to five times as long (benchmarks/NOTES.md, 2026-11-22,
- * ragged sizes). A dimension that is not is split into its aligned part and a small GEMM of the
- * remainder. */
+ * multiple of 16 bytes, in addition to aligned pointers and leading dimensions (cuBLAS
+ * documentation, 2.1.11, Tensor Core Usage); others take up to five times as long
+ * (benchmarks/NOTES.md, 2026-11-22, ragged sizes). A dimension that is not is split into its
+ * aligned part and a small GEMM of the remainder. */
 enum { kFastBytes = 16 };
 
-/* Multiply-adds from which on a GEMM is split, 25 us at the fast rate of an H200: below, what the slow
- * kernel loses is near what the second launch takes. */
+/* Multiply-adds from which on a GEMM is split, 25 us at the fast rate of an H200: below, what the
+ * slow kernel loses is near what the second launch takes. */
 static const double kLeastToSplit = 0x1p33;
 
 static bool is_worth_splitting(const flce_cuda* cuda, const flce_gemm* g) {
@@ -241,8 +241,8 @@ static bool is_worth_splitting(const flce_cuda* cuda, const flce_gemm* g) {
   return tensor_cores && (double)g->m * (double)g->n * (double)g->k >= kLeastToSplit;
 }
 
-/* Elements of a row of `size` behind the last whole 16 bytes; 0 where rows do not begin at multiples
- * of 16 bytes: no part would be aligned. */
+/* Elements of a row of `size` behind the last whole 16 bytes; 0 where rows do not begin at
+ * multiples of 16 bytes: no part would be aligned. */
 static int64_t rest_of(int64_t size, const void* data, int64_t pitch, flce_dtype dtype) {
   const int64_t bytes = flce_size_of(dtype), unit = kFastBytes / bytes;
   if (size <= unit || !is_aligned(data, kFastBytes) || pitch * bytes % kFastBytes != 0) return 0;
@@ -276,8 +276,8 @@ static flce_gemm part_of_columns(const flce_gemm* g, int64_t rest, bool last) {
   return part;
 }
 
-/* The sum over the last `rest` of k, or over the others, which is added to it: so the smaller part is
- * what is rounded twice. */
+/* The sum over the last `rest` of k, or over the others, which is added to it: so the smaller part
+ * is what is rounded twice. */
 static flce_gemm part_of_k(const flce_gemm* g, int64_t rest, bool last) {
   flce_gemm part = *g;
   const int64_t first = g->k - rest;

@@ -255,8 +255,8 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
 
 enum { kLargestThreads = 256, kLargestBlocks = 1024 };
 
-/* A grid-stride loop over the rows that are not ignored. Floats that are not negative have the order
- * of their bits, NaN above all. */
+/* A grid-stride loop over the rows that are not ignored. Floats that are not negative have the
+ * order of their bits, NaN above all. */
 template <int N>
 __global__ void __launch_bounds__(kLargestThreads)
     find_largest(const __grid_constant__ flce_problem p, const void* x, const int64_t* target,

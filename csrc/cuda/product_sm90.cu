@@ -361,9 +361,9 @@ enum {
 };
 
 /* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
- * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. float16 is always in form dz,
- * so of it no kernel gives E: the general ones and those of probabilities, by REPEAT, and theirs that
- * give z. */
+ * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. float16 is always in form
+ * dz, so of it no kernel gives E: the general ones and those of probabilities, by REPEAT, and
+ * theirs that give z. */
 static const product_kernel g_kernels[kKernels] = {
     product_sm90<kPlain, kNoResult, false>,
     product_sm90<kPlain, kExpResult, false>,
