@@ -73,7 +73,7 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
 // ---- linear cross entropy ----
 
 // Behind the tensors of forward and backward, and of plan.
-#define SETTINGS "SymInt? valid_vocab, SymInt? rows, str options"
+#define SETTINGS "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers"
 struct Settings {
   std::optional<int64_t> valid_vocab, rows;
   Options options;
@@ -182,8 +182,8 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
                       OptionalTensor weight, OptionalTensor token_weight,
                       OptionalTensor token_temperature, OptionalTensor num_items,
                       std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
-                      std::string options) {
-  Settings settings = {valid_vocab, rows, options_of(options)};
+                      std::vector<int64_t> integers, std::vector<double> numbers) {
+  Settings settings = {valid_vocab, rows, read_options(integers, numbers)};
   flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands({input, linear_weight, linear_bias},
@@ -288,12 +288,12 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
       Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
       OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
       OptionalTensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,       \
-      std::string options
+      std::vector<int64_t> integers, std::vector<double> numbers
 #define MAKE_GRADIENTS(added)                                                     \
   make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
                  {input, linear_weight, linear_bias},                             \
                  {target, weight, token_weight, token_temperature, std::nullopt}, \
-                 {valid_vocab, rows, options_of(options)})
+                 {valid_vocab, rows, read_options(integers, numbers)})
 
 std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
   Gradients made = MAKE_GRADIENTS(std::nullopt);
@@ -359,27 +359,10 @@ Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarTyp
 
 // ---- cross entropy on logits ----
 
-// The options of cross entropy on logits, as the schemas spell them and as its functions take them:
-// a boxed function has to name each.
-#define LOSS_OPTIONS                                                                           \
-  "str reduction, int ignore_index, float label_smoothing, float logit_scale, float softcap, " \
-  "float temperature, float z_loss, bool wants_entropy, bool wants_predictions"
-#define LOSS_ARGUMENTS                                                                     \
-  std::string reduction, int64_t ignore_index, double label_smoothing, double logit_scale, \
-      double softcap, double temperature, double z_loss, bool wants_entropy,               \
-      bool wants_predictions
-#define GATHER_LOSS_ARGUMENTS                                                                \
-  logits_problem(reduction,                                                                  \
-                 {ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss}, \
-                 wants_entropy, wants_predictions)
-
-flce_problem logits_problem(const std::string& reduction, const flce_loss& loss, bool wants_entropy,
-                            bool wants_predictions) {
+flce_problem logits_problem(const std::vector<int64_t>& integers,
+                            const std::vector<double>& numbers) {
   flce_problem problem{};
-  problem.reduction = to_reduction(reduction);
-  problem.loss = loss;
-  problem.wants_entropy = wants_entropy;
-  problem.wants_predictions = wants_predictions;
+  read_loss(OptionReader(integers, numbers), &problem);
   return problem;
 }
 
@@ -396,9 +379,10 @@ void bind_logits(const Tensor& logits, const LossTensors& loss, flce_problem* pr
 
 std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
     Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor token_weight,
-    OptionalTensor token_temperature, OptionalTensor num_items, LOSS_ARGUMENTS) {
+    OptionalTensor token_temperature, OptionalTensor num_items, std::vector<int64_t> integers,
+    std::vector<double> numbers) {
   flce_tensors tensors{};
-  flce_problem problem = GATHER_LOSS_ARGUMENTS;
+  flce_problem problem = logits_problem(integers, numbers);
   bind_logits(logits, {target, weight, token_weight, token_temperature, num_items}, &problem,
               &tensors);
   Device device(place_of(logits), false);
@@ -414,9 +398,9 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
 Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
                               Tensor target, OptionalTensor weight, OptionalTensor token_weight,
                               OptionalTensor token_temperature, Tensor stats, Tensor scalars,
-                              LOSS_ARGUMENTS) {
+                              std::vector<int64_t> integers, std::vector<double> numbers) {
   flce_tensors tensors{};
-  flce_problem problem = GATHER_LOSS_ARGUMENTS;
+  flce_problem problem = logits_problem(integers, numbers);
   bind_logits(logits, {target, weight, token_weight, token_temperature, std::nullopt}, &problem,
               &tensors);
   bind_saved(grad_output, grad_stats, stats, scalars, problem, place_of(logits), &tensors);
@@ -436,8 +420,9 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
                  std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
                  std::optional<ScalarType> probabilities, std::optional<int64_t> valid_vocab,
-                 std::optional<int64_t> rows, std::string options) {
-  Options given = options_of(options);
+                 std::optional<int64_t> rows, std::vector<int64_t> integers,
+                 std::vector<double> numbers) {
+  Options given = read_options(integers, numbers);
   flce_problem problem = given.problem;
   problem.tokens = tokens;
   problem.hidden = hidden;
@@ -482,12 +467,12 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "
-      "Tensor? token_temperature, Tensor? num_items, " LOSS_OPTIONS
-      ") -> (Tensor loss, Tensor stats, Tensor scalars, Tensor? predictions)");
+      "Tensor? token_temperature, Tensor? num_items, int[] integers, float[] numbers) "
+      "-> (Tensor loss, Tensor stats, Tensor scalars, Tensor? predictions)");
   m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor? grad_stats, Tensor logits, "
       "Tensor target, Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
-      "Tensor stats, Tensor scalars, " LOSS_OPTIONS ") -> Tensor");
+      "Tensor stats, Tensor scalars, int[] integers, float[] numbers) -> Tensor");
   m.def(
       "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
       "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "

@@ -1,64 +1,91 @@
-// The options of linear cross entropy's operators, which arrive as one text.
+// The options of the operators, which arrive as a list of integers and one of numbers. A list costs
+// the dispatcher less than its items as arguments (benchmarks/NOTES.md, 2026-11-22).
 #ifndef FLCE_OP_OPTIONS_H
 #define FLCE_OP_OPTIONS_H
-
-#include <locale>
-#include <sstream>
-#include <unordered_map>
 
 #include "torch_device.h"
 
 namespace {
 
-inline flce_dtype to_dtype(const std::string& name, const char* argument) {
-  return choose<flce_dtype, 4>(argument, name,
-                               {{{"float64", FLCE_F64},
-                                 {"float32", FLCE_F32},
-                                 {"bfloat16", FLCE_BF16},
-                                 {"float16", FLCE_F16}}});
+// The slots of both lists in their order; flce/options.py packs them, and a test compares the
+// names.
+#define FLCE_INTEGERS(SLOT)                                                               \
+  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save), \
+      SLOT(max_memory), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions),        \
+      SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input), SLOT(grad_weight),    \
+      SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
+#define FLCE_NUMBERS(SLOT) \
+  SLOT(label_smoothing), SLOT(softcap), SLOT(logit_scale), SLOT(temperature), SLOT(z_loss)
+
+// Of the shapes that a forward leaves to its backward: raised when they change for the same
+// options, so that a compiled graph of an earlier build, which torch keeps on disk, is not run with
+// this one.
+constexpr int64_t kLayout = 1;
+
+#define FLCE_SLOT(name) name
+enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
+enum class NumberSlot : size_t { FLCE_NUMBERS(FLCE_SLOT), count };
+#undef FLCE_SLOT
+
+inline std::string option_names() {
+#define FLCE_NAME(name) #name
+  std::string names;
+  for (const char* name : {FLCE_INTEGERS(FLCE_NAME), "/", FLCE_NUMBERS(FLCE_NAME)})
+    names += std::string(name) + " ";
+#undef FLCE_NAME
+  return names;
 }
 
-// Reads "name=value name=value ...", whose names it is told in their order.
+// Reads the lists, checked for their lengths and each slot for its range.
 class OptionReader {
  public:
-  explicit OptionReader(const std::string& text) : words_(text) {
-    words_.imbue(std::locale::classic());  // a point in a number, wherever the process runs
+  OptionReader(const std::vector<int64_t>& integers, const std::vector<double>& numbers)
+      : integers_(integers), numbers_(numbers) {
+    expect_count("integers", integers.size(), static_cast<size_t>(IntegerSlot::count));
+    expect_count("numbers", numbers.size(), static_cast<size_t>(NumberSlot::count));
   }
 
-  std::string word(const char* name) {
-    std::string word, start = std::string(name) + "=";
-    words_ >> word;
-    if (word.compare(0, start.size(), start) != 0) fail(start, word);
-    return word.substr(start.size());
+  int64_t integer(IntegerSlot slot) const { return integers_[static_cast<size_t>(slot)]; }
+  double number(NumberSlot slot) const { return numbers_[static_cast<size_t>(slot)]; }
+  bool flag(IntegerSlot slot, const char* name) const { return choice(slot, name, 2) == 1; }
+  flce_dtype dtype(IntegerSlot slot, const char* name) const {
+    return static_cast<flce_dtype>(choice(slot, name, FLCE_F16 + 1));
   }
-  int64_t integer(const char* name) { return value<int64_t>(name, "an integer"); }
-  double number(const char* name) { return value<double>(name, "a number"); }
-  bool flag(const char* name) {
-    int64_t value = integer(name);
-    if (value != 0 && value != 1) fail(std::string(name) + "=0 or 1", std::to_string(value));
-    return value == 1;
-  }
-  void end() {
-    std::string rest;
-    if (words_ >> rest) fail("no more", rest);
+  // One of `count` values from 0 on.
+  int64_t choice(IntegerSlot slot, const char* name, int64_t count) const {
+    int64_t value = integer(slot);
+    if (value < 0 || value >= count)
+      throw std::invalid_argument(std::string(name) + ": expected 0 to " +
+                                  std::to_string(count - 1) + ", got " + std::to_string(value));
+    return value;
   }
 
  private:
-  template <typename T>
-  T value(const char* name, const char* what) {
-    std::string text = word(name);
-    std::istringstream number(text);
-    number.imbue(std::locale::classic());
-    T value;
-    if (!(number >> value) || number.peek() != EOF) fail(std::string(name) + "=" + what, text);
-    return value;
-  }
-  [[noreturn]] static void fail(const std::string& expected, const std::string& got) {
-    throw std::invalid_argument("options: expected " + expected + ", got \"" + got + "\"");
+  static void expect_count(const char* name, size_t got, size_t expected) {
+    if (got != expected)
+      throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) +
+                                  " values, got " + std::to_string(got));
   }
 
-  std::istringstream words_;
+  const std::vector<int64_t>& integers_;
+  const std::vector<double>& numbers_;
 };
+
+#define FLCE_FLAG(name) read.flag(IntegerSlot::name, #name)
+#define FLCE_DTYPE(name) read.dtype(IntegerSlot::name, #name)
+
+// What all operators have: the loss and its outputs.
+inline void read_loss(const OptionReader& read, flce_problem* problem) {
+  problem->reduction =
+      static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, "reduction", FLCE_SUM + 1));
+  problem->loss = {
+      read.integer(IntegerSlot::ignore_index), read.number(NumberSlot::label_smoothing),
+      read.number(NumberSlot::logit_scale),    read.number(NumberSlot::softcap),
+      read.number(NumberSlot::temperature),    read.number(NumberSlot::z_loss)};
+  problem->wants_entropy = FLCE_FLAG(wants_entropy);
+  problem->wants_predictions = FLCE_FLAG(wants_predictions);
+  problem->wants_statistics = FLCE_FLAG(wants_statistics);
+}
 
 // The options that forward, backward and plan share: a problem without its sizes.
 struct Options {
@@ -66,47 +93,33 @@ struct Options {
   bool allow_tf32;
 };
 
-inline Options parse_options(const std::string& text) {
-  OptionReader read(text);
+inline Options read_options(const std::vector<int64_t>& integers,
+                            const std::vector<double>& numbers) {
+  OptionReader read(integers, numbers);
+  int64_t layout = read.integer(IntegerSlot::layout);
+  if (layout != kLayout)
+    throw std::invalid_argument("layout: expected " + std::to_string(kLayout) +
+                                ", that of this build of flce, got " + std::to_string(layout) +
+                                "; compile the graph again");
   Options options{};
   flce_problem& problem = options.problem;
-  problem.reduction = to_reduction(read.word("reduction"));
-  problem.loss.ignore_index = read.integer("ignore_index");
-  problem.loss.label_smoothing = read.number("label_smoothing");
-  problem.loss.logit_scale = read.number("logit_scale");
-  problem.loss.softcap = read.number("softcap");
-  problem.loss.temperature = read.number("temperature");
-  problem.loss.z_loss = read.number("z_loss");
-  problem.wants_entropy = read.flag("wants_entropy");
-  problem.wants_predictions = read.flag("wants_predictions");
-  problem.wants_statistics = read.flag("wants_statistics");
+  read_loss(read, &problem);
   problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
-      to_dtype(read.word("dtype"), "dtype");
-  problem.accum_dtype = to_dtype(read.word("accum_dtype"), "accum_dtype");
-  problem.logits_dtype = to_dtype(read.word("logits_dtype"), "logits_dtype");
-  problem.save = to_save(read.word("save"));
-  problem.max_memory = read.integer("max_memory");
-  problem.saves_memory = read.flag("saves_memory");
-  problem.want_grad_input = read.flag("grad_input");
-  problem.want_grad_weight = read.flag("grad_weight");
-  problem.want_grad_bias = read.flag("grad_bias");
-  options.allow_tf32 = read.flag("allow_tf32");
-  read.end();
+      FLCE_DTYPE(dtype);
+  problem.accum_dtype = FLCE_DTYPE(accum_dtype);
+  problem.logits_dtype = FLCE_DTYPE(logits_dtype);
+  problem.save =
+      static_cast<flce_save>(read.choice(IntegerSlot::save, "save", FLCE_SAVE_STATS + 1));
+  problem.max_memory = read.integer(IntegerSlot::max_memory);
+  problem.saves_memory = FLCE_FLAG(saves_memory);
+  problem.want_grad_input = FLCE_FLAG(grad_input);
+  problem.want_grad_weight = FLCE_FLAG(grad_weight);
+  problem.want_grad_bias = FLCE_FLAG(grad_bias);
+  options.allow_tf32 = FLCE_FLAG(allow_tf32);
   return options;
 }
-
-// One text and two sizes, which may be symbolic, instead of twenty arguments: the dispatcher takes
-// its time for each (benchmarks/NOTES.md, 2026-11-22), and the device waits for that before a small
-// step. The text of a step is that of the step before, so it is read once.
-inline Options options_of(const std::string& text) {
-  static thread_local std::unordered_map<std::string, Options> known;
-  constexpr size_t kKept = 256;
-  auto found = known.find(text);
-  if (found != known.end()) return found->second;
-  Options options = parse_options(text);
-  if (known.size() >= kKept) known.clear();
-  return known.emplace(text, options).first->second;
-}
+#undef FLCE_FLAG
+#undef FLCE_DTYPE
 
 }  // namespace
 

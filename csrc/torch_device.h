@@ -94,31 +94,6 @@ inline ScalarType to_scalar_type(flce_dtype dtype) {
   throw std::logic_error("flce: a dtype outside the enumeration");
 }
 
-template <typename Choice, size_t size>
-Choice choose(const char* argument, const std::string& name,
-              const std::array<std::pair<const char*, Choice>, size>& choices) {
-  std::string expected;
-  for (const auto& [word, choice] : choices) {
-    if (name == word) return choice;
-    expected += (expected.empty() ? "\"" : ", \"") + std::string(word) + "\"";
-  }
-  throw std::invalid_argument(std::string(argument) + ": expected one of " + expected + ", got \"" +
-                              name + "\"");
-}
-
-inline flce_reduction to_reduction(const std::string& name) {
-  return choose<flce_reduction, 3>("reduction", name,
-                                   {{{"none", FLCE_NONE}, {"mean", FLCE_MEAN}, {"sum", FLCE_SUM}}});
-}
-
-inline flce_save to_save(const std::string& name) {
-  return choose<flce_save, 4>("save", name,
-                              {{{"nothing", FLCE_SAVE_NOTHING},
-                                {"logits", FLCE_SAVE_LOGITS},
-                                {"grads", FLCE_SAVE_GRADS},
-                                {"stats", FLCE_SAVE_STATS}}});
-}
-
 // ---- devices ----
 
 struct Place {

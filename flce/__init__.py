@@ -1,7 +1,7 @@
 """flce: fused linear + cross entropy for PyTorch."""
 
 from . import compat, reference
-from .loss import cross_entropy, linear_cross_entropy, linear_logprobs
+from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .output import LinearCrossEntropyOutput
 from .plan import Plan, plan

@@ -7,7 +7,7 @@ that a checkpoint runs again, writes nothing here.
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import options
+from . import validate
 
 PLACES = ("grad", "main_grad")
 _NAME = "accumulate_into"
@@ -27,12 +27,11 @@ def check_place(accumulate_into, save):
 
 
 def option(linear_weight, accumulate_into, save):
-    """The option by its name, or none where the weight gets no gradient to accumulate."""
+    """The option's value, None where the weight gets no gradient to accumulate."""
     check_place(accumulate_into, save)
     if accumulate_into is None or not torch.is_grad_enabled():
-        return {}
-    differentiates = isinstance(linear_weight, torch.Tensor) and linear_weight.requires_grad
-    return {_NAME: accumulate_into} if differentiates else {}
+        return None
+    return accumulate_into if linear_weight.requires_grad else None
 
 
 def refuse_tracing():
@@ -42,7 +41,7 @@ def refuse_tracing():
             "backward may write to a parameter's gradient; call the loss outside of the compiled "
             f"region, or with {_NAME}=None"
         )
-    if options.function_transforms_are_on():
+    if validate.function_transforms_are_on():
         raise RuntimeError(
             f"flce: {_NAME} is not supported in torch.func transforms, whose gradients are no "
             "parameter's; use backward()"

@@ -7,13 +7,17 @@ operator's autograd formula never sees the composite.
 
 import functools
 import math
+import operator
 import sys
 
 import torch
 
-from . import ops, options
+from . import ops, targets, validate
 from .accumulate import Accumulator
+from .options import OPTIONS, OUTPUTS, RETURNS, defaults
 from .signature import (
+    LINEAR_VALUES,
+    LOGITS_VALUES,
     Wanted,
     describe,
     environment,
@@ -21,12 +25,18 @@ from .signature import (
     logits_signature,
 )
 
-_NOTHING = Wanted()
-_NO_VECTORS = (None,) * 3
+NOTHING = Wanted()
+_DEFAULTS = {**defaults(), "token_temperature": None}
+_linear_values = operator.itemgetter(*LINEAR_VALUES)
+_logits_values = operator.itemgetter(*LOGITS_VALUES)
 
 
-def _describe(target, weight, token_weight, token_temperature):
+_vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
+
+
+def _describe(target, vectors):
     """In the order of LossTensors."""
+    weight, token_weight, token_temperature = vectors
     return (
         describe("target", target),
         describe("weight", weight),
@@ -45,18 +55,19 @@ def _indices_of(target):
     return (flat if flat.dtype == torch.int64 else flat.to(torch.int64)).contiguous()
 
 
-def _loss_tensors(call, target, optional):
+def _vector_of(tensor, dtype):
+    return tensor.detach().reshape(-1).to(dtype).contiguous()
+
+
+def _loss_tensors(call, target, vectors):
     """Target and the optional tensors as the inner operators take them."""
-    if options.checks_targets(target.device):
-        options.check_target_range(target, call.vocab, call.scalars.ignore_index)
+    if validate.checks_targets(target.device):
+        validate.check_target_range(target, call.vocab, call.scalars.ignore_index)
     flat = _rows_of(target) if call.has_probabilities else _indices_of(target)
-    return (
-        flat,
-        *(
-            None if tensor is None else tensor.detach().reshape(-1).to(call.stat).contiguous()
-            for tensor in optional
-        ),
-    )
+    weight, token_weight, token_temperature = vectors
+    if weight is None and token_weight is None and token_temperature is None:
+        return flat, *vectors
+    return flat, *(None if one is None else _vector_of(one, call.stat) for one in vectors)
 
 
 def _run(op, tensors, settings):
@@ -115,88 +126,40 @@ def _mean_over(count):
     return lambda values: (values.sum() / count).masked_fill(count == 0, 0.0)
 
 
-def linear_call(
-    wanted,
-    input,
-    linear_weight,
-    target,
-    *,
-    linear_bias=None,
-    weight=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    token_temperature=None,
-    z_loss=0.0,
-    token_weight=None,
-    num_items=None,
-    shift=0,
-    cu_seqlens=None,
-    valid_vocab=None,
-    valid_bound=None,
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
-    accumulate_into=None,
-):
-    """The signature of a call, and what `computed` takes beside it."""
+def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
+    """The loss and the outputs of `wanted`, None for the others. `settings`: the value of each of
+    OPTIONS, and of token_temperature, a vector of temperatures."""
+    linear_bias, num_items = settings["linear_bias"], settings["num_items"]
     operands = (
         describe("input", input),
         describe("linear_weight", linear_weight),
         describe("linear_bias", linear_bias),
     )
+    vectors = _vectors(settings)
     call = linear_signature(
-        environment(input, options.is_compiling(), max_memory),
+        environment(input, torch.compiler.is_compiling(), settings["max_memory"]),
         wanted,
         operands,
-        _describe(target, weight, token_weight, token_temperature),
-        *(reduction, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into),
-        *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
+        _describe(target, vectors),
+        *_linear_values(settings),
     )
-    vectors = (weight, token_weight, token_temperature)
-    options.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
-    accumulator = Accumulator(linear_weight, accumulate_into) if call.accumulates else None
-    if shift != 0 or cu_seqlens is not None:
-        target = options.shifted_target(target, shift, cu_seqlens, call.scalars.ignore_index)
-    num_items = options.num_items_tensor(num_items, reduction, call.stat, input)
-    operands = (input, linear_weight, target, linear_bias)
-    return call, (operands, vectors, num_items, valid_bound, accumulator)
-
-
-def computed(call, operands, vectors=_NO_VECTORS, num_items=None, bound=None, accumulator=None):
-    """The loss and the outputs of call.wanted, None for the others.
-
-    `operands`: input, linear_weight, target, linear_bias; `vectors`: weight, token_weight,
-    token_temperature; `bound`: valid_bound.
-    """
-    input, linear_weight, target, linear_bias = operands
+    if validate.transforms_are_on():
+        validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
+    accumulator = None
+    if call.accumulates:
+        accumulator = Accumulator(linear_weight, settings["accumulate_into"])
+    ignore_index = call.scalars.ignore_index
+    if settings["shift"] != 0 or settings["cu_seqlens"] is not None:
+        offsets = settings["shift"], settings["cu_seqlens"]
+        target = targets.shifted_target(target, *offsets, ignore_index)
+    if num_items is not None:
+        num_items = validate.num_items_tensor(num_items, call.reduction, call.stat, input)
     tensors = _loss_tensors(call, target, vectors)
-    target = tensors[0]
-    rows = options.rows_to_compute(target, bound, call.scalars.ignore_index)
+    rows = targets.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     made = _forward(call, leaves, tensors, num_items, rows, accumulator)
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
-
-
-def repeated(call, operands, as_given):
-    """The loss of a call of flce/repeat.py. `as_given`: whether its operands, if they are
-    contiguous, are the inner operator's."""
-    input, linear_weight, target, linear_bias = operands
-    if (
-        as_given
-        and input.is_contiguous()
-        and linear_weight.is_contiguous()
-        and target.is_contiguous()
-        and (linear_bias is None or linear_bias.is_contiguous())
-    ):
-        leaves = (input, linear_weight, linear_bias)
-        return _forward(call, leaves, (target, *_NO_VECTORS), None, None, None)[0]
-    return computed(call, operands)[0]
 
 
 def _forward(call, leaves, tensors, num_items, rows, accumulator):
@@ -211,83 +174,62 @@ def _forward(call, leaves, tensors, num_items, rows, accumulator):
     return made
 
 
-def linear_cross_entropy_of(wanted, *operands, **settings):
-    call, prepared = linear_call(wanted, *operands, **settings)
-    return computed(call, *prepared)
-
-
 @functools.cache
 def _never_traced():
     return torch._disable_dynamo(linear_cross_entropy_of)
 
 
-def linear_cross_entropy_untraced(*args, **options):
+def linear_cross_entropy_untraced(*args):
     """Where torch.compile breaks off at accumulate.refuse_tracing it would trace what is called
     next. Without torch.compile nothing traces, and its import would take a second."""
     call = _never_traced() if "torch._dynamo" in sys.modules else linear_cross_entropy_of
-    return call(*args, **options)
+    return call(*args)
 
 
-def cross_entropy_of(
-    wanted,
-    logits,
-    target,
-    *,
-    weight=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    token_temperature=None,
-    z_loss=0.0,
-    token_weight=None,
-    num_items=None,
-):
+def cross_entropy_of(wanted, logits, target, settings):
     """The same for logits that the caller holds."""
-    described = describe("logits", logits)
+    num_items = settings["num_items"]
+    described, vectors = describe("logits", logits), _vectors(settings)
     call = logits_signature(
-        environment(logits, options.is_compiling()),
+        environment(logits, torch.compiler.is_compiling()),
         wanted,
         described,
-        _describe(target, weight, token_weight, token_temperature),
-        reduction,
-        *(ignore_index, label_smoothing, logit_scale, softcap, temperature, z_loss),
+        _describe(target, vectors),
+        *_logits_values(settings),
     )
-    vectors = (weight, token_weight, token_temperature)
-    options.refuse_transforms(logits, target, *vectors, num_items)
+    if validate.transforms_are_on():
+        validate.refuse_transforms(logits, target, *vectors, num_items)
     tensors = _loss_tensors(call, target, vectors)
-    num_items = options.num_items_tensor(num_items, reduction, call.stat, logits)
-    rows, settings = _rows_of(logits), call.settings
+    num_items = validate.num_items_tensor(num_items, call.reduction, call.stat, logits)
+    rows, lists = _rows_of(logits), call.settings
     arguments = (rows, *tensors, num_items)
-    made = _run(ops.inner.cross_entropy_forward.default, arguments, settings)
+    made = _run(ops.inner.cross_entropy_forward.default, arguments, lists)
     if call.differentiable:
-        differentiable = ops.CrossEntropyForward.apply(made, call.returns, settings, tensors, rows)
+        differentiable = ops.CrossEntropyForward.apply(made, call.returns, lists, tensors, rows)
         made[: len(differentiable)] = differentiable
     return _outputs(call, made, tensors, num_items, logits.shape[:-1])
 
 
-def linear_cross_entropy(input, linear_weight, target, **options):
-    return linear_cross_entropy_of(_NOTHING, input, linear_weight, target, **options)[0]
+# ---- registration ----
 
 
-def linear_cross_entropy_outputs(input, linear_weight, target, **options):
-    wanted = _take_wanted(options)
-    return _without_none(linear_cross_entropy_of(wanted, input, linear_weight, target, **options))
+def _kernel_of(function):
+    def kernel(*tensors, **given):
+        return function(NOTHING, *tensors, {**_DEFAULTS, **given})[0]
+
+    return kernel
 
 
-def cross_entropy(logits, target, **options):
-    return cross_entropy_of(_NOTHING, logits, target, **options)[0]
+def _kernel_of_outputs(function):
+    def kernel(*tensors, **given):
+        wanted = _take_wanted(given)
+        return _without_none(function(wanted, *tensors, {**_DEFAULTS, **given}))
+
+    return kernel
 
 
-def cross_entropy_outputs(logits, target, **options):
-    wanted = _take_wanted(options)
-    return _without_none(cross_entropy_of(wanted, logits, target, **options))
-
-
-def _take_wanted(options):
-    return Wanted(*(options.pop(f"return_{name}", False) for name in Wanted._fields))
+def _take_wanted(given):
+    return Wanted(*(given.pop(name, False) for name in RETURNS))
 
 
 def _without_none(outputs):
@@ -295,36 +237,38 @@ def _without_none(outputs):
     return tuple(outputs[0].new_empty(0) if value is None else value for value in outputs)
 
 
-_LOSS_SCHEMA = (
-    "Tensor? weight=None, str reduction='mean', int? ignore_index=-100, "
-    "float label_smoothing=0.0, float? softcap=None, float logit_scale=1.0, "
-    "float temperature=1.0, Tensor? token_temperature=None, float z_loss=0.0, "
-    "Tensor? token_weight=None, Tensor? num_items=None"
-)
-_SCHEMAS = {
+def _schema_of(options):
+    typed = {name: option for name, option in options.items() if option.schema}
+    arguments = [f"{option.schema} {name}={option.default!r}" for name, option in typed.items()]
+    return ", ".join((*arguments, "Tensor? token_temperature=None"))
+
+
+_FUNCTIONS = {
     "linear_cross_entropy": (
-        "Tensor input, Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, "
-        f"{_LOSS_SCHEMA}, int shift=0, Tensor? cu_seqlens=None, SymInt? valid_vocab=None, "
-        "SymInt? valid_bound=None, ScalarType? accum_dtype=None, ScalarType? logits_dtype=None, "
-        "str save='auto', int? max_memory=None"
+        linear_cross_entropy_of,
+        f"Tensor input, Tensor linear_weight, Tensor target, *, {_schema_of(OPTIONS)}",
     ),
-    "cross_entropy": f"Tensor logits, Tensor target, *, {_LOSS_SCHEMA}",
+    "cross_entropy": (
+        cross_entropy_of,
+        "Tensor logits, Tensor target, *, "
+        + _schema_of({name: option for name, option in OPTIONS.items() if option.of_logits}),
+    ),
 }
-_WANTED_SCHEMA = ", ".join(f"bool return_{name}=False" for name in Wanted._fields)
-_OUTPUTS_SCHEMA = ", ".join(f"Tensor {name}" for name in ("loss", *Wanted._fields))
+_RETURNS_SCHEMA = ", ".join(f"bool {name}=False" for name in RETURNS)
+_OUTPUTS_SCHEMA = ", ".join(f"Tensor {name}" for name in ("loss", *OUTPUTS))
 
 
 def _register_composite(name, function, schema):
     ops.library.define(f"{name}{schema}")
     # Without this vmap would loop over the batch, one call a slice, with only a warning.
-    ops.library.impl(name, options.refuse_vmap, "FuncTorchBatched")
+    ops.library.impl(name, validate.refuse_vmap, "FuncTorchBatched")
     ops.library.impl(name, function, "CompositeImplicitAutograd")
 
 
-for _name, _schema in _SCHEMAS.items():
-    _register_composite(_name, globals()[_name], f"({_schema}) -> Tensor")
+for _name, (_function, _schema) in _FUNCTIONS.items():
+    _register_composite(_name, _kernel_of(_function), f"({_schema}) -> Tensor")
     _register_composite(
         f"{_name}_outputs",
-        globals()[f"{_name}_outputs"],
-        f"({_schema}, {_WANTED_SCHEMA}) -> ({_OUTPUTS_SCHEMA})",
+        _kernel_of_outputs(_function),
+        f"({_schema}, {_RETURNS_SCHEMA}) -> ({_OUTPUTS_SCHEMA})",
     )

@@ -4,53 +4,42 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import accumulate
-from .loss import DEFAULTS, linear_cross_entropy
-from .options import check_choices, check_integer, check_scalars, number, parse_bytes
+from . import accumulate, validate
+from .functional import linear_cross_entropy
+from .options import NUMBERS, defaults
+from .strategy import parse_bytes
 
 # What the Modules hold as attributes, which may change between calls. The defaults serve Modules
 # that an earlier version has pickled.
-_MODULE_OPTIONS = {
-    name: DEFAULTS[name]
-    for name in (
-        "reduction",
-        "ignore_index",
-        "label_smoothing",
-        "softcap",
-        "logit_scale",
-        "temperature",
-        "z_loss",
-        "shift",
-        "valid_vocab",
-        "accum_dtype",
-        "logits_dtype",
-        "save",
-        "max_memory",
-        "accumulate_into",
-    )
-}
+_MODULE_OPTIONS = defaults("of_module")
 
 
 def _keep_options(module, classes, given):
-    """Keeps a Module's options, after the checks that need no tensor. `given`: its constructor's
-    arguments by name."""
-    check_choices(given["reduction"], given["save"])
-    accumulate.check_place(given["accumulate_into"], given["save"])
-    numbers_of = {
-        name: None if given[name] is None else number(name, given[name])
-        for name in ("label_smoothing", "logit_scale", "softcap", "temperature", "z_loss")
-    }
-    check_scalars(given["ignore_index"], **numbers_of)
+    """Keeps a Module's options, after the checks that need no tensor. `given`: those that its
+    constructor got, by name."""
+    for name in given.keys() - _MODULE_OPTIONS.keys():
+        raise TypeError(
+            f"{type(module).__name__}() got an unexpected keyword argument {name!r}; expected "
+            f"some of {', '.join(_MODULE_OPTIONS)}"
+        )
+    values = {**_MODULE_OPTIONS, **given}
+    validate.check_choices(values["reduction"], values["save"])
+    accumulate.check_place(values["accumulate_into"], values["save"])
+    numbers = {name: values[name] for name in NUMBERS}
+    numbers = (
+        None if value is None else validate.number(name, value) for name, value in numbers.items()
+    )
+    validate.check_scalars(values["ignore_index"], *numbers)
     for name in ("accum_dtype", "logits_dtype"):
-        if not isinstance(given[name], torch.dtype | None):
-            raise TypeError(f"{name}: expected a torch.dtype or None, got {given[name]!r}")
-    if given["max_memory"] is not None:
-        parse_bytes(given["max_memory"])
-    check_integer("shift", given["shift"], 0)
-    if given["valid_vocab"] is not None:
-        check_integer("valid_vocab", given["valid_vocab"], 1, classes)
-    for name in _MODULE_OPTIONS:
-        setattr(module, name, given[name])
+        if not isinstance(values[name], torch.dtype | None):
+            raise TypeError(f"{name}: expected a torch.dtype or None, got {values[name]!r}")
+    if values["max_memory"] is not None:
+        parse_bytes(values["max_memory"])
+    validate.check_integer("shift", values["shift"], 0)
+    if values["valid_vocab"] is not None:
+        validate.check_integer("valid_vocab", values["valid_vocab"], 1, classes)
+    for name, value in values.items():
+        setattr(module, name, value)
 
 
 def _loss_of(module, input, linear, target, class_weight, options):
@@ -92,19 +81,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         dtype=None,
         reduction="mean",
         weight=None,
-        ignore_index=-100,
-        label_smoothing=0.0,
-        softcap=None,
-        logit_scale=1.0,
-        temperature=1.0,
-        z_loss=0.0,
-        shift=0,
-        valid_vocab=None,
-        accum_dtype=None,
-        logits_dtype=None,
-        save="auto",
-        max_memory=None,
-        accumulate_into=None,
+        **options,
     ):
         if weight is not None and weight.shape != (num_classes,):
             raise ValueError(
@@ -112,7 +89,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
                 f"got {tuple(weight.shape)}"
             )
         super().__init__(weight=weight, reduction=reduction)
-        _keep_options(self, num_classes, locals())
+        _keep_options(self, num_classes, {"reduction": reduction, **options})
         self.num_classes = num_classes
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 
@@ -156,24 +133,11 @@ class LinearCrossEntropyHead(nn.Linear):
         dtype=None,
         *,
         class_weight=None,
-        reduction="mean",
-        ignore_index=-100,
-        label_smoothing=0.0,
-        softcap=None,
-        logit_scale=1.0,
-        temperature=1.0,
-        z_loss=0.0,
-        shift=0,
-        valid_vocab=None,
-        accum_dtype=None,
-        logits_dtype=None,
-        save="auto",
-        max_memory=None,
-        accumulate_into=None,
+        **options,
     ):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
-        _keep_options(self, out_features, locals())
+        _keep_options(self, out_features, options)
 
     def forward(self, input, labels=None, **options):
         """The loss of `input` with `labels`, or the logits when there are none; `options` of

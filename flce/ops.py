@@ -4,13 +4,13 @@ The tensors of these inner operators are positional, their output shapes follow 
 arguments alone. flce/composite.py has the operators that users call.
 """
 
-import collections
 import enum
-import functools
 
 import torch
 
-from . import compiled, options  # noqa: F401  the first registers the operators
+from . import compiled  # noqa: F401  registers the operators
+from .options import Settings
+from .strategy import gemm_dtype, row_pitch, saved_dtype, stat_dtype
 
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
@@ -18,16 +18,6 @@ inner = torch.ops.flce
 # csrc/backend.h: enum flce_stat_row, enum flce_scalar
 STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
 SCALAR_VALID, _SCALARS = 0, 7
-
-
-def stat_dtype(dtype):
-    """The dtype of losses and row statistics: float64 for float64, float32 for every other."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def gemm_dtype(device_type, dtype):
-    """The dtype of the products' operands: the CPU widens float16 to float32."""
-    return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
 
 
 def _holds_units(device_type, dtype):
@@ -59,88 +49,6 @@ def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
     return tuple(make(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
 
 
-_OPTIONS = {  # csrc/op_options.h: parse_options
-    "reduction": str,
-    **options.Scalars.__annotations__,
-    "wants_entropy": bool,
-    "wants_predictions": bool,
-    "wants_statistics": bool,
-    "dtype": torch.dtype,
-    "accum_dtype": torch.dtype,
-    "logits_dtype": torch.dtype,
-    "save": str,
-    "max_memory": int,
-    "saves_memory": bool,
-    "grad_input": bool,
-    "grad_weight": bool,
-    "grad_bias": bool,
-    "allow_tf32": bool,
-}
-_SIZES = ("valid_vocab", "rows")
-
-
-class Settings(collections.namedtuple("Settings", (*_SIZES, *_OPTIONS))):
-    """What the inner operators take behind their tensors: two sizes, and the options, which travel
-    as one text; the dispatcher takes its time for each argument."""
-
-    __slots__ = ()
-
-    def arguments(self):
-        sizes, values = self[: len(_SIZES)], self[len(_SIZES) :]
-        try:
-            text = _text_of(values)
-        except TypeError:  # no hash: a number that is symbolic under compile or export
-            text = _text_of.__wrapped__(values)
-        return *sizes, text
-
-    @classmethod
-    def of_arguments(cls, valid_vocab, rows, text):
-        return cls(valid_vocab, rows, *_options_of(text))
-
-
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
-_WRITERS = {
-    str: str,
-    int: lambda value: str(int(value)),
-    float: lambda value: repr(float(value) + 0.0),  # -0.0 is the 0.0 that it equals
-    bool: lambda value: str(int(value)),
-    torch.dtype: lambda value: str(value).removeprefix("torch."),
-}
-_READERS = {
-    str: str,
-    int: int,
-    float: float,
-    bool: {"0": False, "1": True}.__getitem__,
-    torch.dtype: _DTYPES.__getitem__,
-}
-
-
-@functools.lru_cache(maxsize=1024)
-def _text_of(values):
-    typed = zip(_OPTIONS.items(), values, strict=True)
-    return " ".join(f"{name}={_WRITERS[kind](value)}" for (name, kind), value in typed)
-
-
-@functools.lru_cache(maxsize=1024)
-def _options_of(text):
-    """For the fakes; what runs reads the text in C++, value by value."""
-    words = [word.partition("=") for word in text.split()]
-    if [name for name, _, _ in words] != list(_OPTIONS):
-        expected = " ".join(f"{name}={kind.__name__}" for name, kind in _OPTIONS.items())
-        raise ValueError(f"options: expected {expected}, got {text!r}")
-    read = []
-    for (name, kind), (_, _, value) in zip(_OPTIONS.items(), words, strict=True):
-        try:
-            read.append(_READERS[kind](value))
-        except (KeyError, ValueError):
-            message = f"options: expected {name}={kind.__name__}, got {value!r}"
-            raise ValueError(message) from None
-    return tuple(read)
-
-
 def _wanted(settings):
     return settings.grad_input, settings.grad_weight, settings.grad_bias
 
@@ -150,12 +58,10 @@ def _saved_shape(input, linear_weight, target, settings):
     operand = gemm_dtype(input.device.type, settings.dtype)
     logits = operand if input.device.type == "cpu" else settings.logits_dtype
     differentiates = settings.wants_entropy and any(_wanted(settings))
-    dtype = options.saved_dtype(
-        (operand, logits), settings, target.is_floating_point(), differentiates
-    )
+    dtype = saved_dtype((operand, logits), settings, target.is_floating_point(), differentiates)
     vocab = linear_weight.shape[0] if settings.valid_vocab is None else settings.valid_vocab
     rows = input.shape[0] if settings.rows is None else settings.rows
-    return (rows, options.row_pitch(vocab, dtype, input.device.type)), dtype
+    return (rows, row_pitch(vocab, dtype, input.device.type)), dtype
 
 
 def _keeps_statistics(device_type, settings):
@@ -223,12 +129,12 @@ def _fake_scaled(grad, grad_output, scalars, dtype):
 def _fake_cross_entropy_forward(logits, target, *rest):
     if logits.shape[-1] < 1:
         raise ValueError("logits: expected at least one class, got 0")
-    reduction, *_, wants_predictions = rest[4:]
+    settings = Settings.of_arguments(None, None, *rest[4:])
     stat = stat_dtype(logits.dtype)
     return (
-        _fake_loss(logits, reduction, stat),
+        _fake_loss(logits, settings.reduction, stat),
         *_fake_statistics(logits, stat),
-        _fake_predictions(logits, wants_predictions),
+        _fake_predictions(logits, settings.wants_predictions),
     )
 
 

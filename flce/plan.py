@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import accumulate, options
-from .ops import stat_dtype
+from . import accumulate, strategy, targets, validate
+from .options import DTYPES
 from .signature import LinearSignature, Wanted, product_dtypes
 
 
@@ -57,9 +57,9 @@ _MOST_ELEMENTS = 1 << 54
 
 def _check_sizes(tokens, hidden, vocab, valid_vocab):
     sizes = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
-    sizes = {name: int(options.check_integer(name, *given)) for name, given in sizes.items()}
+    sizes = {name: int(validate.check_integer(name, *given)) for name, given in sizes.items()}
     if valid_vocab is not None:
-        options.check_integer("valid_vocab", valid_vocab, 1, vocab)
+        validate.check_integer("valid_vocab", valid_vocab, 1, vocab)
     for first, second in itertools.combinations(sizes, 2):
         if sizes[first] * sizes[second] > _MOST_ELEMENTS:
             raise ValueError(
@@ -130,19 +130,19 @@ def plan(
     device = torch.device(device)
     _check_device(device)
     _check_sizes(tokens, hidden, vocab, valid_vocab)
-    options.check_float("dtype", dtype)
-    options.check_float("input_dtype", input_dtype or dtype)
-    options.check_float("weight_dtype", weight_dtype or dtype)
-    options.check_choices(reduction, save)
+    validate.check_float("dtype", dtype)
+    validate.check_float("input_dtype", input_dtype or dtype)
+    validate.check_float("weight_dtype", weight_dtype or dtype)
+    validate.check_choices(reduction, save)
     accumulate.check_place(accumulate_into, save)
     if softcap is not None:
-        softcap = options.number("softcap", softcap)
-    label_smoothing = options.number("label_smoothing", label_smoothing)
-    scalars = options.check_scalars(-100, label_smoothing, 1.0, softcap, 1.0, 0.0)
-    options.check_bound(valid_bound, bool(probabilities))
+        softcap = validate.number("softcap", softcap)
+    label_smoothing = validate.number("label_smoothing", label_smoothing)
+    scalars = validate.check_scalars(-100, label_smoothing, softcap, 1.0, 1.0, 0.0)
+    targets.check_bound(valid_bound, bool(probabilities))
     if probabilities is True:
         probabilities = dtype
-    if probabilities and probabilities not in options.DTYPES:
+    if probabilities and probabilities not in DTYPES:
         raise ValueError(
             "probabilities: expected True, False or a floating-point dtype that targets may have, "
             f"got {probabilities!r}"
@@ -153,7 +153,7 @@ def plan(
         scalars=scalars,
         has_probabilities=bool(probabilities),
         vocab=vocab if valid_vocab is None else valid_vocab,
-        stat=stat_dtype(dtype),
+        stat=strategy.stat_dtype(dtype),
         wanted=Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
         differentiable=grad_input or grad_weight or bias,
         tokens=tokens,
@@ -162,15 +162,15 @@ def plan(
         device_type=device.type,
         types=product_dtypes(dtype, accum_dtype, logits_dtype),
         save=save,
-        max_memory=options.resolve_max_memory(max_memory, device),
-        saves_memory=max_memory is None and not options.given_max_memory(),
+        max_memory=strategy.resolve_max_memory(max_memory, device),
+        saves_memory=max_memory is None and not strategy.given_max_memory(),
         grads=(grad_input, grad_weight, bias),
         accumulate_into=accumulate_into,
         compiling=False,
         allow_tf32=False,
     )
     weight_dtype = weight_dtype or dtype
-    added = weight_dtype if accumulate_into == "grad" else stat_dtype(weight_dtype)
+    added = weight_dtype if accumulate_into == "grad" else strategy.stat_dtype(weight_dtype)
     text = torch.ops.flce.plan(
         tokens,
         hidden,

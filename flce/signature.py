@@ -6,6 +6,7 @@ A training step repeats its signature, and the device waits for the host before 
 a small step, so what follows from a signature is found once and kept.
 """
 
+import collections
 import functools
 import math
 import typing
@@ -13,9 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-from . import accumulate, ops, options
+from . import accumulate, ops, strategy, validate
+from .options import DTYPES, OPTIONS, OUTPUTS, Scalars, Settings
 
 _KEPT = 1024  # signatures; those not asked for longest go first
+# The options that decide a signature, in the order of the values that are its key.
+LOGITS_VALUES = ("reduction", *Scalars._fields)
+LINEAR_VALUES = (
+    *(name for name, option in OPTIONS.items() if option.slot),
+    "valid_vocab",
+    "accumulate_into",
+)
 
 
 class Meta(typing.NamedTuple):
@@ -29,23 +38,18 @@ class Meta(typing.NamedTuple):
     device: torch.device
     shape: torch.Size
     requires_grad: bool
-    layout: torch.layout
 
     def dim(self):
         return len(self.shape)
 
 
-def looks_of(tensor):
-    """The fields of Meta."""
-    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad, tensor.layout
-
-
 def describe(name, tensor):
-    """As looks_of, checked to be a tensor; None stays None."""
+    """The fields of Meta of what is checked to be a dense tensor; None stays None."""
     if tensor is None:
         return None
-    options.check_tensor(name, tensor)
-    return looks_of(tensor)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        validate.check_tensor(name, tensor)
+    return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
 
 
 def _meta(fields):
@@ -72,7 +76,7 @@ def environment(first, compiling, max_memory=None):
         # The text of a device's type takes as long as all the rest, where the caches are cold.
         autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
         first.dtype == torch.float32 and first.is_cuda and _allows_tf32(),
-        options.given_max_memory() if max_memory is None else None,
+        strategy.given_max_memory() if max_memory is None else None,
     )
 
 
@@ -88,14 +92,10 @@ def _allows_tf32():
     return matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
-class Wanted(typing.NamedTuple):
-    """Which outputs a call gives beside the loss, in the order of LinearCrossEntropyOutput."""
+class Wanted(collections.namedtuple("Wanted", OUTPUTS, defaults=(False,) * len(OUTPUTS))):
+    """Which outputs a call gives beside the loss."""
 
-    lse: bool = False
-    entropy: bool = False
-    accuracy: bool = False
-    predictions: bool = False
-    z_loss: bool = False
+    __slots__ = ()
 
     @property
     def differentiable(self):
@@ -130,9 +130,9 @@ def _once_a_signature(function):
 
 def product_dtypes(dtype, accum_dtype, logits_dtype):
     """Those of the products' operands, of dW's sum and of the logits, None replaced."""
-    stat = ops.stat_dtype(dtype)
-    accum_dtype = options.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
-    logits_dtype = options.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
+    stat = strategy.stat_dtype(dtype)
+    accum_dtype = validate.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
+    logits_dtype = validate.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
     return dtype, accum_dtype, logits_dtype
 
 
@@ -141,7 +141,7 @@ class Signature:
     """What both kinds of call have. `returns`: of the Function that makes them differentiable."""
 
     reduction: str
-    scalars: options.Scalars
+    scalars: Scalars
     has_probabilities: bool
     vocab: int
     stat: torch.dtype
@@ -188,7 +188,7 @@ class LinearSignature(Signature):
         compiled one gets zeros where none came from lse or entropy, and would make all again, and
         float16 has no room for those of probabilities that are not normalized (plan.c: kept_dtype).
         """
-        operand = ops.gemm_dtype(self.device_type, self.types[0])
+        operand = strategy.gemm_dtype(self.device_type, self.types[0])
         return (
             self.accumulates
             or (self.wanted.differentiable and self.compiling)
@@ -200,11 +200,11 @@ class LinearSignature(Signature):
         if not self.differentiable:
             return "nothing"
         dtype, _, logits_dtype = self.types
-        operand = ops.gemm_dtype(self.device_type, dtype)
+        operand = strategy.gemm_dtype(self.device_type, dtype)
         dtypes = (operand, logits_dtype if self.device_type != "cpu" else operand)
         wants = self.wanted
-        kept = options.saved_dtype(dtypes, self.scalars, self.has_probabilities, wants.entropy)
-        return options.resolve_save(
+        kept = strategy.saved_dtype(dtypes, self.scalars, self.has_probabilities, wants.entropy)
+        return strategy.resolve_save(
             self.save,
             self.device_type,
             (rows, self.hidden, self.vocab),
@@ -219,20 +219,26 @@ class LinearSignature(Signature):
 
     def settings_for(self, rows):
         """What the inner operators take behind their tensors; `rows` None for all."""
-        return ops.Settings(
-            self.valid_vocab,
-            rows,
-            self.reduction,
-            *self.scalars,
-            self.wanted.entropy,
-            self.wants_predictions,
-            self.wants_statistics,
-            *self.types,
-            self.resolve_save(self.tokens if rows is None else rows),
-            self.max_memory,
-            self.saves_memory,
-            *self.grads,
-            self.allow_tf32,
+        dtype, accum_dtype, logits_dtype = self.types
+        grad_input, grad_weight, grad_bias = self.grads
+        return Settings(
+            valid_vocab=self.valid_vocab,
+            rows=rows,
+            reduction=self.reduction,
+            accum_dtype=accum_dtype,
+            logits_dtype=logits_dtype,
+            save=self.resolve_save(self.tokens if rows is None else rows),
+            max_memory=self.max_memory,
+            dtype=dtype,
+            wants_entropy=self.wanted.entropy,
+            wants_predictions=self.wants_predictions,
+            wants_statistics=self.wants_statistics,
+            saves_memory=self.saves_memory,
+            grad_input=grad_input,
+            grad_weight=grad_weight,
+            grad_bias=grad_bias,
+            allow_tf32=self.allow_tf32,
+            **self.scalars._asdict(),
         )
 
     @functools.cached_property
@@ -254,49 +260,45 @@ def linear_signature(
     wanted,
     operands,
     tensors,
-    reduction,
-    valid_vocab,
-    accum_dtype,
-    logits_dtype,
-    save,
-    max_memory,
-    accumulate_into,
-    *numbers,
+    *values,
 ):
     """`around`: as `environment` gives it; `operands`: as `describe` does, of input, linear_weight,
-    linear_bias; `tensors`: likewise, as LossTensors has them; `numbers` as check_scalars takes
-    them. Raises what is wrong with them."""
+    linear_bias; `tensors`: likewise, as LossTensors has them; `values`: those of LINEAR_VALUES.
+    Raises what is wrong with them."""
+    given = dict(zip(LINEAR_VALUES, values, strict=True))
+    reduction, save, max_memory = given["reduction"], given["save"], given["max_memory"]
+    valid_vocab, accumulate_into = given["valid_vocab"], given["accumulate_into"]
     around, tensors = Environment(*around), LossTensors(*map(_meta, tensors))
     operands = tuple(map(_meta, operands))
     input, linear_weight, linear_bias = operands
-    options.check_choices(reduction, save)
+    validate.check_choices(reduction, save)
     accumulate.check_place(accumulate_into, save)
-    scalars = options.check_scalars(*numbers)
-    options.check_operands(*operands)
+    scalars = validate.check_scalars(*(given[name] for name in Scalars._fields))
+    validate.check_operands(*operands)
     vocab, hidden = linear_weight.shape
     _check_loss_tensors(tensors, wanted, vocab, scalars.ignore_index, ("input", input))
     if valid_vocab is not None:
-        vocab = options.check_integer("valid_vocab", valid_vocab, 1, vocab)
-    dtype = options.compute_dtype(*operands, around.autocast)
+        vocab = validate.check_integer("valid_vocab", valid_vocab, 1, vocab)
+    dtype = validate.compute_dtype(*operands, around.autocast)
     saves_memory = max_memory is None and not around.max_memory
     if max_memory is None:
-        max_memory = options.default_max_memory(input.device, around.max_memory)
+        max_memory = strategy.default_max_memory(input.device, around.max_memory)
     grads = tuple(around.grad and meta is not None and meta.requires_grad for meta in operands)
     return LinearSignature(
         reduction=reduction,
         scalars=scalars,
         has_probabilities=tensors.target.dtype.is_floating_point,
         vocab=vocab,
-        stat=ops.stat_dtype(dtype),
+        stat=strategy.stat_dtype(dtype),
         wanted=wanted,
         differentiable=any(grads),
         tokens=math.prod(input.shape[:-1]),
         hidden=hidden,
         valid_vocab=valid_vocab,
         device_type=input.device.type,
-        types=product_dtypes(dtype, accum_dtype, logits_dtype),
+        types=product_dtypes(dtype, given["accum_dtype"], given["logits_dtype"]),
         save=save,
-        max_memory=options.parse_bytes(max_memory),
+        max_memory=strategy.parse_bytes(max_memory),
         saves_memory=saves_memory,
         grads=grads,
         accumulate_into=accumulate_into,
@@ -311,17 +313,26 @@ class LogitsSignature(Signature):
 
     @functools.cached_property
     def settings(self):
-        return (self.reduction, *self.scalars, self.wanted.entropy, self.wants_predictions)
+        """The two lists of the inner operators."""
+        others = dict.fromkeys(Settings._fields, 0) | {"save": "nothing"}
+        others |= dict.fromkeys(("dtype", "accum_dtype", "logits_dtype"), DTYPES[0])
+        loss = {
+            "reduction": self.reduction,
+            "wants_entropy": self.wanted.entropy,
+            "wants_predictions": self.wants_predictions,
+            **self.scalars._asdict(),
+        }
+        return Settings(**others | loss).arguments()[2:]
 
 
 @_once_a_signature
-def logits_signature(around, wanted, logits, tensors, reduction, *numbers):
-    """As linear_signature."""
+def logits_signature(around, wanted, logits, tensors, reduction, *scalars):
+    """As linear_signature; `reduction` and `scalars` are the values of LOGITS_VALUES."""
     around, logits = Environment(*around), _meta(logits)
     tensors = LossTensors(*map(_meta, tensors))
-    options.check_choices(reduction)
-    scalars = options.check_scalars(*numbers)
-    options.check_logits(logits)
+    validate.check_choices(reduction)
+    scalars = validate.check_scalars(*scalars)
+    validate.check_logits(logits)
     vocab = logits.shape[-1]
     _check_loss_tensors(tensors, wanted, vocab, scalars.ignore_index, ("logits", logits))
     return LogitsSignature(
@@ -329,7 +340,7 @@ def logits_signature(around, wanted, logits, tensors, reduction, *numbers):
         scalars=scalars,
         has_probabilities=tensors.target.dtype.is_floating_point,
         vocab=vocab,
-        stat=ops.stat_dtype(logits.dtype),
+        stat=strategy.stat_dtype(logits.dtype),
         wanted=wanted,
         differentiable=around.grad and logits.requires_grad,
     )
@@ -337,10 +348,10 @@ def logits_signature(around, wanted, logits, tensors, reduction, *numbers):
 
 def _check_loss_tensors(tensors, wanted, vocab, ignore_index, named):
     """`named`: name and Meta of the tensor with the rows."""
-    options.check_target(tensors.target, vocab, ignore_index, *named)
-    options.check_class_weight(tensors.weight, vocab, *named)
-    options.check_row_vector("token_weight", tensors.token_weight, *named)
-    options.check_row_vector("temperature", tensors.temperature, *named)
+    validate.check_target(tensors.target, vocab, ignore_index, *named)
+    validate.check_class_weight(tensors.weight, vocab, *named)
+    validate.check_row_vector("token_weight", tensors.token_weight, *named)
+    validate.check_row_vector("temperature", tensors.temperature, *named)
     if wanted.accuracy and tensors.target.dtype.is_floating_point:
         raise ValueError(
             "return_accuracy: expected False with probabilities, which name no class to be right "

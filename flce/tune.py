@@ -5,17 +5,16 @@ import math
 import os
 import statistics
 import time
-import warnings
 from dataclasses import dataclass
 
 import torch
 
-from . import options
-from .loss import linear_cross_entropy
+from .functional import linear_cross_entropy
 from .ops import inner
+from .options import DTYPES
 
 # The numbers of a product and of an algorithm, in the order of csrc/cuda/gemm.cuh: the library's
-# version and gemm_key; gemm_algorithm. A dtype's number is its place in options.DTYPES.
+# version and gemm_key; gemm_algorithm. A dtype's number is its place in DTYPES.
 PRODUCT = (
     *(
         "cublaslt",
@@ -85,7 +84,7 @@ class Tuning:
 
 
 def _type_name(number):
-    return str(options.DTYPES[number]).removeprefix("torch.")
+    return str(DTYPES[number]).removeprefix("torch.")
 
 
 def tune(
@@ -111,11 +110,11 @@ def tune(
     One forward and backward on random data shows the products: logits, the input's and the
     weight's gradient, of whole chunks and of the last. Each candidate of each is then timed in
     interleaved rounds, which takes seconds. The fastest is taken from then on, by this process at
-    once, by later ones when they import flce. Without tuning nothing is ever timed: the choice
-    follows from sizes, GPU and library version. Another algorithm may add in another order, so
-    that results differ in their last bits from those before tuning, and from those of a machine
-    that lacks the file; with the file they are again the same from run to run. Where several
-    processes are to agree, tune in one of them before the others import flce.
+    once, and by those that import flce with FLCE_TUNE_FILE set to the file. Without tuning nothing
+    is ever timed: the choice follows from sizes, GPU and library version. Another algorithm may add
+    in another order, so that results differ in their last bits from those before tuning, and from
+    those of a machine that lacks the file; with the file they are again the same from run to run.
+    Where several processes are to agree, tune in one of them before the others import flce.
 
     Args:
         tokens, hidden, vocab: N, H, V: the sizes of the calls to come. With `valid_bound` in those
@@ -125,9 +124,8 @@ def tune(
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one.
         reduction, accum_dtype, logits_dtype, save, max_memory: as in `linear_cross_entropy`.
-        path: the file; None for the environment's FLCE_TUNE_FILE, else flce/gemm.json in
-            $XDG_CACHE_HOME or ~/.cache. "" keeps the choice in this process alone. Choices for
-            other products in the file stay.
+        path: the file to write; None for that of FLCE_TUNE_FILE. "", or neither, keeps the choice
+            in this process alone. Choices for other products in the file stay.
         **others: further options of `linear_cross_entropy` that the calls have.
 
     Returns:
@@ -264,7 +262,7 @@ def _name_of(product):
 def _operands(product, device):
     """a, b, c, bias or None, workspace: random data, aligned as the product says."""
     p = product
-    dtype, c_dtype = options.DTYPES[p["dtype"]], options.DTYPES[p["c_dtype"]]
+    dtype, c_dtype = DTYPES[p["dtype"]], DTYPES[p["c_dtype"]]
     generator = torch.Generator(device).manual_seed(0)
 
     def memory(count, dtype, alignment):
@@ -296,18 +294,14 @@ def _line(gpu, product, algorithm):
 
 
 def _file(path):
-    """(the file or None, whether somebody named it)"""
-    if path is None:
-        path = os.environ.get(_ENVIRONMENT)
-    if path is not None:
-        return os.fspath(path) or None, True
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return os.path.join(os.path.expanduser(cache), "flce", "gemm.json"), False
+    """The path, else that of FLCE_TUNE_FILE; None for no file."""
+    path = os.environ.get(_ENVIRONMENT) if path is None else path
+    return os.fspath(path) or None if path is not None else None
 
 
 def _prepare_file(path):
     """The path, which can be read and written: what does not serve shows before the work."""
-    path, _ = _file(path)
+    path = _file(path)
     if path is not None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         read(path)
@@ -387,12 +381,8 @@ def _write(path, tuned):
 
 
 def load():
-    """Takes over what the file has.
-
-    A file that does not serve is an error where FLCE_TUNE_FILE names it, else a warning: nothing
-    is lost but time.
-    """
-    path, named = _file(None)
+    """Takes over what the file of FLCE_TUNE_FILE has; ValueError where it does not serve."""
+    path = _file(None)
     if path is None:
         return
     try:
@@ -400,16 +390,14 @@ def load():
         if entries:
             inner.gemm_use("".join(_line(e["gpu"], e["product"], e["algorithm"]) for e in entries))
     except (OSError, ValueError) as error:
-        if named:
-            raise ValueError(f"{_ENVIRONMENT}: {error}") from error
-        warnings.warn(f"flce: tuned products are not used: {error}", stacklevel=2)
+        raise ValueError(f"{_ENVIRONMENT}: {error}") from error
 
 
 def describe():
     """What `load` has found, in a line."""
-    path, _ = _file(None)
+    path = _file(None)
     if path is None:
-        return f"none, {_ENVIRONMENT} is empty"
+        return f"none, {_ENVIRONMENT} is not set"
     if not os.path.exists(path):
         return f"none, there is no {path}"
     try:

@@ -2,7 +2,8 @@
 
 import torch
 
-from flce import ops
+from flce.options import Settings
+from flce.strategy import stat_dtype
 
 TENSORS = 8  # of flce::forward: input ... num_items
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
@@ -26,11 +27,31 @@ def settings(
     dtype=torch.float32,
 ):
     """What follows the tensors, for operands of `dtype` and exact logits."""
-    loss = (reduction, -100, label_smoothing, 1.0, softcap, temperature, z_loss)
-    types = (dtype, dtype, ops.stat_dtype(dtype))
-    outputs = (wants_entropy, wants_predictions, wants_statistics)
-    options = (*loss, *outputs, *types, save, max_memory, False, *grads, False)
-    return ops.Settings(valid_vocab, rows, *options).arguments()
+    grad_input, grad_weight, grad_bias = grads
+    return Settings(
+        valid_vocab=valid_vocab,
+        rows=rows,
+        reduction=reduction,
+        ignore_index=-100,
+        accum_dtype=dtype,
+        logits_dtype=stat_dtype(dtype),
+        save=save,
+        max_memory=max_memory,
+        dtype=dtype,
+        wants_entropy=wants_entropy,
+        wants_predictions=wants_predictions,
+        wants_statistics=wants_statistics,
+        saves_memory=False,
+        grad_input=grad_input,
+        grad_weight=grad_weight,
+        grad_bias=grad_bias,
+        allow_tf32=False,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=1.0,
+        temperature=temperature,
+        z_loss=z_loss,
+    ).arguments()
 
 
 def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **rest):
@@ -56,8 +77,8 @@ def backward(arguments, made, grad_output, grad_stats=None, **changed):
 
 
 def cross_entropy_forward(logits, target, *, weight=None, reduction="mean", label_smoothing=0.0):
-    loss = (reduction, -100, label_smoothing, 1.0, 0.0, 1.0, 0.0)
-    return (logits, target, weight, None, None, None, *loss, False, False)
+    lists = settings("nothing", reduction=reduction, label_smoothing=label_smoothing)[2:]
+    return (logits, target, weight, None, None, None, *lists)
 
 
 def cross_entropy_backward(arguments, made, grad_output, **changed):

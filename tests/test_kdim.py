@@ -1,10 +1,9 @@
-"""Weights of more than two dimensions (flce.kdim) and torch's own call (flce.compat.torch)."""
+"""Weights of more than two dimensions and torch's own call: flce.compat.kdim, flce.compat.torch."""
 
 import functools
 import inspect
 import types
 
-import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,13 +12,13 @@ from operands import H, N, V, agree, indices, leaf, make
 import flce
 from flce.compat import cce, liger
 from flce.compat import torch as compat_torch
-from flce.kdim import k_dimensional
+from flce.strategy import from_torch_options
 
 HAS_TORCHS = hasattr(F, "linear_cross_entropy")
 needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")
 
 
-# ---- weights of more than two dimensions (flce.kdim) and torch's own call ----
+# ---- weights of more than two dimensions (flce.compat.kdim) and torch's own call ----
 
 
 def eager(x, w, target, *, linear_bias=None, ignore_index=None, options=None, **kwargs):
@@ -88,86 +87,20 @@ def test_all_ignored_is_zero(device, places):
     assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (x, w)))
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("places", [(), (3,)])
-def test_weights_that_sum_to_zero_are_nan(device, places, z_loss):
-    """0/0 as in torch, whatever the layout; over no valid place it is 0 all the same."""
+def test_weights_that_sum_to_zero_are_nan(device, places):
+    """0/0 as in torch, whatever the layout; over no valid row it is 0 all the same."""
     x, w, _, target = make("indices", places, device)
-    options = {"weight": torch.zeros(V, dtype=torch.float64, device=device), "z_loss": z_loss}
-    assert flce.linear_cross_entropy(x, w, target, **options).isnan()
-    assert flce.linear_cross_entropy(x, w, torch.full_like(target, -100), **options) == 0
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 0.02])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", ["indices", "probabilities"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_options_at_each_position(device, reduction, kind, weighted, z_loss):
-    """Per-place temperature and token_weight, softcap and z-loss, which under mean has a
-    denominator of its own, that class weights do not enter."""
-    x, w, b, target = make(kind, (2, 3), device)
-    shape = (N, 2, 3)
-    weight = torch.rand(V, dtype=torch.float64, device=device) + 0.1 if weighted else None
-    temperature = torch.rand(shape, dtype=torch.float64, device=device) + 0.5
-    token_weight = torch.rand(shape, dtype=torch.float64, device=device)
-    ours = k_dimensional(
-        flce.linear_cross_entropy,
-        x,
-        w,
-        target,
-        linear_bias=b,
-        weight=weight,
-        reduction=reduction,
-        softcap=4.0,
-        z_loss=z_loss,
-        temperature=temperature,
-        token_weight=token_weight,
-    )
-    logits = torch.einsum("nh,cdeh->ncde", x, w) + b
-    logits = 4.0 * torch.tanh(logits / 4.0) / temperature.unsqueeze(1)
-    rows = token_weight * F.cross_entropy(logits, target, weight=weight, reduction="none")
-    valid = torch.ones_like(token_weight) if kind == "probabilities" else (target != -100).double()
-    extra = z_loss * token_weight * valid * logits.logsumexp(1).square()
-    if reduction == "mean":
-        factors = valid
-        if weighted and kind == "indices":
-            factors = weight[target.clamp(min=0)] * valid
-        theirs = rows.sum() / factors.sum() + extra.sum() / valid.sum()
-    else:
-        theirs = rows + extra if reduction == "none" else (rows + extra).sum()
-    agree(ours, theirs, (x, w, b))
-
-
-@pytest.mark.parametrize("budget", [None, 2 * 80])
-@pytest.mark.parametrize("save", cases.SAVES)
-def test_each_strategy_at_each_position(device, save, budget):
-    """Whole and in chunks of two rows; the options of a call reach every position's."""
-    x, w, b, target = make("indices", (2, 3), device)
-    knobs = {"linear_bias": b, "save": save, "max_memory": budget, "valid_bound": N}
-    ours = flce.linear_cross_entropy(x, w, target, **knobs)
-    agree(ours, eager(x, w, target, linear_bias=b), (x, w, b))
-
-
-def test_a_0d_tensor_is_a_number_at_each_position(device):
-    x, w, _, target = make("indices", (3,), device)
-    call = {"temperature": torch.tensor(2.0), "softcap": torch.tensor(3.0)}
-    ours = flce.linear_cross_entropy(x, w, target.to(torch.int32), **call)
-    logits = 3.0 * torch.tanh(torch.einsum("nh,cdh->ncd", x, w) / 3.0) / 2.0
-    agree(ours, F.cross_entropy(logits, target), (x, w))
-
-
-@pytest.mark.parametrize("num_items", [5, 5.0, "tensor"])
-def test_num_items_of_positions(device, num_items):
-    x, w, _, target = make("indices", (3,), device)
-    items = torch.tensor(5, device=device) if num_items == "tensor" else num_items
-    ours = k_dimensional(flce.linear_cross_entropy, x, w, target, num_items=items)
-    agree(ours, eager(x, w, target, reduction="sum") / 5, (x, w))
+    weight = torch.zeros(V, dtype=torch.float64, device=device)
+    call = functools.partial(compat_torch.linear_cross_entropy, x, w, weight=weight)
+    assert call(target).isnan()
+    assert call(torch.full_like(target, -100)) == 0
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_position(device, reduction):
     x, w, _, target = make("indices", (2, 0), device)
-    loss = k_dimensional(flce.linear_cross_entropy, x, w, target, reduction=reduction)
+    loss = compat_torch.linear_cross_entropy(x, w, target, reduction=reduction)
     assert loss.shape == ((N, 2, 0) if reduction == "none" else ())
     assert loss.sum() == 0
     for grad in torch.autograd.grad(loss.sum(), (x, w)):
@@ -177,13 +110,12 @@ def test_no_position(device, reduction):
 def test_positions_do_not_wait_for_the_device(cuda):
     x, w, b, target = make("indices", (3,), cuda)
     weight = torch.rand(V, dtype=torch.float64, device=cuda)
-    k_dimensional(flce.linear_cross_entropy, x, w, target, linear_bias=b, weight=weight).backward()
+    call = functools.partial(compat_torch.linear_cross_entropy, x, w, target)
+    call(linear_bias=b, weight=weight).backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = k_dimensional(
-            flce.linear_cross_entropy, x, w, target, linear_bias=b, weight=weight, z_loss=0.1
-        )
+        loss = call(linear_bias=b, weight=weight)
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -193,12 +125,6 @@ def test_positions_do_not_wait_for_the_device(cuda):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"shift": 1}, "shift"),
-        ({"cu_seqlens": torch.tensor([0, N])}, "cu_seqlens"),
-        *(({f"return_{name}": True}, f"return_{name}") for name in ("lse", "entropy", "accuracy")),
-        *(({f"return_{name}": True}, f"return_{name}") for name in ("predictions", "z_loss")),
-        ({"temperature": torch.ones(N)}, "temperature"),
-        ({"token_weight": torch.ones(N, 4)}, "token_weight"),
         ({"linear_bias": torch.ones(V)}, "linear_bias"),
         ({"input": torch.ones(2, N, H)}, "input"),
         ({"input": torch.ones(H)}, "input"),
@@ -214,13 +140,13 @@ def test_positions_refuse(change, named):
         "target": torch.ones(N, 3, dtype=torch.int64),
     }
     with pytest.raises(ValueError, match=f"^{named}: expected"):
-        k_dimensional(flce.linear_cross_entropy, **{**call, **change})
+        compat_torch.linear_cross_entropy(**{**call, **change})
 
 
-def test_the_public_function_takes_positions(device):
-    x, w, b, target = make("indices", (3,), device)
-    ours = flce.linear_cross_entropy(x, w, target, linear_bias=b, reduction="none")
-    agree(ours, eager(x, w, target, linear_bias=b, reduction="none"), (x, w, b))
+def test_the_public_function_names_the_shape(device):
+    x, w, _, target = make("indices", (3,), device)
+    with pytest.raises(ValueError, match=r"linear_weight: expected shape \(V, "):
+        flce.linear_cross_entropy(x, w, target)
 
 
 def compiled_calls(x, w, y):
@@ -233,8 +159,8 @@ def compiled_calls(x, w, y):
         "liger": lambda x, w: liger.LigerFusedLinearCrossEntropyLoss(
             ce_weight=weight, lse_square_scale=0.1, use_token_scaling=True
         )(w, x.flatten(0, 1), rows),
-        "positions": lambda x, w: flce.linear_cross_entropy(
-            x.flatten(0, 1), torch.stack([w, 2 * w], 1), places, weight=weight, z_loss=0.1
+        "positions": lambda x, w: compat_torch.linear_cross_entropy(
+            x.flatten(0, 1), torch.stack([w, 2 * w], 1), places, weight=weight
         ),
     }
 
@@ -254,20 +180,20 @@ def fields(acc_dtype=None, acc_policy="auto", batch_chunk_size=None):
     )
 
 
-def test_knobs():
+def test_what_torchs_options_become():
     weight = torch.empty(10, 4, dtype=torch.bfloat16)
-    assert compat_torch.knobs(None, weight) == {}
-    assert compat_torch.knobs(fields(), weight) == {}
-    made = compat_torch.knobs(fields(torch.float32, "accurate", 8), weight)
+    assert from_torch_options(None, weight) == {}
+    assert from_torch_options(fields(), weight) == {}
+    made = from_torch_options(fields(torch.float32, "accurate", 8), weight)
     assert made == {"accum_dtype": torch.float32, "max_memory": 8 * 64}  # rows of whole 64 bytes
-    assert compat_torch.knobs(fields(torch.float32, "compact"), weight) == {}
-    made = compat_torch.knobs(fields(batch_chunk_size=3), weight.double())
+    assert from_torch_options(fields(torch.float32, "compact"), weight) == {}
+    made = from_torch_options(fields(batch_chunk_size=3), weight.double())
     assert made == {"max_memory": 3 * 128}
     with pytest.raises(TypeError, match="^options: expected"):
-        compat_torch.knobs({"batch_chunk_size": 3}, weight)
+        from_torch_options({"batch_chunk_size": 3}, weight)
     for wrong in (0, True, 2.0):
         with pytest.raises(ValueError, match="^options: expected a positive int"):
-            compat_torch.knobs(fields(batch_chunk_size=wrong), weight)
+            from_torch_options(fields(batch_chunk_size=wrong), weight)
 
 
 @needs_torchs

@@ -11,6 +11,7 @@ from small_case import BUDGET, HIDDEN, VOCAB, call, leaves_of, make
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flce
+from flce.options import Settings
 
 # ---- torch.library ----
 
@@ -72,8 +73,8 @@ def opcheck_backward(device):
 
 def opcheck_backward_into(device):
     for args, kwargs in opcheck_backward(device):
-        linear_weight, options = args[3], args[-1]
-        if "grad_weight=1" in options:
+        linear_weight, settings = args[3], Settings.of_arguments(*args[-4:])
+        if settings.grad_weight:
             yield (torch.randn_like(linear_weight).detach(), *args), kwargs
 
 
@@ -139,7 +140,7 @@ OPCHECK_SAMPLES = {
     "cross_entropy_backward": opcheck_cross_entropy_backward,
 }
 # opcheck is about tensors: these have none, so no fake and no gradient.
-WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe"}
+WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
 # flce.tune's: its tensors are mere memory, its value is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}

@@ -176,11 +176,6 @@ WHOLE = offsets(0, TOKENS, dtype=torch.int32)
 PROBABLE = {"target": probabilities}
 NONE, SUM = {"reduction": value("none")}, {"reduction": value("sum")}
 SHIFTED = {"shift": value(1)}
-PLACES = {
-    "linear_weight": ones(VOCAB, 2, HIDDEN),
-    "target": ones(TOKENS, 2, dtype=torch.int64),
-}
-
 # As REFUSALS, with what else the call has: each argument would do without it.
 COMBINED_REFUSALS = [
     ("num_items", value(7), NONE, ValueError, ["None", "'none'", "7"]),
@@ -205,9 +200,6 @@ COMBINED_REFUSALS = [
     ("cu_seqlens", offsets([0, 6]), SHIFTED, ValueError, ["vector", "(1, 2)"]),
     ("cu_seqlens", offsets(6), SHIFTED, ValueError, ["two", "1"]),
     ("cu_seqlens", value([0, 6]), SHIFTED, TypeError, ["tensor", "list"]),
-    ("shift", value(1), PLACES, ValueError, ["0", "more than two dimensions", "1"]),
-    ("return_lse", value(True), PLACES, ValueError, ["False", "more than two dimensions", "True"]),
-    ("input", ones(TOKENS, 2, HIDDEN), PLACES, ValueError, ["(N, H)", f"({TOKENS}, 2, {HIDDEN})"]),
 ]
 
 

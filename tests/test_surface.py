@@ -464,24 +464,6 @@ def test_z_loss_with_class_weights_of_zero(device):
     assert cases.relative_error(made.z_loss, truth.z_loss) <= 1e-12
 
 
-def test_positions_share_what_an_ignored_row_may_hold(device):
-    """NaN in an ignored row's token weight, with the two denominators of a K-dimensional mean."""
-    x = torch.randn(6, 8, device=device)
-    w = torch.randn(5, 3, 8, device=device)
-    y = torch.randint(5, (6, 3), device=device)
-    y[0] = -100
-    token_weight = torch.ones(6, 3, device=device, dtype=torch.float64)
-    clean = flce.linear_cross_entropy(
-        x, w, y, weight=torch.ones(5, device=device), z_loss=0.1, token_weight=token_weight
-    )
-    token_weight[0] = math.nan
-    loss = flce.linear_cross_entropy(
-        x, w, y, weight=torch.ones(5, device=device), z_loss=0.1, token_weight=token_weight
-    )
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, clean)
-
-
 def test_accuracy_beyond_the_bound_is_nan(cuda):
     (x, w, y), kept = mostly_ignored(cuda, TOKENS)
     for bound in (len(kept) - 1, 0):

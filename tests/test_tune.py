@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 import cases
@@ -125,15 +124,15 @@ def test_a_corrupt_file_is_named(corrupt, monkeypatch):
         tune.load()
 
 
-def test_a_corrupt_file_that_nobody_named_is_a_warning(corrupt, tmp_path, monkeypatch):
-    monkeypatch.delenv("FLCE_TUNE_FILE")
+def test_no_file_is_read_that_nobody_named(tmp_path, monkeypatch):
+    """Choices change bits: a user's cache is none of the files that are looked for."""
+    looked = []
+    monkeypatch.setattr(tune, "read", looked.append)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.warns(UserWarning, match=re.escape(str(corrupt))):
+    for unset in (lambda: None, lambda: monkeypatch.delenv("FLCE_TUNE_FILE")):
+        unset()
         tune.load()
-    monkeypatch.setenv("FLCE_TUNE_FILE", "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tune.load()
+    assert looked == []
 
 
 @pytest.mark.parametrize(("content", "fits"), [('{"entries": 1}', False), (None, True)])
@@ -319,11 +318,13 @@ def test_tune_keeps_and_saves(cuda, tmp_path):
 
 def test_nothing_is_saved_without_a_file(cuda, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert flce.tune(64, HIDDEN, VOCAB, path="").path is None
     assert os.listdir(tmp_path) == []
     monkeypatch.delenv("FLCE_TUNE_FILE")
-    assert flce.tune(64, HIDDEN, VOCAB).path == str(tmp_path / "flce" / "gemm.json")
+    assert flce.tune(64, HIDDEN, VOCAB).path is None
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setenv("FLCE_TUNE_FILE", str(tmp_path / "gemm.json"))
+    assert flce.tune(64, HIDDEN, VOCAB).path == str(tmp_path / "gemm.json")
 
 
 def test_capture_refuses(cuda):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import flce
-from flce.options import check_tensor
+from flce.validate import check_tensor
 
 IMPLS = (
     "cce",

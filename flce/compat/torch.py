@@ -1,61 +1,15 @@
 """torch.nn.functional.linear_cross_entropy and torch.nn.LinearCrossEntropyLoss (torch 2.13)."""
 
 import math
-import numbers
 
 import torch
 from torch import nn
 
-import flce  # read when a function runs: flce.loss itself imports this module
+import flce
 
-from ..options import row_pitch
-
-_FIELDS = ("acc_dtype", "acc_policy", "batch_chunk_size")
-
-
-def knobs(options, linear_weight):
-    """What torch's `options` mean here, as keyword arguments of `flce.linear_cross_entropy`.
-
-    Args:
-        options: torch.nn.LinearCrossEntropyOptions, an object with its fields acc_dtype, acc_policy
-            and batch_chunk_size, or None.
-        linear_weight: the head's weight, shape (V, H) or (C, d1, ..., dK, H), read for its sizes
-            and dtype.
-
-    Returns:
-        A dict with those of these keys that `options` decide:
-        accum_dtype: `acc_dtype` where one is given, except under acc_policy="compact", which in
-            torch too sums the weight's gradient in the weight's own dtype.
-        max_memory: bytes of `batch_chunk_size` rows of logits in float32 (float64 for a float64
-            weight). It bounds a chunk; where all logits fit they are kept whole.
-
-    `chunking_method` has no effect (max_memory decides), nor has `allow_retain_graph`: a backward
-    that keeps the graph may always be repeated.
-
-    Raises:
-        TypeError: `options` is no such object.
-        ValueError: batch_chunk_size is no positive int.
-    """
-    if options is None:
-        return {}
-    if not all(hasattr(options, name) for name in _FIELDS):
-        raise TypeError(
-            "options: expected torch.nn.LinearCrossEntropyOptions or an object with the fields "
-            f"{', '.join(_FIELDS)}, got {type(options).__name__}"
-        )
-    found = {}
-    if options.acc_dtype is not None and options.acc_policy != "compact":
-        found["accum_dtype"] = options.acc_dtype
-    rows = options.batch_chunk_size
-    if rows is not None:
-        if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
-            raise ValueError(
-                f"options: expected a positive int or None as batch_chunk_size, got {rows!r}"
-            )
-        dtype = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
-        pitch = row_pitch(linear_weight.shape[0], dtype, linear_weight.device.type)
-        found["max_memory"] = int(rows) * pitch * dtype.itemsize
-    return found
+from ..strategy import from_torch_options
+from ..validate import check_tensor
+from .kdim import k_dimensional
 
 
 def linear_cross_entropy(
@@ -81,7 +35,8 @@ def linear_cross_entropy(
         weight: a factor for each class, shape (C,), or None.
         reduction, label_smoothing: as F.cross_entropy.
         ignore_index: None means -100 for class indices; it must be None for probabilities.
-        options: torch.nn.LinearCrossEntropyOptions or None; see `knobs` for what they do here.
+        options: torch.nn.LinearCrossEntropyOptions or None; they give accum_dtype and
+            max_memory, as `flce.linear_cross_entropy` has it.
 
     Returns:
         The loss, shape () or that of class indices for "none".
@@ -100,7 +55,9 @@ def linear_cross_entropy(
             "ignore_index: expected None with a target of class probabilities, which has no "
             f"ignored rows, got {ignore_index}"
         )
-    return flce.linear_cross_entropy(
+    check_tensor("linear_weight", linear_weight)
+    call = flce.linear_cross_entropy if linear_weight.dim() <= 2 else k_dimensional
+    return call(
         input,
         linear_weight,
         target,
@@ -109,7 +66,7 @@ def linear_cross_entropy(
         reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
-        **knobs(options, linear_weight),
+        **from_torch_options(options, linear_weight),
     )
 
 

@@ -1,49 +1,46 @@
-"""The loss as a function."""
+"""The public functions: the loss of a linear head, the loss of given logits, log-probabilities."""
 
-import inspect
 import numbers
 
 import torch
 
-from . import accumulate, composite, repeat
-from .kdim import k_dimensional
-from .options import (
-    check_ignore_index,
-    check_tensor,
-    function_transforms_are_on,
-    num_items_tensor,
-    number,
-    parse_bytes,
-    shifted_target,
-)
+from . import accumulate, composite, validate
+from .options import NUMBERS, OPTIONS, RETURNS
 from .output import LinearCrossEntropyOutput
+from .signature import Wanted
+from .strategy import from_torch_options, parse_bytes
+from .targets import shifted_target
+
+_IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
+_SCALARS = ("ignore_index", *NUMBERS)
 
 
 def _call(name, operands, settings, wanted):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
-    if "accumulate_into" in settings:
+    if settings.get("accumulate_into") is not None:
         accumulate.refuse_tracing()
-        made = composite.linear_cross_entropy_untraced(wanted, *operands, **settings)
-    elif torch.compiler.is_compiling() or function_transforms_are_on():
+        made = composite.linear_cross_entropy_untraced(wanted, *operands, settings)
+    elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
         made = _through_operator(name, operands, settings, wanted)
     else:
-        made = getattr(composite, f"{name}_of")(wanted, *operands, **settings)
+        made = getattr(composite, f"{name}_of")(wanted, *operands, settings)
     return LinearCrossEntropyOutput(*made) if any(wanted) else made[0]
 
 
 def _through_operator(name, operands, settings, wanted):
     if isinstance(settings["num_items"], numbers.Real):
         # An operator takes one type; the number becomes a tensor without a wait.
-        settings["num_items"] = num_items_tensor(
+        settings["num_items"] = validate.num_items_tensor(
             settings["num_items"], settings["reduction"], torch.float64, operands[0]
         )
     if settings.get("max_memory") is not None:
         settings["max_memory"] = parse_bytes(settings["max_memory"])
+    given = {option: settings[option] for option in _IN_SCHEMA if option in settings}
     if not any(wanted):
-        return (getattr(torch.ops.flce, name)(*operands, **settings),)
-    returns = {f"return_{output}": want for output, want in wanted._asdict().items()}
-    made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **settings, **returns)
+        return (getattr(torch.ops.flce, name)(*operands, **given),)
+    returns = dict(zip(RETURNS, wanted, strict=True))
+    made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
     asked = (True, *wanted)
     return (value if ask else None for value, ask in zip(made, asked, strict=True))
 
@@ -53,19 +50,47 @@ def _as_numbers(settings, first):
 
     `first`: the tensor with the rows.
     """
-    for name in ("label_smoothing", "logit_scale", "z_loss", "softcap", "ignore_index"):
-        if isinstance(settings[name], torch.Tensor):
-            settings[name] = number(name, settings[name])
-    temperature = settings["temperature"]
-    if not isinstance(temperature, torch.Tensor):
-        return
-    if temperature.dim() == 0:
-        # On a GPU, and under torch.compile, there is no number yet: each row takes the tensor.
-        if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
-            settings["temperature"] = number("temperature", temperature)
-            return
-        temperature = temperature.expand(first.shape[:-1])
-    settings.update(temperature=1.0, token_temperature=temperature)
+    settings["token_temperature"] = None
+    for name in _SCALARS:
+        value = settings[name]
+        if not isinstance(value, torch.Tensor):
+            continue
+        if name != "temperature":
+            settings[name] = validate.number(name, value)
+        elif value.dim() == 0 and value.device.type == "cpu" and not torch.compiler.is_compiling():
+            settings[name] = validate.number(name, value)
+        else:
+            # A value on a GPU, or under torch.compile, is no number yet: each row takes the tensor.
+            rows = value.expand(first.shape[:-1]) if value.dim() == 0 else value
+            settings.update(temperature=1.0, token_temperature=rows)
+
+
+def _wanted(settings):
+    returns = [settings[name] for name in RETURNS]
+    return Wanted(*returns) if any(returns) else composite.NOTHING
+
+
+def _linear_loss(input, linear_weight, target, settings):
+    """`settings`: all arguments of linear_cross_entropy by name, some of which are changed here."""
+    if settings["options"] is not None:
+        validate.check_tensor("linear_weight", linear_weight)
+        for name, value in from_torch_options(settings["options"], linear_weight).items():
+            if settings[name] is None:
+                settings[name] = value
+    if settings["accumulate_into"] is not None:
+        validate.check_tensor("linear_weight", linear_weight)
+        settings["accumulate_into"] = accumulate.option(
+            linear_weight, settings["accumulate_into"], settings["save"]
+        )
+    _as_numbers(settings, input)
+    bound = settings["valid_bound"]
+    if isinstance(bound, str):
+        if bound != "count":
+            raise ValueError(f'valid_bound: expected an int, "count" or None, got {bound!r}')
+        validate.check_tensor("target", target)
+        settings["valid_bound"] = _count_valid(target, settings)
+    operands = input, linear_weight, target
+    return _call("linear_cross_entropy", operands, settings, _wanted(settings))
 
 
 def linear_cross_entropy(
@@ -109,8 +134,7 @@ def linear_cross_entropy(
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
         linear_weight: the head's weight, shape (V, H), of input's dtype (of any under autocast,
-            which casts as F.linear does); or (V, d1, ..., dK, H) with input (N, H), target
-            (N, d1, ..., dK) or (N, V, d1, ..., dK), as torch's function has it.
+            which casts as F.linear does). flce.compat.torch takes one of more dimensions.
         target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
             probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
@@ -187,90 +211,7 @@ def linear_cross_entropy(
     ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t
     ``sum_j w_j ((1-s) t_j + s/V) (lse - l_j)``, of the logits l above.
     """
-    tensors = (input, linear_weight, target, linear_bias)
-    given = (  # in the order of _OPTIONS; put together from smaller tuples it takes twice as long
-        weight,
-        reduction,
-        ignore_index,
-        label_smoothing,
-        options,
-        softcap,
-        logit_scale,
-        temperature,
-        z_loss,
-        token_weight,
-        num_items,
-        shift,
-        cu_seqlens,
-        valid_vocab,
-        valid_bound,
-        accum_dtype,
-        logits_dtype,
-        save,
-        max_memory,
-        accumulate_into,
-        return_lse,
-        return_entropy,
-        return_accuracy,
-        return_predictions,
-        return_z_loss,
-    )
-    looks = None
-    if not torch.compiler.is_compiling():
-        looks = repeat.look(*tensors, max_memory)
-        known = repeat.find(looks, given)
-        if known is not None:
-            return composite.repeated(known.call, tensors, known.as_given)
-    settings = dict(zip(_OPTIONS, given, strict=True), linear_bias=linear_bias)
-    wanted = composite.Wanted(*(settings.pop(name) for name in _RETURNS))
-    del settings["options"], settings["accumulate_into"]
-    check_tensor("linear_weight", linear_weight)
-    if options is not None:
-        _apply_torch_options(settings, options, linear_weight)
-    settings.update(accumulate.option(linear_weight, accumulate_into, save))
-    if linear_weight.dim() > 2:
-        wanted = {f"return_{output}": want for output, want in wanted._asdict().items()}
-        return k_dimensional(linear_cross_entropy, *tensors[:3], **settings, **wanted)
-    check_tensor("input", input)
-    check_tensor("target", target)
-    _as_numbers(settings, input)
-    if valid_bound == "count":
-        settings["valid_bound"] = _count_valid(target, settings)
-    elif isinstance(valid_bound, str):
-        raise ValueError(f'valid_bound: expected an int, "count" or None, got {valid_bound!r}')
-    if looks is None or not _needs_its_looks_alone(given):
-        return _call("linear_cross_entropy", tensors[:3], settings, wanted)
-    call, prepared = composite.linear_call(wanted, *tensors[:3], **settings)
-    repeat.keep(looks, given, call)
-    return composite.computed(call, *prepared)[0]
-
-
-DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
-}
-_OPTIONS = tuple(DEFAULTS)[4:]
-_RETURNS = tuple(f"return_{output}" for output in composite.Wanted._fields)
-# What is more than a part of a call's signature: its place in _OPTIONS, and the default.
-_BESIDE = [
-    (_OPTIONS.index(name), DEFAULTS[name])
-    for name in ("options", "num_items", "shift", "cu_seqlens", "valid_bound", "accumulate_into")
-    + _RETURNS
-]
-
-
-def _needs_its_looks_alone(given):
-    """Whether a call that looks the same takes the same way, whatever its tensors hold."""
-    return all(given[place] is default for place, default in _BESIDE)
-
-
-def _apply_torch_options(settings, options, linear_weight):
-    # Not at the top: the shims of flce.compat are built on this module.
-    from .compat.torch import knobs
-
-    for name, value in knobs(options, linear_weight).items():
-        if settings[name] is None:
-            settings[name] = value
+    return _linear_loss(input, linear_weight, target, locals())
 
 
 def _count_valid(target, settings):
@@ -280,12 +221,12 @@ def _count_valid(target, settings):
             'valid_bound: expected an int or None under torch.compile, got "count", which waits '
             "for the device"
         )
-    ignore_index = check_ignore_index(settings.get("ignore_index"))
+    ignore_index = validate.check_ignore_index(settings["ignore_index"])
     if target.is_floating_point():
         raise ValueError(
             "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
         )
-    shift, cu_seqlens = settings.get("shift", 0), settings.get("cu_seqlens")
+    shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
     target = shifted_target(target, shift, cu_seqlens, ignore_index)
     return int((target != ignore_index).sum())
 
@@ -329,25 +270,9 @@ def cross_entropy(
     Raises:
         As `linear_cross_entropy`.
     """
-    settings = {
-        "weight": weight,
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "temperature": temperature,
-        "z_loss": z_loss,
-        "token_weight": token_weight,
-        "num_items": num_items,
-    }
-    wanted = composite.Wanted(
-        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss
-    )
-    check_tensor("logits", logits)
-    check_tensor("target", target)
+    settings = locals()
     _as_numbers(settings, logits)
-    return _call("cross_entropy", (logits, target), settings, wanted)
+    return _call("cross_entropy", (logits, target), settings, _wanted(settings))
 
 
 def linear_logprobs(
@@ -392,24 +317,5 @@ def linear_logprobs(
             "target: expected class indices of dtype torch.int64 or torch.int32, got "
             f"{target.dtype}"
         )
-    output = linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        reduction="none",
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        shift=shift,
-        cu_seqlens=cu_seqlens,
-        valid_vocab=valid_vocab,
-        valid_bound=valid_bound,
-        accum_dtype=accum_dtype,
-        logits_dtype=logits_dtype,
-        save=save,
-        max_memory=max_memory,
-        return_entropy=True,
-    )
+    output = linear_cross_entropy(**locals(), reduction="none", return_entropy=True)
     return -output.loss, output.entropy
