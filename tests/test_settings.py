@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import itertools
 import re
 
+import cases
 import pytest
 import raw
 import torch
@@ -116,3 +118,48 @@ def test_a_graph_of_another_build_is_refused():
     *tensors, integers, numbers = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
     with pytest.raises(ValueError, match="layout: expected .*compile the graph again"):
         torch.ops.flce.forward(*tensors, changed(integers, "layout", LAYOUT - 1), numbers)
+
+
+def described(outputs):
+    return [None if one is None else (tuple(one.shape), one.dtype) for one in outputs]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_fakes_give_what_the_operator_gives(device, dtype, kind):
+    """Shapes, dtypes and which outputs there are: strategy.py and ops.py against csrc/plan.c."""
+    x, w = (
+        torch.randn(6, 8, dtype=dtype, device=device),
+        torch.randn(21, 8, device=device).to(dtype),
+    )
+    target = torch.arange(6, device=device)
+    if kind == "probabilities":
+        target = torch.rand(6, 21, device=device).softmax(-1).to(dtype)
+    switches = itertools.product(
+        ("nothing", *cases.SAVES), (0.0, 3.0), (0.0, 0.1), (False, True), ("mean", "none")
+    )
+    for save, softcap, smoothing, output, reduction in switches:
+        if save == "grads" and reduction == "none":
+            continue
+        wanted = (save != "nothing",) * 2
+        for rows, grads in ((None, (*wanted, False)), (6, (False, wanted[1], False))):
+            arguments = raw.forward(
+                x,
+                w,
+                target,
+                save,
+                dtype=dtype,
+                softcap=softcap,
+                label_smoothing=smoothing,
+                wants_entropy=output,
+                wants_predictions=output,
+                wants_statistics=output,
+                reduction=reduction,
+                valid_vocab=19 if kind == "classes" else None,
+                rows=rows,
+                grads=grads,
+            )
+            made = torch.ops.flce.forward(*arguments)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                faked = torch.ops.flce.forward(*arguments)
+            assert described(faked) == described(made), (save, softcap, smoothing, output, rows)
