@@ -179,12 +179,14 @@ def linear_cross_entropy(
             of logits rounded by 7e-4 at the most.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
-            the backward computes the logits again) or "auto": logits where they fit `max_memory`
-            (on CUDA grads, where a scalar loss has all logits in one chunk and the weight has at
-            most 128 MiB), else grads for a scalar loss (stats in float16, or under torch.compile
-            where lse or entropy may be differentiated), else stats.
+            the backward computes the logits again) or "auto": on CUDA, where max_memory is not
+            given, grads for a scalar loss (unless lse or entropy are returned, or probabilities
+            have float16 operands); else logits where they fit max_memory, grads for a scalar
+            loss, and stats otherwise. docs/memory.md has the rule in full.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
-            variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory.
+            variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
+            then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
+            most 1 % of the predicted time.
         accumulate_into: "grad" or "main_grad": the backward adds linear_weight's gradient to that
             attribute of linear_weight itself, a leaf, and returns none: V H elements and a pass
             less. "grad" is made where it is None, "main_grad" has to be there and may be float32;

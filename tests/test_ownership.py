@@ -165,7 +165,7 @@ def test_raw_cross_entropy_backward_checks_what_it_is_given(device, argument):
 
 @pytest.mark.parametrize("save", ["grads", "stats"])
 def test_float32_sums_hold_over_many_chunks(device, save):
-    """bfloat16 sums lose a rounding a chunk (README); accum_dtype=torch.float32 does not."""
+    """bfloat16 sums lose a rounding a chunk; accum_dtype=torch.float32 does not."""
     case = cases.make_case(1024, 64, 512, dtype=torch.bfloat16, device=device, std=2.0)
     truth = cases.chunked_truth(case, 256)["linear_weight"]
 

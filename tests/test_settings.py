@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import pathlib
 import re
 
 import cases
@@ -56,6 +57,16 @@ def test_modules_hold_the_table():
     for module in (flce.LinearCrossEntropyLoss, flce.LinearCrossEntropyHead):
         with pytest.raises(TypeError, match="unexpected keyword argument 'smoothing'.*softcap"):
             module(4, 5, smoothing=0.1)
+
+
+def test_every_option_is_documented():
+    """In the docstring of the function, and in the README's call."""
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    call = readme[readme.index("flce.linear_cross_entropy(") : readme.index("loss.backward()")]
+    named = re.findall(r"(\w+)=", call)
+    assert sorted({*OPTIONS, *RETURNS} - {"options"}) == sorted(named)
+    for name in (*OPTIONS, *RETURNS):
+        assert re.search(rf"\b{name}\b.*:", flce.linear_cross_entropy.__doc__)
 
 
 @pytest.mark.parametrize(
