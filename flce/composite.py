@@ -73,7 +73,8 @@ def _loss_tensors(call, target, vectors):
 def _run(op, tensors, settings):
     """An inner operator's outputs, for a Function to be applied to."""
     try:
-        return list(ops.below_autograd(op, *tensors, *settings))
+        with torch._C._AutoDispatchBelowAutograd():
+            return list(op(*tensors, *settings))
     except MemoryError as error:
         ops.raise_out_of_memory(error)
 

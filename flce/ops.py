@@ -288,13 +288,12 @@ class Forward(torch.autograd.Function):
     ):
         ctx.settings, ctx.accumulator = settings, accumulator
         _, stats, scalars, _, saved, *grads = made
-        ctx.dtypes = tuple(
-            None if t is None else t.dtype for t in (input, linear_weight, linear_bias)
-        )
         target, *others = constants
         # What the backward operator takes.
         arguments = (input, linear_weight, target, linear_bias, *others, stats, scalars, saved)
         if settings.save == "grads":
+            leaves = (input, linear_weight, linear_bias)
+            ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
             # The composite drops what is saved: the backward may write to it.
             ctx.owned = returns is not Returns.ALL and not _saved_by_hooks()
             ctx.scaled = False
