@@ -472,12 +472,10 @@ static flce_status gather_rows(const engine* e) {
   return FLCE_OK;
 }
 
-/* Outputs, scalars, the targets' order, what the rows that are not computed give. `beside`: behind
- * the first product, which waits for none of it: by then a device is at work. */
-static flce_status begin_rows(const engine* e, flce_tensors* placed, bool gradients, bool beside) {
-  if (placed->provide && e->plan->save == FLCE_SAVE_GRADS)
-    FLCE_TRY(placed->provide(placed->provider, placed));
-  CALL(e, prepare, e->problem, placed, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
+/* Scalars, the targets' order, what the rows that are not computed give. `beside`: behind the first
+ * product, which waits for none of it: by then a device is at work. */
+static flce_status begin_rows(const engine* e, bool gradients, bool beside) {
+  CALL(e, prepare, e->problem, e->tensors, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
        e->plan->holds_weight, beside);
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
@@ -487,17 +485,17 @@ static flce_status begin_rows(const engine* e, flce_tensors* placed, bool gradie
 }
 
 /* A chunk's logits, statistics and loss, and what the strategy keeps or makes of them. */
-static flce_status forward_rows(const engine* e, flce_tensors* placed, chunk* c, bool gradients) {
+static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
   bool begins = c->first == 0, late = plan->fuses_rows && !plan->makes_dz;
   flce_gemm gemm;
   flce_rows rows;
-  if (begins && !late) FLCE_TRY(begin_rows(e, placed, gradients, false));
+  if (begins && !late) FLCE_TRY(begin_rows(e, gradients, false));
   if (plan->makes_dz) {
     FLCE_TRY(product_dz(e, c));
   } else if (plan->fuses_rows) {
     FLCE_TRY(product_rows(e, c, &gemm, &rows));
-    if (begins) FLCE_TRY(begin_rows(e, placed, gradients, true));
+    if (begins) FLCE_TRY(begin_rows(e, gradients, true));
     FLCE_TRY(product_statistics(e, c, &gemm, &rows));
   } else {
     FLCE_TRY(logits_gemm(e, c));
@@ -509,27 +507,27 @@ static flce_status forward_rows(const engine* e, flce_tensors* placed, chunk* c,
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
                          const flce_plan* plan, const flce_tensors* given) {
   engine e;
-  flce_tensors placed = *given;
-  FLCE_TRY(open_engine(&e, backend, problem, plan, &placed, true));
+  flce_tensors tensors = *given;
+  FLCE_TRY(open_engine(&e, backend, problem, plan, &tensors, true));
   if (!plan->keeps_statistics) {
-    placed.stats = buffer(&e, FLCE_BUF_STATS);
-    placed.scalars = buffer(&e, FLCE_BUF_SCALARS);
+    tensors.stats = buffer(&e, FLCE_BUF_STATS);
+    tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
   }
-  e.losses = problem->reduction == FLCE_NONE ? placed.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
+  e.losses = problem->reduction == FLCE_NONE ? tensors.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   FLCE_TRY(gather_rows(&e));
   if (gradients) FLCE_TRY(sum_weight(&e));
-  if (problem->rows == 0) FLCE_TRY(begin_rows(&e, &placed, gradients, false));
+  if (problem->rows == 0) FLCE_TRY(begin_rows(&e, gradients, false));
   for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
     chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
-    FLCE_TRY(forward_rows(&e, &placed, &c, gradients));
+    FLCE_TRY(forward_rows(&e, &c, gradients));
   }
   if (gradients) FLCE_TRY(finish_gradients(&e));
   /* In form exp a pass ends the gradients; of a library's product it is not known what it awaits.
    */
   bool beside = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
   if (problem->reduction != FLCE_NONE)
-    CALL(&e, reduce, placed.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
+    CALL(&e, reduce, tensors.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
          scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, beside);
   return FLCE_OK;
 }

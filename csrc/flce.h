@@ -273,8 +273,7 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
 /* ---- engine ---- */
 
 /* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
-typedef struct flce_tensors flce_tensors;
-struct flce_tensors {
+typedef struct flce_tensors {
   const void* input;         /* [N][H] input_dtype */
   const void* linear_weight; /* [weight_rows][H] weight_dtype */
   const void* linear_bias;   /* [weight_rows] bias_dtype, or NULL */
@@ -299,11 +298,7 @@ struct flce_tensors {
   const void* grad_entropy; /* likewise */
   void* workspace; /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, 256-byte
                       aligned */
-  /* save=grads: NULL, or sets loss and grad_*, which the forward asks for once, where it can behind
-   * its first product: a device works while its caller allocates. */
-  flce_status (*provide)(void* provider, flce_tensors* tensors);
-  void* provider;
-};
+} flce_tensors;
 
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
                          const flce_plan* plan, const flce_tensors* tensors);

@@ -164,18 +164,14 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
     tensors->saved = saved->mutable_data_ptr();
     zero_unused_rows(device, problem, plan, *saved);
   }
-  LateOutputs late(device, problem, plan);
-  if (plan.save == FLCE_SAVE_GRADS)
-    late.register_in(tensors);
-  else
-    late.loss = allocate_loss(device, problem, tensors);
+  Tensor loss = allocate_loss(device, problem, tensors);
+  Gradients gradients;
+  if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  flce_status status = flce_forward(device.table(), &problem, &plan, tensors);
-  late.check_provided();
-  check(status);
-  return {*late.loss, made.stats,           made.scalars,          made.predictions,
-          saved,      late.gradients.input, late.gradients.weight, late.gradients.bias};
+  check(flce_forward(device.table(), &problem, &plan, tensors));
+  return {loss,  made.stats,      made.scalars,     made.predictions,
+          saved, gradients.input, gradients.weight, gradients.bias};
 }
 
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,

@@ -2,8 +2,6 @@
 #ifndef FLCE_OP_OUTPUTS_H
 #define FLCE_OP_OUTPUTS_H
 
-#include <exception>
-
 #include "torch_device.h"
 
 namespace {
@@ -60,45 +58,6 @@ Statistics allocate_statistics(const Device& device, const flce_problem& problem
   tensors->predictions = made.predictions->mutable_data_ptr();
   return made;
 }
-
-// Loss and gradients of save=grads, which the engine asks for once a device is at work: a small
-// step would wait for their allocation.
-class LateOutputs {
- public:
-  LateOutputs(const Device& device, const flce_problem& problem, const flce_plan& plan)
-      : device_(device), problem_(problem), plan_(plan) {}
-
-  void register_in(flce_tensors* tensors) {
-    tensors->provide = [](void* self, flce_tensors* late) {
-      return static_cast<LateOutputs*>(self)->provide(late);
-    };
-    tensors->provider = this;
-  }
-  // What the allocation threw is thrown here: no exception passes through the engine.
-  void check_provided() const {
-    if (error_) std::rethrow_exception(error_);
-  }
-
-  OptionalTensor loss;
-  Gradients gradients;
-
- private:
-  flce_status provide(flce_tensors* tensors) noexcept {
-    try {
-      loss = allocate_loss(device_, problem_, tensors);
-      gradients = allocate_gradients(device_, problem_, plan_, tensors);
-      return FLCE_OK;
-    } catch (...) {
-      error_ = std::current_exception();
-      return flce_fail(FLCE_DEVICE_ERROR, "no memory for the outputs");
-    }
-  }
-
-  const Device& device_;
-  const flce_problem& problem_;
-  const flce_plan& plan_;
-  std::exception_ptr error_;
-};
 
 }  // namespace
 

@@ -289,37 +289,6 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
   }
 }
 
-/* Outputs that the forward gets when it asks for them. */
-typedef struct late_outputs {
-  flce_tensors tensors;
-  int asked;
-} late_outputs;
-
-static flce_status provide_outputs(void* provider, flce_tensors* tensors) {
-  late_outputs* late = provider;
-  late->asked++;
-  tensors->loss = late->tensors.loss;
-  tensors->grad_input = late->tensors.grad_input;
-  tensors->grad_weight = late->tensors.grad_weight;
-  tensors->grad_bias = late->tensors.grad_bias;
-  return FLCE_OK;
-}
-
-/* The forward; with save=grads its outputs are there when it asks for them, and not before. */
-static flce_status run_forward(const flce_backend* b, const setting* s, const run* r) {
-  late_outputs late = {.tensors = r->t};
-  flce_tensors tensors = r->t;
-  bool provides = r->plan.save == FLCE_SAVE_GRADS;
-  if (provides) {
-    tensors.loss = tensors.grad_input = tensors.grad_weight = tensors.grad_bias = NULL;
-    tensors.provide = provide_outputs;
-    tensors.provider = &late;
-  }
-  flce_status status = flce_forward(b, &s->problem, &r->plan, &tensors);
-  CHECK(late.asked == provides, "outputs were asked for %d times", late.asked);
-  return status;
-}
-
 run run_all(const setting* s, const model* m, int threads) {
   flce_cpu cpu = test_cpu(threads);
   flce_backend b;
@@ -359,7 +328,7 @@ run run_all(const setting* s, const model* m, int threads) {
                        .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
                        .workspace = workspace(r.plan.forward_workspace_bytes)};
   int64_t before = flce_gemm_count();
-  r.status = run_forward(&b, s, &r);
+  r.status = flce_forward(&b, &s->problem, &r.plan, &r.t);
   CHECK(r.status == FLCE_OK, "forward: %s", flce_last_error());
   r.forward_gemms = flce_gemm_count() - before;
   if (r.status == FLCE_OK) run_backward(&b, s, m, &r);
