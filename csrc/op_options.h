@@ -26,13 +26,16 @@ constexpr int64_t kLayout = 1;
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
 enum class NumberSlot : size_t { FLCE_NUMBERS(FLCE_SLOT), count };
 #undef FLCE_SLOT
+#define FLCE_NAME(name) #name
+constexpr const char* kIntegerNames[] = {FLCE_INTEGERS(FLCE_NAME)};
+constexpr const char* kNumberNames[] = {FLCE_NUMBERS(FLCE_NAME)};
+#undef FLCE_NAME
 
 inline std::string option_names() {
-#define FLCE_NAME(name) #name
   std::string names;
-  for (const char* name : {FLCE_INTEGERS(FLCE_NAME), "/", FLCE_NUMBERS(FLCE_NAME)})
-    names += std::string(name) + " ";
-#undef FLCE_NAME
+  for (const char* name : kIntegerNames) names += std::string(name) + " ";
+  names += "/";
+  for (const char* name : kNumberNames) names += std::string(" ") + name;
   return names;
 }
 
@@ -47,16 +50,17 @@ class OptionReader {
 
   int64_t integer(IntegerSlot slot) const { return integers_[static_cast<size_t>(slot)]; }
   double number(NumberSlot slot) const { return numbers_[static_cast<size_t>(slot)]; }
-  bool flag(IntegerSlot slot, const char* name) const { return choice(slot, name, 2) == 1; }
-  flce_dtype dtype(IntegerSlot slot, const char* name) const {
-    return static_cast<flce_dtype>(choice(slot, name, FLCE_F16 + 1));
+  bool flag(IntegerSlot slot) const { return choice(slot, 2) == 1; }
+  flce_dtype dtype(IntegerSlot slot) const {
+    return static_cast<flce_dtype>(choice(slot, FLCE_F16 + 1));
   }
   // One of `count` values from 0 on.
-  int64_t choice(IntegerSlot slot, const char* name, int64_t count) const {
+  int64_t choice(IntegerSlot slot, int64_t count) const {
     int64_t value = integer(slot);
     if (value < 0 || value >= count)
-      throw std::invalid_argument(std::string(name) + ": expected 0 to " +
-                                  std::to_string(count - 1) + ", got " + std::to_string(value));
+      throw std::invalid_argument(std::string(kIntegerNames[static_cast<size_t>(slot)]) +
+                                  ": expected 0 to " + std::to_string(count - 1) + ", got " +
+                                  std::to_string(value));
     return value;
   }
 
@@ -71,20 +75,17 @@ class OptionReader {
   const std::vector<double>& numbers_;
 };
 
-#define FLCE_FLAG(name) read.flag(IntegerSlot::name, #name)
-#define FLCE_DTYPE(name) read.dtype(IntegerSlot::name, #name)
-
 // What all operators have: the loss and its outputs.
 inline void read_loss(const OptionReader& read, flce_problem* problem) {
   problem->reduction =
-      static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, "reduction", FLCE_SUM + 1));
+      static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, FLCE_SUM + 1));
   problem->loss = {
       read.integer(IntegerSlot::ignore_index), read.number(NumberSlot::label_smoothing),
       read.number(NumberSlot::logit_scale),    read.number(NumberSlot::softcap),
       read.number(NumberSlot::temperature),    read.number(NumberSlot::z_loss)};
-  problem->wants_entropy = FLCE_FLAG(wants_entropy);
-  problem->wants_predictions = FLCE_FLAG(wants_predictions);
-  problem->wants_statistics = FLCE_FLAG(wants_statistics);
+  problem->wants_entropy = read.flag(IntegerSlot::wants_entropy);
+  problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
+  problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
 }
 
 // The options that forward, backward and plan share: a problem without its sizes.
@@ -105,21 +106,18 @@ inline Options read_options(const std::vector<int64_t>& integers,
   flce_problem& problem = options.problem;
   read_loss(read, &problem);
   problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
-      FLCE_DTYPE(dtype);
-  problem.accum_dtype = FLCE_DTYPE(accum_dtype);
-  problem.logits_dtype = FLCE_DTYPE(logits_dtype);
-  problem.save =
-      static_cast<flce_save>(read.choice(IntegerSlot::save, "save", FLCE_SAVE_STATS + 1));
+      read.dtype(IntegerSlot::dtype);
+  problem.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
+  problem.logits_dtype = read.dtype(IntegerSlot::logits_dtype);
+  problem.save = static_cast<flce_save>(read.choice(IntegerSlot::save, FLCE_SAVE_STATS + 1));
   problem.max_memory = read.integer(IntegerSlot::max_memory);
-  problem.saves_memory = FLCE_FLAG(saves_memory);
-  problem.want_grad_input = FLCE_FLAG(grad_input);
-  problem.want_grad_weight = FLCE_FLAG(grad_weight);
-  problem.want_grad_bias = FLCE_FLAG(grad_bias);
-  options.allow_tf32 = FLCE_FLAG(allow_tf32);
+  problem.saves_memory = read.flag(IntegerSlot::saves_memory);
+  problem.want_grad_input = read.flag(IntegerSlot::grad_input);
+  problem.want_grad_weight = read.flag(IntegerSlot::grad_weight);
+  problem.want_grad_bias = read.flag(IntegerSlot::grad_bias);
+  options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
   return options;
 }
-#undef FLCE_FLAG
-#undef FLCE_DTYPE
 
 }  // namespace
 

@@ -29,8 +29,6 @@ NOTHING = Wanted()
 _DEFAULTS = {**defaults(), "token_temperature": None}
 _linear_values = operator.itemgetter(*LINEAR_VALUES)
 _logits_values = operator.itemgetter(*LOGITS_VALUES)
-
-
 _vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
 
 

@@ -25,11 +25,7 @@ def _keep_options(module, classes, given):
     values = {**_MODULE_OPTIONS, **given}
     validate.check_choices(values["reduction"], values["save"])
     accumulate.check_place(values["accumulate_into"], values["save"])
-    numbers = {name: values[name] for name in NUMBERS}
-    numbers = (
-        None if value is None else validate.number(name, value) for name, value in numbers.items()
-    )
-    validate.check_scalars(values["ignore_index"], *numbers)
+    validate.check_scalars(values["ignore_index"], *(values[name] for name in NUMBERS))
     for name in ("accum_dtype", "logits_dtype"):
         if not isinstance(values[name], torch.dtype | None):
             raise TypeError(f"{name}: expected a torch.dtype or None, got {values[name]!r}")

@@ -42,7 +42,7 @@ def _number(default, check, expected, schema="float"):
     return Option(default, schema, NUMBER, True, True, check, expected)
 
 
-# A test compares the public signatures and the documentation's table.
+# Tests compare the public signatures, their docstring and the README's call.
 OPTIONS = {
     "linear_bias": Option(None, "Tensor?"),
     "weight": Option(None, "Tensor?", of_logits=True),

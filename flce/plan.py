@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from . import accumulate, strategy, targets, validate
-from .options import DTYPES
+from .options import DTYPES, defaults
 from .signature import LinearSignature, Wanted, product_dtypes
 
 
@@ -135,10 +135,8 @@ def plan(
     validate.check_float("weight_dtype", weight_dtype or dtype)
     validate.check_choices(reduction, save)
     accumulate.check_place(accumulate_into, save)
-    if softcap is not None:
-        softcap = validate.number("softcap", softcap)
-    label_smoothing = validate.number("label_smoothing", label_smoothing)
-    scalars = validate.check_scalars(-100, label_smoothing, softcap, 1.0, 1.0, 0.0)
+    numbers = {**defaults("check"), "label_smoothing": label_smoothing, "softcap": softcap}
+    scalars = validate.check_scalars(-100, *numbers.values())
     targets.check_bound(valid_bound, bool(probabilities))
     if probabilities is True:
         probabilities = dtype

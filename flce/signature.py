@@ -255,13 +255,7 @@ class LinearSignature(Signature):
 
 
 @_once_a_signature
-def linear_signature(
-    around,
-    wanted,
-    operands,
-    tensors,
-    *values,
-):
+def linear_signature(around, wanted, operands, tensors, *values):
     """`around`: as `environment` gives it; `operands`: as `describe` does, of input, linear_weight,
     linear_bias; `tensors`: likewise, as LossTensors has them; `values`: those of LINEAR_VALUES.
     Raises what is wrong with them."""

@@ -76,8 +76,7 @@ def rows_to_compute(target, valid_bound, ignore_index):
     On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
     """
     has_probabilities = target.is_floating_point()
-    if valid_bound is not None:
-        check_bound(valid_bound, has_probabilities)
+    check_bound(valid_bound, has_probabilities)
     if has_probabilities:
         return None
     # Without values to count (compile, export) the operator counts them itself.

@@ -13,8 +13,6 @@ from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES, Scalars
 
 _DEVICES = ("cpu", "cuda", "meta")
 _SAVES = ("auto", *SAVES[1:])
-_CHECKED_SCALARS = Scalars(-100, **{name: OPTIONS[name].default or 0.0 for name in NUMBERS})
-_DEFAULT_SCALARS = (-100, *(OPTIONS[name].default for name in NUMBERS))
 
 
 # ---- values ----
@@ -36,18 +34,20 @@ def number(name, value):
     return value
 
 
-def check_scalars(ignore_index, *numbers):
-    """The options NUMBERS in their order, each checked alone; softcap None becomes 0."""
-    if type(ignore_index) is int and (ignore_index, *numbers) == _DEFAULT_SCALARS:
-        return _CHECKED_SCALARS
-    for name, value in zip(NUMBERS, numbers, strict=True):
-        if value is None and OPTIONS[name].default is None:
-            continue
-        number(name, value)
-        if not OPTIONS[name].check(value):
-            raise ValueError(f"{name}: expected {OPTIONS[name].expected}, got {value}")
-    ignore_index = check_ignore_index(ignore_index)
-    return Scalars(ignore_index, *(0.0 if value is None else float(value) for value in numbers))
+def check_scalars(ignore_index, *values):
+    """Scalars of ignore_index and of the options NUMBERS in their order, each checked alone."""
+    checked = [_check_number(*named) for named in zip(NUMBERS, values, strict=True)]
+    return Scalars(check_ignore_index(ignore_index), *checked)
+
+
+def _check_number(name, value):
+    option = OPTIONS[name]
+    if value is None and option.default is None:
+        return 0.0
+    value = number(name, value)
+    if not option.check(value):
+        raise ValueError(f"{name}: expected {option.expected}, got {value}")
+    return float(value)
 
 
 def check_choices(reduction, save="auto"):
