@@ -35,10 +35,14 @@ enum flce_scalar {
                                (2^12, 2^13], x of valid rows; else 1 */
   FLCE_SCALAR_WEIGHT_UNIT,  /* u v 2^flce_held_shift(rows), the factor of the dW that is held in
                                float16, whose elements are then at most 2^15; else u */
-  FLCE_SCALAR_Z_SHARE,      /* what z-loss has beside INV_DENOM. mean with class weights and without
+  FLCE_SCALAR_Z_SHARE,      /* z-loss's factor over INV_DENOM. mean with class weights and without
                                num_items: (sum of class weights over valid rows) / count; else 1 */
   FLCE_SCALAR_COUNT
 };
+
+/* Bounds of UNIT and INPUT_UNIT, powers of two whose product a float holds. Beyond them are sums of
+ * weights below 2^-66, and x below float16's least number. */
+enum { FLCE_MAX_UNIT_EXPONENT = 80, FLCE_MAX_INPUT_EXPONENT = 40 };
 
 /* The exponent of the factor of dW's GEMM where its result is held in float16: the sum of so many
  * terms of at most 2^27 stays within 2^15. */
@@ -50,9 +54,9 @@ static inline int flce_held_shift(int64_t rows) {
 
 /* The gradient of a row, with k = token_weight_i g, a_i = logit_scale / (temperature
  * temperature_i), slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without softcap),
- * A = (1-s) w_y + s/V sum(w) (probabilities: MASS), r = k (A + 2 z_loss Z_SHARE lse) + g_lse, m =
- * lse - entropy: dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j
- * t_j)
+ * A = (1-s) w_y + s/V sum(w) (probabilities: MASS), r = k (A + 2 z_loss Z_SHARE lse) + g_lse,
+ * m = lse - entropy:
+ *   dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j t_j)
  *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
  * where g = grad_output * factor[0], and g_lse, g_entropy are not multiplied by factor. */
 enum flce_coef_row {
@@ -161,13 +165,13 @@ struct flce_backend {
                       int64_t cols);
 
   /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars, where
-   * `holds_weight` of input, too; and order_targets, unless `order` is NULL. `beside`: what this
-   * call queued last is the backend's own, or began behind it, and touches none of these: they may
-   * run at the same time. CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, and
+   * `holds_weight` of input, too; and order_targets, unless `order` is NULL. `overlaps`: the kernel
+   * that this call queued last is the backend's own and touches none of these: both may run at the
+   * same time. CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range, and
    * FLCE_INVALID_ARGUMENT says so where more rows are valid than problem->rows, before this writes.
    * CUDA: nothing is checked here; INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool holds_weight, bool beside);
+                         void* order, bool holds_weight, bool overlaps);
 
   /* target[N] -> index[problem->rows], the first elements of `index` (facts.compact_bytes): the
    * rows that are not ignored, ascending, then -1. */
@@ -215,9 +219,9 @@ struct flce_backend {
                                   const void* factor, void* coef);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All stat dtype.
-   * `beside`: as prepare has it. */
+   * `overlaps`: as prepare has it. */
   flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat, bool beside);
+                        const void* factor, flce_dtype stat, bool overlaps);
 
   /* out[r] = coef[i] * x[i], i = index[r], or r where index is NULL; a row of zeros where coef is
    * 0, whatever x holds, or i is -1. coef NULL for ones. x: [][hidden] dtype; out: [][out_pitch],

@@ -3,7 +3,7 @@
  * max_memory bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs,
  * in multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW
  * is read and written once a chunk, and each chunk has launches and small kernels of its own. It
- * serves 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of seven shapes on
+ * serves 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of nine shapes on
  * an H200 (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
 #include "plan.h"
 

@@ -472,11 +472,11 @@ static flce_status gather_rows(const engine* e) {
   return FLCE_OK;
 }
 
-/* Scalars, the targets' order, what the rows that are not computed give. `beside`: behind the first
- * product, which waits for none of it: by then a device is at work. */
-static flce_status begin_rows(const engine* e, bool gradients, bool beside) {
+/* Scalars, the targets' order, what the rows that are not computed give. `overlaps`: queued behind
+ * the first product, which needs none of it, to run at the same time. */
+static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
   CALL(e, prepare, e->problem, e->tensors, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
-       e->plan->holds_weight, beside);
+       e->plan->holds_weight, overlaps);
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
     CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
@@ -525,10 +525,10 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
   if (gradients) FLCE_TRY(finish_gradients(&e));
   /* In form exp a pass ends the gradients; of a library's product it is not known what it awaits.
    */
-  bool beside = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
+  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
   if (problem->reduction != FLCE_NONE)
     CALL(&e, reduce, tensors.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
-         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, beside);
+         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, overlaps);
   return FLCE_OK;
 }
 

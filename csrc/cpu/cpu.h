@@ -54,7 +54,7 @@ void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn f
 
 /* prepare.c */
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool holds_weight, bool beside);
+                             void* order, bool holds_weight, bool overlaps);
 flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
                                   void* index);
 flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
@@ -80,7 +80,7 @@ flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int numbe
 flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                                flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
-                            const void* factor, flce_dtype stat, bool beside);
+                            const void* factor, flce_dtype stat, bool overlaps);
 flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
                                 int64_t pitch, int64_t rows, int64_t cols, const void* weights,
                                 bool accumulate, void* scratch);

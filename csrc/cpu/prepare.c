@@ -17,10 +17,6 @@ static flce_status check_targets(const flce_problem* problem, const int64_t* tar
   return FLCE_OK;
 }
 
-/* A float holds their product. Beyond them are sums of weights below 2^-66, and x below float16's
- * least number. */
-static const double kMaxUnit = 0x1p80, kMaxInputUnit = 0x1p40;
-
 /* The power of two u with u * largest in (2^(high - 1), 2^high], as far as a float holds it; 1 for
  * none. */
 static double unit_for(double largest, int high) {
@@ -77,8 +73,8 @@ static double largest_input(const flce_problem* problem, const flce_tensors* ten
 }
 
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool holds_weight, bool beside) {
-  (void)beside;
+                             void* order, bool holds_weight, bool overlaps) {
+  (void)overlaps;
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   const flce_row_kernels* kernels; /* refuses a variant that cannot run before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
@@ -103,10 +99,12 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
   flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, sums.class_weight);
   double unit = inverse != 0.0 && isfinite(inverse) ? inverse : 1.0;
-  unit = fmin(fmax(unit * unit_for(largest * fabs(unit), 14), -kMaxUnit), kMaxUnit);
+  double most = ldexp(1.0, FLCE_MAX_UNIT_EXPONENT);
+  unit = fmin(fmax(unit * unit_for(largest * fabs(unit), 14), -most), most);
   double input_unit = 1.0, weight_unit = unit;
   if (holds_weight) {
-    input_unit = fmin(unit_for(largest_input(problem, tensors), 13), kMaxInputUnit);
+    input_unit =
+        fmin(unit_for(largest_input(problem, tensors), 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
     weight_unit = ldexp(unit * input_unit, flce_held_shift(problem->rows));
   }
   flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit);

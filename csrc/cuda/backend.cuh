@@ -43,7 +43,7 @@ flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool
 
 /* prepare.cu */
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool holds_weight, bool beside);
+                         void* order, bool holds_weight, bool overlaps);
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                void* order);
@@ -68,7 +68,7 @@ flce_status cuda_blank_rows(void* self, const flce_rows* rows, int64_t bound, vo
 flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_upstream* upstream,
                                   const void* factor, void* coef);
 flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat, bool beside);
+                        const void* factor, flce_dtype stat, bool overlaps);
 
 /* gradient.cu */
 flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);

@@ -390,7 +390,7 @@ static inline flce_status check_grid(int64_t blocks, const char* what) {
 /* From Hopper on the blocks of a launch may take their places while the kernel before it in the
  * stream ends (programmatic dependent launch): 1 us less between two small kernels. In such a
  * kernel every thread calls follow_kernels before it touches global memory or returns, or, where it
- * is launched `beside` another, before it writes or returns: it waits for the results of the
+ * is launched by launch_overlapping, before it writes or returns: it waits for the results of the
  * kernels before, and lets the next one's blocks come. A kernel that did not wait would end before
  * its predecessors, and the kernel after it read what they have not written.
  * tests/check_kernels.py looks for that in the machine code. */
@@ -425,16 +425,17 @@ static inline cudaLaunchAttribute following(int can) {
   return attribute;
 }
 
-/* Launches a kernel that calls follow_kernels later, `beside` the one before it if it may: that is
- * one of ours, which has waited for all before it, and writes nothing that this one reads. */
+/* Launches a kernel that calls follow_kernels later. `overlaps`: it may run at the same time as the
+ * kernel before it, which is one of ours, which has waited for all before it, and writes nothing
+ * that this one reads. */
 template <typename... Parameters, typename... Arguments>
-static inline flce_status launch_beside(void* self, void (*kernel)(Parameters...), dim3 blocks,
-                                        int threads, const char* what, bool beside,
-                                        Arguments... arguments) {
+static inline flce_status launch_overlapping(void* self, void (*kernel)(Parameters...), dim3 blocks,
+                                             int threads, const char* what, bool overlaps,
+                                             Arguments... arguments) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   int can;
   FLCE_TRY(can_follow(cuda->device, &can));
-  if (!beside) can = 0;
+  if (!overlaps) can = 0;
   cudaLaunchAttribute attribute = following(can);
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
@@ -449,7 +450,7 @@ static inline flce_status launch_beside(void* self, void (*kernel)(Parameters...
 template <typename... Parameters, typename... Arguments>
 static inline flce_status launch_next(void* self, void (*kernel)(Parameters...), dim3 blocks,
                                       int threads, const char* what, Arguments... arguments) {
-  return launch_beside(self, kernel, blocks, threads, what, true, arguments...);
+  return launch_overlapping(self, kernel, blocks, threads, what, true, arguments...);
 }
 
 #endif

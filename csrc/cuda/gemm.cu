@@ -226,7 +226,7 @@ static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* wor
 
 /* cuBLASLt's fast kernels need the contiguous dimension of each operand and of the result to be a
  * multiple of 16 bytes, in addition to aligned pointers and leading dimensions (cuBLAS
- * documentation, 2.1.11, Tensor Core Usage); others take up to five times as long
+ * documentation, 2.1.11, Tensor Core Usage); others take up to six times as long
  * (benchmarks/NOTES.md, 2026-11-22, ragged sizes). A dimension that is not is split into its
  * aligned part and a small GEMM of the remainder. */
 enum { kFastBytes = 16 };

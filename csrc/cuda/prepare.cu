@@ -19,10 +19,6 @@ __device__ double unit_for(double top, int high) {
   return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
 }
 
-/* A float holds their product. Beyond them are sums of weights below 2^-66, and x below float16's
- * least number. */
-constexpr double kMaxUnit = 0x1p80, kMaxInputUnit = 0x1p40;
-
 /* What the rows come to, a thread's own and then the block's. */
 struct RowTotals {
   double valid, weight; /* rows, and the class weights of those */
@@ -91,11 +87,12 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
   scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
   double unit = inv_denom != 0 && isfinite(inv_denom) ? inv_denom : 1;
-  unit = fmin(fmax(unit * unit_for(bound * fabs(unit), 14), -kMaxUnit), kMaxUnit);
+  const double most = ldexp(1.0, FLCE_MAX_UNIT_EXPONENT);
+  unit = fmin(fmax(unit * unit_for(bound * fabs(unit), 14), -most), most);
   double input_unit = 1, weight_unit = unit;
   if (held_shift != 0) {
     const double largest = (double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_UNIT];
-    input_unit = fmin(unit_for(largest, 13), kMaxInputUnit);
+    input_unit = fmin(unit_for(largest, 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
     weight_unit = ldexp(unit * input_unit, held_shift);
   }
   scalars[FLCE_SCALAR_UNIT] = (S)unit;
@@ -137,8 +134,8 @@ __device__ __forceinline__ uint32_t rank_of(const int64_t* target, int tokens, i
 }
 
 /* The first block makes the scalars, where there are any to make; the others the order. Launched
- * `beside` a kernel of ours it reads before it waits: what the caller gave was written before that
- * one began. */
+ * Launched to overlap a kernel of ours it reads before it waits: what the caller gave was written
+ * before that one began. */
 template <typename S>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
@@ -167,14 +164,14 @@ __global__ void __launch_bounds__(kPrepareThreads)
 /* tensors->scalars may be NULL, and so may `order`, which few tokens have. */
 static flce_status launch_prepare(void* self, const flce_problem* problem,
                                   const flce_tensors* tensors, void* order, bool holds_weight,
-                                  bool beside) {
+                                  bool overlaps) {
   const int held_shift = holds_weight ? flce_held_shift(problem->rows) : 0;
   const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
   const int64_t ranking = order ? ceil_div(problem->tokens, kRankedTokensOfBlock) : 0;
   const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + ranking);
   FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
-    FLCE_TRY(launch_beside(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", beside,
-                           *problem, *tensors, held_shift, view.keys, view.tokens));
+    FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", overlaps,
+                                *problem, *tensors, held_shift, view.keys, view.tokens));
   });
   return FLCE_OK;
 }
@@ -288,13 +285,13 @@ static flce_status launch_largest(void* self, const flce_problem* p, const flce_
 }
 
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool holds_weight, bool beside) {
+                         void* order, bool holds_weight, bool overlaps) {
   const bool few = problem->tokens <= kRankedTokens;
   if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
   if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
   /* What it reads of find_largest must have been written: no overlap then. */
-  const bool overlaps = beside && !holds_weight;
-  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight, overlaps));
+  FLCE_TRY(launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight,
+                          overlaps && !holds_weight));
   if (!order || few) return FLCE_OK;
   return cuda_order_targets(self, problem, tensors->target, order);
 }

@@ -357,7 +357,7 @@ constexpr int64_t kLeastHidden = 1024;
 
 /* A cluster always computes 256 rows. A step (H = 4096, V = 128256) over the three GEMMs alone, by
  * this product and by cuBLASLt with a row pass: 64 rows 1.34x and 1.08x, 128 rows 1.23x and 1.09x,
- * 192 rows about equal, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md, 2026-11-22). */
+ * 192 rows 1.06x and 1.04x, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md, 2026-11-22). */
 constexpr int64_t kLeastRows = 193;
 
 /* Whether the product's kernels have what the loss needs: beside probabilities little else. */

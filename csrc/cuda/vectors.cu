@@ -6,7 +6,7 @@ enum { kVectorThreads = 256, kSumThreads = 1024 };
 
 /* ---- the sum over rows ---- */
 
-/* Reads before it waits: launched `beside` a kernel, it needs none of what that one writes. */
+/* Reads before it waits: launched to overlap a kernel, it needs none of what that one writes. */
 template <typename S>
 __global__ void __launch_bounds__(kSumThreads)
     reduce_values(S* out, const S* values, int64_t count, const S* factor) {
@@ -20,10 +20,10 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat, bool beside) {
+                        const void* factor, flce_dtype stat, bool overlaps) {
   FLCE_WITH_STAT(stat, S, {
-    FLCE_TRY(launch_beside(self, reduce_values<S>, 1, kSumThreads, "reduce", beside, (S*)out,
-                           (const S*)values, count, (const S*)factor));
+    FLCE_TRY(launch_overlapping(self, reduce_values<S>, 1, kSumThreads, "reduce", overlaps, (S*)out,
+                                (const S*)values, count, (const S*)factor));
   });
   return FLCE_OK;
 }
