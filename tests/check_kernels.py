@@ -55,7 +55,7 @@ FOLLOWING = {
     *("scale_elements", "finish_touched_rows", "finish_code_rows"),
     *("product_sm90", "weight_sm90"),
 }
-BESIDE = {"prepare_call", "reduce_values"}  # which read before they wait
+OVERLAPPING = {"prepare_call", "reduce_values"}  # which read before they wait
 WAITS = re.compile(r"\bACQBULK\b")
 TOUCHES = re.compile(
     r"\b(LD|ST|LDG|STG|STAS|LDGSTS|ATOM|ATOMG|RED|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|EXIT|BRA|BRX)\b"
@@ -98,11 +98,11 @@ def follows_well(name, code):
     instructions = INSTRUCTION.findall(code)
     waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
     kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]
-    if kernel not in FOLLOWING | BESIDE:
+    if kernel not in FOLLOWING | OVERLAPPING:
         return not waits
     if len(waits) != 1 or instructions[waits[0]].startswith("@"):
         return False
-    forbidden = WRITES if kernel in BESIDE else TOUCHES
+    forbidden = WRITES if kernel in OVERLAPPING else TOUCHES
     touches = [at for at, text in enumerate(instructions) if forbidden.search(text)]
     return all(waits[0] < at for at in touches) and not jumps_over_wait(code)
 

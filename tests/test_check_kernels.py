@@ -115,10 +115,10 @@ def test_following(name, instructions, good):
 
 def test_following_is_complete():
     """Each kernel that the sources launch so is in the tables."""
-    launched, beside = set(), set()
+    launched, overlapping = set(), set()
     for path in (check_kernels.ROOT / "csrc" / "cuda").glob("*.cu"):
         text = path.read_text()
-        beside.update(re.findall(r"launch_beside\(\s*self,\s*(\w+)", text))
+        overlapping.update(re.findall(r"launch_overlapping\(\s*self,\s*(\w+)", text))
         for launch in re.finditer(r"launch_next\(\s*self,\s*(\w+)", text):
             name = launch[1]
             if name == "kernel":
@@ -127,4 +127,4 @@ def test_following_is_complete():
         if "can_follow(" in text:
             launched.update(re.findall(r"^    ([a-z_]+_sm90)\(const __grid", text, re.MULTILINE))
     assert launched == check_kernels.FOLLOWING
-    assert beside == check_kernels.BESIDE
+    assert overlapping == check_kernels.OVERLAPPING
