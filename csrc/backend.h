@@ -199,11 +199,6 @@ struct flce_backend {
                               void* scratch);
   flce_status (*product_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                     const void* factor, void* coef, void* scratch);
-  /* The two and grad_rows in one: statistics, coef and out = 2^shift dz, whose p is the softmax of
-   * logits rounded by 7e-4 at the most; statistics and losses are of exact ones. rows as
-   * product_rows takes them, with bfloat16 probabilities and out_dtype. Only where facts say so. */
-  flce_status (*product_dz)(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                            const void* factor, void* coef, int shift, void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
    * column 0 when `hide_target`. Else out = dz as enum flce_coef_row has it. z_is_exp: z holds
    * `scale` * exp(l - c) already (an out of an earlier call with coef NULL; not with a softcap,

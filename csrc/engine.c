@@ -173,20 +173,6 @@ static flce_status product_statistics(const engine* e, chunk* c, const flce_gemm
   return FLCE_OK;
 }
 
-/* save=grads: statistics and dz of a chunk, by one function. */
-static flce_status product_dz(const engine* e, chunk* c) {
-  flce_gemm gemm;
-  FLCE_TRY(logits_product(e, c, &gemm));
-  set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), e->plan->dtype, e->plan->out_pitch,
-          e->plan->out_pitch);
-  flce_rows rows = c->view;
-  rows.bias = e->bias;
-  atomic_fetch_add(&gemm_count, 1);
-  CALL(e, product_dz, &gemm, &rows, unit_factor(e), (void*)c->coef, e->plan->dz_shift,
-       buffer(e, FLCE_BUF_PRODUCT));
-  return FLCE_OK;
-}
-
 /* The rows' factors for `upstream`, whose vectors begin at row 0. */
 static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
@@ -228,8 +214,7 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
                                    .pitch_a = view->out_pitch,
                                    .pitch_b = h,
                                    .pitch_c = h,
-                                   .c_dtype = plan->dx_gemm_dtype,
-                                   .shift = -plan->dz_shift}));
+                                   .c_dtype = plan->dx_gemm_dtype}));
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !own) return FLCE_OK;
   flce_rows finished = *view;
@@ -296,7 +281,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
-                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : -plan->dz_shift};
+                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0};
   if (plan->weight_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
@@ -452,7 +437,6 @@ static flce_status pass_rows(const engine* e, chunk* c) {
 
 /* save=grads: the gradient for grad_output 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
-  if (e->plan->makes_dz) return chunk_gradients(e, c);
   if (!e->plan->fuses_rows) FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ) {
     flce_rows with_coef = c->view;
@@ -487,13 +471,11 @@ static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
 /* A chunk's logits, statistics and loss, and what the strategy keeps or makes of them. */
 static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
-  bool begins = c->first == 0, late = plan->fuses_rows && !plan->makes_dz;
+  bool begins = c->first == 0;
   flce_gemm gemm;
   flce_rows rows;
-  if (begins && !late) FLCE_TRY(begin_rows(e, gradients, false));
-  if (plan->makes_dz) {
-    FLCE_TRY(product_dz(e, c));
-  } else if (plan->fuses_rows) {
+  if (begins && !plan->fuses_rows) FLCE_TRY(begin_rows(e, gradients, false));
+  if (plan->fuses_rows) {
     FLCE_TRY(product_rows(e, c, &gemm, &rows));
     if (begins) FLCE_TRY(begin_rows(e, gradients, true));
     FLCE_TRY(product_statistics(e, c, &gemm, &rows));

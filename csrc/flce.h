@@ -123,7 +123,6 @@ typedef struct flce_problem {
   flce_dtype added_dtype; /* of that grad_weight: weight_dtype, or F32 beside a 16-bit one */
   bool has_bias, has_class_weight;
   bool has_probabilities;  /* the targets are probabilities, not classes */
-  bool bf16_probabilities; /* in bfloat16, and each row begins at a multiple of 16 bytes */
   bool wants_entropy;      /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
   bool wants_statistics; /* stats and scalars, by the caller; a backward gets them without */
@@ -142,11 +141,10 @@ typedef struct flce_facts {
   bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
   bool gemm_adds_bias;  /* to a float32 result, at no cost */
   bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
-  int64_t product_row_bytes; /* scratch of product_rows and product_dz for each of their rows; 0
-                                where they do not serve the problem */
+  int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where it does not
+                                serve the problem */
   int64_t product_tile_rows; /* that product_rows takes at a time, where it serves */
   bool product_gives_z;      /* where it serves, also where z is to be written: that pays */
-  bool product_gives_dz;     /* product_dz serves the problem's probabilities */
   bool skips_rows; /* product_rows passes over what lies beyond the rows that compact_rows finds:
                       finding them pays, however many. By sizes and dtypes alone */
   int64_t weight_parts;    /* rows of weight_product's sums; 0 where that does not serve */
@@ -205,7 +203,7 @@ typedef enum flce_buffer_id {
                       (c = coef_smooth) */
   FLCE_BUF_ORDER,  /* tokens ordered by target */
   FLCE_BUF_COLUMN_SUM, /* scratch */
-  FLCE_BUF_PRODUCT,    /* scratch of product_rows or product_dz for a chunk */
+  FLCE_BUF_PRODUCT,    /* scratch of product_rows for a chunk */
   FLCE_BUF_GEMM,       /* scratch */
   FLCE_BUF_COUNT
 } flce_buffer_id;
@@ -233,8 +231,6 @@ typedef struct flce_plan {
                                                      they are gathered or padded */
   bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
                                  logits are written but in form dz, where a pass needs them */
-  bool makes_dz;              /* with fuses_rows: product_dz leaves dz, and no pass needs logits; */
-  int dz_shift;               /* times 2^dz_shift */
   bool holds_weight;          /* dW in float16 before grad_output is known: enum flce_scalar */
   int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */

@@ -27,10 +27,6 @@ void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
     tensors->probabilities_dtype = to_dtype(target.scalar_type(), "target");
     expect_shape("target", target, {problem->tokens, problem->weight_rows});
     tensors->probabilities = target.const_data_ptr();
-    int64_t row_bytes = problem->weight_rows * flce_size_of(tensors->probabilities_dtype);
-    problem->bf16_probabilities = tensors->probabilities_dtype == FLCE_BF16 &&
-                                  row_bytes % 16 == 0 &&
-                                  reinterpret_cast<uintptr_t>(tensors->probabilities) % 16 == 0;
   } else {
     expect_shape("target", target, {problem->tokens});
     tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
@@ -426,7 +422,6 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   problem.vocab = valid_vocab.value_or(weight_rows);
   problem.rows = rows.value_or(tokens);
   problem.has_probabilities = probabilities.has_value();
-  problem.bf16_probabilities = probabilities == ScalarType::BFloat16 && weight_rows % 8 == 0;
   problem.input_dtype = to_dtype(input_dtype, "input_dtype");
   problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
   problem.has_bias = bias_dtype.has_value();

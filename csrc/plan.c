@@ -223,23 +223,6 @@ static bool product_serves(const flce_problem* problem, const flce_facts* facts,
   return facts->product_gives_z && !gives_e;
 }
 
-/* Whether the fused product makes dz, from logits that it keeps to 7e-4: a third of what rounds a
- * probability to bfloat16. Others get exact ones. */
-static bool product_makes_dz(const flce_problem* problem, const flce_facts* facts,
-                             const flce_plan* plan) {
-  return facts->product_gives_dz && plan->z_dtype == FLCE_F32 && plan->save == FLCE_SAVE_GRADS &&
-         makes_gradients(problem);
-}
-
-/* Exponents that cross a power of two differ in many bits, and products whose operands toggle so
- * take 2 % longer where power bounds a GPU's clock (benchmarks/NOTES.md, 2026-11-22, exponents).
- * This brings dz of 1/V of a row's factor, 1 or one over all rows, to 2^-5, between 2^-15 and 1. */
-static int choose_dz_shift(const flce_problem* problem, const flce_plan* plan) {
-  if (!plan->makes_dz || problem->want_grad_bias) return 0; /* db's sums are of dz as it is */
-  double rows = problem->reduction == FLCE_MEAN ? (double)problem->tokens : 1.0;
-  return (int)lround(log2((double)problem->vocab * rows)) - 5;
-}
-
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
@@ -252,11 +235,9 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
    * that its backward goes by. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || finds;
-  plan->makes_dz = plan->fuses_rows && product_makes_dz(problem, facts, plan);
-  plan->dz_shift = choose_dz_shift(problem, plan);
-  /* Where nothing writes logits, E or dz stands in their place. */
+  /* Where nothing writes logits, E stands in their place. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
-  if (makes_e || plan->makes_dz) plan->z_dtype = plan->dtype;
+  if (makes_e) plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
   bool product_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);

@@ -175,8 +175,7 @@ def linear_cross_entropy(
             4 V H bytes more for 16-bit operands.
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does. On the CPU, bfloat16 operands always give
-            bfloat16 logits. On Hopper the gradients of bfloat16 probabilities with save="grads" are
-            of logits rounded by 7e-4 at the most.
+            bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
             the backward computes the logits again) or "auto": on CUDA, where max_memory is not

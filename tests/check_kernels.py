@@ -33,8 +33,6 @@ LOCAL_BYTES = {
     "product_sm90<(Kind)5, (ProductResult)0, false, false>": 132,
     "product_sm90<(Kind)5, (ProductResult)0, true, false>": 268,
     "product_sm90<(Kind)5, (ProductResult)2, false, false>": 168,
-    "product_sm90<(Kind)5, (ProductResult)3, false, false>": 252,
-    "product_sm90<(Kind)5, (ProductResult)3, true, false>": 132,
     "product_sm90<(Kind)4, (ProductResult)0, false, true>": 116,
     "product_sm90<(Kind)4, (ProductResult)0, true, true>": 156,
     "product_sm90<(Kind)4, (ProductResult)2, false, true>": 132,
@@ -52,7 +50,7 @@ CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 # Launched so that they may begin while the kernel before them ends.
 FOLLOWING = {
     *("place_offsets", "sum_tiles", "row_coefficients", "scale_rows", "finish_grad_input"),
-    *("scale_elements", "finish_touched_rows", "finish_code_rows"),
+    *("scale_elements", "finish_touched_rows"),
     *("product_sm90", "weight_sm90"),
 }
 OVERLAPPING = {"prepare_call", "reduce_values"}  # which read before they wait

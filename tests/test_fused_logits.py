@@ -143,75 +143,10 @@ def test_the_product_takes_these_options(monkeypatch, name):
     assert kernels == [OPTIONS[name][1], False]
 
 
-def test_where_no_logits_are_written(monkeypatch):
-    """bfloat16 probabilities whose rows begin at multiples of 16 bytes, and no other."""
-    monkeypatch.setenv("FLCE_KERNEL", "auto")
-    x, w, noise = draw(300, 1024, 1000)
-    t = noise.softmax(-1).to(BF16)
-    shifted = torch.empty(300 * 1000 + 1, device="cuda", dtype=BF16)[1:].view(300, 1000)
-    shifted.copy_(t)
-
-    def makes_dz(w, t, **options):
-        call = functools.partial(results, x, w, t, **{"save": "grads", **options})
-        codes, logits = launches(call, "finish_code_rows", "grad_rows")
-        assert (codes > 0) + (logits > 0) == 1
-        return codes > 0
-
-    assert makes_dz(w, t)
-    assert makes_dz(w, t, linear_bias=torch.zeros(1000, device="cuda"), z_loss=1e-3)
-    assert makes_dz(w, t, token_weight=torch.rand(300, device="cuda"), temperature=2.0)
-    assert not makes_dz(w, shifted) and not makes_dz(w, t.float()) and not makes_dz(w, t.half())
-    assert not makes_dz(w[:999], t[:, :999].contiguous())
-    assert not makes_dz(w, t, logits_dtype=BF16) and not makes_dz(w, t, save="logits")
-    monkeypatch.setenv("FLCE_KERNEL", "gemm")
-    assert not makes_dz(w, t)
-    plan = {"dtype": BF16, "device": "cuda", "save": "grads", "max_memory": 256 * 1024 * 2}
-    monkeypatch.setenv("FLCE_KERNEL", "auto")
-    rows = [flce.plan(1024, 1024, 1000, probabilities=p, **plan).chunk_rows for p in (True, BF16)]
-    assert rows == [256, 256]
-    assert flce.plan(1024, 1024, 1000, probabilities=torch.float32, **plan).chunk_rows == 128
-
-
-def test_parts_of_a_chunk(monkeypatch):
-    """So many logits that idle warps finish the codes of the first part beside the second's, which
-    is shorter; some rows of both are done again, from another offset."""
-    monkeypatch.setenv("FLCE_KERNEL", "auto")
-    tokens, hidden, vocab = 4097, 4096, 65544
-    x, w, noise = draw(tokens, hidden, vocab, std=2.0)
-    x[5], x[-1] = 300 * x[5], 300 * x[-1]
-    t = noise.mul_(3.0).softmax(-1).to(BF16)
-    bias = torch.linspace(-1.0, 1.0, vocab, device="cuda")
-    token_weight = torch.linspace(0.0, 2.0, tokens, device="cuda")
-    x.requires_grad_(), w.requires_grad_()
-    made = []
-
-    def step():
-        loss = flce.linear_cross_entropy(
-            x, w, t, linear_bias=bias, token_weight=token_weight, save="grads", max_memory="1GiB"
-        )
-        made.append((loss.detach(), *torch.autograd.grad(loss, (x, w))))
-
-    assert launches(step, "product_sm90", "finish_code_rows") == [4, 1]
-    step()
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    loss, dx, dw = made[0]
-    expected, wide_dw = 0.0, torch.zeros(vocab, hidden, device="cuda")
-    for rows in torch.arange(tokens, device="cuda").split(600):
-        logits = (x.detach()[rows].double() @ w.detach().double().T + bias.double()).float()
-        soft = t[rows].float()
-        share = token_weight[rows, None] / tokens
-        expected -= float((share * soft * logits.log_softmax(-1)).sum(dtype=torch.float64))
-        dz = (logits.softmax(-1) * soft.sum(-1, keepdim=True) - soft) * share
-        assert cases.relative_error(dx[rows], dz.double() @ w.detach().double()) <= 2.6e-3
-        wide_dw.addmm_(dz.T, x.detach()[rows].float())
-    assert cases.relative_error(dw, wide_dw.double()) <= 2.6e-3
-    assert abs(float(loss) - expected) <= 1e-5 * expected
-
-
 @pytest.mark.parametrize("far", [0.5, 3.0, 20.0, 90.0])
-def test_codes_of_logits_far_from_those_looked_at(far):
-    """Some so far above that rows are done again, some so far below that p is nothing. Columns at
-    multiples of a quarter of V are looked at."""
+def test_logits_far_from_the_probed_ones(far):
+    """Some so far above that rows are computed again, some so far below that p is 0. The offset of
+    a row with probabilities comes from the logits of four columns, a quarter of V apart."""
     x, w, noise = draw(300, 1024, 4096)
     level = torch.full((4096,), far, device="cuda")
     level[torch.arange(4) * 1024] = -far
@@ -246,19 +181,6 @@ def test_classes_ruled_out_have_no_gradient():
     assert not dw[7:4001].any() and bool(dw[:7].any()) and bool(dw.isfinite().all())
 
 
-@pytest.mark.parametrize("distance", [0.1, 0.5])
-def test_bfloat16_target_near_the_model(distance):
-    """A code's error is a third of what rounding to bfloat16 has made of the target."""
-    x, w, noise = draw(512, 1024, 3008, std=4.0)
-    t = (x.double() @ w.double().T + distance * noise.double()).softmax(-1)
-    rounded = t.to(BF16)
-    made = results(x, w, rounded, save="grads")
-    of_rounded, of_given = truth(x, w, rounded), truth(x, w, t)
-    for value, true, given in zip(made[1:], of_rounded[1:], of_given[1:], strict=True):
-        of_rounding = cases.relative_error(true, given)
-        assert cases.relative_error(value, true) <= math.hypot(0.5 * of_rounding, 2.6e-3)
-
-
 @pytest.mark.parametrize("top", [10, 14, 17, 20, 60, 200, 1000, 4000])
 @pytest.mark.parametrize("save", ["logits", "grads"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
@@ -282,8 +204,7 @@ def test_certain_rows_leave_nothing(top, save, dtype):
 
 
 def test_a_mixed_target_that_the_model_has_met():
-    """Half and half, which bfloat16 holds exactly: p is off by a quarter of a code's rounding, and
-    p - t is a sixteenth of p."""
+    """Half and half, which bfloat16 holds exactly; p - t is a sixteenth of p."""
     hidden, vocab = 1024, 3008
     rows = torch.arange(256, device="cuda")
     x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
@@ -294,7 +215,7 @@ def test_a_mixed_target_that_the_model_has_met():
     t = torch.zeros(256, vocab, device="cuda", dtype=BF16)
     t[rows, rows % 4 * 300] = t[rows, (rows % 4 + 4) * 300] = 0.5
     dw, true = results(x, w, t, save="grads")[2], truth(x, w, t)[2]
-    assert cases.relative_error(dw, true) <= 1.5e-2
+    assert cases.relative_error(dw, true) <= 6e-3
 
 
 @pytest.mark.parametrize("level", [1e5, 1e6, 1e7])

@@ -82,7 +82,6 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .exp_rows = cuda_exp_rows,
       .product_rows = cuda_product_rows,
       .product_statistics = cuda_product_statistics,
-      .product_dz = cuda_product_dz,
       .grad_rows = cuda_grad_rows,
       .row_coefficients = cuda_row_coefficients,
       .reduce = cuda_reduce,

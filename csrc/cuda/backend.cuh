@@ -27,10 +27,6 @@ flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows
 flce_status cuda_product_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                     const void* factor, void* coef, void* scratch);
 
-/* product_dz.cu */
-flce_status cuda_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                            const void* factor, void* coef, int shift, void* scratch);
-
 /* weight_sm90.cu */
 /* Rows of cuda_weight_product's sums. */
 int64_t cuda_weight_parts(int64_t hidden);

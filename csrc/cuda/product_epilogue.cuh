@@ -1,10 +1,10 @@
 /* The epilogue of the fused product of Hopper: from a tile of logits in a warpgroup's registers to
- * E, z or codes in shared memory, and to the tile's numbers of each row. */
+ * E or z in shared memory, and to the tile's numbers of each row. */
 #ifndef FLCE_CUDA_PRODUCT_EPILOGUE_CUH
 #define FLCE_CUDA_PRODUCT_EPILOGUE_CUH
 
 #include "pipeline_sm90.cuh"
-#include "product_codes.cuh"
+#include "product_rows.cuh"
 
 enum {
   kSlab = 64, /* columns of E that one copy takes: 128 bytes, a swizzled line */
@@ -41,7 +41,7 @@ struct Seat {
 /* A thread's four rows. */
 struct TileRows {
   float offset[4], sum[4];
-  float scale[4], gap[4], mass[4], coded[4], spread[4]; /* of the kernels that need them */
+  float scale[4], gap[4], mass[4], spread[4]; /* of the kernels that need them */
 };
 
 /* Where in shared memory a tile's columns have their bias and their class weight, 0 beyond the
@@ -236,7 +236,7 @@ __device__ __forceinline__ void open_tile_rows(const product_shape& shape, const
   for (int q = 0; q < 4; q++) {
     const int row = seat.first_row + row_step(q);
     const bool inside = row < shape.rows;
-    rows.sum[q] = rows.gap[q] = rows.mass[q] = rows.coded[q] = rows.spread[q] = rows.scale[q] = 0;
+    rows.sum[q] = rows.gap[q] = rows.mass[q] = rows.spread[q] = rows.scale[q] = 0;
     rows.offset[q] = kBlankRow;
     if (inside) rows.offset[q] = REPEAT ? offset_of(s, row) : __ldg(s.offset + row);
     if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
@@ -384,53 +384,19 @@ __device__ __forceinline__ void exp_slab(const product_shape& shape, const produ
   }
 }
 
-/* Codes of one slab in the place of its probabilities, and the sums of both. */
-__device__ __forceinline__ void code_slab(const product_shape& shape, uint32_t address, int slab,
-                                          const Seat& seat, const Products& acc, TileRows& rows) {
-#pragma unroll
-  for (int part = 0; part < kSlab / 16; part++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const float* z = &acc[half][(slab * (kSlab / 16) + part) * 8];
-      const uint32_t place = matrices_at(address, seat, part, half);
-      uint32_t pairs[4];
-      sm90::load_matrices(place, pairs);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int q = half * 2 + (i & 1);
-        float code[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const float t = __uint_as_float(e ? pairs[i] & 0xffff0000u : pairs[i] << 16);
-          rows.mass[q] += t;
-          if (t != 0) rows.gap[q] = fmaf(t, z[2 * i + e], rows.gap[q]);
-          const float above = fmaf(z[2 * i + e], shape.scale, -rows.offset[q]);
-          rows.sum[q] += exp2_fast(above);
-          code[e] = code_of(above);
-          rows.coded[q] += coded_exp(code[e]);
-        }
-        pairs[i] = pack_codes(code[0], code[1]);
-      }
-      sm90::store_matrices(place, pairs);
-    }
-  }
-}
-
 /* The tile's sums of each row. One beyond the limit is done again, from the row's largest. */
-template <bool GENERAL, bool SOFT, bool CODES>
+template <bool GENERAL, bool SOFT>
 __device__ __forceinline__ void close_tile_rows(const product_shape& shape,
                                                 const product_scratch& s, const Seat& seat,
                                                 Products& acc, TileRows& rows) {
-  constexpr float kLimit = CODES ? kCodeLimit : kTileLimit;
   bool beyond = false;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     rows.sum[q] = quad_sum(rows.sum[q]);
-    beyond |= rows.sum[q] > kLimit;
+    beyond |= rows.sum[q] > kTileLimit;
     write_number(s.sums, shape, seat, q, rows.sum[q]);
     if (SOFT || (GENERAL && s.gaps)) write_number(s.gaps, shape, seat, q, quad_sum(rows.gap[q]));
     if constexpr (SOFT) write_number(s.masses, shape, seat, q, quad_sum(rows.mass[q]));
-    if constexpr (CODES) write_number(s.coded, shape, seat, q, quad_sum(rows.coded[q]));
     if (GENERAL && s.spreads) write_number(s.spreads, shape, seat, q, quad_sum(rows.spread[q]));
   }
   if (!__any_sync(0xffffffffu, beyond)) return;
@@ -438,7 +404,7 @@ __device__ __forceinline__ void close_tile_rows(const product_shape& shape,
   for (int q = 0; q < 4; q++) {
     const float top = row_top(acc, q) * (GENERAL ? 1 : shape.scale);
     const int row = seat.first_row + row_step(q);
-    if (rows.sum[q] > kLimit && (seat.lane & 3) == 0 && row < shape.rows) {
+    if (rows.sum[q] > kTileLimit && (seat.lane & 3) == 0 && row < shape.rows) {
       atomicMax(s.top + row, ordered_of(top));
       s.redo[0] = 1;
       s.redo[1 + row / kProductClusterRows] = 1;

@@ -120,7 +120,7 @@ __device__ __forceinline__ RowEnd<float> end_of_product(float above, float l, fl
 }
 
 /* The numbers of a row's tiles that a block adds up: of product_scratch, NULL for 0. */
-enum TileNumber { kRest, kGap, kMass, kCoded, kSpread, kTileNumbers };
+enum TileNumber { kRest, kGap, kMass, kSpread, kTileNumbers };
 
 /* [warps][rows] of a block: its warps take every kSumWarps-th tile. */
 typedef double TileParts[kTileNumbers][kSumWarps][kSumRows];
@@ -164,7 +164,7 @@ __device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, i
 
 /* The tiles' sums of a row. */
 struct TileSums {
-  double rest, gap, mass, coded, spread;
+  double rest, gap, mass, spread;
 };
 
 /* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
@@ -228,7 +228,6 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   view.class_weight = (const float*)p.r.class_weight;
   view.target = own.column;
   if constexpr (KIND == kSoft) {
-    if (s.coded) s.target[row] = (float)sum.coded;
     return write_soft_row(p, view, own.at, shape.scale, k, sum);
   }
   view.l_target = kIsGeneral ? own.target * (float)kLn2 : p.scale_f32 * own.target;
@@ -259,14 +258,13 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
   ProductRow own = {};
   if (threadIdx.x < kSumRows) own = open_product_row(p.r, s, min(row, shape.rows - 1));
   const float unit = coef ? factor[0] : 0;
-  const float* numbers[kTileNumbers] = {s.sums, s.gaps, s.masses, s.coded, s.spreads};
+  const float* numbers[kTileNumbers] = {s.sums, s.gaps, s.masses, s.spreads};
 #pragma unroll
   for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], shape.rows, row, tiles, parts[n]);
   __syncthreads();
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
   TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.gaps, parts[kGap]),
-                  total_of(s.masses, parts[kMass]), total_of(s.coded, parts[kCoded]),
-                  total_of(s.spreads, parts[kSpread])};
+                  total_of(s.masses, parts[kMass]), total_of(s.spreads, parts[kSpread])};
   const Place place = place_at(p.r, own.at, own.y);
   if (place.kind == kRowAbsent) return;
   RowStatistics<float> stats = {};
@@ -287,8 +285,8 @@ static int64_t tiles_of(int64_t vocab) {
 /* Tiles' numbers of each row at the most: product_scratch_of takes them. */
 static int64_t number_count(const flce_problem* p) {
   const bool soft = p->has_probabilities;
-  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->bf16_probabilities +
-         p->wants_entropy + 2 * p->wants_predictions;
+  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
+         2 * p->wants_predictions;
 }
 
 /* Of product_scratch: the numbers, the five vectors, and redo, which has at most two elements more
@@ -297,7 +295,8 @@ static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
   return 4 * (numbers * tiles_of(vocab) + 8);
 }
 
-product_scratch product_scratch_of(void* memory, const flce_rows* r, bool codes) {
+/* In memory of facts.product_row_bytes for each row. */
+static product_scratch product_scratch_of(void* memory, const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -311,7 +310,6 @@ product_scratch product_scratch_of(void* memory, const flce_rows* r, bool codes)
   s.gaps = take(soft || (smooth && !r->wsum), size);
   s.gap = take(!soft && smooth && r->wsum, rows);
   s.masses = take(soft, size);
-  s.coded = take(codes, size);
   s.spreads = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
@@ -371,7 +369,7 @@ static bool product_suits(const flce_problem* p) {
 
 flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
   facts->product_row_bytes = facts->product_tile_rows = facts->weight_parts = 0;
-  facts->skips_rows = facts->product_gives_z = facts->product_gives_dz = false;
+  facts->skips_rows = facts->product_gives_z = false;
   KernelChoice choice;
   FLCE_TRY(asked_kernel(&choice));
   if (capability != 90 || !suits_hopper(p)) return FLCE_OK;
@@ -383,13 +381,12 @@ flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts*
     facts->product_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
     facts->product_tile_rows = kProductClusterRows;
     facts->product_gives_z = always || p->hidden >= kLeastHidden;
-    facts->product_gives_dz = is_bf16 && facts->product_gives_z && p->bf16_probabilities;
   }
   return FLCE_OK;
 }
 
 /* A scale below 0 makes the smallest z the largest l, and hidden ones +inf; one of 0, NaN. */
-product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
+static product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
   const row_args args = make_args(r);
   product_shape shape = {};
   const flce_loss* o = &r->options;
@@ -412,65 +409,52 @@ product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
   return shape;
 }
 
-/* Where the product's call has it written, and its pitch. */
-static void* result_of(const flce_gemm* g, const flce_rows* r, ProductResult result,
-                       int64_t* pitch) {
-  *pitch = result == kLogitResult ? g->pitch_c : r->out_pitch;
-  return result == kLogitResult ? g->c : r->out;
-}
-
-flce_status launch_product(void* self, const flce_gemm* g, const flce_rows* r,
-                           const product_shape* shape, const product_scratch* s,
-                           ProductResult result, const CodeRows* before) {
-  const flce_cuda* cuda = (const flce_cuda*)self;
-  const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
-  if (shape->half) {
-    FLCE_TRY(launch_next(self, place_offsets<__half>, blocks, kDotWarps * kWarp, "place_offsets",
-                         *r, *shape, *s, shape->scale, (const __half*)g->a, (const __half*)g->b));
-  } else {
-    FLCE_TRY(launch_next(self, place_offsets<__nv_bfloat16>, blocks, kDotWarps * kWarp,
-                         "place_offsets", *r, *shape, *s, shape->scale, (const __nv_bfloat16*)g->a,
-                         (const __nv_bfloat16*)g->b));
-  }
-  int64_t pitch;
-  void* out = result_of(g, r, result, &pitch);
-  return launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,
-                             false, before);
-}
-
-flce_status launch_statistics(void* self, const flce_gemm* g, const flce_rows* r,
-                              const product_shape* shape, const product_scratch* s,
-                              ProductResult result, const void* factor, void* coef) {
-  const flce_cuda* cuda = (const flce_cuda*)self;
-  int64_t pitch;
-  void* out = result_of(g, r, result, &pitch);
-  FLCE_TRY(launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,
-                               true, NULL));
-  const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape->probabilities ? sum_tiles<kSoft>
-                      : shape->general     ? sum_tiles<kGeneral>
-                      : s->gap             ? sum_tiles<kSmooth>
-                                           : sum_tiles<kPlain>;
-  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", make_args(r), *shape,
-                     *s, (int)tiles_of(r->vocab), (const float*)factor, (float*)coef);
-}
-
-static ProductResult result_kind(const flce_gemm* g, const flce_rows* r) {
+/* Where the product writes what it makes of the logits, and its leading dimension. */
+static ProductResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
+  *out = g->c ? g->c : r->out;
+  *pitch = g->c ? g->pitch_c : r->out_pitch;
   return g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
+}
+
+static flce_status run_product(void* self, const flce_gemm* g, const flce_rows* r,
+                               const product_shape* shape, const product_scratch* s, bool repeat) {
+  const flce_cuda* cuda = (const flce_cuda*)self;
+  void* out;
+  int64_t pitch;
+  const ProductResult result = result_of(g, r, &out, &pitch);
+  return launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,
+                             repeat);
+}
+
+template <typename X>
+static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
+                                  const product_shape* shape, const product_scratch* s) {
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
+  return launch_next(self, place_offsets<X>, blocks, kDotWarps * kWarp, "place_offsets", *r, *shape,
+                     *s, shape->scale, (const X*)g->a, (const X*)g->b);
 }
 
 flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "product_rows"));
   const product_shape shape = product_shape_of(g, r);
-  const product_scratch s = product_scratch_of(scratch, r, false);
-  return launch_product(self, g, r, &shape, &s, result_kind(g, r), NULL);
+  const product_scratch s = product_scratch_of(scratch, r);
+  const auto launch = shape.half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;
+  FLCE_TRY(launch(self, g, r, &shape, &s));
+  return run_product(self, g, r, &shape, &s, false);
 }
 
 flce_status cuda_product_statistics(void* self, const flce_gemm* g, const flce_rows* r,
                                     const void* factor, void* coef, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
   const product_shape shape = product_shape_of(g, r);
-  const product_scratch s = product_scratch_of(scratch, r, false);
-  return launch_statistics(self, g, r, &shape, &s, result_kind(g, r), factor, coef);
+  const product_scratch s = product_scratch_of(scratch, r);
+  FLCE_TRY(run_product(self, g, r, &shape, &s, true));
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
+  const auto kernel = shape.probabilities ? sum_tiles<kSoft>
+                      : shape.general     ? sum_tiles<kGeneral>
+                      : s.gap             ? sum_tiles<kSmooth>
+                                          : sum_tiles<kPlain>;
+  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", make_args(r), shape,
+                     s, (int)tiles_of(r->vocab), (const float*)factor, (float*)coef);
 }

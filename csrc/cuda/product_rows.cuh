@@ -25,8 +25,7 @@ enum {
 typedef struct product_scratch {
   float* offset;  /* [rows] k */
   float* scale;   /* [rows] general: what makes zeta of z, or of the softcap's tanh */
-  float* target;  /* [rows] the target's z, its bias added; general: its zeta; with `coded`, the
-                     sum of those */
+  float* target;  /* [rows] the target's z, its bias added; general: its zeta */
   int* column;    /* [rows] the target, -1 for none */
   int* top;       /* [rows] ordered_of the largest zeta where a tile went beyond its limit */
   int* redo;      /* [1 + clusters] whether any, and which kProductClusterRows have such rows */
@@ -34,7 +33,6 @@ typedef struct product_scratch {
   float* gaps;    /* of w_j zeta_j, the target included; of probabilities, of t_j z_j; or */
   float* gap;     /* [rows] that of all columns from 0, with flce_rows' wsum; or NULL */
   float* masses;  /* of t_j */
-  float* coded;   /* of 2^(zeta - k) as the codes have zeta */
   float* spreads; /* of 2^(zeta - k) zeta */
   float* tops;    /* the largest zeta, */
   int* columns;   /* and its lowest column */
@@ -55,9 +53,9 @@ typedef struct product_shape {
   int64_t probabilities_pitch;
 } product_shape;
 
-/* Where the product puts what it has made of each logit: nowhere, or E, or z with the bias added,
- * or a code (product_codes.cuh). */
-enum ProductResult { kNoResult, kExpResult, kLogitResult, kCodeResult };
+/* Where the product puts what it has made of each logit: nowhere, or E, or z with the bias added.
+ */
+enum ProductResult { kNoResult, kExpResult, kLogitResult };
 
 /* Integers in the order of the floats, for atomicMax. */
 __device__ __forceinline__ int ordered_of(float value) {
@@ -81,30 +79,11 @@ __device__ __forceinline__ float general_zeta(const product_shape& shape, float 
   return scale * (shape.gain != 0 ? tanh_of<true>(shape.gain * z) : z);
 }
 
-struct CodeRows;
-
 /* x W^T -> the tiles' numbers and `out`, which is [rows][pitch] of float32 for z, else of 16 bits,
  * by wgmma. `repeat` does again, with the offsets of `top`, what an earlier call has found to be
- * beyond its limit; it costs nothing else. z, which knows no offset, is not made again. Where codes
- * are made, warps that copy nothing turn `before`, rows of an earlier call, into dz; NULL: none. */
+ * beyond its limit; it costs nothing else. z, which knows no offset, is not made again. */
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                ProductResult result, void* out, int64_t pitch, bool repeat,
-                                const CodeRows* before);
-
-/* What the product takes of a chunk's rows, and its scratch in memory of facts.product_row_bytes
- * for each of them. `codes`: whether it makes them. */
-product_shape product_shape_of(const flce_gemm* gemm, const flce_rows* rows);
-product_scratch product_scratch_of(void* memory, const flce_rows* rows, bool codes);
-
-/* place_offsets and the product. */
-flce_status launch_product(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                           const product_shape* shape, const product_scratch* scratch,
-                           ProductResult result, const CodeRows* before);
-/* What the product has to do again; then, of the tiles' numbers, statistics, losses and, unless
- * `coef` is NULL, the rows' factors. */
-flce_status launch_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                              const product_shape* shape, const product_scratch* scratch,
-                              ProductResult result, const void* factor, void* coef);
+                                ProductResult result, void* out, int64_t pitch, bool repeat);
 
 #endif

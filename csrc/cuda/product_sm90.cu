@@ -13,11 +13,6 @@ enum {
   kBarriers = 2 * kStages + 2,
   kCopyRegisters = 24,
   kProductRegisters = 240,
-  /* Where warps that copy nothing finish codes: columns that one takes at a time. */
-  kFinishRegisters = 40,
-  kCodeRegisters = 232,
-  kBesideSpan = 16384,
-  kBesideVectors = 2,
 };
 
 struct product_args {
@@ -29,7 +24,6 @@ struct product_args {
   int depth_steps, row_clusters, column_tiles;
   int group;    /* clusters of rows that go through the columns together */
   int clusters; /* that run at a time */
-  CodeRows before;
 };
 
 /* What there is to do, known once the rows are counted. */
@@ -175,18 +169,6 @@ __device__ __forceinline__ ColumnNumbers place_columns(const product_args& p, co
   return numbers;
 }
 
-/* Gives the memory for results to a group with the probabilities of its tile in it: they come while
- * its products are made. By one thread. */
-__device__ __forceinline__ void copy_probabilities(const CUtensorMap* t_map, const Ring& ring,
-                                                   const Tile& at, int group, uint64_t policy) {
-  const uint32_t barrier = ring.staging + 8 * group;
-  sm90::barrier_arrive_expecting(barrier, kSlabs * kBytesSlab);
-  for (int slab = 0; slab < kSlabs; slab++) {
-    sm90::load_box(ring.e + slab * kBytesSlab, t_map, barrier, at.column + slab * kSlab, at.row,
-                   policy);
-  }
-}
-
 /* By the group whose turn it is with the memory for results, which it hands on. */
 __device__ __forceinline__ void copy_logits(const product_args& p, const CUtensorMap* z_map,
                                             const Ring& ring, const Seat& seat, int group,
@@ -211,13 +193,11 @@ __device__ __forceinline__ void copy_logits(const product_args& p, const CUtenso
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT>
-__device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* t_map,
-                                            const CUtensorMap* out_map, const Ring& ring,
-                                            const Walk& walk, ColumnNumbers numbers, int tile,
-                                            int next, int turn, int group, int rank,
-                                            Products& acc) {
-  constexpr bool kIsGeneral = KIND == kGeneral, kCodes = RESULT == kCodeResult;
-  constexpr bool kStore = RESULT == kExpResult || kCodes;
+__device__ __forceinline__ void finish_tile(const product_args& p, const CUtensorMap* out_map,
+                                            const Ring& ring, const Walk& walk,
+                                            ColumnNumbers numbers, int tile, int turn, int group,
+                                            int rank, Products& acc) {
+  constexpr bool kIsGeneral = KIND == kGeneral, kStore = RESULT == kExpResult;
   Seat seat = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
   /* Opaque: nothing of this may be computed above the products, which need the registers. */
   asm volatile("" : "+r"(tile), "+r"(seat.lane), "+r"(seat.warp));
@@ -235,21 +215,15 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
     make_zeta(p.shape, rows, acc);
     if (p.scratch.gaps) add_gaps(numbers, seat, acc, rows);
   }
-  if constexpr (KIND == kSoft && !kCodes) add_probabilities(p.shape, seat, acc, rows);
+  if constexpr (KIND == kSoft) add_probabilities(p.shape, seat, acc, rows);
   hide_columns(p.shape, p.scratch, seat, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, seat, acc);
   const bool copies = seat.warp == 0 && seat.lane == 0;
-  /* Nobody gives the first group its first turn, but with probabilities. */
-  const int parity = (turn & 1) ^ (kCodes ? 0 : group ^ 1);
-  if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, parity);
+  if constexpr (kStore) sm90::barrier_wait(ring.staging + 8 * group, (turn & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = ring.e + slab * kBytesSlab;
-    if constexpr (kCodes) {
-      code_slab(p.shape, address, slab, seat, acc, rows);
-    } else {
-      exp_slab<kStore, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
-    }
+    exp_slab<kStore, kIsGeneral>(p.shape, p.scratch, address, slab, seat, acc, rows);
     if constexpr (kStore) {
       sm90::copy_fence();
       sync_group(group);
@@ -258,33 +232,27 @@ __device__ __forceinline__ void finish_tile(const product_args& p, const CUtenso
                         p.store_policy);
     }
   }
-  close_tile_rows<kIsGeneral, KIND == kSoft, kCodes>(p.shape, p.scratch, seat, acc, rows);
+  close_tile_rows<kIsGeneral, KIND == kSoft>(p.shape, p.scratch, seat, acc, rows);
   if (!kStore || !copies) return;
   sm90::store_wait_read();
-  if (!kCodes) {
-    sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
-  } else if (next < walk.tiles) {
-    copy_probabilities(t_map, ring, place_of_tile(p, walk, next, rank), group ^ 1, p.store_policy);
-  }
+  sm90::barrier_arrive(ring.staging + 8 * (group ^ 1));
 }
 
 template <Kind KIND, ProductResult RESULT, bool REPEAT, bool HALF>
-__device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* t_map,
-                                           const CUtensorMap* out_map, const Ring& ring,
-                                           const Walk& walk, int group, int rank) {
+__device__ __forceinline__ void make_tiles(const product_args& p, const CUtensorMap* out_map,
+                                           const Ring& ring, const Walk& walk, int group,
+                                           int rank) {
   const int thread = threadIdx.x % kGroupThreads;
   if (group == 1) give_turn(1);
   int tile = seek<REPEAT>(p, walk, blockIdx.x / kCluster);
-  if (RESULT == kCodeResult && group == 0 && thread == 0 && tile < walk.tiles)
-    copy_probabilities(t_map, ring, place_of_tile(p, walk, tile, rank), group, p.store_policy);
   if (group == 1 && tile < walk.tiles) tile = seek<REPEAT>(p, walk, tile + p.clusters);
   for (int turn = 0; tile < walk.tiles; turn++) {
     const int next = seek<REPEAT>(p, walk, tile + p.clusters);
     const ColumnNumbers numbers = place_columns<KIND>(p, ring, walk, tile, turn, group, thread);
     Products acc;
     multiply<HALF>(p, ring, 2 * turn + group, group, thread, next < walk.tiles, acc);
-    finish_tile<KIND, RESULT, REPEAT>(p, t_map, out_map, ring, walk, numbers, tile, next, turn,
-                                      group, rank, acc);
+    finish_tile<KIND, RESULT, REPEAT>(p, out_map, ring, walk, numbers, tile, turn, group, rank,
+                                      acc);
     tile = next < walk.tiles ? seek<REPEAT>(p, walk, next + p.clusters) : next;
   }
 }
@@ -301,22 +269,13 @@ __device__ __forceinline__ void blank_rows(const product_args& p, int first, int
   }
 }
 
-/* By the warps of the first group that copy nothing. */
-__device__ __forceinline__ void finish_before(const CodeRows& before) {
-  constexpr int kWarps = kGroupThreads / kWarp - 1;
-  const int warp = blockIdx.x * kWarps + threadIdx.x / kWarp - 1;
-  finish_codes<kBesideSpan, kBesideVectors>(before, warp, gridDim.x * kWarps);
-}
-
 /* HALF: x and W are float16. */
 template <Kind KIND, ProductResult RESULT, bool REPEAT, bool HALF = false>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     product_sm90(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap w_map,
-                 const __grid_constant__ CUtensorMap t_map,
                  const __grid_constant__ CUtensorMap out_map,
                  const __grid_constant__ product_args p) {
-  constexpr bool kFinishes = RESULT == kCodeResult && !REPEAT;
   follow_kernels();
   if (REPEAT && p.scratch.redo[0] == 0) return;
   const Ring ring = open_ring<RESULT>();
@@ -326,13 +285,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const Walk walk = {present, present * p.column_tiles};
   init_barriers<RESULT>(ring);
   if (warpgroup == 0) {
-    sm90::shrink_registers<kFinishes ? kFinishRegisters : kCopyRegisters>();
+    sm90::shrink_registers<kCopyRegisters>();
     if (threadIdx.x == 0) copy_tiles<REPEAT>(p, &x_map, &w_map, ring, walk, rank);
-    if (kFinishes && threadIdx.x >= kWarp) finish_before(p.before);
   } else {
-    sm90::grow_registers<kFinishes ? kCodeRegisters : kProductRegisters>();
-    make_tiles<KIND, RESULT, REPEAT, HALF>(p, &t_map, &out_map, ring, walk, warpgroup - 1, rank);
-    if ((RESULT == kExpResult || RESULT == kLogitResult) && !REPEAT) {
+    sm90::grow_registers<kProductRegisters>();
+    make_tiles<KIND, RESULT, REPEAT, HALF>(p, &out_map, ring, walk, warpgroup - 1, rank);
+    if (RESULT != kNoResult && !REPEAT) {
       blank_rows(p, walk.row_clusters * kProductClusterRows, RESULT == kExpResult ? 8 : 4);
     }
   }
@@ -346,24 +304,22 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 /* ---- launch ---- */
 
 typedef void (*product_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
-                               const CUtensorMap, const product_args);
+                               const product_args);
 
 enum {
   kLogitKernel = 12,
   kSoftKernel,
   kSoftLogitKernel = 15,
-  kCodeKernel,
-  kHalfKernel = 18,
-  kHalfLogitKernel = 20,
+  kHalfKernel,
+  kHalfLogitKernel = 18,
   kHalfSoftKernel,
-  kHalfSoftLogitKernel = 23,
+  kHalfSoftLogitKernel = 21,
   kKernels
 };
 
 /* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
- * by REPEAT, theirs that gives z, and theirs that give codes by REPEAT. float16 is always in form
- * dz, so of it no kernel gives E: the general ones and those of probabilities, by REPEAT, and
- * theirs that give z. */
+ * by REPEAT, and theirs that gives z. float16 is always in form dz, so of it no kernel gives E: the
+ * general ones and those of probabilities, by REPEAT, and theirs that give z. */
 static const product_kernel g_kernels[kKernels] = {
     product_sm90<kPlain, kNoResult, false>,
     product_sm90<kPlain, kExpResult, false>,
@@ -381,8 +337,6 @@ static const product_kernel g_kernels[kKernels] = {
     product_sm90<kSoft, kNoResult, false>,
     product_sm90<kSoft, kNoResult, true>,
     product_sm90<kSoft, kLogitResult, false>,
-    product_sm90<kSoft, kCodeResult, false>,
-    product_sm90<kSoft, kCodeResult, true>,
     product_sm90<kGeneral, kNoResult, false, true>,
     product_sm90<kGeneral, kNoResult, true, true>,
     product_sm90<kGeneral, kLogitResult, false, true>,
@@ -398,7 +352,6 @@ static int kernel_of(const product_shape* shape, ProductResult result, bool repe
     return (soft ? kHalfSoftKernel : kHalfKernel) + repeat;
   }
   if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;
-  if (result == kCodeResult) return kCodeKernel + repeat;
   if (soft) return kSoftKernel + repeat;
   const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
   return (result == kExpResult ? 1 : 0) + 2 * repeat + 4 * kind;
@@ -431,8 +384,7 @@ static product_args make_args(const product_shape* shape, const product_scratch*
 
 flce_status launch_product_sm90(void* stream, int device, const product_shape* shape,
                                 const product_scratch* scratch, const void* x, const void* w,
-                                ProductResult result, void* out, int64_t pitch, bool repeat,
-                                const CodeRows* before) {
+                                ProductResult result, void* out, int64_t pitch, bool repeat) {
   if (repeat && result == kLogitResult) result = kNoResult;
   const int which = kernel_of(shape, result, repeat);
   const void* kernel = (const void*)g_kernels[which];
@@ -440,17 +392,12 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "product_sm90", bytes, device, g_clusters[which], &clusters));
   product_args args = make_args(shape, scratch, result, out, pitch, clusters);
-  if (before) args.before = *before;
-  CUtensorMap x_map, w_map, t_map, out_map;
+  CUtensorMap x_map, w_map, out_map;
   FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kProductRows));
   FLCE_TRY(
       make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kProductColumns / kCluster));
-  t_map = out_map = x_map;
-  if (result == kCodeResult) {
-    FLCE_TRY(make_map(&t_map, shape->probabilities, shape->vocab, shape->rows,
-                      shape->probabilities_pitch, kProductRows));
-  }
-  if (result == kExpResult || result == kCodeResult) {
+  out_map = x_map;
+  if (result == kExpResult) {
     FLCE_TRY(make_map(&out_map, out, shape->columns, shape->rows, pitch, kProductRows));
   } else if (result == kLogitResult) {
     FLCE_TRY(make_map(&out_map, out, shape->columns, shape->rows, pitch, kLogitRows, FLCE_F32));
@@ -459,6 +406,6 @@ flce_status launch_product_sm90(void* stream, int device, const product_shape* s
   FLCE_TRY(can_follow(device, &follows));
   Launch launch;
   set_launch(&launch, bytes, args.clusters, follows, stream);
-  void* arguments[] = {&x_map, &w_map, &t_map, &out_map, &args};
+  void* arguments[] = {&x_map, &w_map, &out_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "product_sm90");
 }

@@ -129,16 +129,6 @@ __device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtens
 /* createpolicy's words: of what is soon to leave the cache, and none. */
 constexpr uint64_t kEvictFirst = 0x12F0000000000000u, kNoPolicy = 0x1000000000000000u;
 
-/* With a policy for the cache. */
-__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
-                                         int column, int row, uint64_t cache_policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(cache_policy)
-      : "memory");
-}
-
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t shared, int column,
                                           int row, uint64_t cache_policy) {
   asm volatile(
@@ -249,13 +239,6 @@ __device__ __forceinline__ void grow_registers() {
 __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
-               : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t shared, uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(shared)
                : "memory");
 }
 

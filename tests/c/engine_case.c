@@ -298,7 +298,6 @@ run run_all(const setting* s, const model* m, int threads) {
   if (s->fused) {
     plain_products(&b, &facts);
     facts.skips_rows = s->skips;
-    facts.product_gives_dz = s->problem.bf16_probabilities;
     if (s->skips) {
       facts.hidden_alignment = 8; /* H is no multiple of it */
       facts.gemm_f16 = true;      /* float16 is not widened */

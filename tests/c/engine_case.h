@@ -12,7 +12,7 @@ typedef struct setting {
   bool all_ignored, peaked, identity; /* identity: W = 1, the logits are x */
   bool token_weight, temperature, num_items;
   bool upstream; /* gradients from lse and, where it is wanted, from the entropy */
-  bool fused;    /* the backend has product_rows, product_dz and weight_product */
+  bool fused;    /* the backend has product_rows and weight_product */
   bool skips;    /* which skip rows */
 } setting;
 

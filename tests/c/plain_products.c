@@ -68,33 +68,6 @@ static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
   return b.row_coefficients(b.self, rows, &none, factor, coef);
 }
 
-/* product_dz by its definition: the product, then the row passes. */
-static flce_status plain_product_dz(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                                    const void* factor, void* coef, int shift, void* scratch) {
-  flce_backend b;
-  flce_cpu_backend(self, &b);
-  memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
-  CHECK(rows->probabilities && !gemm->c && rows->out_dtype == gemm->dtype, "not what it serves");
-  flce_gemm product = *gemm;
-  flce_rows view = *rows;
-  view.z = product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
-  product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
-  const flce_upstream none = {0};
-  flce_status status = b.gemm(b.self, &product, NULL, 0);
-  if (status == FLCE_OK) status = b.stat_rows(b.self, &view);
-  if (status == FLCE_OK) status = b.row_coefficients(b.self, &view, &none, factor, coef);
-  view.coef = coef;
-  if (status == FLCE_OK) status = b.grad_rows(b.self, &view, 1.0, false, false);
-  for (int64_t k = 0; k < rows->rows * rows->out_pitch; k++) {
-    bool is_column = k % rows->out_pitch < rows->vocab;
-    double dz = is_column ? flce_load(rows->out, rows->out_dtype, k) : 0.0;
-    if (is_column) flce_store(rows->out, rows->out_dtype, k, ldexp(dz, shift));
-  }
-  free(product.c);
-  return status;
-}
-
 /* weight_product by its definition: the product, then column sums, of every third row each. */
 static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
                                         const void* coef, void* sums, bool adds_sums) {
@@ -126,6 +99,5 @@ void plain_products(flce_backend* backend, flce_facts* facts) {
   facts->weight_parts = WEIGHT_PARTS;
   backend->product_rows = plain_product_rows;
   backend->product_statistics = plain_product_statistics;
-  backend->product_dz = plain_product_dz;
   backend->weight_product = plain_weight_product;
 }

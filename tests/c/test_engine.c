@@ -49,7 +49,6 @@ static void test_loss_options(void) {
         s.problem.wants_entropy = bits & 2;
         s.problem.wants_predictions = bits & 4;
         s.problem.has_probabilities = (bits & 24) == 8;
-        s.problem.bf16_probabilities = s.problem.has_probabilities && (bits & 1024);
         s.token_weight = bits & 32;
         s.temperature = bits & 64;
         s.num_items = bits & 128;
@@ -58,7 +57,7 @@ static void test_loss_options(void) {
         s.problem.wants_statistics = bits & 1024;
         if (!s.problem.has_probabilities) s.problem.rows -= (int64_t)(test_random() % 5);
         if (bits & 1 << 20) s.problem.max_memory = 9 * 72 * 8;
-        if (bits & 1 << 21) s.problem.want_grad_bias = false; /* then dz is held shifted */
+        if (bits & 1 << 21) s.problem.want_grad_bias = false;
         test_setting(&s);
       }
     }
@@ -388,51 +387,6 @@ static int64_t rows_of_chunks(int64_t tokens, int64_t hidden, int64_t vocab, boo
   return save == FLCE_SAVE_STATS ? plan.backward_chunk_rows : plan.chunk_rows;
 }
 
-/* Of bfloat16 probabilities dz stands where exact logits would take twice the bytes, and dW is made
- * from x itself. */
-static void test_plan_without_logits(void) {
-  const flce_facts facts = {.gemm_writes_f32 = true,
-                            .product_row_bytes = 100,
-                            .product_tile_rows = 256,
-                            .product_gives_z = true,
-                            .product_gives_dz = true};
-  flce_problem p = make_setting(FLCE_BF16, FLCE_SAVE_GRADS).problem;
-  p.tokens = p.rows = 4096;
-  p.vocab = p.weight_rows = 1024;
-  p.max_memory = 2048 * 1024 * 2;
-  p.logits_dtype = FLCE_F32;
-  p.has_probabilities = true;
-  flce_plan plan;
-  for (int k = 0; k < 3; k++) {
-    p.bf16_probabilities = k > 0;
-    p.unaligned = k == 2;
-    flce_facts given = facts;
-    given.product_gives_dz = k > 0;
-    CHECK_OK(flce_plan_make(&p, &given, &plan));
-    CHECK(plan.makes_dz == (k > 0) && plan.chunk_rows == (k > 0 ? 2048 : 1024), "%lld rows",
-          (long long)plan.chunk_rows);
-    CHECK((plan.buffers[FLCE_BUF_SCALED_X].bytes > 0) == (k == 2), "a copy of x");
-    p.want_grad_bias = false;
-    for (p.reduction = FLCE_MEAN; p.reduction <= FLCE_SUM; p.reduction++) {
-      CHECK_OK(flce_plan_make(&p, &given, &plan));
-      int shift = 10 - 5 + (p.reduction == FLCE_MEAN ? 12 : 0); /* of V, and of N for a mean */
-      CHECK(plan.dz_shift == (k > 0 ? shift : 0), "dz times 2^%d", plan.dz_shift);
-    }
-    p.want_grad_bias = true;
-    CHECK_OK(flce_plan_make(&p, &given, &plan));
-    CHECK(plan.dz_shift == 0, "db's sums are of dz itself, not of 2^%d", plan.dz_shift);
-    p.want_grad_bias = false;
-    p.reduction = FLCE_MEAN;
-  }
-  p.save = FLCE_SAVE_LOGITS;
-  CHECK_OK(flce_plan_make(&p, &facts, &plan));
-  CHECK(!plan.makes_dz && plan.saved_dtype == FLCE_F32, "a backward needs the logits");
-  p.save = FLCE_SAVE_GRADS;
-  p.logits_dtype = FLCE_BF16;
-  CHECK_OK(flce_plan_make(&p, &facts, &plan));
-  CHECK(!plan.makes_dz, "logits that are to be rounded as an eager head's");
-}
-
 /* 26 x 8 tiles of dX leave a second wave of 132 half empty, 16 x 8 fill one. */
 static void test_chunks_fill_waves(void) {
   CHECK(rows_of_chunks(16384, 2048, 151936, true, FLCE_SAVE_GRADS, 0) == 2048, "two waves");
@@ -559,7 +513,6 @@ int main(void) {
   }
   test_plan();
   test_plan_of_gathered_rows();
-  test_plan_without_logits();
   test_chunks_fill_waves();
   test_small_chunks();
   test_refusals();
