@@ -25,8 +25,9 @@ CLANG_FORMAT := $(PYTHON) -c 'from clang_format import clang_format; clang_forma
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
 READY := build/ready$(subst /,-,$(PYTHON))
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
-C_FILES := $(wildcard csrc/*.* csrc/*/*.* tests/c/*.[ch])
+C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
+SOURCES := setup.py pyproject.toml $(C_SOURCES)
+C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
 .PHONY: test test-c test-py demo lint format cuda wheel clean python
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CORE = sorted(str(path) for path in [*Path("csrc").glob("*.c"), *Path("csrc/cpu").glob("*.c")])
-CUDA_SOURCES = ["csrc/status.c", *sorted(map(str, Path("csrc/cuda").glob("*.cu")))]
+INCLUDE = "csrc"  # the sources name headers by their path from here
+CORE = sorted(str(path) for path in Path("csrc").rglob("*.c"))
+BINDING = sorted(str(path) for path in Path("csrc/binding").glob("*.cpp"))
+CUDA_SOURCES = ["csrc/core/status.c", *sorted(map(str, Path("csrc/cuda").rglob("*.cu")))]
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 # Last on the command line: they win over the flags that Python itself was built with.
@@ -58,16 +60,19 @@ def compile_cuda_source(source, command):
 def cuda_commands(nvcc, header):
     """The start of nvcc's command line for each of CUDA_SOURCES."""
     # -isystem: a wheel's folder may hold other headers, of another version than the toolkit's.
-    host = [nvcc, "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", "-isystem", str(header)]
+    flags = ["-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", f"-I{INCLUDE}"]
+    host = [nvcc, *flags, "-isystem", str(header)]
     threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
-    # Instructions that one architecture has, and no later one: the file says so in its name.
+    # csrc/cuda/sm90 has instructions of one architecture that no later one has.
     hopper = [*host, "-std=c++17", threads, "-gencode=arch=compute_90a,code=sm_90a"]
-    by_name = {".c": host, "_sm90.cu": hopper}
-    return [
-        next((command for end, command in by_name.items() if source.endswith(end)), device)
-        for source in CUDA_SOURCES
-    ]
+
+    def command_of(source):
+        if source.endswith(".c"):
+            return host
+        return hopper if Path(source).parent.name == "sm90" else device
+
+    return [command_of(source) for source in CUDA_SOURCES]
 
 
 def build_cuda(library, nvcc, header):
@@ -113,7 +118,8 @@ class Build(build_ext):
 ABI = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
 MODULE = Extension(
     "flce._C",
-    ["csrc/module.cpp", "csrc/op.cpp", "csrc/op_tune.cpp"],
+    BINDING,
+    include_dirs=[INCLUDE],
     depends=[*CORE, *HEADERS],
     libraries=["torch_cpu", "c10", "dl"],  # found by name: torch is imported before the module
     define_macros=ABI,
@@ -121,7 +127,12 @@ MODULE = Extension(
     py_limited_api=True,
 )
 # Not among the extension's sources: setuptools would compile C there as C++.
-CORE_LIBRARY = {"sources": CORE, "obj_deps": {"": HEADERS}, "cflags": ["-std=c11", *C_FLAGS]}
+CORE_LIBRARY = {
+    "sources": CORE,
+    "include_dirs": [INCLUDE],
+    "obj_deps": {"": HEADERS},
+    "cflags": ["-std=c11", *C_FLAGS],
+}
 if __name__ == "__main__":  # tests/check_kernels.py imports the rest
     setup(
         libraries=[("flce_core", CORE_LIBRARY)],

@@ -122,8 +122,8 @@ typedef struct flce_problem {
                              its padding alone. Not for save=grads, whose forward makes dW */
   flce_dtype added_dtype; /* of that grad_weight: weight_dtype, or F32 beside a 16-bit one */
   bool has_bias, has_class_weight;
-  bool has_probabilities;  /* the targets are probabilities, not classes */
-  bool wants_entropy;      /* its gradient too, where there is one to make after the forward */
+  bool has_probabilities; /* the targets are probabilities, not classes */
+  bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
   bool wants_predictions;
   bool wants_statistics; /* stats and scalars, by the caller; a backward gets them without */
   bool has_temperature;  /* one for each row */

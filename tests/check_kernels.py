@@ -1,11 +1,11 @@
 """Compiles the kernels for Hopper and says what ptxas or the machine code has against them.
 
-ptxas may have no numbered remark: those say that products wait for each other, or that registers
-were not handed over. A kernel may use no local memory but what LOCAL_BYTES grants it, and each
-kernel of csrc/cuda/*_sm90.cu has to multiply by HGMMA. A kernel that may begin while the one before
-it ends (launch_next, or a launch with can_follow) waits for that one before it touches global
-memory, branches or ends; one of launch_beside before it writes or ends. Exit status 1 if one does
-not hold.
+ptxas may have no numbered remark: those say that WGMMAs are serialized, or that setmaxnreg had no
+effect. A kernel may use no local memory but what LOCAL_BYTES grants it, and each kernel of
+csrc/cuda/sm90/*_gemm.cu has to multiply by HGMMA. A kernel that may begin while the one before it
+ends (launch_next, or a launch with can_follow) waits for that one before it touches global memory,
+branches or ends; one of launch_overlapping before it writes or ends. Exit status 1 if one does not
+hold.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # As local_bytes() counts, by nvcc 13.0. The product's arguments are Kind (0 plain, 1 biased,
-# 4 general, 5 of probabilities), ProductResult (0 nothing, 1 E, 2 z, 3 codes), REPEAT and HALF.
+# 4 general, 5 of probabilities), ProductResult (0 nothing, 1 E, 2 z), REPEAT and HALF.
 LOCAL_BYTES = {
     "product_sm90<(Kind)0, (ProductResult)1, false, false>": 12,
     "product_sm90<(Kind)0, (ProductResult)1, true, false>": 8,
@@ -137,12 +137,12 @@ def check(source, command, nvdisasm, folder):
     kernels, faults = list(local_bytes(report)), faults_of(report)
     if nvdisasm:
         run = subprocess.run([nvdisasm, cubin], check=True, stdout=subprocess.PIPE, text=True)
-        faults += faults_of_code(run.stdout, source.endswith("_sm90.cu"))
+        faults += faults_of_code(run.stdout, re.search("sm90/.*_gemm.cu", source))
     return kernels, [f"{source}: {fault}" for fault in faults]
 
 
 def main():
-    # setup.py has the flags and knows where the toolkit is; it looks for the sources from here.
+    # setup.py has the flags and finds the toolkit; its paths of sources begin here.
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ["FLCE_CUDA_ARCHS"] = "90"
@@ -151,9 +151,9 @@ def main():
     nvcc, header, looked = setup.find_cuda()
     if not nvcc or not header:
         sys.exit(f"kernels: expected nvcc and cublasLt.h; looked for {looked}")
-    # Beside nvcc, or in NVIDIA's wheel.
-    places = [str(Path(nvcc).resolve().parent), os.environ["PATH"], str(header.parent / "bin")]
-    nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(places))
+    # In nvcc's folder, or in NVIDIA's wheel.
+    folders = [str(Path(nvcc).resolve().parent), os.environ["PATH"], str(header.parent / "bin")]
+    nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(folders))
     commands = zip(setup.CUDA_SOURCES, setup.cuda_commands(nvcc, header), strict=True)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
@@ -164,12 +164,14 @@ def main():
         results = [job.result() for job in jobs]
     kernels = [name for names, _ in results for name in names]
     faults = [fault for _, found in results for fault in found]
-    # Also what becomes of a report in words that PROPERTIES does not know.
+    # Also where PROPERTIES does not match the report of another nvcc.
     gone = [f"LOCAL_BYTES: there is no {name}" for name in LOCAL_BYTES if name not in kernels]
     for fault in faults or gone:
         print("kernels:", fault)
     print(f"kernels: {len(kernels)} for sm_90, {len(faults or gone)} faults;", end=" ")
-    print(f"machine code by {nvdisasm}" if nvdisasm else "no nvdisasm: code was NOT looked at")
+    print(
+        f"machine code by {nvdisasm}" if nvdisasm else "no nvdisasm: machine code was NOT checked"
+    )
     return bool(faults or gone)
 
 

@@ -116,7 +116,7 @@ def test_following(name, instructions, good):
 def test_following_is_complete():
     """Each kernel that the sources launch so is in the tables."""
     launched, overlapping = set(), set()
-    for path in (check_kernels.ROOT / "csrc" / "cuda").glob("*.cu"):
+    for path in (check_kernels.ROOT / "csrc" / "cuda").rglob("*.cu"):
         text = path.read_text()
         overlapping.update(re.findall(r"launch_overlapping\(\s*self,\s*(\w+)", text))
         for launch in re.finditer(r"launch_next\(\s*self,\s*(\w+)", text):

@@ -1,8 +1,6 @@
 /* The CPU backend's table, and the choice of its kernels. */
-#include "convert.h"
-#include "cpu.h"
+#include "cpu/cpu.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -83,7 +81,7 @@ void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn f
   cpu->parallel_for(0, count, grain > 0 ? grain : 1, fn, context);
 }
 
-static flce_status facts(void* self, const flce_problem* problem, flce_facts* out) {
+static flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* out) {
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
@@ -100,64 +98,12 @@ static flce_status facts(void* self, const flce_problem* problem, flce_facts* ou
   return FLCE_OK;
 }
 
-/* Columns of a block, and the size of W (bytes) from which on its blocks are worth a call each. */
-enum { GEMM_BLOCK_COLUMNS = 512, GEMM_BLOCKED_BYTES = 32 << 20 };
-
-/* MKL packs all of W^T before it multiplies; a W beyond the caches then goes through memory three
- * times, which a chunk's few rows cannot hide (152 x 768 x 50257: 33 % of the time). In blocks the
- * packed part stays in the cache. float32 only: oneDNN's bfloat16 product gains nothing. */
-static bool is_worth_blocking(const flce_gemm* product) {
-  return product->transpose_b && product->dtype == FLCE_F32 &&
-         product->n * product->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
-}
-
-/* Whether all is finite that AMX reads behind row i of A: its padding, then the next row. */
-static bool row_tail_is_finite(const flce_gemm* g, int64_t i) {
-  int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;
-  if (i == g->m - 1 && end > g->pitch_a) end = g->pitch_a;
-  for (int64_t k = g->k; k < end; k++)
-    if (!isfinite(flce_load(g->a, g->dtype, i * g->pitch_a + k))) return false;
-  return true;
-}
-
-/* Sets the rows of the result to NaN that AMX would: it multiplies what follows a row of A by
- * zeros.
- */
-static void emulate_amx_overread(const flce_gemm* g) {
-  if (g->dtype != FLCE_BF16 || g->transpose_a) return;
-  for (int64_t i = 0; i < g->m; i++)
-    if (!row_tail_is_finite(g, i))
-      flce_fill(flce_at(g->c, g->c_dtype, i * g->pitch_c), g->c_dtype, NAN, g->n);
-}
-
-static flce_status gemm(void* self, const flce_gemm* product, void* workspace,
-                        int64_t workspace_bytes) {
-  (void)workspace;
-  (void)workspace_bytes;
-  const flce_cpu* cpu = self;
-  if (product->m == 0 || product->n == 0) return FLCE_OK;
-  if (!is_worth_blocking(product)) {
-    FLCE_TRY(cpu->gemm(cpu->gemm_context, product));
-    if (flce_poisons()) emulate_amx_overread(product);
-    return FLCE_OK;
-  }
-  for (int64_t j = 0; j < product->n; j += GEMM_BLOCK_COLUMNS) {
-    int64_t left = product->n - j;
-    flce_gemm block = *product;
-    block.n = left < GEMM_BLOCK_COLUMNS ? left : GEMM_BLOCK_COLUMNS;
-    block.b = (const float*)product->b + j * product->pitch_b;
-    block.c = (float*)product->c + j;
-    FLCE_TRY(cpu->gemm(cpu->gemm_context, &block));
-  }
-  return FLCE_OK;
-}
-
 void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
   *backend = (flce_backend){.name = "cpu",
                             .self = cpu,
                             .last_error = flce_last_error,
-                            .facts = facts,
-                            .gemm = gemm,
+                            .facts = flce_cpu_facts,
+                            .gemm = flce_cpu_gemm,
                             .fill = flce_cpu_fill,
                             .cast = flce_cpu_cast,
                             .prepare = flce_cpu_prepare,

@@ -2,7 +2,7 @@
 #ifndef FLCE_CPU_CONVERT_H
 #define FLCE_CPU_CONVERT_H
 
-#include "../flce.h"
+#include "flce.h"
 
 #include <string.h>
 

@@ -3,7 +3,7 @@
 #ifndef FLCE_CPU_CPU_H
 #define FLCE_CPU_CPU_H
 
-#include "softmax.h"
+#include "cpu/simd/row_kernels.h"
 
 /* Elements that one thread should at least have: below, handing the work over costs more. */
 enum { FLCE_GRAIN = 32768 };
@@ -52,43 +52,57 @@ flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
  * computed for an index may not depend on the part that it falls in. */
 void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
 
-/* prepare.c */
-flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool holds_weight, bool overlaps);
-flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
-                                  void* index);
-flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
-                                flce_dtype dx_dtype, int64_t hidden);
+/* gemm.c */
+flce_status flce_cpu_gemm(void* self, const flce_gemm* gemm, void* workspace,
+                          int64_t workspace_bytes);
 
-/* rows.c */
-void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value);
-flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows);
-flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows);
-flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
-                               bool z_is_exp);
-flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
-                                      const flce_upstream* upstream, const void* factor,
-                                      void* coef);
-
-/* vectors.c */
+/* elementwise.c */
 flce_status flce_cpu_fill(void* self, void* data, int byte, int64_t bytes);
 flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
                           const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
                           int64_t cols);
-flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
-                                 const void* grad_output, const void* scalars, flce_dtype stat);
 flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
                                flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
+flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
+                                 const void* grad_output, const void* scalars, flce_dtype stat);
+
+/* sums.c */
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
                             const void* factor, flce_dtype stat, bool overlaps);
 flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
                                 int64_t pitch, int64_t rows, int64_t cols, const void* weights,
                                 bool accumulate, void* scratch);
 
-/* gradient.c */
+/* prepare.c */
+flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                             void* order, bool holds_weight, bool overlaps);
+
+/* target_order.c */
 int64_t flce_cpu_order_bytes(int64_t tokens);
 flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                    void* order);
+
+/* ignored_rows.c */
+flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
+                                  void* index);
+flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                                flce_dtype dx_dtype, int64_t hidden);
+
+/* rows_forward.c */
+void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value);
+flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows);
+flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows);
+
+/* rows_backward.c */
+flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
+                               bool z_is_exp);
+
+/* row_coefficients.c */
+flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
+                                      const flce_upstream* upstream, const void* factor,
+                                      void* coef);
+
+/* grad_input.c */
 flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
                                 flce_dtype dtype, const void* coef, const int64_t* index,
                                 int64_t rows, int64_t hidden);
@@ -96,6 +110,8 @@ flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype
                                        flce_dtype d_dtype, const void* w, flce_dtype dtype,
                                        const flce_rows* rows, const void* wsum, const void* x,
                                        void* scaled_x, int64_t hidden, int64_t cols);
+
+/* grad_weight.c */
 flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
                                         const void* accum, flce_dtype accum_dtype, const void* x,
                                         flce_dtype dtype, const void* coef_target,

@@ -1,5 +1,5 @@
 /* The CUDA backend's table, and the two functions that libflce_cuda.so exports. */
-#include "backend.cuh"
+#include "cuda/backend.cuh"
 
 #include <stdio.h>
 

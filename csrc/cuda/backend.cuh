@@ -3,51 +3,75 @@
 #ifndef FLCE_CUDA_BACKEND_CUH
 #define FLCE_CUDA_BACKEND_CUH
 
-#include "common.cuh"
+#include "cuda/common/types.cuh"
 
 static inline cudaStream_t stream_of(void* self) {
   return (cudaStream_t)((const flce_cuda*)self)->stream;
 }
 
-/* gemm.cu */
+/* gemm/gemm.cu */
 flce_status cuda_gemm(void* self, const flce_gemm* gemm, void* workspace, int64_t workspace_bytes);
+
+/* gemm/cublaslt.cu */
 /* The library's version number, 0 where it cannot be loaded. */
 size_t cuda_gemm_version(void);
 
-/* softmax.cu */
+/* rows/rows_forward.cu */
 flce_status cuda_stat_rows(void* self, const flce_rows* rows);
 flce_status cuda_exp_rows(void* self, const flce_rows* rows);
 
-/* product_rows.cu */
-/* What Hopper's own kernels add to the facts, where a device of this compute capability (90 for
- * 9.0), FLCE_KERNEL and the problem let them serve. */
-flce_status cuda_hopper_facts(int capability, const flce_problem* problem, flce_facts* facts);
-flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                              void* scratch);
-flce_status cuda_product_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                                    const void* factor, void* coef, void* scratch);
-
-/* weight_sm90.cu */
-/* Rows of cuda_weight_product's sums. */
-int64_t cuda_weight_parts(int64_t hidden);
-flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
-                                const void* coef, void* sums, bool adds_sums);
-
-/* grad_rows.cu */
+/* rows/rows_backward.cu */
 flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
-/* prepare.cu */
+/* rows/row_coefficients.cu */
+flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_upstream* upstream,
+                                  const void* factor, void* coef);
+
+/* passes/elementwise.cu */
+flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);
+flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
+                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
+                      int64_t cols);
+flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
+                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
+flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
+                             const void* grad_output, const void* scalars, flce_dtype stat);
+
+/* passes/sums.cu */
+flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
+                        const void* factor, flce_dtype stat, bool overlaps);
+int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
+flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
+                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
+                            void* scratch);
+
+/* passes/prepare.cu */
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, bool holds_weight, bool overlaps);
+
+/* passes/target_order.cu */
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                void* order);
+
+/* passes/ignored_rows.cu */
 flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes);
 flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
                               void* index);
+flce_status cuda_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
+                            flce_dtype dx_dtype, int64_t hidden);
 
-/* order.cu */
+/* passes/grad_input.cu */
+flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
+                            int64_t hidden);
+flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
+                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
+                                   const flce_rows* rows, const void* wsum, const void* x,
+                                   void* scaled_x, int64_t hidden, int64_t cols);
+
+/* passes/grad_weight.cu */
 flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
                                     flce_dtype accum_dtype, const void* x, flce_dtype dtype,
                                     const void* coef_target, const void* order, int64_t tokens,
@@ -58,36 +82,21 @@ flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, con
                                   int64_t tokens, const void* smooth_total,
                                   const void* class_weight, int64_t vocab);
 
-/* vectors.cu */
-flce_status cuda_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
-                            flce_dtype dx_dtype, int64_t hidden);
-flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_upstream* upstream,
-                                  const void* factor, void* coef);
-flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat, bool overlaps);
+/* sm90/select.cu */
+/* What Hopper's own kernels add to the facts, where a device of this compute capability (90 for
+ * 9.0), FLCE_KERNEL and the problem let them serve. */
+flce_status cuda_hopper_facts(int capability, const flce_problem* problem, flce_facts* facts);
 
-/* gradient.cu */
-flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);
-flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
-                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
-                      int64_t cols);
-flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
-                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
-                            int64_t hidden);
-/* The part of blank_rows that writes dX. */
-flce_status cuda_blank_grad_input(void* self, const flce_rows* rows, int64_t bound, void* dx,
-                                  flce_dtype dx_dtype, int64_t hidden);
-flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
-                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* rows, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden, int64_t cols);
-int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
-flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
-                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
-                            void* scratch);
-flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
-flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
-                             const void* grad_output, const void* scalars, flce_dtype stat);
+/* sm90/fused_logits.cu */
+flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                              void* scratch);
+flce_status cuda_product_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                    const void* factor, void* coef, void* scratch);
+
+/* sm90/grad_weight_gemm.cu */
+/* Rows of cuda_weight_product's sums. */
+int64_t cuda_weight_parts(int64_t hidden);
+flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
+                                const void* coef, void* sums, bool adds_sums);
 
 #endif

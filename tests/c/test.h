@@ -3,8 +3,8 @@
 #ifndef FLCE_TESTS_TEST_H
 #define FLCE_TESTS_TEST_H
 
-#include "../../csrc/cpu/convert.h"
-#include "../../csrc/backend.h"
+#include "backend.h"
+#include "cpu/convert.h"
 
 #include <math.h>
 

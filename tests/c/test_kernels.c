@@ -1,5 +1,5 @@
 /* Conversions and the kernels by themselves: every variant against libm and the scalar code. */
-#include "../../csrc/cpu/cpu.h"
+#include "cpu/cpu.h"
 #include "test.h"
 
 #include <float.h>

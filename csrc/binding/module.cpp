@@ -1,0 +1,66 @@
+// The Python module: its import runs the registrations of the operators. And facts of the build.
+#include <Python.h>
+
+#include <cstdlib>
+
+#include "binding/op_options.h"
+
+namespace {
+
+int64_t gemm_count() {
+  return flce_gemm_count();
+}
+std::string cpu_variant() {
+  return flce_cpu_variant();
+}
+
+// The CUDA library's own description, or what was looked for and why it does not serve.
+std::string cuda_describe() {
+  const CudaLibrary& library = cuda_library();
+  if (!library.error.empty()) return "not loaded: " + library.path + ": " + library.error;
+  return library.path + "\n" + library.describe();
+}
+
+// A call looks at two variables; os.environ takes 5 us for one that is not set.
+PyObject* get_variable(PyObject*, PyObject* name) {
+  PyObject* bytes = PyUnicode_EncodeFSDefault(name);
+  if (!bytes) return nullptr;
+  const char* text = PyBytes_AsString(bytes);
+  const char* value = text ? std::getenv(text) : nullptr;
+  Py_DECREF(bytes);
+  if (!text) return nullptr;
+  if (!value) Py_RETURN_NONE;
+  return PyUnicode_DecodeFSDefault(value);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
+  m.def("option_names() -> str");
+  m.def("gemm_count() -> int");
+  m.def("cpu_variant() -> str");
+  m.def("cuda_describe() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+  m.impl("option_names", TORCH_BOX(&option_names));
+  m.impl("gemm_count", TORCH_BOX(&gemm_count));
+  m.impl("cpu_variant", TORCH_BOX(&cpu_variant));
+  m.impl("cuda_describe", TORCH_BOX(&cuda_describe));
+}
+
+extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
+  static PyMethodDef functions[] = {
+      {"getenv", get_variable, METH_O, "The environment variable of this name, or None."},
+      {nullptr, nullptr, 0, nullptr}};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                               "_C",
+                               "flce's operators",
+                               -1,
+                               functions,
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+  return PyModule_Create(&module);
+}

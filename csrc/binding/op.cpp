@@ -1,0 +1,492 @@
+// The binding: schemas, boxing, checks, status -> error. With op_options.h, op_outputs.h,
+// op_tune.cpp, module.cpp and torch_device.h the only C++ and the only code that includes torch,
+// through its stable ABI alone, so that one build serves every torch >= 2.10.
+#include <tuple>
+
+#include "binding/op_options.h"
+#include "binding/op_outputs.h"
+
+namespace {
+
+// ---- tensors of the loss ----
+
+// The tensors of the loss beside the operands; every operator has them in this order.
+struct LossTensors {
+  Tensor target;
+  OptionalTensor weight, token_weight, temperature, num_items;
+};
+
+// Checks them against the sizes of the problem, completes it and `tensors`.
+void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
+               flce_tensors* tensors) {
+  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  const Tensor& target = given.target;
+  expect_same_device("target", target, place);
+  problem->has_probabilities = target.scalar_type() != ScalarType::Long;
+  if (problem->has_probabilities) {
+    tensors->probabilities_dtype = to_dtype(target.scalar_type(), "target");
+    expect_shape("target", target, {problem->tokens, problem->weight_rows});
+    tensors->probabilities = target.const_data_ptr();
+  } else {
+    expect_shape("target", target, {problem->tokens});
+    tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
+  }
+  problem->has_class_weight = given.weight.has_value();
+  tensors->class_weight =
+      optional_pointer("weight", given.weight, {problem->weight_rows}, stat, place);
+  tensors->token_weight =
+      optional_pointer("token_weight", given.token_weight, {problem->tokens}, stat, place);
+  tensors->temperature =
+      optional_pointer("temperature", given.temperature, {problem->tokens}, stat, place);
+  problem->has_temperature = given.temperature.has_value();
+  tensors->num_items = optional_pointer("num_items", given.num_items, {}, stat, place);
+}
+
+// Rows to compute: on the CPU those that are not ignored, on a GPU all, or the caller's bound.
+int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors, Place place,
+                        std::optional<int64_t> bound) {
+  int64_t tokens = problem.tokens;
+  if (bound && (*bound < 0 || *bound > tokens))
+    throw std::invalid_argument("rows: expected 0 to " + std::to_string(tokens) +
+                                ", the number of tokens, got " + std::to_string(*bound));
+  if (problem.has_probabilities) {
+    if (bound.value_or(tokens) < tokens)
+      throw std::invalid_argument("rows: expected " + std::to_string(tokens) +
+                                  " with probabilities, of which no row is ignored, got " +
+                                  std::to_string(*bound));
+    return tokens;
+  }
+  if (place.type != aoti_torch_device_type_cpu()) return bound.value_or(tokens);
+  int64_t valid = 0;
+  for (int64_t i = 0; i < tokens; i++) valid += tensors.target[i] != problem.loss.ignore_index;
+  if (bound && valid > *bound)
+    throw std::invalid_argument("valid_bound: expected at least " + std::to_string(valid) +
+                                ", the number of rows that are not ignored, got " +
+                                std::to_string(*bound));
+  return valid;
+}
+
+// ---- linear cross entropy ----
+
+// Behind the tensors of forward and backward, and of plan.
+#define SETTINGS "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers"
+struct Settings {
+  std::optional<int64_t> valid_vocab, rows;
+  Options options;
+};
+
+struct Operands {
+  Tensor input, linear_weight;
+  OptionalTensor linear_bias;
+};
+
+// Checks the operands against each other, completes the problem with their sizes and the tensors
+// with their memory.
+void bind_operands(const Operands& given, const LossTensors& loss, const Settings& settings,
+                   flce_problem* problem, flce_tensors* tensors) {
+  const Tensor &input = given.input, &linear_weight = given.linear_weight;
+  const OptionalTensor& linear_bias = given.linear_bias;
+  Place place = place_of(input);
+  expect_dim("input", input, 2);
+  expect_dim("linear_weight", linear_weight, 2);
+  problem->tokens = input.size(0);
+  problem->hidden = input.size(1);
+  problem->weight_rows = linear_weight.size(0);
+  problem->vocab = settings.valid_vocab.value_or(problem->weight_rows);
+  problem->input_dtype = to_dtype(input.scalar_type(), "input");
+  problem->weight_dtype = to_dtype(linear_weight.scalar_type(), "linear_weight");
+  expect_shape("input", input, {problem->tokens, problem->hidden});
+  expect_shape("linear_weight", linear_weight, {problem->weight_rows, problem->hidden});
+  expect_same_device("linear_weight", linear_weight, place);
+  tensors->input = input.const_data_ptr();
+  tensors->linear_weight = linear_weight.const_data_ptr();
+  uintptr_t addresses = reinterpret_cast<uintptr_t>(tensors->input) |
+                        reinterpret_cast<uintptr_t>(tensors->linear_weight);
+  problem->unaligned = addresses % 16 != 0;
+  problem->has_bias = linear_bias.has_value();
+  problem->bias_dtype = problem->input_dtype;
+  if (linear_bias) {
+    expect_shape("linear_bias", *linear_bias, {problem->weight_rows});
+    expect_same_device("linear_bias", *linear_bias, place);
+    problem->bias_dtype = to_dtype(linear_bias->scalar_type(), "linear_bias");
+    tensors->linear_bias = linear_bias->const_data_ptr();
+  } else if (problem->want_grad_bias) {
+    throw std::invalid_argument(
+        "grad_bias: expected a linear_bias to take the gradient of, got None");
+  }
+  bind_loss(loss, place, problem, tensors);
+  problem->rows = rows_to_compute(*problem, *tensors, place, settings.rows);
+}
+
+// Half of what the logits take now, where that still holds a row.
+std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
+  int64_t logits = plan.buffers[FLCE_BUF_LOGITS].bytes + plan.buffers[FLCE_BUF_SAVED].bytes;
+  int64_t smaller = (logits < problem.max_memory ? logits : problem.max_memory) / 2;
+  std::string advice = "; the plan needs " + std::to_string(plan.peak_bytes) +
+                       " bytes over the inputs, of which " + std::to_string(logits) +
+                       " for logits (save=\"" + flce_save_name(plan.save) + "\")";
+  if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
+  advice += ". Try max_memory=" + std::to_string(smaller);
+  return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
+}
+
+// [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
+std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
+                                 std::optional<int64_t> rows) {
+  return {rows.value_or(problem.tokens), plan.saved_pitch};
+}
+
+// A caller that could not count the valid rows (torch.compile on the CPU) has rows to spare; no
+// output is left undefined.
+void zero_unused_rows(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                      const Tensor& saved) {
+  int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
+  int64_t used = problem.rows * row_bytes, all = saved.size(0) * row_bytes;
+  const flce_backend* table = device.table();
+  if (used < all)
+    check(table->fill(table->self, static_cast<char*>(saved.mutable_data_ptr()) + used, 0,
+                      all - used));
+}
+
+using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                                 OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                          std::optional<int64_t> rows, flce_tensors* tensors) {
+  Statistics made = allocate_statistics(device, problem, plan.keeps_statistics, tensors);
+  OptionalTensor saved;
+  if (plan.save == FLCE_SAVE_LOGITS) {
+    saved = device.allocate(saved_shape(problem, plan, rows), plan.saved_dtype, "saved");
+    tensors->saved = saved->mutable_data_ptr();
+    zero_unused_rows(device, problem, plan, *saved);
+  }
+  Tensor loss = allocate_loss(device, problem, tensors);
+  Gradients gradients;
+  if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
+  Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
+  tensors->workspace = workspace.mutable_data_ptr();
+  check(flce_forward(device.table(), &problem, &plan, tensors));
+  return {loss,  made.stats,      made.scalars,     made.predictions,
+          saved, gradients.input, gradients.weight, gradients.bias};
+}
+
+ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
+                      OptionalTensor weight, OptionalTensor token_weight,
+                      OptionalTensor token_temperature, OptionalTensor num_items,
+                      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
+                      std::vector<int64_t> integers, std::vector<double> numbers) {
+  Settings settings = {valid_vocab, rows, read_options(integers, numbers)};
+  flce_problem problem = settings.options.problem;
+  flce_tensors tensors{};
+  bind_operands({input, linear_weight, linear_bias},
+                {target, weight, token_weight, token_temperature, num_items}, settings, &problem,
+                &tensors);
+  Device device(place_of(input), settings.options.allow_tf32);
+  flce_plan plan = device.plan(problem);
+  try {
+    return run_forward(device, problem, plan, rows, &tensors);
+  } catch (const OutOfMemory& error) {
+    throw OutOfMemory(error.what() + memory_advice(problem, plan));
+  }
+}
+
+Gradients run_backward(const Device& device, const flce_problem& problem, const flce_plan& plan,
+                       flce_tensors* tensors) {
+  Gradients gradients = allocate_gradients(device, problem, plan, tensors);
+  Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
+  tensors->workspace = workspace.mutable_data_ptr();
+  check(flce_backward(device.table(), &problem, &plan, tensors));
+  return gradients;
+}
+
+// What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
+// and entropy in their rows; the others have none.
+void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, const Tensor& stats,
+                const Tensor& scalars, const flce_problem& problem, Place place,
+                flce_tensors* tensors) {
+  flce_dtype stat = flce_stat_dtype(problem.dtype);
+  int64_t n = problem.tokens;
+  std::vector<int64_t> rows = {n}, one = {};
+  expect_like("grad_output", grad_output, problem.reduction == FLCE_NONE ? rows : one, stat, place);
+  expect_like("stats", stats, {FLCE_STAT_ROWS, n}, stat, place);
+  expect_like("scalars", scalars, {FLCE_SCALAR_COUNT}, stat, place);
+  tensors->grad_output = grad_output.const_data_ptr();
+  tensors->stats = stats.mutable_data_ptr();
+  tensors->scalars = scalars.mutable_data_ptr();
+  if (!grad_stats) return;
+  expect_like("grad_stats", *grad_stats, {FLCE_STAT_ROWS, n}, stat, place);
+  const char* rows_of_stats = static_cast<const char*>(grad_stats->const_data_ptr());
+  tensors->grad_lse = rows_of_stats + FLCE_STAT_LSE * n * flce_size_of(stat);
+  if (problem.wants_entropy)
+    tensors->grad_entropy = rows_of_stats + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
+}
+
+// The caller's gradient of the weight, for dW to be added to.
+void bind_added(const Tensor& grad_weight, Place place, flce_problem* problem,
+                flce_tensors* tensors) {
+  const char* name = "grad_weight_into";
+  expect_shape(name, grad_weight, {problem->weight_rows, problem->hidden});
+  expect_same_device(name, grad_weight, place);
+  if (!problem->want_grad_weight)
+    throw std::invalid_argument("grad_weight: expected True with grad_weight_into, got False");
+  problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
+  problem->adds_grad_weight = true;
+  tensors->grad_weight = grad_weight.mutable_data_ptr();
+}
+
+// What a forward left for its backward, and the upstream gradients.
+struct Kept {
+  Tensor grad_output;
+  OptionalTensor grad_stats;
+  Tensor stats, scalars;
+  OptionalTensor saved;
+};
+
+// `added`: the caller's gradient of the weight, or none for one of our own.
+Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Operands& operands,
+                         const LossTensors& loss, const Settings& settings) {
+  flce_problem problem = settings.options.problem;
+  flce_tensors tensors{};
+  bind_operands(operands, loss, settings, &problem, &tensors);
+  Place place = place_of(operands.input);
+  if (added) bind_added(*added, place, &problem, &tensors);
+  if (kept.saved) tensors.saved = kept.saved->mutable_data_ptr();
+  uintptr_t addresses =
+      reinterpret_cast<uintptr_t>(tensors.saved) | reinterpret_cast<uintptr_t>(tensors.grad_weight);
+  problem.weight_unaligned = addresses % 16 != 0;
+  Device device(place, settings.options.allow_tf32);
+  flce_plan plan = device.plan(problem);
+  check(flce_check_backward(&plan));
+  bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
+  if (plan.save == FLCE_SAVE_LOGITS) {
+    if (!kept.saved)
+      throw std::invalid_argument("saved: expected a tensor with save=\"logits\", got None");
+    expect_like("saved", *kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
+                place);
+  }
+  try {
+    return run_backward(device, problem, plan, &tensors);
+  } catch (const OutOfMemory& error) {
+    throw OutOfMemory(error.what() + memory_advice(problem, plan));
+  }
+}
+
+#define BACKWARD_SCHEMA                                                          \
+  "Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, " \
+  "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "   \
+  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor? saved, " SETTINGS
+#define BACKWARD_ARGUMENTS                                                                         \
+  Tensor grad_output, OptionalTensor grad_stats, Tensor input, Tensor linear_weight,               \
+      Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
+      OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
+      OptionalTensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,       \
+      std::vector<int64_t> integers, std::vector<double> numbers
+#define MAKE_GRADIENTS(added)                                                     \
+  make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
+                 {input, linear_weight, linear_bias},                             \
+                 {target, weight, token_weight, token_temperature, std::nullopt}, \
+                 {valid_vocab, rows, read_options(integers, numbers)})
+
+std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
+  Gradients made = MAKE_GRADIENTS(std::nullopt);
+  return {made.input, made.weight, made.bias};
+}
+
+// torch functionalizes no operator that writes to an argument and may return none: an undefined
+// tensor, which is None in Python as well.
+Tensor or_undefined(const OptionalTensor& made) {
+  return made ? *made : Tensor();
+}
+
+std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUMENTS) {
+  Gradients made = MAKE_GRADIENTS(grad_weight_into);
+  return {or_undefined(made.input), or_undefined(made.bias)};
+}
+
+// ---- scaling of gradients that the forward made ----
+
+flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, Place place) {
+  flce_dtype dtype = to_dtype(grad.scalar_type(), name);
+  expect_same_device(name, grad, place);
+  expect_contiguous(name, grad);
+  return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
+          dtype, grad.numel()};
+}
+
+void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
+               const Tensor& grad_output, const OptionalTensor& scalars) {
+  Place place = device.place();
+  flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
+  expect_like("grad_output", grad_output, {}, stat, place);
+  if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, stat, place);
+  const flce_backend* table = device.table();
+  flce_status status = table->scale_grads(table->self, grads.data(), static_cast<int>(grads.size()),
+                                          grad_output.const_data_ptr(),
+                                          scalars ? scalars->const_data_ptr() : nullptr, stat);
+  if (status != FLCE_OK) check(flce_fail(status, "%s", table->last_error()));
+}
+
+void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTensor grad_bias,
+            Tensor grad_output, OptionalTensor scalars) {
+  const OptionalTensor& first = grad_input ? grad_input : grad_weight ? grad_weight : grad_bias;
+  if (!first) return;
+  Place place = place_of(*first);
+  std::vector<flce_scaled> grads;
+  auto add = [&](const char* name, const OptionalTensor& grad) {
+    if (grad) grads.push_back(scaled_array(name, *grad, *grad, place));
+  };
+  add("grad_input", grad_input);
+  add("grad_weight", grad_weight);
+  add("grad_bias", grad_bias);
+  run_scale(Device(place, false), grads, grad_output, scalars);
+}
+
+Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
+  Place place = place_of(grad);
+  Device device(place, false);
+  Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");
+  run_scale(device, {scaled_array("grad", out, grad, place)}, grad_output, scalars);
+  return out;
+}
+
+// ---- cross entropy on logits ----
+
+flce_problem logits_problem(const std::vector<int64_t>& integers,
+                            const std::vector<double>& numbers) {
+  flce_problem problem{};
+  read_loss(OptionReader(integers, numbers), &problem);
+  return problem;
+}
+
+void bind_logits(const Tensor& logits, const LossTensors& loss, flce_problem* problem,
+                 flce_tensors* tensors) {
+  expect_dim("logits", logits, 2);
+  problem->tokens = problem->rows = logits.size(0);
+  problem->vocab = problem->weight_rows = logits.size(1);
+  problem->dtype = to_dtype(logits.scalar_type(), "logits");
+  expect_shape("logits", logits, {problem->tokens, problem->vocab});
+  tensors->input = logits.const_data_ptr();
+  bind_loss(loss, place_of(logits), problem, tensors);
+}
+
+std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
+    Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor token_weight,
+    OptionalTensor token_temperature, OptionalTensor num_items, std::vector<int64_t> integers,
+    std::vector<double> numbers) {
+  flce_tensors tensors{};
+  flce_problem problem = logits_problem(integers, numbers);
+  bind_logits(logits, {target, weight, token_weight, token_temperature, num_items}, &problem,
+              &tensors);
+  Device device(place_of(logits), false);
+  Tensor loss = allocate_loss(device, problem, &tensors);
+  Statistics made = allocate_statistics(device, problem, true, &tensors);
+  Tensor workspace =
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_cross_entropy_forward(device.table(), &problem, &tensors));
+  return {loss, *made.stats, *made.scalars, made.predictions};
+}
+
+Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Tensor logits,
+                              Tensor target, OptionalTensor weight, OptionalTensor token_weight,
+                              OptionalTensor token_temperature, Tensor stats, Tensor scalars,
+                              std::vector<int64_t> integers, std::vector<double> numbers) {
+  flce_tensors tensors{};
+  flce_problem problem = logits_problem(integers, numbers);
+  bind_logits(logits, {target, weight, token_weight, token_temperature, std::nullopt}, &problem,
+              &tensors);
+  bind_saved(grad_output, grad_stats, stats, scalars, problem, place_of(logits), &tensors);
+  Device device(place_of(logits), false);
+  Tensor grad = device.allocate(shape_of(logits), problem.dtype, "grad_logits");
+  Tensor workspace =
+      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
+  tensors.grad_input = grad.mutable_data_ptr();
+  tensors.workspace = workspace.mutable_data_ptr();
+  check(flce_cross_entropy_backward(device.table(), &problem, &tensors));
+  return grad;
+}
+
+// ---- the plan ----
+
+std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
+                 int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
+                 std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
+                 std::optional<ScalarType> probabilities, std::optional<int64_t> valid_vocab,
+                 std::optional<int64_t> rows, std::vector<int64_t> integers,
+                 std::vector<double> numbers) {
+  Options given = read_options(integers, numbers);
+  flce_problem problem = given.problem;
+  problem.tokens = tokens;
+  problem.hidden = hidden;
+  problem.weight_rows = weight_rows;
+  problem.vocab = valid_vocab.value_or(weight_rows);
+  problem.rows = rows.value_or(tokens);
+  problem.has_probabilities = probabilities.has_value();
+  problem.input_dtype = to_dtype(input_dtype, "input_dtype");
+  problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
+  problem.has_bias = bias_dtype.has_value();
+  if (bias_dtype) problem.bias_dtype = to_dtype(*bias_dtype, "bias_dtype");
+  problem.adds_grad_weight = added_dtype.has_value();
+  if (added_dtype) problem.added_dtype = to_dtype(*added_dtype, "added_dtype");
+  bool cpu = device_type == "cpu";
+  Place place = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+                 static_cast<int32_t>(device_index)};
+  Device device(place, given.allow_tf32);
+  flce_plan made = device.plan(problem);
+  std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
+  flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));
+  text.pop_back();
+  return text;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(flce, m) {
+  m.def(
+      "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
+      "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
+      "Tensor? num_items, " SETTINGS
+      ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
+      "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
+  m.def("backward(" BACKWARD_SCHEMA
+        ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
+  m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
+        ") -> (Tensor grad_input, Tensor grad_bias)");
+  m.def(
+      "scale_(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
+      "Tensor grad_output, Tensor? scalars) -> ()");
+  m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
+  m.def(
+      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "
+      "Tensor? token_temperature, Tensor? num_items, int[] integers, float[] numbers) "
+      "-> (Tensor loss, Tensor stats, Tensor scalars, Tensor? predictions)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor? grad_stats, Tensor logits, "
+      "Tensor target, Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
+      "Tensor stats, Tensor scalars, int[] integers, float[] numbers) -> Tensor");
+  m.def(
+      "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
+      "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
+      "ScalarType? added_dtype, "
+      "ScalarType? probabilities, " SETTINGS ") -> str");
+}
+
+static void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("backward_into", TORCH_BOX(&backward_into));
+  m.impl("scale_", TORCH_BOX(&scale_));
+  m.impl("scaled", TORCH_BOX(&scaled));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flce, CPU, m) {
+  implement(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(flce, CUDA, m) {
+  implement(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+  m.impl("plan", TORCH_BOX(&plan));
+}

@@ -1,0 +1,124 @@
+// The options of the operators, which arrive as a list of integers and one of numbers. A list costs
+// the dispatcher less than its items as arguments (benchmarks/NOTES.md, 2026-11-22).
+#ifndef FLCE_OP_OPTIONS_H
+#define FLCE_OP_OPTIONS_H
+
+#include "binding/torch_device.h"
+
+namespace {
+
+// The slots of both lists in their order; flce/options.py packs them, and a test compares the
+// names.
+#define FLCE_INTEGERS(SLOT)                                                               \
+  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save), \
+      SLOT(max_memory), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions),        \
+      SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input), SLOT(grad_weight),    \
+      SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
+#define FLCE_NUMBERS(SLOT) \
+  SLOT(label_smoothing), SLOT(softcap), SLOT(logit_scale), SLOT(temperature), SLOT(z_loss)
+
+// Of the shapes that a forward leaves to its backward: raised when they change for the same
+// options, so that a compiled graph of an earlier build, which torch keeps on disk, is not run with
+// this one.
+constexpr int64_t kLayout = 1;
+
+#define FLCE_SLOT(name) name
+enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
+enum class NumberSlot : size_t { FLCE_NUMBERS(FLCE_SLOT), count };
+#undef FLCE_SLOT
+#define FLCE_NAME(name) #name
+constexpr const char* kIntegerNames[] = {FLCE_INTEGERS(FLCE_NAME)};
+constexpr const char* kNumberNames[] = {FLCE_NUMBERS(FLCE_NAME)};
+#undef FLCE_NAME
+
+inline std::string option_names() {
+  std::string names;
+  for (const char* name : kIntegerNames) names += std::string(name) + " ";
+  names += "/";
+  for (const char* name : kNumberNames) names += std::string(" ") + name;
+  return names;
+}
+
+// Reads the lists, checked for their lengths and each slot for its range.
+class OptionReader {
+ public:
+  OptionReader(const std::vector<int64_t>& integers, const std::vector<double>& numbers)
+      : integers_(integers), numbers_(numbers) {
+    expect_count("integers", integers.size(), static_cast<size_t>(IntegerSlot::count));
+    expect_count("numbers", numbers.size(), static_cast<size_t>(NumberSlot::count));
+  }
+
+  int64_t integer(IntegerSlot slot) const { return integers_[static_cast<size_t>(slot)]; }
+  double number(NumberSlot slot) const { return numbers_[static_cast<size_t>(slot)]; }
+  bool flag(IntegerSlot slot) const { return choice(slot, 2) == 1; }
+  flce_dtype dtype(IntegerSlot slot) const {
+    return static_cast<flce_dtype>(choice(slot, FLCE_F16 + 1));
+  }
+  // One of `count` values from 0 on.
+  int64_t choice(IntegerSlot slot, int64_t count) const {
+    int64_t value = integer(slot);
+    if (value < 0 || value >= count)
+      throw std::invalid_argument(std::string(kIntegerNames[static_cast<size_t>(slot)]) +
+                                  ": expected 0 to " + std::to_string(count - 1) + ", got " +
+                                  std::to_string(value));
+    return value;
+  }
+
+ private:
+  static void expect_count(const char* name, size_t got, size_t expected) {
+    if (got != expected)
+      throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) +
+                                  " values, got " + std::to_string(got));
+  }
+
+  const std::vector<int64_t>& integers_;
+  const std::vector<double>& numbers_;
+};
+
+// What all operators have: the loss and its outputs.
+inline void read_loss(const OptionReader& read, flce_problem* problem) {
+  problem->reduction =
+      static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, FLCE_SUM + 1));
+  problem->loss = {
+      read.integer(IntegerSlot::ignore_index), read.number(NumberSlot::label_smoothing),
+      read.number(NumberSlot::logit_scale),    read.number(NumberSlot::softcap),
+      read.number(NumberSlot::temperature),    read.number(NumberSlot::z_loss)};
+  problem->wants_entropy = read.flag(IntegerSlot::wants_entropy);
+  problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
+  problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
+}
+
+// The options that forward, backward and plan share: a problem without its sizes.
+struct Options {
+  flce_problem problem;
+  bool allow_tf32;
+};
+
+inline Options read_options(const std::vector<int64_t>& integers,
+                            const std::vector<double>& numbers) {
+  OptionReader read(integers, numbers);
+  int64_t layout = read.integer(IntegerSlot::layout);
+  if (layout != kLayout)
+    throw std::invalid_argument("layout: expected " + std::to_string(kLayout) +
+                                ", that of this build of flce, got " + std::to_string(layout) +
+                                "; compile the graph again");
+  Options options{};
+  flce_problem& problem = options.problem;
+  read_loss(read, &problem);
+  problem.dtype = problem.input_dtype = problem.weight_dtype = problem.bias_dtype =
+      read.dtype(IntegerSlot::dtype);
+  problem.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
+  problem.logits_dtype = read.dtype(IntegerSlot::logits_dtype);
+  problem.save = static_cast<flce_save>(read.choice(IntegerSlot::save, FLCE_SAVE_STATS + 1));
+  problem.max_memory = read.integer(IntegerSlot::max_memory);
+  problem.saves_memory = read.flag(IntegerSlot::saves_memory);
+  problem.want_grad_input = read.flag(IntegerSlot::grad_input);
+  problem.want_grad_weight = read.flag(IntegerSlot::grad_weight);
+  problem.want_grad_bias = read.flag(IntegerSlot::grad_bias);
+  options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
+  return options;
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,153 @@
+/* How many rows a chunk has. Pure.
+ *
+ * max_memory bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs,
+ * in multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW
+ * is read and written once a chunk, and each chunk has launches and small kernels of its own. It
+ * serves 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of nine shapes on
+ * an H200 (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
+#include "core/plan.h"
+
+#include <math.h>
+
+enum {
+  SMALL_TILE_ROWS = 8, /* a chunk below TILE_ROWS: cuBLASLt and MKL are slow at odd row counts */
+  MAX_TRIED = 64,      /* chunk sizes that are compared: a plan is made in each call */
+};
+
+/* A tile of a GEMM's result, and how much longer a multiprocessor takes for each of its elements
+ * than in the largest tiles. */
+typedef struct gemm_tile {
+  int64_t rows, columns;
+  double effort;
+} gemm_tile;
+
+/* Multiply-adds in the time in which memory moves one byte: 80 on an H200, within a third of that
+ * on other GPUs of compute capability 8.0 and later. */
+static const double kAddsPerByte = 80.0;
+
+/* The fixed cost of a chunk, launches and small kernels: 100 us on an H200. A ragged vocabulary
+ * adds 50 us, for the GEMMs of its last columns. */
+static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;
+
+/* The logits GEMM of `rows` rows, in whole tiles of 128 x 192. Its waves are many; half of one is
+ * the mean loss in the last. */
+static double logits_effort(const flce_problem* problem, const flce_facts* facts,
+                            const chunk_loop* loop, int64_t rows) {
+  enum { COLUMNS = 192 };
+  double wave = (double)(facts->multiprocessors * TILE_ROWS * COLUMNS);
+  double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->vocab;
+  return (elements + 0.5 * wave) * (double)problem->hidden;
+}
+
+/* dX's GEMM by the best of its tiles. Split-K keeps a float32 partial result for each split in the
+ * GEMM's workspace. */
+static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
+  enum { MOST_SPLITS = 3 };
+  static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
+                                     {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
+  double best = INFINITY;
+  for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
+    const gemm_tile* tile = &kTiles[i];
+    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(problem->hidden, tile->columns);
+    double size = tile->effort * (double)(tile->rows * tile->columns);
+    for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
+      int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
+      if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
+      int64_t waves = ceil_div(tiles * splits, facts->multiprocessors);
+      best = fmin(best, (double)waves * size / (double)splits);
+    }
+  }
+  return best * (double)(facts->multiprocessors * problem->vocab);
+}
+
+/* dW's GEMM of `rows` rows. Its mainloop hides the reading and writing of dW, the more of it the
+ * longer it is; the exposed share is a line fitted to measured GEMMs. */
+static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
+  double elements = (double)problem->vocab * (double)problem->hidden;
+  double products = elements * (double)rows;
+  double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
+  double exposed = loop->overlaps_dw ? fmin(fmax(1.2 - 0.58 * products / moves, 0.0), 1.0) : 1.0;
+  return products + exposed * moves;
+}
+
+static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
+                           const chunk_loop* loop, int64_t rows) {
+  enum { FAST_ELEMENTS = 8 }; /* of 16 bits: cuBLASLt's fast kernels need multiples of 16 bytes */
+  double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
+  if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
+  if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
+  if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
+  return effort;
+}
+
+/* The time of all chunks, in multiply-adds. */
+static double loop_effort(const flce_problem* problem, const flce_facts* facts,
+                          const chunk_loop* loop, int64_t chunk_rows) {
+  int64_t chunks = ceil_div(problem->rows, chunk_rows);
+  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
+  return (double)(chunks - 1) * chunk_effort(problem, facts, loop, chunk_rows) +
+         chunk_effort(problem, facts, loop, last);
+}
+
+/* Rows of about equal chunks, at least `chunks` of them, in whole tiles. */
+static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
+  return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
+}
+
+/* The fastest of at least `fewest` and at most twice as many chunks: further ones only cost
+ * launches. Where memory is to be saved, the smallest whose time is within 1 % of the fastest. */
+static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, int64_t tile, int64_t fewest) {
+  const double kTolerance = 1.01, kStopAbove = 1.1;
+  const int64_t kMostOfFewest = 2;
+  bool saves = problem->saves_memory;
+  int64_t rows[MAX_TRIED];
+  double effort[MAX_TRIED], least = INFINITY;
+  int tried = 0;
+  for (int64_t chunks = fewest; tried < MAX_TRIED; chunks++) {
+    if (!saves && chunks > kMostOfFewest * fewest) break;
+    int64_t size = equal_chunks(problem, chunks, tile);
+    if (tried > 0 && size == rows[tried - 1]) {
+      if (size <= tile) break;
+      continue;
+    }
+    rows[tried] = size;
+    effort[tried] = loop_effort(problem, facts, loop, size);
+    least = fmin(least, effort[tried]);
+    if (effort[tried++] > kStopAbove * least) break;
+  }
+  int chosen = 0;
+  for (int i = 0; i < tried; i++)
+    if (effort[i] <= least * (saves ? kTolerance : 1.0) && (saves || effort[i] < effort[chosen]))
+      chosen = i;
+  return rows[chosen];
+}
+
+/* Whole tiles of a chunk that may have `fit` rows. */
+static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
+  int64_t tile = 1;
+  if (fit >= SMALL_TILE_ROWS) tile = SMALL_TILE_ROWS;
+  if (fit >= TILE_ROWS) tile = TILE_ROWS;
+  return loop->tile_rows > tile && fit >= loop->tile_rows ? loop->tile_rows : tile;
+}
+
+flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
+                              int64_t* chunks) {
+  int64_t fit = min64(problem->max_memory / loop->row_bytes, loop->max_rows);
+  if (fit < 1)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "max_memory: expected at least one row of logits, %lld bytes, got %lld",
+                     (long long)loop->row_bytes, (long long)problem->max_memory);
+  int64_t tile = tile_of(loop, fit);
+  int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);
+  bool modelled = facts->multiprocessors > 0 && flce_size_of(dtype) == 2 && tile >= TILE_ROWS &&
+                  (loop->makes_dx || problem->saves_memory);
+  *chunk_rows = problem->rows;
+  *chunks = problem->rows > 0;
+  if (problem->rows == 0 || (fewest == 1 && !(modelled && problem->saves_memory))) return FLCE_OK;
+  *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
+                         : equal_chunks(problem, fewest, tile);
+  *chunks = ceil_div(problem->rows, *chunk_rows);
+  return FLCE_OK;
+}

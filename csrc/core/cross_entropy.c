@@ -1,0 +1,51 @@
+/* Cross entropy on logits that the caller holds. */
+#include "core/engine.h"
+
+static flce_rows view_logits(const flce_backend* backend, const flce_problem* problem,
+                             const flce_tensors* tensors, void* losses, engine* e) {
+  *e = (engine){.backend = backend,
+                .problem = problem,
+                .tensors = tensors,
+                .stat = flce_stat_dtype(problem->dtype),
+                .losses = losses};
+  flce_rows view = open_rows(e, 0, problem->tokens);
+  view.probabilities_pitch = problem->vocab;
+  set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);
+  return view;
+}
+
+static flce_status check_classes(const flce_problem* problem) {
+  if (problem->vocab >= 1) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT, "logits: expected at least one class, got %lld",
+                   (long long)problem->vocab);
+}
+
+flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
+                                       const flce_tensors* tensors) {
+  engine e;
+  bool reduced = problem->reduction != FLCE_NONE;
+  flce_rows view =
+      view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
+  FLCE_TRY(check_classes(problem));
+  FLCE_TRY(flce_check_loss(&problem->loss));
+  CALL(&e, prepare, problem, tensors, NULL, false, false);
+  CALL(&e, stat_rows, &view);
+  if (reduced)
+    CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
+         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, false);
+  return FLCE_OK;
+}
+
+flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_problem* problem,
+                                        const flce_tensors* tensors) {
+  engine e;
+  flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
+  set_out(&view, tensors->grad_input, problem->dtype, problem->vocab, problem->vocab);
+  flce_upstream upstream = upstream_of(&e);
+  FLCE_TRY(check_classes(problem));
+  CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
+       tensors->workspace);
+  view.coef = tensors->workspace;
+  CALL(&e, grad_rows, &view, 1.0, false, false);
+  return FLCE_OK;
+}

@@ -1,0 +1,460 @@
+/* The plan: every decision that follows from sizes, made once and in one place. Pure. */
+#include "core/plan.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+  ALIGNMENT = 256,          /* of a buffer in the workspace, bytes */
+  GATHERED_ROWS = 4096,     /* of a chunk that only statistics are made of: W passes once for every
+                               2048 or 4096 rows in any case, and the copy of x stays small */
+  DW_BLOCK_BYTES = 4 << 20, /* a dW block that is added by a pass of its own stays in the cache */
+};
+
+static bool makes_gradients(const flce_problem* problem) {
+  return problem->save != FLCE_SAVE_NOTHING &&
+         (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
+}
+
+/* Whether the forward keeps nothing of its logits. */
+static bool only_statistics(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+}
+
+/* Whether a GEMM over operands of plan->dtype can write `dtype`. */
+static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
+  return dtype == plan->dtype ||
+         (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
+}
+
+flce_status flce_check_loss(const flce_loss* loss) {
+  if (!(loss->label_smoothing >= 0.0 && loss->label_smoothing <= 1.0))
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "label_smoothing: expected 0 <= label_smoothing <= 1, got %g",
+                     loss->label_smoothing);
+  if (!isfinite(loss->logit_scale) || loss->logit_scale == 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "logit_scale: expected a finite number other than 0, got %g",
+                     loss->logit_scale);
+  if (!isfinite(loss->softcap) || loss->softcap < 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "softcap: expected a positive number, or 0 for none, got %g", loss->softcap);
+  if (!isfinite(loss->temperature) || loss->temperature <= 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "temperature: expected a positive number, got %g",
+                     loss->temperature);
+  if (!isfinite(loss->z_loss) || loss->z_loss < 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "z_loss: expected a number of at least 0, got %g",
+                     loss->z_loss);
+  return FLCE_OK;
+}
+
+static flce_status check_added(const flce_problem* problem) {
+  if (!problem->adds_grad_weight) return FLCE_OK;
+  if (problem->save == FLCE_SAVE_GRADS)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected \"logits\" or \"stats\" where the weight's gradient is added "
+                     "to the caller's, got \"grads\", whose forward would change it");
+  flce_dtype weight = problem->weight_dtype, added = problem->added_dtype;
+  if (added == weight || added == flce_stat_dtype(weight)) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT, "grad_weight_into: expected dtype %s%s, got %s",
+                   flce_dtype_name(weight), flce_size_of(weight) == 2 ? " or float32" : "",
+                   flce_dtype_name(added));
+}
+
+static flce_status check_problem(const flce_problem* problem) {
+  if (problem->tokens < 0 || problem->hidden < 1 || problem->vocab < 1)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "expected tokens >= 0, hidden >= 1, vocab >= 1, got %lld, %lld, %lld",
+                     (long long)problem->tokens, (long long)problem->hidden,
+                     (long long)problem->vocab);
+  if (problem->weight_rows < problem->vocab)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "valid_vocab: expected at most %lld, got %lld",
+                     (long long)problem->weight_rows, (long long)problem->vocab);
+  if (problem->rows < 0 || problem->rows > problem->tokens)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "rows: expected 0 to %lld, the number of tokens, got %lld",
+                     (long long)problem->tokens, (long long)problem->rows);
+  if (problem->save == FLCE_SAVE_GRADS && problem->reduction == FLCE_NONE)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected \"logits\" or \"stats\" with reduction=\"none\", got "
+                     "\"grads\", which holds gradients "
+                     "of one scalar");
+  FLCE_TRY(check_added(problem));
+  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  if (problem->accum_dtype != problem->dtype && problem->accum_dtype != stat)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "accum_dtype: expected %s or %s, got %s",
+                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
+                     flce_dtype_name(problem->accum_dtype));
+  if (problem->logits_dtype != problem->dtype && problem->logits_dtype != stat)
+    return flce_fail(FLCE_INVALID_ARGUMENT, "logits_dtype: expected %s or %s, got %s",
+                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
+                     flce_dtype_name(problem->logits_dtype));
+  return flce_check_loss(&problem->loss);
+}
+
+/* ---- chunks ---- */
+
+static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
+                               const flce_plan* plan) {
+  bool gradients = plan->save == FLCE_SAVE_GRADS;
+  chunk_loop loop = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
+                     .max_rows = INT64_MAX,
+                     .tile_rows = TILE_ROWS,
+                     .makes_logits = true,
+                     .makes_dx = problem->want_grad_input && gradients,
+                     .makes_dw = problem->want_grad_weight && gradients,
+                     .overlaps_dw = plan->weight_parts == 0};
+  if (!plan->fuses_rows) return loop;
+  loop.tile_rows = facts->product_tile_rows;
+  if (!only_statistics(plan)) return loop;
+  loop.row_bytes = facts->product_row_bytes;
+  if (!plan->gathers) return loop;
+  loop.row_bytes += plan->input_pitch * flce_size_of(plan->dtype);
+  loop.max_rows = GATHERED_ROWS;
+  return loop;
+}
+
+static flce_status choose_chunks(const flce_problem* given, const flce_facts* facts,
+                                 flce_plan* plan) {
+  flce_problem problem = *given;
+  problem.hidden = plan->hidden;
+  problem.accum_dtype = plan->accum_dtype;
+  chunk_loop forward = forward_loop(&problem, facts, plan);
+  /* product_rows writes no logits for statistics alone: a smaller chunk would save scratch only. */
+  problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
+  FLCE_TRY(
+      choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
+  if (plan->z_in_saved) {
+    plan->chunk_rows = problem.rows;
+    plan->chunks = problem.rows > 0;
+  }
+  plan->backward_chunk_rows = plan->backward_chunks = 0;
+  problem.saves_memory = given->saves_memory;
+  chunk_loop backward = {.max_rows = INT64_MAX,
+                         .tile_rows = TILE_ROWS,
+                         .makes_logits = plan->save == FLCE_SAVE_STATS,
+                         .makes_dx = problem.want_grad_input,
+                         .makes_dw = problem.want_grad_weight,
+                         .overlaps_dw = plan->weight_parts == 0};
+  if (plan->save == FLCE_SAVE_STATS)
+    backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
+  else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
+    backward.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
+  if (backward.row_bytes > 0)
+    return choose_chunk_rows(&problem, facts, &backward, plan->dtype, &plan->backward_chunk_rows,
+                             &plan->backward_chunks);
+  if (plan->save == FLCE_SAVE_LOGITS) {
+    plan->backward_chunk_rows = problem.rows;
+    plan->backward_chunks = problem.rows > 0;
+  }
+  return FLCE_OK;
+}
+
+static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
+  /* float16 gradients made before grad_output (a GradScaler's 65536) is known are kept in float32:
+   * only then are they multiplied by it and rounded. */
+  return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
+}
+
+/* The exception is dW, the largest of them: it is kept in float16, times FLCE_SCALAR_WEIGHT_UNIT,
+ * in which no sum overflows and what underflows is negligible. */
+static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
+         problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;
+}
+
+/* dX's own type where one rounding is all it takes, else the widest that the GEMM can write. Not
+ * float16: a backend may sum V in parts, of which one may overflow where their sum does not. */
+static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  flce_dtype own = plan->grad_input_dtype;
+  if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
+  return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
+}
+
+/* Whether the entropy's gradient may be asked for; save=grads has the backward of stats for that.
+ */
+static bool differentiates_entropy(const flce_problem* problem) {
+  return problem->wants_entropy && problem->save != FLCE_SAVE_GRADS && makes_gradients(problem);
+}
+
+static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
+  bool slope_of_all = problem->loss.softcap > 0.0 && problem->loss.label_smoothing > 0.0;
+  bool dz = dtype == FLCE_F16 || problem->has_probabilities || slope_of_all ||
+            differentiates_entropy(problem);
+  return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
+}
+
+/* Whether dz needs the logit itself: for softcap's slope, the entropy or a soft target. */
+static bool needs_logits(const flce_problem* problem) {
+  return problem->has_probabilities || problem->loss.softcap > 0.0 ||
+         differentiates_entropy(problem);
+}
+
+/* What save=logits holds. E serves form dz too where dz follows from it, with half the bytes of
+ * float16's logits. */
+static void choose_saved(const flce_problem* problem, flce_plan* plan) {
+  plan->saves_exp = plan->form == FLCE_FORM_EXP || !needs_logits(problem);
+  plan->saved_dtype = plan->saves_exp ? plan->dtype : plan->z_dtype;
+  plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
+}
+
+/* With save=grads only in float16, to take back the unit that its gradients are held in. */
+static bool backward_reads_statistics(const flce_plan* plan) {
+  bool held_in_units = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
+  return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS || held_in_units;
+}
+
+static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,
+                             flce_dtype dtype) {
+  return round_up(problem->vocab, facts->row_alignment / flce_size_of(dtype));
+}
+
+/* Whether the fused product gives what the form needs: E, exact logits, or nothing but statistics.
+ * Form dz is a difference, of which little may be left: it has to come from the logits that its
+ * statistics are of. With save=stats those are made again, by another product: exactly enough where
+ * they are not rounded, but for probabilities, which may be all but equal to p. */
+static bool product_serves(const flce_problem* problem, const flce_facts* facts,
+                           const flce_plan* plan) {
+  if (plan->form == FLCE_FORM_EXP || plan->save == FLCE_SAVE_NOTHING) return true;
+  if (plan->z_dtype != FLCE_F32) return false;
+  if (plan->save == FLCE_SAVE_STATS) return !problem->has_probabilities;
+  bool gives_e = plan->save == FLCE_SAVE_LOGITS && !needs_logits(problem);
+  return facts->product_gives_z && !gives_e;
+}
+
+static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
+  plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
+  plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
+  plan->form = choose_form(problem, plan->dtype);
+  plan->z_dtype =
+      gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
+  plan->fuses_rows = facts->product_row_bytes > 0 && product_serves(problem, facts, plan);
+  /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
+   * that its backward goes by. */
+  bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
+  plan->gathers = problem->rows < problem->tokens || finds;
+  /* Where nothing writes logits, E stands in their place. */
+  bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
+  if (makes_e) plan->z_dtype = plan->dtype;
+  plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
+  plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
+  bool product_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
+  bool adds_bias = product_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
+  plan->gemm_adds_bias = problem->has_bias && adds_bias;
+  choose_saved(problem, plan);
+  plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
+  plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
+  plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
+  plan->holds_weight = holds_weight(problem, plan);
+  plan->grad_weight_dtype = problem->adds_grad_weight ? problem->added_dtype
+                            : plan->holds_weight      ? FLCE_F16
+                                                      : kept_dtype(problem, problem->weight_dtype);
+  plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
+
+  plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
+
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
+  plan->accum_dtype = wide ? stat : plan->dtype;
+  bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
+  bool both = problem->want_grad_weight && problem->want_grad_bias;
+  plan->weight_parts = both && plan->accum_dtype == plan->dtype ? facts->weight_parts : 0;
+  int64_t block = DW_BLOCK_BYTES / (plan->hidden * flce_size_of(plan->dtype));
+  plan->dw_block_rows =
+      adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+}
+
+static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t bytes) {
+  plan->buffers[id].bytes = bytes;
+  plan->buffers[id].lifetime = bytes > 0 ? lifetime : 0;
+  plan->buffers[id].offset = -1;
+}
+
+static void list_outputs(const flce_problem* problem, flce_plan* plan) {
+  int64_t n = problem->tokens, h = problem->hidden, v = problem->weight_rows;
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  unsigned both = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
+  unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;
+  bool gradients = plan->save != FLCE_SAVE_NOTHING;
+  add(plan, FLCE_BUF_LOSS, both, (problem->reduction == FLCE_NONE ? n : 1) * stat);
+  unsigned kept = plan->keeps_statistics ? both : FLCE_IN_FORWARD;
+  add(plan, FLCE_BUF_STATS, kept, FLCE_STAT_ROWS * n * stat);
+  add(plan, FLCE_BUF_SCALARS, kept, FLCE_SCALAR_COUNT * stat);
+  if (plan->save == FLCE_SAVE_LOGITS)
+    add(plan, FLCE_BUF_SAVED, both,
+        problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));
+  if (problem->wants_predictions)
+    add(plan, FLCE_BUF_PREDICTIONS, both, n * (int64_t)sizeof(int64_t));
+  int64_t rounded = 0;
+  if (gradients && problem->want_grad_input) {
+    add(plan, FLCE_BUF_GRAD_INPUT, made, n * h * flce_size_of(plan->grad_input_dtype));
+    if (plan->grad_input_dtype != problem->input_dtype)
+      rounded += n * h * flce_size_of(problem->input_dtype);
+  }
+  if (gradients && problem->want_grad_weight && !problem->adds_grad_weight) {
+    add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * h * flce_size_of(plan->grad_weight_dtype));
+    if (plan->grad_weight_dtype != problem->weight_dtype)
+      rounded += v * h * flce_size_of(problem->weight_dtype);
+  }
+  if (gradients && problem->want_grad_bias) {
+    add(plan, FLCE_BUF_GRAD_BIAS, made, v * flce_size_of(plan->grad_bias_dtype));
+    if (plan->grad_bias_dtype != problem->bias_dtype)
+      rounded += v * flce_size_of(problem->bias_dtype);
+  }
+  add(plan, FLCE_BUF_ROUNDED, FLCE_OUTPUT | FLCE_IN_BACKWARD, rounded);
+}
+
+/* Whether dW is made from a copy of x: scaled, gathered, without ignored rows, or aligned. */
+static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
+  return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
+         problem->unaligned || plan->holds_weight;
+}
+
+/* Where a chunk's rows of x are copied to for the logits GEMM, if they are. Between that and dW x
+ * is not read: one buffer holds both of its copies. */
+static void list_copied_x(const flce_problem* problem, flce_plan* plan) {
+  bool again = plan->save == FLCE_SAVE_STATS;
+  bool shares = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
+  flce_buffer_id gradients = shares ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
+  plan->gathered_x = plan->save == FLCE_SAVE_GRADS ? gradients : FLCE_BUF_GATHERED_X;
+  plan->backward_gathered_x = gradients;
+  bool in_forward = plan->gathered_x == FLCE_BUF_GATHERED_X;
+  bool in_backward = again && gradients == FLCE_BUF_GATHERED_X;
+  int64_t most = in_forward ? plan->chunk_rows : 0;
+  if (in_backward && plan->backward_chunk_rows > most) most = plan->backward_chunk_rows;
+  add(plan, FLCE_BUF_GATHERED_X,
+      (in_forward ? FLCE_IN_FORWARD : 0) | (in_backward ? FLCE_IN_BACKWARD : 0),
+      most * plan->input_pitch * flce_size_of(plan->dtype));
+}
+
+static void list_forward_workspace(const flce_problem* problem, const flce_facts* facts,
+                                   flce_plan* plan) {
+  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
+  flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
+  int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
+  bool again = plan->save == FLCE_SAVE_LOGITS ||
+               plan->save == FLCE_SAVE_STATS; /* there is a backward loop */
+  unsigned both = FLCE_IN_FORWARD | (again ? FLCE_IN_BACKWARD : 0);
+  bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
+  bool z_again = plan->save == FLCE_SAVE_STATS;
+  bool no_z = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
+  int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
+  int64_t z = no_z ? 0 : plan->chunk_rows * z_row;
+  int64_t later = stored_dz ? plan->backward_chunk_rows * plan->out_pitch * e
+                  : z_again ? plan->backward_chunk_rows * z_row
+                            : 0;
+  add(plan, FLCE_BUF_LOGITS, (z > 0 ? FLCE_IN_FORWARD : 0) | (later > 0 ? FLCE_IN_BACKWARD : 0),
+      z > later ? z : later);
+  if (plan->fuses_rows)
+    add(plan, FLCE_BUF_PRODUCT, FLCE_IN_FORWARD, plan->chunk_rows * facts->product_row_bytes);
+  if (plan->gathers) add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
+  if (plan->gathers || plan->input_pitch != h) list_copied_x(problem, plan);
+  if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
+  bool padded = h != problem->hidden;
+  if (padded || problem->input_dtype != plan->dtype)
+    add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
+  if (padded || problem->weight_dtype != plan->dtype)
+    add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
+  if (problem->has_bias && problem->bias_dtype != stat_dtype)
+    add(plan, FLCE_BUF_BIAS_CAST,
+        z_again || (stored_dz && !plan->saves_exp && !plan->gemm_adds_bias) ? both
+                                                                            : FLCE_IN_FORWARD,
+        v * stat);
+  add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
+}
+
+static void list_gradient_workspace(const flce_problem* problem, const flce_facts* facts,
+                                    flce_plan* plan) {
+  if (!makes_gradients(problem)) return;
+  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype)), e = flce_size_of(plan->dtype);
+  bool in_forward = plan->save == FLCE_SAVE_GRADS;
+  unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
+  int64_t rows = in_forward ? plan->chunk_rows : plan->backward_chunk_rows;
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
+  add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
+  bool padded = h != problem->hidden;
+  bool own_dx = plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers || padded;
+  if (problem->want_grad_input && own_dx)
+    add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
+  if (problem->want_grad_weight) {
+    if (copies_x(problem, plan)) add(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
+    if (plan->accum_dtype != plan->grad_weight_dtype || padded)
+      add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
+    add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);
+  }
+  if (problem->want_grad_bias) {
+    add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
+    add(plan, FLCE_BUF_DB_PARTS, where, plan->weight_parts * v * stat);
+    if (plan->gathers && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
+  }
+  if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
+  if (smooth || problem->want_grad_bias)
+    add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
+  if (exp_form && (problem->want_grad_weight || problem->want_grad_bias))
+    add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
+}
+
+/* Buffers of both passes come first, so that one offset serves both. */
+static void place(flce_plan* plan) {
+  int64_t shared = 0;
+  for (int pass = 0; pass < 3; pass++) {
+    unsigned wanted = pass == 0   ? FLCE_IN_FORWARD | FLCE_IN_BACKWARD
+                      : pass == 1 ? FLCE_IN_FORWARD
+                                  : FLCE_IN_BACKWARD;
+    int64_t next = shared;
+    for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+      flce_buffer* buffer = &plan->buffers[id];
+      if (buffer->bytes == 0 || buffer->lifetime != wanted) continue;
+      buffer->offset = next;
+      next += round_up(buffer->bytes, ALIGNMENT);
+    }
+    if (pass == 0) shared = plan->forward_workspace_bytes = plan->backward_workspace_bytes = next;
+    if (pass == 1) plan->forward_workspace_bytes = next;
+    if (pass == 2) plan->backward_workspace_bytes = next;
+  }
+  bool backward_runs = plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS;
+  if (!backward_runs) plan->backward_workspace_bytes = 0;
+  plan->forward_peak_bytes = plan->forward_workspace_bytes;
+  plan->backward_peak_bytes = plan->backward_workspace_bytes;
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    const flce_buffer* buffer = &plan->buffers[id];
+    if (!(buffer->lifetime & FLCE_OUTPUT)) continue;
+    if (buffer->lifetime & FLCE_IN_FORWARD) plan->forward_peak_bytes += buffer->bytes;
+    if (buffer->lifetime & FLCE_IN_BACKWARD) plan->backward_peak_bytes += buffer->bytes;
+  }
+  if (plan->save == FLCE_SAVE_NOTHING) plan->backward_peak_bytes = 0;
+  plan->peak_bytes = plan->forward_peak_bytes > plan->backward_peak_bytes
+                         ? plan->forward_peak_bytes
+                         : plan->backward_peak_bytes;
+}
+
+static void count_gemms(const flce_problem* problem, flce_plan* plan) {
+  int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
+  int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
+  plan->forward_gemms = plan->chunks * (1 + (plan->save == FLCE_SAVE_GRADS ? gradients : 0));
+  int64_t again = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
+  plan->backward_gemms = plan->backward_chunks * (again + gradients);
+}
+
+flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  memset(plan, 0, sizeof *plan);
+  FLCE_TRY(check_problem(problem));
+  plan->save = problem->save;
+  plan->rows = problem->rows;
+  choose_dtypes(problem, facts, plan);
+  FLCE_TRY(choose_chunks(problem, facts, plan));
+  list_outputs(problem, plan);
+  list_forward_workspace(problem, facts, plan);
+  list_gradient_workspace(problem, facts, plan);
+  place(plan);
+  count_gemms(problem, plan);
+  return FLCE_OK;
+}
+
+int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
+  return FLCE_COEF_ROWS * problem->tokens * flce_size_of(flce_stat_dtype(problem->dtype));
+}

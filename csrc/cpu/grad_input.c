@@ -1,0 +1,140 @@
+/* scale_rows and finish_grad_input: rows of x before the GEMM of dW, rows of dX after its GEMM. */
+#include "cpu/convert.h"
+#include "cpu/cpu.h"
+
+#include <math.h>
+#include <string.h>
+
+typedef struct scale_rows_job {
+  const flce_block_kernels* kernels;
+  void* out;
+  const void *x, *coef;
+  const int64_t* index;
+  flce_dtype dtype, stat;
+  int64_t out_pitch, hidden;
+} scale_rows_job;
+
+static void scale_rows_range(int64_t begin, int64_t end, void* context) {
+  const scale_rows_job* job = context;
+  flce_sums sums;
+  int64_t size = flce_size_of(job->dtype);
+  size_t bytes = (size_t)(job->hidden * size);
+  for (int64_t r = begin; r < end; r++) {
+    int64_t i = job->index ? job->index[r] : r;
+    double coef = i < 0 ? 0.0 : job->coef ? flce_load(job->coef, job->stat, i) : 1.0;
+    void* out = flce_at(job->out, job->dtype, r * job->out_pitch);
+    memset((char*)out + bytes, 0, (size_t)(job->out_pitch * size) - bytes);
+    if (coef == 0.0) {
+      memset(out, 0, bytes);
+      continue;
+    }
+    const void* x = flce_const_at(job->x, job->dtype, i * job->hidden);
+    if (!job->coef) {
+      memcpy(out, x, bytes);
+      continue;
+    }
+    for (int64_t h = 0, next; h < job->hidden; h = next) {
+      next = flce_block_end(h, job->hidden);
+      job->kernels->scaled(&sums, coef, flce_const_at(x, job->dtype, h), next - h);
+      job->kernels->narrow(flce_at(out, job->dtype, h), &sums, next - h);
+    }
+  }
+}
+
+flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                                flce_dtype dtype, const void* coef, const int64_t* index,
+                                int64_t rows, int64_t hidden) {
+  scale_rows_job job = {.out = out,
+                        .out_pitch = out_pitch,
+                        .x = x,
+                        .coef = coef,
+                        .index = index,
+                        .dtype = dtype,
+                        .stat = flce_stat_dtype(dtype),
+                        .hidden = hidden};
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.kernels));
+  flce_cpu_parallel(self, rows, hidden, scale_rows_range, &job);
+  return FLCE_OK;
+}
+
+typedef struct grad_input_job {
+  const flce_block_kernels *dx_kernels, *d_kernels, *w_kernels, *stat_kernels;
+  void* dx;
+  const void *d, *w, *wsum;
+  flce_dtype dx_dtype, d_dtype, dtype, stat;
+  const flce_rows* rows;
+  int64_t hidden, cols; /* of D, W and wsum; of dX */
+} grad_input_job;
+
+/* dX[i] from row r of D. */
+static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
+  const flce_rows* rows = job->rows;
+  int64_t pitch = rows->stat_pitch, hidden = job->hidden, cols = job->cols;
+  double row = 1.0, target = 0.0, smooth = 0.0;
+  if (rows->coef) {
+    row = flce_load(rows->coef, job->stat, FLCE_COEF_ROW * pitch + i);
+    target = flce_load(rows->coef, job->stat, FLCE_COEF_TARGET * pitch + i);
+    smooth = flce_load(rows->coef, job->stat, FLCE_COEF_SMOOTH * pitch + i);
+  }
+  int64_t w_row = rows->coef && rows->target ? rows->target[i] : -1;
+  flce_sums sums;
+  for (int64_t h = 0, next; h < cols; h = next) {
+    next = flce_block_end(h, cols);
+    int64_t count = next - h;
+    job->d_kernels->scaled(&sums, row, flce_const_at(job->d, job->d_dtype, r * hidden + h), count);
+    if (w_row >= 0)
+      job->w_kernels->axpy(&sums, target, flce_const_at(job->w, job->dtype, w_row * hidden + h),
+                           count);
+    if (rows->coef && job->wsum)
+      job->stat_kernels->axpy(&sums, -smooth, flce_const_at(job->wsum, job->stat, h), count);
+    job->dx_kernels->narrow(flce_at(job->dx, job->dx_dtype, i * cols + h), &sums, count);
+  }
+}
+
+static void grad_input_range(int64_t begin, int64_t end, void* context) {
+  const grad_input_job* job = context;
+  for (int64_t r = begin; r < end; r++) {
+    int64_t i = flce_row_place(job->rows, r);
+    flce_row_kind kind = flce_row_kind_at(job->rows, i);
+    if (kind == FLCE_ROW_VALID)
+      grad_input_row(job, r, i);
+    else if (kind != FLCE_ROW_NONE)
+      flce_fill(flce_at(job->dx, job->dx_dtype, i * job->cols), job->dx_dtype,
+                kind == FLCE_ROW_IGNORED ? 0.0 : NAN, job->cols);
+  }
+}
+
+flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
+                                       flce_dtype d_dtype, const void* w, flce_dtype dtype,
+                                       const flce_rows* rows, const void* wsum, const void* x,
+                                       void* scaled_x, int64_t hidden, int64_t cols) {
+  grad_input_job job = {.dx = dx,
+                        .d = d,
+                        .w = w,
+                        .wsum = wsum,
+                        .dx_dtype = dx_dtype,
+                        .d_dtype = d_dtype,
+                        .dtype = dtype,
+                        .stat = flce_stat_dtype(dtype),
+                        .rows = rows,
+                        .hidden = hidden,
+                        .cols = cols};
+  if (dx == d && rows->index)
+    return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows in their own order in place");
+  if (dx == d && hidden != cols)
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "grad_input: expected rows of one size in place, got %lld and %lld",
+                     (long long)hidden, (long long)cols);
+  if (dx == d && dx_dtype != d_dtype)
+    return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected %s in place, got %s",
+                     flce_dtype_name(d_dtype), flce_dtype_name(dx_dtype));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, dx_dtype, &job.dx_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, d_dtype, &job.d_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.w_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
+  flce_cpu_parallel(self, rows->rows, hidden, grad_input_range, &job);
+  if (!scaled_x) return FLCE_OK;
+  const void* coef = flce_const_at(rows->coef, job.stat, FLCE_COEF_ROW * rows->stat_pitch);
+  return flce_cpu_scale_rows(self, scaled_x, hidden, x, dtype, coef, rows->index, rows->rows,
+                             hidden);
+}

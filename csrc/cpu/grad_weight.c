@@ -1,0 +1,138 @@
+/* finish_grad_weight and finish_grad_bias: the exact target terms of dW and db, label smoothing's,
+ * and the one rounding, after the GEMMs. */
+#include "cpu/convert.h"
+#include "cpu/cpu.h"
+#include "cpu/target_order.h"
+
+#include <math.h>
+#include <string.h>
+
+/* The first key of `target` or beyond. */
+static int64_t first_key(const int64_t* keys, int64_t count, int64_t target) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    int64_t middle = low + (high - low) / 2;
+    if (key_target(keys[middle]) < target)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+static int64_t segment_end(const int64_t* keys, int64_t count, int64_t begin, int64_t target) {
+  while (begin < count && key_target(keys[begin]) == target) begin++;
+  return begin;
+}
+
+typedef struct grad_weight_job {
+  const flce_block_kernels *dw_kernels, *accum_kernels, *x_kernels, *stat_kernels;
+  void* dw;
+  const void *accum, *x, *coef_target, *xsum, *class_weight;
+  flce_dtype dw_dtype, accum_dtype, dtype, stat;
+  const int64_t* keys;
+  int64_t count, hidden;
+} grad_weight_job;
+
+/* Columns [h, next) of row j; its tokens are keys [begin, end). */
+static void grad_weight_block(const grad_weight_job* job, int64_t j, int64_t begin, int64_t end,
+                              int64_t h, int64_t next) {
+  int64_t count = next - h, hidden = job->hidden;
+  flce_sums sums;
+  memset(&sums, 0, (size_t)(count * flce_size_of(job->stat)));
+  for (int64_t k = begin; k < end; k++) {
+    int64_t token = key_token(job->keys[k]);
+    double coef = flce_load(job->coef_target, job->stat, token);
+    if (coef == 0.0) continue;
+    job->x_kernels->axpy(&sums, coef, flce_const_at(job->x, job->dtype, token * hidden + h), count);
+  }
+  if (job->xsum) {
+    double weight = job->class_weight ? flce_load(job->class_weight, job->stat, j) : 1.0;
+    job->stat_kernels->axpy(&sums, -weight, flce_const_at(job->xsum, job->stat, h), count);
+  }
+  job->accum_kernels->axpy(&sums, 1.0, flce_const_at(job->accum, job->accum_dtype, j * hidden + h),
+                           count);
+  job->dw_kernels->narrow(flce_at(job->dw, job->dw_dtype, j * hidden + h), &sums, count);
+}
+
+/* Every row: [begin, end) are rows. */
+static void all_rows_range(int64_t begin, int64_t end, void* context) {
+  const grad_weight_job* job = context;
+  int64_t k = first_key(job->keys, job->count, begin);
+  for (int64_t j = begin; j < end; j++) {
+    int64_t last = segment_end(job->keys, job->count, k, j);
+    for (int64_t h = 0, next; h < job->hidden; h = next) {
+      next = flce_block_end(h, job->hidden);
+      grad_weight_block(job, j, k, last, h, next);
+    }
+    k = last;
+  }
+}
+
+/* Rows with tokens: index (column block) * count + key, which balances over tokens. The part in
+ * which the first key of a row lies does that row, so one thread sums it, in order. */
+static void target_rows_range(int64_t begin, int64_t end, void* context) {
+  const grad_weight_job* job = context;
+  for (int64_t index = begin; index < end; index++) {
+    int64_t k = index % job->count, h = index / job->count * FLCE_BLOCK;
+    int64_t j = key_target(job->keys[k]);
+    if (k > 0 && key_target(job->keys[k - 1]) == j) continue;
+    grad_weight_block(job, j, k, segment_end(job->keys, job->count, k, j), h,
+                      flce_block_end(h, job->hidden));
+  }
+}
+
+flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
+                                        const void* accum, flce_dtype accum_dtype, const void* x,
+                                        flce_dtype dtype, const void* coef_target,
+                                        const void* order, int64_t tokens, const void* xsum,
+                                        const void* class_weight, int64_t vocab, int64_t hidden) {
+  (void)tokens;
+  bool in_place = dw == accum;
+  if (in_place && dw_dtype != accum_dtype)
+    return flce_fail(FLCE_UNSUPPORTED, "grad_weight: expected %s in place, got %s",
+                     flce_dtype_name(accum_dtype), flce_dtype_name(dw_dtype));
+  grad_weight_job job = {.dw = dw,
+                         .accum = accum,
+                         .x = x,
+                         .coef_target = coef_target,
+                         .xsum = xsum,
+                         .class_weight = class_weight,
+                         .dw_dtype = dw_dtype,
+                         .accum_dtype = accum_dtype,
+                         .dtype = dtype,
+                         .stat = flce_stat_dtype(dtype),
+                         .hidden = hidden};
+  if (coef_target) {
+    job.count = *(const int64_t*)order;
+    job.keys = (const int64_t*)order + 1;
+  }
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, dw_dtype, &job.dw_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, accum_dtype, &job.accum_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.x_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
+  if (in_place && !xsum)
+    flce_cpu_parallel(self, job.count * flce_blocks(hidden), FLCE_BLOCK, target_rows_range, &job);
+  else
+    flce_cpu_parallel(self, vocab, hidden, all_rows_range, &job);
+  return FLCE_OK;
+}
+
+flce_status flce_cpu_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
+                                      flce_dtype stat, const void* coef_target, const void* order,
+                                      int64_t tokens, const void* smooth_total,
+                                      const void* class_weight, int64_t vocab) {
+  (void)self;
+  (void)tokens;
+  const int64_t* keys = coef_target ? (const int64_t*)order + 1 : NULL;
+  int64_t count = coef_target ? *(const int64_t*)order : 0;
+  double smooth = smooth_total ? flce_load(smooth_total, stat, 0) : 0.0;
+  for (int64_t j = 0, k = 0; j < vocab; j++) {
+    double sum = flce_load(accum, stat, j);
+    for (; k < count && key_target(keys[k]) == j; k++)
+      sum += flce_load(coef_target, stat, key_token(keys[k]));
+    if (smooth_total) sum -= smooth * (class_weight ? flce_load(class_weight, stat, j) : 1.0);
+    flce_store(db, db_dtype, j, sum);
+  }
+  return FLCE_OK;
+}

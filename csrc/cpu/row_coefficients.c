@@ -1,0 +1,72 @@
+/* row_coefficients: a row's factors for the gradients, from its statistics (enum flce_coef_row). */
+#include "cpu/row_pass.h"
+
+#include <math.h>
+
+typedef struct coef_pass {
+  row_pass pass;
+  const flce_upstream* upstream;
+  double factor;
+} coef_pass;
+
+static double upstream_of(const void* vector, flce_dtype stat, int64_t i, double absent) {
+  return vector ? flce_load(vector, stat, i) : absent;
+}
+
+static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
+  const row_pass* pass = &job->pass;
+  const flce_rows* rows = pass->rows;
+  const flce_loss* options = &rows->options;
+  const flce_upstream* upstream = job->upstream;
+  flce_dtype stat = pass->stat;
+  double s = options->label_smoothing, share = s / (double)rows->vocab;
+  double k = row_factor(rows->token_weight, stat, i) * job->factor *
+             upstream_of(upstream->loss, stat, i * upstream->loss_stride, 1.0);
+  double a = options->logit_scale / (options->temperature * row_factor(rows->temperature, stat, i));
+  double inv_sum = row_stat(pass, FLCE_STAT_INV_SUM, i), own = 0.0, other = 0.0;
+  if (rows->target)
+    own = k * (1.0 - s) * row_factor(rows->class_weight, stat, rows->target[i]);
+  else
+    other = k * row_stat(pass, FLCE_STAT_MASS, i);
+  if (rows->target && s > 0.0)
+    other = k * share * flce_load(rows->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
+  if (options->z_loss != 0.0)
+    other += k * 2.0 * options->z_loss * flce_load(rows->scalars, stat, FLCE_SCALAR_Z_SHARE) *
+             row_stat(pass, FLCE_STAT_LSE, i);
+  other += upstream_of(upstream->lse, stat, i, 0.0);
+  coef[FLCE_COEF_ROW] = a * (own + other) * inv_sum;
+  if (rows->target) {
+    /* r p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
+    double nll = row_stat(pass, FLCE_STAT_NLL, i);
+    coef[FLCE_COEF_TARGET] =
+        a * row_stat(pass, FLCE_STAT_SLOPE, i) * (own * expm1(-nll) + other * exp(-nll));
+  } else {
+    coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
+  }
+  coef[FLCE_COEF_SMOOTH] = a * k * share;
+  coef[FLCE_COEF_VALID] = row_factor(rows->input_unit, stat, 0);
+  coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;
+}
+
+flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
+                                      const flce_upstream* upstream, const void* factor,
+                                      void* coef) {
+  (void)self;
+  flce_dtype stat = flce_stat_dtype(rows->z_dtype);
+  coef_pass job = {.pass = {.rows = rows, .dtype = rows->z_dtype, .stat = stat},
+                   .upstream = upstream,
+                   .factor = row_factor(factor, stat, 0)};
+  for (int64_t r = 0; r < rows->rows; r++) {
+    int64_t i = flce_row_place(rows, r);
+    flce_row_kind kind = flce_row_kind_at(rows, i);
+    if (kind == FLCE_ROW_NONE) continue;
+    double values[FLCE_COEF_ROWS] = {0};
+    if (kind == FLCE_ROW_VALID)
+      valid_coefficients(&job, i, values);
+    else if (kind == FLCE_ROW_OUT_OF_RANGE)
+      flce_fill(values, FLCE_F64, NAN, FLCE_COEF_ROWS);
+    for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
+      flce_store(coef, stat, c * rows->stat_pitch + i, values[c]);
+  }
+  return FLCE_OK;
+}

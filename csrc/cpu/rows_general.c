@@ -1,0 +1,307 @@
+/* The row passes where l is not z + bias (scale, softcap, temperature), where the targets are
+ * probabilities, or where entropy or predictions are wanted.
+ *
+ * A row is taken span by span: l goes into a buffer of the stat dtype that stays in L1, on which
+ * the kernels of that dtype work as they do on logits. The target's column is kept out of the sums
+ * as in the plain path. */
+#include "cpu/row_pass.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+/* stat is a constant at every call: inlined, the switches vanish. */
+#define INLINE static inline __attribute__((always_inline))
+#define BY_STAT(stat, function, ...) \
+  ((stat) == FLCE_F64 ? function(FLCE_F64, __VA_ARGS__) : function(FLCE_F32, __VA_ARGS__))
+
+typedef union span {
+  double wide[FLCE_SPAN];
+  float narrow[FLCE_SPAN];
+} span;
+
+/* z + bias -> l of a row: outer * tanh(inner * (z + bias)), or outer * (z + bias) without softcap.
+ */
+typedef struct row_map {
+  bool capped;
+  double inner, outer;
+} row_map;
+
+/* Columns [begin, begin + count) of a row. */
+typedef struct row_part {
+  int64_t begin, count;
+  span l, slope; /* slope: where the row is capped */
+  span e;        /* exp(l - c), then what goes out */
+  span t;        /* probabilities */
+} row_part;
+
+static row_map make_map(const row_pass* pass, int64_t i) {
+  const flce_rows* rows = pass->rows;
+  const flce_loss* options = &rows->options;
+  double temperature = options->temperature * row_factor(rows->temperature, pass->stat, i);
+  if (options->softcap == 0.0) return (row_map){.outer = options->logit_scale / temperature};
+  return (row_map){.capped = true,
+                   .inner = options->logit_scale / options->softcap,
+                   .outer = options->softcap / temperature};
+}
+
+/* tanh and 1 - tanh^2 both come from exp(-2 |u|), where tanh^2 near 1 would cancel. Near 0 that
+ * cancels in tanh itself: there float64 has libm's. */
+static void cap_doubles(double* l, double* slope, const row_map* map, int64_t count) {
+  for (int64_t j = 0; j < count; j++) {
+    double u = map->inner * l[j], e = exp(-2.0 * fabs(u));
+    double bent = fabs(u) < 0.5 ? tanh(u) : copysign(1.0 - 2.0 * e / (1.0 + e), u);
+    l[j] = map->outer * bent;
+    slope[j] = 4.0 * e / ((1.0 + e) * (1.0 + e));
+  }
+}
+
+/* The same on vectors: exp is the kernel's, and below 1/4 tanh is its series, whose first term left
+ * out is less than 3e-10 of it. No loop has a branch, so that the compiler vectorizes them. */
+static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float* restrict slope,
+                       float* restrict e, const row_map* map, int64_t count) {
+  float inner = (float)map->inner, outer = (float)map->outer;
+  for (int64_t j = 0; j < count; j++) {
+    l[j] *= inner;
+    slope[j] = -2.0f * fabsf(l[j]);
+  }
+  kernels->exp_sum(e, slope, NULL, 0.0, count);
+  for (int64_t j = 0; j < count; j++) {
+    float u = l[j], square = u * u, share = 1.0f / (1.0f + e[j]);
+    float series = -1382.0f / 155925.0f;
+    series = series * square + 62.0f / 2835.0f;
+    series = series * square - 17.0f / 315.0f;
+    series = series * square + 2.0f / 15.0f;
+    series = series * square - 1.0f / 3.0f;
+    l[j] = u + u * square * series;
+    slope[j] = 4.0f * e[j] * share * share;
+    e[j] = copysignf(1.0f - 2.0f * e[j] * share, u);
+  }
+  for (int64_t j = 0; j < count; j++) {
+    uint32_t near = -(uint32_t)(fabsf(e[j]) < 0.245f); /* tanh(1/4); all bits or none */
+    l[j] = outer * flce_float_of((flce_bits_of(l[j]) & near) | (flce_bits_of(e[j]) & ~near));
+  }
+}
+
+/* l and slope of columns [begin, end) into `part`. */
+static void transform(const row_pass* pass, const row_map* map, const void* z, int64_t begin,
+                      int64_t end, row_part* part) {
+  const void* bias = row_from(pass, pass->rows->bias, begin);
+  double outer = map->capped ? 1.0 : map->outer;
+  part->begin = begin;
+  part->count = end - begin;
+  pass->z_blocks->scaled(&part->l, bias ? 1.0 : outer, flce_const_at(z, pass->dtype, begin),
+                         part->count);
+  if (bias) {
+    pass->l_blocks->axpy(&part->l, 1.0, bias, part->count);
+    if (outer != 1.0) pass->l_blocks->scaled(&part->l, outer, &part->l, part->count);
+  }
+  if (map->capped && pass->stat == FLCE_F64)
+    cap_doubles(part->l.wide, part->slope.wide, map, part->count);
+  else if (map->capped)
+    cap_floats(pass->l_kernels, part->l.narrow, part->slope.narrow, part->e.narrow, map,
+               part->count);
+}
+
+static void load_probabilities(const row_pass* pass, int64_t i, row_part* part) {
+  const flce_rows* rows = pass->rows;
+  int64_t first = i * rows->probabilities_pitch + part->begin;
+  for (int64_t j = 0; j < part->count; j++)
+    flce_store(&part->t, pass->stat, j,
+               flce_load(rows->probabilities, rows->probabilities_dtype, first + j));
+}
+
+static bool has_column(const row_part* part, int64_t j) {
+  return j >= part->begin && j < part->begin + part->count;
+}
+
+/* ---- sums ---- */
+
+enum { NO_COLUMN = -2 }; /* nor the -1 of a missing class target */
+
+/* Sums that were taken with c become those with `top`; before the first logit above -inf they were
+ * taken with 0 and hold no exp. What was the largest joins the tail. */
+static void raise_offset(row_sums* sums, double top, int64_t y) {
+  bool first = sums->offset == -INFINITY;
+  double rise = top - (first ? 0.0 : sums->offset), factor = first ? 0.0 : exp(-rise);
+  if (!first && sums->largest != y) sums->tail += 1.0;
+  sums->pull = factor * (sums->pull - rise * sums->tail);
+  sums->tail *= factor;
+  sums->rest *= factor;
+  sums->gap += rise * sums->mass;
+  sums->offset = top;
+}
+
+static int64_t find_column(const row_pass* pass, const row_part* part, double top) {
+  int64_t j = 0;
+  while (j < part->count && flce_load(&part->l, pass->stat, j) != top) j++;
+  return part->begin + j;
+}
+
+static double exp_sum(const row_pass* pass, const row_part* part, double shift, int64_t first,
+                      int64_t end) {
+  if (first >= end) return 0.0;
+  return pass->l_kernels->exp_sum(NULL, flce_const_at(&part->l, pass->stat, first), NULL, shift,
+                                  end - first);
+}
+
+/* In double throughout: the terms of a small entropy are small ones beside larger ones. A term that
+ * is 0 adds nothing, also where l is -inf. */
+INLINE void add_pull(flce_dtype stat, const row_part* part, double shift, row_sums* sums) {
+  for (int64_t j = 0; j < part->count; j++) {
+    double e = flce_load(&part->e, stat, j);
+    if (e == 0.0) continue;
+    sums->tail += e;
+    sums->pull += e * (flce_load(&part->l, stat, j) - shift);
+  }
+}
+
+static void add_exp(const row_pass* pass, int64_t y, double shift, row_part* part, row_sums* sums) {
+  int64_t own = y - part->begin;
+  if (pass->rows->wants_entropy) {
+    pass->l_kernels->exp_sum(&part->e, &part->l, NULL, shift, part->count);
+    if (has_column(part, y)) flce_store(&part->e, pass->stat, own, 0.0);
+    if (has_column(part, sums->largest))
+      flce_store(&part->e, pass->stat, sums->largest - part->begin, 0.0);
+    BY_STAT(pass->stat, add_pull, part, shift, sums);
+  } else if (has_column(part, y)) {
+    sums->rest += exp_sum(pass, part, shift, 0, own);
+    sums->rest += exp_sum(pass, part, shift, own + 1, part->count);
+  } else {
+    sums->rest += exp_sum(pass, part, shift, 0, part->count);
+  }
+}
+
+/* Columns that the target leaves out add nothing, also where l is -inf. */
+INLINE void add_gap(flce_dtype stat, const row_pass* pass, const row_part* part, double shift,
+                    row_sums* sums) {
+  const flce_rows* rows = pass->rows;
+  double smoothing = rows->options.label_smoothing, uniform = smoothing / (double)rows->vocab;
+  const void* weight = row_from(pass, rows->class_weight, part->begin);
+  for (int64_t j = 0; j < part->count; j++) {
+    double share = uniform;
+    if (rows->probabilities) share += (1.0 - smoothing) * flce_load(&part->t, stat, j);
+    if (weight) share *= flce_load(weight, stat, j);
+    if (share == 0.0) continue;
+    sums->mass += share;
+    sums->gap += share * (shift - flce_load(&part->l, stat, j));
+  }
+}
+
+void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y, row_sums* sums) {
+  const flce_rows* rows = pass->rows;
+  const void* z = row_z(pass, r);
+  bool soft = rows->probabilities || rows->options.label_smoothing > 0.0;
+  row_map map = make_map(pass, i);
+  row_part part;
+  *sums = (row_sums){.offset = -INFINITY, .slope_y = 1.0, .largest = NO_COLUMN};
+  for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
+    end = row_span_end(begin, rows->vocab);
+    transform(pass, &map, z, begin, end, &part);
+    double top = pass->l_kernels->max(&part.l, NULL, part.count);
+    if (top > sums->offset) {
+      raise_offset(sums, top, y);
+      if (rows->predictions || rows->wants_entropy) sums->largest = find_column(pass, &part, top);
+    }
+    if (has_column(&part, y)) {
+      sums->l_y = flce_load(&part.l, pass->stat, y - begin);
+      if (map.capped) sums->slope_y = flce_load(&part.slope, pass->stat, y - begin);
+    }
+    double shift = sums->offset == -INFINITY ? 0.0 : sums->offset;
+    add_exp(pass, y, shift, &part, sums);
+    if (!soft) continue;
+    if (rows->probabilities) load_probabilities(pass, i, &part);
+    BY_STAT(pass->stat, add_gap, pass, &part, shift, sums);
+  }
+  if (rows->wants_entropy) sums->rest = sums->tail + (sums->largest == y ? 0.0 : 1.0);
+}
+
+/* ---- gradient ---- */
+
+/* Of one row: enum flce_coef_row, and its statistics. */
+typedef struct row_terms {
+  double offset, row, entropy, smooth, soft;
+  double level; /* m - c */
+  bool capped;
+} row_terms;
+
+static row_terms make_terms(const row_pass* pass, const row_map* map, int64_t i) {
+  row_terms terms = {
+      .offset = row_stat(pass, FLCE_STAT_OFFSET, i), .row = pass->scale, .capped = map->capped};
+  if (!pass->rows->coef) return terms;
+  terms.row = row_coef(pass, FLCE_COEF_ROW, i);
+  terms.entropy = row_coef(pass, FLCE_COEF_ENTROPY, i);
+  terms.smooth = row_coef(pass, FLCE_COEF_SMOOTH, i);
+  terms.soft = row_coef(pass, FLCE_COEF_SOFT, i);
+  /* log S from 1 / S: lse - c would carry the rounding of a large lse. */
+  if (terms.entropy != 0.0)
+    terms.level = -log(row_stat(pass, FLCE_STAT_INV_SUM, i)) - row_stat(pass, FLCE_STAT_ENTROPY, i);
+  return terms;
+}
+
+/* e (ROW + ENTROPY (m - l)); 0 where e is, also where l is -inf. */
+INLINE double pushed(const row_terms* terms, double e, double l) {
+  return e == 0.0 ? 0.0 : e * (terms->row + terms->entropy * (terms->level + (terms->offset - l)));
+}
+
+/* The gradient over e. Denormals make a GEMM many times slower: they become 0. */
+INLINE void combine(flce_dtype stat, const row_pass* pass, const row_terms* terms, row_part* part) {
+  const void* weight = row_from(pass, pass->rows->class_weight, part->begin);
+  double smallest = stat == FLCE_F64 ? DBL_MIN : (double)FLT_MIN;
+  bool pulls = terms->smooth != 0.0 || terms->soft != 0.0;
+  for (int64_t j = 0; j < part->count; j++) {
+    double e = flce_load(&part->e, stat, j);
+    double value =
+        terms->entropy == 0.0 ? e * terms->row : pushed(terms, e, flce_load(&part->l, stat, j));
+    if (pulls) {
+      double share = terms->smooth;
+      if (terms->soft != 0.0) share += terms->soft * flce_load(&part->t, stat, j);
+      value -= weight ? share * flce_load(weight, stat, j) : share;
+    }
+    if (terms->capped) value *= flce_load(&part->slope, stat, j);
+    flce_store(&part->e, stat, j, fabs(value) < smallest ? 0.0 : value);
+  }
+}
+
+/* The target's own column. */
+static double own_gradient(const row_pass* pass, const row_terms* terms, const row_part* part,
+                           int64_t i, int64_t y) {
+  double l = flce_load(&part->l, pass->stat, y - part->begin);
+  double slope = terms->capped ? flce_load(&part->slope, pass->stat, y - part->begin) : 1.0;
+  double other = -terms->smooth * row_factor(pass->rows->class_weight, pass->stat, y);
+  if (terms->entropy != 0.0) {
+    row_terms entropy = *terms;
+    entropy.row = 0.0;
+    other += pushed(&entropy, exp(l - terms->offset), l);
+  }
+  return row_coef(pass, FLCE_COEF_TARGET, i) + slope * other;
+}
+
+void flce_cpu_general_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
+  const flce_rows* rows = pass->rows;
+  const void* z = row_z(pass, r);
+  void* out = row_out(pass, r);
+  row_map map = make_map(pass, i);
+  row_terms terms = make_terms(pass, &map, i);
+  bool linear = !map.capped && terms.entropy == 0.0 && terms.soft == 0.0;
+  row_part part;
+  for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
+    end = row_span_end(begin, rows->vocab);
+    transform(pass, &map, z, begin, end, &part);
+    if (linear) {
+      const void* weight = terms.smooth != 0.0 ? row_from(pass, rows->class_weight, begin) : NULL;
+      pass->l_kernels->grad_exp(&part.e, &part.l, NULL, terms.offset, terms.row, weight,
+                                terms.smooth, part.count);
+    } else {
+      pass->l_kernels->exp_sum(&part.e, &part.l, NULL, terms.offset, part.count);
+      if (terms.soft != 0.0) load_probabilities(pass, i, &part);
+      BY_STAT(pass->stat, combine, pass, &terms, &part);
+    }
+    pass->z_blocks->narrow(flce_at(out, pass->dtype, begin), &part.e, part.count);
+    if (!has_column(&part, y)) continue;
+    if (rows->coef)
+      flce_store(out, pass->dtype, y, own_gradient(pass, &terms, &part, i, y));
+    else if (pass->hide_target)
+      flce_store(out, pass->dtype, y, 0.0);
+  }
+}

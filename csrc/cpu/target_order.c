@@ -1,0 +1,53 @@
+/* order_targets: the tokens grouped by target, in a fixed order. */
+#include "cpu/target_order.h"
+
+#include "cpu/cpu.h"
+
+#include <string.h>
+
+enum { DIGIT_BITS = 11 };
+
+int64_t flce_cpu_order_bytes(int64_t tokens) {
+  return (1 + 2 * tokens) * (int64_t)sizeof(int64_t);
+}
+
+/* Radix sort by the target's digits, lowest first. It is stable and the keys come in the order of
+ * the tokens, so the tokens need no pass. */
+static void sort_keys(int64_t* keys, int64_t* spare, int64_t count, int64_t vocab) {
+  enum { DIGITS = 1 << DIGIT_BITS };
+  int64_t *from = keys, *to = spare;
+  for (int shift = FLCE_TOKEN_BITS; (vocab - 1) >> (shift - FLCE_TOKEN_BITS) > 0;
+       shift += DIGIT_BITS) {
+    int64_t next[DIGITS] = {0};
+    for (int64_t k = 0; k < count; k++) next[(from[k] >> shift) & (DIGITS - 1)]++;
+    for (int64_t digit = 0, start = 0; digit < DIGITS; digit++) {
+      int64_t size = next[digit];
+      next[digit] = start;
+      start += size;
+    }
+    for (int64_t k = 0; k < count; k++) to[next[(from[k] >> shift) & (DIGITS - 1)]++] = from[k];
+    int64_t* swap = from;
+    from = to;
+    to = swap;
+  }
+  if (from != keys) memcpy(keys, from, (size_t)count * sizeof *keys);
+}
+
+flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
+                                   void* order) {
+  (void)self;
+  if (problem->tokens > UINT32_MAX || problem->vocab > INT32_MAX)
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "expected tokens < 2^32 and vocab < 2^31 on the CPU, got %lld, %lld",
+                     (long long)problem->tokens, (long long)problem->vocab);
+  int64_t* keys = (int64_t*)order + 1;
+  int64_t count = 0;
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    int64_t y = target[i];
+    if (y == problem->loss.ignore_index || y < 0 || y >= problem->vocab) continue;
+    keys[count++] = y << FLCE_TOKEN_BITS | i;
+  }
+  sort_keys(keys, keys + problem->tokens, count, problem->vocab);
+  *(int64_t*)order = count;
+  return FLCE_OK;
+}

@@ -1,0 +1,316 @@
+/* Which algorithm a product takes: never timed in a call, and the same in every process. In order:
+ * the tuned table (flce.tune), the shipped rules, the heuristic's first. */
+#include "cuda/gemm/gemm.cuh"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+/* ---- shipped rules ---- */
+
+typedef enum gemm_kind {
+  kAnyKind,
+  kLogits,
+  kGradInput,
+  kGradWeight,
+  kGradWeightAdded, /* to what is there */
+} gemm_kind;
+
+/* Where all conditions hold, the first candidate of that configuration is taken. The dtypes always
+ * count; of the rest 0 stands for any. */
+typedef struct gemm_rule {
+  int sm;
+  gemm_kind kind;
+  int dtype, c_dtype;                                                       /* an flce_dtype */
+  int64_t min_rows, max_rows, min_hidden, max_hidden, min_vocab, max_vocab; /* inclusive */
+  int64_t tile, stages, cluster;
+} gemm_rule;
+
+/* A line for each rule, and the measurement that justifies it; the first that holds and whose
+ * configuration is among the candidates is taken. The last line ends the table. */
+static const gemm_rule kRules[] = {
+    /* sm, kind, dtype, c_dtype, rows, hidden, vocab (from, to), tile, stages, cluster */
+    /* H200, cuBLASLt 13, time over the best candidate's: mean and worst of 7 to 32 products of the
+     * benchmark's shapes and chunks (768 <= H <= 4096,
+     * benchmarks/results/2026-11-21-h200-gemms.json) with the rule, and with the heuristic's
+     * first: 1.00, 1.02 and 1.11, 1.17; */
+    {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0, CUBLASLT_MATMUL_TILE_176x128,
+     0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
+    /* dW's with seven shapes more, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
+     * 1.08, 1.23; of 64, 128 and 256 rows at H = 4096 (2026-11-22-h200-short-gemms.json) 1.00 and
+     * 1.15, 1.27; */
+    {90, kGradWeight, FLCE_BF16, FLCE_BF16, 64, 0, 768, 8192, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x160, 0, 0},
+    /* 1.00, 1.03 and 1.09, 1.27; of 512 and 768 rows at 1536 <= H <= 4096 (short-gemms) 1.01, 1.05
+     * and 1.24, 1.31. */
+    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x160, 0, 0},
+    /* H = 4096 and 2048: 1.01, 1.04 and 1.02, 1.07; */
+    {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 4096, 4096, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
+    {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 2048, 2048, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
+    /* H = 1024: 1.00 and 1.04, the split sum's own pass not counted. */
+    {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 1024, 1024, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x128, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
+    {0, kAnyKind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+};
+
+static gemm_kind kind_of(const gemm_key* key) {
+  if (key->transpose_a) return key->accumulate ? kGradWeightAdded : kGradWeight;
+  return key->transpose_b ? kLogits : kGradInput;
+}
+
+static bool within(int64_t value, int64_t from, int64_t to) {
+  return value >= from && (to == 0 || value <= to);
+}
+
+/* Both types of 16 bits have the same kernels. */
+static bool is_like(int64_t rule_dtype, int64_t dtype) {
+  return rule_dtype == dtype || (rule_dtype == FLCE_BF16 && dtype == FLCE_F16);
+}
+
+static bool holds(const gemm_rule* rule, int sm, const gemm_key* key) {
+  const gemm_kind kind = kind_of(key);
+  if (rule->sm != sm || (rule->kind != kAnyKind && rule->kind != kind)) return false;
+  if (!is_like(rule->dtype, key->dtype) || !is_like(rule->c_dtype, key->c_dtype)) return false;
+  /* [rows, vocab] = rows x hidden; [rows, hidden] = rows x vocab; [vocab, hidden] = vocab x rows */
+  const int64_t rows = key->transpose_a ? key->k : key->m;
+  const int64_t hidden = kind == kLogits ? key->k : key->n;
+  const int64_t vocab = key->transpose_a ? key->m : kind == kLogits ? key->n : key->k;
+  return within(rows, rule->min_rows, rule->max_rows) &&
+         within(hidden, rule->min_hidden, rule->max_hidden) &&
+         within(vocab, rule->min_vocab, rule->max_vocab);
+}
+
+static bool is_configured(const gemm_algorithm* a, const gemm_rule* rule) {
+  return (rule->tile == 0 || rule->tile == a->tile) &&
+         (rule->stages == 0 || rule->stages == a->stages) &&
+         (rule->cluster == 0 || rule->cluster == a->cluster);
+}
+
+int shipped_choice(const gemm_device* device, const gemm_key* key, const gemm_candidates* found) {
+  for (const gemm_rule* rule = kRules; rule->sm != 0; rule++) {
+    if (!holds(rule, device->sm, key)) continue;
+    for (int i = 0; i < found->count; i++) {
+      if (is_configured(&found->list[i].algorithm, rule)) return i;
+    }
+  }
+  return 0;
+}
+
+/* ---- candidates ---- */
+
+static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* key,
+                                      cublasLtMatmulPreference_t preference) {
+  const uint64_t workspace = (uint64_t)key->workspace_bytes;
+  /* 16-bit partial sums of a split product would be rounded once per split. */
+  uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  if (key->c_dtype == FLCE_F32 || key->c_dtype == FLCE_F64) {
+    schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  }
+  const uint32_t align_a = (uint32_t)key->align_a, align_b = (uint32_t)key->align_b;
+  const uint32_t align_c = (uint32_t)key->align_c, align_d = (uint32_t)key->align_d;
+  const struct {
+    cublasLtMatmulPreferenceAttributes_t attribute;
+    const void* value;
+    size_t size;
+  } settings[] = {
+      {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof(workspace)},
+      {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, sizeof(schemes)},
+      {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align_b, sizeof(align_b)},
+      {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_a, sizeof(align_a)},
+      {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c, sizeof(align_c)},
+      {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_d, sizeof(align_d)},
+  };
+  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+  for (size_t i = 0; i < sizeof(settings) / sizeof(settings[0]); i++) {
+    if (status != CUBLAS_STATUS_SUCCESS) break;
+    status =
+        lt->preference_set(preference, settings[i].attribute, settings[i].value, settings[i].size);
+  }
+  return status;
+}
+
+/* The configuration without `nth`; what an older library cannot tell is 0. */
+static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_t* algo) {
+  gemm_algorithm a = {};
+  const struct {
+    cublasLtMatmulAlgoConfigAttributes_t attribute;
+    size_t size;
+    int64_t* value;
+  } attributes[] = {
+      {CUBLASLT_ALGO_CONFIG_ID, sizeof(int32_t), &a.id},
+      {CUBLASLT_ALGO_CONFIG_TILE_ID, sizeof(uint32_t), &a.tile},
+      {CUBLASLT_ALGO_CONFIG_STAGES_ID, sizeof(uint32_t), &a.stages},
+      {CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, sizeof(uint16_t), &a.cluster},
+      {CUBLASLT_ALGO_CONFIG_SPLITK_NUM, sizeof(int32_t), &a.splits},
+      {CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, sizeof(uint32_t), &a.reduction},
+      {CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, sizeof(uint32_t), &a.swizzle},
+      {CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, sizeof(uint16_t), &a.inner},
+      {CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, sizeof(uint32_t), &a.custom},
+  };
+  for (size_t i = 0; i < sizeof(attributes) / sizeof(attributes[0]); i++) {
+    uint32_t value = 0; /* a narrower one fills its low bytes */
+    size_t written = 0;
+    if (lt->algo_get(algo, attributes[i].attribute, &value, attributes[i].size, &written) ==
+        CUBLAS_STATUS_SUCCESS) {
+      *attributes[i].value = (int32_t)value;
+    }
+  }
+  return a;
+}
+
+/* The preferences say so already; this holds where a library reads them otherwise. */
+static bool rounds_partial_sums(const gemm_key* key, const gemm_algorithm* a) {
+  const bool narrow = key->c_dtype == FLCE_BF16 || key->c_dtype == FLCE_F16;
+  const int64_t in_c_dtype =
+      CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE | CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  return narrow && a->splits != 1 && (a->reduction & in_c_dtype) != 0;
+}
+
+static bool same(const gemm_algorithm* a, const gemm_algorithm* b) {
+  return memcmp(a, b, sizeof(*a)) == 0;
+}
+
+static void add_candidate(const gemm_device* device, const gemm_key* key,
+                          const cublasLtMatmulHeuristicResult_t* result, gemm_candidates* found) {
+  if (result->state != CUBLAS_STATUS_SUCCESS) return;
+  if ((int64_t)result->workspaceSize > key->workspace_bytes) return;
+  gemm_candidate c = {result->algo, describe(&device->lt, &result->algo),
+                      (int64_t)result->workspaceSize};
+  if (rounds_partial_sums(key, &c.algorithm)) return;
+  for (int i = 0; i < found->count; i++) {
+    c.algorithm.nth += same(&found->list[i].algorithm, &c.algorithm);
+  }
+  found->list[found->count++] = c;
+}
+
+cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
+                               const gemm_descriptors* d, gemm_candidates* found) {
+  const lt_functions* lt = &device->lt;
+  cublasLtMatmulPreference_t preference = NULL;
+  cublasLtMatmulHeuristicResult_t results[kCandidates];
+  int given = 0;
+  found->count = 0;
+  cublasStatus_t status = lt->preference_create(&preference);
+  if (status == CUBLAS_STATUS_SUCCESS) status = set_preferences(lt, key, preference);
+  if (status == CUBLAS_STATUS_SUCCESS) {
+    status = lt->heuristic(device->handle, d->product, d->first, d->second, d->result, d->result,
+                           preference, kCandidates, results, &given);
+  }
+  if (preference) lt->preference_destroy(preference);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  for (int i = 0; i < given; i++) add_candidate(device, key, &results[i], found);
+  return found->count > 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+/* ---- tuned choices ---- */
+
+typedef struct tuned_choice {
+  int64_t library_version;
+  gemm_key key; /* device 0 */
+  gemm_algorithm algorithm;
+  char gpu[kGpuName];
+} tuned_choice;
+
+enum { kMaxTuned = 1 << 16 }; /* a table of that size is no table that flce.tune wrote */
+
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the two below */
+static tuned_choice* g_tuned;
+static int g_tuned_count;
+
+static bool same_product(const tuned_choice* a, const tuned_choice* b) {
+  return a->library_version == b->library_version &&
+         memcmp(&a->key, &b->key, sizeof(a->key)) == 0 && strncmp(a->gpu, b->gpu, kGpuName) == 0;
+}
+
+/* -1 where nothing was tuned for the product, or the library no longer has that candidate. */
+static int tuned_choice_among(const gemm_device* device, const gemm_key* key,
+                              const gemm_candidates* found) {
+  tuned_choice wanted = {device->library_version, *key, {}, {}};
+  wanted.key.device = 0;
+  memcpy(wanted.gpu, device->gpu, kGpuName);
+  int taken = -1;
+  pthread_mutex_lock(&g_lock);
+  for (int i = 0; i < g_tuned_count; i++) {
+    if (!same_product(&g_tuned[i], &wanted)) continue;
+    for (int j = 0; j < found->count; j++) {
+      if (same(&found->list[j].algorithm, &g_tuned[i].algorithm)) taken = j;
+    }
+    break;
+  }
+  pthread_mutex_unlock(&g_lock);
+  return taken;
+}
+
+int choice(const gemm_device* device, const gemm_key* key, const gemm_candidates* found) {
+  const int tuned = tuned_choice_among(device, key, found);
+  return tuned >= 0 ? tuned : shipped_choice(device, key, found);
+}
+
+bool read_numbers(const char** text, int64_t* numbers, int count) {
+  for (int i = 0; i < count; i++) {
+    char* end;
+    numbers[i] = strtoll(*text, &end, 10);
+    if (end == *text || *end != ' ') return false;
+    *text = end + 1;
+  }
+  return true;
+}
+
+/* One line, with or without its end; *lines moves to the next. */
+static bool read_choice(const char** lines, tuned_choice* choice) {
+  const size_t length = strcspn(*lines, "\n");
+  const char* end = *lines + length;
+  int64_t numbers[1 + kProductNumbers + kAlgorithmNumbers];
+  *choice = {};
+  /* No number is behind the line's end: the blank after each is checked, and the name follows. */
+  const char* name = *lines;
+  if (!read_numbers(&name, numbers, 1 + kProductNumbers + kAlgorithmNumbers) || name >= end) {
+    return false;
+  }
+  choice->library_version = numbers[0];
+  memcpy(&choice->key, numbers + 1, kProductNumbers * sizeof(int64_t));
+  memcpy(&choice->algorithm, numbers + 1 + kProductNumbers, sizeof(choice->algorithm));
+  memcpy(choice->gpu, name, (size_t)min_of(end - name, kGpuName - 1));
+  *lines = *end ? end + 1 : end;
+  return true;
+}
+
+/* Over the entry of the same product, else behind the last. */
+static void put_choice(tuned_choice* table, int* count, const tuned_choice* choice) {
+  int at = 0;
+  while (at < *count && !same_product(&table[at], choice)) at++;
+  table[at] = *choice;
+  *count = max_of(*count, at + 1);
+}
+
+flce_status import_choices(const char* lines) {
+  int64_t more = 0;
+  for (const char* p = lines; *p; p++) more += *p == '\n' || p[1] == 0;
+  pthread_mutex_lock(&g_lock);
+  int count = g_tuned_count;
+  tuned_choice* table = NULL;
+  if (count + more <= kMaxTuned) {
+    table = (tuned_choice*)malloc((size_t)(count + more + 1) * sizeof(*table));
+  }
+  bool good = table != NULL;
+  if (good && count > 0) memcpy(table, g_tuned, (size_t)count * sizeof(*table));
+  while (good && *lines) {
+    tuned_choice next;
+    good = read_choice(&lines, &next);
+    if (good) put_choice(table, &count, &next);
+  }
+  if (good) {
+    free(g_tuned);
+    g_tuned = table;
+    g_tuned_count = count;
+  } else {
+    free(table);
+  }
+  pthread_mutex_unlock(&g_lock);
+  if (good) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT,
+                   "tuned products: expected at most %d lines of %d numbers and a name", kMaxTuned,
+                   1 + kProductNumbers + kAlgorithmNumbers);
+}

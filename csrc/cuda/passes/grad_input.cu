@@ -1,0 +1,128 @@
+/* scale_rows and finish_grad_input: rows of x before the GEMM of dW, rows of dX after its GEMM. */
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/row_status.cuh"
+#include "cuda/common/vectors.cuh"
+
+/* A block a row; N is 8 where every row of every matrix is aligned, else 1. */
+template <typename S, int N>
+__global__ void scale_rows(void* out, int64_t out_pitch, const void* x, flce_dtype dtype,
+                           const S* coef, const int64_t* index, int64_t hidden) {
+  follow_kernels();
+  const int64_t i = index ? index[blockIdx.x] : blockIdx.x;
+  const S c = i < 0 ? (S)0 : coef ? coef[i] : (S)1;
+  for (int64_t h = (int64_t)threadIdx.x * N; h < out_pitch; h += (int64_t)blockDim.x * N) {
+    S v[N] = {};
+    if (c != 0 && h < hidden) load_any<S, N>(x, dtype, i * hidden + h, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] *= c;
+    store_any<S, N>(out, dtype, (int64_t)blockIdx.x * out_pitch + h, v);
+  }
+}
+
+typedef struct grad_input_args {
+  flce_rows r;
+  void *dx, *scaled_x;
+  const void *d, *w, *x, *wsum;
+  flce_dtype dx_dtype, d_dtype, dtype;
+  int64_t hidden, cols; /* elements of a row: of dX `cols`, of all others `hidden` */
+} grad_input_args;
+
+/* A row's factors, 1 and 0 where there are none. */
+template <typename S>
+struct RowFactors {
+  S row, target, smooth;
+};
+
+template <typename S>
+__device__ __forceinline__ RowFactors<S> factors_of(const flce_rows& r, int64_t at) {
+  if (!r.coef) return {1, 0, 0};
+  const S* coef = (const S*)r.coef + at;
+  return {coef[FLCE_COEF_ROW * r.stat_pitch], coef[FLCE_COEF_TARGET * r.stat_pitch],
+          coef[FLCE_COEF_SMOOTH * r.stat_pitch]};
+}
+
+/* Elements [h, h + N) of a valid row of dX, from D there and the target's row of W. */
+template <typename T, int N, typename S = stat_t<T>>
+__device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_t at,
+                                                const RowFactors<S>& factors, int64_t h,
+                                                S (&v)[N]) {
+  Vec<T, N> raw = {};
+  if (p.r.coef) load_vec<false>((const T*)p.w + p.r.target[at] * p.hidden + h, raw);
+  load_any<S, N>(p.d, p.d_dtype, (int64_t)blockIdx.x * p.hidden + h, v);
+  if (!p.r.coef) return;
+  S w[N];
+  unpack(raw, w);
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] = factors.row * v[e] + factors.target * w[e];
+  if (p.wsum) {
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] -= factors.smooth * ((const S*)p.wsum)[h + e];
+  }
+}
+
+/* A block a row. Loads come before what waits for one of them: they are most of its time. */
+template <typename T, int N, typename S = stat_t<T>>
+__global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
+  follow_kernels();
+  const Place place = place_of(p.r, blockIdx.x);
+  const bool is_there = place.kind != kRowAbsent, scales = p.scaled_x && is_there;
+  RowFactors<S> factors = {};
+  if (is_there) factors = factors_of<S>(p.r, place.at);
+  for (int64_t h = (int64_t)threadIdx.x * N; h < p.hidden; h += (int64_t)blockDim.x * N) {
+    Vec<T, N> raw = {};
+    if (scales) load_vec<false>((const T*)p.x + place.at * p.hidden + h, raw);
+    S v[N];
+    if (place.kind == kRowValid) {
+      grad_input_part<T, N>(p, place.at, factors, h, v);
+    } else {
+#pragma unroll
+      for (int e = 0; e < N; e++) v[e] = blank_of<S>(place);
+    }
+    if (is_there && h < p.cols) store_any<S, N>(p.dx, p.dx_dtype, place.at * p.cols + h, v);
+    if (!p.scaled_x) continue;
+    unpack(raw, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = factors.row == 0 ? 0 : v[e] * factors.row;
+    store_any<S, N>(p.scaled_x, p.dtype, (int64_t)blockIdx.x * p.hidden + h, v);
+  }
+}
+
+flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
+                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
+                            int64_t hidden) {
+  if (rows == 0 || hidden == 0) return FLCE_OK;
+  FLCE_TRY(check_grid(rows, "scale_rows"));
+  const bool aligned = hidden % 8 == 0 && out_pitch % 8 == 0 && both_aligned(out, x);
+  const int threads = threads_for(ceil_div(out_pitch, aligned ? 8 : 1), 512);
+  FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
+    auto kernel = aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
+    FLCE_TRY(launch_next(self, kernel, (unsigned)rows, threads, "scale_rows", out, out_pitch, x,
+                         dtype, (const S*)coef, index, hidden));
+  });
+  return FLCE_OK;
+}
+
+flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
+                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
+                                   const flce_rows* r, const void* wsum, const void* x,
+                                   void* scaled_x, int64_t hidden, int64_t cols) {
+  if (r->rows == 0 || hidden == 0) return FLCE_OK;
+  FLCE_TRY(check_grid(r->rows, "finish_grad_input"));
+  if (r->coef && !r->target) {
+    return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
+  }
+  if (dx == d && (r->index || hidden != cols)) {
+    return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: expected rows in place to stay there");
+  }
+  const grad_input_args args = {*r,   dx,       scaled_x, d,     w,      x,
+                                wsum, dx_dtype, d_dtype,  dtype, hidden, cols};
+  const bool aligned = hidden % 8 == 0 && cols % 8 == 0 && both_aligned(dx, d) &&
+                       is_aligned(w, 16) && (!scaled_x || both_aligned(scaled_x, x));
+  const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
+  FLCE_WITH_TYPE(dtype, T, {
+    auto kernel = aligned ? finish_grad_input<T, 8> : finish_grad_input<T, 1>;
+    FLCE_TRY(launch_next(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args));
+  });
+  return FLCE_OK;
+}

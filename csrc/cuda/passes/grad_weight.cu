@@ -1,0 +1,287 @@
+/* finish_grad_weight and finish_grad_bias: the exact target terms of dW and db, label smoothing's,
+ * and the one rounding, after the GEMMs. Terms are summed in a fixed order, without atomics. */
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/reductions.cuh"
+#include "cuda/common/vectors.cuh"
+#include "cuda/passes/target_order.cuh"
+
+enum { kBiasThreads = 256 };
+
+/* First position whose key is not below `key`. */
+__device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tokens, uint32_t key) {
+  int64_t low = 0, high = tokens;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (keys[middle] < key) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* ---- dW ---- */
+
+enum { kSliceThreads = 128, kStripeRows = 64, kTokenBatch = 4, kRowBatch = 2 };
+
+typedef struct grad_weight_args {
+  void* dw;
+  const void* accum;
+  const void* x;
+  flce_dtype dw_dtype, accum_dtype;
+  const uint32_t* keys;
+  const uint32_t* tokens;
+  int64_t count; /* of keys; 0 without a target term */
+  int64_t vocab, hidden;
+  const void *coef_target, *xsum, *class_weight;
+} grad_weight_args;
+
+/* Adds coef_target[i] x[i] over the tokens in positions [begin, end), in their order. */
+template <typename X, int N, typename S = stat_t<X>>
+__device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t begin, int64_t end,
+                                           int64_t h, S (&sum)[N]) {
+  for (int64_t first = begin; first < end; first += kTokenBatch) {
+    /* All loads before the first conversion: the rows lie anywhere, so each waits its full time. */
+    S coef[kTokenBatch];
+    Vec<X, N> raw[kTokenBatch];
+#pragma unroll
+    for (int b = 0; b < kTokenBatch; b++) {
+      const int64_t token = p.tokens[first + b < end ? first + b : begin];
+      coef[b] = ((const S*)p.coef_target)[token];
+      load_vec<false>((const X*)p.x + token * p.hidden + h, raw[b]);
+    }
+#pragma unroll
+    for (int b = 0; b < kTokenBatch; b++) {
+      if (first + b >= end) break;
+      S v[N];
+      unpack(raw[b], v);
+#pragma unroll
+      for (int e = 0; e < N; e++) sum[e] += coef[b] * v[e];
+    }
+  }
+}
+
+/* Elements [h, h + N) of dW's row j from `v`, those of its accumulator, and of xsum; its tokens are
+ * in positions [begin, end). */
+template <typename X, int N, typename S = stat_t<X>>
+__device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64_t j, int64_t begin,
+                                                int64_t end, int64_t h, const S (&xsum)[N],
+                                                S (&v)[N]) {
+  S terms[N] = {};
+  add_tokens<X, N>(p, begin, end, h, terms);
+  const S w = p.xsum && p.class_weight ? ((const S*)p.class_weight)[j] : (S)1;
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] += terms[e] - w * xsum[e];
+  store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
+}
+
+/* Elements [h, h + N) of a row with one token, as most have. Loads come before the conversion that
+ * waits for one of them. */
+template <typename X, int N, typename S = stat_t<X>>
+__device__ __forceinline__ void finish_alone(const grad_weight_args& p, int64_t j, int64_t token,
+                                             int64_t h) {
+  Vec<X, N> raw;
+  load_vec<false>((const X*)p.x + token * p.hidden + h, raw);
+  const S coef = ((const S*)p.coef_target)[token];
+  S v[N], x[N];
+  load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
+  unpack(raw, x);
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] += coef * x[e];
+  store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
+}
+
+/* What there is to do at a position of the order: no token's number has the highest bit. */
+constexpr uint32_t kSharedRow = 1u << 31, kNoRow = UINT32_MAX;
+
+/* Its token, if that stands alone with its target `key`; with kSharedRow, if it is the first of
+ * several; else kNoRow. One value of four loads: of branches each would wait for its own. */
+__device__ __forceinline__ uint32_t task_at(const grad_weight_args& p, int64_t position,
+                                            uint32_t key) {
+  const int64_t last = p.count - 1;
+  const uint32_t before = p.keys[position > 0 ? position - 1 : 0];
+  const uint32_t after = p.keys[position < last ? position + 1 : last];
+  uint32_t task = p.tokens[position];
+  if (position < last && after == key) task |= kSharedRow;
+  if (key >= p.vocab || (position > 0 && before == key)) task = kNoRow;
+  return task;
+}
+
+/* Threads that a multiprocessor has room for: 8.6, 8.9 and 12.x have less than the others. */
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kThreadsAtOnce = 1536;
+#else
+constexpr int kThreadsAtOnce = 2048;
+#endif
+
+/* In place, target terms alone: a block for each position and slice of H, of which those at the
+ * first position of a target do its row. Few registers: the blocks of 2048 tokens are there at
+ * once. */
+template <typename X, int N>
+__global__ void __launch_bounds__(kSliceThreads,
+                                  sizeof(X) == 8 ? 1 : kThreadsAtOnce / kSliceThreads)
+    finish_touched_rows(const __grid_constant__ grad_weight_args p) {
+  using S = stat_t<X>;
+  follow_kernels();
+  const int64_t begin = blockIdx.x;
+  const uint32_t j = p.keys[begin], task = task_at(p, begin, j);
+  const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
+  if (task == kNoRow || h >= p.hidden) return;
+  if (task < kSharedRow) return finish_alone<X, N>(p, j, task, h);
+  S terms[N] = {}, v[N];
+  add_tokens<X, N>(p, begin, lower_bound(p.keys, p.count, j + 1), h, terms);
+  load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
+#pragma unroll
+  for (int e = 0; e < N; e++) v[e] += terms[e];
+  store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
+}
+
+/* Elements [h, h + N) of kRowBatch rows from `first` on; beyond the vocabulary those of `first`. */
+template <typename A, int N>
+__device__ __forceinline__ void load_rows(const grad_weight_args& p, int64_t first, int64_t h,
+                                          Vec<A, N> (&raw)[kRowBatch]) {
+#pragma unroll
+  for (int b = 0; b < kRowBatch; b++) {
+    const int64_t j = first + b < p.vocab ? first + b : first;
+    load_vec<true>((const A*)p.accum + j * p.hidden + h, raw[b]);
+  }
+}
+
+/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side. Blocks that
+ * follow each other share a stripe: they read whole rows between them. The rows of a batch are
+ * under way while those of the batch before are finished. */
+template <typename X, typename A, int N>
+__global__ void __launch_bounds__(kSliceThreads)
+    finish_all_rows(const __grid_constant__ grad_weight_args p, int slices) {
+  using S = stat_t<X>;
+  __shared__ int64_t bounds[kStripeRows + 1];
+  const int64_t stripe = (int64_t)(blockIdx.x / slices) * kStripeRows;
+  const int64_t h = ((int64_t)(blockIdx.x % slices) * kSliceThreads + threadIdx.x) * N;
+  Vec<A, N> raw[kRowBatch];
+  if (h < p.hidden) load_rows(p, stripe, h, raw);
+  if (threadIdx.x <= kStripeRows) {
+    bounds[threadIdx.x] = lower_bound(p.keys, p.count, (uint32_t)(stripe + threadIdx.x));
+  }
+  __syncthreads();
+  if (h >= p.hidden) return;
+  S xsum[N] = {};
+#pragma unroll
+  for (int e = 0; p.xsum && e < N; e++) xsum[e] = ((const S*)p.xsum)[h + e];
+#pragma unroll 1
+  for (int first = 0; first < kStripeRows && stripe + first < p.vocab; first += kRowBatch) {
+    const int64_t next = stripe + first + kRowBatch;
+    Vec<A, N> ahead[kRowBatch];
+    if (first + kRowBatch < kStripeRows && next < p.vocab) load_rows(p, next, h, ahead);
+#pragma unroll
+    for (int b = 0; b < kRowBatch; b++) {
+      const int r = first + b;
+      if (stripe + r >= p.vocab) break;
+      S v[N];
+      unpack(raw[b], v);
+      finish_elements<X, N>(p, stripe + r, bounds[r], bounds[r + 1], h, xsum, v);
+      raw[b] = ahead[b];
+    }
+  }
+}
+
+/* accum is of X or of its stat type. */
+template <typename X, int N>
+static flce_status launch_grad_weight(void* self, const grad_weight_args& args, bool all_rows,
+                                      int64_t tokens) {
+  const int64_t slices = ceil_div(args.hidden, kSliceThreads * N);
+  const dim3 touched((unsigned)tokens, (unsigned)slices);
+  const int64_t blocks = slices * ceil_div(args.vocab, kStripeRows);
+  FLCE_TRY(check_grid(all_rows ? blocks : tokens, "finish_grad_weight"));
+  if (!all_rows) {
+    return launch_next(self, finish_touched_rows<X, N>, touched, kSliceThreads,
+                       "finish_grad_weight", args);
+  } else if (flce_size_of(args.accum_dtype) == (int64_t)sizeof(X)) {
+    finish_all_rows<X, X, N>
+        <<<(unsigned)blocks, kSliceThreads, 0, stream_of(self)>>>(args, (int)slices);
+  } else {
+    finish_all_rows<X, stat_t<X>, N>
+        <<<(unsigned)blocks, kSliceThreads, 0, stream_of(self)>>>(args, (int)slices);
+  }
+  FLCE_LAUNCHED("finish_grad_weight");
+  return FLCE_OK;
+}
+
+flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
+                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
+                                    const void* coef_target, const void* order, int64_t tokens,
+                                    const void* xsum, const void* class_weight, int64_t vocab,
+                                    int64_t hidden) {
+  const bool terms = coef_target && order && tokens > 0, all_rows = accum != dw || xsum;
+  if (vocab == 0 || hidden == 0 || (!terms && !all_rows)) return FLCE_OK;
+  FLCE_TRY(check_order(tokens, vocab));
+  const order_view view = view_order(order, tokens);
+  const grad_weight_args args = {
+      dw,    accum,  x,           dw_dtype, accum_dtype, view.keys, view.tokens, terms ? tokens : 0,
+      vocab, hidden, coef_target, xsum,     class_weight};
+  const bool aligned =
+      hidden % 8 == 0 && is_aligned(dw, 16) && is_aligned(accum, 16) && is_aligned(x, 16);
+  FLCE_WITH_TYPE(dtype, X, {
+    if (accum_dtype != dtype && accum_dtype != flce_stat_dtype(dtype)) {
+      return flce_fail(FLCE_UNSUPPORTED, "finish_grad_weight: no CUDA kernel from sums in %s",
+                       flce_dtype_name(accum_dtype));
+    }
+    return aligned ? launch_grad_weight<X, 8>(self, args, all_rows, tokens)
+                   : launch_grad_weight<X, 1>(self, args, all_rows, tokens);
+  });
+  return FLCE_OK;
+}
+
+/* ---- db ---- */
+
+/* The sum of coef_target over positions [begin, end), by a whole warp. */
+template <typename S>
+__device__ __forceinline__ S warp_segment_sum(const S* coef_target, const uint32_t* tokens,
+                                              int64_t begin, int64_t end) {
+  S sum = 0;
+  for (int64_t q = begin + threadIdx.x % kWarp; q < end; q += kWarp) sum += coef_target[tokens[q]];
+  return warp_sum(sum);
+}
+
+/* A thread a class; classes with tokens are summed one after the other by the whole warp, so that a
+ * frequent one does not hold up a single thread. */
+template <typename S>
+__global__ void __launch_bounds__(kBiasThreads)
+    finish_bias(void* db, flce_dtype db_dtype, const S* accum, const S* coef_target,
+                const uint32_t* keys, const uint32_t* tokens, int64_t count, const S* smooth_total,
+                const S* class_weight, int64_t vocab) {
+  const int64_t j = (int64_t)blockIdx.x * kBiasThreads + threadIdx.x;
+  int64_t begin = 0, end = 0;
+  if (j < vocab) {
+    begin = lower_bound(keys, count, (uint32_t)j);
+    end = lower_bound(keys, count, (uint32_t)j + 1);
+  }
+  S terms = 0;
+  for (unsigned left = __ballot_sync(0xffffffffu, begin < end); left != 0; left &= left - 1) {
+    const int lane = __ffs(left) - 1;
+    const S sum = warp_segment_sum(coef_target, tokens, __shfl_sync(0xffffffffu, begin, lane),
+                                   __shfl_sync(0xffffffffu, end, lane));
+    if ((int)threadIdx.x % kWarp == lane) terms = sum;
+  }
+  if (j >= vocab) return;
+  if (smooth_total) terms -= (class_weight ? class_weight[j] : (S)1) * smooth_total[0];
+  const S v[1] = {accum[j] + terms};
+  store_any<S, 1>(db, db_dtype, j, v);
+}
+
+flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
+                                  flce_dtype stat, const void* coef_target, const void* order,
+                                  int64_t tokens, const void* smooth_total,
+                                  const void* class_weight, int64_t vocab) {
+  const bool terms = coef_target && order && tokens > 0;
+  if (vocab == 0 || (!terms && !smooth_total && accum == db)) return FLCE_OK;
+  FLCE_TRY(check_order(tokens, vocab));
+  const order_view view = view_order(order, tokens);
+  FLCE_WITH_STAT(stat, S, {
+    finish_bias<<<(unsigned)ceil_div(vocab, kBiasThreads), kBiasThreads, 0, stream_of(self)>>>(
+        db, db_dtype, (const S*)accum, (const S*)coef_target, view.keys, view.tokens,
+        terms ? tokens : 0, (const S*)smooth_total, (const S*)class_weight, vocab);
+  });
+  FLCE_LAUNCHED("finish_grad_bias");
+  return FLCE_OK;
+}

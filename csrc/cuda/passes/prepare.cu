@@ -1,0 +1,189 @@
+/* prepare: the scalars of a call (enum flce_scalar), and with them the order of few tokens. */
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/reductions.cuh"
+#include "cuda/common/vectors.cuh"
+#include "cuda/passes/target_order.cuh"
+
+/* ---- scalars ---- */
+
+/* Power of two u with u * top in (2^(high - 1), 2^high]; 1 where there is none. */
+__device__ double unit_for(double top, int high) {
+  if (!(top > 0) || top == (double)INFINITY) return 1;
+  int exponent;
+  const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
+  const int power = (fraction == 0.5 ? high + 1 : high) - exponent;
+  return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
+}
+
+/* What the rows come to, a thread's own and then the block's. */
+struct RowTotals {
+  double valid, weight; /* rows, and the class weights of those */
+  double factor;        /* largest |token weight / temperature| */
+};
+
+template <typename S>
+__device__ __forceinline__ RowTotals total_rows(const flce_problem& p, const flce_tensors& t) {
+  const S *w = (const S*)t.class_weight, *token = (const S*)t.token_weight;
+  const S* temperature = (const S*)t.temperature;
+  RowTotals totals = {0, 0, 0};
+  for (int64_t i = threadIdx.x; i < p.tokens; i += kPrepareThreads) {
+    if (t.target) {
+      const int64_t y = t.target[i];
+      if (y == p.loss.ignore_index) continue;
+      /* A target out of range makes its own row NaN; the mean of the others stays what it is. */
+      if (w && y >= 0 && y < p.vocab) totals.weight += (double)w[y];
+    }
+    totals.valid += 1;
+    double factor = token ? (double)token[i] : 1;
+    if (temperature) factor /= (double)temperature[i];
+    totals.factor = fmax(totals.factor, fabs(factor));
+  }
+  return totals;
+}
+
+/* The block's threads together. */
+template <typename S>
+__device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const flce_tensors& t,
+                                                    double* total, double* top) {
+  __shared__ double scratch[kMaxWarps];
+  const S* w = (const S*)t.class_weight;
+  RowTotals rows = total_rows<S>(p, t);
+  *total = *top = 0;
+  for (int64_t j = threadIdx.x; w && j < p.vocab; j += kPrepareThreads) {
+    *total += (double)w[j];
+    *top = fmax(*top, fabs((double)w[j]));
+  }
+  rows.valid = block_sum(rows.valid, scratch);
+  rows.weight = w && t.target ? block_sum(rows.weight, scratch) : rows.valid;
+  rows.factor = block_max(rows.factor, scratch);
+  *total = w ? block_sum(*total, scratch) : (double)p.vocab;
+  *top = w ? block_max(*top, scratch) : 1;
+  return rows;
+}
+
+/* `held_shift`: flce_held_shift where dW is held in float16, else 0. Where it is held, find_largest
+ * has reduced max |x| into INPUT_UNIT, which is overwritten by the unit here. */
+template <typename S>
+__device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_tensors& t,
+                                             int held_shift, S (&scalars)[FLCE_SCALAR_COUNT]) {
+  double total, top;
+  const RowTotals rows = total_of_block<S>(p, t, &total, &top);
+  const bool mean = p.reduction == FLCE_MEAN, own_mean = mean && !t.num_items;
+  double inv_denom = 1, z_share = 1;
+  if (mean) {
+    const double items = t.num_items ? (double)((const S*)t.num_items)[0] : rows.weight;
+    const double count = t.num_items ? items : rows.valid;
+    inv_denom = count == 0 ? 0 : 1 / items;
+  }
+  if (own_mean && t.class_weight && t.target && rows.valid > 0) z_share = rows.weight / rows.valid;
+  if (rows.valid > (double)p.rows) inv_denom = (double)NAN;
+  const double bound = top * rows.factor * fabs(p.loss.logit_scale) / p.loss.temperature *
+                       (1 + 128 * p.loss.z_loss * z_share);
+  scalars[FLCE_SCALAR_VALID] = (S)rows.valid;
+  scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
+  scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
+  double unit = inv_denom != 0 && isfinite(inv_denom) ? inv_denom : 1;
+  const double most = ldexp(1.0, FLCE_MAX_UNIT_EXPONENT);
+  unit = fmin(fmax(unit * unit_for(bound * fabs(unit), 14), -most), most);
+  double input_unit = 1, weight_unit = unit;
+  if (held_shift != 0) {
+    const double largest = (double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_UNIT];
+    input_unit = fmin(unit_for(largest, 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
+    weight_unit = ldexp(unit * input_unit, held_shift);
+  }
+  scalars[FLCE_SCALAR_UNIT] = (S)unit;
+  scalars[FLCE_SCALAR_INPUT_UNIT] = (S)input_unit;
+  scalars[FLCE_SCALAR_WEIGHT_UNIT] = (S)weight_unit;
+  scalars[FLCE_SCALAR_Z_SHARE] = (S)z_share;
+}
+
+/* The first block makes the scalars, where there are any to make; the others the order. Launched
+ * Launched to overlap a kernel of ours it reads before it waits: what the caller gave was written
+ * before that one began. */
+template <typename S>
+__global__ void __launch_bounds__(kPrepareThreads)
+    prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
+                 int held_shift, uint32_t* keys, uint32_t* values) {
+  const int scalar_blocks = t.scalars ? 1 : 0;
+  const bool ranks = (int)blockIdx.x >= scalar_blocks;
+  const int token = (blockIdx.x - scalar_blocks) * kRankedTokensOfBlock + (int)threadIdx.x / kWarp;
+  S scalars[FLCE_SCALAR_COUNT] = {};
+  uint32_t key = 0, place = 0;
+  if (ranks) {
+    place = rank_of(t.target, (int)p.tokens, p.vocab, p.loss.ignore_index, token, &key);
+  } else {
+    make_scalars<S>(p, t, held_shift, scalars);
+  }
+  follow_kernels();
+  if (ranks && threadIdx.x % kWarp == 0 && token < p.tokens) {
+    keys[place] = key;
+    values[place] = (uint32_t)token;
+  }
+  if (!ranks && threadIdx.x == 0) {
+#pragma unroll
+    for (int which = 0; which < FLCE_SCALAR_COUNT; which++) ((S*)t.scalars)[which] = scalars[which];
+  }
+}
+
+flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
+                                const flce_tensors* tensors, void* order, bool holds_weight,
+                                bool overlaps) {
+  const int held_shift = holds_weight ? flce_held_shift(problem->rows) : 0;
+  const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
+  const int64_t ranking = order ? ceil_div(problem->tokens, kRankedTokensOfBlock) : 0;
+  const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + ranking);
+  FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
+    FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", overlaps,
+                                *problem, *tensors, held_shift, view.keys, view.tokens));
+  });
+  return FLCE_OK;
+}
+
+/* ---- the largest |x| ---- */
+
+enum { kLargestThreads = 256, kLargestBlocks = 1024 };
+
+/* A grid-stride loop over the rows that are not ignored. Floats that are not negative have the
+ * order of their bits, NaN above all. */
+template <int N>
+__global__ void __launch_bounds__(kLargestThreads)
+    find_largest(const __grid_constant__ flce_problem p, const void* x, const int64_t* target,
+                 int* largest) {
+  uint32_t top = 0;
+  for (int64_t row = blockIdx.x; row < p.tokens; row += gridDim.x) {
+    if (target && target[row] == p.loss.ignore_index) continue;
+    for (int64_t h = threadIdx.x * N; h < p.hidden; h += kLargestThreads * N) {
+      float v[N];
+      load_any<float, N>(x, p.input_dtype, row * p.hidden + h, v);
+#pragma unroll
+      for (int e = 0; e < N; e++) top = max(top, __float_as_uint(fabsf(v[e])));
+    }
+  }
+  top = __reduce_max_sync(0xffffffffu, top);
+  if (threadIdx.x % kWarp == 0) atomicMax(largest, (int)top);
+}
+
+static flce_status launch_largest(void* self, const flce_problem* p, const flce_tensors* t) {
+  int* largest = (int*)((float*)t->scalars + FLCE_SCALAR_INPUT_UNIT);
+  FLCE_TRY(cuda_fill(self, largest, 0, sizeof(*largest)));
+  if (p->tokens == 0) return FLCE_OK;
+  const bool aligned = p->hidden % 8 == 0 && is_aligned(t->input, 16);
+  const auto kernel = aligned ? find_largest<8> : find_largest<1>;
+  const unsigned blocks = (unsigned)min_of(p->tokens, kLargestBlocks);
+  kernel<<<blocks, kLargestThreads, 0, stream_of(self)>>>(*p, t->input, t->target, largest);
+  FLCE_LAUNCHED("prepare: largest input");
+  return FLCE_OK;
+}
+
+flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
+                         void* order, bool holds_weight, bool overlaps) {
+  const bool few = problem->tokens <= kRankedTokens;
+  if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
+  if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
+  /* What it reads of find_largest must have been written: no overlap then. */
+  FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight,
+                               overlaps && !holds_weight));
+  if (!order || few) return FLCE_OK;
+  return cuda_order_targets(self, problem, tensors->target, order);
+}

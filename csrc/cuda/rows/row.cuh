@@ -1,0 +1,319 @@
+/* How a block walks one row: tiles of kUnroll 16-byte vectors a thread, from the 16-byte boundary
+ * at or before the row's first logit, so that rows of any pitch and any vocabulary are read in
+ * whole vectors except for the two at the ends. Columns are counted in 32 bits (kMaxVocab). */
+#ifndef FLCE_CUDA_ROWS_ROW_CUH
+#define FLCE_CUDA_ROWS_ROW_CUH
+
+#include "cuda/common/reductions.cuh"
+#include "cuda/common/row_status.cuh"
+#include "cuda/common/vectors.cuh"
+
+enum { kRowThreads = 512, kMaxVocab = 1 << 30 };
+
+/* Vectors in flight for each thread: 16 logits, which leaves room for three blocks on an SM. */
+template <typename Z>
+constexpr int kUnroll = sizeof(Z) == 2 ? 2 : 4;
+
+/* The versions of a row kernel. The general one tests the options as it runs, the same way in a
+ * whole block; the others know them to be absent, all but a positive number that multiplies z. */
+enum Kind {
+  kPlain,
+  kBiased,
+  kExp,    /* grad_rows only: z holds exp */
+  kSmooth, /* forwards to 16 bits only: plain, with label smoothing; in exp_rows without weights */
+  kGeneral,
+  kSoft /* the fused product only: plain, with a bias or without, and with probabilities */
+};
+
+/* Blocks of an SM that a row kernel's registers must leave room for: as many as spill nothing. */
+constexpr int row_blocks(size_t z_size, Kind kind) {
+  return z_size == 8 ? 1 : kind == kPlain || kind == kExp || kind == kSmooth ? 3 : 2;
+}
+
+constexpr float kLog2e = 1.44269504f;
+
+__device__ __forceinline__ float infinity_of(float) {
+  return INFINITY;
+}
+__device__ __forceinline__ double infinity_of(double) {
+  return (double)INFINITY;
+}
+__device__ __forceinline__ float smallest_normal(float) {
+  return 1.17549435e-38f;
+}
+__device__ __forceinline__ double smallest_normal(double) {
+  return 2.2250738585072014e-308;
+}
+__device__ __forceinline__ float largest_finite(float) {
+  return 3.40282347e38f;
+}
+__device__ __forceinline__ double largest_finite(double) {
+  return 1.7976931348623157e308;
+}
+
+/* 2^x within 2^-22 of its value, results below 2^-126 flushed to 0. */
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* exp(x) for x <= 60: the product's rounding adds |x| 2^-24, so terms that matter (x near the row's
+ * largest) are right to a few 2^-22, far below the rounding of a 16-bit result. */
+__device__ __forceinline__ float exp_fast(float x) {
+  return exp2_fast(x * kLog2e);
+}
+__device__ __forceinline__ double exp_fast(double x) {
+  return exp(x);
+}
+
+/* exp(x) as good as Out can hold. */
+template <typename Out, typename S>
+__device__ __forceinline__ S exp_for(S x) {
+  if constexpr (sizeof(Out) >= 4) {
+    return exp(x);
+  } else {
+    return exp_fast(x);
+  }
+}
+
+/* tanh(u) for 16-bit results: as 1 - 2 / (1 + e^2u) within 2^-21, most of it by the quotient's 2
+ * ulp where it is near 1 and 2 (u <= 0); e^2u's own error, |2u| 2^-24 + 2^-22 of it, counts with at
+ * most 1/2 and vanishes with e^2u or 1 / e^2u. */
+template <bool FAST>
+__device__ __forceinline__ float tanh_of(float u) {
+  if constexpr (FAST) {
+    return 1 - __fdividef(2, 1 + exp2_fast(u * (2 * kLog2e)));
+  } else {
+    return tanhf(u);
+  }
+}
+template <bool FAST>
+__device__ __forceinline__ double tanh_of(double u) {
+  return tanh(u);
+}
+
+/* ---- access ---- */
+
+/* Elements between the 16-byte boundary at or before `row` and `row`. */
+template <typename Z>
+__device__ __forceinline__ int lead_of(const Z* row) {
+  return (int)(((uintptr_t)row & 15) / sizeof(Z));
+}
+
+/* First column of vector `v` of a row; negative in the first vector of a row with a lead. */
+template <typename Z>
+__device__ __forceinline__ int column_of(int v, int lead) {
+  return v * kVec<Z> - lead;
+}
+
+template <typename Z>
+__device__ __forceinline__ int vectors_of(int lead, int vocab) {
+  return (lead + vocab + kVec<Z> - 1) / kVec<Z>;
+}
+
+/* Logits [col, col + kVec) of a row, `outside` beyond its ends. */
+template <bool STREAM, typename Z>
+__device__ __forceinline__ void load_columns(const Z* row, int col, int vocab, Vec<Z, kVec<Z>>& v) {
+  constexpr int N = kVec<Z>;
+  if (col >= 0 && col + N <= vocab) {
+    load_vec<STREAM>(row + col, v);
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      v.at[e] = (unsigned)(col + e) < (unsigned)vocab ? row[col + e] : from_stat<Z>(-INFINITY);
+    }
+  }
+}
+
+/* This thread's vectors first + u blockDim. The tiles inside the row, all but the outermost, are
+ * read without a branch between the accesses. */
+template <bool STREAM, typename Z>
+__device__ __forceinline__ void load_tile(const Z* row, int lead, int vocab, int first,
+                                          Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>]) {
+  const int begin = column_of<Z>(first - threadIdx.x, lead);
+  const int end = begin + kUnroll<Z> * kVec<Z> * blockDim.x;
+  if (begin >= 0 && end <= vocab) {
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      load_vec<STREAM>(row + column_of<Z>(first + u * blockDim.x, lead), raw[u]);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      load_columns<STREAM>(row, column_of<Z>(first + u * blockDim.x, lead), vocab, raw[u]);
+    }
+  }
+}
+
+/* The same of a vector beside the row (bias, class weights, probabilities), whose alignment is its
+ * own; 0 beyond the ends. Float64 beside 16-bit logits is not worth the registers of its loads. */
+template <typename T, typename S, int N>
+__device__ __forceinline__ void load_beside(const T* side, int col, int vocab, S (&v)[N]) {
+  constexpr int kAlign = sizeof(T) * N < 16 ? sizeof(T) * N : 16;
+  constexpr bool kWhole = sizeof(T) * N <= 32;
+  if (kWhole && col >= 0 && col + N <= vocab && is_aligned(side + col, kAlign)) {
+    Vec<T, N> raw;
+    load_vec<false>(side + col, raw);
+    unpack(raw, v);
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      v[e] = (unsigned)(col + e) < (unsigned)vocab ? (S)to_stat(side[col + e]) : (S)0;
+    }
+  }
+}
+
+template <typename Out, int N>
+__device__ __forceinline__ void store_columns(Out* row, int col, int vocab, const Vec<Out, N>& v) {
+  if (col >= 0 && col + N <= vocab && is_aligned(row + col, sizeof(v) < 16 ? sizeof(v) : 16)) {
+    store_vec(row + col, v);
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if ((unsigned)(col + e) < (unsigned)vocab) row[col + e] = v.at[e];
+    }
+  }
+}
+
+template <typename Out>
+__device__ __forceinline__ void fill_row(Out* row, int vocab, Out value) {
+  constexpr int N = kVec<Out>;
+  const int lead = lead_of(row), vectors = vectors_of<Out>(lead, vocab);
+  Vec<Out, N> v;
+#pragma unroll
+  for (int e = 0; e < N; e++) v.at[e] = value;
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+    store_columns(row, column_of<Out>(i, lead), vocab, v);
+  }
+}
+
+/* Zeros in columns vocab..columns - 1, which a GEMM may read. Where the row overwrites its logits,
+ * the block must have read them all before. */
+template <typename T>
+__device__ __forceinline__ void pad_row(T* row, int64_t vocab, int64_t columns) {
+  for (int64_t col = vocab + threadIdx.x; col < columns; col += blockDim.x) {
+    row[col] = from_stat<T>(0.0f);
+  }
+}
+
+/* z of a vector's columns, the bias added. */
+template <bool BIAS, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void z_of(const Vec<Z, kVec<Z>>& raw, const S* bias, int col, int vocab,
+                                     S (&v)[kVec<Z>]) {
+  unpack(raw, v);
+  if constexpr (BIAS) {
+    S b[kVec<Z>];
+    load_beside(bias, col, vocab, b);
+#pragma unroll
+    for (int e = 0; e < kVec<Z>; e++) v[e] += b[e];
+  }
+}
+
+/* Puts -inf where the target stands: exp gives 0 there, in the row and in its sum. */
+template <typename Z>
+__device__ __forceinline__ void hide_column(Vec<Z, kVec<Z>>& raw, int hit) {
+  if ((unsigned)hit >= (unsigned)kVec<Z>) return;
+#pragma unroll
+  for (int e = 0; e < kVec<Z>; e++) {
+    if (e == hit) raw.at[e] = from_stat<Z>(-INFINITY);
+  }
+}
+
+/* ---- rows ---- */
+
+/* flce_rows as the kernels get it, with what the host makes of its options once. */
+struct row_args {
+  flce_rows r;
+  double scale; /* logit_scale / temperature */
+  float scale_f32;
+  double gain;   /* logit_scale / softcap */
+  double height; /* softcap / temperature; 0 without a softcap */
+  double hard;   /* 1 - s */
+  double share;  /* s / V */
+  bool weighted; /* the loss has a sum over all columns: smoothing, probabilities */
+};
+
+/* One row of flce_rows as a block sees it. */
+template <typename Z>
+struct Row {
+  using S = stat_t<Z>;
+  const Z* z;
+  const S *bias, *class_weight;
+  const void* probabilities;
+  int vocab, target, lead, vectors; /* target -1: probabilities */
+  S scale;                          /* l = scale z where there is no softcap, */
+  S gain, height, inverse;          /* else height tanh(gain z); height 0: none */
+  S hard, share;
+  S l_target;
+  S reference; /* of sums over l: l_target, 0 where that is not finite */
+};
+
+template <typename S>
+__device__ __forceinline__ S* stat_row(const flce_rows& r, int which) {
+  return (S*)r.stats + which * r.stat_pitch;
+}
+
+/* logit_scale / temperature, read where it is used: no register of the plain kernels holds it. */
+__device__ __forceinline__ float scale_of(const row_args& p, float) {
+  return p.scale_f32;
+}
+__device__ __forceinline__ double scale_of(const row_args& p, double) {
+  return p.scale;
+}
+
+/* FAST: for 16-bit results. */
+template <bool FAST, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S logit_of(const Row<Z>& row, S z) {
+  return row.height != 0 ? row.height * tanh_of<FAST>(row.gain * z) : row.scale * z;
+}
+
+__device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
+  return dtype == FLCE_F64 ? 8 : dtype == FLCE_F32 ? 4 : 2;
+}
+
+/* A row without its target's logit: grad_rows has no use for that, and may be overwriting it. */
+template <Kind KIND, typename Z>
+__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
+  using S = stat_t<Z>;
+  const flce_rows& r = p.r;
+  Row<Z> row = {};
+  row.z = (const Z*)r.z + (int64_t)blockIdx.x * r.z_pitch;
+  row.bias = (const S*)r.bias;
+  row.class_weight = (const S*)r.class_weight;
+  row.vocab = (int)r.vocab;
+  row.target = KIND == kGeneral && !r.target ? -1 : (int)r.target[at];
+  row.lead = lead_of(row.z);
+  row.vectors = vectors_of<Z>(row.lead, row.vocab);
+  row.scale = scale_of(p, S(0));
+  if constexpr (KIND == kGeneral) {
+    row.gain = (S)p.gain;
+    row.height = (S)p.height;
+    if (r.temperature) {
+      const S temperature = ((const S*)r.temperature)[at];
+      row.scale /= temperature;
+      row.height /= temperature;
+    }
+    row.inverse = 1 / row.height;
+    row.hard = (S)p.hard;
+    row.share = (S)p.share;
+    if (r.probabilities) {
+      row.probabilities = (const char*)r.probabilities +
+                          at * r.probabilities_pitch * bytes_of(r.probabilities_dtype);
+    }
+  }
+  return row;
+}
+
+template <Kind KIND, bool FAST, typename Z>
+__device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t at) {
+  using S = stat_t<Z>;
+  Row<Z> row = open_walk<KIND, Z>(p, at);
+  if (KIND == kGeneral && row.target < 0) return row;
+  const S z = (S)to_stat(row.z[row.target]) + (row.bias ? row.bias[row.target] : 0);
+  row.l_target = KIND == kGeneral ? logit_of<FAST>(row, z) : row.scale * z;
+  row.reference = isfinite(row.l_target) ? row.l_target : 0;
+  return row;
+}
+
+#endif

@@ -1,0 +1,34 @@
+/* row_coefficients: a row's factors for the gradients, from its statistics (enum flce_coef_row). */
+#include "cuda/rows/row_coefficients.cuh"
+
+#include "cuda/backend.cuh"
+
+enum { kThreads = 256 };
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    row_coefficients(const __grid_constant__ flce_rows r,
+                     const __grid_constant__ flce_upstream upstream, double scale, const S* factor,
+                     S* coef) {
+  follow_kernels();
+  const int64_t row = (int64_t)blockIdx.x * kThreads + threadIdx.x;
+  if (row >= r.rows) return;
+  const Place place = place_of(r, row);
+  if (place.kind == kRowAbsent) return;
+  RowStatistics<S> stats = {};
+  if (place.kind == kRowValid) stats = statistics_at<S>(r, place.at);
+  write_coefficients(r, upstream, place, stats, factor ? factor[0] : (S)1, (S)scale, coef);
+}
+
+flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_upstream* upstream,
+                                  const void* factor, void* coef) {
+  if (r->rows == 0) return FLCE_OK;
+  const int64_t blocks = ceil_div(r->rows, kThreads);
+  FLCE_TRY(check_grid(blocks, "row_coefficients"));
+  const double scale = r->options.logit_scale / r->options.temperature;
+  FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
+    FLCE_TRY(launch_next(self, row_coefficients<S>, (unsigned)blocks, kThreads, "row_coefficients",
+                         *r, *upstream, scale, (const S*)factor, (S*)coef));
+  });
+  return FLCE_OK;
+}

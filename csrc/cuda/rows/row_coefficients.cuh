@@ -1,0 +1,73 @@
+/* A row's factors for the gradient, of its statistics: enum flce_coef_row. */
+#ifndef FLCE_CUDA_ROWS_ROW_COEFFICIENTS_CUH
+#define FLCE_CUDA_ROWS_ROW_COEFFICIENTS_CUH
+
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/row_status.cuh"
+
+/* `scale` is logit_scale / temperature. */
+template <typename S>
+__device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_upstream& upstream,
+                                                int64_t i, const RowStatistics<S>& stats, S factor,
+                                                S scale, S (&coef)[FLCE_COEF_ROWS]) {
+  const flce_loss& o = r.options;
+  const S* scalars = (const S*)r.scalars;
+  const S upstream_loss = upstream.loss ? ((const S*)upstream.loss)[i * upstream.loss_stride] : 1;
+  const S k = upstream_loss * factor * (r.token_weight ? ((const S*)r.token_weight)[i] : 1);
+  const S a = r.temperature ? scale / ((const S*)r.temperature)[i] : scale;
+  const S share = o.label_smoothing > 0 ? (S)(o.label_smoothing / (double)r.vocab) : 0;
+  const S hard = (S)(1 - o.label_smoothing);
+  /* What multiplies p: k (own + rest) + others. */
+  S own = 0, rest, others = 0;
+  if (r.target) {
+    own = hard * (r.class_weight ? ((const S*)r.class_weight)[r.target[i]] : 1);
+    rest = share != 0 ? share * scalars[FLCE_SCALAR_WEIGHT_TOTAL] : 0;
+  } else {
+    rest = stats.mass;
+  }
+  if (o.z_loss != 0) {
+    rest += (S)(2 * o.z_loss) * scalars[FLCE_SCALAR_Z_SHARE] * stats.lse;
+  }
+  if (upstream.lse) others = ((const S*)upstream.lse)[i];
+  coef[FLCE_COEF_ROW] = a * ((k * (own + rest) + others) * stats.inv_sum);
+  coef[FLCE_COEF_TARGET] = 0;
+  coef[FLCE_COEF_SMOOTH] = a * (k * share);
+  coef[FLCE_COEF_VALID] = r.input_unit ? ((const S*)r.input_unit)[0] : (S)1;
+  coef[FLCE_COEF_ENTROPY] =
+      upstream.entropy ? a * (((const S*)upstream.entropy)[i] * stats.inv_sum) : (S)0;
+  coef[FLCE_COEF_SOFT] = r.target ? (S)0 : a * (k * hard);
+  if (!r.target) return;
+  /* r p_y - k own, as k own (p_y - 1) + (k rest + others) p_y: no cancellation where p_y is near 1.
+   */
+  S target = k * (own * expm1(-stats.nll));
+  if (rest != 0) target += k * (rest * exp(-stats.nll));
+  if (others != 0) target += others * exp(-stats.nll);
+  coef[FLCE_COEF_TARGET] = a * (stats.slope * target);
+}
+
+/* As a row pass has written them. */
+template <typename S>
+__device__ __forceinline__ RowStatistics<S> statistics_at(const flce_rows& r, int64_t at) {
+  const S* stats = (const S*)r.stats + at;
+  return {stats[FLCE_STAT_LSE * r.stat_pitch], stats[FLCE_STAT_NLL * r.stat_pitch],
+          stats[FLCE_STAT_INV_SUM * r.stat_pitch], stats[FLCE_STAT_SLOPE * r.stat_pitch],
+          stats[FLCE_STAT_MASS * r.stat_pitch]};
+}
+
+/* By one thread; `place` is that of a row that is there, `stats` are read if it is valid. */
+template <typename S>
+__device__ __forceinline__ void write_coefficients(const flce_rows& r,
+                                                   const flce_upstream& upstream, Place place,
+                                                   const RowStatistics<S>& stats, S factor, S scale,
+                                                   S* coef) {
+  S values[FLCE_COEF_ROWS];
+#pragma unroll
+  for (int which = 0; which < FLCE_COEF_ROWS; which++) values[which] = blank_of<S>(place);
+  if (place.kind == kRowValid) coefficients_of(r, upstream, place.at, stats, factor, scale, values);
+#pragma unroll
+  for (int which = 0; which < FLCE_COEF_ROWS; which++) {
+    coef[which * r.stat_pitch + place.at] = values[which];
+  }
+}
+
+#endif

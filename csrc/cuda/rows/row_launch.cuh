@@ -1,0 +1,40 @@
+/* What the row passes' launches share, on the host. */
+#ifndef FLCE_CUDA_ROWS_ROW_LAUNCH_CUH
+#define FLCE_CUDA_ROWS_ROW_LAUNCH_CUH
+
+#include "cuda/rows/row.cuh"
+
+static inline flce_status check_rows(const flce_rows* r, const char* what) {
+  if (r->vocab > kMaxVocab) {
+    return flce_fail(FLCE_UNSUPPORTED, "%s: at most %d columns, got %lld", what, kMaxVocab,
+                     (long long)r->vocab);
+  }
+  return check_grid(r->rows, what);
+}
+
+/* Enough threads for one tile a row, in steps of whole warps. */
+static inline int row_threads(const flce_rows* r) {
+  const int64_t logits = 16; /* of a thread in one tile: kUnroll vectors; fewer for float64 */
+  return threads_for(ceil_div(r->vocab, logits), kRowThreads);
+}
+
+static inline flce_status no_row_kernel(const flce_rows* r, const char* what) {
+  return flce_fail(FLCE_UNSUPPORTED, "%s: no CUDA kernel from %s to %s", what,
+                   flce_dtype_name(r->z_dtype), flce_dtype_name(r->out_dtype));
+}
+
+static inline row_args make_args(const flce_rows* r) {
+  const flce_loss* o = &r->options;
+  row_args args;
+  args.r = *r;
+  args.scale = o->logit_scale / o->temperature;
+  args.scale_f32 = (float)args.scale;
+  args.gain = o->softcap > 0 ? o->logit_scale / o->softcap : 0;
+  args.height = o->softcap > 0 ? o->softcap / o->temperature : 0;
+  args.hard = 1 - o->label_smoothing;
+  args.share = o->label_smoothing / (double)r->vocab;
+  args.weighted = o->label_smoothing > 0 || !r->target;
+  return args;
+}
+
+#endif

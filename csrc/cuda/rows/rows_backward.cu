@@ -1,0 +1,306 @@
+/* The row pass of the backward: gradient rows from logits, or from exp rows. One block walks one
+ * row. */
+#include "cuda/backend.cuh"
+#include "cuda/rows/row_launch.cuh"
+#include "cuda/rows/statistics.cuh"
+
+/* out_j = slope_j (exp(l_j - offset) (factor + entropy (middle - l_j)) - w_j (smooth + soft t_j)),
+ * and `target` instead at the target's column. */
+template <typename S>
+struct GradRow {
+  S factor, offset, target, smooth, soft, entropy, middle;
+  bool set_target, weighted;
+};
+
+/* What the target's column has beside the coefficient: its parts of smoothing and of the entropy's
+ * gradient. From the statistics: the logit may be overwritten while others of the block read. */
+template <typename S>
+__device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& g, int64_t at,
+                                          S w) {
+  S parts = 0;
+  if (g.entropy != 0) {
+    const S nll = stat_row<S>(r, FLCE_STAT_NLL)[at];
+    /* exp(l_y - c) (middle - l_y), as exp(-nll) / inv_sum times nll - entropy. */
+    const S exp_l = exp(-nll) / stat_row<S>(r, FLCE_STAT_INV_SUM)[at];
+    parts -= g.entropy * spread_of(exp_l, stat_row<S>(r, FLCE_STAT_ENTROPY)[at], nll);
+  }
+  if (g.smooth != 0) parts -= g.smooth * w;
+  return stat_row<S>(r, FLCE_STAT_SLOPE)[at] * parts;
+}
+
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row<Z>& row,
+                                                    int64_t at, double scale, bool hide_target,
+                                                    bool z_is_exp) {
+  const flce_rows& r = p.r;
+  GradRow<S> g = {};
+  g.offset = stat_row<S>(r, FLCE_STAT_OFFSET)[at];
+  g.factor = (S)(z_is_exp ? 1.0 : scale);
+  g.set_target = hide_target && row.target >= 0;
+  if (!r.coef) return g;
+  const S* coef = (const S*)r.coef + at;
+  g.factor = coef[FLCE_COEF_ROW * r.stat_pitch];
+  if (z_is_exp) g.factor /= (S)scale;
+  g.target = coef[FLCE_COEF_TARGET * r.stat_pitch];
+  g.set_target = row.target >= 0;
+  if constexpr (KIND == kGeneral) {
+    g.smooth = coef[FLCE_COEF_SMOOTH * r.stat_pitch];
+    g.soft = coef[FLCE_COEF_SOFT * r.stat_pitch];
+    if (r.wants_entropy) {
+      g.entropy = coef[FLCE_COEF_ENTROPY * r.stat_pitch];
+      g.middle = stat_row<S>(r, FLCE_STAT_LSE)[at] - stat_row<S>(r, FLCE_STAT_ENTROPY)[at];
+    }
+    g.weighted = g.smooth != 0 || g.soft != 0;
+    if (g.set_target) {
+      const S w = row.class_weight ? row.class_weight[row.target] : 1;
+      g.target += target_parts(r, g, at, w);
+    }
+  }
+  return g;
+}
+
+/* w (smooth + soft t) of one vector's columns. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void load_shares(const flce_rows& r, const Row<Z>& row,
+                                            const GradRow<S>& g, int col, S (&share)[kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+#pragma unroll
+  for (int e = 0; e < N; e++) share[e] = g.smooth;
+  if (row.probabilities) {
+    S t[N];
+    load_probabilities(row, r.probabilities_dtype, col, t);
+#pragma unroll
+    for (int e = 0; e < N; e++) share[e] = fma(g.soft, t[e], share[e]);
+  }
+  if (row.class_weight) {
+    S w[N];
+    load_beside(row.class_weight, col, row.vocab, w);
+#pragma unroll
+    for (int e = 0; e < N; e++) share[e] *= w[e];
+  }
+}
+
+/* Gradients of one vector by the general kernel. */
+template <typename Out, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<Z>& row,
+                                                  const GradRow<S>& g, bool z_is_exp,
+                                                  const Vec<Z, kVec<Z>>& raw, int col,
+                                                  S (&v)[kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+  S share[N] = {}, slope[N];
+  if (g.weighted) load_shares(r, row, g, col, share);
+  if (z_is_exp) {
+    unpack(raw, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = v[e] * g.factor - share[e];
+    return;
+  }
+  logits_of<sizeof(Out) == 2>(row, raw, col, v, slope);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const S exp_l = exp_for<Out>(v[e] - g.offset);
+    S product = exp_l * g.factor;
+    /* An l of -inf, whose exp is 0, must not make NaN of it. */
+    if (g.entropy != 0) product += g.entropy * -spread_of(exp_l, v[e], g.middle);
+    v[e] = slope[e] * (product - share[e]);
+  }
+}
+
+/* Gradients of one vector, which begins at column `col`. */
+template <Kind KIND, typename Z, typename Out, typename S = stat_t<Z>>
+__device__ __forceinline__ void grad_vector(const flce_rows& r, const Row<Z>& row,
+                                            const GradRow<S>& g, bool z_is_exp,
+                                            const Vec<Z, kVec<Z>>& raw, int col,
+                                            Vec<Out, kVec<Z>>& packed) {
+  constexpr int N = kVec<Z>;
+  const int hit = row.target - col;
+  S v[N];
+  if constexpr (KIND == kGeneral) {
+    general_gradients<Out>(r, row, g, z_is_exp, raw, col, v);
+  } else {
+    z_of<KIND == kBiased>(raw, row.bias, col, row.vocab, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if constexpr (KIND != kExp) v[e] = exp_for<Out>(fma(v[e], row.scale, -g.offset));
+      v[e] *= g.factor;
+    }
+  }
+  if (g.set_target && (unsigned)hit < (unsigned)N) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if (e == hit) v[e] = g.target;
+    }
+  }
+  pack(v, packed);
+}
+
+template <typename Z, typename Out, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
+    grad_rows(const __grid_constant__ row_args p, double scale, bool hide_target, bool z_is_exp) {
+  using S = stat_t<Z>;
+  constexpr int N = kVec<Z>;
+  const flce_rows& r = p.r;
+  Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(place)));
+    pad_row(out, r.vocab, r.out_columns);
+    return;
+  }
+  const Row<Z> row = open_walk<KIND, Z>(p, place.at);
+  const GradRow<S> g = open_grad_row<KIND>(p, row, place.at, scale, hide_target, z_is_exp);
+  for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
+    const int mine = first + threadIdx.x;
+    Vec<Z, N> raw[kUnroll<Z>];
+    load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
+    /* In place with Out half of Z a tile's gradients cover logits of tiles up to it, of other
+     * threads too; with equal sizes a thread overwrites only what it has read itself. */
+    if constexpr (sizeof(Out) != sizeof(Z)) __syncthreads();
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      const int col = column_of<Z>(mine + u * blockDim.x, row.lead);
+      Vec<Out, N> packed;
+      grad_vector<KIND>(r, row, g, z_is_exp, raw[u], col, packed);
+      store_columns(out, col, row.vocab, packed);
+    }
+  }
+  pad_row(out, r.vocab, r.out_columns);
+}
+
+/* ---- probabilities and no other term ---- */
+
+/* This thread's probabilities of a tile, as load_tile has its logits. */
+template <typename T, typename Z>
+__device__ __forceinline__ void load_tile_probabilities(const Row<Z>& row, int first,
+                                                        float (&t)[kUnroll<Z>][kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+  const T* side = (const T*)row.probabilities;
+  const int begin = column_of<Z>(first - threadIdx.x, row.lead);
+  const int end = begin + kUnroll<Z> * N * blockDim.x;
+  if (begin >= 0 && end <= row.vocab && is_aligned(side + begin, min(16, N * (int)sizeof(T)))) {
+    Vec<T, N> raw[kUnroll<Z>];
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      load_vec<true>(side + column_of<Z>(first + u * blockDim.x, row.lead), raw[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) unpack(raw[u], t[u]);
+  } else {
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      load_beside(side, column_of<Z>(first + u * blockDim.x, row.lead), row.vocab, t[u]);
+    }
+  }
+}
+
+/* As grad_rows, for T probabilities. */
+template <typename Z, typename T>
+__global__ void __launch_bounds__(kRowThreads, 2)
+    soft_grad_rows(const __grid_constant__ row_args p) {
+  constexpr int N = kVec<Z>;
+  const flce_rows& r = p.r;
+  __nv_bfloat16* out = (__nv_bfloat16*)r.out + (int64_t)blockIdx.x * r.out_pitch;
+  const int64_t at = vectors_at(r, blockIdx.x);
+  const Row<Z> row = open_walk<kGeneral, Z>(p, at);
+  const float* coef = (const float*)r.coef + at;
+  const float factor = coef[FLCE_COEF_ROW * r.stat_pitch];
+  const float soft = coef[FLCE_COEF_SOFT * r.stat_pitch];
+  const float offset = stat_row<float>(r, FLCE_STAT_OFFSET)[at];
+  for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
+    const int mine = first + threadIdx.x;
+    Vec<Z, N> raw[kUnroll<Z>];
+    float t[kUnroll<Z>][N];
+    load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
+    load_tile_probabilities<T>(row, mine, t);
+    if constexpr (sizeof(Z) != 2) __syncthreads(); /* in place, as in grad_rows */
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      float v[N];
+      unpack(raw[u], v);
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        v[e] = exp_fast(fmaf(v[e], row.scale, -offset)) * factor - soft * t[u][e];
+      }
+      Vec<__nv_bfloat16, N> packed;
+      pack(v, packed);
+      store_columns(out, column_of<Z>(mine + u * blockDim.x, row.lead), row.vocab, packed);
+    }
+  }
+  pad_row(out, r.vocab, r.out_columns);
+}
+
+/* ---- launch ---- */
+
+typedef void (*soft_kernel)(const row_args);
+
+template <typename Z>
+static soft_kernel soft_kernel_of(flce_dtype probabilities) {
+  return probabilities == FLCE_BF16  ? soft_grad_rows<Z, __nv_bfloat16>
+         : probabilities == FLCE_F16 ? soft_grad_rows<Z, __half>
+         : probabilities == FLCE_F32 ? soft_grad_rows<Z, float>
+                                     : NULL;
+}
+
+/* NULL where the general kernel has to serve. */
+static soft_kernel soft_kernel_for(const flce_rows* r) {
+  const flce_loss* o = &r->options;
+  if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature ||
+      r->wants_entropy || o->label_smoothing > 0 || o->softcap > 0 || r->out_dtype != FLCE_BF16) {
+    return NULL;
+  }
+  if (r->z_dtype == FLCE_F32) return soft_kernel_of<float>(r->probabilities_dtype);
+  return r->z_dtype == FLCE_BF16 ? soft_kernel_of<__nv_bfloat16>(r->probabilities_dtype) : NULL;
+}
+
+typedef void (*grad_kernel)(const row_args, double, bool, bool);
+
+/* A plain one's target column and row factor are all of the gradient. */
+static Kind backward_kind(const flce_rows* r, bool z_is_exp) {
+  const bool terms = r->coef && (r->options.label_smoothing > 0 || r->wants_entropy || !r->target);
+  if (terms || r->options.softcap > 0) return kGeneral;
+  if (r->temperature && !z_is_exp) return kGeneral;
+  return z_is_exp ? kExp : r->bias ? kBiased : kPlain;
+}
+
+/* NULL where there is none: z that holds exp has the type of what it becomes. Its bias is in it. */
+template <typename Z, typename Out>
+static grad_kernel grad_kernel_of(Kind kind, bool z_is_exp) {
+  if (z_is_exp && sizeof(Z) != sizeof(Out)) return NULL;
+  if constexpr (sizeof(Z) == sizeof(Out)) {
+    if (kind == kExp) return grad_rows<Z, Out, kExp>;
+  }
+  return kind == kPlain    ? grad_rows<Z, Out, kPlain>
+         : kind == kBiased ? grad_rows<Z, Out, kBiased>
+                           : grad_rows<Z, Out, kGeneral>;
+}
+
+flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hide_target,
+                           bool z_is_exp) {
+  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  if (z_is_exp && (r->options.softcap > 0 || !r->target)) {
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "grad_rows: no gradient from exp rows with a softcap or probabilities");
+  }
+  FLCE_TRY(check_rows(r, "grad_rows"));
+  const soft_kernel soft = soft_kernel_for(r);
+  if (soft) {
+    soft<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r));
+    FLCE_LAUNCHED("grad_rows");
+    return FLCE_OK;
+  }
+  const flce_dtype z = r->z_dtype, out = r->out_dtype;
+  const Kind kind = backward_kind(r, z_is_exp);
+  grad_kernel kernel = NULL;
+  if (z == out) {
+    FLCE_WITH_TYPE(z, T, kernel = (grad_kernel_of<T, T>(kind, z_is_exp)));
+  } else if (z == FLCE_F32 && out == FLCE_BF16) {
+    kernel = grad_kernel_of<float, __nv_bfloat16>(kind, z_is_exp);
+  } else if (z == FLCE_F32 && out == FLCE_F16) {
+    kernel = grad_kernel_of<float, __half>(kind, z_is_exp);
+  }
+  if (!kernel) return no_row_kernel(r, z_is_exp ? "grad_rows of exp rows" : "grad_rows");
+  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r), scale,
+                                                                    hide_target, z_is_exp);
+  FLCE_LAUNCHED("grad_rows");
+  return FLCE_OK;
+}

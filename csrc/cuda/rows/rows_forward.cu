@@ -1,0 +1,438 @@
+/* Row passes of the forward: statistics and E = exp(l - c). One block walks one row. */
+#include "cuda/backend.cuh"
+#include "cuda/rows/row_launch.cuh"
+#include "cuda/rows/statistics.cuh"
+
+/* The largest z (+ bias) of this thread's vectors of a tile; the target's becomes -inf. */
+template <bool BIAS, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>],
+                                          int first) {
+  S top = -infinity_of(S(0));
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+    S z[kVec<Z>];
+    hide_column(raw[u], row.target - col);
+    z_of<BIAS>(raw[u], row.bias, col, row.vocab, z);
+#pragma unroll
+    for (int e = 0; e < kVec<Z>; e++) top = fmax(top, z[e]);
+  }
+  return top;
+}
+
+/* The sum of l_y - l_j over this thread's vectors of a tile, whose target's logit may be hidden. */
+template <typename Z>
+__device__ __forceinline__ float tile_gap(const row_args& p, const Row<Z>& row,
+                                          const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first) {
+  constexpr int N = kVec<Z>;
+  float gap = 0;
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+    float z[N];
+    unpack(raw[u], z);
+    const bool gaps = has_gaps(row, col);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if (!gaps || !is_gap(row, col + e)) gap += fma(-z[e], scale_of(p, 0.0f), row.reference);
+    }
+  }
+  return gap;
+}
+
+/* ---- exp_rows for 16-bit E: one read ---- */
+
+/* The offset is known before the row is: c = l_y + kAbove. The target is one of the sum's terms, so
+ * the sum cannot vanish; E may rise to exp(kWindow), so a sum of 2^30 columns stays below 2^90.
+ * Only a logit further than kAbove + kWindow = 86 above the target's leaves the window. */
+constexpr float kAbove = 44.361420f;  /* 64 ln 2 */
+constexpr float kWindow = 41.588831f; /* 60 ln 2 */
+
+/* Multiplies what this thread wrote of the row's first `vectors` vectors, for a raised offset.
+ * These E are rounded twice; the logits may be gone. */
+template <typename Z, typename Out>
+__device__ __forceinline__ void rescale_written(Out* out, const Row<Z>& row, int vectors,
+                                                float factor) {
+  constexpr int N = kVec<Z>;
+  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    const int col = column_of<Z>(v, row.lead);
+#pragma unroll 1 /* rare; the loop around holds its registers meanwhile */
+    for (int e = 0; e < N; e++) {
+      if ((unsigned)(col + e) >= (unsigned)row.vocab) continue;
+      const float scaled = to_stat(out[col + e]) * factor;
+      out[col + e] = from_stat<Out>(scaled < smallest_normal(scaled) ? 0.0f : scaled);
+    }
+  }
+}
+
+/* Raises the offset of what a thread has summed. */
+template <Kind KIND>
+__device__ __forceinline__ void raise_sums(RowSums<float>& sums, float raised, float factor) {
+  if constexpr (KIND == kGeneral) {
+    sums.spread = factor * (sums.spread - (raised - sums.spread_from) * sums.rest);
+    sums.spread_from = raised;
+  }
+  sums.rest *= factor;
+  sums.offset = raised;
+}
+
+/* E of one vector; gives its sum, taken before E is rounded. */
+template <bool BIAS, typename Z, typename Out>
+__device__ __forceinline__ float write_exp(Out* out, const Row<Z>& row, const Vec<Z, kVec<Z>>& raw,
+                                           int col, float shift) {
+  constexpr int N = kVec<Z>;
+  float z[N], sum = 0;
+  z_of<BIAS>(raw, row.bias, col, row.vocab, z);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    z[e] = exp_fast(fma(z[e], row.scale, -shift));
+    sum += z[e];
+  }
+  Vec<Out, N> packed;
+  pack(z, packed);
+  store_columns(out, col, row.vocab, packed);
+  return sum;
+}
+
+/* The same of the general kernel, from l. */
+template <typename Z, typename Out>
+__device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const Row<Z>& row,
+                                             const float (&l)[kVec<Z>], int col, float shift,
+                                             RowSums<float>& sums) {
+  constexpr int N = kVec<Z>;
+  float v[N];
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    v[e] = exp_fast(l[e] - shift);
+    sums.rest += v[e];
+  }
+  if (r.wants_entropy) {
+#pragma unroll
+    for (int e = 0; e < N; e++) sums.spread += spread_of(v[e], l[e], sums.spread_from);
+  }
+  if (row.height != 0) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const float t = l[e] * row.inverse;
+      v[e] *= fmaxf(1 - t * t, 0); /* 0 where l is -inf or rounding has t beyond 1 */
+    }
+  }
+  Vec<Out, N> packed;
+  pack(v, packed);
+  store_columns(out, col, row.vocab, packed);
+}
+
+template <typename Z, typename Out, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
+    exp_rows_one_read(const __grid_constant__ row_args p) {
+  constexpr int N = kVec<Z>;
+  __shared__ float scratch[kMaxWarps];
+  const flce_rows& r = p.r;
+  Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<float>(place)));
+    pad_row(out, r.vocab, r.out_columns);
+    write_no_statistics<float>(r, place);
+    return;
+  }
+  const Row<Z> row = open_row<KIND, true, Z>(p, place.at);
+  RowSums<float> sums = {};
+  sums.offset = isfinite(row.l_target) ? row.l_target + kAbove : -INFINITY;
+  sums.gap_from = sums.spread_from = row.reference;
+  Best<float> best = no_best<float>();
+  for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
+    const int mine = first + threadIdx.x;
+    Vec<Z, N> raw[kUnroll<Z>];
+    load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
+    float l[kUnroll<Z>][N], top;
+    if constexpr (KIND == kGeneral) {
+      tile_logits<true>(row, raw, mine, l);
+      top = tile_max(l);
+      if (p.weighted) add_tile_gaps<false>(r, row, mine, l, sums.gap_from, sums);
+      if (r.predictions && top > best.value) best = {top, column_holding(row, top, mine, l)};
+    } else {
+      if constexpr (KIND == kSmooth) sums.gap += tile_gap(p, row, raw, mine);
+      top = row.scale * hide_and_max<KIND == kBiased>(row, raw, mine);
+    }
+    /* The barrier also separates the reads of this tile (and of z_y) from the writes below: in
+     * place and with Out half of Z, tile t's E covers logits of tiles up to t, of other threads
+     * too. */
+    if (__syncthreads_or(top > sums.offset + kWindow)) {
+      const float raised = block_max(top, scratch);
+      const float factor = exp_fast(sums.offset - raised);
+      rescale_written(out, row, first, factor);
+      raise_sums<KIND>(sums, raised, factor);
+    }
+    /* No offset yet: every logit so far is -inf (or NaN), and exp(-inf) needs a finite shift. */
+    const float shift = sums.offset == -INFINITY ? 0.0f : sums.offset;
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      const int col = column_of<Z>(mine + u * blockDim.x, row.lead);
+      if constexpr (KIND == kGeneral) {
+        write_exp_of(out, r, row, l[u], col, shift, sums);
+      } else {
+        sums.rest += write_exp<KIND == kBiased>(out, row, raw[u], col, shift);
+      }
+    }
+  }
+  pad_row(out, r.vocab, r.out_columns);
+  add_up<KIND>(p, sums, scratch);
+  if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
+  if (threadIdx.x != 0) return;
+  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums);
+  if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
+}
+
+/* ---- exp_rows for float32 and float64 E: the row's maximum first, then E ---- */
+
+/* A subnormal would be worthless in the products that follow, and slow on some units. */
+template <typename T>
+__device__ __forceinline__ T flushed(T value) {
+  return value < smallest_normal(value) ? 0 : value;
+}
+
+/* The largest l of the row, the target's too. */
+template <Kind KIND, typename T>
+__device__ __forceinline__ T row_max(const Row<T>& row, T* scratch) {
+  constexpr int N = kVec<T>;
+  T top = -infinity_of(T(0));
+  for (int first = threadIdx.x; first < row.vectors; first += kUnroll<T> * blockDim.x) {
+    Vec<T, N> raw[kUnroll<T>];
+    load_tile<false>(row.z, row.lead, row.vocab, first, raw);
+    T l[kUnroll<T>][N];
+    if constexpr (KIND == kGeneral) {
+      tile_logits<false>(row, raw, first, l);
+    } else {
+#pragma unroll
+      for (int u = 0; u < kUnroll<T>; u++) {
+        const int col = column_of<T>(first + u * blockDim.x, row.lead);
+        z_of<KIND == kBiased>(raw[u], row.bias, col, row.vocab, l[u]);
+      }
+    }
+    top = fmax(top, tile_max(l));
+  }
+  if constexpr (KIND != kGeneral) return row.scale * block_max(top, scratch);
+  return fmax(block_max(top, scratch), row.l_target);
+}
+
+/* E of one vector, of which the target and what lies beyond the row's ends count nothing. */
+template <bool BIAS, typename T>
+__device__ __forceinline__ void write_exp_two_reads(T* out, const Row<T>& row, Vec<T, kVec<T>>& raw,
+                                                    int col, RowSums<T>& sums) {
+  constexpr int N = kVec<T>;
+  T z[N];
+  z_of<BIAS>(raw, row.bias, col, row.vocab, z);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const T value = is_gap(row, col + e) ? 0 : exp(fma(z[e], row.scale, -sums.offset));
+    sums.rest += value;
+    raw.at[e] = flushed(value);
+  }
+  store_columns(out, col, row.vocab, raw);
+}
+
+/* The same of the general kernel. */
+template <typename T>
+__device__ __forceinline__ void write_exp_of_two_reads(T* out, const row_args& p, const Row<T>& row,
+                                                       Vec<T, kVec<T>>& raw, int col,
+                                                       RowSums<T>& sums, int& best) {
+  constexpr int N = kVec<T>;
+  const T c = sums.offset;
+  T l[N], slope[N];
+  logits_of<false>(row, raw, col, l, slope);
+  hide_gaps(row, col, l);
+  if (p.weighted) add_gaps<false>(p.r, row, col, l, c, sums);
+  if (p.r.predictions) {
+#pragma unroll
+    for (int e = N - 1; e >= 0; e--) {
+      if (l[e] == c) best = min(best, col + e);
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const T value = exp(l[e] - c);
+    sums.rest += value;
+    if (p.r.wants_entropy) sums.spread += spread_of(value, l[e], c);
+    raw.at[e] = flushed(value * slope[e]);
+  }
+  store_columns(out, col, row.vocab, raw);
+}
+
+template <typename T, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
+    exp_rows_two_reads(const __grid_constant__ row_args p) {
+  constexpr int N = kVec<T>;
+  __shared__ T scratch[kMaxWarps];
+  const flce_rows& r = p.r;
+  T* out = (T*)r.out + (int64_t)blockIdx.x * r.out_pitch;
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, blank_of<T>(place));
+    pad_row(out, r.vocab, r.out_columns);
+    write_no_statistics<T>(r, place);
+    return;
+  }
+  const Row<T> row = open_row<KIND, false, T>(p, place.at);
+  RowSums<T> sums = {};
+  sums.offset = sums.gap_from = sums.spread_from = row_max<KIND>(row, scratch);
+  int lowest = INT32_MAX; /* column that holds the offset */
+  /* In place a thread overwrites only what it has read itself, and z_y was read before row_max's
+   * barriers. */
+  for (int first = threadIdx.x; first < row.vectors; first += kUnroll<T> * blockDim.x) {
+    Vec<T, N> raw[kUnroll<T>];
+    load_tile<true>(row.z, row.lead, row.vocab, first, raw);
+#pragma unroll
+    for (int u = 0; u < kUnroll<T>; u++) {
+      const int col = column_of<T>(first + u * blockDim.x, row.lead);
+      if constexpr (KIND == kGeneral) {
+        write_exp_of_two_reads(out, p, row, raw[u], col, sums, lowest);
+      } else {
+        write_exp_two_reads<KIND == kBiased>(out, row, raw[u], col, sums);
+      }
+    }
+  }
+  pad_row(out, r.vocab, r.out_columns);
+  add_up<KIND>(p, sums, scratch);
+  Best<T> best = {sums.offset, lowest};
+  if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
+  if (threadIdx.x != 0) return;
+  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums);
+  if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
+}
+
+/* ---- stat_rows ---- */
+
+/* A running maximum and the sum of exp(l - maximum): one exp for each logit and one for each tile.
+ */
+template <typename Z, Kind KIND>
+__global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
+    stat_rows(const __grid_constant__ row_args p) {
+  using S = stat_t<Z>;
+  constexpr int N = kVec<Z>;
+  constexpr bool kFast = sizeof(Z) == 2;
+  __shared__ S scratch[kMaxWarps];
+  __shared__ S parked; /* l_target, beside the row's loop */
+  const flce_rows& r = p.r;
+  pad_row((Z*)r.z + (int64_t)blockIdx.x * r.z_pitch, r.vocab, r.z_columns);
+  const Place place = place_of(r, blockIdx.x);
+  if (place.kind != kRowValid) {
+    write_no_statistics<S>(r, place);
+    return;
+  }
+  Row<Z> row = open_row<KIND, kFast, Z>(p, place.at);
+  if (KIND == kGeneral && threadIdx.x == 0) parked = row.l_target;
+  const S none = -infinity_of(S(0)), unit = KIND == kGeneral ? S(1) : row.scale;
+  Running<S> run = {none, 0};
+  RowSums<S> sums = {};
+  int lowest = INT32_MAX; /* column that holds run.top */
+  for (int first = threadIdx.x; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
+    Vec<Z, N> raw[kUnroll<Z>];
+    load_tile<true>(row.z, row.lead, row.vocab, first, raw);
+    S l[kUnroll<Z>][N], highest;
+    if constexpr (KIND == kGeneral) {
+      tile_logits<kFast>(row, raw, first, l);
+      highest = tile_max(l);
+    } else {
+      highest = fmax(run.top, hide_and_max<KIND == kBiased>(row, raw, first));
+    }
+    if (highest > run.top) {
+      if (KIND == kGeneral && r.predictions) lowest = column_holding(row, highest, first, l);
+      raise_top<KIND>(run, sums, highest, unit);
+    }
+    if (KIND == kGeneral && p.weighted) add_tile_gaps<true>(r, row, first, l, run.shift, sums);
+#pragma unroll
+    for (int u = 0; u < kUnroll<Z>; u++) {
+      if constexpr (KIND == kGeneral) {
+        add_exps(l[u], run.shift, r.wants_entropy, sums);
+      } else {
+        const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+        z_of<KIND == kBiased>(raw[u], row.bias, col, row.vocab, l[u]);
+#pragma unroll
+        for (int e = 0; e < N; e++) sums.rest += exp_fast(fma(l[u][e], unit, -run.shift));
+      }
+    }
+  }
+  sums.offset = unit * block_max(run.top, scratch);
+  if constexpr (KIND == kGeneral) row.l_target = parked;
+  if (row.target >= 0) sums.offset = fmax(sums.offset, row.l_target);
+  settle<KIND>(run, sums, unit);
+  add_up<KIND>(p, sums, scratch);
+  Best<S> best = {run.top, lowest};
+  if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
+  if (threadIdx.x != 0) return;
+  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  write_statistics<KIND>(p, row, at, sums);
+  if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
+}
+
+/* ---- launches ---- */
+
+typedef void (*row_kernel)(const row_args);
+
+static flce_status launch_rows(void* self, const flce_rows* r, row_kernel kernel,
+                               const char* what) {
+  FLCE_TRY(check_rows(r, what));
+  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r));
+  FLCE_LAUNCHED(what);
+  return FLCE_OK;
+}
+
+/* A scale below 0 makes the smallest z the largest l. */
+static Kind forward_kind(const flce_rows* r) {
+  const flce_loss* o = &r->options;
+  const bool smooth = o->label_smoothing > 0;
+  const bool general = (smooth && (r->class_weight || r->bias)) || o->softcap > 0 ||
+                       !(o->logit_scale > 0) || r->temperature || r->wants_entropy ||
+                       r->predictions || !r->target;
+  return general ? kGeneral : smooth ? kSmooth : r->bias ? kBiased : kPlain;
+}
+
+template <typename Z>
+static row_kernel stat_kernel(Kind kind) {
+  return kind == kPlain    ? stat_rows<Z, kPlain>
+         : kind == kBiased ? stat_rows<Z, kBiased>
+                           : stat_rows<Z, kGeneral>;
+}
+
+template <typename Z, typename Out>
+static row_kernel one_read_kernel(Kind kind) {
+  return kind == kPlain    ? exp_rows_one_read<Z, Out, kPlain>
+         : kind == kBiased ? exp_rows_one_read<Z, Out, kBiased>
+         : kind == kSmooth ? exp_rows_one_read<Z, Out, kSmooth>
+                           : exp_rows_one_read<Z, Out, kGeneral>;
+}
+
+template <typename T>
+static row_kernel two_reads_kernel(Kind kind) {
+  return kind == kPlain    ? exp_rows_two_reads<T, kPlain>
+         : kind == kBiased ? exp_rows_two_reads<T, kBiased>
+                           : exp_rows_two_reads<T, kGeneral>;
+}
+
+flce_status cuda_stat_rows(void* self, const flce_rows* r) {
+  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  row_kernel kernel = NULL;
+  FLCE_WITH_TYPE(r->z_dtype, Z, kernel = stat_kernel<Z>(forward_kind(r)));
+  return launch_rows(self, r, kernel, "stat_rows");
+}
+
+flce_status cuda_exp_rows(void* self, const flce_rows* r) {
+  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  if (!r->target) {
+    return flce_fail(FLCE_UNSUPPORTED, "exp_rows: no CUDA kernel for target probabilities");
+  }
+  const flce_dtype z = r->z_dtype, out = r->out_dtype;
+  const Kind kind = forward_kind(r);
+  row_kernel kernel = NULL;
+  if (z == FLCE_F32 && out == FLCE_BF16) kernel = one_read_kernel<float, __nv_bfloat16>(kind);
+  if (z == FLCE_BF16 && out == FLCE_BF16) {
+    kernel = one_read_kernel<__nv_bfloat16, __nv_bfloat16>(kind);
+  }
+  if (z == FLCE_F32 && out == FLCE_F32) kernel = two_reads_kernel<float>(kind);
+  if (z == FLCE_F64 && out == FLCE_F64) kernel = two_reads_kernel<double>(kind);
+  if (!kernel) return no_row_kernel(r, "exp_rows");
+  return launch_rows(self, r, kernel, "exp_rows");
+}

@@ -1,0 +1,413 @@
+/* A row's sums, and what is made of them: the general kernels' tiles of l, the sums that options
+ * ask for, and the statistics, loss and prediction that one thread writes in the end. */
+#ifndef FLCE_CUDA_ROWS_STATISTICS_CUH
+#define FLCE_CUDA_ROWS_STATISTICS_CUH
+
+#include "cuda/rows/row.cuh"
+
+/* Sums over the columns without the target's, a thread's own and then the block's. Each has its own
+ * reference: one that is near the row's largest l leaves nothing to cancel. */
+template <typename S>
+struct RowSums {
+  S offset;              /* c */
+  S rest;                /* of exp(l - c) */
+  S gap, gap_from;       /* of w_j (gap_from - l_j), with probabilities w_j q_j (...) */
+  S mass;                /* of w_j, with probabilities w_j q_j */
+  S spread, spread_from; /* of exp(l_j - c) (l_j - spread_from) */
+};
+
+/* The largest l so far and its lowest column. */
+template <typename S>
+struct Best {
+  S value;
+  int column;
+};
+
+template <typename S>
+__device__ __forceinline__ Best<S> no_best() {
+  return {-infinity_of(S(0)), INT32_MAX};
+}
+
+template <typename S>
+__device__ __forceinline__ Best<S> better_of(Best<S> a, Best<S> b) {
+  const bool second = b.value > a.value || (b.value == a.value && b.column < a.column);
+  return second ? b : a;
+}
+
+/* The block's best, for thread 0. */
+template <typename S>
+__device__ __forceinline__ Best<S> block_best(Best<S> best, S* scratch) {
+  __shared__ int columns[kMaxWarps];
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+    const Best<S> other = {__shfl_xor_sync(0xffffffffu, best.value, lane),
+                           __shfl_xor_sync(0xffffffffu, best.column, lane)};
+    best = better_of(best, other);
+  }
+  if (threadIdx.x % kWarp == 0) {
+    scratch[threadIdx.x / kWarp] = best.value;
+    columns[threadIdx.x / kWarp] = best.column;
+  }
+  __syncthreads();
+  for (int warp = 1; threadIdx.x == 0 && warp < (int)blockDim.x / kWarp; warp++) {
+    best = better_of(best, Best<S>{scratch[warp], columns[warp]});
+  }
+  __syncthreads(); /* the next reduction writes `scratch` */
+  return best;
+}
+
+/* ---- vectors and tiles of the general kernels ---- */
+
+/* Whether some of a vector's columns lie beyond the row's ends, or one is the target. */
+template <typename Z>
+__device__ __forceinline__ bool has_gaps(const Row<Z>& row, int col) {
+  return col < 0 || col + kVec<Z> > row.vocab || (unsigned)(row.target - col) < (unsigned)kVec<Z>;
+}
+
+template <typename Z>
+__device__ __forceinline__ bool is_gap(const Row<Z>& row, int col) {
+  return (unsigned)col >= (unsigned)row.vocab || col == row.target;
+}
+
+/* l of a vector's columns, and 1 - tanh^2 of the softcap there. */
+template <bool FAST, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z>>& raw, int col,
+                                          S (&l)[kVec<Z>], S (&slope)[kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+  if (row.bias) {
+    z_of<true>(raw, row.bias, col, row.vocab, l);
+  } else {
+    unpack(raw, l);
+  }
+  if (row.height != 0) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const S t = tanh_of<FAST>(row.gain * l[e]);
+      l[e] = row.height * t;
+      slope[e] = 1 - t * t;
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      l[e] *= row.scale;
+      slope[e] = 1;
+    }
+  }
+}
+
+/* Makes l -inf beyond the row's ends and at the target. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void hide_gaps(const Row<Z>& row, int col, S (&l)[kVec<Z>]) {
+  if (!has_gaps(row, col)) return;
+#pragma unroll
+  for (int e = 0; e < kVec<Z>; e++) {
+    if (is_gap(row, col + e)) l[e] = -infinity_of(S(0));
+  }
+}
+
+/* l of this thread's vectors of a tile, with gaps hidden. */
+template <bool FAST, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void tile_logits(const Row<Z>& row,
+                                            const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first,
+                                            S (&l)[kUnroll<Z>][kVec<Z>]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+    S slope[kVec<Z>];
+    logits_of<FAST>(row, raw[u], col, l[u], slope);
+    hide_gaps(row, col, l[u]);
+  }
+}
+
+template <typename S, int U, int N>
+__device__ __forceinline__ S tile_max(const S (&l)[U][N]) {
+  S top = -infinity_of(S(0));
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+#pragma unroll
+    for (int e = 0; e < N; e++) top = fmax(top, l[u][e]);
+  }
+  return top;
+}
+
+/* The lowest of this thread's columns of a tile that holds `value`, which one does. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ int column_holding(const Row<Z>& row, S value, int first,
+                                              const S (&l)[kUnroll<Z>][kVec<Z>]) {
+  int column = INT32_MAX;
+#pragma unroll
+  for (int u = kUnroll<Z> - 1; u >= 0; u--) {
+    const int col = column_of<Z>(first + u * blockDim.x, row.lead);
+#pragma unroll
+    for (int e = kVec<Z> - 1; e >= 0; e--) {
+      if (l[u][e] == value) column = col + e;
+    }
+  }
+  return column;
+}
+
+/* A vector of the row's target probabilities, 0 beyond its ends. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype dtype, int col,
+                                                   S (&t)[kVec<Z>]) {
+  switch (dtype) {
+    case FLCE_F64:
+      load_beside((const double*)row.probabilities, col, row.vocab, t);
+      break;
+    case FLCE_F32:
+      load_beside((const float*)row.probabilities, col, row.vocab, t);
+      break;
+    case FLCE_BF16:
+      load_beside((const __nv_bfloat16*)row.probabilities, col, row.vocab, t);
+      break;
+    case FLCE_F16:
+      load_beside((const __half*)row.probabilities, col, row.vocab, t);
+      break;
+  }
+}
+
+/* Adds one vector to `gap` and `mass`. A column without weight adds nothing, where its l is -inf
+ * too. */
+template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
+                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
+  constexpr int N = kVec<Z>;
+  S w[N];
+#pragma unroll
+  for (int e = 0; e < N; e++) w[e] = 1;
+  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
+  if (PROBABILITIES && row.probabilities) {
+    S t[N];
+    load_probabilities(row, r.probabilities_dtype, col, t);
+#pragma unroll
+    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
+  }
+  if (has_gaps(row, col)) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      if (is_gap(row, col + e)) w[e] = 0;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    sums.mass += w[e];
+    if (w[e] != 0) sums.gap += w[e] * (from - l[e]);
+  }
+}
+
+/* The same of this thread's vectors of a tile. */
+template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void add_tile_gaps(const flce_rows& r, const Row<Z>& row, int first,
+                                              const S (&l)[kUnroll<Z>][kVec<Z>], S from,
+                                              RowSums<S>& sums) {
+#pragma unroll
+  for (int u = 0; u < kUnroll<Z>; u++) {
+    add_gaps<PROBABILITIES>(r, row, column_of<Z>(first + u * blockDim.x, row.lead), l[u], from,
+                            sums);
+  }
+}
+
+/* exp(l - c) (l - from), 0 where l is -inf. */
+template <typename S>
+__device__ __forceinline__ S spread_of(S exp_l, S l, S from) {
+  return exp_l * fmax(l - from, -largest_finite(l));
+}
+
+/* ---- a running maximum ---- */
+
+/* A thread's running maximum, in units of which one is `unit` of l: z in the plain kernels. */
+template <typename S>
+struct Running {
+  S top, shift; /* shift: of its sums, unit top; 0 while top is -inf */
+};
+
+template <Kind KIND, typename S>
+__device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S highest, S unit) {
+  const S raised = unit * highest;
+  const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
+  if constexpr (KIND == kGeneral) {
+    const S step = raised - run.shift;
+    sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+  }
+  sums.rest *= factor;
+  run.top = highest;
+  run.shift = raised;
+}
+
+/* Brings a thread's sums to the block's offset. A thread that saw only -inf has the sum 0 (NaN if
+ * it saw a NaN) for any offset. */
+template <Kind KIND, typename S>
+__device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
+  const S none = -infinity_of(S(0)), c = sums.offset;
+  const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
+  if constexpr (KIND == kGeneral) {
+    const S step = c - run.shift;
+    if (run.top != none) sums.spread = factor * (sums.spread - step * sums.rest);
+    sums.gap += step * sums.mass;
+    sums.gap_from = sums.spread_from = c;
+  }
+  sums.rest *= factor;
+}
+
+/* Adds exp(l - shift) of one vector, and what the entropy needs. */
+template <typename S, int N>
+__device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy, RowSums<S>& sums) {
+  if (entropy) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const S value = exp_fast(l[e] - shift);
+      sums.rest += value;
+      sums.spread += spread_of(value, l[e], shift);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) sums.rest += exp_fast(l[e] - shift);
+  }
+}
+
+/* ---- the end of a row ---- */
+
+/* The sums of all threads. */
+template <Kind KIND, typename S>
+__device__ __forceinline__ void add_up(const row_args& p, RowSums<S>& sums, S* scratch) {
+  sums.rest = block_sum(sums.rest, scratch);
+  if constexpr (KIND == kSmooth) sums.gap = block_sum(sums.gap, scratch);
+  if constexpr (KIND == kGeneral) {
+    if (p.weighted) {
+      sums.gap = block_sum(sums.gap, scratch);
+      sums.mass = block_sum(sums.mass, scratch);
+    }
+    if (p.r.wants_entropy) sums.spread = block_sum(sums.spread, scratch);
+  }
+}
+
+/* Whether the targets are probabilities. */
+template <Kind KIND, typename Z>
+__device__ __forceinline__ bool has_no_target(const Row<Z>& row) {
+  return KIND == kGeneral && row.target < 0;
+}
+
+/* Statistics of a row that are not sums. */
+template <typename S>
+struct RowEnd {
+  S exp_target, sum, log_sum, nll, lse;
+};
+
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ RowEnd<S> end_of(const Row<Z>& row, S c, S rest) {
+  const S l = row.l_target, inf = infinity_of(l);
+  RowEnd<S> end;
+  if (has_no_target<KIND>(row)) {
+    end.exp_target = end.nll = 0;
+    end.sum = rest;
+    end.log_sum = log(rest);
+    end.lse = c + end.log_sum;
+    return end;
+  }
+  /* A target of +inf would look like a certain one; eager gives NaN. */
+  end.exp_target = l == inf ? l - l : exp(l - c);
+  end.sum = rest + end.exp_target;
+  end.log_sum = log(end.sum);
+  /* The first form keeps every digit of a tiny loss; the second serves where exp(l - c) has lost
+   * its own. A NaN ends in the second. */
+  const S ratio = rest / end.exp_target;
+  const bool direct = end.exp_target >= smallest_normal(l) && ratio < inf;
+  end.nll = direct ? log1p(ratio) : end.log_sum + (c - l);
+  end.lse = isfinite(l) ? l + end.nll : c + end.log_sum;
+  return end;
+}
+
+/* lse - from, for a sum's reference. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S lse_above(const Row<Z>& row, const RowEnd<S>& end, S c, S from) {
+  if (row.target >= 0 && from == row.l_target) return end.nll;
+  return from == c ? end.log_sum : end.lse; /* else it is a row.reference of 0 */
+}
+
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64_t at,
+                                     const RowSums<S>& sums, const RowEnd<S>& end) {
+  const flce_rows& r = p.r;
+  const S* scalars = (const S*)r.scalars;
+  S loss;
+  if (has_no_target<KIND>(row)) {
+    loss = sums.gap + sums.mass * end.log_sum;
+  } else {
+    const S w = row.class_weight ? row.class_weight[row.target] : 1;
+    const S factor = (S)p.hard * w;
+    /* A class of weight 0 adds nothing, where its logit is -inf too; a NaN stays. */
+    loss = factor == 0 && end.nll == infinity_of(factor) ? 0 : factor * end.nll;
+    if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
+      const S own = w != 0 ? w * (sums.gap_from - row.l_target) : 0;
+      const S above = lse_above(row, end, sums.offset, sums.gap_from);
+      loss += (S)p.share * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.gap + own));
+    }
+  }
+  if (r.options.z_loss != 0) {
+    loss += (S)r.options.z_loss * scalars[FLCE_SCALAR_Z_SHARE] * (end.lse * end.lse);
+  }
+  return r.token_weight ? loss * ((const S*)r.token_weight)[at] : loss;
+}
+
+/* At least 0, what rounding makes of it; a NaN stays. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sums,
+                                        const RowEnd<S>& end) {
+  const S from = sums.spread_from;
+  S spread = sums.spread;
+  if (row.target >= 0) spread += spread_of(end.exp_target, row.l_target, from);
+  const S entropy = lse_above(row, end, sums.offset, from) - spread / end.sum;
+  return entropy < 0 ? 0 : entropy;
+}
+
+/* Statistics and loss of a row. By one thread. */
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, const Row<Z>& row,
+                                                             int64_t at, const RowSums<S>& sums,
+                                                             const RowEnd<S>& end) {
+  const flce_rows& r = p.r;
+  S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
+  if constexpr (KIND == kGeneral) {
+    if (r.wants_entropy) entropy = entropy_of(row, sums, end);
+    if (row.height != 0 && row.target >= 0) {
+      const S t = row.l_target / row.height;
+      slope = fmax(1 - t * t, (S)0);
+    }
+  }
+  const RowStatistics<S> made = {end.lse, end.nll, 1 / end.sum, slope,
+                                 has_no_target<KIND>(row) ? sums.mass : 0};
+  stat_row<S>(r, FLCE_STAT_LSE)[at] = made.lse;
+  stat_row<S>(r, FLCE_STAT_NLL)[at] = made.nll;
+  stat_row<S>(r, FLCE_STAT_OFFSET)[at] = sums.offset;
+  stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = made.inv_sum;
+  stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
+  stat_row<S>(r, FLCE_STAT_SLOPE)[at] = made.slope;
+  stat_row<S>(r, FLCE_STAT_MASS)[at] = made.mass;
+  if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
+  return made;
+}
+
+/* The same from sums around the row's c. */
+template <Kind KIND, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
+                                                 const RowSums<S>& sums) {
+  write_statistics<KIND>(p, row, at, sums, end_of<KIND>(row, sums.offset, sums.rest));
+}
+
+/* `best` is of the columns without the target's. */
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ int64_t prediction_of(const Row<Z>& row, Best<S> best) {
+  if (row.target >= 0) best = better_of(best, Best<S>{row.l_target, row.target});
+  /* Where all are -inf (or NaN) the first is as good as any. */
+  return best.value > -infinity_of(S(0)) ? best.column : 0;
+}
+
+/* Statistics of a row that has none. */
+template <typename S>
+__device__ __forceinline__ void write_no_statistics(const flce_rows& r, Place place) {
+  if (threadIdx.x != 0 || place.kind == kRowAbsent) return;
+  write_blank(r, place.at, blank_of<S>(place));
+}
+
+#endif

@@ -1,0 +1,262 @@
+/* Hopper's own instructions, a function each: copies of tensor tiles, barriers that count their
+ * bytes, products of warpgroups (PTX ISA 8: cp.async.bulk.tensor, mbarrier, wgmma). */
+#ifndef FLCE_CUDA_SM90_PTX_CUH
+#define FLCE_CUDA_SM90_PTX_CUH
+
+#include <cuda.h>
+#include <stdint.h>
+
+namespace sm90 {
+
+/* ---- blocks and clusters ---- */
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+/* ---- shared memory by address ---- */
+
+__device__ __forceinline__ void store_shared(uint32_t shared, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t shared, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t shared, float (&v)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(shared));
+}
+
+__device__ __forceinline__ void load_shared(uint32_t shared, uint32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(shared)
+               : "memory");
+}
+
+/* ---- mbarriers, by shared address ---- */
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+/* Makes the initialised barriers known to the cluster and to copies. */
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+/* On the same barrier of the cluster's block `rank`. Without .release.cluster, which puts a fence
+ * of the whole device before every arrival: all that it hands over is shared memory that has been
+ * read, by products that have ended or into registers that have been used. */
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+/* ---- named barriers of some of a block's warps ---- */
+
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+template <int ID, int THREADS>
+__device__ __forceinline__ void named_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+/* ---- copies of a box of a matrix, whose first column and row are given ---- */
+
+__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
+                                         int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
+/* Into the same place of every block in `blocks`, whose own barriers count the bytes. */
+__device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtensorMap* map,
+                                                   uint32_t barrier, int column, int row,
+                                                   uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
+      : "memory");
+}
+
+/* createpolicy's words: of what is soon to leave the cache, and none. */
+constexpr uint64_t kEvictFirst = 0x12F0000000000000u, kNoPolicy = 0x1000000000000000u;
+
+__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t shared, int column,
+                                          int row, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint"
+      " [%0, {%2, %3}], [%1], %4;" ::"l"(map),
+      "r"(shared), "r"(column), "r"(row), "l"(cache_policy)
+      : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Until this thread's stores have read their shared memory. */
+__device__ __forceinline__ void store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* What this thread wrote to shared memory becomes visible to copies. */
+__device__ __forceinline__ void copy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* ---- products of a warpgroup ---- */
+
+__device__ __forceinline__ void product_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void product_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void product_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+/* Low word of the descriptor of a K-major operand in rows of 128 swizzled bytes, eight of which
+ * make the 1024 bytes to the next group. 16 columns further on: + 2. */
+__device__ __forceinline__ uint32_t operand_low(uint32_t shared) {
+  return ((shared & 0x3ffff) >> 4) | (1u << 16);
+}
+constexpr uint32_t kOperandHigh = 0x40000040; /* its high word */
+
+/* The same of an operand whose 64 columns to a swizzled line are not the ones to sum over: eight
+ * lines for 8 of those make the 1024 bytes, and `step` bytes on the next 64 columns begin. 16 to
+ * sum over further on: + 128. */
+__device__ __forceinline__ uint32_t turned_operand_low(uint32_t shared, uint32_t step) {
+  return ((shared & 0x3ffff) >> 4) | (step >> 4 << 16);
+}
+
+/* wgmma.mma_async m64n192k16 with float32 accumulators, for operands of TYPE, "bf16" or "f16". */
+#define FLCE_MULTIPLY_64X192X16(TYPE)                                                              \
+  asm volatile(                                                                                    \
+      "{\n.reg .pred accumulates;\n.reg .b64 a, b;\nsetp.ne.b32 accumulates, %98, 0;\n"            \
+      "mov.b64 a, {%96, %99};\nmov.b64 b, {%97, %99};\n"                                           \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE                                 \
+      " {"                                                                                         \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                                         \
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "                               \
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "                               \
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "                               \
+      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "                               \
+      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "                               \
+      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95},"                               \
+      " a, b, accumulates, 1, 1, %100, %100;\n}"                                                   \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), \
+        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), \
+        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), \
+        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), \
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), \
+        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])                            \
+      : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh), "n"((int)TURNED))
+
+/* d (+)= a b^T for 64 rows of a, 192 of b and 16 columns of bfloat16, or float16 where HALF; of
+ * turned operands a^T b, for 64 columns of a, 192 of b and 16 rows. */
+template <bool TURNED, bool HALF = false>
+__device__ __forceinline__ void multiply_64x192x16(float (&d)[96], uint32_t a, uint32_t b,
+                                                   int accumulates) {
+  if constexpr (HALF) {
+    FLCE_MULTIPLY_64X192X16("f16");
+  } else {
+    FLCE_MULTIPLY_64X192X16("bf16");
+  }
+}
+#undef FLCE_MULTIPLY_64X192X16
+
+/* ---- registers and matrices ---- */
+
+template <int COUNT>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/* Four 8x8 matrices of 16-bit elements; each lane names a row's address. */
+__device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+/* The same matrices transposed: a lane names the address of a column. */
+__device__ __forceinline__ void store_turned(uint32_t shared, const uint32_t (&m)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+      : "memory");
+}
+
+__device__ __forceinline__ void load_turned(uint32_t shared, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(shared)
+               : "memory");
+}
+
+}  // namespace sm90
+
+#endif

@@ -1,0 +1,106 @@
+/* Before the fused logits GEMM: the offset k of each row (fused_logits.cuh), from the logit of its
+ * target, or of some columns where it has probabilities. */
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/reductions.cuh"
+#include "cuda/sm90/fused_logits.cuh"
+
+enum { kDotWarps = 8, kProbes = 4 };
+
+/* x_i . w of COUNT vectors, at each multiple of `step` elements; by a warp. w: of W_y, or of sum_j
+ * w_j W_j. */
+template <int COUNT, typename X, typename T>
+__device__ __forceinline__ void dot_rows(const X* x, const T* w, int64_t step, int hidden, int lane,
+                                         float (&sums)[COUNT]) {
+  constexpr int N = kVec<X>;
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) sums[c] = 0;
+  for (int at = lane * N; at < hidden; at += kWarp * N) {
+    Vec<X, N> raw_x;
+    Vec<T, N> raw_w[COUNT];
+    load_vec<false>(x + at, raw_x);
+#pragma unroll
+    for (int c = 0; c < COUNT; c++) load_vec<false>(w + c * step + at, raw_w[c]);
+    float a[N], b[N];
+    unpack(raw_x, a);
+#pragma unroll
+    for (int c = 0; c < COUNT; c++) {
+      unpack(raw_w[c], b);
+#pragma unroll
+      for (int e = 0; e < N; e++) sums[c] = fmaf(a[e], b[e], sums[c]);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) sums[c] = warp_sum(sums[c]);
+}
+
+/* Where a target's -inf shows nothing of its row: from this offset a sum goes beyond the limit, or
+ * is 0. */
+constexpr float kUnknownOffset = -3e38f;
+
+/* The largest zeta of a row's columns 0, step, 2 step ... from `first` on: of its target, as it
+ * comes, or of probabilities, which have none, of some. By a warp. */
+template <int COUNT, typename X>
+__device__ __forceinline__ float top_zeta(const product_shape& shape, float scale, const X* x,
+                                          const X* w, int64_t first, int step, int lane) {
+  float z[COUNT], top = -INFINITY;
+  dot_rows(x, w + first * shape.hidden, (int64_t)step * shape.hidden, shape.hidden, lane, z);
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) {
+    if (shape.bias) z[c] += shape.bias[first + c * step];
+    const float zeta = general_zeta(shape, scale, z[c]);
+    if (!(zeta <= top)) top = zeta;
+  }
+  return top;
+}
+
+/* `scale` makes zeta of z in rows without a temperature of their own, as general_zeta has it. */
+template <typename X>
+__global__ void __launch_bounds__(kDotWarps* kWarp)
+    place_offsets(const __grid_constant__ flce_rows r, const product_shape shape,
+                  const product_scratch s, float scale, const X* x, const X* w) {
+  follow_kernels();
+  const int lane = threadIdx.x % kWarp;
+  const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
+  if (blockIdx.x == 0) {
+    const int clusters = (shape.rows + kProductClusterRows - 1) / kProductClusterRows;
+    for (int i = threadIdx.x; i <= clusters; i += blockDim.x) s.redo[i] = 0;
+  }
+  if (row >= shape.rows) return;
+  const Place place = place_of(r, row);
+  float offset = place.kind == kRowOutOfRange ? NAN : kBlankRow;
+  int column = -1;
+  if (r.temperature && place.at >= 0) scale /= ((const float*)r.temperature)[place.at];
+  if (place.kind == kRowValid) {
+    const X* own = x + (int64_t)row * shape.hidden;
+    if (r.target) column = (int)r.target[place.at];
+    const float zeta = column < 0
+                           ? top_zeta<kProbes>(shape, scale, own, w, 0, shape.vocab / kProbes, lane)
+                           : top_zeta<1>(shape, scale, own, w, column, 0, lane);
+    offset = zeta == -INFINITY ? kUnknownOffset
+                               : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
+    if (s.gap) {
+      float sum[1];
+      dot_rows(own, (const float*)r.wsum, 0, shape.hidden, lane, sum);
+      if (lane == 0) s.gap[row] = scale * sum[0];
+    }
+  }
+  if (lane != 0) return;
+  s.offset[row] = offset;
+  s.scale[row] = scale;
+  s.column[row] = column;
+  s.top[row] = kNoTop;
+}
+template <typename X>
+static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
+                                  const product_shape* shape, const product_scratch* s) {
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
+  return launch_next(self, place_offsets<X>, blocks, kDotWarps * kWarp, "place_offsets", *r, *shape,
+                     *s, shape->scale, (const X*)g->a, (const X*)g->b);
+}
+
+flce_status launch_row_offsets(void* self, const flce_gemm* g, const flce_rows* r,
+                               const product_shape* shape, const product_scratch* s) {
+  const auto launch = shape->half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;
+  return launch(self, g, r, shape, s);
+}

@@ -1,0 +1,194 @@
+/* After the fused logits GEMM: a row's statistics, loss and factors, from its tiles' sums. */
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/rows/row_coefficients.cuh"
+#include "cuda/rows/row_launch.cuh"
+#include "cuda/rows/statistics.cuh"
+#include "cuda/sm90/fused_logits.cuh"
+
+enum { kSumRows = 32, kSumWarps = 32, kSumBatch = 8 };
+
+constexpr double kLn2 = 0.69314718055994531;
+
+/* As end_of, from integer offsets: 2^k is exact where exp(c) is not. `above` is the target's zeta
+ * over k. */
+__device__ __forceinline__ RowEnd<float> end_of_product(float above, float l, float k, float rest) {
+  RowEnd<float> end;
+  /* A target of +inf would look like a certain one; eager gives NaN. */
+  end.exp_target = l == INFINITY ? NAN : exp2f(above);
+  end.sum = rest + end.exp_target;
+  end.log_sum = logf(end.sum);
+  const float ratio = rest / end.exp_target;
+  const bool direct = end.exp_target >= smallest_normal(l) && ratio < INFINITY;
+  end.nll = direct ? log1pf(ratio) : (float)kLn2 * (log2f(end.sum) - above);
+  end.lse = isfinite(l) ? l + end.nll : fmaf(k, (float)kLn2, end.log_sum);
+  return end;
+}
+
+/* The numbers of a row's tiles that a block adds up: of product_scratch, NULL for 0. */
+enum TileNumber { kRest, kGap, kMass, kSpread, kTileNumbers };
+
+/* [warps][rows] of a block: its warps take every kSumWarps-th tile. */
+typedef double TileParts[kTileNumbers][kSumWarps][kSumRows];
+
+__device__ __forceinline__ void add_tiles(const float* numbers, int rows, int row, int tiles,
+                                          double (&parts)[kSumWarps][kSumRows]) {
+  if (!numbers) return;
+  const int warp = threadIdx.x / kSumRows;
+  double sum = 0;
+  for (int first = warp; first < tiles; first += kSumWarps * kSumBatch) {
+    float part[kSumBatch]; /* all under way before the first is added, so none is left out */
+#pragma unroll
+    for (int b = 0; b < kSumBatch; b++) {
+      const int tile = min(first + b * kSumWarps, tiles - 1);
+      part[b] = numbers[(int64_t)tile * rows + min(row, rows - 1)];
+    }
+#pragma unroll
+    for (int b = 0; b < kSumBatch; b++) sum += first + b * kSumWarps < tiles ? (double)part[b] : 0;
+  }
+  parts[warp][threadIdx.x % kSumRows] = sum;
+}
+
+/* By a thread of the first warp for its row. */
+__device__ __forceinline__ double total_of(const float* numbers,
+                                           const double (&parts)[kSumWarps][kSumRows]) {
+  double sum = 0;
+  for (int warp = 0; numbers && warp < kSumWarps; warp++) sum += parts[warp][threadIdx.x];
+  return sum;
+}
+
+/* The largest of a row's tiles, by one thread: predictions are rare enough for that. */
+__device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, int rows, int row,
+                                                     int tiles) {
+  Best<float> best = no_best<float>();
+  for (int tile = 0; tile < tiles; tile++) {
+    const int64_t at = (int64_t)tile * rows + row;
+    best = better_of(best, Best<float>{s.tops[at], s.columns[at]});
+  }
+  return best;
+}
+
+/* The tiles' sums of a row. */
+struct TileSums {
+  double rest, gap, mass, spread;
+};
+
+/* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
+ * finite. `middle` is what the tiles' are taken from, of the row's zeta. */
+__device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s,
+                                               float middle, float l_target, const TileSums& tiles,
+                                               RowSums<float>& sums) {
+  const double total = (double)((const float*)p.r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
+  const float from = isfinite(l_target) ? l_target : 0;
+  const double above = (double)from - kLn2 * (double)middle;
+  sums.gap_from = sums.spread_from = from;
+  if (s.gaps) sums.gap = (float)(above * total - kLn2 * tiles.gap);
+  if (s.gap) sums.gap = (float)((double)from * total - kLn2 * tiles.gap);
+  if (s.spreads) sums.spread = (float)(kLn2 * tiles.spread - above * (double)sums.rest);
+}
+
+/* Statistics of a row of probabilities, taken from lse itself. It and the sum of t z are made from
+ * the same z, with the same scale: of a row that is all but certain nothing is left of either. */
+__device__ __forceinline__ RowStatistics<float> write_soft_row(const row_args& p,
+                                                               const Row<float>& view, int64_t at,
+                                                               float scale, float k,
+                                                               const TileSums& tiles) {
+  const double unit = (double)p.scale_f32 / (double)scale; /* of one in zeta */
+  const double lse = unit * ((double)k + log2(tiles.rest));
+  RowSums<float> sums = {};
+  RowEnd<float> end = {};
+  end.lse = sums.offset = sums.gap_from = (float)lse;
+  end.log_sum = (float)(lse - (double)end.lse);
+  end.sum = expf(end.log_sum);
+  sums.mass = (float)tiles.mass;
+  sums.gap = (float)((double)end.lse * tiles.mass - (double)p.scale_f32 * tiles.gap);
+  return write_statistics<kGeneral>(p, view, at, sums, end);
+}
+
+/* What a row's statistics are made of beside its sums: its place in the vectors, its target there,
+ * and numbers of product_scratch. */
+struct ProductRow {
+  int64_t at, y;
+  int column, top;
+  float offset, target;
+};
+
+/* Loads alone, no branches: they come while the sums are made. */
+__device__ __forceinline__ ProductRow open_product_row(const flce_rows& r, const product_scratch& s,
+                                                       int row) {
+  const int64_t at = vectors_at(r, row);
+  return {at, target_at(r, at), s.column[row], s.top[row], s.offset[row], s.target[row]};
+}
+
+/* Statistics of a valid row, of its tiles' sums. By one thread. */
+template <Kind KIND>
+__device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
+                                                           const product_shape& shape,
+                                                           const product_scratch& s, int row,
+                                                           const ProductRow& own, int tiles,
+                                                           TileSums& sum) {
+  constexpr bool kIsGeneral = KIND == kGeneral;
+  if (KIND != kPlain && s.gap) sum.gap = s.gap[row];
+  const float k = offset_from(own.offset, own.top);
+  Row<float> view = {};
+  view.class_weight = (const float*)p.r.class_weight;
+  view.target = own.column;
+  if constexpr (KIND == kSoft) {
+    return write_soft_row(p, view, own.at, shape.scale, k, sum);
+  }
+  view.l_target = kIsGeneral ? own.target * (float)kLn2 : p.scale_f32 * own.target;
+  const float above = kIsGeneral ? own.target - k : fmaf(own.target, shape.scale, -k);
+  RowSums<float> sums = {};
+  sums.offset = k * (float)kLn2;
+  sums.rest = (float)sum.rest;
+  if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
+  if constexpr (KIND != kPlain) {
+    set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
+  }
+  if (kIsGeneral && s.tops) {
+    Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
+    best.value *= (float)kLn2;
+    p.r.predictions[own.at] = prediction_of(view, best);
+  }
+  const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
+  return write_statistics<KIND>(p, view, own.at, sums, end);
+}
+
+template <Kind KIND>
+__global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
+    sum_tiles(const __grid_constant__ row_args p, const product_shape shape,
+              const product_scratch s, int tiles, const float* factor, float* coef) {
+  __shared__ TileParts parts;
+  follow_kernels();
+  const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
+  ProductRow own = {};
+  if (threadIdx.x < kSumRows) own = open_product_row(p.r, s, min(row, shape.rows - 1));
+  const float unit = coef ? factor[0] : 0;
+  const float* numbers[kTileNumbers] = {s.sums, s.gaps, s.masses, s.spreads};
+#pragma unroll
+  for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], shape.rows, row, tiles, parts[n]);
+  __syncthreads();
+  if (threadIdx.x >= kSumRows || row >= shape.rows) return;
+  TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.gaps, parts[kGap]),
+                  total_of(s.masses, parts[kMass]), total_of(s.spreads, parts[kSpread])};
+  const Place place = place_at(p.r, own.at, own.y);
+  if (place.kind == kRowAbsent) return;
+  RowStatistics<float> stats = {};
+  if (place.kind == kRowValid) {
+    stats = finish_row<KIND>(p, shape, s, row, own, tiles, sum);
+  } else {
+    write_blank(p.r, place.at, blank_of<float>(place));
+  }
+  if (coef) write_coefficients<float>(p.r, flce_upstream{}, place, stats, unit, p.scale_f32, coef);
+}
+
+flce_status launch_tile_statistics(void* self, const flce_rows* r, const product_shape* shape,
+                                   const product_scratch* s, const void* factor, void* coef) {
+  const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
+  const auto kernel = shape->probabilities ? sum_tiles<kSoft>
+                      : shape->general     ? sum_tiles<kGeneral>
+                      : s->gap             ? sum_tiles<kSmooth>
+                                           : sum_tiles<kPlain>;
+  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", make_args(r), *shape,
+                     *s, (int)tiles_of(r->vocab), (const float*)factor, (float*)coef);
+}

@@ -1,0 +1,70 @@
+"""The layout of csrc: where the functions of a backend are, and which way the includes go."""
+
+import re
+from pathlib import Path
+
+CSRC = Path(__file__).parents[1] / "csrc"
+SOURCES = [path for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp", ".cu", ".h", ".cuh")]
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+# Which folders a file may include from, in addition to its own; flce.h and backend.h are csrc's.
+MAY_INCLUDE = {
+    ".": set(),
+    "core": {"."},
+    "binding": {"."},
+    "cpu": {".", "cpu/simd"},
+    "cpu/simd": {".", "cpu"},
+    "cuda": {".", "cuda/common"},
+    "cuda/common": {"."},
+    "cuda/rows": {"cuda", "cuda/common"},
+    "cuda/passes": {"cuda", "cuda/common"},
+    "cuda/gemm": {".", "cuda"},
+    "cuda/sm90": {"cuda", "cuda/common", "cuda/rows"},
+}
+
+
+def files_of(table, prefix, folder):
+    """{function of the backend table: stem of the file that defines it}."""
+    text = (CSRC / table).read_text()
+    names = dict(re.findall(rf"\.(\w+) = ({prefix}\w+)[,}}]", text))
+    sources = [path for path in (CSRC / folder).rglob("*") if path.suffix in (".c", ".cu")]
+    found = {}
+    for function, name in names.items():
+        defines = re.compile(rf"^(?:static )?flce_status {name}\([^;]*\{{", re.MULTILINE)
+        found[function], *others = [p.stem for p in sources if defines.search(p.read_text())]
+        assert not others, f"{name} is defined twice"
+    return found
+
+
+def test_a_function_has_one_file_name_in_both_backends():
+    cpu = files_of("cpu/backend.c", "flce_cpu_", "cpu")
+    cuda = files_of("cuda/backend.cu", "cuda_", "cuda")
+    assert len(cpu) >= 19 and set(cpu) <= set(cuda)
+    assert cpu == {function: cuda[function] for function in cpu}
+
+
+def test_includes_go_one_way():
+    for path in SOURCES:
+        folder = str(path.parent.relative_to(CSRC))
+        for name in INCLUDE.findall(path.read_text()):
+            included = CSRC / name
+            assert included.exists(), f"{path}: {name} is no path from csrc"
+            other = str(included.parent.relative_to(CSRC))
+            assert other == folder or other in MAY_INCLUDE[folder], f"{path} includes {name}"
+
+
+def test_no_includes_in_a_circle():
+    includes = {
+        str(path.relative_to(CSRC)): INCLUDE.findall(path.read_text())
+        for path in SOURCES
+        if path.suffix in (".h", ".cuh")
+    }
+    while includes:
+        leaves = [name for name, others in includes.items() if not set(others) & set(includes)]
+        assert leaves, f"a circle among {sorted(includes)}"
+        for name in leaves:
+            del includes[name]
+
+
+def test_each_file_says_what_belongs_in_it():
+    for path in SOURCES:
+        assert path.read_text().startswith(("/* ", "// ")), f"{path} begins without a comment"
