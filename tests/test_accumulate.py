@@ -85,10 +85,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("place", PLACES)
+@cases.pairwise(place=PLACES, save=SAVES, dtype=cases.DTYPES, options=list(OPTIONS))
 def test_adds_the_plain_gradient(device, place, save, dtype, options):
     knobs = {**OPTIONS[options], "save": save}
     if dtype == torch.float64 and "accum_dtype" in knobs:

@@ -40,9 +40,9 @@ def assert_close(results, truth, bar=cases.F16_BAR):
         assert error <= bar, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("kernel", ["auto", "gemm", "fused"])
-@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
-@pytest.mark.parametrize("scale", [1.0, SCALE, 3000.0])
+@cases.pairwise(
+    save=["auto", *cases.SAVES], scale=[1.0, SCALE, 3000.0], kernel=["auto", "gemm", "fused"]
+)
 def test_scaled_gradients(device, monkeypatch, save, scale, kernel):
     monkeypatch.setenv("FLCE_KERNEL", kernel)
     case = draw(device)

@@ -139,9 +139,7 @@ def test_bias_gradient_beside_the_weights(vocab, hidden):
             assert cases.relative_error(db, expected[3]) <= (6e-3 if vocab < 64 else 2.6e-3)
 
 
-@pytest.mark.parametrize("vocab", [7, 193, 3001])
-@pytest.mark.parametrize("hidden", [8, 136, 1160])
-@pytest.mark.parametrize("save", ["logits", "grads"])
+@cases.pairwise(vocab=[7, 193, 3001], hidden=[8, 136, 1160], save=["logits", "grads"])
 def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
     """With logits of 0 every E is the same power of two, and db_j = sum_i c_i (1/V - [y_i = j])."""
     for tokens in (1, 63, 64, 65, 700):
@@ -347,9 +345,9 @@ def test_both_kernels_agree(monkeypatch, names, save):
         assert cases.relative_error(value, other.double()) <= 4e-3
 
 
-@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
-@pytest.mark.parametrize("valid", [0, 1, 700, 1024, 1025, 2900, 3000])
-@pytest.mark.parametrize("with_bias", [False, True])
+@cases.pairwise(
+    save=cases.SAVES, valid=[0, 1, 700, 1024, 1025, 2900, 3000], with_bias=[False, True]
+)
 def test_rows_beyond_the_valid_ones_are_skipped(save, valid, with_bias):
     """No bound given: the kernels find out by themselves how many rows there are."""
     tokens, vocab = 3000, 50257

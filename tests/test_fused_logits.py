@@ -259,9 +259,9 @@ def test_bfloat16_target_near_the_model(distance):
         assert cases.relative_error(value, true) <= math.hypot(0.5 * of_rounding, 2.6e-3)
 
 
-@pytest.mark.parametrize("top", [10, 14, 17, 20, 60, 200, 1000, 4000])
-@pytest.mark.parametrize("save", ["logits", "grads"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@cases.pairwise(
+    top=[10, 14, 17, 20, 60, 200, 1000, 4000], save=["logits", "grads"], dtype=[BF16, torch.float32]
+)
 def test_certain_rows_leave_nothing(top, save, dtype):
     """A model as sure as its target: loss and gradients are what float32 leaves of a difference."""
     hidden, vocab = 1024, 3008
@@ -387,9 +387,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("save", ["logits", "stats"])
-@pytest.mark.parametrize("kind", KINDS)
+@cases.pairwise(kind=list(KINDS), save=["logits", "stats"], bound=[False, True])
 def test_both_kernels_agree(monkeypatch, kind, save, bound):
     """With all outputs; of classes some are ignored, and left out where a bound is given."""
     x, w, noise = draw(700, 1032, 3001)

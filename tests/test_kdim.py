@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,13 @@ def torchs(*args, **kwargs):
     return F.linear_cross_entropy(*args, **kwargs) if HAS_TORCHS else eager(*args, **kwargs)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("kind", ["indices", "probabilities"])
-@pytest.mark.parametrize("places", [(), (1,), (3,), (2, 3)])
+@cases.pairwise(
+    places=[(), (1,), (3,), (2, 3)],
+    kind=["indices", "probabilities"],
+    reduction=["mean", "sum", "none"],
+    weighted=[False, True],
+    smoothing=[0.0, 0.1],
+)
 def test_torchs_function(device, places, kind, reduction, weighted, smoothing):
     x, w, b, target = make(kind, places, device)
     weight = torch.rand(V, dtype=torch.float64, device=device) if weighted else None

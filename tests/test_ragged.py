@@ -26,9 +26,11 @@ def saved_of(x, w, target, **options):
     return torch.ops.flce.forward(*arguments)[4]
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 31, 33, 129, 1000])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["exp", "probabilities", "softcap and smoothing", "entropy"])
+@cases.pairwise(
+    kind=["exp", "probabilities", "softcap and smoothing", "entropy"],
+    dtype=cases.DTYPES,
+    vocab=[1, 7, 31, 33, 129, 1000],
+)
 def test_zeros_follow_the_columns_of_what_is_saved(device, kind, dtype, vocab):
     """E or logits: no element is left as it was allocated."""
     case = cases.make_case(37, 24, vocab, dtype=dtype, device=device)
@@ -73,11 +75,11 @@ def test_a_row_of_nan_stays_alone(device, save, hidden):
         assert torch.equal(loss.isnan(), spoilt)
 
 
-@pytest.mark.parametrize("options", [{}, {"linear_bias": True}, {"label_smoothing": 0.1}])
-@pytest.mark.parametrize("kernel", ["auto", "gemm"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [(2100, 1024, 4099), (2100, 1028, 4096), (2049, 1027, 5001), (4099, 1030, 2051)]
+@cases.pairwise(
+    sizes=[(2100, 1024, 4099), (2100, 1028, 4096), (2049, 1027, 5001), (4099, 1030, 2051)],
+    dtype=[BF16, torch.float16],
+    kernel=["auto", "gemm"],
+    options=[{}, {"linear_bias": True}, {"label_smoothing": 0.1}],
 )
 def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel, options):
     """Large enough for cuda_gemm to split what is over multiples of 8."""

@@ -452,25 +452,25 @@ static bool same_run(const setting* s, const run* a, const run* b) {
   return same;
 }
 
-static void test_kernel(const setting* s) {
-  model m = make_model(s);
-  run serial = run_all(s, &m, 1);
+static void test_kernel(const setting* s, const model* m) {
+  run serial = run_all(s, m, 1);
   if (serial.status == FLCE_OK) {
-    check_run(s, &m, &serial);
-    run threaded = run_all(s, &m, 3);
+    check_run(s, m, &serial);
+    run threaded = run_all(s, m, 3);
     char text[600];
     describe(s, &serial, text, sizeof text);
     CHECK(same_run(s, &serial, &threaded), "threads change the bits, %s", text);
     free_run(&threaded);
   }
   free_run(&serial);
-  free_model(&m);
 }
 
 void test_setting(const setting* s) {
   setting fused = *s, skips = *s;
   fused.fused = skips.fused = skips.skips = true;
-  test_kernel(s);
-  test_kernel(&fused);
-  test_kernel(&skips);
+  model m = make_model(s);
+  test_kernel(s, &m);
+  test_kernel(&fused, &m);
+  test_kernel(&skips, &m);
+  free_model(&m);
 }
