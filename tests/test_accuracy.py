@@ -169,6 +169,18 @@ def test_constant_shift_changes_nothing(device, save):
         assert cases.relative_error(other[name], value.double()) <= 1e-11, name
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_all_logits_far_from_zero(device, sign, dtype):
+    """exp of the logits themselves would underflow or overflow in every column; 303 columns are no
+    whole vectors of any width, and what fills the last one must not count as a logit."""
+    case = cases.make_case(20, 32, 303, dtype=dtype, device=device, bias=True)
+    case.options["linear_bias"] += sign * (800.0 if dtype == torch.float64 else 200.0)
+    yardstick = cases.Yardstick(case)
+    for save in cases.SAVES:
+        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
+
+
 @pytest.mark.parametrize("case_bias", [False, True])
 def test_rows_of_the_weight_equal_to_inputs(device, case_bias):
     """Rows of W that repeat rows of x: peaked, with several equal maxima."""

@@ -392,7 +392,7 @@ def test_train_loop_control(scripts, tmp_path, monkeypatch):
 
 
 def test_control_figures(scripts):
-    """Steps of twice their turn's products have a spread, and none beside them."""
+    """Steps that take twice their products' time have a spread; the ratio has none."""
     train_loop = scripts("train_loop")
     control = train_loop.Control("cpu")
     own = [900.0, 10.0, 11.0, 10.0, 12.0, 11.0]

@@ -85,7 +85,7 @@ def test_ragged_probabilities(vocab, dtype):
 
 
 CLASSES = 1000
-OPTIONS = {  # and whether the fused product has them beside probabilities
+OPTIONS = {  # and whether the fused product serves them with probabilities
     "scale": ({"logit_scale": 0.7, "temperature": 1.3}, True),
     "z-loss": ({"z_loss": 1e-2}, True),
     "token weight": ({"token_weight": torch.linspace(0.0, 2.0, 400)}, True),
@@ -173,8 +173,8 @@ def test_where_no_logits_are_written(monkeypatch):
 
 
 def test_parts_of_a_chunk(monkeypatch):
-    """So many logits that idle warps finish the codes of the first part beside the second's, which
-    is shorter; some rows of both are done again, from another offset."""
+    """So many logits that idle warps finish the codes of the first part during the second one,
+    which is shorter; some rows of both are done again, from another offset."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
     tokens, hidden, vocab = 4097, 4096, 65544
     x, w, noise = draw(tokens, hidden, vocab, std=2.0)
@@ -209,9 +209,9 @@ def test_parts_of_a_chunk(monkeypatch):
 
 
 @pytest.mark.parametrize("far", [0.5, 3.0, 20.0, 90.0])
-def test_codes_of_logits_far_from_those_looked_at(far):
+def test_codes_of_logits_far_from_the_sampled_ones(far):
     """Some so far above that rows are done again, some so far below that p is nothing. Columns at
-    multiples of a quarter of V are looked at."""
+    multiples of a quarter of V are sampled."""
     x, w, noise = draw(300, 1024, 4096)
     level = torch.full((4096,), far, device="cuda")
     level[torch.arange(4) * 1024] = -far
@@ -281,7 +281,7 @@ def test_certain_rows_leave_nothing(top, save, dtype):
     assert (dw.double() - true_dw).abs().max() <= 2e-6 + 1e-7 * top + 6e-3 * true_dw.abs().max()
 
 
-def test_a_mixed_target_that_the_model_has_met():
+def test_a_mixed_target_equal_to_the_softmax():
     """Half and half, which bfloat16 holds exactly: p is off by a quarter of a code's rounding, and
     p - t is a sixteenth of p."""
     hidden, vocab = 1024, 3008
@@ -309,7 +309,7 @@ def test_logits_that_are_all_far_from_zero(level):
 
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
-def test_a_target_that_the_model_has_met(save):
+def test_a_target_near_the_softmax(save):
     """p - t is a small part of p: what rounds p itself loses it."""
     x, w, noise = draw(512, 1024, 3001, std=8.0)
     t = (x.double() @ w.double().T + 1e-2 * noise.double()).softmax(-1)
@@ -329,7 +329,7 @@ def test_padding_is_never_read(save):
     assert_close((loss, dx, dw[:700]), truth(x, w, t[:, :700]))
 
 
-def test_logits_far_above_those_that_were_looked_at():
+def test_logits_far_above_the_sampled_ones():
     x, w, noise = draw(600, 1024, 5000)
     x[::7] *= 300.0
     x[3] *= 1000.0

@@ -224,7 +224,7 @@ def test_transposed_and_sliced_views(device):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 127, 128, 129, 1000])
 def test_budgets(device, dtype, rows):
-    """Chunks of every size class, honest for each strategy."""
+    """Chunks of each size class, for each strategy."""
     case = cases.make_case(150, HIDDEN, 96, dtype=dtype, device=device, std=4.0, bias=True)
     yardstick = cases.Yardstick(case)
     # 16-bit sums over a chunk for each token lose what accum_dtype is for.
@@ -310,7 +310,7 @@ def test_logits_dtype(device, save, dtype):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_class_weight_dtype(device, save, weight_dtype):
-    """Class weights may stay in float32 beside a bfloat16 model."""
+    """Class weights may stay in float32 with a bfloat16 model."""
     case = make(device, torch.bfloat16, class_weight=True, bias=False)
     case.options["weight"] = case.options["weight"].to(weight_dtype)
     cases.check(flce.linear_cross_entropy, case, save=save)

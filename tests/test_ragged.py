@@ -105,22 +105,24 @@ def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel,
             assert error <= bar, f"{save} {budget} {name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("place", ["grad", "main_grad"])
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 @pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2049, 1027, 5001)])
-def test_sums_of_ragged_sizes(cuda, sizes, place):
+def test_sums_of_ragged_sizes(cuda, sizes, attribute):
     """The weight's gradient added to the caller's, whose rows have no padding."""
     case = cases.make_case(*sizes, dtype=BF16, device=cuda)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
     start = torch.randn(w.shape, device=cuda).mul_(1e-4)
-    if place == "grad":
+    if attribute == "grad":
         w.grad = start.to(BF16)
     else:
         w.main_grad = start.clone()
-    begun = getattr(w, place).double()
-    flce.linear_cross_entropy(x, w, case.target, accumulate_into=place).backward()
+    begun = getattr(w, attribute).double()
+    flce.linear_cross_entropy(x, w, case.target, accumulate_into=attribute).backward()
     expected = truth["linear_weight"] + begun
-    assert cases.relative_error(getattr(w, place), expected) <= (4e-3 if place == "grad" else 2e-3)
+    assert cases.relative_error(getattr(w, attribute), expected) <= (
+        4e-3 if attribute == "grad" else 2e-3
+    )
 
 
 @ONLY

@@ -1,6 +1,7 @@
 """Each option by itself, against what it means said in other words.
 
-test_properties.py has them in combination, against flce.reference; test_outputs.py the outputs.
+test_options.py and test_properties.py have them in combination, against flce.reference;
+test_outputs.py has the outputs.
 """
 
 import functools
