@@ -1,14 +1,17 @@
-"""Shapes, logit distributions and the three-way tolerance that the tests share.
+"""Shapes, logit distributions, the three-way tolerance and pairwise parameters, which tests share.
 
 The truth is the reference in float64. The yardstick is the reference in the dtype of the call: what
 eager PyTorch loses. Ours may lose twice that, or what FLOORS allows where eager is lucky.
 """
 
+import collections
 import copy
 import dataclasses
 import gc
+import itertools
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -45,6 +48,42 @@ LOGIT_ROUNDING = {
 }
 # float64 forms p - 1 by cancellation: an absolute error of this times the other operand's row.
 TRUTH_ROUNDING = 2.0**-51
+
+
+def covering_rows(**values):
+    """Combinations of values in which every pair of values of every two parameters occurs.
+
+    Greedy: a row begins with the first pair that no row has, and takes for each further parameter
+    the value with the most new pairs, of equals the one used least. The same rows in each run.
+    """
+    names = list(values)
+    sizes = [range(len(values[name])) for name in names]
+    pairs = itertools.combinations(range(len(names)), 2)
+    missing = {
+        ((i, a), (j, b)): None for i, j in pairs for a, b in itertools.product(sizes[i], sizes[j])
+    }
+    used = collections.Counter()
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for name in sorted(set(range(len(names))) - row.keys(), key=lambda i: -len(sizes[i])):
+
+            def gain(value, name=name, row=row):
+                new = sum(tuple(sorted([(name, value), item])) in missing for item in row.items())
+                return new, -used[name, value], -value
+
+            row[name] = max(sizes[name], key=gain)
+        row = sorted(row.items())
+        used.update(row)
+        for pair in itertools.combinations(row, 2):
+            missing.pop(pair, None)
+        rows.append(tuple(values[names[i]][value] for i, value in row))
+    return rows
+
+
+def pairwise(**values):
+    """Parametrizes a test by `covering_rows`, in place of the product of all values."""
+    return pytest.mark.parametrize(list(values), covering_rows(**values), ids=str)
 
 
 @dataclasses.dataclass

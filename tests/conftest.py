@@ -5,6 +5,9 @@ import os
 # A compiled graph of another build of flce, with its sizes of workspaces, must not be taken from
 # the cache on disk; before torch is imported.
 os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+# torch's threads sleep where they wait for each other: on cores that other programs use, spinning
+# makes the small cases ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import cases  # noqa: E402
 import pytest  # noqa: E402

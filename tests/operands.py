@@ -30,11 +30,11 @@ def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64]):
         assert error <= tolerance * (1 + truth.double().abs().max())
 
 
-def make(kind, places, device, batch=(N,)):
+def make(kind, positions, device, batch=(N,)):
     x = leaf(*batch, H, device=device)
-    w = leaf(V, *places, H, device=device)
-    b = leaf(V, *places, device=device)
+    w = leaf(V, *positions, H, device=device)
+    b = leaf(V, *positions, device=device)
     if kind == "indices":
-        return x, w, b, indices(*batch, *places, device=device)
-    logits = torch.randn(*batch, V, *places, dtype=torch.float64, device=device)
+        return x, w, b, indices(*batch, *positions, device=device)
+    logits = torch.randn(*batch, V, *positions, dtype=torch.float64, device=device)
     return x, w, b, logits.softmax(len(batch))

@@ -16,7 +16,7 @@ import flce
 TOKENS, HIDDEN, VOCAB = 60, 16, 72
 BUDGET = 17 * VOCAB * 8  # several chunks in every dtype
 SAVES = ("logits", "stats")
-PLACES = ("grad", "main_grad")
+ATTRIBUTES = ("grad", "main_grad")
 
 
 def wide(dtype):
@@ -31,15 +31,15 @@ def make(device, dtype, seed=3):
     return case
 
 
-def begin(weight, place, dtype=None, scale=0.01):
+def begin(weight, attribute, dtype=None, scale=0.01):
     """Random content of the attribute; a copy of it in float64."""
-    dtype = dtype or (weight.dtype if place == "grad" else wide(weight.dtype))
+    dtype = dtype or (weight.dtype if attribute == "grad" else wide(weight.dtype))
     held = (scale * torch.randn(weight.shape, device=weight.device)).to(dtype)
-    setattr(weight, place, held)
+    setattr(weight, attribute, held)
     return held.double().clone()
 
 
-def run(case, place, *, grad_output=None, **knobs):
+def run(case, attribute, *, grad_output=None, **knobs):
     """One forward and backward; gradients of input and bias."""
     x = case.input.clone().requires_grad_()
     options = dict(case.options)
@@ -49,7 +49,7 @@ def run(case, place, *, grad_output=None, **knobs):
         case.linear_weight,
         case.target,
         linear_bias=bias,
-        accumulate_into=place,
+        accumulate_into=attribute,
         **{"max_memory": BUDGET, **options, **knobs},
     )
     loss.backward(torch.full_like(loss, 0.7) if grad_output is None else grad_output)
@@ -85,11 +85,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("place", PLACES)
-def test_adds_the_plain_gradient(device, place, save, dtype, options):
+@cases.pairwise(attribute=ATTRIBUTES, save=SAVES, dtype=cases.DTYPES, options=list(OPTIONS))
+def test_adds_the_plain_gradient(device, attribute, save, dtype, options):
     knobs = {**OPTIONS[options], "save": save}
     if dtype == torch.float64 and "accum_dtype" in knobs:
         knobs["accum_dtype"] = torch.float64
@@ -99,16 +96,16 @@ def test_adds_the_plain_gradient(device, place, save, dtype, options):
     knobs["weight"] = 0.5 + torch.rand(VOCAB, device=device)
     dx, dw, db = plain(case, **knobs)
     weight = case.linear_weight
-    before = begin(weight, place)
-    held = getattr(weight, place)
+    before = begin(weight, attribute)
+    held = getattr(weight, attribute)
     held[used:] = float("nan")  # padding is neither read nor written
     for times in (1, 2):
-        got = run(case, place, **knobs)
+        got = run(case, attribute, **knobs)
         assert torch.equal(got[0], dx) and torch.equal(got[1], db)
-        assert getattr(weight, place) is held
+        assert getattr(weight, attribute) is held
         check(held[:used], before[:used], dw[:used], dtype, times)
     assert held[used:].isnan().all()
-    assert place == "grad" or weight.grad is None
+    assert attribute == "grad" or weight.grad is None
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -159,7 +156,8 @@ def test_gemms_are_those_of_the_plain_path(device, save):
     case = make(device, torch.float32)
     begin(case.linear_weight, "grad")
     counts = [
-        cases.gemms_of(lambda place=place: run(case, place, save=save)) for place in (None, "grad")
+        cases.gemms_of(lambda attribute=attribute: run(case, attribute, save=save))
+        for attribute in (None, "grad")
     ]
     assert counts[0] == counts[1] > 0
 
@@ -206,7 +204,7 @@ def test_checkpoint_adds_once(device, reentrant, batch):
 
 
 def test_two_losses_in_one_backward(device, batch):
-    """Halves of a batch, and the logits of a plain call beside them: three uses of one weight."""
+    """Halves of a batch, and the logits of a plain call: three uses of one weight."""
     x, y = batch
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     for module in (head, twin):
@@ -215,20 +213,20 @@ def test_two_losses_in_one_backward(device, batch):
     assert close(head.weight.grad, twin.weight.grad)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_tied_embedding(device, place):
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_tied_embedding(device, attribute):
     """The embedding's gradient comes through autograd, to .grad."""
     torch.manual_seed(0)
-    head, twin = head_of(device, accumulate_into=place, bias=False), head_of(device, bias=False)
+    head, twin = head_of(device, accumulate_into=attribute, bias=False), head_of(device, bias=False)
     tokens = torch.randint(VOCAB, (3, 8), device=device)
     for module in (head, twin):
         embedding = nn.Embedding(VOCAB, HIDDEN, device=device, dtype=torch.float64)
         embedding.weight = module.weight
-        if place == "main_grad":
+        if attribute == "main_grad":
             module.weight.main_grad = torch.zeros_like(module.weight)
         for _ in range(2):
             module(torch.tanh(embedding(tokens)), tokens.roll(-1, dims=1)).backward()
-    got = head.weight.grad if place == "grad" else head.weight.grad + head.weight.main_grad
+    got = head.weight.grad if attribute == "grad" else head.weight.grad + head.weight.main_grad
     assert close(got, twin.weight.grad)
 
 
@@ -242,10 +240,10 @@ def test_frozen_after_the_forward(device, batch):
 
 
 def test_frozen_and_without_gradients(device, batch):
-    """Nothing to accumulate: no attribute is looked at, none is written."""
+    """Nothing to accumulate: no attribute is read, none is written."""
     x, y = batch
-    for place in PLACES:
-        head = head_of(device, accumulate_into=place)
+    for attribute in ATTRIBUTES:
+        head = head_of(device, accumulate_into=attribute)
         with torch.no_grad():
             head(x, y)
         head.weight.requires_grad_(False)
@@ -302,16 +300,16 @@ def test_scaler(device):
     check(weight.grad, torch.zeros((), device=device), 4096.0 * dw.double(), torch.float16, 2)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_autocast(device, place):
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_autocast(device, attribute):
     """A float32 weight with bfloat16 products has a float32 gradient."""
     case = make(device, torch.float32)
     with torch.autocast(device, torch.bfloat16):
         dw = plain(case, save="stats")[1]
-        before = begin(case.linear_weight, place)
-        run(case, place, save="stats")
-    assert getattr(case.linear_weight, place).dtype == torch.float32
-    check(getattr(case.linear_weight, place), before, dw, torch.bfloat16)
+        before = begin(case.linear_weight, attribute)
+        run(case, attribute, save="stats")
+    assert getattr(case.linear_weight, attribute).dtype == torch.float32
+    check(getattr(case.linear_weight, attribute), before, dw, torch.bfloat16)
 
 
 def test_a_view_of_a_flat_buffer(device):
@@ -354,7 +352,7 @@ def test_main_grad_without_a_declaration(device, batch):
     assert head.weight.grad is None and not hasattr(head.weight, "grad_added_to_main_grad")
 
 
-def test_other_graphs_learn_of_the_change(device, batch):
+def test_accumulation_bumps_the_version_counter(device, batch):
     head = head_of(device, accumulate_into="grad")
     head(*batch).backward()
     factor = torch.ones_like(head.weight).requires_grad_()
@@ -423,7 +421,7 @@ def test_compile(device, batch):
 
 
 SHAPE = (VOCAB, HIDDEN)
-# What is no place to add a float32 weight's gradient to, and the message's part. torch itself
+# What a float32 weight's gradient cannot be added to, and the message's part. torch itself
 # refuses a .grad of another shape, dtype or device.
 WRONG = {
     "shape": (lambda device: torch.zeros(VOCAB, HIDDEN + 1, device=device), "expected shape"),
@@ -433,20 +431,20 @@ WRONG = {
     "sparse": (lambda device: torch.zeros(SHAPE, device=device).to_sparse(), "expected a plain"),
     "grad": (lambda device: torch.zeros(SHAPE, device=device).requires_grad_(), "requires grad"),
 }
-WRONG_PLACES = [("main_grad", wrong) for wrong in WRONG]
-WRONG_PLACES += [("grad", wrong) for wrong in ("layout", "sparse", "grad")]
+WRONG_GRADIENTS = [("main_grad", wrong) for wrong in WRONG]
+WRONG_GRADIENTS += [("grad", wrong) for wrong in ("layout", "sparse", "grad")]
 
 
-@pytest.mark.parametrize("place, wrong", WRONG_PLACES)
-def test_refuses_what_it_cannot_add_to(device, place, wrong, batch):
-    head = head_of(device, torch.float32, accumulate_into=place)
+@pytest.mark.parametrize("attribute, wrong", WRONG_GRADIENTS)
+def test_refuses_what_it_cannot_add_to(device, attribute, wrong, batch):
+    head = head_of(device, torch.float32, accumulate_into=attribute)
     x, y = batch[0].float().requires_grad_(), batch[1]
-    if place == "main_grad":
+    if attribute == "main_grad":
         head.weight.main_grad = torch.zeros_like(head.weight)
     loss = head(x, y)
     content, message = WRONG[wrong]
-    setattr(head.weight, place, content(device))
-    with pytest.raises(ValueError, match=f"linear_weight.{place}: .*{message}"):
+    setattr(head.weight, attribute, content(device))
+    with pytest.raises(ValueError, match=f"linear_weight.{attribute}: .*{message}"):
         loss.backward()
     assert x.grad is None and head.bias.grad is None
 
@@ -455,8 +453,8 @@ def test_refuses_what_it_cannot_add_to(device, place, wrong, batch):
 def test_refuses_memory_that_the_weight_has_too(device, batch, shift):
     """Wholly or in part."""
     memory = torch.zeros(VOCAB * HIDDEN + 4, device=device)
-    places = memory[max(shift, 0) :], memory[max(-shift, 0) :]
-    weight, main_grad = (place[: VOCAB * HIDDEN].view(VOCAB, HIDDEN) for place in places)
+    starts = memory[max(shift, 0) :], memory[max(-shift, 0) :]
+    weight, main_grad = (part[: VOCAB * HIDDEN].view(VOCAB, HIDDEN) for part in starts)
     weight.requires_grad_().main_grad = main_grad.detach()
     with pytest.raises(ValueError, match=r"linear_weight.main_grad: expected memory of its own"):
         flce.linear_cross_entropy(batch[0].float(), weight, batch[1], accumulate_into="main_grad")
@@ -469,9 +467,9 @@ def test_refuses_a_missing_main_grad(device, batch):
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("place", PLACES)
-def test_refuses_hooks_that_would_be_passed_by(device, place, kind, batch):
-    head = head_of(device, accumulate_into=place)
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_refuses_hooks_that_would_not_run(device, attribute, kind, batch):
+    head = head_of(device, accumulate_into=attribute)
     head.weight.main_grad = torch.zeros_like(head.weight)
     loss = head(*batch)
     handle = getattr(head.weight, kind)(lambda *_: None)
@@ -499,11 +497,11 @@ def test_refuses_weights_that_are_no_plain_leaves(device, batch):
 
 def test_refuses_options(device, batch):
     x, y = batch
-    for place in PLACES:
+    for attribute in ATTRIBUTES:
         with pytest.raises(ValueError, match='save: expected "logits", "stats" or "auto" with acc'):
-            head_of(device, accumulate_into=place, save="grads")
+            head_of(device, accumulate_into=attribute, save="grads")
         with pytest.raises(ValueError, match="save: expected"):
-            flce.plan(8, 8, 8, device=device, accumulate_into=place, save="grads")
+            flce.plan(8, 8, 8, device=device, accumulate_into=attribute, save="grads")
     for function in (head_of, lambda device, **rest: head_of(device)(x, y, **rest)):
         with pytest.raises(ValueError, match="accumulate_into: expected one of .*got 'main'"):
             function(device, accumulate_into="main")

@@ -120,13 +120,13 @@ def test_failing_peers(scripts, tmp_path):
     for peer in [*failing, wrong_gradient]:
         peers.PEERS[peer.__name__] = peer
     names = ["--peers", *(peer.__name__ for peer in failing), "wrong_gradient", "eager"]
-    status, record = bench(scripts, tmp_path, SHAPE, "--passes", "step", "--patience", "5", *names)
+    status, record = bench(scripts, tmp_path, SHAPE, "--passes", "step", "--patience", "2", *names)
     assert not status
     reasons = {entry["contestant"]: entry["reason"] for entry in record["left_out"]}
     assert set(reasons) == {peer.__name__ for peer in failing}
     assert reasons["out_of_memory"] == "OutOfMemoryError: asked for too much"
     assert "a_package_that_nobody_has" in reasons["not_installed"]
-    assert reasons["never_ready"] == "OutOfPatience: not ready after 5 s"
+    assert reasons["never_ready"] == "OutOfPatience: not ready after 2 s"
     assert reasons["late_failure"] == "ValueError: only four calls"
     labels = {row["contestant"] for row in record["rows"]}
     assert labels == {"gemms", "flce auto", "eager", "wrong_gradient"}
@@ -392,7 +392,7 @@ def test_train_loop_control(scripts, tmp_path, monkeypatch):
 
 
 def test_control_figures(scripts):
-    """Steps of twice their turn's products have a spread, and none beside them."""
+    """Steps that take twice their products' time have a spread; the ratio has none."""
     train_loop = scripts("train_loop")
     control = train_loop.Control("cpu")
     own = [900.0, 10.0, 11.0, 10.0, 12.0, 11.0]

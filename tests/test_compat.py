@@ -58,9 +58,7 @@ def liger_call(case, device, dtype=torch.float64):
     return truth, call
 
 
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("case", LIGER_CASES, ids=str)
+@cases.pairwise(case=LIGER_CASES, reduction=["mean", "sum", "none"], scale=[False, True])
 def test_liger_means_what_it_says(device, case, reduction, scale):
     x, w, b, y = make("indices", (), device)
     truth, call = liger_call(case, device)
@@ -158,9 +156,7 @@ def runs_on(device):
         pytest.skip("Triton kernels run on a GPU or with TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("case", LIGER_CASES, ids=str)
+@cases.pairwise(case=LIGER_CASES, reduction=["mean", "sum", "none"], scale=[False, True])
 def test_liger_itself(device, case, reduction, scale):
     theirs = peer("liger_kernel.transformers.functional")
     runs_on(device)
@@ -359,9 +355,11 @@ def test_ligers_accum_dtype_is_refused(device, asked):
         liger.liger_fused_linear_cross_entropy(x, w, y, accum_dtype=asked)
 
 
-@pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wide", [torch.float64, torch.float32])
+@cases.pairwise(
+    wide=[torch.float64, torch.float32],
+    narrow=[torch.float32, torch.bfloat16, torch.float16],
+    scale=[False, True],
+)
 def test_liger_promotes_a_narrower_bias(device, wide, narrow, scale):
     x, w = (leaf(*shape, device=device, dtype=wide) for shape in ((N, H), (V, H)))
     b = leaf(V, device=device, dtype=narrow)
@@ -411,10 +409,12 @@ def cce_truth(e, c, y, bias=None, *, softcap=None, shift=0):
     return rows.reshape(y.shape), logits.logsumexp(-1) * (y != -100), y != -100
 
 
-@pytest.mark.parametrize("shift", [0, 1, 2, False, True])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("batch", [(5,), (3, 5), (2, 2, 5)])
+@cases.pairwise(
+    batch=[(5,), (3, 5), (2, 2, 5)],
+    reduction=["mean", "sum", "none"],
+    softcap=[None, 3.0],
+    shift=[0, 1, 2, False, True],
+)
 def test_cce_means_what_it_says(device, batch, reduction, softcap, shift):
     e, c, bias, y = make("indices", (), device, batch=batch)
     options = {"softcap": softcap, "shift": shift}

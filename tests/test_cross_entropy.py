@@ -70,19 +70,23 @@ def check_gradient(grad, truth, bar):
     assert cases.relative_error(grad, truth) <= bar or truth.norm() <= least * truth.numel() ** 0.5
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("std", [1.0, 8.0])
-@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 127, 128, 129, 1000, 32064, 50257, 128256])
+@cases.pairwise(
+    vocab=[1, 2, 7, 8, 9, 127, 128, 129, 1000, 32064, 50257, 128256],
+    std=[1.0, 8.0],
+    dtype=cases.DTYPES,
+)
 def test_vocabs(device, vocab, std, dtype):
     tokens = 5 if vocab > 1000 else 33
     logits, target = make_logits(tokens, vocab, dtype=dtype, device=device, std=std)
     check(logits, target, reduction="sum")
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("class_weight", [False, True])
+@cases.pairwise(
+    class_weight=[False, True],
+    smoothing=[0.0, 0.1, 1.0],
+    reduction=["none", "mean", "sum"],
+    dtype=cases.DTYPES,
+)
 def test_options(device, class_weight, smoothing, reduction, dtype):
     logits, target = make_logits(29, 131, dtype=dtype, device=device)
     target[::4] = 3

@@ -295,9 +295,11 @@ def test_out_of_memory_behind_the_product():
     assert torch.equal(w.grad, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 33, 1023, 1025, 4095, 4096, 4097])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("save", ["grads", "stats"])
+@cases.pairwise(
+    tokens=[1, 31, 33, 1023, 1025, 4095, 4096, 4097],
+    dtype=[torch.bfloat16, torch.float32],
+    save=["grads", "stats"],
+)
 def test_tokens_are_ordered_by_target(tokens, dtype, save):
     """Targets alone, shared by two and by hundreds, first and last of the order, and ignored."""
     case = cases.make_case(tokens, 64, 3000, dtype=dtype, device="cuda")

@@ -105,7 +105,7 @@ def test_the_kernels_that_run(monkeypatch, save, with_bias):
     assert launches(call, *OWN_KERNELS)[3] == 1  # the profiler sees kernels
     for kernel in ("auto", "fused"):
         product, weight, rows, _ = ran(kernel)
-        # The second looks for rows that have to be done again.
+        # The second launch repeats the rows that need another offset.
         assert (product, weight, rows) == (2, int(with_bias), 0)
     assert ran("gemm")[:3] == [0, 0, 0 if save == "stats" else 1]
 
@@ -126,7 +126,7 @@ def test_ragged_sizes(vocab, hidden):
 
 @pytest.mark.parametrize("vocab", [7, 64, 191, 192, 193, 50257])
 @pytest.mark.parametrize("hidden", [8, 128, 136, 768, 1000, 4096])
-def test_bias_gradient_beside_the_weights(vocab, hidden):
+def test_bias_gradient_of_the_weight_product(vocab, hidden):
     for tokens in (1, 63, 64, 65, 1000):
         x, w, y = draw(tokens, hidden, vocab)
         bias = torch.randn(vocab, device="cuda", requires_grad=True)
@@ -139,9 +139,7 @@ def test_bias_gradient_beside_the_weights(vocab, hidden):
             assert cases.relative_error(db, expected[3]) <= (6e-3 if vocab < 64 else 2.6e-3)
 
 
-@pytest.mark.parametrize("vocab", [7, 193, 3001])
-@pytest.mark.parametrize("hidden", [8, 136, 1160])
-@pytest.mark.parametrize("save", ["logits", "grads"])
+@cases.pairwise(vocab=[7, 193, 3001], hidden=[8, 136, 1160], save=["logits", "grads"])
 def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
     """With logits of 0 every E is the same power of two, and db_j = sum_i c_i (1/V - [y_i = j])."""
     for tokens in (1, 63, 64, 65, 700):
@@ -167,7 +165,7 @@ def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
             assert (db.double() - expected).abs().max() <= 2e-6 * c.sum() / vocab + 1e-6
 
 
-def test_weights_and_bias_take_one_reading():
+def test_weight_and_bias_gradients_read_e_once():
     def parts(**settings):
         plan = flce.plan(4096, 1024, 50257, dtype=BF16, device="cuda", bias=True, **settings)
         return plan.buffers.get("db_parts", 0)
@@ -282,7 +280,7 @@ def test_operands_that_begin_anywhere():
     assert_close(results(x, shifted, y, linear_bias=bias), truth(x, w, y, bias.detach()))
 
 
-@pytest.mark.parametrize("moves", ["x to an aligned place", "all to an unaligned place"])
+@pytest.mark.parametrize("moves", ["x to an aligned address", "all to an unaligned address"])
 def test_a_backward_whose_tensors_lie_elsewhere(moves):
     """What the forward saved comes back at other addresses, as from hooks that keep it elsewhere:
     neither the order of the rows nor the result may depend on that."""
@@ -291,9 +289,9 @@ def test_a_backward_whose_tensors_lie_elsewhere(moves):
     y[torch.rand(tokens, device="cuda") < 0.5] = -100
     kept = y >= 0
     bias = torch.randn(vocab, device="cuda", requires_grad=True)
-    offset = 1 if moves == "x to an aligned place" else 0
-    place = torch.empty(x.numel() + 1, device="cuda", dtype=BF16)
-    given = place[offset : offset + x.numel()].view_as(x).copy_(x).requires_grad_()
+    offset = 1 if moves == "x to an aligned address" else 0
+    memory = torch.empty(x.numel() + 1, device="cuda", dtype=BF16)
+    given = memory[offset : offset + x.numel()].view_as(x).copy_(x).requires_grad_()
     w.requires_grad_()
 
     def elsewhere(tensor):
@@ -347,9 +345,9 @@ def test_both_kernels_agree(monkeypatch, names, save):
         assert cases.relative_error(value, other.double()) <= 4e-3
 
 
-@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
-@pytest.mark.parametrize("valid", [0, 1, 700, 1024, 1025, 2900, 3000])
-@pytest.mark.parametrize("with_bias", [False, True])
+@cases.pairwise(
+    save=cases.SAVES, valid=[0, 1, 700, 1024, 1025, 2900, 3000], with_bias=[False, True]
+)
 def test_rows_beyond_the_valid_ones_are_skipped(save, valid, with_bias):
     """No bound given: the kernels find out by themselves how many rows there are."""
     tokens, vocab = 3000, 50257

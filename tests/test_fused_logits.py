@@ -85,7 +85,7 @@ def test_ragged_probabilities(vocab, dtype):
 
 
 CLASSES = 1000
-OPTIONS = {  # and whether the fused product has them beside probabilities
+OPTIONS = {  # and whether the fused product serves them with probabilities
     "scale": ({"logit_scale": 0.7, "temperature": 1.3}, True),
     "z-loss": ({"z_loss": 1e-2}, True),
     "token weight": ({"token_weight": torch.linspace(0.0, 2.0, 400)}, True),
@@ -181,9 +181,9 @@ def test_classes_ruled_out_have_no_gradient():
     assert not dw[7:4001].any() and bool(dw[:7].any()) and bool(dw.isfinite().all())
 
 
-@pytest.mark.parametrize("top", [10, 14, 17, 20, 60, 200, 1000, 4000])
-@pytest.mark.parametrize("save", ["logits", "grads"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@cases.pairwise(
+    top=[10, 14, 17, 20, 60, 200, 1000, 4000], save=["logits", "grads"], dtype=[BF16, torch.float32]
+)
 def test_certain_rows_leave_nothing(top, save, dtype):
     """A model as sure as its target: loss and gradients are what float32 leaves of a difference."""
     hidden, vocab = 1024, 3008
@@ -203,7 +203,7 @@ def test_certain_rows_leave_nothing(top, save, dtype):
     assert (dw.double() - true_dw).abs().max() <= 2e-6 + 1e-7 * top + 6e-3 * true_dw.abs().max()
 
 
-def test_a_mixed_target_that_the_model_has_met():
+def test_a_mixed_target_equal_to_the_softmax():
     """Half and half, which bfloat16 holds exactly; p - t is a sixteenth of p."""
     hidden, vocab = 1024, 3008
     rows = torch.arange(256, device="cuda")
@@ -230,7 +230,7 @@ def test_logits_that_are_all_far_from_zero(level):
 
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
-def test_a_target_that_the_model_has_met(save):
+def test_a_target_near_the_softmax(save):
     """p - t is a small part of p: what rounds p itself loses it."""
     x, w, noise = draw(512, 1024, 3001, std=8.0)
     t = (x.double() @ w.double().T + 1e-2 * noise.double()).softmax(-1)
@@ -250,7 +250,7 @@ def test_padding_is_never_read(save):
     assert_close((loss, dx, dw[:700]), truth(x, w, t[:, :700]))
 
 
-def test_logits_far_above_those_that_were_looked_at():
+def test_logits_far_above_the_sampled_ones():
     x, w, noise = draw(600, 1024, 5000)
     x[::7] *= 300.0
     x[3] *= 1000.0
@@ -308,9 +308,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("save", ["logits", "stats"])
-@pytest.mark.parametrize("kind", KINDS)
+@cases.pairwise(kind=list(KINDS), save=["logits", "stats"], bound=[False, True])
 def test_both_kernels_agree(monkeypatch, kind, save, bound):
     """With all outputs; of classes some are ignored, and left out where a bound is given."""
     x, w, noise = draw(700, 1032, 3001)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,13 +35,15 @@ def torchs(*args, **kwargs):
     return F.linear_cross_entropy(*args, **kwargs) if HAS_TORCHS else eager(*args, **kwargs)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("kind", ["indices", "probabilities"])
-@pytest.mark.parametrize("places", [(), (1,), (3,), (2, 3)])
-def test_torchs_function(device, places, kind, reduction, weighted, smoothing):
-    x, w, b, target = make(kind, places, device)
+@cases.pairwise(
+    positions=[(), (1,), (3,), (2, 3)],
+    kind=["indices", "probabilities"],
+    reduction=["mean", "sum", "none"],
+    weighted=[False, True],
+    smoothing=[0.0, 0.1],
+)
+def test_torchs_function(device, positions, kind, reduction, weighted, smoothing):
+    x, w, b, target = make(kind, positions, device)
     weight = torch.rand(V, dtype=torch.float64, device=device) if weighted else None
     options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
     for bias in (None, b):
@@ -61,8 +64,8 @@ def test_torchs_function_of_one_row(device, kind, reduction):
 @pytest.mark.parametrize("kind", ["indices", "probabilities"])
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
 def test_counts_are_not_of_the_default_dtype(device, kind, default):
-    """2067 places, a number that float16 does not hold, and float32 weights of float64 operands: no
-    denominator is rounded."""
+    """2067 positions, a number that float16 does not hold, and float32 weights of float64 operands:
+    no denominator is rounded."""
     x, w, b, target = make(kind, (159,), device)
     assert N * 159 == 2067
     weight = torch.rand(V, device=device)
@@ -78,19 +81,19 @@ def test_counts_are_not_of_the_default_dtype(device, kind, default):
         agree(loss, truth, (x, w, b))
 
 
-@pytest.mark.parametrize("places", [(), (3,)])
-def test_all_ignored_is_zero(device, places):
+@pytest.mark.parametrize("positions", [(), (3,)])
+def test_all_ignored_is_zero(device, positions):
     """torch: NaN. The gradients are zeros in both."""
-    x, w, _, target = make("indices", places, device)
+    x, w, _, target = make("indices", positions, device)
     loss = compat_torch.linear_cross_entropy(x, w, torch.full_like(target, -100))
     assert loss == 0
     assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (x, w)))
 
 
-@pytest.mark.parametrize("places", [(), (3,)])
-def test_weights_that_sum_to_zero_are_nan(device, places):
+@pytest.mark.parametrize("positions", [(), (3,)])
+def test_weights_that_sum_to_zero_are_nan(device, positions):
     """0/0 as in torch, whatever the layout; over no valid row it is 0 all the same."""
-    x, w, _, target = make("indices", places, device)
+    x, w, _, target = make("indices", positions, device)
     weight = torch.zeros(V, dtype=torch.float64, device=device)
     call = functools.partial(compat_torch.linear_cross_entropy, x, w, weight=weight)
     assert call(target).isnan()
@@ -151,7 +154,7 @@ def test_the_public_function_names_the_shape(device):
 
 def compiled_calls(x, w, y):
     """One of each shim and of the positions, as functions of x and w."""
-    rows, places = y.flatten(), y.flatten().unsqueeze(1).expand(-1, 2)
+    rows, positions = y.flatten(), y.flatten().unsqueeze(1).expand(-1, 2)
     weight = torch.rand(V, dtype=x.dtype, device=x.device)
     return {
         "torch": lambda x, w: compat_torch.linear_cross_entropy(x.flatten(0, 1), w, rows),
@@ -160,7 +163,7 @@ def compiled_calls(x, w, y):
             ce_weight=weight, lse_square_scale=0.1, use_token_scaling=True
         )(w, x.flatten(0, 1), rows),
         "positions": lambda x, w: compat_torch.linear_cross_entropy(
-            x.flatten(0, 1), torch.stack([w, 2 * w], 1), places, weight=weight
+            x.flatten(0, 1), torch.stack([w, 2 * w], 1), positions, weight=weight
         ),
     }
 
@@ -227,16 +230,16 @@ def test_torchs_signatures():
 
 
 @needs_torchs
-@pytest.mark.parametrize("places", [(), (2, 3)])
-def test_torchs_module(device, places):
+@pytest.mark.parametrize("positions", [(), (2, 3)])
+def test_torchs_module(device, positions):
     """The same state_dict, and from it the same loss."""
     weight = torch.rand(V, device=device, dtype=torch.float64)
-    call = {"out_features": places, "bias": True, "weight": weight, "label_smoothing": 0.1}
-    place = {"device": device, "dtype": torch.float64}
-    theirs = torch.nn.LinearCrossEntropyLoss(H, V, **call, **place)
-    ours = compat_torch.LinearCrossEntropyLoss(H, V, **call, **place)
+    call = {"out_features": positions, "bias": True, "weight": weight, "label_smoothing": 0.1}
+    factory = {"device": device, "dtype": torch.float64}
+    theirs = torch.nn.LinearCrossEntropyLoss(H, V, **call, **factory)
+    ours = compat_torch.LinearCrossEntropyLoss(H, V, **call, **factory)
     ours.load_state_dict(theirs.state_dict())
-    x, target = leaf(N, H, device=device), indices(N, *places, device=device)
+    x, target = leaf(N, H, device=device), indices(N, *positions, device=device)
     one, two = ours(x, target), theirs(x, target)
     assert abs(one - two) <= 1e-12 * two
     one.backward()

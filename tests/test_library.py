@@ -104,8 +104,8 @@ def opcheck_cross_entropy_outputs(device):
 
 def test_raw_logits_without_a_class_are_refused(device):
     """Where they are traced too."""
-    for place in (device, "meta"):
-        logits = torch.randn(3, 0, device=place)
+    for where in (device, "meta"):
+        logits = torch.randn(3, 0, device=where)
         with pytest.raises(ValueError, match="logits: expected at least one class, got 0"):
             torch.ops.flce.cross_entropy_forward(*raw.cross_entropy_forward(logits, logits))
 

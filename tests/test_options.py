@@ -40,11 +40,13 @@ def check_all(case, **call):
             yardstick.check(results, f"save={save} max_memory={budget}")
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("class_weight", [False, True])
-@pytest.mark.parametrize("ignore", [False, True])
+@cases.pairwise(
+    dtype=cases.DTYPES,
+    reduction=["none", "mean", "sum"],
+    smoothing=[0.0, 0.1, 1.0],
+    class_weight=[False, True],
+    ignore=[False, True],
+)
 def test_combinations(device, dtype, reduction, smoothing, class_weight, ignore):
     case = make(
         device, dtype, reduction=reduction, label_smoothing=smoothing, class_weight=class_weight
@@ -90,10 +92,12 @@ def test_ignore_index_none_means_minus_100(device):
     assert cases.same_bits(plain, cases.outcome(flce.linear_cross_entropy, case, ignore_index=None))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("class_weight", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("tokens", [0, 9])
+@cases.pairwise(
+    reduction=["none", "mean", "sum"],
+    class_weight=[False, True],
+    smoothing=[0.0, 0.1],
+    tokens=[0, 9],
+)
 def test_no_valid_rows(device, reduction, class_weight, smoothing, tokens):
     """All rows ignored, or no rows: loss 0 and zero gradients, also where input holds NaN."""
     case = make(device, class_weight=class_weight, reduction=reduction, label_smoothing=smoothing)
@@ -124,12 +128,10 @@ def test_mean_divides_by_the_weights_of_valid_rows(device):
         assert abs(loss - expected) <= 1e-12 * abs(expected)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize(
-    "wants",
-    [subset for size in (1, 2) for subset in itertools.combinations(cases.GRADIENTS, size)],
-    ids="+".join,
+@cases.pairwise(
+    wants=[subset for size in (1, 2) for subset in itertools.combinations(cases.GRADIENTS, size)],
+    reduction=["none", "mean", "sum"],
+    smoothing=[0.0, 0.1],
 )
 def test_frozen_parts(device, wants, reduction, smoothing):
     check_all(make(device, reduction=reduction, label_smoothing=smoothing), wants=wants)
@@ -222,7 +224,7 @@ def test_transposed_and_sliced_views(device):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 127, 128, 129, 1000])
 def test_budgets(device, dtype, rows):
-    """Chunks of every size class, honest for each strategy."""
+    """Chunks of each size class, for each strategy."""
     case = cases.make_case(150, HIDDEN, 96, dtype=dtype, device=device, std=4.0, bias=True)
     yardstick = cases.Yardstick(case)
     # 16-bit sums over a chunk for each token lose what accum_dtype is for.
@@ -308,7 +310,7 @@ def test_logits_dtype(device, save, dtype):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_class_weight_dtype(device, save, weight_dtype):
-    """Class weights may stay in float32 beside a bfloat16 model."""
+    """Class weights may stay in float32 with a bfloat16 model."""
     case = make(device, torch.bfloat16, class_weight=True, bias=False)
     case.options["weight"] = case.options["weight"].to(weight_dtype)
     cases.check(flce.linear_cross_entropy, case, save=save)

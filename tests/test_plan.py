@@ -1,4 +1,4 @@
-"""The plan tells the truth: GEMMs as counted, bytes as measured, budgets as honoured."""
+"""The plan against what runs: GEMMs as counted, bytes as measured, budgets as kept."""
 
 import itertools
 import math
@@ -173,15 +173,24 @@ def test_form(device):
     assert flce.plan(**shape, dtype=torch.float16).form == expected
 
 
+BUDGETS = {
+    "96KiB": 96 << 10,
+    "400KiB": 400 << 10,  # 12 rows, one tile of 8 and a part of another
+    "1MiB": 1 << 20,
+    "5MB": 5_000_000,  # 156 rows, one tile of 128 and a part of another
+    "100MB": 100_000_000,
+}
+
+
 @pytest.mark.parametrize("save", cases.SAVES)
-@pytest.mark.parametrize("budget", ["96KiB", "1MiB", "100MB"])
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_budget_bounds_the_logits_buffer(device, save, budget):
     """Whole rows, whole chunks, and chunks that cover all rows."""
     tokens, vocab = 5000, 8000
     plan = flce.plan(
         tokens, 64, vocab, dtype=torch.float32, device=device, save=save, max_memory=budget
     )
-    count = {"96KiB": 96 << 10, "1MiB": 1 << 20, "100MB": 100_000_000}[budget]
+    count = BUDGETS[budget]
     assert plan.buffers.get("logits", 0) <= count
     if save != "logits":
         assert plan.chunk_rows * vocab * 4 <= count
@@ -315,7 +324,7 @@ def test_peak_memory_without_reduction(device, save):
 # ---- accumulation into the caller's gradient ----
 
 
-def accumulated_peak(case, place, held_dtype, device, **knobs):
+def accumulated_peak(case, attribute, held_dtype, device, **knobs):
     """Of a step that adds the weight's gradient to what is there."""
     x = case.input.clone().requires_grad_()
     weight = torch.nn.Parameter(case.linear_weight.clone())
@@ -323,22 +332,22 @@ def accumulated_peak(case, place, held_dtype, device, **knobs):
 
     def step():
         loss = flce.linear_cross_entropy(
-            x, weight, case.target, linear_bias=bias, accumulate_into=place, **knobs
+            x, weight, case.target, linear_bias=bias, accumulate_into=attribute, **knobs
         )
         loss.backward()
         return loss.detach()
 
-    setattr(weight, place, torch.zeros_like(weight, dtype=held_dtype))
+    setattr(weight, attribute, torch.zeros_like(weight, dtype=held_dtype))
     step()
     x.grad = bias.grad = None
     return cases.peak_bytes(step, device)
 
 
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
-@pytest.mark.parametrize("place", ["grad", "main_grad"])
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("save", ["logits", "stats"])
-def test_peak_memory_of_accumulation(device, save, dtype, place, accum_dtype):
+def test_peak_memory_of_accumulation(device, save, dtype, attribute, accum_dtype):
     """The plan has no gradient of the weight, and what is measured has none."""
     if dtype == torch.float64 and accum_dtype == torch.float32:
         pytest.skip("float64 sums in float64")
@@ -349,26 +358,26 @@ def test_peak_memory_of_accumulation(device, save, dtype, place, accum_dtype):
         size, budget = (512, 512, 16384), "4MiB"
     case = cases.make_case(*size, dtype=dtype, device=device, bias=True)
     knobs = {"save": save, "max_memory": budget, "accum_dtype": accum_dtype}
-    plan = plan_of(case, device, accumulate_into=place, **knobs)
+    plan = plan_of(case, device, accumulate_into=attribute, **knobs)
     without = plan_of(case, device, **knobs)
     assert "grad_weight" in without.buffers and "grad_weight" not in plan.buffers
-    held = {"grad": dtype, "main_grad": torch.promote_types(dtype, torch.float32)}[place]
+    held = {"grad": dtype, "main_grad": torch.promote_types(dtype, torch.float32)}[attribute]
     if held == dtype or "dw_accum" in without.buffers:
         saved = without.buffers["grad_weight"] + without.buffers.get("dw_accum", 0)
         saved -= plan.buffers.get("dw_accum", 0)
         assert without.backward_peak_bytes - plan.backward_peak_bytes >= 0.99 * saved > 0
-    step = accumulated_peak(case, place, held, device, **knobs)
+    step = accumulated_peak(case, attribute, held, device, **knobs)
     assert_close(step, plan.peak_bytes, "step", product_scratch(case, plan.chunk_rows))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("place", ["grad", "main_grad"])
-def test_accumulation_takes_no_grads(device, place, dtype):
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+def test_accumulation_takes_no_grads(device, attribute, dtype):
     """Where "auto" would make the gradients in the forward."""
     size = {"tokens": 256, "hidden": 64, "vocab": 4096, "dtype": dtype, "device": device}
     for budget in ("1MiB", "1GiB"):
-        plan = flce.plan(**size, max_memory=budget, accumulate_into=place)
+        plan = flce.plan(**size, max_memory=budget, accumulate_into=attribute)
         assert plan.save == ("stats" if budget == "1MiB" else "logits")
         frozen = {"max_memory": budget, "grad_weight": False}
-        plan = flce.plan(**size, **frozen, accumulate_into=place)
+        plan = flce.plan(**size, **frozen, accumulate_into=attribute)
         assert plan == flce.plan(**size, **frozen)

@@ -26,9 +26,11 @@ def saved_of(x, w, target, **options):
     return torch.ops.flce.forward(*arguments)[4]
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 31, 33, 129, 1000])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["exp", "probabilities", "softcap and smoothing", "entropy"])
+@cases.pairwise(
+    kind=["exp", "probabilities", "softcap and smoothing", "entropy"],
+    dtype=cases.DTYPES,
+    vocab=[1, 7, 31, 33, 129, 1000],
+)
 def test_zeros_follow_the_columns_of_what_is_saved(device, kind, dtype, vocab):
     """E or logits: no element is left as it was allocated."""
     case = cases.make_case(37, 24, vocab, dtype=dtype, device=device)
@@ -73,11 +75,11 @@ def test_a_row_of_nan_stays_alone(device, save, hidden):
         assert torch.equal(loss.isnan(), spoilt)
 
 
-@pytest.mark.parametrize("options", [{}, {"linear_bias": True}, {"label_smoothing": 0.1}])
-@pytest.mark.parametrize("kernel", ["auto", "gemm"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [(2100, 1024, 4099), (2100, 1028, 4096), (2049, 1027, 5001), (4099, 1030, 2051)]
+@cases.pairwise(
+    sizes=[(2100, 1024, 4099), (2100, 1028, 4096), (2049, 1027, 5001), (4099, 1030, 2051)],
+    dtype=[BF16, torch.float16],
+    kernel=["auto", "gemm"],
+    options=[{}, {"linear_bias": True}, {"label_smoothing": 0.1}],
 )
 def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel, options):
     """Large enough for cuda_gemm to split what is over multiples of 8."""
@@ -103,22 +105,24 @@ def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel,
             assert error <= bar, f"{save} {budget} {name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("place", ["grad", "main_grad"])
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 @pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2049, 1027, 5001)])
-def test_sums_of_ragged_sizes(cuda, sizes, place):
+def test_sums_of_ragged_sizes(cuda, sizes, attribute):
     """The weight's gradient added to the caller's, whose rows have no padding."""
     case = cases.make_case(*sizes, dtype=BF16, device=cuda)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
     start = torch.randn(w.shape, device=cuda).mul_(1e-4)
-    if place == "grad":
+    if attribute == "grad":
         w.grad = start.to(BF16)
     else:
         w.main_grad = start.clone()
-    begun = getattr(w, place).double()
-    flce.linear_cross_entropy(x, w, case.target, accumulate_into=place).backward()
+    begun = getattr(w, attribute).double()
+    flce.linear_cross_entropy(x, w, case.target, accumulate_into=attribute).backward()
     expected = truth["linear_weight"] + begun
-    assert cases.relative_error(getattr(w, place), expected) <= (4e-3 if place == "grad" else 2e-3)
+    assert cases.relative_error(getattr(w, attribute), expected) <= (
+        4e-3 if attribute == "grad" else 2e-3
+    )
 
 
 @ONLY

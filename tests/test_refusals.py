@@ -231,13 +231,13 @@ def test_refusal(device, name, given, error, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "beside", "error", "words"), COMBINED_REFUSALS, ids=label
+    ("name", "given", "others", "error", "words"), COMBINED_REFUSALS, ids=label
 )
-def test_combined_refusal(device, name, given, beside, error, words):
-    if name == "valid_bound" and not beside.keys() & {"target"} and device == "cuda":
-        pytest.skip("nothing counts the rows on CUDA: test_surface.py has the NaN it gives")
-    beside = {key: make(device) for key, make in beside.items()}
-    call = {**arguments(device), **beside, name: given(device)}
+def test_combined_refusal(device, name, given, others, error, words):
+    if name == "valid_bound" and not others.keys() & {"target"} and device == "cuda":
+        pytest.skip("nothing counts the rows on CUDA: test_single_options.py has the NaN it gives")
+    others = {key: make(device) for key, make in others.items()}
+    call = {**arguments(device), **others, name: given(device)}
     message = raised(error, lambda: flce.linear_cross_entropy(**call))
     assert message.startswith(f"{name}: expected")
     for word in words:

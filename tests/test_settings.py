@@ -98,8 +98,8 @@ def test_settings_come_back():
 
 
 def changed(integers, name, value):
-    place = [*INTEGERS, "layout"].index(name)
-    return [*integers[:place], value, *integers[place + 1 :]]
+    index = [*INTEGERS, "layout"].index(name)
+    return [*integers[:index], value, *integers[index + 1 :]]
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])

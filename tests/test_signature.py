@@ -80,7 +80,7 @@ def test_what_differs_is_found_again(device, change):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_what_surrounds_a_call_counts(monkeypatch):
+def test_grad_mode_autocast_and_environment_are_read_each_time(monkeypatch):
     call = draw("cpu")
     check(call)
     with torch.no_grad():

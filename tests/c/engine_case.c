@@ -74,7 +74,7 @@ static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
 }
 
 /* The row's loss, and its gradient for k of the loss, g_lse of the lse, g_entropy of the entropy;
- * z_share: what z-loss has beside the loss's factor. */
+ * z_share: the z-loss's factor over the loss's. */
 static void row_loss(const setting* s, const model* m, int64_t i, double k, double g_lse,
                      double g_entropy, double z_share, row* r) {
   const flce_problem* p = &s->problem;
@@ -249,7 +249,7 @@ void* workspace(int64_t bytes) {
 static void* weight_buffer(const setting* s, const model* m, const flce_plan* plan) {
   const flce_problem* p = &s->problem;
   if (!p->adds_grad_weight) return plan_buffer(plan, FLCE_BUF_GRAD_WEIGHT);
-  CHECK(plan->buffers[FLCE_BUF_GRAD_WEIGHT].bytes == 0, "the plan has a dW beside the caller's");
+  CHECK(plan->buffers[FLCE_BUF_GRAD_WEIGHT].bytes == 0, "the plan has a dW besides the caller's");
   size_t bytes = (size_t)(p->weight_rows * p->hidden * flce_size_of(p->added_dtype));
   return memcpy(malloc(bytes), m->start, bytes);
 }
@@ -382,7 +382,7 @@ void compare(const setting* s, const run* r, const char* name, const void* actua
   CHECK(actual != NULL, "%s is missing, %s", name, text);
   if (!actual) return;
   double error = error_of(s, r) + 2.0 * test_epsilon(dtype), worst = 0.0;
-  /* An E that underflows is 0; it would have met a sum of x or W, some hundreds here. */
+  /* An E that underflows is 0; its factor would have been a sum of x or W, some hundreds here. */
   double underflow = test_tiny(dtype) + 1000.0 * test_tiny(stat_of(s));
   int64_t wrong = -1;
   for (int64_t k = 0; k < count; k++) {
@@ -451,25 +451,25 @@ static bool same_run(const setting* s, const run* a, const run* b) {
   return same;
 }
 
-static void test_kernel(const setting* s) {
-  model m = make_model(s);
-  run serial = run_all(s, &m, 1);
+static void test_kernel(const setting* s, const model* m) {
+  run serial = run_all(s, m, 1);
   if (serial.status == FLCE_OK) {
-    check_run(s, &m, &serial);
-    run threaded = run_all(s, &m, 3);
+    check_run(s, m, &serial);
+    run threaded = run_all(s, m, 3);
     char text[600];
     describe(s, &serial, text, sizeof text);
     CHECK(same_run(s, &serial, &threaded), "threads change the bits, %s", text);
     free_run(&threaded);
   }
   free_run(&serial);
-  free_model(&m);
 }
 
 void test_setting(const setting* s) {
   setting fused = *s, skips = *s;
   fused.fused = skips.fused = skips.skips = true;
-  test_kernel(s);
-  test_kernel(&fused);
-  test_kernel(&skips);
+  model m = make_model(s);
+  test_kernel(s, &m);
+  test_kernel(&fused, &m);
+  test_kernel(&skips, &m);
+  free_model(&m);
 }

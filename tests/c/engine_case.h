@@ -56,7 +56,8 @@ void describe(const setting* s, const run* r, char* text, size_t size);
 void compare(const setting* s, const run* r, const char* name, const void* actual, flce_dtype dtype,
              const double* expected, const double* size, int64_t count);
 void check_run(const setting* s, const model* m, const run* r);
-/* One setting, serially and on three threads, with each of the two ways to E. */
+/* One setting, serially and on three threads: by products and passes, by the fused products, and by
+ * those that skip rows. */
 void test_setting(const setting* s);
 
 #endif

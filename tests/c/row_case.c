@@ -63,7 +63,7 @@ data make_data(const setting* s) {
     draw_probabilities(s, &d, i);
   }
   for (int64_t r = 0; r < d.rows; r++) {
-    int64_t i = place_of(s, r);
+    int64_t i = token_of(s, r);
     bool read = i >= 0 && (s->probabilities || (i != IGNORED && i != WRONG));
     int64_t peak = !read ? 0 : i % 2 ? d.target[i] : v / 3;
     for (int64_t j = 0; j < v; j++)
@@ -168,7 +168,7 @@ static void define_gradient(const setting* s, const data* d, int64_t i, truth* t
 }
 
 truth make_truth(const setting* s, const data* d, int64_t r) {
-  int64_t v = s->vocab, i = place_of(s, r);
+  int64_t v = s->vocab, i = token_of(s, r);
   truth t = {test_doubles(v), test_doubles(v), test_doubles(v), test_doubles(v), test_doubles(v),
              test_doubles(v), test_doubles(v), test_doubles(v), .largest = 0};
   for (int64_t j = 0; j < v; j++)
@@ -196,7 +196,7 @@ static double objective(const setting* s, const data* d, int64_t i, truth* t) {
 void check_truth(const setting* s, const data* d) {
   const double step = 1e-5;
   for (int64_t r = 0; r < d->rows; r++) {
-    int64_t i = place_of(s, r);
+    int64_t i = token_of(s, r);
     if (is_blank(s, i)) continue;
     for (int64_t j = 0; j < s->vocab; j += 1 + s->vocab / 3) {
       truth t = make_truth(s, d, r);

@@ -45,7 +45,7 @@ static const double kZShare = 0.75, kFactor = 0.5;
       (long long)(i)
 
 /* The token of row r. */
-static inline int64_t place_of(const setting* s, int64_t r) {
+static inline int64_t token_of(const setting* s, int64_t r) {
   return s->gathered ? row_case_index[r] : r;
 }
 

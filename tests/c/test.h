@@ -44,8 +44,9 @@ double test_epsilon(flce_dtype dtype);
 /* The smallest error that an underflow can make. */
 double test_tiny(flce_dtype dtype);
 
-/* A CPU description over the plain GEMM and `threads` threads (1: serial). The threads split the
- * range unevenly, so that part boundaries fall elsewhere than in the serial run. */
+/* A CPU description over the plain GEMM and `threads` threads (1: serial). More split each range
+ * unevenly, so that part boundaries fall elsewhere than in the serial run; most ranges then run
+ * part by part from the last one on, the others on three threads. */
 flce_cpu test_cpu(int threads);
 
 /* The variants that this machine runs, one after another: sets FLCE_CPU_VARIANT; false at the end.

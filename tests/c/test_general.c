@@ -129,7 +129,7 @@ static void check_prediction(const setting* s, const data* d, const result* r, c
 }
 
 static void check_row_stats(const setting* s, const data* d, const result* r, int64_t row) {
-  int64_t i = place_of(s, row), y = d->target[i];
+  int64_t i = token_of(s, row), y = d->target[i];
   truth t = make_truth(s, d, row);
   double tiny = (double)(s->vocab + 1) * test_tiny(d->stat), loss = flce_load(r->loss, d->stat, i);
   double relative = t.error + 4.0 * test_epsilon(d->stat);
@@ -137,7 +137,7 @@ static void check_row_stats(const setting* s, const data* d, const result* r, in
   check_stat(s, d, r, FLCE_STAT_OFFSET, i, t.c, relative);
   check_stat(s, d, r, FLCE_STAT_INV_SUM, i, 1.0 / t.sum, 2.0 * relative / t.sum);
   check_stat(s, d, r, FLCE_STAT_NLL, i, has_target(s) ? t.nll : 0.0, relative * t.nll + tiny);
-  /* An exp that underflows would have met up to 90 of c - l, with float64 up to 800. */
+  /* An exp that underflows would be multiplied by a c - l of up to 90, with float64 up to 800. */
   check_stat(s, d, r, FLCE_STAT_ENTROPY, i, s->entropy ? t.entropy : 0.0,
              2.0 * relative * t.entropy + 800.0 * tiny);
   check_stat(s, d, r, FLCE_STAT_MASS, i, s->probabilities ? t.mass : 0.0, relative * t.mass);
@@ -169,7 +169,7 @@ static void check_blank(const setting* s, const data* d, const result* r, int64_
 static void check_stats(const setting* s, const data* d, const result* r, bool coef) {
   bool seen[TOKENS] = {false};
   for (int64_t row = 0; row < d->rows; row++) {
-    int64_t i = place_of(s, row);
+    int64_t i = token_of(s, row);
     if (i >= 0) seen[i] = true;
     if (!is_blank(s, i))
       check_row_stats(s, d, r, row);
@@ -182,7 +182,7 @@ static void check_stats(const setting* s, const data* d, const result* r, bool c
 
 static void check_out(const setting* s, const data* d, const result* r, int pass) {
   for (int64_t row = 0; row < d->rows; row++) {
-    int64_t i = place_of(s, row), wrong = -1;
+    int64_t i = token_of(s, row), wrong = -1;
     bool blank = is_blank(s, i);
     truth t = {0};
     if (!blank) t = make_truth(s, d, row);
@@ -199,7 +199,7 @@ static void check_out(const setting* s, const data* d, const result* r, int pass
         expected = (pass == EXP ? 1.0 : kExpScale) * t.p[j] * t.sum * t.slope[j] / unit;
         size = 2.0 * expected;
       }
-      /* An exp that underflows would have met factors up to this, and c - l. */
+      /* An exp that underflows would be multiplied by up to this, and by c - l. */
       double floor = 2e5 * test_tiny(d->stat) + test_tiny(s->dtype);
       double tolerance = 2.0 * t.error * size + test_epsilon(s->dtype) * fabs(expected) + floor;
       bool right = blank ? is_like(actual, expected) : test_close(actual, expected, tolerance);
@@ -289,7 +289,7 @@ static void test_single_options(void) {
         }
 }
 
-/* The lowest of equal largest logits, in every place of a span and beyond it. */
+/* The lowest of equal largest logits, at every position in a span and beyond it. */
 static void test_predictions(void) {
   enum { V = 5000 };
   static const int64_t columns[] = {0, 1, 15, 16, 2047, 2048, 4095, 4096, 4999};

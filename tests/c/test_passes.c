@@ -289,14 +289,14 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
 }
 
 /* Gathered rows, and rows that only need their order and type: coef NULL. dX is narrower than D. */
-static void test_place_grad_input(const types* t, int64_t width, bool with_coef, bool gathered) {
+static void test_grad_input_of_rows(const types* t, int64_t width, bool with_coef, bool gathered) {
   enum { ROWS = 6, PICKED = 4, UNTOUCHED = 7 };
   static const int64_t index[PICKED] = {5, -1, 0, 4}, own[ROWS] = {0, 1, 2, 3, 4, 5};
   flce_dtype stat = flce_stat_dtype(t->dtype);
   int64_t cols = width > 1 ? width - 1 : width, count = ROWS * cols;
   int64_t target[ROWS] = {0, 2, IGNORE_INDEX, 3, VOCAB, 3};
   int64_t picked = gathered ? PICKED : ROWS;
-  const int64_t* place = gathered ? index : own;
+  const int64_t* tokens = gathered ? index : own;
   void *d = test_fill_normal(t->accum, picked * width, 1.0), *dx = test_buffer(t->grad, count);
   void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
   void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
@@ -306,7 +306,7 @@ static void test_place_grad_input(const types* t, int64_t width, bool with_coef,
   flce_fill(expected, FLCE_F64, UNTOUCHED, count);
   flce_fill(dx, t->grad, UNTOUCHED, count);
   for (int64_t k = 0; k < picked * width; k++) {
-    int64_t i = place[k / width], h = k % width;
+    int64_t i = tokens[k / width], h = k % width;
     if (i < 0 || h >= cols) continue;
     double a = flce_load(d, t->accum, k), b = 0.0;
     if (with_coef) {
@@ -463,7 +463,7 @@ int main(void) {
           test_scale_rows(t, kWidths[w], options & 1, options & 2);
         for (int smooth = 0; smooth < 2; smooth++) test_finish_grad_input(t, kWidths[w], smooth);
         for (int options = 0; options < 4; options++)
-          test_place_grad_input(t, kWidths[w], options & 1, options & 2);
+          test_grad_input_of_rows(t, kWidths[w], options & 1, options & 2);
         for (int options = 0; options < 3; options++)
           test_finish_grad_weight(t, kWidths[w], options);
       }

@@ -130,16 +130,17 @@ static void test_prepare_refusals(void) {
 
 /* ---- rows to compute ---- */
 
-static void test_compact_rows(void) {
+/* ignore_index: a class too, which then is none. */
+static void test_compact_rows(int64_t ignore_index) {
   int64_t target[TOKENS], valid = 0;
   for (int64_t i = 0; i < TOKENS; i++)
-    target[i] = i % 11 == 3 ? IGNORE_INDEX : (int64_t)(test_random() % VOCAB);
+    target[i] = i % 11 == 3 ? ignore_index : (int64_t)(test_random() % VOCAB);
   target[20] = VOCAB; /* out of range: not ignored */
-  for (int64_t i = 0; i < TOKENS; i++) valid += target[i] != IGNORE_INDEX;
+  for (int64_t i = 0; i < TOKENS; i++) valid += target[i] != ignore_index;
   CHECK(valid > 9 && valid < TOKENS - 9, "%lld valid rows", (long long)valid);
   for (int64_t rows = 0; rows <= TOKENS; rows += rows == valid ? TOKENS - valid : valid) {
     flce_problem problem = {
-        .tokens = TOKENS, .rows = rows, .vocab = VOCAB, .loss = {.ignore_index = IGNORE_INDEX}};
+        .tokens = TOKENS, .rows = rows, .vocab = VOCAB, .loss = {.ignore_index = ignore_index}};
     flce_facts facts;
     CHECK_OK(backend.facts(backend.self, &problem, &facts));
     CHECK(facts.compact_bytes == 8 * TOKENS, "%lld bytes", (long long)facts.compact_bytes);
@@ -148,7 +149,7 @@ static void test_compact_rows(void) {
     CHECK_OK(backend.compact_rows(backend.self, &problem, target, index));
     int64_t wrong = 0, r = 0;
     for (int64_t i = 0; i < TOKENS && r < rows; i++)
-      if (target[i] != IGNORE_INDEX) wrong += index[r++] != i;
+      if (target[i] != ignore_index) wrong += index[r++] != i;
     while (r < rows) wrong += index[r++] != -1;
     CHECK(wrong == 0 && index[rows] == 77, "index of %lld rows", (long long)rows);
     free(index);
@@ -241,7 +242,8 @@ int main(void) {
   flce_cpu_backend(&cpu, &backend);
   test_prepare();
   test_prepare_refusals();
-  test_compact_rows();
+  test_compact_rows(IGNORE_INDEX);
+  test_compact_rows(5);
   test_blank_rows();
   test_order();
   return test_verdict();

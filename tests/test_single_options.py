@@ -1,6 +1,7 @@
 """Each option by itself, against what it means said in other words.
 
-test_properties.py has them in combination, against flce.reference; test_outputs.py the outputs.
+test_options.py and test_properties.py have them in combination, against flce.reference;
+test_outputs.py has the outputs.
 """
 
 import functools
@@ -20,9 +21,11 @@ SAVES = pytest.mark.parametrize("save", cases.SAVES)
 # ---- targets: probabilities, dtypes, shifts, documents ----
 
 
-@SAVES
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@cases.pairwise(
+    save=cases.SAVES,
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    smoothing=[0.0, 0.2],
+)
 def test_probabilities_of_any_dtype(device, save, dtype, smoothing):
     x, w, _ = cases.leaves(device, TOKENS)
     t = torch.randn(TOKENS, VOCAB, generator=cases.generator(3)).softmax(-1).to(device, dtype)
@@ -108,10 +111,7 @@ def test_shift_past_the_sequence_leaves_nothing(device, k):
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
 
 
-@SAVES
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("batched", [False, True])
+@cases.pairwise(save=cases.SAVES, k=[1, 3], dtype=[torch.int32, torch.int64], batched=[False, True])
 def test_documents(device, save, k, dtype, batched):
     """Packed documents: as a loop over them, each by itself; one is empty, one has a single token,
     and the rows after the last belong to none."""

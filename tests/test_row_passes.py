@@ -60,9 +60,7 @@ def agree(once, twice, dtype, gradients=None):
         )  # of one class it is rounding alone
 
 
-@pytest.mark.parametrize("save", cases.SAVES)
-@pytest.mark.parametrize("t_dtype", T_DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", SMALL + LARGE)
+@cases.pairwise(vocab=SMALL + LARGE, t_dtype=T_DTYPES, save=cases.SAVES)
 def test_probabilities_read_once(device, vocab, t_dtype, save):
     skip_long_rows(device, vocab)
     once = soften(make(device, vocab), t_dtype)
@@ -87,9 +85,7 @@ def test_probabilities_with_every_option(device, vocab, dtype):
     agree(results, cases.outcome(flce.linear_cross_entropy, twice, save="grads"), dtype)
 
 
-@pytest.mark.parametrize("bound", [None, TOKENS - TOKENS // 3])
-@pytest.mark.parametrize("dtype", AGREEMENT, ids=str)
-@pytest.mark.parametrize("vocab", SMALL + LARGE)
+@cases.pairwise(vocab=SMALL + LARGE, dtype=list(AGREEMENT), bound=[None, TOKENS - TOKENS // 3])
 def test_classes_with_every_option(device, vocab, dtype, bound):
     """Softcap with smoothing is of form dz; every third row is ignored and holds NaN."""
     skip_long_rows(device, vocab)

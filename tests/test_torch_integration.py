@@ -1,4 +1,4 @@
-"""flce among the rest of torch: copies, pickles, parametrization, tied weights, checkpoints, hooks,
+"""flce with the rest of torch: copies, pickles, parametrization, tied weights, checkpoints, hooks,
 functional calls, inference, and the transforms that it refuses. More in test_autograd.py and
 test_library.py."""
 
@@ -30,14 +30,16 @@ SETTINGS = {
 
 def make_loss(device, **options):
     weight = torch.rand(VOCAB, device=device, dtype=torch.float64)
-    place = {"device": device, "dtype": torch.float64}
-    return flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, bias=True, weight=weight, **place, **options)
+    factory = {"device": device, "dtype": torch.float64}
+    return flce.LinearCrossEntropyLoss(
+        HIDDEN, VOCAB, bias=True, weight=weight, **factory, **options
+    )
 
 
 def make_head(device, **options):
     weight = torch.rand(VOCAB, device=device, dtype=torch.float64)
-    place = {"device": device, "dtype": torch.float64}
-    return flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=weight, **place, **options)
+    factory = {"device": device, "dtype": torch.float64}
+    return flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=weight, **factory, **options)
 
 
 MAKERS = pytest.mark.parametrize("make", [make_loss, make_head])
@@ -123,14 +125,14 @@ def test_state_dict_through_a_file(device, make, batch):
 
 def test_the_head_loads_what_a_linear_saved(device, batch):
     """And the other way round: a checkpoint of a model does not know which head it had."""
-    place = {"device": device, "dtype": torch.float64}
-    plain = nn.Linear(HIDDEN, VOCAB, **place)
-    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, ignore_index=-1, **place)
+    factory = {"device": device, "dtype": torch.float64}
+    plain = nn.Linear(HIDDEN, VOCAB, **factory)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, ignore_index=-1, **factory)
     head.load_state_dict(plain.state_dict())
     x, y = batch
     assert torch.equal(head(x), plain(x))
     assert close(head(x, y), F.cross_entropy(plain(x), y, ignore_index=-1))
-    nn.Linear(HIDDEN, VOCAB, **place).load_state_dict(head.state_dict())
+    nn.Linear(HIDDEN, VOCAB, **factory).load_state_dict(head.state_dict())
     assert head.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -188,10 +190,10 @@ class Tied(nn.Module):
 
     def __init__(self, device, save="auto"):
         super().__init__()
-        place = {"device": device, "dtype": torch.float64}
-        self.embedding = nn.Embedding(VOCAB, HIDDEN, **place)
-        self.body = nn.Linear(HIDDEN, HIDDEN, **place)
-        self.head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, bias=False, save=save, **place)
+        factory = {"device": device, "dtype": torch.float64}
+        self.embedding = nn.Embedding(VOCAB, HIDDEN, **factory)
+        self.body = nn.Linear(HIDDEN, HIDDEN, **factory)
+        self.head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, bias=False, save=save, **factory)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens, labels=None):

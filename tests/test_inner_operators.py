@@ -1,4 +1,4 @@
-"""What the caller can see stays the caller's: saved-tensor hooks, raw operators, chunk sums."""
+"""The inner operators called directly: their outputs, their checks, what they change in place."""
 
 import cases
 import pytest
@@ -95,7 +95,7 @@ def test_float16_gradients_keep_what_scales_them(device, reduction):
     assert cases.relative_error(w.grad, truth.double()) <= 5e-3
 
 
-def test_scale_tells_other_graphs(device):
+def test_scale_bumps_the_version_counter(device):
     leaf = torch.ones(3, device=device, requires_grad=True)
     doubled = leaf * 2.0
     squares = (doubled * doubled).sum()

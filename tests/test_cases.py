@@ -1,0 +1,40 @@
+"""What the tests themselves stand on: the rows of pairwise parameters."""
+
+import itertools
+
+import cases
+import pytest
+
+SIZES = [(2, 2), (4, 9, 3, 2, 3), (1, 5, 1, 4), (2, 2, 2, 2, 2, 2, 2), (3, 12, 12)]
+
+
+def make(sizes):
+    return {f"p{i}": [f"{i}.{value}" for value in range(size)] for i, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_pair_occurs(sizes):
+    """In few rows: no fewer than the two largest parameters need, and at most half as many more."""
+    values = make(sizes)
+    rows = cases.covering_rows(**values)
+    for (i, some), (j, others) in itertools.combinations(enumerate(values.values()), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(some, others))
+    least = sorted(sizes)[-1] * sorted(sizes)[-2]
+    assert least <= len(rows) <= max(1.5 * least, least + 4)
+    assert len(set(rows)) == len(rows)
+
+
+def test_the_rows_are_the_same_each_time():
+    values = make(SIZES[1])
+    assert cases.covering_rows(**values) == cases.covering_rows(**values)
+    # By position, not by hash: values that differ from process to process give the same rows.
+    objects = {name: [object() for _ in some] for name, some in values.items()}
+    names = {one: named for n in values for one, named in zip(objects[n], values[n], strict=True)}
+    rows = [tuple(names[one] for one in row) for row in cases.covering_rows(**objects)]
+    assert rows == cases.covering_rows(**values)
+
+
+def test_values_need_no_hash():
+    """Dictionaries of options are values too."""
+    rows = cases.covering_rows(options=[{}, {"a": 1}], dtype=cases.DTYPES)
+    assert len(rows) == 8 and ({"a": 1}, cases.DTYPES[3]) in rows
