@@ -10,13 +10,13 @@ extern "C" {
 #endif
 
 enum flce_stat_row {
-  FLCE_STAT_LSE,     /* logsumexp of the row's l */
-  FLCE_STAT_NLL,     /* class targets: lse - l_y, exact also when tiny; probabilities: 0 */
-  FLCE_STAT_OFFSET,  /* c_i: E_ij = exp(l_ij - c_i) */
-  FLCE_STAT_INV_SUM, /* 1 / sum_j exp(l_ij - c_i), the target included */
-  FLCE_STAT_ENTROPY, /* -sum_j p_j log p_j where it is wanted, else 0 */
-  FLCE_STAT_SLOPE,   /* class targets: 1 - tanh^2 of the target's softcap, 1 without; else 0 */
-  FLCE_STAT_MASS,    /* probabilities: sum_j w_j q_j, q = (1-s) t + s/V; class targets: 0 */
+  FLCE_STAT_LSE,        /* logsumexp of the row's l */
+  FLCE_STAT_NLL,        /* class targets: lse - l_y, exact also when tiny; probabilities: 0 */
+  FLCE_STAT_OFFSET,     /* c_i: E_ij = exp(l_ij - c_i) */
+  FLCE_STAT_INV_SUM,    /* 1 / sum_j exp(l_ij - c_i), the target included */
+  FLCE_STAT_ENTROPY,    /* -sum_j p_j log p_j where it is wanted, else 0 */
+  FLCE_STAT_SLOPE,      /* class targets: 1 - tanh^2 of the target's softcap, 1 without; else 0 */
+  FLCE_STAT_WEIGHT_SUM, /* probabilities: sum_j w_j q_j, q = (1-s) t + s/V; class targets: 0 */
   FLCE_STAT_ROWS
 };
 
@@ -54,7 +54,7 @@ static inline int flce_held_shift(int64_t rows) {
 
 /* The gradient of a row, with k = token_weight_i g, a_i = logit_scale / (temperature
  * temperature_i), slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without softcap),
- * A = (1-s) w_y + s/V sum(w) (probabilities: MASS), r = k (A + 2 z_loss Z_SHARE lse) + g_lse,
+ * A = (1-s) w_y + s/V sum(w) (probabilities: WEIGHT_SUM), r = k (A + 2 z_loss Z_SHARE lse) + g_lse,
  * m = lse - entropy:
  *   dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j t_j)
  *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
@@ -98,7 +98,7 @@ typedef struct flce_rows {
   const void* z;        /* [rows][z_pitch] z_dtype */
   flce_dtype z_dtype;
   int64_t z_pitch;
-  int64_t z_columns;     /* stat_rows and product_rows leave zeros in z behind the columns of the
+  int64_t z_columns;     /* stat_rows and fused_logits leave zeros in z behind the columns of the
                             vocabulary up to this many */
   const void* bias;      /* [V] stat dtype, or NULL */
   const int64_t* target; /* NULL with probabilities */
@@ -125,7 +125,7 @@ typedef struct flce_rows {
   const void* scalars;    /* [FLCE_SCALAR_COUNT] stat dtype */
   const void* input_unit; /* for row_coefficients: [1] stat dtype, or NULL for 1 */
   const void* coef;       /* [FLCE_COEF_ROWS][stat_pitch], or NULL */
-  const void* wsum; /* product_rows with smoothing: sum_j w_j W_j where that is known already, and
+  const void* wsum; /* fused_logits with smoothing: sum_j w_j W_j where that is known already, and
                        z has neither bias nor softcap; [H] stat dtype. Or NULL */
 } flce_rows;
 
@@ -194,11 +194,11 @@ struct flce_backend {
    * and losses are written, with the second. c is not written, but in float32 where it is not NULL
    * and out is: then it gets z + bias. coef not NULL: also row_coefficients without upstream
    * gradients. Whole tiles beyond the last index that is not -1 cost no product. `scratch`:
-   * facts.product_row_bytes for each row. Only where facts say so. */
-  flce_status (*product_rows)(void* self, const flce_gemm* gemm, const flce_rows* rows,
+   * facts.fused_row_bytes for each row. Only where facts say so. */
+  flce_status (*fused_logits)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
-  flce_status (*product_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                                    const void* factor, void* coef, void* scratch);
+  flce_status (*fused_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                  const void* factor, void* coef, void* scratch);
   /* z and statistics -> gradient rows. coef NULL: out = scale * exp(l - c) (1 - tanh^2), target
    * column 0 when `hide_target`. Else out = dz as enum flce_coef_row has it. z_is_exp: z holds
    * `scale` * exp(l - c) already (an out of an earlier call with coef NULL; not with a softcap,
@@ -243,12 +243,12 @@ struct flce_backend {
                             void* scratch);
 
   /* The GEMM of dW, c (+)= a^T b, and from the same reading of a sums[p][m] (+)= part p of
-   * sum_k coef[k] a[k][m]: the column sums are the sums of facts.weight_parts such rows. Stat
+   * sum_k coef[k] a[k][m]: the column sums are the sums of facts.bias_parts such rows. Stat
    * dtype; coef NULL for ones; a weight of 0 does not hide a NaN, which dW has there too. A fixed
    * order. index [k] as rows' is, or NULL: where it is -1 a and b hold zeros, and whole tiles
    * beyond the last other need not be read. Only where facts say so. */
-  flce_status (*weight_product)(void* self, const flce_gemm* gemm, const int64_t* index,
-                                const void* coef, void* sums, bool adds_sums);
+  flce_status (*grad_weight_gemm)(void* self, const flce_gemm* gemm, const int64_t* index,
+                                  const void* coef, void* sums, bool adds_sums);
 
   /* target[N] -> order: tokens grouped by target, ascending within a group; ignored and
    * out-of-range ones left out. The format is the backend's own (facts.order_bytes). */

@@ -138,16 +138,16 @@ typedef struct flce_problem {
 
 /* What the plan has to know of a device and of its backend. */
 typedef struct flce_facts {
-  bool gemm_writes_f32; /* 16-bit operands can give a 32-bit result */
-  bool gemm_adds_bias;  /* to a float32 result, at no cost */
-  bool gemm_f16;        /* float16 operands are worth using; else they are widened to float32 */
-  int64_t product_row_bytes; /* scratch of product_rows for each of its rows; 0 where it does not
+  bool gemm_writes_f32;    /* 16-bit operands can give a 32-bit result */
+  bool gemm_adds_bias;     /* to a float32 result, at no cost */
+  bool gemm_f16;           /* float16 operands are worth using; else they are widened to float32 */
+  int64_t fused_row_bytes; /* scratch of fused_logits for each of its rows; 0 where it does not
                                 serve the problem */
-  int64_t product_tile_rows; /* that product_rows takes at a time, where it serves */
-  bool product_gives_z;      /* where it serves, also where z is to be written: that pays */
-  bool skips_rows; /* product_rows passes over what lies beyond the rows that compact_rows finds:
-                      finding them pays, however many. By sizes and dtypes alone */
-  int64_t weight_parts;    /* rows of weight_product's sums; 0 where that does not serve */
+  int64_t fused_tile_rows; /* that fused_logits takes at a time, where it serves */
+  bool fused_writes_z;     /* where it serves, also where z is to be written: that pays */
+  bool skips_rows;    /* fused_logits passes over what lies beyond the rows that compact_rows finds:
+                         finding them pays, however many. By sizes and dtypes alone */
+  int64_t bias_parts; /* rows of grad_weight_gemm's sums; 0 where that does not serve */
   int64_t multiprocessors; /* for wave quantization in chunks.c; 0 where that does not matter */
   /* Alignments; 0 or 1: none is needed. */
   int64_t row_alignment;    /* bytes: rows of logits, E and dz begin at multiples of it, and zeros
@@ -198,12 +198,12 @@ typedef enum flce_buffer_id {
   FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
                       */
   FLCE_BUF_DB_ACCUM, /* [V] stat dtype */
-  FLCE_BUF_DB_PARTS, /* [plan's weight_parts][V] stat dtype: sums of weight_product */
+  FLCE_BUF_DB_PARTS, /* [plan's bias_parts][V] stat dtype: sums of grad_weight_gemm */
   FLCE_BUF_SMOOTH, /* [2 H + 1] stat dtype, label smoothing: sum_j w_j W_j, sum_i c_i x_i, sum_i c_i
                       (c = coef_smooth) */
   FLCE_BUF_ORDER,  /* tokens ordered by target */
   FLCE_BUF_COLUMN_SUM, /* scratch */
-  FLCE_BUF_PRODUCT,    /* scratch of product_rows for a chunk */
+  FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,       /* scratch */
   FLCE_BUF_COUNT
 } flce_buffer_id;
@@ -229,15 +229,15 @@ typedef struct flce_plan {
   bool gathers;        /* rows are computed in the order of FLCE_BUF_INDEX */
   flce_buffer_id gathered_x, backward_gathered_x; /* where a chunk's rows of x are copied to, if
                                                      they are gathered or padded */
-  bool fuses_rows;            /* the forward's statistics come from product_rows, and none of its
+  bool fuses_rows;            /* the forward's statistics come from fused_logits, and none of its
                                  logits are written but in form dz, where a pass needs them */
   bool holds_weight;          /* dW in float16 before grad_output is known: enum flce_scalar */
-  int64_t weight_parts;       /* of db, where dW and db come from weight_product; else 0 */
+  int64_t bias_parts;         /* of db, where dW and db come from grad_weight_gemm; else 0 */
   int64_t chunk_rows, chunks; /* of the logits GEMM */
   int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
   flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
   flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
-  bool gemm_adds_bias;                          /* or product_rows: then no row pass does */
+  bool gemm_adds_bias;                          /* or fused_logits: then no row pass does */
   bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
   bool z_in_saved;                              /* the logits GEMM writes there itself */
   bool keeps_statistics;                        /* somebody reads them after the forward */

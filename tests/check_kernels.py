@@ -3,7 +3,7 @@
 ptxas may have no numbered remark: those say that WGMMAs are serialized, or that setmaxnreg had no
 effect. A kernel may use no local memory but what LOCAL_BYTES grants it, and each kernel of
 csrc/cuda/sm90/*_gemm.cu has to multiply by HGMMA. A kernel that may begin while the one before it
-ends (launch_next, or a launch with can_follow) waits for that one before it touches global memory,
+ends (launch_dependent, or a launch with supports_pdl) waits for that one before it touches global memory,
 branches or ends; one of launch_overlapping before it writes or ends. Exit status 1 if one does not
 hold.
 """
@@ -19,26 +19,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # As local_bytes() counts, by nvcc 13.0. The product's arguments are Kind (0 plain, 1 biased,
-# 4 general, 5 of probabilities), ProductResult (0 nothing, 1 E, 2 z), REPEAT and HALF.
+# 4 general, 5 of probabilities), FusedResult (0 nothing, 1 E, 2 z), REPEAT and HALF.
 LOCAL_BYTES = {
-    "product_sm90<(Kind)0, (ProductResult)1, false, false>": 12,
-    "product_sm90<(Kind)0, (ProductResult)1, true, false>": 8,
-    "product_sm90<(Kind)1, (ProductResult)1, false, false>": 8,
-    "product_sm90<(Kind)1, (ProductResult)1, true, false>": 8,
-    "product_sm90<(Kind)4, (ProductResult)0, false, false>": 116,
-    "product_sm90<(Kind)4, (ProductResult)0, true, false>": 156,
-    "product_sm90<(Kind)4, (ProductResult)1, false, false>": 344,
-    "product_sm90<(Kind)4, (ProductResult)1, true, false>": 360,
-    "product_sm90<(Kind)4, (ProductResult)2, false, false>": 132,
-    "product_sm90<(Kind)5, (ProductResult)0, false, false>": 132,
-    "product_sm90<(Kind)5, (ProductResult)0, true, false>": 268,
-    "product_sm90<(Kind)5, (ProductResult)2, false, false>": 168,
-    "product_sm90<(Kind)4, (ProductResult)0, false, true>": 116,
-    "product_sm90<(Kind)4, (ProductResult)0, true, true>": 156,
-    "product_sm90<(Kind)4, (ProductResult)2, false, true>": 132,
-    "product_sm90<(Kind)5, (ProductResult)0, false, true>": 132,
-    "product_sm90<(Kind)5, (ProductResult)0, true, true>": 268,
-    "product_sm90<(Kind)5, (ProductResult)2, false, true>": 168,
+    "logits_gemm_sm90<(Kind)0, (FusedResult)1, false, false>": 12,
+    "logits_gemm_sm90<(Kind)0, (FusedResult)1, true, false>": 8,
+    "logits_gemm_sm90<(Kind)1, (FusedResult)1, false, false>": 8,
+    "logits_gemm_sm90<(Kind)1, (FusedResult)1, true, false>": 8,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)0, false, false>": 116,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)0, true, false>": 156,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)1, false, false>": 344,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)1, true, false>": 360,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)2, false, false>": 132,
+    "logits_gemm_sm90<(Kind)5, (FusedResult)0, false, false>": 132,
+    "logits_gemm_sm90<(Kind)5, (FusedResult)0, true, false>": 268,
+    "logits_gemm_sm90<(Kind)5, (FusedResult)2, false, false>": 168,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)0, false, true>": 116,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)0, true, true>": 156,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)2, false, true>": 132,
+    "logits_gemm_sm90<(Kind)5, (FusedResult)0, false, true>": 132,
+    "logits_gemm_sm90<(Kind)5, (FusedResult)0, true, true>": 268,
+    "logits_gemm_sm90<(Kind)5, (FusedResult)2, false, true>": 168,
     "finish_all_rows<double, double, 1>": 40,
 }
 REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
@@ -48,10 +48,10 @@ PROPERTIES = re.compile(
 )
 CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 # Launched so that they may begin while the kernel before them ends.
-FOLLOWING = {
-    *("place_offsets", "sum_tiles", "row_coefficients", "scale_rows", "finish_grad_input"),
+DEPENDENT = {
+    *("find_row_offsets", "tile_statistics", "row_coefficients", "scale_rows", "finish_grad_input"),
     *("scale_elements", "finish_touched_rows"),
-    *("product_sm90", "weight_sm90"),
+    *("logits_gemm_sm90", "grad_weight_gemm_sm90"),
 }
 OVERLAPPING = {"prepare_call", "reduce_values"}  # which read before they wait
 WAITS = re.compile(r"\bACQBULK\b")
@@ -91,12 +91,12 @@ def codes(listing):
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def follows_well(name, code):
+def waits_in_time(name, code):
     """Whether a kernel waits for the one before it in time, if and only if it is one to follow."""
     instructions = INSTRUCTION.findall(code)
     waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
     kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]
-    if kernel not in FOLLOWING | OVERLAPPING:
+    if kernel not in DEPENDENT | OVERLAPPING:
         return not waits
     if len(waits) != 1 or instructions[waits[0]].startswith("@"):
         return False
@@ -119,7 +119,7 @@ def faults_of_code(listing, multiplies):
     for name, (_, code) in zip(names, kernels, strict=True):
         if multiplies and "HGMMA" not in code:
             faults.append(f"{name}: no HGMMA in its machine code")
-        if not follows_well(name, code):
+        if not waits_in_time(name, code):
             faults.append(
                 f"{name}: it waits for the kernel before it too late, or never, or in vain"
             )

@@ -5,10 +5,10 @@ import re
 import check_kernels
 import pytest
 
-GENERAL = "product_sm90<(Kind)4, (ProductResult)1, false, false>"
+GENERAL = "logits_gemm_sm90<(Kind)4, (FusedResult)1, false, false>"
 MANGLED = (
-    "_ZN48_GLOBAL__N__406b4bd5_15_product_sm90_cu_0390ad5212product_sm90IL4Kind4E"
-    "L13ProductResult1ELb0ELb0EEEv14CUtensorMap_stS3_S3_NS_12product_argsE"
+    "_ZN47_GLOBAL__N__df133974_14_logits_gemm_cu_505519bc16logits_gemm_sm90IL4Kind4E"
+    "L11FusedResult1ELb0ELb0EEEv14CUtensorMap_stS3_S3_NS_16logits_gemm_argsE"
 )
 LOSS = "Potential Performance Loss:"
 
@@ -26,13 +26,13 @@ def report(name, stack=0, stores=0, loads=0, remark=""):
 
 def test_healthy():
     granted = check_kernels.LOCAL_BYTES[GENERAL]
-    both = report("weight_sm90") + report(GENERAL, granted - 8, granted - 4, granted)
-    assert check_kernels.local_bytes(both) == {"weight_sm90": 0, GENERAL: granted}
+    both = report("grad_weight_gemm_sm90") + report(GENERAL, granted - 8, granted - 4, granted)
+    assert check_kernels.local_bytes(both) == {"grad_weight_gemm_sm90": 0, GENERAL: granted}
     assert check_kernels.faults_of(both) == []
 
 
 @pytest.mark.parametrize("sizes", [(4, 0, 0), (0, 4, 0), (0, 0, 4)])
-@pytest.mark.parametrize("name", ["weight_sm90", GENERAL])
+@pytest.mark.parametrize("name", ["grad_weight_gemm_sm90", GENERAL])
 def test_local_memory(name, sizes):
     granted = check_kernels.LOCAL_BYTES.get(name, 0)
     (fault,) = check_kernels.faults_of(report(name, *(granted + size for size in sizes)))
@@ -89,13 +89,13 @@ def test_multiplying():
 @pytest.mark.parametrize(
     "name, instructions, good",
     [
-        ("place_offsets", ("LDC R1, c[0x0][0x28]", WAIT, LOAD, STORE, "EXIT"), True),
-        ("place_offsets", (LOAD, WAIT, STORE, "EXIT"), False),
-        ("place_offsets", ("@P0 EXIT", WAIT, STORE, "EXIT"), False),
-        ("place_offsets", ("@P0 BRA 0x80", WAIT, STORE, "EXIT"), False),
-        ("place_offsets", ("UTMALDG.2D [UR8], [UR4]", WAIT, "EXIT"), False),
-        ("place_offsets", (LOAD, STORE, "EXIT"), False),
-        ("place_offsets", (WAIT, LOAD, WAIT, "EXIT"), False),
+        ("find_row_offsets", ("LDC R1, c[0x0][0x28]", WAIT, LOAD, STORE, "EXIT"), True),
+        ("find_row_offsets", (LOAD, WAIT, STORE, "EXIT"), False),
+        ("find_row_offsets", ("@P0 EXIT", WAIT, STORE, "EXIT"), False),
+        ("find_row_offsets", ("@P0 BRA 0x80", WAIT, STORE, "EXIT"), False),
+        ("find_row_offsets", ("UTMALDG.2D [UR8], [UR4]", WAIT, "EXIT"), False),
+        ("find_row_offsets", (LOAD, STORE, "EXIT"), False),
+        ("find_row_offsets", (WAIT, LOAD, WAIT, "EXIT"), False),
         ("make_keys", (LOAD, STORE, "EXIT"), True),
         ("make_keys", (WAIT, LOAD, STORE, "EXIT"), False),
         ("reduce_values", (LOAD, OVER, INTO, WAIT, STORE, "EXIT"), True),
@@ -107,24 +107,24 @@ def test_multiplying():
         ("reduce_values", (LOAD, STORE, "EXIT"), False),
     ],
 )
-def test_following(name, instructions, good):
+def test_dependent(name, instructions, good):
     faults = check_kernels.faults_of_code(listed(name, *instructions), False)
     late = f"{name}: it waits for the kernel before it too late, or never, or in vain"
     assert faults == ([] if good else [late])
 
 
-def test_following_is_complete():
+def test_dependent_is_complete():
     """Each kernel that the sources launch so is in the tables."""
     launched, overlapping = set(), set()
     for path in (check_kernels.ROOT / "csrc" / "cuda").rglob("*.cu"):
         text = path.read_text()
         overlapping.update(re.findall(r"launch_overlapping\(\s*self,\s*(\w+)", text))
-        for launch in re.finditer(r"launch_next\(\s*self,\s*(\w+)", text):
+        for launch in re.finditer(r"launch_dependent\(\s*self,\s*(\w+)", text):
             name = launch[1]
             if name == "kernel":
                 *_, name = re.findall(r"kernel = \w[^;]*? ([a-z_]+)<", text[: launch.start()])
             launched.add(name)
-        if "can_follow(" in text:
+        if "supports_pdl(" in text:
             launched.update(re.findall(r"^    ([a-z_]+_sm90)\(const __grid", text, re.MULTILINE))
-    assert launched == check_kernels.FOLLOWING
+    assert launched == check_kernels.DEPENDENT
     assert overlapping == check_kernels.OVERLAPPING

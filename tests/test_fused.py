@@ -83,7 +83,7 @@ def test_it_serves_where_the_plan_says(monkeypatch):
         kernel_of()
 
 
-OWN_KERNELS = ("product_sm90", "weight_sm90", "exp_rows", "finish_grad_input")
+OWN_KERNELS = ("logits_gemm_sm90", "grad_weight_gemm_sm90", "exp_rows", "finish_grad_input")
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -214,7 +214,7 @@ def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
 
     for kernel in ("fused", "gemm"):
         monkeypatch.setenv("FLCE_KERNEL", kernel)
-        assert (launches(call, "weight_sm90")[0] > 0) == (kernel == "fused")
+        assert (launches(call, "grad_weight_gemm_sm90")[0] > 0) == (kernel == "fused")
     for value, other in zip(*made, strict=True):
         assert cases.relative_error(value, other.double()) <= 4e-3
 
@@ -336,7 +336,7 @@ def test_both_kernels_agree(monkeypatch, names, save):
 
     for kernel in ("fused", "gemm"):
         monkeypatch.setenv("FLCE_KERNEL", kernel)
-        assert (launches(call, "product_sm90")[0] > 0) == (kernel == "fused")
+        assert (launches(call, "logits_gemm_sm90")[0] > 0) == (kernel == "fused")
     loss, lse, _, accuracy, predictions, dx, dw = zip(*made, strict=True)
     torch.testing.assert_close(*loss, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(*lse, rtol=2e-6, atol=2e-6)

@@ -139,7 +139,7 @@ def test_the_product_takes_these_options(monkeypatch, name):
     for kernel in ("auto", "gemm"):
         monkeypatch.setenv("FLCE_KERNEL", kernel)
         call = functools.partial(flce.linear_cross_entropy, x, w, t, **options)
-        kernels.append(launches(call, "product_sm90") != [0])
+        kernels.append(launches(call, "logits_gemm_sm90") != [0])
     assert kernels == [OPTIONS[name][1], False]
 
 

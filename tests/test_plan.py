@@ -243,7 +243,7 @@ def measured_peaks(case, wants, device, **knobs):
     return cases.peak_bytes(forward, device), cases.peak_bytes(step, device)
 
 
-def product_scratch(case, rows):
+def fused_scratch(case, rows):
     """What oneDNN takes from torch's allocator, besides results, for the three bfloat16 products of
     `rows` tokens. It grows with the threads; the plan lists nothing of it."""
     if case.dtype != torch.bfloat16 or case.input.is_cuda:
@@ -281,7 +281,7 @@ def test_peak_memory(device, save, budget, dtype):
     knobs = {"save": save, "max_memory": budget}
     plan = plan_of(case, device, **knobs)
     forward, step = measured_peaks(case, cases.GRADIENTS, device, **knobs)
-    scratch = product_scratch(case, plan.chunk_rows)
+    scratch = fused_scratch(case, plan.chunk_rows)
     assert_close(forward, plan.forward_peak_bytes, "forward", scratch)
     assert_close(step, plan.peak_bytes, "step", scratch)
 
@@ -317,7 +317,7 @@ def test_peak_memory_without_reduction(device, save):
     knobs = {"save": save, "reduction": "none", "max_memory": "4MiB"}
     plan = plan_of(case, device, wants, **knobs)
     _, step = measured_peaks(case, wants, device, **knobs)
-    scratch = product_scratch(case, plan.chunk_rows)
+    scratch = fused_scratch(case, plan.chunk_rows)
     assert_close(step, plan.peak_bytes, "step", scratch)
 
 
@@ -367,7 +367,7 @@ def test_peak_memory_of_accumulation(device, save, dtype, attribute, accum_dtype
         saved -= plan.buffers.get("dw_accum", 0)
         assert without.backward_peak_bytes - plan.backward_peak_bytes >= 0.99 * saved > 0
     step = accumulated_peak(case, attribute, held, device, **knobs)
-    assert_close(step, plan.peak_bytes, "step", product_scratch(case, plan.chunk_rows))
+    assert_close(step, plan.peak_bytes, "step", fused_scratch(case, plan.chunk_rows))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)

@@ -17,11 +17,11 @@ struct LossTensors {
 };
 
 // Checks them against the sizes of the problem, completes it and `tensors`.
-void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
+void bind_loss(const LossTensors& given, DeviceId id, flce_problem* problem,
                flce_tensors* tensors) {
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   const Tensor& target = given.target;
-  expect_same_device("target", target, place);
+  expect_same_device("target", target, id);
   problem->has_probabilities = target.scalar_type() != ScalarType::Long;
   if (problem->has_probabilities) {
     tensors->probabilities_dtype = to_dtype(target.scalar_type(), "target");
@@ -33,17 +33,17 @@ void bind_loss(const LossTensors& given, Place place, flce_problem* problem,
   }
   problem->has_class_weight = given.weight.has_value();
   tensors->class_weight =
-      optional_pointer("weight", given.weight, {problem->weight_rows}, stat, place);
+      optional_pointer("weight", given.weight, {problem->weight_rows}, stat, id);
   tensors->token_weight =
-      optional_pointer("token_weight", given.token_weight, {problem->tokens}, stat, place);
+      optional_pointer("token_weight", given.token_weight, {problem->tokens}, stat, id);
   tensors->temperature =
-      optional_pointer("temperature", given.temperature, {problem->tokens}, stat, place);
+      optional_pointer("temperature", given.temperature, {problem->tokens}, stat, id);
   problem->has_temperature = given.temperature.has_value();
-  tensors->num_items = optional_pointer("num_items", given.num_items, {}, stat, place);
+  tensors->num_items = optional_pointer("num_items", given.num_items, {}, stat, id);
 }
 
 // Rows to compute: on the CPU those that are not ignored, on a GPU all, or the caller's bound.
-int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors, Place place,
+int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors, DeviceId id,
                         std::optional<int64_t> bound) {
   int64_t tokens = problem.tokens;
   if (bound && (*bound < 0 || *bound > tokens))
@@ -56,7 +56,7 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
                                   std::to_string(*bound));
     return tokens;
   }
-  if (place.type != aoti_torch_device_type_cpu()) return bound.value_or(tokens);
+  if (id.type != aoti_torch_device_type_cpu()) return bound.value_or(tokens);
   int64_t valid = 0;
   for (int64_t i = 0; i < tokens; i++) valid += tensors.target[i] != problem.loss.ignore_index;
   if (bound && valid > *bound)
@@ -86,7 +86,7 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
                    flce_problem* problem, flce_tensors* tensors) {
   const Tensor &input = given.input, &linear_weight = given.linear_weight;
   const OptionalTensor& linear_bias = given.linear_bias;
-  Place place = place_of(input);
+  DeviceId id = device_of(input);
   expect_dim("input", input, 2);
   expect_dim("linear_weight", linear_weight, 2);
   problem->tokens = input.size(0);
@@ -97,7 +97,7 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
   problem->weight_dtype = to_dtype(linear_weight.scalar_type(), "linear_weight");
   expect_shape("input", input, {problem->tokens, problem->hidden});
   expect_shape("linear_weight", linear_weight, {problem->weight_rows, problem->hidden});
-  expect_same_device("linear_weight", linear_weight, place);
+  expect_same_device("linear_weight", linear_weight, id);
   tensors->input = input.const_data_ptr();
   tensors->linear_weight = linear_weight.const_data_ptr();
   uintptr_t addresses = reinterpret_cast<uintptr_t>(tensors->input) |
@@ -107,15 +107,15 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
   problem->bias_dtype = problem->input_dtype;
   if (linear_bias) {
     expect_shape("linear_bias", *linear_bias, {problem->weight_rows});
-    expect_same_device("linear_bias", *linear_bias, place);
+    expect_same_device("linear_bias", *linear_bias, id);
     problem->bias_dtype = to_dtype(linear_bias->scalar_type(), "linear_bias");
     tensors->linear_bias = linear_bias->const_data_ptr();
   } else if (problem->want_grad_bias) {
     throw std::invalid_argument(
         "grad_bias: expected a linear_bias to take the gradient of, got None");
   }
-  bind_loss(loss, place, problem, tensors);
-  problem->rows = rows_to_compute(*problem, *tensors, place, settings.rows);
+  bind_loss(loss, id, problem, tensors);
+  problem->rows = rows_to_compute(*problem, *tensors, id, settings.rows);
 }
 
 // Half of what the logits take now, where that still holds a row.
@@ -181,7 +181,7 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   bind_operands({input, linear_weight, linear_bias},
                 {target, weight, token_weight, token_temperature, num_items}, settings, &problem,
                 &tensors);
-  Device device(place_of(input), settings.options.allow_tf32);
+  Device device(device_of(input), settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   try {
     return run_forward(device, problem, plan, rows, &tensors);
@@ -202,19 +202,19 @@ Gradients run_backward(const Device& device, const flce_problem& problem, const 
 // What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
 // and entropy in their rows; the others have none.
 void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, const Tensor& stats,
-                const Tensor& scalars, const flce_problem& problem, Place place,
+                const Tensor& scalars, const flce_problem& problem, DeviceId id,
                 flce_tensors* tensors) {
   flce_dtype stat = flce_stat_dtype(problem.dtype);
   int64_t n = problem.tokens;
   std::vector<int64_t> rows = {n}, one = {};
-  expect_like("grad_output", grad_output, problem.reduction == FLCE_NONE ? rows : one, stat, place);
-  expect_like("stats", stats, {FLCE_STAT_ROWS, n}, stat, place);
-  expect_like("scalars", scalars, {FLCE_SCALAR_COUNT}, stat, place);
+  expect_like("grad_output", grad_output, problem.reduction == FLCE_NONE ? rows : one, stat, id);
+  expect_like("stats", stats, {FLCE_STAT_ROWS, n}, stat, id);
+  expect_like("scalars", scalars, {FLCE_SCALAR_COUNT}, stat, id);
   tensors->grad_output = grad_output.const_data_ptr();
   tensors->stats = stats.mutable_data_ptr();
   tensors->scalars = scalars.mutable_data_ptr();
   if (!grad_stats) return;
-  expect_like("grad_stats", *grad_stats, {FLCE_STAT_ROWS, n}, stat, place);
+  expect_like("grad_stats", *grad_stats, {FLCE_STAT_ROWS, n}, stat, id);
   const char* rows_of_stats = static_cast<const char*>(grad_stats->const_data_ptr());
   tensors->grad_lse = rows_of_stats + FLCE_STAT_LSE * n * flce_size_of(stat);
   if (problem.wants_entropy)
@@ -222,11 +222,11 @@ void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, con
 }
 
 // The caller's gradient of the weight, for dW to be added to.
-void bind_added(const Tensor& grad_weight, Place place, flce_problem* problem,
+void bind_added(const Tensor& grad_weight, DeviceId id, flce_problem* problem,
                 flce_tensors* tensors) {
   const char* name = "grad_weight_into";
   expect_shape(name, grad_weight, {problem->weight_rows, problem->hidden});
-  expect_same_device(name, grad_weight, place);
+  expect_same_device(name, grad_weight, id);
   if (!problem->want_grad_weight)
     throw std::invalid_argument("grad_weight: expected True with grad_weight_into, got False");
   problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
@@ -248,21 +248,21 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands(operands, loss, settings, &problem, &tensors);
-  Place place = place_of(operands.input);
-  if (added) bind_added(*added, place, &problem, &tensors);
+  DeviceId id = device_of(operands.input);
+  if (added) bind_added(*added, id, &problem, &tensors);
   if (kept.saved) tensors.saved = kept.saved->mutable_data_ptr();
   uintptr_t addresses =
       reinterpret_cast<uintptr_t>(tensors.saved) | reinterpret_cast<uintptr_t>(tensors.grad_weight);
   problem.weight_unaligned = addresses % 16 != 0;
-  Device device(place, settings.options.allow_tf32);
+  Device device(id, settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   check(flce_check_backward(&plan));
-  bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, place, &tensors);
+  bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, id, &tensors);
   if (plan.save == FLCE_SAVE_LOGITS) {
     if (!kept.saved)
       throw std::invalid_argument("saved: expected a tensor with save=\"logits\", got None");
     expect_like("saved", *kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
-                place);
+                id);
   }
   try {
     return run_backward(device, problem, plan, &tensors);
@@ -305,9 +305,9 @@ std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUM
 
 // ---- scaling of gradients that the forward made ----
 
-flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, Place place) {
+flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, DeviceId id) {
   flce_dtype dtype = to_dtype(grad.scalar_type(), name);
-  expect_same_device(name, grad, place);
+  expect_same_device(name, grad, id);
   expect_contiguous(name, grad);
   return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
           dtype, grad.numel()};
@@ -315,10 +315,10 @@ flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad
 
 void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
                const Tensor& grad_output, const OptionalTensor& scalars) {
-  Place place = device.place();
+  DeviceId id = device.id();
   flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
-  expect_like("grad_output", grad_output, {}, stat, place);
-  if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, stat, place);
+  expect_like("grad_output", grad_output, {}, stat, id);
+  if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, stat, id);
   const flce_backend* table = device.table();
   flce_status status = table->scale_grads(table->self, grads.data(), static_cast<int>(grads.size()),
                                           grad_output.const_data_ptr(),
@@ -330,22 +330,22 @@ void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTenso
             Tensor grad_output, OptionalTensor scalars) {
   const OptionalTensor& first = grad_input ? grad_input : grad_weight ? grad_weight : grad_bias;
   if (!first) return;
-  Place place = place_of(*first);
+  DeviceId id = device_of(*first);
   std::vector<flce_scaled> grads;
   auto add = [&](const char* name, const OptionalTensor& grad) {
-    if (grad) grads.push_back(scaled_array(name, *grad, *grad, place));
+    if (grad) grads.push_back(scaled_array(name, *grad, *grad, id));
   };
   add("grad_input", grad_input);
   add("grad_weight", grad_weight);
   add("grad_bias", grad_bias);
-  run_scale(Device(place, false), grads, grad_output, scalars);
+  run_scale(Device(id, false), grads, grad_output, scalars);
 }
 
 Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
-  Place place = place_of(grad);
-  Device device(place, false);
+  DeviceId id = device_of(grad);
+  Device device(id, false);
   Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");
-  run_scale(device, {scaled_array("grad", out, grad, place)}, grad_output, scalars);
+  run_scale(device, {scaled_array("grad", out, grad, id)}, grad_output, scalars);
   return out;
 }
 
@@ -366,7 +366,7 @@ void bind_logits(const Tensor& logits, const LossTensors& loss, flce_problem* pr
   problem->dtype = to_dtype(logits.scalar_type(), "logits");
   expect_shape("logits", logits, {problem->tokens, problem->vocab});
   tensors->input = logits.const_data_ptr();
-  bind_loss(loss, place_of(logits), problem, tensors);
+  bind_loss(loss, device_of(logits), problem, tensors);
 }
 
 std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
@@ -377,7 +377,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
   flce_problem problem = logits_problem(integers, numbers);
   bind_logits(logits, {target, weight, token_weight, token_temperature, num_items}, &problem,
               &tensors);
-  Device device(place_of(logits), false);
+  Device device(device_of(logits), false);
   Tensor loss = allocate_loss(device, problem, &tensors);
   Statistics made = allocate_statistics(device, problem, true, &tensors);
   Tensor workspace =
@@ -395,8 +395,8 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
   flce_problem problem = logits_problem(integers, numbers);
   bind_logits(logits, {target, weight, token_weight, token_temperature, std::nullopt}, &problem,
               &tensors);
-  bind_saved(grad_output, grad_stats, stats, scalars, problem, place_of(logits), &tensors);
-  Device device(place_of(logits), false);
+  bind_saved(grad_output, grad_stats, stats, scalars, problem, device_of(logits), &tensors);
+  Device device(device_of(logits), false);
   Tensor grad = device.allocate(shape_of(logits), problem.dtype, "grad_logits");
   Tensor workspace =
       device.allocate_bytes(flce_cross_entropy_workspace_bytes(&problem), "workspace");
@@ -429,9 +429,9 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   problem.adds_grad_weight = added_dtype.has_value();
   if (added_dtype) problem.added_dtype = to_dtype(*added_dtype, "added_dtype");
   bool cpu = device_type == "cpu";
-  Place place = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+  DeviceId id = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
-  Device device(place, given.allow_tf32);
+  Device device(id, given.allow_tf32);
   flce_plan made = device.plan(problem);
   std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
   flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));

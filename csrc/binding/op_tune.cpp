@@ -49,7 +49,7 @@ std::string gemm_candidates(int64_t device_index, std::string product) {
 // flce/tune.py sees to the sizes of the memory.
 double gemm_time(Tensor a, Tensor b, Tensor c, std::optional<Tensor> bias, Tensor workspace,
                  std::string product, int64_t candidate, int64_t repeats) {
-  Device device(place_of(a), false);
+  Device device(device_of(a), false);
   flce_gemm_operands operands = {
       a.const_data_ptr(),           b.const_data_ptr(),
       c.mutable_data_ptr(),         bias ? bias->const_data_ptr() : nullptr,

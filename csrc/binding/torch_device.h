@@ -96,15 +96,15 @@ inline ScalarType to_scalar_type(flce_dtype dtype) {
 
 // ---- devices ----
 
-struct Place {
+struct DeviceId {
   int32_t type, index;
 };
 
-inline Place place_of(const Tensor& tensor) {
-  Place place;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
-  return place;
+inline DeviceId device_of(const Tensor& tensor) {
+  DeviceId id;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &id.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &id.index));
+  return id;
 }
 
 inline Tensor matrix_view(const void* data, int64_t rows, int64_t cols, int64_t pitch,
@@ -180,8 +180,8 @@ inline const CudaLibrary& cuda_library() {
 // A backend's table for the device of a call, and the guard that makes this device the current one.
 class Device {
  public:
-  Device(Place place, bool allow_tf32) : place_(place) {
-    if (place.type == aoti_torch_device_type_cpu()) {
+  Device(DeviceId id, bool allow_tf32) : id_(id) {
+    if (id.type == aoti_torch_device_type_cpu()) {
       cpu_ = {torch_gemm, torch_parallel, nullptr};
       flce_cpu_backend(&cpu_, &table_);
       return;
@@ -195,9 +195,9 @@ class Device {
     if (!library.current_stream)
       throw std::runtime_error(
           "flce: a CUDA tensor, but no libtorch_cuda.so with the current stream is loaded");
-    TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(place.index, &guard_));
-    cuda_ = {place.index, nullptr, allow_tf32};
-    if (library.current_stream(place.index, &cuda_.stream) != AOTI_TORCH_SUCCESS)
+    TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(id.index, &guard_));
+    cuda_ = {id.index, nullptr, allow_tf32};
+    if (library.current_stream(id.index, &cuda_.stream) != AOTI_TORCH_SUCCESS)
       fail_opening("torch gave no current stream");
     if (library.open(&cuda_, &table_) != FLCE_OK)
       fail_opening(table_.last_error ? table_.last_error() : "the CUDA backend did not open");
@@ -208,7 +208,7 @@ class Device {
     if (guard_) aoti_torch_delete_device_guard(guard_);
   }
 
-  Place place() const { return place_; }
+  DeviceId id() const { return id_; }
   const flce_backend* table() const { return &table_; }
   const flce_cuda* cuda() const { return &cuda_; }
 
@@ -249,7 +249,7 @@ class Device {
     int64_t bytes = element_bytes;
     for (int64_t size : sizes) bytes *= size;
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                 code, place_.type, place_.index, &handle) == AOTI_TORCH_SUCCESS) {
+                                 code, id_.type, id_.index, &handle) == AOTI_TORCH_SUCCESS) {
       Tensor tensor(handle);
       const int poison = type == ScalarType::Long ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
       if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
@@ -259,7 +259,7 @@ class Device {
                       buffer + "\"");
   }
 
-  Place place_;
+  DeviceId id_;
   DeviceGuardHandle guard_ = nullptr;
   flce_cpu cpu_{};
   flce_cuda cuda_{};
@@ -281,9 +281,9 @@ inline void expect_shape(const char* name, const Tensor& tensor,
   expect_contiguous(name, tensor);
 }
 
-inline void expect_same_device(const char* name, const Tensor& tensor, Place place) {
-  Place got = place_of(tensor);
-  if (got.type != place.type || got.index != place.index)
+inline void expect_same_device(const char* name, const Tensor& tensor, DeviceId id) {
+  DeviceId got = device_of(tensor);
+  if (got.type != id.type || got.index != id.index)
     throw std::invalid_argument(std::string(name) +
                                 ": expected the device of input, got another device");
 }
@@ -301,18 +301,18 @@ inline void expect_dim(const char* name, const Tensor& tensor, int64_t dim) {
 }
 
 inline void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
-                        flce_dtype dtype, Place place) {
+                        flce_dtype dtype, DeviceId id) {
   expect_shape(name, tensor, shape);
   expect_type(name, tensor, to_scalar_type(dtype), flce_dtype_name(dtype));
-  expect_same_device(name, tensor, place);
+  expect_same_device(name, tensor, id);
 }
 
 // An optional tensor of statistics' dtype.
 inline const void* optional_pointer(const char* name, const OptionalTensor& tensor,
                                     const std::vector<int64_t>& shape, flce_dtype stat,
-                                    Place place) {
+                                    DeviceId id) {
   if (!tensor) return nullptr;
-  expect_like(name, *tensor, shape, stat, place);
+  expect_like(name, *tensor, shape, stat, id);
   return tensor->const_data_ptr();
 }
 

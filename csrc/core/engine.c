@@ -120,7 +120,7 @@ static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* ge
 
 /* Has z written into the saved buffer where the logits need no other type there, else into the
  * chunk's. */
-static void place_z(const engine* e, chunk* c, flce_gemm* gemm) {
+static void set_z_destination(const engine* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
   gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
   gemm->c_dtype = plan->z_dtype;
@@ -131,14 +131,14 @@ static void place_z(const engine* e, chunk* c, flce_gemm* gemm) {
 static flce_status logits_gemm(const engine* e, chunk* c) {
   flce_gemm gemm;
   FLCE_TRY(logits_product(e, c, &gemm));
-  place_z(e, c, &gemm);
+  set_z_destination(e, c, &gemm);
   gemm.bias = e->plan->gemm_adds_bias ? e->bias : NULL;
   return run_gemm(e, gemm);
 }
 
 /* The fused product of a chunk's logits, and E, or in form dz z, where the strategy keeps either.
  */
-static flce_status product_rows(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
+static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
   bool keeps = saves || gradients, exp_form = plan->form == FLCE_FORM_EXP;
@@ -146,13 +146,13 @@ static flce_status product_rows(const engine* e, chunk* c, flce_gemm* gemm, flce
   if (keeps && exp_form)
     set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->dtype,
             plan->out_pitch, plan->out_pitch);
-  if (keeps && !exp_form) place_z(e, c, gemm);
+  if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
   /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
   if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
   atomic_fetch_add(&gemm_count, 1);
-  CALL(e, product_rows, gemm, rows, buffer(e, FLCE_BUF_PRODUCT));
+  CALL(e, fused_logits, gemm, rows, buffer(e, FLCE_BUF_FUSED));
   return FLCE_OK;
 }
 
@@ -163,12 +163,12 @@ static const void* unit_factor(const engine* e) {
   return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
 }
 
-/* Statistics of what product_rows has made, and with save=grads the rows' factors. */
-static flce_status product_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
-                                      const flce_rows* rows) {
+/* Statistics of what fused_logits has made, and with save=grads the rows' factors. */
+static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
+                                    const flce_rows* rows) {
   bool gradients = e->plan->save == FLCE_SAVE_GRADS;
-  CALL(e, product_statistics, gemm, rows, unit_factor(e), gradients ? (void*)c->coef : NULL,
-       buffer(e, FLCE_BUF_PRODUCT));
+  CALL(e, fused_statistics, gemm, rows, unit_factor(e), gradients ? (void*)c->coef : NULL,
+       buffer(e, FLCE_BUF_FUSED));
   if (gradients && e->plan->form == FLCE_FORM_DZ) set_out_in_place(e, &c->view);
   return FLCE_OK;
 }
@@ -253,7 +253,8 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   atomic_fetch_add(&gemm_count, 1);
-  CALL(e, weight_product, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS), c->first > 0);
+  CALL(e, grad_weight_gemm, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS),
+       c->first > 0);
   return FLCE_OK;
 }
 
@@ -282,7 +283,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
                     .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0};
-  if (plan->weight_parts > 0) return weight_and_bias(e, c, &gemm);
+  if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
   for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
@@ -309,7 +310,7 @@ static flce_status bias_gradient(const engine* e, const chunk* c) {
 static flce_status chunk_gradients(const engine* e, const chunk* c) {
   if (e->problem->want_grad_input) FLCE_TRY(input_gradient(e, c));
   if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
-  if (e->problem->want_grad_bias && !e->plan->weight_parts) FLCE_TRY(bias_gradient(e, c));
+  if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
   return FLCE_OK;
 }
 
@@ -400,9 +401,9 @@ static flce_status finish_gradients(const engine* e) {
     FLCE_TRY(finish_weight(e, coef_target, order, xsum));
   }
   if (problem->want_grad_bias) {
-    if (plan->weight_parts > 0 && problem->rows > 0)
+    if (plan->bias_parts > 0 && problem->rows > 0)
       CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), buffer(e, FLCE_BUF_DB_PARTS), e->stat, v,
-           plan->weight_parts, v, NULL, false, buffer(e, FLCE_BUF_COLUMN_SUM));
+           plan->bias_parts, v, NULL, false, buffer(e, FLCE_BUF_COLUMN_SUM));
     if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat, false);
     CALL(e, finish_grad_bias, e->tensors->grad_bias, plan->grad_bias_dtype,
          buffer(e, FLCE_BUF_DB_ACCUM), e->stat, coef_target, order, n, smooth_total,
@@ -476,9 +477,9 @@ static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   flce_rows rows;
   if (begins && !plan->fuses_rows) FLCE_TRY(begin_rows(e, gradients, false));
   if (plan->fuses_rows) {
-    FLCE_TRY(product_rows(e, c, &gemm, &rows));
+    FLCE_TRY(fused_logits(e, c, &gemm, &rows));
     if (begins) FLCE_TRY(begin_rows(e, gradients, true));
-    FLCE_TRY(product_statistics(e, c, &gemm, &rows));
+    FLCE_TRY(fused_statistics(e, c, &gemm, &rows));
   } else {
     FLCE_TRY(logits_gemm(e, c));
     FLCE_TRY(pass_rows(e, c));

@@ -103,11 +103,11 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
                      .makes_logits = true,
                      .makes_dx = problem->want_grad_input && gradients,
                      .makes_dw = problem->want_grad_weight && gradients,
-                     .overlaps_dw = plan->weight_parts == 0};
+                     .overlaps_dw = plan->bias_parts == 0};
   if (!plan->fuses_rows) return loop;
-  loop.tile_rows = facts->product_tile_rows;
+  loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
-  loop.row_bytes = facts->product_row_bytes;
+  loop.row_bytes = facts->fused_row_bytes;
   if (!plan->gathers) return loop;
   loop.row_bytes += plan->input_pitch * flce_size_of(plan->dtype);
   loop.max_rows = GATHERED_ROWS;
@@ -120,7 +120,7 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   problem.hidden = plan->hidden;
   problem.accum_dtype = plan->accum_dtype;
   chunk_loop forward = forward_loop(&problem, facts, plan);
-  /* product_rows writes no logits for statistics alone: a smaller chunk would save scratch only. */
+  /* fused_logits writes no logits for statistics alone: a smaller chunk would save scratch only. */
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
@@ -135,7 +135,7 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
                          .makes_logits = plan->save == FLCE_SAVE_STATS,
                          .makes_dx = problem.want_grad_input,
                          .makes_dw = problem.want_grad_weight,
-                         .overlaps_dw = plan->weight_parts == 0};
+                         .overlaps_dw = plan->bias_parts == 0};
   if (plan->save == FLCE_SAVE_STATS)
     backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
   else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
@@ -214,13 +214,13 @@ static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* fact
  * Form dz is a difference, of which little may be left: it has to come from the logits that its
  * statistics are of. With save=stats those are made again, by another product: exactly enough where
  * they are not rounded, but for probabilities, which may be all but equal to p. */
-static bool product_serves(const flce_problem* problem, const flce_facts* facts,
-                           const flce_plan* plan) {
+static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
+                              const flce_plan* plan) {
   if (plan->form == FLCE_FORM_EXP || plan->save == FLCE_SAVE_NOTHING) return true;
   if (plan->z_dtype != FLCE_F32) return false;
   if (plan->save == FLCE_SAVE_STATS) return !problem->has_probabilities;
   bool gives_e = plan->save == FLCE_SAVE_LOGITS && !needs_logits(problem);
-  return facts->product_gives_z && !gives_e;
+  return facts->fused_writes_z && !gives_e;
 }
 
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -230,7 +230,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->form = choose_form(problem, plan->dtype);
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
-  plan->fuses_rows = facts->product_row_bytes > 0 && product_serves(problem, facts, plan);
+  plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
   /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
    * that its backward goes by. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
@@ -240,8 +240,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   if (makes_e) plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
-  bool product_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
-  bool adds_bias = product_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
+  bool fused_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
+  bool adds_bias = fused_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
   plan->gemm_adds_bias = problem->has_bias && adds_bias;
   choose_saved(problem, plan);
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
@@ -260,7 +260,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->accum_dtype = wide ? stat : plan->dtype;
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
   bool both = problem->want_grad_weight && problem->want_grad_bias;
-  plan->weight_parts = both && plan->accum_dtype == plan->dtype ? facts->weight_parts : 0;
+  plan->bias_parts = both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
   int64_t block = DW_BLOCK_BYTES / (plan->hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows =
       adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
@@ -348,7 +348,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   add(plan, FLCE_BUF_LOGITS, (z > 0 ? FLCE_IN_FORWARD : 0) | (later > 0 ? FLCE_IN_BACKWARD : 0),
       z > later ? z : later);
   if (plan->fuses_rows)
-    add(plan, FLCE_BUF_PRODUCT, FLCE_IN_FORWARD, plan->chunk_rows * facts->product_row_bytes);
+    add(plan, FLCE_BUF_FUSED, FLCE_IN_FORWARD, plan->chunk_rows * facts->fused_row_bytes);
   if (plan->gathers) add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
   if (plan->gathers || plan->input_pitch != h) list_copied_x(problem, plan);
   if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
@@ -388,7 +388,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   }
   if (problem->want_grad_bias) {
     add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
-    add(plan, FLCE_BUF_DB_PARTS, where, plan->weight_parts * v * stat);
+    add(plan, FLCE_BUF_DB_PARTS, where, plan->bias_parts * v * stat);
     if (plan->gathers && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
   }
   if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
@@ -399,7 +399,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
 }
 
 /* Buffers of both passes come first, so that one offset serves both. */
-static void place(flce_plan* plan) {
+static void assign_offsets(flce_plan* plan) {
   int64_t shared = 0;
   for (int pass = 0; pass < 3; pass++) {
     unsigned wanted = pass == 0   ? FLCE_IN_FORWARD | FLCE_IN_BACKWARD
@@ -450,7 +450,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);
-  place(plan);
+  assign_offsets(plan);
   count_gemms(problem, plan);
   return FLCE_OK;
 }

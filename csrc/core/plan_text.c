@@ -33,7 +33,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SMOOTH] = "smooth",
       [FLCE_BUF_ORDER] = "order",
       [FLCE_BUF_COLUMN_SUM] = "column_sum",
-      [FLCE_BUF_PRODUCT] = "product",
+      [FLCE_BUF_FUSED] = "fused",
       [FLCE_BUF_GEMM] = "gemm_workspace",
   };
   return names[id];

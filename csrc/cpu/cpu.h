@@ -24,19 +24,19 @@ static inline int64_t flce_blocks(int64_t count) {
 }
 
 /* Row r of a pass has its vectors at this index; -1 stands for no row. */
-static inline int64_t flce_row_place(const flce_rows* rows, int64_t r) {
+static inline int64_t flce_row_index(const flce_rows* rows, int64_t r) {
   return rows->index ? rows->index[r] : r;
 }
 
 typedef enum flce_row_kind {
-  FLCE_ROW_NONE,
+  FLCE_ROW_ABSENT,
   FLCE_ROW_IGNORED,
   FLCE_ROW_OUT_OF_RANGE,
   FLCE_ROW_VALID
 } flce_row_kind;
 
 static inline flce_row_kind flce_row_kind_at(const flce_rows* rows, int64_t i) {
-  if (i < 0) return FLCE_ROW_NONE;
+  if (i < 0) return FLCE_ROW_ABSENT;
   if (!rows->target) return FLCE_ROW_VALID;
   int64_t y = rows->target[i];
   if (y == rows->options.ignore_index) return FLCE_ROW_IGNORED;

@@ -94,11 +94,11 @@ static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
 static void grad_input_range(int64_t begin, int64_t end, void* context) {
   const grad_input_job* job = context;
   for (int64_t r = begin; r < end; r++) {
-    int64_t i = flce_row_place(job->rows, r);
+    int64_t i = flce_row_index(job->rows, r);
     flce_row_kind kind = flce_row_kind_at(job->rows, i);
     if (kind == FLCE_ROW_VALID)
       grad_input_row(job, r, i);
-    else if (kind != FLCE_ROW_NONE)
+    else if (kind != FLCE_ROW_ABSENT)
       flce_fill(flce_at(job->dx, job->dx_dtype, i * job->cols), job->dx_dtype,
                 kind == FLCE_ROW_IGNORED ? 0.0 : NAN, job->cols);
   }

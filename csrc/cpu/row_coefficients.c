@@ -27,7 +27,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   if (rows->target)
     own = k * (1.0 - s) * row_factor(rows->class_weight, stat, rows->target[i]);
   else
-    other = k * row_stat(pass, FLCE_STAT_MASS, i);
+    other = k * row_stat(pass, FLCE_STAT_WEIGHT_SUM, i);
   if (rows->target && s > 0.0)
     other = k * share * flce_load(rows->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
   if (options->z_loss != 0.0)
@@ -57,9 +57,9 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
                    .upstream = upstream,
                    .factor = row_factor(factor, stat, 0)};
   for (int64_t r = 0; r < rows->rows; r++) {
-    int64_t i = flce_row_place(rows, r);
+    int64_t i = flce_row_index(rows, r);
     flce_row_kind kind = flce_row_kind_at(rows, i);
-    if (kind == FLCE_ROW_NONE) continue;
+    if (kind == FLCE_ROW_ABSENT) continue;
     double values[FLCE_COEF_ROWS] = {0};
     if (kind == FLCE_ROW_VALID)
       valid_coefficients(&job, i, values);

@@ -20,14 +20,14 @@ typedef struct row_pass {
 
 /* A row's sums, with c the largest l and y the class target (none: probabilities). */
 typedef struct row_sums {
-  double offset;       /* c */
-  double rest;         /* sum of exp(l_j - c) without j = y */
-  double l_y, slope_y; /* of a class target */
-  double gap, mass;    /* sums of w_j q_j (c - l_j) and of w_j q_j; q = (1-s) t + s/V, for a class
-                          target s/V alone */
+  double offset;                   /* c */
+  double rest;                     /* sum of exp(l_j - c) without j = y */
+  double l_y, slope_y;             /* of a class target */
+  double weighted_gap, weight_sum; /* sums of w_j q_j (c - l_j) and of w_j q_j; q = (1-s) t + s/V,
+                       for a class target s/V alone */
   /* Where the entropy is wanted: rest without the largest, whose term is 1, and the sum of
    * exp(l_j - c) (l_j - c) without j = y. */
-  double tail, pull;
+  double tail, entropy_sum;
   int64_t largest; /* the lowest column of c; where entropy or predictions are wanted */
 } row_sums;
 

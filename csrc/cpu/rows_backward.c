@@ -34,7 +34,7 @@ static bool has_entropy(const row_pass* pass, int64_t i) {
 
 static void grad_row(const row_pass* pass, int64_t r) {
   const flce_rows* rows = pass->rows;
-  int64_t i = flce_row_place(rows, r);
+  int64_t i = flce_row_index(rows, r);
   flce_row_kind kind = flce_row_kind_at(rows, i);
   if (kind != FLCE_ROW_VALID) {
     flce_cpu_fill_row(pass, r, kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0);
@@ -61,7 +61,7 @@ static flce_status check_exp(const row_pass* pass) {
   if (rows->options.softcap != 0.0 || rows->probabilities)
     return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected class targets and no softcap");
   for (int64_t r = 0; r < rows->rows; r++) {
-    int64_t i = flce_row_place(rows, r);
+    int64_t i = flce_row_index(rows, r);
     if (flce_row_kind_at(rows, i) == FLCE_ROW_VALID && has_entropy(pass, i))
       return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected no gradient of the entropy");
   }

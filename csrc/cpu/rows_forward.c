@@ -80,14 +80,14 @@ static double weighted_gap(const row_pass* pass, const void* z, double offset, i
 }
 
 /* sum_j w_j (offset - z_j), for smoothing. */
-static double gap_sum(const row_pass* pass, const void* z, double offset) {
+static double weighted_gap_sum(const row_pass* pass, const void* z, double offset) {
   const flce_rows* rows = pass->rows;
   double sum = 0.0;
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
     end = row_span_end(begin, rows->vocab);
-    double part =
-        pass->kernels->gap(flce_const_at(z, pass->dtype, begin), row_from(pass, rows->bias, begin),
-                           row_from(pass, rows->class_weight, begin), offset, end - begin);
+    double part = pass->kernels->weighted_gap(
+        flce_const_at(z, pass->dtype, begin), row_from(pass, rows->bias, begin),
+        row_from(pass, rows->class_weight, begin), offset, end - begin);
     /* A class of weight 0 adds nothing, where its logit is -inf too. */
     sum += isnan(part) && rows->class_weight ? weighted_gap(pass, z, offset, begin, end) : part;
   }
@@ -123,8 +123,8 @@ static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sum
     sums->rest = online_sum(pass, z, y, &sums->offset);
   if (smoothing > 0.0) {
     double share = smoothing / (double)rows->vocab;
-    sums->gap = share * gap_sum(pass, z, sums->offset);
-    sums->mass = share * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_WEIGHT_TOTAL);
+    sums->weighted_gap = share * weighted_gap_sum(pass, z, sums->offset);
+    sums->weight_sum = share * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_WEIGHT_TOTAL);
   }
   if (pass->write_exp) sums->rest = written_sum(pass, row_out(pass, r), z, y, sums->offset);
 }
@@ -139,7 +139,7 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
   const flce_rows* rows = pass->rows;
   const flce_loss* options = &rows->options;
   double e_y = y >= 0 ? exp(sums->l_y - sums->offset) : 0.0, sum = sums->rest + e_y;
-  double log_sum = log(sum), nll = 0.0, loss = sums->gap + sums->mass * log_sum;
+  double log_sum = log(sum), nll = 0.0, loss = sums->weighted_gap + sums->weight_sum * log_sum;
   if (y >= 0) {
     /* Near a certain target ln S - (l_y - c) would cancel; log1p keeps the smallest losses. */
     nll = sums->rest <= e_y ? log1p(sums->rest / e_y) : log_sum + (sums->offset - sums->l_y);
@@ -151,8 +151,9 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
     loss += options->z_loss * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_Z_SHARE) * lse * lse;
   if (rows->wants_entropy) { /* both terms are positive */
     double others = sums->largest == y ? sums->tail : sums->tail + e_y;
-    double pull = e_y == 0.0 ? sums->pull : sums->pull + e_y * (sums->l_y - sums->offset);
-    entropy = log1p(others) - pull / sum;
+    double entropy_sum =
+        e_y == 0.0 ? sums->entropy_sum : sums->entropy_sum + e_y * (sums->l_y - sums->offset);
+    entropy = log1p(others) - entropy_sum / sum;
   }
   store_stats(rows, pass->stat, i,
               (double[]){[FLCE_STAT_LSE] = lse,
@@ -161,18 +162,18 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
                          [FLCE_STAT_INV_SUM] = 1.0 / sum,
                          [FLCE_STAT_ENTROPY] = entropy,
                          [FLCE_STAT_SLOPE] = y >= 0 ? sums->slope_y : 0.0,
-                         [FLCE_STAT_MASS] = y >= 0 ? 0.0 : sums->mass});
+                         [FLCE_STAT_WEIGHT_SUM] = y >= 0 ? 0.0 : sums->weight_sum});
   flce_store(rows->loss, pass->stat, i, row_factor(rows->token_weight, pass->stat, i) * loss);
   if (rows->predictions) rows->predictions[i] = sums->largest > 0 ? sums->largest : 0;
 }
 
 static void stat_row(const row_pass* pass, int64_t r) {
   const flce_rows* rows = pass->rows;
-  int64_t i = flce_row_place(rows, r);
+  int64_t i = flce_row_index(rows, r);
   flce_row_kind kind = flce_row_kind_at(rows, i);
   if (kind != FLCE_ROW_VALID) { /* z is not read */
     double value = kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0;
-    if (kind != FLCE_ROW_NONE) flce_cpu_blank_stats(rows, pass->stat, i, value);
+    if (kind != FLCE_ROW_ABSENT) flce_cpu_blank_stats(rows, pass->stat, i, value);
     if (pass->write_exp) flce_cpu_fill_row(pass, r, value);
     return;
   }

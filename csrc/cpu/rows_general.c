@@ -20,11 +20,12 @@ typedef union span {
   float narrow[FLCE_SPAN];
 } span;
 
-/* z + bias -> l of a row: outer * tanh(inner * (z + bias)), or outer * (z + bias) without softcap.
+/* z + bias -> l of a row: outer_scale * tanh(inner_scale * (z + bias)), or outer_scale * (z + bias)
+ * without softcap.
  */
 typedef struct row_map {
   bool capped;
-  double inner, outer;
+  double inner_scale, outer_scale;
 } row_map;
 
 /* Columns [begin, begin + count) of a row. */
@@ -39,19 +40,19 @@ static row_map make_map(const row_pass* pass, int64_t i) {
   const flce_rows* rows = pass->rows;
   const flce_loss* options = &rows->options;
   double temperature = options->temperature * row_factor(rows->temperature, pass->stat, i);
-  if (options->softcap == 0.0) return (row_map){.outer = options->logit_scale / temperature};
+  if (options->softcap == 0.0) return (row_map){.outer_scale = options->logit_scale / temperature};
   return (row_map){.capped = true,
-                   .inner = options->logit_scale / options->softcap,
-                   .outer = options->softcap / temperature};
+                   .inner_scale = options->logit_scale / options->softcap,
+                   .outer_scale = options->softcap / temperature};
 }
 
 /* tanh and 1 - tanh^2 both come from exp(-2 |u|), where tanh^2 near 1 would cancel. Near 0 that
  * cancels in tanh itself: there float64 has libm's. */
 static void cap_doubles(double* l, double* slope, const row_map* map, int64_t count) {
   for (int64_t j = 0; j < count; j++) {
-    double u = map->inner * l[j], e = exp(-2.0 * fabs(u));
+    double u = map->inner_scale * l[j], e = exp(-2.0 * fabs(u));
     double bent = fabs(u) < 0.5 ? tanh(u) : copysign(1.0 - 2.0 * e / (1.0 + e), u);
-    l[j] = map->outer * bent;
+    l[j] = map->outer_scale * bent;
     slope[j] = 4.0 * e / ((1.0 + e) * (1.0 + e));
   }
 }
@@ -60,9 +61,9 @@ static void cap_doubles(double* l, double* slope, const row_map* map, int64_t co
  * out is less than 3e-10 of it. No loop has a branch, so that the compiler vectorizes them. */
 static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float* restrict slope,
                        float* restrict e, const row_map* map, int64_t count) {
-  float inner = (float)map->inner, outer = (float)map->outer;
+  float inner_scale = (float)map->inner_scale, outer_scale = (float)map->outer_scale;
   for (int64_t j = 0; j < count; j++) {
-    l[j] *= inner;
+    l[j] *= inner_scale;
     slope[j] = -2.0f * fabsf(l[j]);
   }
   kernels->exp_sum(e, slope, NULL, 0.0, count);
@@ -79,7 +80,7 @@ static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float
   }
   for (int64_t j = 0; j < count; j++) {
     uint32_t near = -(uint32_t)(fabsf(e[j]) < 0.245f); /* tanh(1/4); all bits or none */
-    l[j] = outer * flce_float_of((flce_bits_of(l[j]) & near) | (flce_bits_of(e[j]) & ~near));
+    l[j] = outer_scale * flce_float_of((flce_bits_of(l[j]) & near) | (flce_bits_of(e[j]) & ~near));
   }
 }
 
@@ -87,14 +88,14 @@ static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float
 static void transform(const row_pass* pass, const row_map* map, const void* z, int64_t begin,
                       int64_t end, row_part* part) {
   const void* bias = row_from(pass, pass->rows->bias, begin);
-  double outer = map->capped ? 1.0 : map->outer;
+  double outer_scale = map->capped ? 1.0 : map->outer_scale;
   part->begin = begin;
   part->count = end - begin;
-  pass->z_blocks->scaled(&part->l, bias ? 1.0 : outer, flce_const_at(z, pass->dtype, begin),
+  pass->z_blocks->scaled(&part->l, bias ? 1.0 : outer_scale, flce_const_at(z, pass->dtype, begin),
                          part->count);
   if (bias) {
     pass->l_blocks->axpy(&part->l, 1.0, bias, part->count);
-    if (outer != 1.0) pass->l_blocks->scaled(&part->l, outer, &part->l, part->count);
+    if (outer_scale != 1.0) pass->l_blocks->scaled(&part->l, outer_scale, &part->l, part->count);
   }
   if (map->capped && pass->stat == FLCE_F64)
     cap_doubles(part->l.wide, part->slope.wide, map, part->count);
@@ -125,10 +126,10 @@ static void raise_offset(row_sums* sums, double top, int64_t y) {
   bool first = sums->offset == -INFINITY;
   double rise = top - (first ? 0.0 : sums->offset), factor = first ? 0.0 : exp(-rise);
   if (!first && sums->largest != y) sums->tail += 1.0;
-  sums->pull = factor * (sums->pull - rise * sums->tail);
+  sums->entropy_sum = factor * (sums->entropy_sum - rise * sums->tail);
   sums->tail *= factor;
   sums->rest *= factor;
-  sums->gap += rise * sums->mass;
+  sums->weighted_gap += rise * sums->weight_sum;
   sums->offset = top;
 }
 
@@ -147,12 +148,12 @@ static double exp_sum(const row_pass* pass, const row_part* part, double shift, 
 
 /* In double throughout: the terms of a small entropy are small ones beside larger ones. A term that
  * is 0 adds nothing, also where l is -inf. */
-INLINE void add_pull(flce_dtype stat, const row_part* part, double shift, row_sums* sums) {
+INLINE void add_entropy_sum(flce_dtype stat, const row_part* part, double shift, row_sums* sums) {
   for (int64_t j = 0; j < part->count; j++) {
     double e = flce_load(&part->e, stat, j);
     if (e == 0.0) continue;
     sums->tail += e;
-    sums->pull += e * (flce_load(&part->l, stat, j) - shift);
+    sums->entropy_sum += e * (flce_load(&part->l, stat, j) - shift);
   }
 }
 
@@ -163,7 +164,7 @@ static void add_exp(const row_pass* pass, int64_t y, double shift, row_part* par
     if (has_column(part, y)) flce_store(&part->e, pass->stat, own, 0.0);
     if (has_column(part, sums->largest))
       flce_store(&part->e, pass->stat, sums->largest - part->begin, 0.0);
-    BY_STAT(pass->stat, add_pull, part, shift, sums);
+    BY_STAT(pass->stat, add_entropy_sum, part, shift, sums);
   } else if (has_column(part, y)) {
     sums->rest += exp_sum(pass, part, shift, 0, own);
     sums->rest += exp_sum(pass, part, shift, own + 1, part->count);
@@ -173,8 +174,8 @@ static void add_exp(const row_pass* pass, int64_t y, double shift, row_part* par
 }
 
 /* Columns that the target leaves out add nothing, also where l is -inf. */
-INLINE void add_gap(flce_dtype stat, const row_pass* pass, const row_part* part, double shift,
-                    row_sums* sums) {
+INLINE void add_weighted_gap(flce_dtype stat, const row_pass* pass, const row_part* part,
+                             double shift, row_sums* sums) {
   const flce_rows* rows = pass->rows;
   double smoothing = rows->options.label_smoothing, uniform = smoothing / (double)rows->vocab;
   const void* weight = row_from(pass, rows->class_weight, part->begin);
@@ -183,8 +184,8 @@ INLINE void add_gap(flce_dtype stat, const row_pass* pass, const row_part* part,
     if (rows->probabilities) share += (1.0 - smoothing) * flce_load(&part->t, stat, j);
     if (weight) share *= flce_load(weight, stat, j);
     if (share == 0.0) continue;
-    sums->mass += share;
-    sums->gap += share * (shift - flce_load(&part->l, stat, j));
+    sums->weight_sum += share;
+    sums->weighted_gap += share * (shift - flce_load(&part->l, stat, j));
   }
 }
 
@@ -211,7 +212,7 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
     add_exp(pass, y, shift, &part, sums);
     if (!soft) continue;
     if (rows->probabilities) load_probabilities(pass, i, &part);
-    BY_STAT(pass->stat, add_gap, pass, &part, shift, sums);
+    BY_STAT(pass->stat, add_weighted_gap, pass, &part, shift, sums);
   }
   if (rows->wants_entropy) sums->rest = sums->tail + (sums->largest == y ? 0.0 : 1.0);
 }
@@ -221,7 +222,7 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
 /* Of one row: enum flce_coef_row, and its statistics. */
 typedef struct row_terms {
   double offset, row, entropy, smooth, soft;
-  double level; /* m - c */
+  double mean_logit; /* m - c */
   bool capped;
 } row_terms;
 
@@ -235,13 +236,15 @@ static row_terms make_terms(const row_pass* pass, const row_map* map, int64_t i)
   terms.soft = row_coef(pass, FLCE_COEF_SOFT, i);
   /* log S from 1 / S: lse - c would carry the rounding of a large lse. */
   if (terms.entropy != 0.0)
-    terms.level = -log(row_stat(pass, FLCE_STAT_INV_SUM, i)) - row_stat(pass, FLCE_STAT_ENTROPY, i);
+    terms.mean_logit =
+        -log(row_stat(pass, FLCE_STAT_INV_SUM, i)) - row_stat(pass, FLCE_STAT_ENTROPY, i);
   return terms;
 }
 
 /* e (ROW + ENTROPY (m - l)); 0 where e is, also where l is -inf. */
 INLINE double pushed(const row_terms* terms, double e, double l) {
-  return e == 0.0 ? 0.0 : e * (terms->row + terms->entropy * (terms->level + (terms->offset - l)));
+  return e == 0.0 ? 0.0
+                  : e * (terms->row + terms->entropy * (terms->mean_logit + (terms->offset - l)));
 }
 
 /* The gradient over e. Denormals make a GEMM many times slower: they become 0. */

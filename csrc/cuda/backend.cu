@@ -54,7 +54,7 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = 0;
-  FLCE_TRY(cuda_hopper_facts(10 * major + minor, problem, facts));
+  FLCE_TRY(cuda_sm90_facts(10 * major + minor, problem, facts));
   if (problem->rows < problem->tokens || facts->skips_rows) { /* else no rows are gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }
@@ -80,15 +80,15 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .blank_rows = cuda_blank_rows,
       .stat_rows = cuda_stat_rows,
       .exp_rows = cuda_exp_rows,
-      .product_rows = cuda_product_rows,
-      .product_statistics = cuda_product_statistics,
+      .fused_logits = cuda_fused_logits,
+      .fused_statistics = cuda_fused_statistics,
       .grad_rows = cuda_grad_rows,
       .row_coefficients = cuda_row_coefficients,
       .reduce = cuda_reduce,
       .scale_rows = cuda_scale_rows,
       .finish_grad_input = cuda_finish_grad_input,
       .column_sum = cuda_column_sum,
-      .weight_product = cuda_weight_product,
+      .grad_weight_gemm = cuda_grad_weight_gemm,
       .order_targets = cuda_order_targets,
       .finish_grad_weight = cuda_finish_grad_weight,
       .finish_grad_bias = cuda_finish_grad_bias,

@@ -85,18 +85,18 @@ flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, con
 /* sm90/select.cu */
 /* What Hopper's own kernels add to the facts, where a device of this compute capability (90 for
  * 9.0), FLCE_KERNEL and the problem let them serve. */
-flce_status cuda_hopper_facts(int capability, const flce_problem* problem, flce_facts* facts);
+flce_status cuda_sm90_facts(int capability, const flce_problem* problem, flce_facts* facts);
 
 /* sm90/fused_logits.cu */
-flce_status cuda_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
+flce_status cuda_fused_logits(void* self, const flce_gemm* gemm, const flce_rows* rows,
                               void* scratch);
-flce_status cuda_product_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                                    const void* factor, void* coef, void* scratch);
+flce_status cuda_fused_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                  const void* factor, void* coef, void* scratch);
 
 /* sm90/grad_weight_gemm.cu */
-/* Rows of cuda_weight_product's sums. */
-int64_t cuda_weight_parts(int64_t hidden);
-flce_status cuda_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
-                                const void* coef, void* sums, bool adds_sums);
+/* Rows of cuda_grad_weight_gemm's sums. */
+int64_t cuda_bias_parts(int64_t hidden);
+flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* gemm, const int64_t* index,
+                                  const void* coef, void* sums, bool adds_sums);
 
 #endif

@@ -25,7 +25,7 @@ setting make_setting(flce_dtype dtype, flce_save save) {
                   .has_bias = true,
                   .loss = {.ignore_index = IGNORE_INDEX, .logit_scale = 1.0, .temperature = 1.0},
                   .max_memory = 1 << 20},
-      .spread = 2.0};
+      .entropy_sum = 2.0};
 }
 
 flce_dtype stat_of(const setting* s) {
@@ -78,7 +78,7 @@ static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
 static void row_loss(const setting* s, const model* m, int64_t i, double k, double g_lse,
                      double g_entropy, double z_share, row* r) {
   const flce_problem* p = &s->problem;
-  double smoothing = p->loss.label_smoothing, z_loss = p->loss.z_loss * z_share, mass = 0.0;
+  double smoothing = p->loss.label_smoothing, z_loss = p->loss.z_loss * z_share, weight_sum = 0.0;
   double lse = (double)r->lse;
   double token = optional(s->token_weight, m->token_weight, stat_of(s), i);
   r->loss = z_loss * lse * lse;
@@ -88,16 +88,16 @@ static void row_loss(const setting* s, const model* m, int64_t i, double k, doub
       q += (1.0 - smoothing) * flce_load(m->probabilities, FLCE_F32, i * p->weight_rows + j);
     else if (j == m->target[i])
       q += 1.0 - smoothing;
-    mass += q * class_weight(s, m, j);
+    weight_sum += q * class_weight(s, m, j);
     r->loss += q * class_weight(s, m, j) * (double)(r->lse - r->l[j]);
     r->dz[j] = -k * token * q * class_weight(s, m, j);
     r->size[j] = fabs(r->dz[j]);
   }
-  double push = k * token * (mass + 2.0 * z_loss * lse) + g_lse;
+  double push = k * token * (weight_sum + 2.0 * z_loss * lse) + g_lse;
   for (int64_t j = 0; j < p->vocab; j++) {
     double log_p = (double)(r->l[j] - r->lse), prob = (double)expl(r->l[j] - r->lse);
     r->dz[j] = r->slope[j] * (r->dz[j] + prob * (push - g_entropy * (log_p + r->entropy)));
-    r->size[j] += prob * (fabs(k * token) * (mass + 2.0 * z_loss * fabs(lse)) + fabs(g_lse) +
+    r->size[j] += prob * (fabs(k * token) * (weight_sum + 2.0 * z_loss * fabs(lse)) + fabs(g_lse) +
                           fabs(g_entropy) * (fabs(log_p) + r->entropy));
     r->size[j] *= fabs(r->slope[j]);
   }
@@ -174,7 +174,7 @@ model make_model(const setting* s) {
   int64_t n = p->tokens, h = p->hidden, v = p->weight_rows;
   flce_dtype stat = stat_of(s);
   model m = {.x = test_fill_normal(p->input_dtype, n * h, 1.0),
-             .w = test_fill_normal(p->weight_dtype, v * h, s->spread / sqrt((double)h)),
+             .w = test_fill_normal(p->weight_dtype, v * h, s->entropy_sum / sqrt((double)h)),
              .bias = test_fill_normal(p->bias_dtype, v, 0.5),
              .class_weight = test_buffer(stat, v),
              .grad_output = test_buffer(stat, n + 1),
@@ -296,7 +296,7 @@ run run_all(const setting* s, const model* m, int threads) {
   flce_facts facts;
   CHECK_OK(b.facts(b.self, &s->problem, &facts));
   if (s->fused) {
-    plain_products(&b, &facts);
+    plain_fused(&b, &facts);
     facts.skips_rows = s->skips;
     if (s->skips) {
       facts.hidden_alignment = 8; /* H is no multiple of it */
@@ -345,9 +345,9 @@ void free_run(run* r) {
 /* Steps of rounding that an element passes through: logits, E, products, sums. The products' dtype
  * rounds the logits on the CPU, so that their size enters every error there. */
 static double error_of(const setting* s, const run* r) {
-  double logits = 1.0 + 4.0 * s->spread;
+  double logits = 1.0 + 4.0 * s->entropy_sum;
   double rounding = test_epsilon(r->plan.dtype);
-  if (s->peaked) logits += 32.0 * s->spread * s->spread; /* x = 16 W_y */
+  if (s->peaked) logits += 32.0 * s->entropy_sum * s->entropy_sum; /* x = 16 W_y */
   /* The plain GEMM sums in double, so that a float64 logit has a rounding a term, others one. */
   if (r->plan.dtype == FLCE_F64) logits *= sqrt((double)s->problem.hidden);
   const flce_loss* o = &s->problem.loss;

@@ -8,11 +8,11 @@ enum { IGNORE_INDEX = -100 };
 
 typedef struct setting {
   flce_problem problem;
-  double spread;                      /* standard deviation of the logits, about */
+  double entropy_sum;                 /* standard deviation of the logits, about */
   bool all_ignored, peaked, identity; /* identity: W = 1, the logits are x */
   bool token_weight, temperature, num_items;
   bool upstream; /* gradients from lse and, where it is wanted, from the entropy */
-  bool fused;    /* the backend has product_rows and weight_product */
+  bool fused;    /* the backend has fused_logits and grad_weight_gemm */
   bool skips;    /* which skip rows */
 } setting;
 
@@ -46,8 +46,8 @@ void free_model(model* m);
 void* plan_buffer(const flce_plan* plan, flce_buffer_id id);
 void* workspace(int64_t bytes);
 
-/* plain_products.c: has the fused products and the one of dW with db, and the facts say so. */
-void plain_products(flce_backend* backend, flce_facts* facts);
+/* plain_fused.c: has the fused products and the one of dW with db, and the facts say so. */
+void plain_fused(flce_backend* backend, flce_facts* facts);
 
 run run_all(const setting* s, const model* m, int threads);
 void free_run(run* r);

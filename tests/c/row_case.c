@@ -114,7 +114,7 @@ static void define_logits(const setting* s, const data* d, int64_t i, truth* t) 
 static void define_loss(const setting* s, const data* d, int64_t i, truth* t) {
   double rest = 0.0, smoothing = s->loss.label_smoothing;
   int64_t v = s->vocab, y = has_target(s) ? d->target[i] : -1;
-  t->sum = t->entropy = t->mass = t->loss = t->loss_size = 0.0;
+  t->sum = t->entropy = t->weight_sum = t->loss = t->loss_size = 0.0;
   for (int64_t j = 0; j < v; j++) t->sum += exp(t->l[j] - t->c);
   for (int64_t j = 0; j < v; j++)
     if (j != t->largest) rest += exp(t->l[j] - t->c);
@@ -126,7 +126,7 @@ static void define_loss(const setting* s, const data* d, int64_t i, truth* t) {
     if (s->probabilities)
       t->q[j] += (1.0 - smoothing) * flce_load(d->t, s->probabilities_dtype, i * d->t_pitch + j);
     t->w[j] = optional(s->class_weight, d->class_weight, d->stat, j, 1.0);
-    t->mass += t->w[j] * t->q[j];
+    t->weight_sum += t->w[j] * t->q[j];
     if (t->w[j] * t->q[j] == 0.0) continue;
     t->loss += t->w[j] * t->q[j] * (t->lse - t->l[j]);
     t->loss_size += t->w[j] * t->q[j] * (t->lse - t->l[j] + 1.0);
@@ -153,7 +153,7 @@ static void define_gradient(const setting* s, const data* d, int64_t i, truth* t
   double g_entropy = optional(s->upstream && s->entropy, d->g_entropy, d->stat, i, 0.0);
   int64_t y = has_target(s) ? d->target[i] : -1;
   double own = y >= 0 ? k * (1.0 - s->loss.label_smoothing) * t->w[y] : 0.0;
-  double push = k * t->mass + k * 2.0 * s->loss.z_loss * kZShare * t->lse + g_lse;
+  double push = k * t->weight_sum + k * 2.0 * s->loss.z_loss * kZShare * t->lse + g_lse;
   for (int64_t j = 0; j < s->vocab; j++) {
     double log_p = t->p[j] > 0.0 ? t->l[j] - t->c - log(t->sum) : 0.0;
     double away = j == y ? own * expm1(-t->nll) : own * t->p[j];
@@ -161,7 +161,7 @@ static void define_gradient(const setting* s, const data* d, int64_t i, truth* t
     t->dz[j] = t->slope[j] * (away + push * t->p[j] + entropy - soft);
     t->size[j] =
         fabs(t->slope[j]) * (fabs(away) + fabs(soft) +
-                             t->p[j] * (fabs(k * t->mass) + fabs(push) + fabs(g_lse) +
+                             t->p[j] * (fabs(k * t->weight_sum) + fabs(push) + fabs(g_lse) +
                                         fabs(k * 2.0 * s->loss.z_loss) * (fabs(t->lse) + 1.0) +
                                         fabs(g_entropy) * (fabs(log_p) + t->entropy + 1.0)));
   }

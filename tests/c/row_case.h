@@ -71,7 +71,7 @@ void free_data(data* d);
 typedef struct truth {
   double *z, *l, *slope, *p, *q, *w; /* of every column; slope = dl/dz, q without a class target */
   double *dz, *size;                 /* the gradient, and the magnitudes of its terms */
-  double c, lse, sum, nll, entropy, mass, loss, loss_size;
+  double c, lse, sum, nll, entropy, weight_sum, loss, loss_size;
   double error; /* of an exp, relatively; of an l, absolutely */
   int64_t largest;
 } truth;

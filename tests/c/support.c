@@ -162,8 +162,8 @@ static void start_pool(void) {
   }
 }
 
-/* Of 16 ranges one, spread over the calls of each function, takes real threads: to meet costs far
- * more than a range of a test does. */
+/* Of 16 ranges one, entropy_sum over the calls of each function, takes real threads: to meet costs
+ * far more than a range of a test does. */
 static bool takes_threads(void) {
   static uint64_t ranges;
   return ranges++ * 0x9e3779b97f4a7c15u >> 60 == 0;

@@ -232,7 +232,7 @@ static void test_edges(void) {
       s = base;
       s.problem.vocab = s.problem.weight_rows = 300;
       s.problem.hidden = 40;
-      s.spread = 4.0;
+      s.entropy_sum = 4.0;
       s.peaked = true;
       test_setting(&s);
     }
@@ -344,14 +344,14 @@ static void test_plan_of_gathered_rows(void) {
   flce_problem* p = &s.problem;
   p->tokens = p->rows = 100000;
   p->want_grad_input = p->want_grad_weight = p->want_grad_bias = false;
-  const flce_facts facts = {.product_row_bytes = 100, .product_tile_rows = 256, .skips_rows = true};
+  const flce_facts facts = {.fused_row_bytes = 100, .fused_tile_rows = 256, .skips_rows = true};
   flce_plan plan;
   int64_t row_bytes = 100 + p->hidden * 4, budgets[] = {INT64_MAX, 1000 * row_bytes};
   for (int k = 0; k < 2; k++) {
     p->max_memory = budgets[k];
     CHECK_OK(flce_plan_make(p, &facts, &plan));
     int64_t copy = plan.buffers[FLCE_BUF_GATHERED_X].bytes;
-    int64_t numbers = plan.buffers[FLCE_BUF_PRODUCT].bytes;
+    int64_t numbers = plan.buffers[FLCE_BUF_FUSED].bytes;
     CHECK(plan.gathers && plan.chunk_rows <= 4096 && copy == plan.chunk_rows * p->hidden * 4,
           "a copy of %lld bytes for chunks of %lld rows", (long long)copy,
           (long long)plan.chunk_rows);
@@ -367,11 +367,11 @@ static void test_plan_of_gathered_rows(void) {
 }
 
 static int64_t rows_of_chunks(int64_t tokens, int64_t hidden, int64_t vocab, bool makes_dx,
-                              flce_save save, int64_t product_tile_rows) {
+                              flce_save save, int64_t fused_tile_rows) {
   const flce_facts facts = {.gemm_writes_f32 = true,
                             .gemm_f16 = true,
-                            .product_row_bytes = product_tile_rows > 0 ? 100 : 0,
-                            .product_tile_rows = product_tile_rows,
+                            .fused_row_bytes = fused_tile_rows > 0 ? 100 : 0,
+                            .fused_tile_rows = fused_tile_rows,
                             .multiprocessors = 132,
                             .gemm_workspace_bytes = 32 << 20};
   flce_problem p = make_setting(FLCE_BF16, save).problem;
@@ -417,8 +417,8 @@ static void test_small_chunks(void) {
       {512, 64, 1000, 512, 512},
   };
   const flce_facts facts = {.gemm_writes_f32 = true,
-                            .product_row_bytes = 100,
-                            .product_tile_rows = 256,
+                            .fused_row_bytes = 100,
+                            .fused_tile_rows = 256,
                             .multiprocessors = 132,
                             .gemm_workspace_bytes = 32 << 20};
   for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
@@ -435,7 +435,7 @@ static void test_small_chunks(void) {
     CHECK(saving.chunk_rows >= cases[k].least && saving.chunk_rows <= cases[k].most,
           "case %zu: %lld rows", k, (long long)saving.chunk_rows);
     CHECK(saving.peak_bytes <= bound.peak_bytes, "case %zu: more than within 1 GiB", k);
-    CHECK(saving.chunks == 1 || saving.chunk_rows % facts.product_tile_rows == 0, "case %zu", k);
+    CHECK(saving.chunks == 1 || saving.chunk_rows % facts.fused_tile_rows == 0, "case %zu", k);
     p.max_memory = 512 * saving.z_pitch * 2;
     CHECK_OK(flce_plan_make(&p, &facts, &saving));
     CHECK(saving.chunk_rows <= 512, "a bound: %lld rows", (long long)saving.chunk_rows);

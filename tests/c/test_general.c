@@ -140,7 +140,8 @@ static void check_row_stats(const setting* s, const data* d, const result* r, in
   /* An exp that underflows would be multiplied by a c - l of up to 90, with float64 up to 800. */
   check_stat(s, d, r, FLCE_STAT_ENTROPY, i, s->entropy ? t.entropy : 0.0,
              2.0 * relative * t.entropy + 800.0 * tiny);
-  check_stat(s, d, r, FLCE_STAT_MASS, i, s->probabilities ? t.mass : 0.0, relative * t.mass);
+  check_stat(s, d, r, FLCE_STAT_WEIGHT_SUM, i, s->probabilities ? t.weight_sum : 0.0,
+             relative * t.weight_sum);
   double unit = s->loss.logit_scale /
                 (s->loss.temperature * optional(s->temperature, d->temperature, d->stat, i, 1.0));
   check_stat(s, d, r, FLCE_STAT_SLOPE, i, has_target(s) ? t.slope[y] / unit : 0.0,

@@ -39,7 +39,7 @@ typedef struct truth {
 } truth;
 
 static double draw_logit(const setting* s, int64_t row, int64_t j, int64_t target) {
-  static const double gaps[] = {80.0, 90.0, 1000.0};
+  static const double weighted_gaps[] = {80.0, 90.0, 1000.0};
   switch (s->kind) {
     case PEAKED: /* the target wins in even rows, by more and more */
       return test_normal() + (j == target && row % 2 == 0 ? 5.0 * (double)(row + 1) : 0.0);
@@ -48,7 +48,7 @@ static double draw_logit(const setting* s, int64_t row, int64_t j, int64_t targe
     case MASKED:
       return j != target && test_random() % 3 == 0 ? -INFINITY : 4.0 * test_normal();
     case GAP: /* z_max - z_y; float16 holds these */
-      return j == target ? -gaps[row % 3] : 0.25 * (double)(j % 2);
+      return j == target ? -weighted_gaps[row % 3] : 0.25 * (double)(j % 2);
     default:
       return test_normal();
   }
@@ -99,7 +99,7 @@ static truth make_truth(const setting* s, const data* d, int64_t i) {
     t.logit[j] = d->stat == FLCE_F32 ? (double)(float)z : z;
     t.c = fmax(t.c, t.logit[j]);
   }
-  double total = 0.0, gap = 0.0;
+  double total = 0.0, weighted_gap = 0.0;
   for (int64_t j = 0; j < v; j++) {
     t.e[j] = exp(t.logit[j] - t.c);
     if (j != y) {
@@ -107,7 +107,7 @@ static truth make_truth(const setting* s, const data* d, int64_t i) {
       if (t.e[j] > 0.0) t.rest_error += t.e[j] * (t.c - t.logit[j] + 4.0);
     }
     total += weight_of(s, d, j);
-    gap += weight_of(s, d, j) * (t.c - t.logit[j]);
+    weighted_gap += weight_of(s, d, j) * (t.c - t.logit[j]);
   }
   /* Terms that one accumulator adds up, at most. */
   double chain = d->stat == FLCE_F64 ? (double)v : (double)(v < 2048 ? v : 2048) / 32.0;
@@ -116,7 +116,7 @@ static truth make_truth(const setting* s, const data* d, int64_t i) {
   t.sum = t.rest + t.e[y];
   t.nll = t.rest <= t.e[y] ? log1p(t.rest / t.e[y]) : log(t.sum) + (t.c - t.logit[y]);
   t.loss = (1.0 - s->smoothing) * weight_of(s, d, y) * t.nll;
-  if (s->smoothing > 0.0) t.loss += s->smoothing / (double)v * (gap + total * log(t.sum));
+  if (s->smoothing > 0.0) t.loss += s->smoothing / (double)v * (weighted_gap + total * log(t.sum));
   return t;
 }
 
@@ -193,7 +193,7 @@ static void check_stats(const setting* s, const data* d, const result* r) {
     CHECK(test_close(nll, t.nll, error * t.nll + tiny), "nll %.9g, expected %.9g, " WHERE, nll,
           t.nll, WHERE_VALUES(s, i));
     CHECK(stat_of(d, r, FLCE_STAT_ENTROPY, i) == 0.0 && stat_of(d, r, FLCE_STAT_SLOPE, i) == 1.0 &&
-              stat_of(d, r, FLCE_STAT_MASS, i) == 0.0,
+              stat_of(d, r, FLCE_STAT_WEIGHT_SUM, i) == 0.0,
           "statistics without an option, " WHERE, WHERE_VALUES(s, i));
     CHECK(test_close(inv_sum, 1.0 / t.sum, error / t.sum), "inv_sum %.9g, expected %.9g, " WHERE,
           inv_sum, 1.0 / t.sum, WHERE_VALUES(s, i));

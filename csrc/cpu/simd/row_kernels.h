@@ -25,7 +25,8 @@ typedef struct flce_row_kernels {
   /* out = exp(logit - offset), not written where out is NULL; returns the sum before rounding. */
   double (*exp_sum)(void* out, const void* z, const void* bias, double offset, int64_t count);
   /* sum_j weight_j (offset - logit_j) */
-  double (*gap)(const void* z, const void* bias, const void* weight, double offset, int64_t count);
+  double (*weighted_gap)(const void* z, const void* bias, const void* weight, double offset,
+                         int64_t count);
   /* out = factor exp(logit - offset) - smooth weight */
   void (*grad_exp)(void* out, const void* z, const void* bias, double offset, double factor,
                    const void* weight, double smooth, int64_t count);

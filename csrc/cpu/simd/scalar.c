@@ -46,8 +46,8 @@ INLINE double exp_sum_of(void* out, const void* z, flce_dtype dtype, const void*
   return sum;
 }
 
-INLINE double gap_of(const void* z, flce_dtype dtype, const void* bias, const void* weight,
-                     double offset, int64_t count) {
+INLINE double weighted_gap_of(const void* z, flce_dtype dtype, const void* bias, const void* weight,
+                              double offset, int64_t count) {
   flce_dtype stat = flce_stat_dtype(dtype);
   double sum = 0.0;
   for (int64_t j = 0; j < count; j++)
@@ -100,7 +100,7 @@ INLINE void narrow_of(void* out, flce_dtype dtype, const void* acc, flce_dtype s
   }                                                                                              \
   static double gap_##name(const void* z, const void* bias, const void* weight, double offset,   \
                            int64_t count) {                                                      \
-    return gap_of(z, dtype, bias, weight, offset, count);                                        \
+    return weighted_gap_of(z, dtype, bias, weight, offset, count);                               \
   }                                                                                              \
   static void grad_exp_##name(void* out, const void* z, const void* bias, double offset,         \
                               double factor, const void* weight, double smooth, int64_t count) { \

@@ -104,8 +104,8 @@ INLINE double exp_sum_of(void* out, const void* z, flce_dtype dtype, const void*
   return sum_lanes(sum);
 }
 
-INLINE double gap_of(const void* z, flce_dtype dtype, const void* bias, const void* weight,
-                     double offset, int64_t count) {
+INLINE double weighted_gap_of(const void* z, flce_dtype dtype, const void* bias, const void* weight,
+                              double offset, int64_t count) {
   vec top = vec_set((float)offset), one = vec_set(1.0f), sum[UNROLL];
   for (int u = 0; u < UNROLL; u++) sum[u] = vec_set(0.0f);
   int64_t j = 0;
@@ -192,8 +192,8 @@ INLINE void narrow_of(void* out, flce_dtype dtype, const void* acc, int64_t coun
   }                                                                                              \
   static double gap_##name(const void* z, const void* bias, const void* weight, double offset,   \
                            int64_t count) {                                                      \
-    return weight ? gap_of(z, dtype, bias, weight, offset, count)                                \
-                  : gap_of(z, dtype, bias, NULL, offset, count);                                 \
+    return weight ? weighted_gap_of(z, dtype, bias, weight, offset, count)                       \
+                  : weighted_gap_of(z, dtype, bias, NULL, offset, count);                        \
   }                                                                                              \
   static void grad_exp_##name(void* out, const void* z, const void* bias, double offset,         \
                               double factor, const void* weight, double smooth, int64_t count) { \

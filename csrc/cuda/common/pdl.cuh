@@ -6,12 +6,12 @@
 
 /* From Hopper on the blocks of a launch may take their places while the kernel before it in the
  * stream ends (programmatic dependent launch): 1 us less between two small kernels. In such a
- * kernel every thread calls follow_kernels before it touches global memory or returns, or, where it
+ * kernel every thread calls pdl_wait before it touches global memory or returns, or, where it
  * is launched by launch_overlapping, before it writes or returns: it waits for the results of the
  * kernels before, and lets the next one's blocks come. A kernel that did not wait would end before
  * its predecessors, and the kernel after it read what they have not written.
  * tests/check_kernels.py looks for that in the machine code. */
-__device__ __forceinline__ void follow_kernels() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
@@ -19,7 +19,7 @@ __device__ __forceinline__ void follow_kernels() {
 }
 
 /* Whether a device and its driver can do that. */
-static inline flce_status can_follow(int device, int* can) {
+static inline flce_status supports_pdl(int device, int* can) {
   static int known[kMaxDevices]; /* 1 + the answer; threads that ask at once agree */
   FLCE_TRY(check_device(device));
   const int captures = 12030; /* an older driver does not take such launches into graphs */
@@ -35,14 +35,14 @@ static inline flce_status can_follow(int device, int* can) {
   return FLCE_OK;
 }
 
-static inline cudaLaunchAttribute following(int can) {
+static inline cudaLaunchAttribute pdl_attribute(int can) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = can;
   return attribute;
 }
 
-/* Launches a kernel that calls follow_kernels later. `overlaps`: it may run at the same time as the
+/* Launches a kernel that calls pdl_wait later. `overlaps`: it may run at the same time as the
  * kernel before it, which is one of ours, which has waited for all before it, and writes nothing
  * that this one reads. */
 template <typename... Parameters, typename... Arguments>
@@ -51,9 +51,9 @@ static inline flce_status launch_overlapping(void* self, void (*kernel)(Paramete
                                              Arguments... arguments) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   int can;
-  FLCE_TRY(can_follow(cuda->device, &can));
+  FLCE_TRY(supports_pdl(cuda->device, &can));
   if (!overlaps) can = 0;
-  cudaLaunchAttribute attribute = following(can);
+  cudaLaunchAttribute attribute = pdl_attribute(can);
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = dim3((unsigned)threads);
@@ -63,10 +63,10 @@ static inline flce_status launch_overlapping(void* self, void (*kernel)(Paramete
   return check_cuda(cudaLaunchKernelEx(&config, kernel, (Parameters)arguments...), what);
 }
 
-/* Launches a kernel that calls follow_kernels first. */
+/* Launches a kernel that calls pdl_wait first. */
 template <typename... Parameters, typename... Arguments>
-static inline flce_status launch_next(void* self, void (*kernel)(Parameters...), dim3 blocks,
-                                      int threads, const char* what, Arguments... arguments) {
+static inline flce_status launch_dependent(void* self, void (*kernel)(Parameters...), dim3 blocks,
+                                           int threads, const char* what, Arguments... arguments) {
   return launch_overlapping(self, kernel, blocks, threads, what, true, arguments...);
 }
 

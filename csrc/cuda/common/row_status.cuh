@@ -7,7 +7,7 @@
 enum RowKind { kRowValid, kRowIgnored, kRowOutOfRange, kRowAbsent };
 
 /* Where the vectors of a computed row are, and what its target says. */
-struct Place {
+struct RowRef {
   int64_t at; /* -1: nowhere */
   RowKind kind;
 };
@@ -17,7 +17,7 @@ __device__ __forceinline__ int64_t vectors_at(const flce_rows& r, int64_t row) {
 }
 
 /* `y`: the target at `at`, where there is one. */
-__device__ __forceinline__ Place place_at(const flce_rows& r, int64_t at, int64_t y) {
+__device__ __forceinline__ RowRef row_ref_at(const flce_rows& r, int64_t at, int64_t y) {
   if (at < 0) return {at, kRowAbsent};
   if (!r.target) return {at, kRowValid}; /* probabilities */
   if (y == r.options.ignore_index) return {at, kRowIgnored};
@@ -28,14 +28,14 @@ __device__ __forceinline__ int64_t target_at(const flce_rows& r, int64_t at) {
   return r.target && at >= 0 ? r.target[at] : 0;
 }
 
-__device__ __forceinline__ Place place_of(const flce_rows& r, int64_t row) {
+__device__ __forceinline__ RowRef row_ref_of(const flce_rows& r, int64_t row) {
   const int64_t at = vectors_at(r, row);
-  return place_at(r, at, target_at(r, at));
+  return row_ref_at(r, at, target_at(r, at));
 }
 
 /* What stands for the results of a row that is not valid. */
 template <typename S>
-__device__ __forceinline__ S blank_of(Place place) {
+__device__ __forceinline__ S blank_of(RowRef place) {
   return place.kind == kRowOutOfRange ? (S)NAN : (S)0;
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void write_blank(const flce_rows& r, int64_t at, S va
 /* What a valid row's factors for the gradient are made of: of enum flce_stat_row. */
 template <typename S>
 struct RowStatistics {
-  S lse, nll, inv_sum, slope, mass;
+  S lse, nll, inv_sum, slope, weight_sum;
 };
 
 /* Whether blank_rows has to write row `at`, and what: 0 or NaN. Both counts are rounded alike, so

@@ -90,7 +90,7 @@ typedef struct scaled_arrays {
 template <typename Out, typename In, typename S>
 __global__ void scale_elements(const __grid_constant__ scaled_arrays arrays, const S* grad_output,
                                const S* scalars) {
-  follow_kernels();
+  pdl_wait();
   S factor = grad_output[0];
   const int unit = std::is_same_v<In, __half> ? FLCE_SCALAR_WEIGHT_UNIT : FLCE_SCALAR_UNIT;
   if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[unit];
@@ -243,12 +243,12 @@ static flce_status scale_alike(void* self, const scaled_arrays& arrays, const vo
   const int64_t needed = ceil_div(count, (int64_t)kThreads * 8);
   const unsigned blocks = (unsigned)min_of(needed, (int64_t)processors * (2048 / kThreads));
   const flce_scaled& first = arrays.array[0];
-  FLCE_WITH_STAT(stat, S,
-                 FLCE_WITH_TYPE(first.out_dtype, Out, FLCE_WITH_TYPE(first.in_dtype, In, {
-                                  FLCE_TRY(launch_next(self, scale_elements<Out, In, S>, blocks,
-                                                       kThreads, "scale_grads", arrays,
-                                                       (const S*)grad_output, (const S*)scalars));
-                                })));
+  FLCE_WITH_STAT(stat, S, FLCE_WITH_TYPE(first.out_dtype, Out, FLCE_WITH_TYPE(first.in_dtype, In, {
+                                           FLCE_TRY(launch_dependent(
+                                               self, scale_elements<Out, In, S>, blocks, kThreads,
+                                               "scale_grads", arrays, (const S*)grad_output,
+                                               (const S*)scalars));
+                                         })));
   return FLCE_OK;
 }
 

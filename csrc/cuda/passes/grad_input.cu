@@ -8,7 +8,7 @@
 template <typename S, int N>
 __global__ void scale_rows(void* out, int64_t out_pitch, const void* x, flce_dtype dtype,
                            const S* coef, const int64_t* index, int64_t hidden) {
-  follow_kernels();
+  pdl_wait();
   const int64_t i = index ? index[blockIdx.x] : blockIdx.x;
   const S c = i < 0 ? (S)0 : coef ? coef[i] : (S)1;
   for (int64_t h = (int64_t)threadIdx.x * N; h < out_pitch; h += (int64_t)blockDim.x * N) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_
 /* A block a row. Loads come before what waits for one of them: they are most of its time. */
 template <typename T, int N, typename S = stat_t<T>>
 __global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
-  follow_kernels();
-  const Place place = place_of(p.r, blockIdx.x);
+  pdl_wait();
+  const RowRef place = row_ref_of(p.r, blockIdx.x);
   const bool is_there = place.kind != kRowAbsent, scales = p.scaled_x && is_there;
   RowFactors<S> factors = {};
   if (is_there) factors = factors_of<S>(p.r, place.at);
@@ -97,8 +97,8 @@ flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void
   const int threads = threads_for(ceil_div(out_pitch, aligned ? 8 : 1), 512);
   FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
     auto kernel = aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
-    FLCE_TRY(launch_next(self, kernel, (unsigned)rows, threads, "scale_rows", out, out_pitch, x,
-                         dtype, (const S*)coef, index, hidden));
+    FLCE_TRY(launch_dependent(self, kernel, (unsigned)rows, threads, "scale_rows", out, out_pitch,
+                              x, dtype, (const S*)coef, index, hidden));
   });
   return FLCE_OK;
 }
@@ -122,7 +122,7 @@ flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, co
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
   FLCE_WITH_TYPE(dtype, T, {
     auto kernel = aligned ? finish_grad_input<T, 8> : finish_grad_input<T, 1>;
-    FLCE_TRY(launch_next(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args));
+    FLCE_TRY(launch_dependent(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args));
   });
   return FLCE_OK;
 }

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kSliceThreads,
                                   sizeof(X) == 8 ? 1 : kThreadsAtOnce / kSliceThreads)
     finish_touched_rows(const __grid_constant__ grad_weight_args p) {
   using S = stat_t<X>;
-  follow_kernels();
+  pdl_wait();
   const int64_t begin = blockIdx.x;
   const uint32_t j = p.keys[begin], task = task_at(p, begin, j);
   const int64_t h = ((int64_t)blockIdx.y * kSliceThreads + threadIdx.x) * N;
@@ -194,8 +194,8 @@ static flce_status launch_grad_weight(void* self, const grad_weight_args& args, 
   const int64_t blocks = slices * ceil_div(args.vocab, kStripeRows);
   FLCE_TRY(check_grid(all_rows ? blocks : tokens, "finish_grad_weight"));
   if (!all_rows) {
-    return launch_next(self, finish_touched_rows<X, N>, touched, kSliceThreads,
-                       "finish_grad_weight", args);
+    return launch_dependent(self, finish_touched_rows<X, N>, touched, kSliceThreads,
+                            "finish_grad_weight", args);
   } else if (flce_size_of(args.accum_dtype) == (int64_t)sizeof(X)) {
     finish_all_rows<X, X, N>
         <<<(unsigned)blocks, kSliceThreads, 0, stream_of(self)>>>(args, (int)slices);

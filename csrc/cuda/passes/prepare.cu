@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   } else {
     make_scalars<S>(p, t, held_shift, scalars);
   }
-  follow_kernels();
+  pdl_wait();
   if (ranks && threadIdx.x % kWarp == 0 && token < p.tokens) {
     keys[place] = key;
     values[place] = (uint32_t)token;

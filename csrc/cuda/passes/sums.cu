@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kSumThreads)
   for (int64_t i = threadIdx.x; i < count; i += kSumThreads) sum += (double)values[i];
   sum = block_sum(sum, scratch);
   if (factor) sum *= (double)factor[0];
-  follow_kernels();
+  pdl_wait();
   if (threadIdx.x == 0) out[0] = (S)sum;
 }
 

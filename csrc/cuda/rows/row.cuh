@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_tile(const Z* row, int lead, int vocab, int
 /* The same of a vector beside the row (bias, class weights, probabilities), whose alignment is its
  * own; 0 beyond the ends. Float64 beside 16-bit logits is not worth the registers of its loads. */
 template <typename T, typename S, int N>
-__device__ __forceinline__ void load_beside(const T* side, int col, int vocab, S (&v)[N]) {
+__device__ __forceinline__ void load_column_vector(const T* side, int col, int vocab, S (&v)[N]) {
   constexpr int kAlign = sizeof(T) * N < 16 ? sizeof(T) * N : 16;
   constexpr bool kWhole = sizeof(T) * N <= 32;
   if (kWhole && col >= 0 && col + N <= vocab && is_aligned(side + col, kAlign)) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void z_of(const Vec<Z, kVec<Z>>& raw, const S* bias, 
   unpack(raw, v);
   if constexpr (BIAS) {
     S b[kVec<Z>];
-    load_beside(bias, col, vocab, b);
+    load_column_vector(bias, col, vocab, b);
 #pragma unroll
     for (int e = 0; e < kVec<Z>; e++) v[e] += b[e];
   }
@@ -227,11 +227,11 @@ struct row_args {
   flce_rows r;
   double scale; /* logit_scale / temperature */
   float scale_f32;
-  double gain;   /* logit_scale / softcap */
-  double height; /* softcap / temperature; 0 without a softcap */
-  double hard;   /* 1 - s */
-  double share;  /* s / V */
-  bool weighted; /* the loss has a sum over all columns: smoothing, probabilities */
+  double inner_scale; /* logit_scale / softcap */
+  double outer_scale; /* softcap / temperature; 0 without a softcap */
+  double hard;        /* 1 - s */
+  double share;       /* s / V */
+  bool weighted;      /* the loss has a sum over all columns: smoothing, probabilities */
 };
 
 /* One row of flce_rows as a block sees it. */
@@ -243,7 +243,8 @@ struct Row {
   const void* probabilities;
   int vocab, target, lead, vectors; /* target -1: probabilities */
   S scale;                          /* l = scale z where there is no softcap, */
-  S gain, height, inverse;          /* else height tanh(gain z); height 0: none */
+  S inner_scale, outer_scale,
+      inverse; /* else outer_scale tanh(inner_scale z); outer_scale 0: none */
   S hard, share;
   S l_target;
   S reference; /* of sums over l: l_target, 0 where that is not finite */
@@ -265,7 +266,8 @@ __device__ __forceinline__ double scale_of(const row_args& p, double) {
 /* FAST: for 16-bit results. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S logit_of(const Row<Z>& row, S z) {
-  return row.height != 0 ? row.height * tanh_of<FAST>(row.gain * z) : row.scale * z;
+  return row.outer_scale != 0 ? row.outer_scale * tanh_of<FAST>(row.inner_scale * z)
+                              : row.scale * z;
 }
 
 __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
@@ -274,7 +276,7 @@ __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
 
 /* A row without its target's logit: grad_rows has no use for that, and may be overwriting it. */
 template <Kind KIND, typename Z>
-__device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
+__device__ __forceinline__ Row<Z> open_row_view(const row_args& p, int64_t at) {
   using S = stat_t<Z>;
   const flce_rows& r = p.r;
   Row<Z> row = {};
@@ -287,14 +289,14 @@ __device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
   row.vectors = vectors_of<Z>(row.lead, row.vocab);
   row.scale = scale_of(p, S(0));
   if constexpr (KIND == kGeneral) {
-    row.gain = (S)p.gain;
-    row.height = (S)p.height;
+    row.inner_scale = (S)p.inner_scale;
+    row.outer_scale = (S)p.outer_scale;
     if (r.temperature) {
       const S temperature = ((const S*)r.temperature)[at];
       row.scale /= temperature;
-      row.height /= temperature;
+      row.outer_scale /= temperature;
     }
-    row.inverse = 1 / row.height;
+    row.inverse = 1 / row.outer_scale;
     row.hard = (S)p.hard;
     row.share = (S)p.share;
     if (r.probabilities) {
@@ -308,7 +310,7 @@ __device__ __forceinline__ Row<Z> open_walk(const row_args& p, int64_t at) {
 template <Kind KIND, bool FAST, typename Z>
 __device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t at) {
   using S = stat_t<Z>;
-  Row<Z> row = open_walk<KIND, Z>(p, at);
+  Row<Z> row = open_row_view<KIND, Z>(p, at);
   if (KIND == kGeneral && row.target < 0) return row;
   const S z = (S)to_stat(row.z[row.target]) + (row.bias ? row.bias[row.target] : 0);
   row.l_target = KIND == kGeneral ? logit_of<FAST>(row, z) : row.scale * z;

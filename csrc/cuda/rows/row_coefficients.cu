@@ -10,10 +10,10 @@ __global__ void __launch_bounds__(kThreads)
     row_coefficients(const __grid_constant__ flce_rows r,
                      const __grid_constant__ flce_upstream upstream, double scale, const S* factor,
                      S* coef) {
-  follow_kernels();
+  pdl_wait();
   const int64_t row = (int64_t)blockIdx.x * kThreads + threadIdx.x;
   if (row >= r.rows) return;
-  const Place place = place_of(r, row);
+  const RowRef place = row_ref_of(r, row);
   if (place.kind == kRowAbsent) return;
   RowStatistics<S> stats = {};
   if (place.kind == kRowValid) stats = statistics_at<S>(r, place.at);
@@ -27,8 +27,9 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_ups
   FLCE_TRY(check_grid(blocks, "row_coefficients"));
   const double scale = r->options.logit_scale / r->options.temperature;
   FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
-    FLCE_TRY(launch_next(self, row_coefficients<S>, (unsigned)blocks, kThreads, "row_coefficients",
-                         *r, *upstream, scale, (const S*)factor, (S*)coef));
+    FLCE_TRY(launch_dependent(self, row_coefficients<S>, (unsigned)blocks, kThreads,
+                              "row_coefficients", *r, *upstream, scale, (const S*)factor,
+                              (S*)coef));
   });
   return FLCE_OK;
 }

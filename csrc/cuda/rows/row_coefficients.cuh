@@ -23,7 +23,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
     own = hard * (r.class_weight ? ((const S*)r.class_weight)[r.target[i]] : 1);
     rest = share != 0 ? share * scalars[FLCE_SCALAR_WEIGHT_TOTAL] : 0;
   } else {
-    rest = stats.mass;
+    rest = stats.weight_sum;
   }
   if (o.z_loss != 0) {
     rest += (S)(2 * o.z_loss) * scalars[FLCE_SCALAR_Z_SHARE] * stats.lse;
@@ -51,13 +51,13 @@ __device__ __forceinline__ RowStatistics<S> statistics_at(const flce_rows& r, in
   const S* stats = (const S*)r.stats + at;
   return {stats[FLCE_STAT_LSE * r.stat_pitch], stats[FLCE_STAT_NLL * r.stat_pitch],
           stats[FLCE_STAT_INV_SUM * r.stat_pitch], stats[FLCE_STAT_SLOPE * r.stat_pitch],
-          stats[FLCE_STAT_MASS * r.stat_pitch]};
+          stats[FLCE_STAT_WEIGHT_SUM * r.stat_pitch]};
 }
 
 /* By one thread; `place` is that of a row that is there, `stats` are read if it is valid. */
 template <typename S>
 __device__ __forceinline__ void write_coefficients(const flce_rows& r,
-                                                   const flce_upstream& upstream, Place place,
+                                                   const flce_upstream& upstream, RowRef place,
                                                    const RowStatistics<S>& stats, S factor, S scale,
                                                    S* coef) {
   S values[FLCE_COEF_ROWS];

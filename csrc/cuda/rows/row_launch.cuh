@@ -29,8 +29,8 @@ static inline row_args make_args(const flce_rows* r) {
   args.r = *r;
   args.scale = o->logit_scale / o->temperature;
   args.scale_f32 = (float)args.scale;
-  args.gain = o->softcap > 0 ? o->logit_scale / o->softcap : 0;
-  args.height = o->softcap > 0 ? o->softcap / o->temperature : 0;
+  args.inner_scale = o->softcap > 0 ? o->logit_scale / o->softcap : 0;
+  args.outer_scale = o->softcap > 0 ? o->softcap / o->temperature : 0;
   args.hard = 1 - o->label_smoothing;
   args.share = o->label_smoothing / (double)r->vocab;
   args.weighted = o->label_smoothing > 0 || !r->target;

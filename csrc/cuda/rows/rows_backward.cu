@@ -4,11 +4,11 @@
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
 
-/* out_j = slope_j (exp(l_j - offset) (factor + entropy (middle - l_j)) - w_j (smooth + soft t_j)),
- * and `target` instead at the target's column. */
+/* out_j = slope_j (exp(l_j - offset) (factor + entropy (mean_logit - l_j)) - w_j (smooth + soft
+ * t_j)), and `target` instead at the target's column. */
 template <typename S>
 struct GradRow {
-  S factor, offset, target, smooth, soft, entropy, middle;
+  S factor, offset, target, smooth, soft, entropy, mean_logit;
   bool set_target, weighted;
 };
 
@@ -20,9 +20,9 @@ __device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& 
   S parts = 0;
   if (g.entropy != 0) {
     const S nll = stat_row<S>(r, FLCE_STAT_NLL)[at];
-    /* exp(l_y - c) (middle - l_y), as exp(-nll) / inv_sum times nll - entropy. */
+    /* exp(l_y - c) (mean_logit - l_y), as exp(-nll) / inv_sum times nll - entropy. */
     const S exp_l = exp(-nll) / stat_row<S>(r, FLCE_STAT_INV_SUM)[at];
-    parts -= g.entropy * spread_of(exp_l, stat_row<S>(r, FLCE_STAT_ENTROPY)[at], nll);
+    parts -= g.entropy * entropy_term(exp_l, stat_row<S>(r, FLCE_STAT_ENTROPY)[at], nll);
   }
   if (g.smooth != 0) parts -= g.smooth * w;
   return stat_row<S>(r, FLCE_STAT_SLOPE)[at] * parts;
@@ -48,7 +48,7 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
     g.soft = coef[FLCE_COEF_SOFT * r.stat_pitch];
     if (r.wants_entropy) {
       g.entropy = coef[FLCE_COEF_ENTROPY * r.stat_pitch];
-      g.middle = stat_row<S>(r, FLCE_STAT_LSE)[at] - stat_row<S>(r, FLCE_STAT_ENTROPY)[at];
+      g.mean_logit = stat_row<S>(r, FLCE_STAT_LSE)[at] - stat_row<S>(r, FLCE_STAT_ENTROPY)[at];
     }
     g.weighted = g.smooth != 0 || g.soft != 0;
     if (g.set_target) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_shares(const flce_rows& r, const Row<Z>& ro
   }
   if (row.class_weight) {
     S w[N];
-    load_beside(row.class_weight, col, row.vocab, w);
+    load_column_vector(row.class_weight, col, row.vocab, w);
 #pragma unroll
     for (int e = 0; e < N; e++) share[e] *= w[e];
   }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<
     const S exp_l = exp_for<Out>(v[e] - g.offset);
     S product = exp_l * g.factor;
     /* An l of -inf, whose exp is 0, must not make NaN of it. */
-    if (g.entropy != 0) product += g.entropy * -spread_of(exp_l, v[e], g.middle);
+    if (g.entropy != 0) product += g.entropy * -entropy_term(exp_l, v[e], g.mean_logit);
     v[e] = slope[e] * (product - share[e]);
   }
 }
@@ -141,13 +141,13 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   constexpr int N = kVec<Z>;
   const flce_rows& r = p.r;
   Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const Place place = place_of(r, blockIdx.x);
+  const RowRef place = row_ref_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(place)));
     pad_row(out, r.vocab, r.out_columns);
     return;
   }
-  const Row<Z> row = open_walk<KIND, Z>(p, place.at);
+  const Row<Z> row = open_row_view<KIND, Z>(p, place.at);
   const GradRow<S> g = open_grad_row<KIND>(p, row, place.at, scale, hide_target, z_is_exp);
   for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     const int mine = first + threadIdx.x;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_tile_probabilities(const Row<Z>& row, int f
   } else {
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
-      load_beside(side, column_of<Z>(first + u * blockDim.x, row.lead), row.vocab, t[u]);
+      load_column_vector(side, column_of<Z>(first + u * blockDim.x, row.lead), row.vocab, t[u]);
     }
   }
 }
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const flce_rows& r = p.r;
   __nv_bfloat16* out = (__nv_bfloat16*)r.out + (int64_t)blockIdx.x * r.out_pitch;
   const int64_t at = vectors_at(r, blockIdx.x);
-  const Row<Z> row = open_walk<kGeneral, Z>(p, at);
+  const Row<Z> row = open_row_view<kGeneral, Z>(p, at);
   const float* coef = (const float*)r.coef + at;
   const float factor = coef[FLCE_COEF_ROW * r.stat_pitch];
   const float soft = coef[FLCE_COEF_SOFT * r.stat_pitch];

@@ -22,22 +22,24 @@ __device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&r
 
 /* The sum of l_y - l_j over this thread's vectors of a tile, whose target's logit may be hidden. */
 template <typename Z>
-__device__ __forceinline__ float tile_gap(const row_args& p, const Row<Z>& row,
-                                          const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first) {
+__device__ __forceinline__ float tile_weighted_gap(const row_args& p, const Row<Z>& row,
+                                                   const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>],
+                                                   int first) {
   constexpr int N = kVec<Z>;
-  float gap = 0;
+  float weighted_gap = 0;
 #pragma unroll
   for (int u = 0; u < kUnroll<Z>; u++) {
     const int col = column_of<Z>(first + u * blockDim.x, row.lead);
     float z[N];
     unpack(raw[u], z);
-    const bool gaps = has_gaps(row, col);
+    const bool weighted_gaps = has_excluded_columns(row, col);
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      if (!gaps || !is_gap(row, col + e)) gap += fma(-z[e], scale_of(p, 0.0f), row.reference);
+      if (!weighted_gaps || !is_excluded(row, col + e))
+        weighted_gap += fma(-z[e], scale_of(p, 0.0f), row.reference);
     }
   }
-  return gap;
+  return weighted_gap;
 }
 
 /* ---- exp_rows for 16-bit E: one read ---- */
@@ -69,8 +71,8 @@ __device__ __forceinline__ void rescale_written(Out* out, const Row<Z>& row, int
 template <Kind KIND>
 __device__ __forceinline__ void raise_sums(RowSums<float>& sums, float raised, float factor) {
   if constexpr (KIND == kGeneral) {
-    sums.spread = factor * (sums.spread - (raised - sums.spread_from) * sums.rest);
-    sums.spread_from = raised;
+    sums.entropy_sum = factor * (sums.entropy_sum - (raised - sums.entropy_sum_from) * sums.rest);
+    sums.entropy_sum_from = raised;
   }
   sums.rest *= factor;
   sums.offset = raised;
@@ -108,9 +110,9 @@ __device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const
   }
   if (r.wants_entropy) {
 #pragma unroll
-    for (int e = 0; e < N; e++) sums.spread += spread_of(v[e], l[e], sums.spread_from);
+    for (int e = 0; e < N; e++) sums.entropy_sum += entropy_term(v[e], l[e], sums.entropy_sum_from);
   }
-  if (row.height != 0) {
+  if (row.outer_scale != 0) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const float t = l[e] * row.inverse;
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   __shared__ float scratch[kMaxWarps];
   const flce_rows& r = p.r;
   Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const Place place = place_of(r, blockIdx.x);
+  const RowRef place = row_ref_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<float>(place)));
     pad_row(out, r.vocab, r.out_columns);
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   const Row<Z> row = open_row<KIND, true, Z>(p, place.at);
   RowSums<float> sums = {};
   sums.offset = isfinite(row.l_target) ? row.l_target + kAbove : -INFINITY;
-  sums.gap_from = sums.spread_from = row.reference;
+  sums.weighted_gap_from = sums.entropy_sum_from = row.reference;
   Best<float> best = no_best<float>();
   for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     const int mine = first + threadIdx.x;
@@ -149,10 +151,10 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
     if constexpr (KIND == kGeneral) {
       tile_logits<true>(row, raw, mine, l);
       top = tile_max(l);
-      if (p.weighted) add_tile_gaps<false>(r, row, mine, l, sums.gap_from, sums);
+      if (p.weighted) add_tile_weighted_gaps<false>(r, row, mine, l, sums.weighted_gap_from, sums);
       if (r.predictions && top > best.value) best = {top, column_holding(row, top, mine, l)};
     } else {
-      if constexpr (KIND == kSmooth) sums.gap += tile_gap(p, row, raw, mine);
+      if constexpr (KIND == kSmooth) sums.weighted_gap += tile_weighted_gap(p, row, raw, mine);
       top = row.scale * hide_and_max<KIND == kBiased>(row, raw, mine);
     }
     /* The barrier also separates the reads of this tile (and of z_y) from the writes below: in
@@ -226,7 +228,7 @@ __device__ __forceinline__ void write_exp_two_reads(T* out, const Row<T>& row, V
   z_of<BIAS>(raw, row.bias, col, row.vocab, z);
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    const T value = is_gap(row, col + e) ? 0 : exp(fma(z[e], row.scale, -sums.offset));
+    const T value = is_excluded(row, col + e) ? 0 : exp(fma(z[e], row.scale, -sums.offset));
     sums.rest += value;
     raw.at[e] = flushed(value);
   }
@@ -242,8 +244,8 @@ __device__ __forceinline__ void write_exp_of_two_reads(T* out, const row_args& p
   const T c = sums.offset;
   T l[N], slope[N];
   logits_of<false>(row, raw, col, l, slope);
-  hide_gaps(row, col, l);
-  if (p.weighted) add_gaps<false>(p.r, row, col, l, c, sums);
+  exclude_columns(row, col, l);
+  if (p.weighted) add_weighted_gaps<false>(p.r, row, col, l, c, sums);
   if (p.r.predictions) {
 #pragma unroll
     for (int e = N - 1; e >= 0; e--) {
@@ -254,7 +256,7 @@ __device__ __forceinline__ void write_exp_of_two_reads(T* out, const row_args& p
   for (int e = 0; e < N; e++) {
     const T value = exp(l[e] - c);
     sums.rest += value;
-    if (p.r.wants_entropy) sums.spread += spread_of(value, l[e], c);
+    if (p.r.wants_entropy) sums.entropy_sum += entropy_term(value, l[e], c);
     raw.at[e] = flushed(value * slope[e]);
   }
   store_columns(out, col, row.vocab, raw);
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   __shared__ T scratch[kMaxWarps];
   const flce_rows& r = p.r;
   T* out = (T*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const Place place = place_of(r, blockIdx.x);
+  const RowRef place = row_ref_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     fill_row(out, (int)r.vocab, blank_of<T>(place));
     pad_row(out, r.vocab, r.out_columns);
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   }
   const Row<T> row = open_row<KIND, false, T>(p, place.at);
   RowSums<T> sums = {};
-  sums.offset = sums.gap_from = sums.spread_from = row_max<KIND>(row, scratch);
+  sums.offset = sums.weighted_gap_from = sums.entropy_sum_from = row_max<KIND>(row, scratch);
   int lowest = INT32_MAX; /* column that holds the offset */
   /* In place a thread overwrites only what it has read itself, and z_y was read before row_max's
    * barriers. */
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   __shared__ S parked; /* l_target, beside the row's loop */
   const flce_rows& r = p.r;
   pad_row((Z*)r.z + (int64_t)blockIdx.x * r.z_pitch, r.vocab, r.z_columns);
-  const Place place = place_of(r, blockIdx.x);
+  const RowRef place = row_ref_of(r, blockIdx.x);
   if (place.kind != kRowValid) {
     write_no_statistics<S>(r, place);
     return;
@@ -342,7 +344,8 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
       if (KIND == kGeneral && r.predictions) lowest = column_holding(row, highest, first, l);
       raise_top<KIND>(run, sums, highest, unit);
     }
-    if (KIND == kGeneral && p.weighted) add_tile_gaps<true>(r, row, first, l, run.shift, sums);
+    if (KIND == kGeneral && p.weighted)
+      add_tile_weighted_gaps<true>(r, row, first, l, run.shift, sums);
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
       if constexpr (KIND == kGeneral) {

@@ -9,11 +9,12 @@
  * reference: one that is near the row's largest l leaves nothing to cancel. */
 template <typename S>
 struct RowSums {
-  S offset;              /* c */
-  S rest;                /* of exp(l - c) */
-  S gap, gap_from;       /* of w_j (gap_from - l_j), with probabilities w_j q_j (...) */
-  S mass;                /* of w_j, with probabilities w_j q_j */
-  S spread, spread_from; /* of exp(l_j - c) (l_j - spread_from) */
+  S offset; /* c */
+  S rest;   /* of exp(l - c) */
+  S weighted_gap,
+      weighted_gap_from; /* of w_j (weighted_gap_from - l_j), with probabilities w_j q_j (...) */
+  S weight_sum;          /* of w_j, with probabilities w_j q_j */
+  S entropy_sum, entropy_sum_from; /* of exp(l_j - c) (l_j - entropy_sum_from) */
 };
 
 /* The largest l so far and its lowest column. */
@@ -60,12 +61,12 @@ __device__ __forceinline__ Best<S> block_best(Best<S> best, S* scratch) {
 
 /* Whether some of a vector's columns lie beyond the row's ends, or one is the target. */
 template <typename Z>
-__device__ __forceinline__ bool has_gaps(const Row<Z>& row, int col) {
+__device__ __forceinline__ bool has_excluded_columns(const Row<Z>& row, int col) {
   return col < 0 || col + kVec<Z> > row.vocab || (unsigned)(row.target - col) < (unsigned)kVec<Z>;
 }
 
 template <typename Z>
-__device__ __forceinline__ bool is_gap(const Row<Z>& row, int col) {
+__device__ __forceinline__ bool is_excluded(const Row<Z>& row, int col) {
   return (unsigned)col >= (unsigned)row.vocab || col == row.target;
 }
 
@@ -79,11 +80,11 @@ __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z
   } else {
     unpack(raw, l);
   }
-  if (row.height != 0) {
+  if (row.outer_scale != 0) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      const S t = tanh_of<FAST>(row.gain * l[e]);
-      l[e] = row.height * t;
+      const S t = tanh_of<FAST>(row.inner_scale * l[e]);
+      l[e] = row.outer_scale * t;
       slope[e] = 1 - t * t;
     }
   } else {
@@ -97,15 +98,15 @@ __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z
 
 /* Makes l -inf beyond the row's ends and at the target. */
 template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void hide_gaps(const Row<Z>& row, int col, S (&l)[kVec<Z>]) {
-  if (!has_gaps(row, col)) return;
+__device__ __forceinline__ void exclude_columns(const Row<Z>& row, int col, S (&l)[kVec<Z>]) {
+  if (!has_excluded_columns(row, col)) return;
 #pragma unroll
   for (int e = 0; e < kVec<Z>; e++) {
-    if (is_gap(row, col + e)) l[e] = -infinity_of(S(0));
+    if (is_excluded(row, col + e)) l[e] = -infinity_of(S(0));
   }
 }
 
-/* l of this thread's vectors of a tile, with gaps hidden. */
+/* l of this thread's vectors of a tile, with weighted_gaps hidden. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void tile_logits(const Row<Z>& row,
                                             const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first,
@@ -115,7 +116,7 @@ __device__ __forceinline__ void tile_logits(const Row<Z>& row,
     const int col = column_of<Z>(first + u * blockDim.x, row.lead);
     S slope[kVec<Z>];
     logits_of<FAST>(row, raw[u], col, l[u], slope);
-    hide_gaps(row, col, l[u]);
+    exclude_columns(row, col, l[u]);
   }
 }
 
@@ -152,64 +153,64 @@ __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype
                                                    S (&t)[kVec<Z>]) {
   switch (dtype) {
     case FLCE_F64:
-      load_beside((const double*)row.probabilities, col, row.vocab, t);
+      load_column_vector((const double*)row.probabilities, col, row.vocab, t);
       break;
     case FLCE_F32:
-      load_beside((const float*)row.probabilities, col, row.vocab, t);
+      load_column_vector((const float*)row.probabilities, col, row.vocab, t);
       break;
     case FLCE_BF16:
-      load_beside((const __nv_bfloat16*)row.probabilities, col, row.vocab, t);
+      load_column_vector((const __nv_bfloat16*)row.probabilities, col, row.vocab, t);
       break;
     case FLCE_F16:
-      load_beside((const __half*)row.probabilities, col, row.vocab, t);
+      load_column_vector((const __half*)row.probabilities, col, row.vocab, t);
       break;
   }
 }
 
-/* Adds one vector to `gap` and `mass`. A column without weight adds nothing, where its l is -inf
- * too. */
+/* Adds one vector to `weighted_gap` and `weight_sum`. A column without weight adds nothing, where
+ * its l is -inf too. */
 template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void add_gaps(const flce_rows& r, const Row<Z>& row, int col,
-                                         const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
+__device__ __forceinline__ void add_weighted_gaps(const flce_rows& r, const Row<Z>& row, int col,
+                                                  const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
   constexpr int N = kVec<Z>;
   S w[N];
 #pragma unroll
   for (int e = 0; e < N; e++) w[e] = 1;
-  if (row.class_weight) load_beside(row.class_weight, col, row.vocab, w);
+  if (row.class_weight) load_column_vector(row.class_weight, col, row.vocab, w);
   if (PROBABILITIES && row.probabilities) {
     S t[N];
     load_probabilities(row, r.probabilities_dtype, col, t);
 #pragma unroll
     for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
   }
-  if (has_gaps(row, col)) {
+  if (has_excluded_columns(row, col)) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      if (is_gap(row, col + e)) w[e] = 0;
+      if (is_excluded(row, col + e)) w[e] = 0;
     }
   }
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    sums.mass += w[e];
-    if (w[e] != 0) sums.gap += w[e] * (from - l[e]);
+    sums.weight_sum += w[e];
+    if (w[e] != 0) sums.weighted_gap += w[e] * (from - l[e]);
   }
 }
 
 /* The same of this thread's vectors of a tile. */
 template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void add_tile_gaps(const flce_rows& r, const Row<Z>& row, int first,
-                                              const S (&l)[kUnroll<Z>][kVec<Z>], S from,
-                                              RowSums<S>& sums) {
+__device__ __forceinline__ void add_tile_weighted_gaps(const flce_rows& r, const Row<Z>& row,
+                                                       int first, const S (&l)[kUnroll<Z>][kVec<Z>],
+                                                       S from, RowSums<S>& sums) {
 #pragma unroll
   for (int u = 0; u < kUnroll<Z>; u++) {
-    add_gaps<PROBABILITIES>(r, row, column_of<Z>(first + u * blockDim.x, row.lead), l[u], from,
-                            sums);
+    add_weighted_gaps<PROBABILITIES>(r, row, column_of<Z>(first + u * blockDim.x, row.lead), l[u],
+                                     from, sums);
   }
 }
 
 /* exp(l - c) (l - from), 0 where l is -inf. */
 template <typename S>
-__device__ __forceinline__ S spread_of(S exp_l, S l, S from) {
+__device__ __forceinline__ S entropy_term(S exp_l, S l, S from) {
   return exp_l * fmax(l - from, -largest_finite(l));
 }
 
@@ -227,8 +228,8 @@ __device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S h
   const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
   if constexpr (KIND == kGeneral) {
     const S step = raised - run.shift;
-    sums.spread = factor * (sums.spread - step * sums.rest);
-    sums.gap += step * sums.mass;
+    sums.entropy_sum = factor * (sums.entropy_sum - step * sums.rest);
+    sums.weighted_gap += step * sums.weight_sum;
   }
   sums.rest *= factor;
   run.top = highest;
@@ -243,9 +244,9 @@ __device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, 
   const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
   if constexpr (KIND == kGeneral) {
     const S step = c - run.shift;
-    if (run.top != none) sums.spread = factor * (sums.spread - step * sums.rest);
-    sums.gap += step * sums.mass;
-    sums.gap_from = sums.spread_from = c;
+    if (run.top != none) sums.entropy_sum = factor * (sums.entropy_sum - step * sums.rest);
+    sums.weighted_gap += step * sums.weight_sum;
+    sums.weighted_gap_from = sums.entropy_sum_from = c;
   }
   sums.rest *= factor;
 }
@@ -258,7 +259,7 @@ __device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy,
     for (int e = 0; e < N; e++) {
       const S value = exp_fast(l[e] - shift);
       sums.rest += value;
-      sums.spread += spread_of(value, l[e], shift);
+      sums.entropy_sum += entropy_term(value, l[e], shift);
     }
   } else {
 #pragma unroll
@@ -272,13 +273,13 @@ __device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy,
 template <Kind KIND, typename S>
 __device__ __forceinline__ void add_up(const row_args& p, RowSums<S>& sums, S* scratch) {
   sums.rest = block_sum(sums.rest, scratch);
-  if constexpr (KIND == kSmooth) sums.gap = block_sum(sums.gap, scratch);
+  if constexpr (KIND == kSmooth) sums.weighted_gap = block_sum(sums.weighted_gap, scratch);
   if constexpr (KIND == kGeneral) {
     if (p.weighted) {
-      sums.gap = block_sum(sums.gap, scratch);
-      sums.mass = block_sum(sums.mass, scratch);
+      sums.weighted_gap = block_sum(sums.weighted_gap, scratch);
+      sums.weight_sum = block_sum(sums.weight_sum, scratch);
     }
-    if (p.r.wants_entropy) sums.spread = block_sum(sums.spread, scratch);
+    if (p.r.wants_entropy) sums.entropy_sum = block_sum(sums.entropy_sum, scratch);
   }
 }
 
@@ -332,16 +333,16 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
   const S* scalars = (const S*)r.scalars;
   S loss;
   if (has_no_target<KIND>(row)) {
-    loss = sums.gap + sums.mass * end.log_sum;
+    loss = sums.weighted_gap + sums.weight_sum * end.log_sum;
   } else {
     const S w = row.class_weight ? row.class_weight[row.target] : 1;
     const S factor = (S)p.hard * w;
     /* A class of weight 0 adds nothing, where its logit is -inf too; a NaN stays. */
     loss = factor == 0 && end.nll == infinity_of(factor) ? 0 : factor * end.nll;
     if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
-      const S own = w != 0 ? w * (sums.gap_from - row.l_target) : 0;
-      const S above = lse_above(row, end, sums.offset, sums.gap_from);
-      loss += (S)p.share * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.gap + own));
+      const S own = w != 0 ? w * (sums.weighted_gap_from - row.l_target) : 0;
+      const S above = lse_above(row, end, sums.offset, sums.weighted_gap_from);
+      loss += (S)p.share * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.weighted_gap + own));
     }
   }
   if (r.options.z_loss != 0) {
@@ -354,10 +355,10 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sums,
                                         const RowEnd<S>& end) {
-  const S from = sums.spread_from;
-  S spread = sums.spread;
-  if (row.target >= 0) spread += spread_of(end.exp_target, row.l_target, from);
-  const S entropy = lse_above(row, end, sums.offset, from) - spread / end.sum;
+  const S from = sums.entropy_sum_from;
+  S entropy_sum = sums.entropy_sum;
+  if (row.target >= 0) entropy_sum += entropy_term(end.exp_target, row.l_target, from);
+  const S entropy = lse_above(row, end, sums.offset, from) - entropy_sum / end.sum;
   return entropy < 0 ? 0 : entropy;
 }
 
@@ -370,20 +371,20 @@ __device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, 
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
     if (r.wants_entropy) entropy = entropy_of(row, sums, end);
-    if (row.height != 0 && row.target >= 0) {
-      const S t = row.l_target / row.height;
+    if (row.outer_scale != 0 && row.target >= 0) {
+      const S t = row.l_target / row.outer_scale;
       slope = fmax(1 - t * t, (S)0);
     }
   }
   const RowStatistics<S> made = {end.lse, end.nll, 1 / end.sum, slope,
-                                 has_no_target<KIND>(row) ? sums.mass : 0};
+                                 has_no_target<KIND>(row) ? sums.weight_sum : 0};
   stat_row<S>(r, FLCE_STAT_LSE)[at] = made.lse;
   stat_row<S>(r, FLCE_STAT_NLL)[at] = made.nll;
   stat_row<S>(r, FLCE_STAT_OFFSET)[at] = sums.offset;
   stat_row<S>(r, FLCE_STAT_INV_SUM)[at] = made.inv_sum;
   stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
   stat_row<S>(r, FLCE_STAT_SLOPE)[at] = made.slope;
-  stat_row<S>(r, FLCE_STAT_MASS)[at] = made.mass;
+  stat_row<S>(r, FLCE_STAT_WEIGHT_SUM)[at] = made.weight_sum;
   if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
   return made;
 }
@@ -405,7 +406,7 @@ __device__ __forceinline__ int64_t prediction_of(const Row<Z>& row, Best<S> best
 
 /* Statistics of a row that has none. */
 template <typename S>
-__device__ __forceinline__ void write_no_statistics(const flce_rows& r, Place place) {
+__device__ __forceinline__ void write_no_statistics(const flce_rows& r, RowRef place) {
   if (threadIdx.x != 0 || place.kind == kRowAbsent) return;
   write_blank(r, place.at, blank_of<S>(place));
 }

@@ -1,11 +1,11 @@
-/* product_rows and product_statistics: the fused logits GEMM and its statistics, kernel by kernel.
+/* fused_logits and fused_statistics: the fused logits GEMM and its statistics, kernel by kernel.
  */
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/sm90/fused_logits.cuh"
 
-/* In memory of facts.product_row_bytes for each row. */
-static product_scratch product_scratch_of(void* memory, const flce_rows* r) {
+/* In memory of facts.fused_row_bytes for each row. */
+static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -13,13 +13,13 @@ static product_scratch product_scratch_of(void* memory, const flce_rows* r) {
     if (wanted) next += count;
     return taken;
   };
-  product_scratch s;
+  fused_scratch s;
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
-  s.gaps = take(soft || (smooth && !r->wsum), size);
-  s.gap = take(!soft && smooth && r->wsum, rows);
-  s.masses = take(soft, size);
-  s.spreads = take(r->wants_entropy, size);
+  s.weighted_gaps = take(soft || (smooth && !r->wsum), size);
+  s.weighted_gap = take(!soft && smooth && r->wsum, rows);
+  s.weight_sums = take(soft, size);
+  s.entropy_sums = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
   s.offset = take(true, rows);
@@ -32,20 +32,20 @@ static product_scratch product_scratch_of(void* memory, const flce_rows* r) {
 }
 
 /* A scale below 0 makes the smallest z the largest l, and hidden ones +inf; one of 0, NaN. */
-static product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
+static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   const row_args args = make_args(r);
-  product_shape shape = {};
+  fused_params shape = {};
   const flce_loss* o = &r->options;
   shape.rows = (int)r->rows;
   shape.vocab = (int)r->vocab;
   shape.hidden = (int)g->k;
   shape.columns = (int)(g->c ? r->z_columns : r->out_columns);
   shape.half = g->dtype == FLCE_F16;
-  shape.scale = (float)((o->softcap > 0 ? args.height : args.scale) * kLog2eExact);
+  shape.scale = (float)((o->softcap > 0 ? args.outer_scale : args.scale) * kLog2eExact);
   shape.general = (o->label_smoothing > 0 && !r->wsum) || o->softcap > 0 || !(shape.scale > 0) ||
                   r->temperature || r->wants_entropy || r->predictions || (r->target && g->c) ||
                   (r->target && shape.half);
-  shape.gain = (float)args.gain;
+  shape.inner_scale = (float)args.inner_scale;
   shape.bias = (const float*)r->bias;
   shape.class_weight = (const float*)r->class_weight;
   shape.index = r->index;
@@ -56,36 +56,36 @@ static product_shape product_shape_of(const flce_gemm* g, const flce_rows* r) {
 }
 
 /* Where the product writes what it makes of the logits, and its leading dimension. */
-static ProductResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
+static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
   *out = g->c ? g->c : r->out;
   *pitch = g->c ? g->pitch_c : r->out_pitch;
   return g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
-static flce_status run_product(void* self, const flce_gemm* g, const flce_rows* r,
-                               const product_shape* shape, const product_scratch* s, bool repeat) {
+static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
+                                   const fused_params* shape, const fused_scratch* s, bool repeat) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   void* out;
   int64_t pitch;
-  const ProductResult result = result_of(g, r, &out, &pitch);
-  return launch_product_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out, pitch,
-                             repeat);
+  const FusedResult result = result_of(g, r, &out, &pitch);
+  return launch_logits_gemm_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out,
+                                 pitch, repeat);
 }
 
-flce_status cuda_product_rows(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
+flce_status cuda_fused_logits(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
-  FLCE_TRY(check_rows(r, "product_rows"));
-  const product_shape shape = product_shape_of(g, r);
-  const product_scratch s = product_scratch_of(scratch, r);
+  FLCE_TRY(check_rows(r, "fused_logits"));
+  const fused_params shape = fused_params_of(g, r);
+  const fused_scratch s = fused_scratch_of(scratch, r);
   FLCE_TRY(launch_row_offsets(self, g, r, &shape, &s));
-  return run_product(self, g, r, &shape, &s, false);
+  return run_logits_gemm(self, g, r, &shape, &s, false);
 }
 
-flce_status cuda_product_statistics(void* self, const flce_gemm* g, const flce_rows* r,
-                                    const void* factor, void* coef, void* scratch) {
+flce_status cuda_fused_statistics(void* self, const flce_gemm* g, const flce_rows* r,
+                                  const void* factor, void* coef, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
-  const product_shape shape = product_shape_of(g, r);
-  const product_scratch s = product_scratch_of(scratch, r);
-  FLCE_TRY(run_product(self, g, r, &shape, &s, true));
+  const fused_params shape = fused_params_of(g, r);
+  const fused_scratch s = fused_scratch_of(scratch, r);
+  FLCE_TRY(run_logits_gemm(self, g, r, &shape, &s, true));
   return launch_tile_statistics(self, r, &shape, &s, factor, coef);
 }

@@ -23,10 +23,10 @@ enum {
   kSharedBytes = kAlignment + kStages * kBytesStage + kBytesTile + kBarriers * 8,
   kSumWarps = kBlocks, /* of the first warpgroup, after the one that copies */
   kSumRegisters = 56,
-  kBesideSumRegisters = 224,
+  kConsumerRegisters = 224,
 };
 
-struct weight_args {
+struct grad_weight_gemm_args {
   const int64_t* index;
   const float* coef;
   float* sums;
@@ -37,29 +37,29 @@ struct weight_args {
   bool adds, adds_sums;
 };
 
-struct Ring {
+struct SmemLayout {
   uint32_t e, x, tile;
   uint32_t ready, taken; /* the staged tile's old values have come, for each group; its new ones
                             have gone */
   Stages stages;
 };
 
-__device__ __forceinline__ Ring open_ring() {
-  Ring ring;
-  ring.e = aligned_shared_memory();
-  ring.x = ring.e + kStages * kBytesE;
-  ring.tile = ring.x + kStages * kBytesX;
-  ring.stages.full = ring.tile + kBytesTile;
-  ring.stages.empty = ring.stages.full + kStages * 8;
-  ring.ready = ring.stages.empty + kStages * 8;
-  ring.taken = ring.ready + 16;
-  return ring;
+__device__ __forceinline__ SmemLayout smem_layout() {
+  SmemLayout smem;
+  smem.e = aligned_shared_memory();
+  smem.x = smem.e + kStages * kBytesE;
+  smem.tile = smem.x + kStages * kBytesX;
+  smem.stages.full = smem.tile + kBytesTile;
+  smem.stages.empty = smem.stages.full + kStages * 8;
+  smem.ready = smem.stages.empty + kStages * 8;
+  smem.taken = smem.ready + 16;
+  return smem;
 }
 
-__device__ __forceinline__ void init_barriers(const Ring& ring, int readers) {
+__device__ __forceinline__ void init_barriers(const SmemLayout& smem, int readers) {
   if (threadIdx.x == 0) {
-    init_stages(ring.stages, readers);
-    for (uint32_t i = ring.ready; i <= ring.taken; i += 8) sm90::barrier_init(i, 1);
+    init_stages(smem.stages, readers);
+    for (uint32_t i = smem.ready; i <= smem.taken; i += 8) sm90::barrier_init(i, 1);
     sm90::barrier_init_fence();
   }
   sm90::cluster_sync();
@@ -71,7 +71,7 @@ struct Tile {
 };
 
 /* Along H first: E passes once. */
-__device__ __forceinline__ Tile place_of_tile(const weight_args& p, int tile, int rank) {
+__device__ __forceinline__ Tile tile_at(const grad_weight_gemm_args& p, int tile, int rank) {
   const int row = tile / p.column_clusters;
   const int part = (tile - row * p.column_clusters) * kCluster + rank;
   return {row * kWeightRows, part * kWeightColumns, part};
@@ -80,42 +80,43 @@ __device__ __forceinline__ Tile place_of_tile(const weight_args& p, int tile, in
 /* ---- the first warpgroup: copies ---- */
 
 /* A stage of E by halves of its tokens, one for each block to bring into both. */
-__device__ __forceinline__ void copy_stage(const Ring& ring, int stage, const CUtensorMap* e_map,
-                                           const CUtensorMap* x_map, const Tile& at, int token,
-                                           int rank) {
-  const uint32_t full = ring.stages.full + 8 * stage;
+__device__ __forceinline__ void copy_stage(const SmemLayout& smem, int stage,
+                                           const CUtensorMap* e_map, const CUtensorMap* x_map,
+                                           const Tile& at, int token, int rank) {
+  const uint32_t full = smem.stages.full + 8 * stage;
   const int half = rank * (kDepth / kCluster);
   sm90::barrier_arrive_expecting(full, kBytesStage);
 #pragma unroll
   for (int block = 0; block < kBlocks; block++) {
-    sm90::load_box_multicast(ring.e + stage * kBytesE + block * kBytesPanel + half * 128, e_map,
+    sm90::load_box_multicast(smem.e + stage * kBytesE + block * kBytesPanel + half * 128, e_map,
                              full, at.row + 64 * block, token + half, (1 << kCluster) - 1);
   }
 #pragma unroll
   for (int panel = 0; panel < kPanels; panel++) {
-    sm90::load_box(ring.x + stage * kBytesX + panel * kBytesPanel, x_map, full,
+    sm90::load_box(smem.x + stage * kBytesX + panel * kBytesPanel, x_map, full,
                    at.column + 64 * panel, token);
   }
 }
 
-__device__ __forceinline__ void copy_tiles(const weight_args& p, const CUtensorMap* e_map,
-                                           const CUtensorMap* x_map, const CUtensorMap* w_map,
-                                           const Ring& ring, int steps, int rank) {
-  Turn turn = {0, 1};
+__device__ __forceinline__ void producer_loop(const grad_weight_gemm_args& p,
+                                              const CUtensorMap* e_map, const CUtensorMap* x_map,
+                                              const CUtensorMap* w_map, const SmemLayout& smem,
+                                              int steps, int rank) {
+  PipelineState state = {0, 1};
   int count = 0;
   for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += p.clusters, count++) {
-    const Tile at = place_of_tile(p, tile, rank);
+    const Tile at = tile_at(p, tile, rank);
     for (int step = 0; step < steps; step++) {
-      sm90::barrier_wait(ring.stages.empty + 8 * turn.stage, turn.parity);
-      copy_stage(ring, turn.stage, e_map, x_map, at, step * kDepth, rank);
-      turn.advance();
+      sm90::barrier_wait(smem.stages.empty + 8 * state.stage, state.parity);
+      copy_stage(smem, state.stage, e_map, x_map, at, step * kDepth, rank);
+      state.advance();
     }
     /* The last stages are still to be multiplied: time enough for the old values to come. */
-    sm90::barrier_wait(ring.taken, (count & 1) ^ 1);
-    const uint32_t ready = ring.ready + 8 * (count & 1);
+    sm90::barrier_wait(smem.taken, (count & 1) ^ 1);
+    const uint32_t ready = smem.ready + 8 * (count & 1);
     sm90::barrier_arrive_expecting(ready, p.adds ? kBytesTile : 0);
     for (int slab = 0; p.adds && slab < kPanels; slab++) {
-      sm90::load_box(ring.tile + slab * kBytesSlab, w_map, ready, at.column + slab * 64, at.row);
+      sm90::load_box(smem.tile + slab * kBytesSlab, w_map, ready, at.column + slab * 64, at.row);
     }
   }
 }
@@ -129,8 +130,8 @@ enum { kSumColumns = 8, kSumLines = kDepth / 8 };
 
 /* Factors of a lane's tokens in a half of the stage that begins with `token`. Beyond the tokens E
  * is 0. */
-__device__ __forceinline__ void load_factors(const weight_args& p, int token, int half, int lane,
-                                             float (&factor)[kSumLines]) {
+__device__ __forceinline__ void load_factors(const grad_weight_gemm_args& p, int token, int half,
+                                             int lane, float (&factor)[kSumLines]) {
 #pragma unroll
   for (int i = 0; i < kSumLines; i++) {
     const int at = token + 8 * i + 4 * half + (lane >> 3);
@@ -157,8 +158,8 @@ __device__ __forceinline__ void add_lines(uint32_t panel, int half, int lane,
 }
 
 /* Adds a warp's sums to those of chunks before; its first eight lanes have eight columns each. */
-__device__ __forceinline__ void write_sums(const weight_args& p, const Tile& at, int column,
-                                           int lane, float (&sum)[kSumColumns]) {
+__device__ __forceinline__ void write_sums(const grad_weight_gemm_args& p, const Tile& at,
+                                           int column, int lane, float (&sum)[kSumColumns]) {
   const int row = at.row + column;
   float* total = p.sums + (int64_t)at.part * p.rows + row;
   float before[kSumColumns];
@@ -176,22 +177,22 @@ __device__ __forceinline__ void write_sums(const weight_args& p, const Tile& at,
 
 /* Sums of 64 columns of each of the block's tiles, by one warp. Of the blocks that have the same
  * columns each takes every p.parts-th stage: a warp needs about as long for it as its products do,
- * and may be late by the length of the ring. */
-__device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring, int steps,
-                                          int block, int rank) {
+ * and may be late by the length of the smem. */
+__device__ __forceinline__ void sum_columns(const grad_weight_gemm_args& p, const SmemLayout& smem,
+                                            int steps, int block, int rank) {
   const int lane = threadIdx.x % 32;
-  Turn turn = {0, 0};
+  PipelineState state = {0, 0};
   for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += p.clusters) {
-    const Tile at = place_of_tile(p, tile, rank);
+    const Tile at = tile_at(p, tile, rank);
     const bool sums = at.part < p.parts;
     int next = sums ? at.part : steps;
     float sum[kSumColumns] = {}, factor[kSumLines];
     for (int step = 0; step < steps; step++) {
       const bool mine = step == next;
       if (mine) load_factors(p, step * kDepth, 0, lane, factor);
-      sm90::barrier_wait(ring.stages.full + 8 * turn.stage, turn.parity);
+      sm90::barrier_wait(smem.stages.full + 8 * state.stage, state.parity);
       if (mine) {
-        const uint32_t panel = ring.e + turn.stage * kBytesE + block * kBytesPanel;
+        const uint32_t panel = smem.e + state.stage * kBytesE + block * kBytesPanel;
         add_lines(panel, 0, lane, factor, sum);
         load_factors(p, step * kDepth, 1, lane, factor);
         add_lines(panel, 1, lane, factor, sum);
@@ -201,8 +202,8 @@ __device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring
         next += p.parts;
       }
       __syncwarp();
-      release_stage(ring.stages, turn.stage, lane);
-      turn.advance();
+      release_stage(smem.stages, state.stage, lane);
+      state.advance();
     }
     if (sums) write_sums(p, at, 64 * block + kSumColumns * (lane & 7), lane, sum);
   }
@@ -210,23 +211,23 @@ __device__ __forceinline__ void sum_tiles(const weight_args& p, const Ring& ring
 
 /* ---- the other two ---- */
 
-/* The transposed tile: Products has a row for each of dW's columns. Products of 64 x 192 read less
- * shared memory than those of 64 x 128 that the tile as it lies would take. */
-__device__ __forceinline__ void multiply(const Ring& ring, int steps, int count, int group,
-                                         int thread, bool others, Products& acc) {
-  const uint32_t e_base = sm90::turned_operand_low(ring.e, kBytesPanel);
-  const uint32_t x_base = sm90::turned_operand_low(ring.x, kBytesPanel);
-  multiply_tile(ring.stages, steps, count, group, thread, others, acc,
-                [&](int stage, int part, bool accumulates) {
-                  /* 16 tokens are 16 lines of 128 bytes, in units of 16. */
-                  const uint32_t e = e_base + stage * (kBytesE >> 4) + part * 128;
-                  const uint32_t x = x_base + stage * (kBytesX >> 4) + part * 128;
+/* The transposed tile: Accumulators has a row for each of dW's columns. Accumulators of 64 x 192
+ * read less shared memory than those of 64 x 128 that the tile as it lies would take. */
+__device__ __forceinline__ void multiply(const SmemLayout& smem, int steps, int count, int group,
+                                         int thread, bool others, Accumulators& acc) {
+  const uint32_t e_base = sm90::mn_major_operand_low(smem.e, kBytesPanel);
+  const uint32_t x_base = sm90::mn_major_operand_low(smem.x, kBytesPanel);
+  mainloop(smem.stages, steps, count, group, thread, others, acc,
+           [&](int stage, int part, bool accumulates) {
+             /* 16 tokens are 16 lines of 128 bytes, in units of 16. */
+             const uint32_t e = e_base + stage * (kBytesE >> 4) + part * 128;
+             const uint32_t x = x_base + stage * (kBytesX >> 4) + part * 128;
 #pragma unroll
-                  for (int panel = 0; panel < kPanels; panel++) {
-                    sm90::multiply_64x192x16<true>(acc[panel], x + panel * (kBytesPanel >> 4), e,
-                                                   accumulates);
-                  }
-                });
+             for (int panel = 0; panel < kPanels; panel++) {
+               sm90::wgmma_64x192x16<true>(acc[panel], x + panel * (kBytesPanel >> 4), e,
+                                           accumulates);
+             }
+           });
 }
 
 /* Adds to 16 rows of 16 columns in shared memory, or replaces them. */
@@ -236,7 +237,7 @@ __device__ __forceinline__ void put_part(uint32_t address, bool adds, const floa
   for (int i = 0; i < 8; i++) sum[i] = v[i];
   if (adds) {
     uint32_t old[4];
-    sm90::load_turned(address, old);
+    sm90::load_matrices_trans(address, old);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       sum[2 * i] += __uint_as_float(old[i] << 16);
@@ -245,17 +246,17 @@ __device__ __forceinline__ void put_part(uint32_t address, bool adds, const floa
   }
   const uint32_t packed[4] = {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]),
                               pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
-  sm90::store_turned(address, packed);
+  sm90::store_matrices_trans(address, packed);
 }
 
-__device__ __forceinline__ void finish_tile(const weight_args& p, const CUtensorMap* w_map,
-                                            const Ring& ring, const Tile& at, int count, int group,
-                                            const Products& acc) {
+__device__ __forceinline__ void epilogue(const grad_weight_gemm_args& p, const CUtensorMap* w_map,
+                                         const SmemLayout& smem, const Tile& at, int count,
+                                         int group, const Accumulators& acc) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
   /* Of 16 rows and 16 columns: those of the lane's address, swizzled by the row. */
   const int row = (lane >> 4) * 8 + (lane & 7), chunk = 2 * warp + ((lane >> 3) & 1);
-  const uint32_t address = ring.tile + row * 128 + ((chunk ^ (lane & 7)) << 4);
-  sm90::barrier_wait(ring.ready + 8 * group, (count >> 1) & 1);
+  const uint32_t address = smem.tile + row * 128 + ((chunk ^ (lane & 7)) << 4);
+  sm90::barrier_wait(smem.ready + 8 * group, (count >> 1) & 1);
 #pragma unroll
   for (int panel = 0; panel < kPanels; panel++) {
 #pragma unroll
@@ -264,50 +265,52 @@ __device__ __forceinline__ void finish_tile(const weight_args& p, const CUtensor
     }
   }
   sm90::copy_fence();
-  sync_group(group);
+  sync_consumer(group);
   if (warp == 0 && lane == 0) {
 #pragma unroll
     for (int slab = 0; slab < kPanels; slab++) {
-      sm90::store_box(w_map, ring.tile + slab * kBytesSlab, at.column + slab * 64, at.row,
+      sm90::store_box(w_map, smem.tile + slab * kBytesSlab, at.column + slab * 64, at.row,
                       sm90::kNoPolicy);
     }
     sm90::store_wait_read();
-    sm90::barrier_arrive(ring.taken);
+    sm90::barrier_arrive(smem.taken);
   }
 }
 
-__device__ __forceinline__ void make_tiles(const weight_args& p, const CUtensorMap* w_map,
-                                           const Ring& ring, int steps, int group, int rank) {
+__device__ __forceinline__ void consumer_loop(const grad_weight_gemm_args& p,
+                                              const CUtensorMap* w_map, const SmemLayout& smem,
+                                              int steps, int group, int rank) {
   const int thread = threadIdx.x % kGroupThreads;
-  if (group == 1) give_turn(1);
+  if (group == 1) release_mainloop(1);
   int count = group;
   for (int tile = blockIdx.x / kCluster + group * p.clusters; tile < p.tiles;
        tile += 2 * p.clusters, count += 2) {
-    Products acc;
-    multiply(ring, steps, count, group, thread, tile + p.clusters < p.tiles, acc);
-    finish_tile(p, w_map, ring, place_of_tile(p, tile, rank), count, group, acc);
+    Accumulators acc;
+    multiply(smem, steps, count, group, thread, tile + p.clusters < p.tiles, acc);
+    epilogue(p, w_map, smem, tile_at(p, tile, rank), count, group, acc);
   }
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    weight_sm90(const __grid_constant__ CUtensorMap e_map,
-                const __grid_constant__ CUtensorMap x_map,
-                const __grid_constant__ CUtensorMap w_map, const __grid_constant__ weight_args p) {
-  const Ring ring = open_ring();
+    grad_weight_gemm_sm90(const __grid_constant__ CUtensorMap e_map,
+                          const __grid_constant__ CUtensorMap x_map,
+                          const __grid_constant__ CUtensorMap w_map,
+                          const __grid_constant__ grad_weight_gemm_args p) {
+  const SmemLayout smem = smem_layout();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warpgroup = warp / (kGroupThreads / 32);
   const int rank = sm90::cluster_rank();
-  follow_kernels();
+  pdl_wait();
   /* One at least, of zeros where no row is present: dW is made of something. */
   const int steps = max(1, runs_present(p.index, kDepth, p.depth_steps));
-  init_barriers(ring, 1 + kSumWarps);
+  init_barriers(smem, 1 + kSumWarps);
   if (warpgroup == 0) {
     sm90::shrink_registers<kSumRegisters>();
-    if (threadIdx.x == 0) copy_tiles(p, &e_map, &x_map, &w_map, ring, steps, rank);
-    if (warp > 0) sum_tiles(p, ring, steps, warp - 1, rank);
+    if (threadIdx.x == 0) producer_loop(p, &e_map, &x_map, &w_map, smem, steps, rank);
+    if (warp > 0) sum_columns(p, smem, steps, warp - 1, rank);
   } else {
-    sm90::grow_registers<kBesideSumRegisters>();
-    make_tiles(p, &w_map, ring, steps, warpgroup - 1, rank);
+    sm90::grow_registers<kConsumerRegisters>();
+    consumer_loop(p, &w_map, smem, steps, warpgroup - 1, rank);
   }
   /* No block may end while the other can still arrive on its barriers or copy into its memory. */
   __syncwarp();
@@ -320,24 +323,24 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 static int g_clusters[kMaxDevices];
 
-int64_t cuda_weight_parts(int64_t hidden) {
+int64_t cuda_bias_parts(int64_t hidden) {
   return min_of(ceil_div(hidden, kWeightColumns), kMostParts);
 }
 
-flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* index,
-                                const void* coef, void* sums, bool adds_sums) {
+flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t* index,
+                                  const void* coef, void* sums, bool adds_sums) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  const void* kernel = (const void*)weight_sm90;
+  const void* kernel = (const void*)grad_weight_gemm_sm90;
   if (g->m == 0 || g->n == 0) return FLCE_OK;
   if (g->k == 0) {
-    const int64_t bytes = adds_sums ? 0 : cuda_weight_parts(g->n) * g->m * (int64_t)sizeof(float);
+    const int64_t bytes = adds_sums ? 0 : cuda_bias_parts(g->n) * g->m * (int64_t)sizeof(float);
     FLCE_TRY(cuda_fill(self, sums, 0, bytes));
     return cuda_gemm(self, g, NULL, 0);
   }
   int clusters;
-  FLCE_TRY(
-      clusters_at_once(kernel, "weight_sm90", kSharedBytes, cuda->device, g_clusters, &clusters));
-  weight_args args = {};
+  FLCE_TRY(clusters_at_once(kernel, "grad_weight_gemm_sm90", kSharedBytes, cuda->device, g_clusters,
+                            &clusters));
+  grad_weight_gemm_args args = {};
   args.index = index;
   args.coef = (const float*)coef;
   args.sums = (float*)sums;
@@ -347,7 +350,7 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   args.column_clusters = (int)ceil_div(g->n, kCluster * kWeightColumns);
   args.tiles = (int)ceil_div(g->m, kWeightRows) * args.column_clusters;
   args.clusters = (int)min_of(clusters, args.tiles);
-  args.parts = (int)cuda_weight_parts(g->n);
+  args.parts = (int)cuda_bias_parts(g->n);
   args.adds = g->beta != 0;
   args.adds_sums = adds_sums;
   CUtensorMap e_map, x_map, w_map;
@@ -355,9 +358,10 @@ flce_status cuda_weight_product(void* self, const flce_gemm* g, const int64_t* i
   FLCE_TRY(make_map(&x_map, g->b, g->n, g->k, g->pitch_b, kDepth));
   FLCE_TRY(make_map(&w_map, g->c, g->n, g->m, g->pitch_c, kWeightRows));
   int follows;
-  FLCE_TRY(can_follow(cuda->device, &follows));
+  FLCE_TRY(supports_pdl(cuda->device, &follows));
   Launch launch;
   set_launch(&launch, kSharedBytes, args.clusters, follows, cuda->stream);
   void* arguments[] = {&e_map, &x_map, &w_map, &args};
-  return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "weight_sm90");
+  return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments),
+                    "grad_weight_gemm_sm90");
 }

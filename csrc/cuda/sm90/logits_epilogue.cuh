@@ -8,17 +8,17 @@
 
 enum {
   kSlab = 64, /* columns of E that one copy takes: 128 bytes, a swizzled line */
-  kSlabs = kProductColumns / kSlab,
-  kBytesSlab = kProductRows * kSlab * 2,
+  kSlabs = kTileColumns / kSlab,
+  kBytesSlab = kTileRows * kSlab * 2,
   /* z goes through the same memory, half of the rows at a time. */
-  kLogitRows = kProductRows / 2,
+  kLogitRows = kTileRows / 2,
   kLogitBox = 32, /* columns of z that one copy takes: 128 bytes */
   kBytesLogitBox = kLogitRows * kLogitBox * 4,
-  kParts = kProductColumns / 8, /* of 8 columns, of which a thread has two neighbours in each */
+  kParts = kTileColumns / 8, /* of 8 columns, of which a thread has two neighbours in each */
 };
 
 /* Of a thread's row q (half q / 2, and q % 2 in it), column e of part j. */
-__device__ __forceinline__ float& product_at(Products& acc, int q, int j, int e) {
+__device__ __forceinline__ float& acc_at(Accumulators& acc, int q, int j, int e) {
   return acc[q >> 1][4 * j + 2 * (q & 1) + e];
 }
 
@@ -31,7 +31,7 @@ struct Tile {
 };
 
 /* Where a thread stands in a tile. */
-struct Seat {
+struct Fragment {
   Tile tile;
   int first_row;    /* the others follow at distances row_step(q) */
   int first_column; /* its first of the tile; the others are 8 j + e on */
@@ -41,18 +41,19 @@ struct Seat {
 /* A thread's four rows. */
 struct TileRows {
   float offset[4], sum[4];
-  float scale[4], gap[4], mass[4], spread[4]; /* of the kernels that need them */
+  float scale[4], weighted_gap[4], weight_sum[4],
+      entropy_sum[4]; /* of the kernels that need them */
 };
 
 /* Where in shared memory a tile's columns have their bias and their class weight, 0 beyond the
  * vocabulary. */
-struct ColumnNumbers {
+struct ColumnValues {
   uint32_t bias, weight;
 };
 
-__device__ __forceinline__ void add_bias(const ColumnNumbers& numbers, const Seat& seat,
-                                         Products& acc) {
-  const uint32_t at = numbers.bias + 8 * (seat.lane & 3);
+__device__ __forceinline__ void add_bias(const ColumnValues& numbers, const Fragment& frag,
+                                         Accumulators& acc) {
+  const uint32_t at = numbers.bias + 8 * (frag.lane & 3);
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
     float b[2];
@@ -60,18 +61,19 @@ __device__ __forceinline__ void add_bias(const ColumnNumbers& numbers, const Sea
 #pragma unroll
     for (int q = 0; q < 4; q++) {
 #pragma unroll
-      for (int e = 0; e < 2; e++) product_at(acc, q, j, e) += b[e];
+      for (int e = 0; e < 2; e++) acc_at(acc, q, j, e) += b[e];
     }
   }
 }
 
 /* Half of the tile's z into shared memory, as copies of kLogitBox columns want it. */
-__device__ __forceinline__ void stage_logits(uint32_t address, const Seat& seat, const float* acc) {
-  const int line = seat.lane >> 2; /* of eight, by which a copy's chunks of 16 bytes are swizzled */
-  const uint32_t row = address + (seat.warp * 16 + line) * 128 + (seat.lane & 1) * 8;
+__device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& frag,
+                                             const float* acc) {
+  const int line = frag.lane >> 2; /* of eight, by which a copy's chunks of 16 bytes are swizzled */
+  const uint32_t row = address + (frag.warp * 16 + line) * 128 + (frag.lane & 1) * 8;
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
-    const int chunk = (j % 4) * 2 + ((seat.lane & 3) >> 1);
+    const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
     const uint32_t at = row + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4);
 #pragma unroll
     for (int q = 0; q < 2; q++) {
@@ -80,26 +82,26 @@ __device__ __forceinline__ void stage_logits(uint32_t address, const Seat& seat,
   }
 }
 
-/* zeta in the place of z. */
-__device__ __forceinline__ void make_zeta(const product_shape& shape, const TileRows& rows,
-                                          Products& acc) {
+/* log2_l in the place of z. */
+__device__ __forceinline__ void make_log2_logits(const fused_params& shape, const TileRows& rows,
+                                                 Accumulators& acc) {
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        float& z = product_at(acc, q, j, e);
-        z = general_zeta(shape, rows.scale[q], z);
+        float& z = acc_at(acc, q, j, e);
+        z = general_log2_logit(shape, rows.scale[q], z);
       }
     }
   }
 }
 
 /* Smoothing's sums. With the target, whose logit is not hidden yet. */
-__device__ __forceinline__ void add_gaps(const ColumnNumbers& numbers, const Seat& seat,
-                                         Products& acc, TileRows& rows) {
-  const uint32_t at = numbers.weight + 8 * (seat.lane & 3);
+__device__ __forceinline__ void add_weighted_gaps(const ColumnValues& numbers, const Fragment& frag,
+                                                  Accumulators& acc, TileRows& rows) {
+  const uint32_t at = numbers.weight + 8 * (frag.lane & 3);
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
     float w[2];
@@ -109,7 +111,7 @@ __device__ __forceinline__ void add_gaps(const ColumnNumbers& numbers, const Sea
       if (w[e] == 0) continue; /* whatever the logit is */
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        rows.gap[q] += w[e] * (product_at(acc, q, j, e) - (rows.offset[q] - kAboveTarget));
+        rows.weighted_gap[q] += w[e] * (acc_at(acc, q, j, e) - (rows.offset[q] - kAboveTarget));
       }
     }
   }
@@ -145,26 +147,27 @@ __device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int 
 /* The sums of probabilities over two of a thread's rows of the tile. One of 0 adds nothing,
  * whatever its logit is. */
 template <typename T, bool PAIRED>
-__device__ __forceinline__ void add_probabilities_of(const product_shape& shape, const Seat& seat,
-                                                     int half, const float* acc, TileRows& rows) {
+__device__ __forceinline__ void add_probabilities_of(const fused_params& shape,
+                                                     const Fragment& frag, int half,
+                                                     const float* acc, TileRows& rows) {
   /* Parts whose loads are under way together, as registers allow. */
   constexpr int kBatch = sizeof(T) == 8 ? 2 : sizeof(T) == 2 && PAIRED ? 12 : 6;
   const T* t[2];
 #pragma unroll
   for (int q = 0; q < 2; q++) {
-    const int row = min(seat.first_row + row_step(2 * half + q), shape.rows - 1);
+    const int row = min(frag.first_row + row_step(2 * half + q), shape.rows - 1);
     t[q] = (const T*)shape.probabilities + row * shape.probabilities_pitch;
   }
 #pragma unroll
   for (int first = 0; first < kParts; first += kBatch) {
     /* Also keeps the loads behind it: there are no registers for more of them at a time. */
-    if (seat.first_column + 8 * first >= shape.vocab) return;
+    if (frag.first_column + 8 * first >= shape.vocab) return;
     typename PairOf<T>::type raw[kBatch][2];
 #pragma unroll
     for (int j = 0; j < kBatch; j++) {
 #pragma unroll
       for (int q = 0; q < 2; q++) {
-        const int column = seat.first_column + 8 * (first + j);
+        const int column = frag.first_column + 8 * (first + j);
         raw[j][q] = load_pair<T, PAIRED>(t[q], column, shape.vocab);
       }
     }
@@ -172,45 +175,47 @@ __device__ __forceinline__ void add_probabilities_of(const product_shape& shape,
     for (int i = 0; i < kBatch * 4; i++) {
       const int j = i / 4, q = i / 2 % 2, e = i % 2;
       const float value = (float)to_stat(((const T*)&raw[j][q])[e]);
-      float &mass = rows.mass[2 * half + q], &gap = rows.gap[2 * half + q];
-      mass += value;
-      if (value != 0) gap = fmaf(value, acc[4 * (first + j) + 2 * q + e], gap);
+      float &weight_sum = rows.weight_sum[2 * half + q],
+            &weighted_gap = rows.weighted_gap[2 * half + q];
+      weight_sum += value;
+      if (value != 0) weighted_gap = fmaf(value, acc[4 * (first + j) + 2 * q + e], weighted_gap);
     }
   }
 }
 
 template <typename T>
-__device__ __forceinline__ void add_probabilities_as(const product_shape& shape, const Seat& seat,
-                                                     const Products& acc, TileRows& rows) {
+__device__ __forceinline__ void add_probabilities_as(const fused_params& shape,
+                                                     const Fragment& frag, const Accumulators& acc,
+                                                     TileRows& rows) {
   const bool paired =
       shape.probabilities_pitch % 2 == 0 && is_aligned(shape.probabilities, 2 * sizeof(T));
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     if (paired) {
-      add_probabilities_of<T, true>(shape, seat, half, acc[half], rows);
+      add_probabilities_of<T, true>(shape, frag, half, acc[half], rows);
     } else {
-      add_probabilities_of<T, false>(shape, seat, half, acc[half], rows);
+      add_probabilities_of<T, false>(shape, frag, half, acc[half], rows);
     }
   }
 }
 
-__device__ __forceinline__ void add_probabilities(const product_shape& shape, const Seat& seat,
-                                                  const Products& acc, TileRows& rows) {
+__device__ __forceinline__ void add_probabilities(const fused_params& shape, const Fragment& frag,
+                                                  const Accumulators& acc, TileRows& rows) {
   switch (shape.probabilities_dtype) {
     case FLCE_F64:
-      return add_probabilities_as<double>(shape, seat, acc, rows);
+      return add_probabilities_as<double>(shape, frag, acc, rows);
     case FLCE_F32:
-      return add_probabilities_as<float>(shape, seat, acc, rows);
+      return add_probabilities_as<float>(shape, frag, acc, rows);
     case FLCE_BF16:
-      return add_probabilities_as<__nv_bfloat16>(shape, seat, acc, rows);
+      return add_probabilities_as<__nv_bfloat16>(shape, frag, acc, rows);
     case FLCE_F16:
-      return add_probabilities_as<__half>(shape, seat, acc, rows);
+      return add_probabilities_as<__half>(shape, frag, acc, rows);
   }
 }
 
 /* Keeps the target's logit and hides it: its E is 0, and the row's sum lacks it. */
-__device__ __forceinline__ void take_target(const product_scratch& s, int row, int at, int q,
-                                            Products& acc) {
+__device__ __forceinline__ void take_target(const fused_scratch& s, int row, int at, int q,
+                                            Accumulators& acc) {
   /* Predicated moves: a select by a run-time index would put the products into local memory. */
   float z = 0;
   const int index = (at >> 3) * 2 + (at & 1);
@@ -221,7 +226,7 @@ __device__ __forceinline__ void take_target(const product_scratch& s, int row, i
       asm volatile(
           "{\n.reg .pred hit;\nsetp.eq.s32 hit, %2, %3;\n@hit mov.f32 %0, %1;\n"
           "@hit mov.f32 %1, 0fFF800000;\n}"
-          : "+f"(z), "+f"(product_at(acc, q, j, e))
+          : "+f"(z), "+f"(acc_at(acc, q, j, e))
           : "r"(index), "r"(2 * j + e));
     }
   }
@@ -230,13 +235,14 @@ __device__ __forceinline__ void take_target(const product_scratch& s, int row, i
 
 /* Offsets and scales of the thread's rows. */
 template <bool GENERAL, bool REPEAT>
-__device__ __forceinline__ void open_tile_rows(const product_shape& shape, const product_scratch& s,
-                                               const Seat& seat, TileRows& rows) {
+__device__ __forceinline__ void open_tile_rows(const fused_params& shape, const fused_scratch& s,
+                                               const Fragment& frag, TileRows& rows) {
 #pragma unroll
   for (int q = 0; q < 4; q++) {
-    const int row = seat.first_row + row_step(q);
+    const int row = frag.first_row + row_step(q);
     const bool inside = row < shape.rows;
-    rows.sum[q] = rows.gap[q] = rows.mass[q] = rows.spread[q] = rows.scale[q] = 0;
+    rows.sum[q] = rows.weighted_gap[q] = rows.weight_sum[q] = rows.entropy_sum[q] = rows.scale[q] =
+        0;
     rows.offset[q] = kBlankRow;
     if (inside) rows.offset[q] = REPEAT ? offset_of(s, row) : __ldg(s.offset + row);
     if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
@@ -245,44 +251,44 @@ __device__ __forceinline__ void open_tile_rows(const product_shape& shape, const
 
 /* Targets; a row without E has products of 0, whatever x holds. Columns beyond the vocabulary,
  * which copies fill with zeros, add nothing. */
-__device__ __forceinline__ void hide_columns(const product_shape& shape, const product_scratch& s,
-                                             const Seat& seat, const TileRows& rows,
-                                             Products& acc) {
+__device__ __forceinline__ void hide_columns(const fused_params& shape, const fused_scratch& s,
+                                             const Fragment& frag, const TileRows& rows,
+                                             Accumulators& acc) {
 #pragma unroll
   for (int q = 0; q < 4; q++) {
-    const int row = seat.first_row + row_step(q);
+    const int row = frag.first_row + row_step(q);
     if (row < shape.rows) {
-      const int hit = __ldg(s.column + row) - seat.tile.column;
-      const bool mine = ((hit >> 1) & 3) == (seat.lane & 3);
-      if ((unsigned)hit < (unsigned)kProductColumns && mine) take_target(s, row, hit, q, acc);
+      const int hit = __ldg(s.column + row) - frag.tile.column;
+      const bool mine = ((hit >> 1) & 3) == (frag.lane & 3);
+      if ((unsigned)hit < (unsigned)kTileColumns && mine) take_target(s, row, hit, q, acc);
     }
     if (rows.offset[q] == kBlankRow) {
 #pragma unroll
       for (int j = 0; j < kParts; j++) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) product_at(acc, q, j, e) = 0;
+        for (int e = 0; e < 2; e++) acc_at(acc, q, j, e) = 0;
       }
     }
   }
-  if (seat.tile.column + kProductColumns <= shape.vocab) return;
+  if (frag.tile.column + kTileColumns <= shape.vocab) return;
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      if (seat.first_column + 8 * j + e >= shape.vocab) {
+      if (frag.first_column + 8 * j + e >= shape.vocab) {
 #pragma unroll
-        for (int q = 0; q < 4; q++) product_at(acc, q, j, e) = -INFINITY;
+        for (int q = 0; q < 4; q++) acc_at(acc, q, j, e) = -INFINITY;
       }
     }
   }
 }
 
 /* The tile's number of a row, of which each of four lanes has a part. */
-__device__ __forceinline__ void write_number(float* numbers, const product_shape& shape,
-                                             const Seat& seat, int q, float value) {
-  const int row = seat.first_row + row_step(q);
-  if ((seat.lane & 3) != 0 || row >= shape.rows) return;
-  numbers[(int64_t)(seat.tile.column / kProductColumns) * shape.rows + row] = value;
+__device__ __forceinline__ void write_number(float* numbers, const fused_params& shape,
+                                             const Fragment& frag, int q, float value) {
+  const int row = frag.first_row + row_step(q);
+  if ((frag.lane & 3) != 0 || row >= shape.rows) return;
+  numbers[(int64_t)(frag.tile.column / kTileColumns) * shape.rows + row] = value;
 }
 
 __device__ __forceinline__ float quad_sum(float value) {
@@ -295,18 +301,18 @@ __device__ __forceinline__ float quad_max(float value) {
   return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
-__device__ __forceinline__ float row_top(Products& acc, int q) {
+__device__ __forceinline__ float row_top(Accumulators& acc, int q) {
   float top = -INFINITY;
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
-    top = fmaxf(top, fmaxf(product_at(acc, q, j, 0), product_at(acc, q, j, 1)));
+    top = fmaxf(top, fmaxf(acc_at(acc, q, j, 0), acc_at(acc, q, j, 1)));
   }
   return quad_max(top);
 }
 
-/* The largest zeta of each row and its lowest column. */
-__device__ __forceinline__ void write_tops(const product_shape& shape, const product_scratch& s,
-                                           const Seat& seat, Products& acc) {
+/* The largest log2_l of each row and its lowest column. */
+__device__ __forceinline__ void write_tops(const fused_params& shape, const fused_scratch& s,
+                                           const Fragment& frag, Accumulators& acc) {
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     const float top = row_top(acc, q);
@@ -315,19 +321,19 @@ __device__ __forceinline__ void write_tops(const product_shape& shape, const pro
     for (int j = kParts - 1; j >= 0; j--) {
 #pragma unroll
       for (int e = 1; e >= 0; e--) {
-        if (product_at(acc, q, j, e) == top) column = seat.first_column + 8 * j + e;
+        if (acc_at(acc, q, j, e) == top) column = frag.first_column + 8 * j + e;
       }
     }
     column = min(column, __shfl_xor_sync(0xffffffffu, column, 1));
     column = min(column, __shfl_xor_sync(0xffffffffu, column, 2));
-    write_number(s.tops, shape, seat, q, top);
-    write_number((float*)s.columns, shape, seat, q, __int_as_float(column));
+    write_number(s.tops, shape, frag, q, top);
+    write_number((float*)s.columns, shape, frag, q, __int_as_float(column));
   }
 }
 
 /* E of 4 of a thread's columns in two rows: [2 q + e], and 4 + that of the next part. */
 template <bool GENERAL>
-__device__ __forceinline__ void exp_parts(const product_shape& shape, const product_scratch& s,
+__device__ __forceinline__ void exp_parts(const fused_params& shape, const fused_scratch& s,
                                           const float* acc, int half, TileRows& rows,
                                           float (&v)[8]) {
 #pragma unroll
@@ -338,37 +344,37 @@ __device__ __forceinline__ void exp_parts(const product_shape& shape, const prod
     rows.sum[q] += v[i];
   }
   if constexpr (!GENERAL) return;
-  if (s.spreads) {
+  if (s.entropy_sums) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int q = half * 2 + ((i >> 1) & 1);
       const float from = rows.offset[q] - kAboveTarget;
-      rows.spread[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from)); /* 0 at -inf */
+      rows.entropy_sum[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from)); /* 0 at -inf */
     }
   }
-  if (shape.gain != 0) {
+  if (shape.inner_scale != 0) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float t = __fdividef(acc[i], rows.scale[half * 2 + ((i >> 1) & 1)]);
-      v[i] *= fmaxf(1 - t * t, 0); /* 0 where zeta is -inf or rounding has t beyond 1 */
+      v[i] *= fmaxf(1 - t * t, 0); /* 0 where log2_l is -inf or rounding has t beyond 1 */
     }
   }
 }
 
 /* The address that a lane names of the four matrices of a thread's eight 16-bit numbers: a half's
  * part of a slab, whose chunks of 16 bytes are swizzled by the line. */
-__device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Seat& seat, int part,
+__device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Fragment& frag, int part,
                                                 int half) {
-  const uint32_t line = slab + (seat.warp * 16 + (seat.lane & 15)) * 128;
-  const int chunk = part * 2 + (seat.lane >> 4);
-  return line + half * 64 * 128 + ((chunk ^ (seat.lane & 7)) << 4);
+  const uint32_t line = slab + (frag.warp * 16 + (frag.lane & 15)) * 128;
+  const int chunk = part * 2 + (frag.lane >> 4);
+  return line + half * 64 * 128 + ((chunk ^ (frag.lane & 7)) << 4);
 }
 
 /* E of one slab of columns into shared memory, as a copy wants it, and its sums. */
 template <bool STORE, bool GENERAL>
-__device__ __forceinline__ void exp_slab(const product_shape& shape, const product_scratch& s,
-                                         uint32_t address, int slab, const Seat& seat,
-                                         const Products& acc, TileRows& rows) {
+__device__ __forceinline__ void exp_slab(const fused_params& shape, const fused_scratch& s,
+                                         uint32_t address, int slab, const Fragment& frag,
+                                         const Accumulators& acc, TileRows& rows) {
 #pragma unroll
   for (int part = 0; part < kSlab / 16; part++) {
 #pragma unroll
@@ -378,7 +384,7 @@ __device__ __forceinline__ void exp_slab(const product_shape& shape, const produ
       if constexpr (STORE) {
         const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                                     pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
-        sm90::store_matrices(matrices_at(address, seat, part, half), packed);
+        sm90::store_matrices(matrices_at(address, frag, part, half), packed);
       }
     }
   }
@@ -386,28 +392,30 @@ __device__ __forceinline__ void exp_slab(const product_shape& shape, const produ
 
 /* The tile's sums of each row. One beyond the limit is done again, from the row's largest. */
 template <bool GENERAL, bool SOFT>
-__device__ __forceinline__ void close_tile_rows(const product_shape& shape,
-                                                const product_scratch& s, const Seat& seat,
-                                                Products& acc, TileRows& rows) {
+__device__ __forceinline__ void close_tile_rows(const fused_params& shape, const fused_scratch& s,
+                                                const Fragment& frag, Accumulators& acc,
+                                                TileRows& rows) {
   bool beyond = false;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     rows.sum[q] = quad_sum(rows.sum[q]);
     beyond |= rows.sum[q] > kTileLimit;
-    write_number(s.sums, shape, seat, q, rows.sum[q]);
-    if (SOFT || (GENERAL && s.gaps)) write_number(s.gaps, shape, seat, q, quad_sum(rows.gap[q]));
-    if constexpr (SOFT) write_number(s.masses, shape, seat, q, quad_sum(rows.mass[q]));
-    if (GENERAL && s.spreads) write_number(s.spreads, shape, seat, q, quad_sum(rows.spread[q]));
+    write_number(s.sums, shape, frag, q, rows.sum[q]);
+    if (SOFT || (GENERAL && s.weighted_gaps))
+      write_number(s.weighted_gaps, shape, frag, q, quad_sum(rows.weighted_gap[q]));
+    if constexpr (SOFT) write_number(s.weight_sums, shape, frag, q, quad_sum(rows.weight_sum[q]));
+    if (GENERAL && s.entropy_sums)
+      write_number(s.entropy_sums, shape, frag, q, quad_sum(rows.entropy_sum[q]));
   }
   if (!__any_sync(0xffffffffu, beyond)) return;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     const float top = row_top(acc, q) * (GENERAL ? 1 : shape.scale);
-    const int row = seat.first_row + row_step(q);
-    if (rows.sum[q] > kTileLimit && (seat.lane & 3) == 0 && row < shape.rows) {
+    const int row = frag.first_row + row_step(q);
+    if (rows.sum[q] > kTileLimit && (frag.lane & 3) == 0 && row < shape.rows) {
       atomicMax(s.top + row, ordered_of(top));
       s.redo[0] = 1;
-      s.redo[1 + row / kProductClusterRows] = 1;
+      s.redo[1 + row / kClusterRows] = 1;
     }
   }
 }

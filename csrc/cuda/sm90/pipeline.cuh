@@ -1,5 +1,5 @@
 /* What the products of Hopper share. Blocks of three warpgroups: the first copies tiles of both
- * operands into a ring of shared memory, the other two take whole tiles of the result by turns, so
+ * operands into a smem of shared memory, the other two take whole tiles of the result by turns, so
  * that one's epilogue runs under the other's products. Two blocks make a cluster and share one
  * operand's tile. Blocks are persistent: a cluster does every so-many-th tile of the result. */
 #ifndef FLCE_CUDA_SM90_PIPELINE_CUH
@@ -19,9 +19,9 @@ enum {
 };
 
 /* Named barriers; 0 is __syncthreads. */
-enum { kFirstGroup = 1, kSecondGroup, kFirstTurn, kSecondTurn };
+enum { kFirstConsumer = 1, kSecondConsumer, kFirstMainloop, kSecondMainloop };
 
-/* The ring's barriers: a stage is full once its bytes have come, and empty once both blocks have
+/* The smem's barriers: a stage is full once its bytes have come, and empty once both blocks have
  * read it. */
 struct Stages {
   uint32_t full, empty;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void init_stages(const Stages& stages, int readers) {
   }
 }
 
-/* A place in the ring, and the parity of its passes. */
-struct Turn {
+/* A place in the smem, and the parity of its passes. */
+struct PipelineState {
   int stage, parity;
 
   __device__ __forceinline__ void advance() {
@@ -58,7 +58,7 @@ struct Turn {
 };
 
 /* Where the block's tile number `count` begins, for those who wait for full stages. */
-__device__ __forceinline__ Turn turn_of(int count, int depth_steps) {
+__device__ __forceinline__ PipelineState pipeline_state_at(int count, int depth_steps) {
   return {(count * depth_steps) % kStages, ((count * depth_steps) / kStages) & 1};
 }
 
@@ -82,58 +82,58 @@ __device__ __forceinline__ int runs_present(const int64_t* index, int length, in
 
 /* ---- the two groups that make tiles ---- */
 
-__device__ __forceinline__ void wait_for_turn(int group) {
+__device__ __forceinline__ void wait_for_mainloop(int group) {
   if (group) {
-    sm90::named_sync<kSecondTurn, 2 * kGroupThreads>();
+    sm90::named_sync<kSecondMainloop, 2 * kGroupThreads>();
   } else {
-    sm90::named_sync<kFirstTurn, 2 * kGroupThreads>();
+    sm90::named_sync<kFirstMainloop, 2 * kGroupThreads>();
   }
 }
 
-__device__ __forceinline__ void give_turn(int group) {
+__device__ __forceinline__ void release_mainloop(int group) {
   if (group) {
-    sm90::named_arrive<kFirstTurn, 2 * kGroupThreads>();
+    sm90::named_arrive<kFirstMainloop, 2 * kGroupThreads>();
   } else {
-    sm90::named_arrive<kSecondTurn, 2 * kGroupThreads>();
+    sm90::named_arrive<kSecondMainloop, 2 * kGroupThreads>();
   }
 }
 
-__device__ __forceinline__ void sync_group(int group) {
+__device__ __forceinline__ void sync_consumer(int group) {
   if (group) {
-    sm90::named_sync<kSecondGroup, kGroupThreads>();
+    sm90::named_sync<kSecondConsumer, kGroupThreads>();
   } else {
-    sm90::named_sync<kFirstGroup, kGroupThreads>();
+    sm90::named_sync<kFirstConsumer, kGroupThreads>();
   }
 }
 
 /* A thread's part of a tile's result, two products of 64 x 192: [half][4 j + 2 q + e] is column
  * 8 j + 2 (lane % 4) + e of row 64 half + 16 warp + 8 q + lane / 4. */
-typedef float Products[2][96];
+typedef float Accumulators[2][96];
 
 /* All depth steps of the block's tile number `count`, each by issue(stage, part, accumulates) for
  * its parts of kInstruction; the other group's turn comes once all are issued, if `others`. */
 template <typename Issue>
-__device__ __forceinline__ void multiply_tile(const Stages& stages, int steps, int count, int group,
-                                              int thread, bool others, Products& acc,
-                                              const Issue& issue) {
-  Turn turn = turn_of(count, steps);
+__device__ __forceinline__ void mainloop(const Stages& stages, int steps, int count, int group,
+                                         int thread, bool others, Accumulators& acc,
+                                         const Issue& issue) {
+  PipelineState state = pipeline_state_at(count, steps);
   int last = 0;
-  wait_for_turn(group);
+  wait_for_mainloop(group);
   for (int step = 0; step < steps; step++) {
-    sm90::barrier_wait(stages.full + 8 * turn.stage, turn.parity);
-    sm90::product_fence();
+    sm90::barrier_wait(stages.full + 8 * state.stage, state.parity);
+    sm90::wgmma_fence();
 #pragma unroll
     for (int part = 0; part < kDepth / kInstruction; part++) {
-      issue(turn.stage, part, (step | part) != 0);
+      issue(state.stage, part, (step | part) != 0);
     }
-    sm90::product_commit();
-    sm90::product_wait<1>();
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<1>();
     if (step > 0) release_stage(stages, last, thread);
-    last = turn.stage;
-    turn.advance();
+    last = state.stage;
+    state.advance();
   }
-  if (others) give_turn(group);
-  sm90::product_wait<0>();
+  if (others) release_mainloop(group);
+  sm90::wgmma_wait<0>();
   release_stage(stages, last, thread);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -149,14 +149,14 @@ struct Launch {
   cudaLaunchAttribute attributes[2];
 };
 
-/* `follows`: whether it may begin while the kernel before it ends, as can_follow says. */
+/* `follows`: whether it may begin while the kernel before it ends, as supports_pdl says. */
 static inline void set_launch(Launch* launch, int bytes, int clusters, int follows, void* stream) {
   *launch = {};
   cudaLaunchAttribute* cluster = &launch->attributes[0];
   cluster->id = cudaLaunchAttributeClusterDimension;
   cluster->val.clusterDim.x = kCluster;
   cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
-  launch->attributes[1] = following(follows);
+  launch->attributes[1] = pdl_attribute(follows);
   launch->config.gridDim = dim3(clusters * kCluster);
   launch->config.blockDim = dim3(kBlockThreads);
   launch->config.dynamicSmemBytes = bytes;

@@ -151,16 +151,16 @@ __device__ __forceinline__ void copy_fence() {
 
 /* ---- products of a warpgroup ---- */
 
-__device__ __forceinline__ void product_fence() {
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void product_commit() {
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 template <int PENDING>
-__device__ __forceinline__ void product_wait() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -174,12 +174,12 @@ constexpr uint32_t kOperandHigh = 0x40000040; /* its high word */
 /* The same of an operand whose 64 columns to a swizzled line are not the ones to sum over: eight
  * lines for 8 of those make the 1024 bytes, and `step` bytes on the next 64 columns begin. 16 to
  * sum over further on: + 128. */
-__device__ __forceinline__ uint32_t turned_operand_low(uint32_t shared, uint32_t step) {
+__device__ __forceinline__ uint32_t mn_major_operand_low(uint32_t shared, uint32_t step) {
   return ((shared & 0x3ffff) >> 4) | (step >> 4 << 16);
 }
 
 /* wgmma.mma_async m64n192k16 with float32 accumulators, for operands of TYPE, "bf16" or "f16". */
-#define FLCE_MULTIPLY_64X192X16(TYPE)                                                              \
+#define FLCE_WGMMA_64X192X16(TYPE)                                                                 \
   asm volatile(                                                                                    \
       "{\n.reg .pred accumulates;\n.reg .b64 a, b;\nsetp.ne.b32 accumulates, %98, 0;\n"            \
       "mov.b64 a, {%96, %99};\nmov.b64 b, {%97, %99};\n"                                           \
@@ -208,20 +208,20 @@ __device__ __forceinline__ uint32_t turned_operand_low(uint32_t shared, uint32_t
         "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), \
         "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), \
         "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])                            \
-      : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh), "n"((int)TURNED))
+      : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh), "n"((int)MN_MAJOR))
 
 /* d (+)= a b^T for 64 rows of a, 192 of b and 16 columns of bfloat16, or float16 where HALF; of
  * turned operands a^T b, for 64 columns of a, 192 of b and 16 rows. */
-template <bool TURNED, bool HALF = false>
-__device__ __forceinline__ void multiply_64x192x16(float (&d)[96], uint32_t a, uint32_t b,
-                                                   int accumulates) {
+template <bool MN_MAJOR, bool HALF = false>
+__device__ __forceinline__ void wgmma_64x192x16(float (&d)[96], uint32_t a, uint32_t b,
+                                                int accumulates) {
   if constexpr (HALF) {
-    FLCE_MULTIPLY_64X192X16("f16");
+    FLCE_WGMMA_64X192X16("f16");
   } else {
-    FLCE_MULTIPLY_64X192X16("bf16");
+    FLCE_WGMMA_64X192X16("bf16");
   }
 }
-#undef FLCE_MULTIPLY_64X192X16
+#undef FLCE_WGMMA_64X192X16
 
 /* ---- registers and matrices ---- */
 
@@ -243,14 +243,14 @@ __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (
 }
 
 /* The same matrices transposed: a lane names the address of a column. */
-__device__ __forceinline__ void store_turned(uint32_t shared, const uint32_t (&m)[4]) {
+__device__ __forceinline__ void store_matrices_trans(uint32_t shared, const uint32_t (&m)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
       "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
       : "memory");
 }
 
-__device__ __forceinline__ void load_turned(uint32_t shared, uint32_t (&m)[4]) {
+__device__ __forceinline__ void load_matrices_trans(uint32_t shared, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(shared)

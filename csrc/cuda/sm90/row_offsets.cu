@@ -38,51 +38,52 @@ __device__ __forceinline__ void dot_rows(const X* x, const T* w, int64_t step, i
  * is 0. */
 constexpr float kUnknownOffset = -3e38f;
 
-/* The largest zeta of a row's columns 0, step, 2 step ... from `first` on: of its target, as it
+/* The largest log2_l of a row's columns 0, step, 2 step ... from `first` on: of its target, as it
  * comes, or of probabilities, which have none, of some. By a warp. */
 template <int COUNT, typename X>
-__device__ __forceinline__ float top_zeta(const product_shape& shape, float scale, const X* x,
-                                          const X* w, int64_t first, int step, int lane) {
+__device__ __forceinline__ float top_log2_logit(const fused_params& shape, float scale, const X* x,
+                                                const X* w, int64_t first, int step, int lane) {
   float z[COUNT], top = -INFINITY;
   dot_rows(x, w + first * shape.hidden, (int64_t)step * shape.hidden, shape.hidden, lane, z);
 #pragma unroll
   for (int c = 0; c < COUNT; c++) {
     if (shape.bias) z[c] += shape.bias[first + c * step];
-    const float zeta = general_zeta(shape, scale, z[c]);
-    if (!(zeta <= top)) top = zeta;
+    const float log2_l = general_log2_logit(shape, scale, z[c]);
+    if (!(log2_l <= top)) top = log2_l;
   }
   return top;
 }
 
-/* `scale` makes zeta of z in rows without a temperature of their own, as general_zeta has it. */
+/* `scale` makes log2_l of z in rows without a temperature of their own, as general_log2_logit has
+ * it. */
 template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
-    place_offsets(const __grid_constant__ flce_rows r, const product_shape shape,
-                  const product_scratch s, float scale, const X* x, const X* w) {
-  follow_kernels();
+    find_row_offsets(const __grid_constant__ flce_rows r, const fused_params shape,
+                     const fused_scratch s, float scale, const X* x, const X* w) {
+  pdl_wait();
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
   if (blockIdx.x == 0) {
-    const int clusters = (shape.rows + kProductClusterRows - 1) / kProductClusterRows;
+    const int clusters = (shape.rows + kClusterRows - 1) / kClusterRows;
     for (int i = threadIdx.x; i <= clusters; i += blockDim.x) s.redo[i] = 0;
   }
   if (row >= shape.rows) return;
-  const Place place = place_of(r, row);
+  const RowRef place = row_ref_of(r, row);
   float offset = place.kind == kRowOutOfRange ? NAN : kBlankRow;
   int column = -1;
   if (r.temperature && place.at >= 0) scale /= ((const float*)r.temperature)[place.at];
   if (place.kind == kRowValid) {
     const X* own = x + (int64_t)row * shape.hidden;
     if (r.target) column = (int)r.target[place.at];
-    const float zeta = column < 0
-                           ? top_zeta<kProbes>(shape, scale, own, w, 0, shape.vocab / kProbes, lane)
-                           : top_zeta<1>(shape, scale, own, w, column, 0, lane);
-    offset = zeta == -INFINITY ? kUnknownOffset
-                               : rintf(zeta) + (r.out ? kAboveTarget : kAboveTargetForSums);
-    if (s.gap) {
+    const float log2_l =
+        column < 0 ? top_log2_logit<kProbes>(shape, scale, own, w, 0, shape.vocab / kProbes, lane)
+                   : top_log2_logit<1>(shape, scale, own, w, column, 0, lane);
+    offset = log2_l == -INFINITY ? kUnknownOffset
+                                 : rintf(log2_l) + (r.out ? kAboveTarget : kAboveTargetForSums);
+    if (s.weighted_gap) {
       float sum[1];
       dot_rows(own, (const float*)r.wsum, 0, shape.hidden, lane, sum);
-      if (lane == 0) s.gap[row] = scale * sum[0];
+      if (lane == 0) s.weighted_gap[row] = scale * sum[0];
     }
   }
   if (lane != 0) return;
@@ -93,14 +94,14 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
 }
 template <typename X>
 static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
-                                  const product_shape* shape, const product_scratch* s) {
+                                  const fused_params* shape, const fused_scratch* s) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
-  return launch_next(self, place_offsets<X>, blocks, kDotWarps * kWarp, "place_offsets", *r, *shape,
-                     *s, shape->scale, (const X*)g->a, (const X*)g->b);
+  return launch_dependent(self, find_row_offsets<X>, blocks, kDotWarps * kWarp, "find_row_offsets",
+                          *r, *shape, *s, shape->scale, (const X*)g->a, (const X*)g->b);
 }
 
 flce_status launch_row_offsets(void* self, const flce_gemm* g, const flce_rows* r,
-                               const product_shape* shape, const product_scratch* s) {
+                               const fused_params* shape, const fused_scratch* s) {
   const auto launch = shape->half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;
   return launch(self, g, r, shape, s);
 }

@@ -6,14 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Tiles' numbers of each row at the most: product_scratch_of takes them. */
+/* Tiles' numbers of each row at the most: fused_scratch_of takes them. */
 static int64_t number_count(const flce_problem* p) {
   const bool soft = p->has_probabilities;
   return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
          2 * p->wants_predictions;
 }
 
-/* Of product_scratch: the numbers, the five vectors, and redo, which has at most two elements more
+/* Of fused_scratch: the numbers, the five vectors, and redo, which has at most two elements more
  * than one a row. */
 static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
   return 4 * (numbers * tiles_of(vocab) + 8);
@@ -33,7 +33,7 @@ static flce_status asked_kernel(KernelChoice* choice) {
 }
 
 /* By dtypes and sizes alone: the same in a forward and its backward. */
-static bool suits_hopper(const flce_problem* p) {
+static bool suits_sm90(const flce_problem* p) {
   return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= kMaxVocab &&
          p->tokens <= INT32_MAX / 2;
 }
@@ -56,7 +56,7 @@ constexpr int64_t kLeastHidden = 1024;
 constexpr int64_t kLeastRows = 193;
 
 /* Whether the product's kernels have what the loss needs: beside probabilities little else. */
-static bool product_suits(const flce_problem* p) {
+static bool suits_fused_gemm(const flce_problem* p) {
   const flce_loss* o = &p->loss;
   const bool rises = (float)(o->logit_scale / o->temperature * kLog2eExact) > 0;
   const bool others = o->label_smoothing > 0 || o->softcap > 0 || !rises || p->has_class_weight ||
@@ -64,20 +64,20 @@ static bool product_suits(const flce_problem* p) {
   return !p->unaligned && !(p->has_probabilities && others);
 }
 
-flce_status cuda_hopper_facts(int capability, const flce_problem* p, flce_facts* facts) {
-  facts->product_row_bytes = facts->product_tile_rows = facts->weight_parts = 0;
-  facts->skips_rows = facts->product_gives_z = false;
+flce_status cuda_sm90_facts(int capability, const flce_problem* p, flce_facts* facts) {
+  facts->fused_row_bytes = facts->fused_tile_rows = facts->bias_parts = 0;
+  facts->skips_rows = facts->fused_writes_z = false;
   KernelChoice choice;
   FLCE_TRY(asked_kernel(&choice));
-  if (capability != 90 || !suits_hopper(p)) return FLCE_OK;
+  if (capability != 90 || !suits_sm90(p)) return FLCE_OK;
   const bool is_bf16 = p->dtype == FLCE_BF16, always = choice == kFusedKernel;
   facts->skips_rows = is_bf16 && is_worth_finding_rows(p);
   if (choice == kGemmKernel) return FLCE_OK;
-  if (is_bf16 && !p->weight_unaligned) facts->weight_parts = cuda_weight_parts(p->hidden);
-  if (product_suits(p) && (always || p->rows >= kLeastRows)) {
-    facts->product_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
-    facts->product_tile_rows = kProductClusterRows;
-    facts->product_gives_z = always || p->hidden >= kLeastHidden;
+  if (is_bf16 && !p->weight_unaligned) facts->bias_parts = cuda_bias_parts(p->hidden);
+  if (suits_fused_gemm(p) && (always || p->rows >= kLeastRows)) {
+    facts->fused_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
+    facts->fused_tile_rows = kClusterRows;
+    facts->fused_writes_z = always || p->hidden >= kLeastHidden;
   }
   return FLCE_OK;
 }

@@ -10,9 +10,10 @@ enum { kSumRows = 32, kSumWarps = 32, kSumBatch = 8 };
 
 constexpr double kLn2 = 0.69314718055994531;
 
-/* As end_of, from integer offsets: 2^k is exact where exp(c) is not. `above` is the target's zeta
+/* As end_of, from integer offsets: 2^k is exact where exp(c) is not. `above` is the target's log2_l
  * over k. */
-__device__ __forceinline__ RowEnd<float> end_of_product(float above, float l, float k, float rest) {
+__device__ __forceinline__ RowEnd<float> end_of_fused_row(float above, float l, float k,
+                                                          float rest) {
   RowEnd<float> end;
   /* A target of +inf would look like a certain one; eager gives NaN. */
   end.exp_target = l == INFINITY ? NAN : exp2f(above);
@@ -25,8 +26,8 @@ __device__ __forceinline__ RowEnd<float> end_of_product(float above, float l, fl
   return end;
 }
 
-/* The numbers of a row's tiles that a block adds up: of product_scratch, NULL for 0. */
-enum TileNumber { kRest, kGap, kMass, kSpread, kTileNumbers };
+/* The numbers of a row's tiles that a block adds up: of fused_scratch, NULL for 0. */
+enum TileNumber { kRest, kWeightedGap, kWeightSum, kEntropySum, kTileNumbers };
 
 /* [warps][rows] of a block: its warps take every kSumWarps-th tile. */
 typedef double TileParts[kTileNumbers][kSumWarps][kSumRows];
@@ -58,7 +59,7 @@ __device__ __forceinline__ double total_of(const float* numbers,
 }
 
 /* The largest of a row's tiles, by one thread: predictions are rare enough for that. */
-__device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, int rows, int row,
+__device__ __forceinline__ Best<float> best_of_tiles(const fused_scratch& s, int rows, int row,
                                                      int tiles) {
   Best<float> best = no_best<float>();
   for (int tile = 0; tile < tiles; tile++) {
@@ -70,21 +71,22 @@ __device__ __forceinline__ Best<float> best_of_tiles(const product_scratch& s, i
 
 /* The tiles' sums of a row. */
 struct TileSums {
-  double rest, gap, mass, spread;
+  double rest, weighted_gap, weight_sum, entropy_sum;
 };
 
-/* What sums of zeta become as sums of l, taken from the target's, or from 0 where that is not
- * finite. `middle` is what the tiles' are taken from, of the row's zeta. */
-__device__ __forceinline__ void set_references(const row_args& p, const product_scratch& s,
-                                               float middle, float l_target, const TileSums& tiles,
-                                               RowSums<float>& sums) {
+/* What sums of log2_l become as sums of l, taken from the target's, or from 0 where that is not
+ * finite. `reference` is what the tiles' are taken from, of the row's log2_l. */
+__device__ __forceinline__ void set_references(const row_args& p, const fused_scratch& s,
+                                               float reference, float l_target,
+                                               const TileSums& tiles, RowSums<float>& sums) {
   const double total = (double)((const float*)p.r.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
   const float from = isfinite(l_target) ? l_target : 0;
-  const double above = (double)from - kLn2 * (double)middle;
-  sums.gap_from = sums.spread_from = from;
-  if (s.gaps) sums.gap = (float)(above * total - kLn2 * tiles.gap);
-  if (s.gap) sums.gap = (float)((double)from * total - kLn2 * tiles.gap);
-  if (s.spreads) sums.spread = (float)(kLn2 * tiles.spread - above * (double)sums.rest);
+  const double above = (double)from - kLn2 * (double)reference;
+  sums.weighted_gap_from = sums.entropy_sum_from = from;
+  if (s.weighted_gaps) sums.weighted_gap = (float)(above * total - kLn2 * tiles.weighted_gap);
+  if (s.weighted_gap) sums.weighted_gap = (float)((double)from * total - kLn2 * tiles.weighted_gap);
+  if (s.entropy_sums)
+    sums.entropy_sum = (float)(kLn2 * tiles.entropy_sum - above * (double)sums.rest);
 }
 
 /* Statistics of a row of probabilities, taken from lse itself. It and the sum of t z are made from
@@ -93,29 +95,30 @@ __device__ __forceinline__ RowStatistics<float> write_soft_row(const row_args& p
                                                                const Row<float>& view, int64_t at,
                                                                float scale, float k,
                                                                const TileSums& tiles) {
-  const double unit = (double)p.scale_f32 / (double)scale; /* of one in zeta */
+  const double unit = (double)p.scale_f32 / (double)scale; /* of one in log2_l */
   const double lse = unit * ((double)k + log2(tiles.rest));
   RowSums<float> sums = {};
   RowEnd<float> end = {};
-  end.lse = sums.offset = sums.gap_from = (float)lse;
+  end.lse = sums.offset = sums.weighted_gap_from = (float)lse;
   end.log_sum = (float)(lse - (double)end.lse);
   end.sum = expf(end.log_sum);
-  sums.mass = (float)tiles.mass;
-  sums.gap = (float)((double)end.lse * tiles.mass - (double)p.scale_f32 * tiles.gap);
+  sums.weight_sum = (float)tiles.weight_sum;
+  sums.weighted_gap =
+      (float)((double)end.lse * tiles.weight_sum - (double)p.scale_f32 * tiles.weighted_gap);
   return write_statistics<kGeneral>(p, view, at, sums, end);
 }
 
 /* What a row's statistics are made of beside its sums: its place in the vectors, its target there,
- * and numbers of product_scratch. */
-struct ProductRow {
+ * and numbers of fused_scratch. */
+struct FusedRow {
   int64_t at, y;
   int column, top;
   float offset, target;
 };
 
 /* Loads alone, no branches: they come while the sums are made. */
-__device__ __forceinline__ ProductRow open_product_row(const flce_rows& r, const product_scratch& s,
-                                                       int row) {
+__device__ __forceinline__ FusedRow open_fused_row(const flce_rows& r, const fused_scratch& s,
+                                                   int row) {
   const int64_t at = vectors_at(r, row);
   return {at, target_at(r, at), s.column[row], s.top[row], s.offset[row], s.target[row]};
 }
@@ -123,12 +126,12 @@ __device__ __forceinline__ ProductRow open_product_row(const flce_rows& r, const
 /* Statistics of a valid row, of its tiles' sums. By one thread. */
 template <Kind KIND>
 __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
-                                                           const product_shape& shape,
-                                                           const product_scratch& s, int row,
-                                                           const ProductRow& own, int tiles,
+                                                           const fused_params& shape,
+                                                           const fused_scratch& s, int row,
+                                                           const FusedRow& own, int tiles,
                                                            TileSums& sum) {
   constexpr bool kIsGeneral = KIND == kGeneral;
-  if (KIND != kPlain && s.gap) sum.gap = s.gap[row];
+  if (KIND != kPlain && s.weighted_gap) sum.weighted_gap = s.weighted_gap[row];
   const float k = offset_from(own.offset, own.top);
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
@@ -141,7 +144,8 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   RowSums<float> sums = {};
   sums.offset = k * (float)kLn2;
   sums.rest = (float)sum.rest;
-  if constexpr (kIsGeneral) view.height = shape.gain != 0 ? s.scale[row] * (float)kLn2 : 0;
+  if constexpr (kIsGeneral)
+    view.outer_scale = shape.inner_scale != 0 ? s.scale[row] * (float)kLn2 : 0;
   if constexpr (KIND != kPlain) {
     set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
   }
@@ -150,28 +154,29 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
     best.value *= (float)kLn2;
     p.r.predictions[own.at] = prediction_of(view, best);
   }
-  const RowEnd<float> end = end_of_product(above, view.l_target, k, sums.rest);
+  const RowEnd<float> end = end_of_fused_row(above, view.l_target, k, sums.rest);
   return write_statistics<KIND>(p, view, own.at, sums, end);
 }
 
 template <Kind KIND>
 __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
-    sum_tiles(const __grid_constant__ row_args p, const product_shape shape,
-              const product_scratch s, int tiles, const float* factor, float* coef) {
+    tile_statistics(const __grid_constant__ row_args p, const fused_params shape,
+                    const fused_scratch s, int tiles, const float* factor, float* coef) {
   __shared__ TileParts parts;
-  follow_kernels();
+  pdl_wait();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
-  ProductRow own = {};
-  if (threadIdx.x < kSumRows) own = open_product_row(p.r, s, min(row, shape.rows - 1));
+  FusedRow own = {};
+  if (threadIdx.x < kSumRows) own = open_fused_row(p.r, s, min(row, shape.rows - 1));
   const float unit = coef ? factor[0] : 0;
-  const float* numbers[kTileNumbers] = {s.sums, s.gaps, s.masses, s.spreads};
+  const float* numbers[kTileNumbers] = {s.sums, s.weighted_gaps, s.weight_sums, s.entropy_sums};
 #pragma unroll
   for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], shape.rows, row, tiles, parts[n]);
   __syncthreads();
   if (threadIdx.x >= kSumRows || row >= shape.rows) return;
-  TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.gaps, parts[kGap]),
-                  total_of(s.masses, parts[kMass]), total_of(s.spreads, parts[kSpread])};
-  const Place place = place_at(p.r, own.at, own.y);
+  TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.weighted_gaps, parts[kWeightedGap]),
+                  total_of(s.weight_sums, parts[kWeightSum]),
+                  total_of(s.entropy_sums, parts[kEntropySum])};
+  const RowRef place = row_ref_at(p.r, own.at, own.y);
   if (place.kind == kRowAbsent) return;
   RowStatistics<float> stats = {};
   if (place.kind == kRowValid) {
@@ -182,13 +187,14 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
   if (coef) write_coefficients<float>(p.r, flce_upstream{}, place, stats, unit, p.scale_f32, coef);
 }
 
-flce_status launch_tile_statistics(void* self, const flce_rows* r, const product_shape* shape,
-                                   const product_scratch* s, const void* factor, void* coef) {
+flce_status launch_tile_statistics(void* self, const flce_rows* r, const fused_params* shape,
+                                   const fused_scratch* s, const void* factor, void* coef) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape->probabilities ? sum_tiles<kSoft>
-                      : shape->general     ? sum_tiles<kGeneral>
-                      : s->gap             ? sum_tiles<kSmooth>
-                                           : sum_tiles<kPlain>;
-  return launch_next(self, kernel, blocks, kSumRows * kSumWarps, "sum_tiles", make_args(r), *shape,
-                     *s, (int)tiles_of(r->vocab), (const float*)factor, (float*)coef);
+  const auto kernel = shape->probabilities ? tile_statistics<kSoft>
+                      : shape->general     ? tile_statistics<kGeneral>
+                      : s->weighted_gap    ? tile_statistics<kSmooth>
+                                           : tile_statistics<kPlain>;
+  return launch_dependent(self, kernel, blocks, kSumRows * kSumWarps, "tile_statistics",
+                          make_args(r), *shape, *s, (int)tiles_of(r->vocab), (const float*)factor,
+                          (float*)coef);
 }

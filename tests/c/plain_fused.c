@@ -26,9 +26,9 @@ static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
   }
 }
 
-/* product_rows and product_statistics by their definition: the product, then a row pass. It is the
+/* fused_logits and fused_statistics by their definition: the product, then a row pass. It is the
  * second that does both: what the first leaves stays as it is until then. */
-static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const flce_rows* rows,
+static flce_status plain_fused_logits(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                       void* scratch) {
   (void)self;
   memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
@@ -36,9 +36,8 @@ static flce_status plain_product_rows(void* self, const flce_gemm* gemm, const f
   return FLCE_OK;
 }
 
-static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
-                                            const flce_rows* rows, const void* factor, void* coef,
-                                            void* scratch) {
+static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                          const void* factor, void* coef, void* scratch) {
   flce_backend b;
   flce_cpu_backend(self, &b);
   bool kept = true;
@@ -68,9 +67,9 @@ static flce_status plain_product_statistics(void* self, const flce_gemm* gemm,
   return b.row_coefficients(b.self, rows, &none, factor, coef);
 }
 
-/* weight_product by its definition: the product, then column sums, of every third row each. */
-static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const int64_t* index,
-                                        const void* coef, void* sums, bool adds_sums) {
+/* grad_weight_gemm by its definition: the product, then column sums, of every third row each. */
+static flce_status plain_grad_weight_gemm(void* self, const flce_gemm* gemm, const int64_t* index,
+                                          const void* coef, void* sums, bool adds_sums) {
   flce_backend b;
   flce_cpu_backend(self, &b);
   flce_gemm product = *gemm;
@@ -92,12 +91,12 @@ static flce_status plain_weight_product(void* self, const flce_gemm* gemm, const
   return status;
 }
 
-void plain_products(flce_backend* backend, flce_facts* facts) {
-  facts->product_row_bytes = PRODUCT_ROW_BYTES;
-  facts->product_tile_rows = PRODUCT_TILE_ROWS;
-  facts->product_gives_z = true;
-  facts->weight_parts = WEIGHT_PARTS;
-  backend->product_rows = plain_product_rows;
-  backend->product_statistics = plain_product_statistics;
-  backend->weight_product = plain_weight_product;
+void plain_fused(flce_backend* backend, flce_facts* facts) {
+  facts->fused_row_bytes = PRODUCT_ROW_BYTES;
+  facts->fused_tile_rows = PRODUCT_TILE_ROWS;
+  facts->fused_writes_z = true;
+  facts->bias_parts = WEIGHT_PARTS;
+  backend->fused_logits = plain_fused_logits;
+  backend->fused_statistics = plain_fused_statistics;
+  backend->grad_weight_gemm = plain_grad_weight_gemm;
 }
