@@ -9,16 +9,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import validate
 
-PLACES = ("grad", "main_grad")
+_ATTRIBUTES = ("grad", "main_grad")
 _NAME = "accumulate_into"
+# Where torch keeps the hooks on a parameter's gradient, by the function that sets them.
+_HOOKS = {
+    "Tensor.register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
 
 
-def check_place(accumulate_into, save):
+def check_option(accumulate_into, save):
     """Of the options alone."""
     if accumulate_into is None:
         return
-    if accumulate_into not in PLACES:
-        raise ValueError(f"{_NAME}: expected one of {PLACES} or None, got {accumulate_into!r}")
+    if accumulate_into not in _ATTRIBUTES:
+        raise ValueError(f"{_NAME}: expected one of {_ATTRIBUTES} or None, got {accumulate_into!r}")
     if save == "grads":
         raise ValueError(
             f'save: expected "logits", "stats" or "auto" with {_NAME}={accumulate_into!r}, got '
@@ -28,10 +33,8 @@ def check_place(accumulate_into, save):
 
 def option(linear_weight, accumulate_into, save):
     """The option's value, None where the weight gets no gradient to accumulate."""
-    check_place(accumulate_into, save)
-    if accumulate_into is None or not torch.is_grad_enabled():
-        return None
-    return accumulate_into if linear_weight.requires_grad else None
+    check_option(accumulate_into, save)
+    return accumulate_into if torch.is_grad_enabled() and linear_weight.requires_grad else None
 
 
 def refuse_tracing():
@@ -49,12 +52,12 @@ def refuse_tracing():
 
 
 class Accumulator:
-    """The place in `weight`, the parameter of one call, which its backward adds to."""
+    """Adds, in the backward of one call, to the attribute of its parameter `weight`."""
 
-    def __init__(self, weight, place):
-        self.weight, self.place = weight, place
+    def __init__(self, weight, attribute):
+        self.weight, self.attribute = weight, attribute
         self._check_weight()
-        if place == "main_grad":
+        if attribute == "main_grad":
             self._find()
 
     def _check_weight(self):
@@ -67,18 +70,11 @@ class Accumulator:
         if not weight.is_leaf:
             raise ValueError(
                 f"{_NAME}: expected a leaf as linear_weight, got a tensor that was computed from "
-                f"others, which has no .{self.place} of its own; use {_NAME}=None"
+                f"others, which has no .{self.attribute} of its own; use {_NAME}=None"
             )
         if not weight.is_contiguous():
             raise ValueError(f"{_NAME}: expected a contiguous linear_weight, got another layout")
-        hooks = [
-            name
-            for name, attribute in (
-                ("Tensor.register_hook", "_backward_hooks"),
-                ("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-            )
-            if getattr(weight, attribute)
-        ]
+        hooks = [name for name, attribute in _HOOKS.items() if getattr(weight, attribute)]
         if hooks and not self._is_declared():
             raise ValueError(
                 f"{_NAME}: expected a linear_weight without gradient hooks, got one with hooks of "
@@ -89,33 +85,28 @@ class Accumulator:
     def _is_declared(self):
         """Whether the owner of main_grad has declared Megatron's protocol: its hooks wait for a
         gradient, and grad_added_to_main_grad tells them to drop it."""
-        return self.place == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
+        return self.attribute == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
 
     def _find(self):
         """The tensor to add to, checked; None where .grad is still to be made."""
-        weight, name = self.weight, f"linear_weight.{self.place}"
-        found = getattr(weight, self.place, None)
-        if found is None and self.place == "grad":
+        weight, name = self.weight, f"linear_weight.{self.attribute}"
+        found = getattr(weight, self.attribute, None)
+        if found is None and self.attribute == "grad":
             if getattr(weight, "grad_dtype", weight.dtype) in (weight.dtype, None):
                 return None
             raise ValueError(f"linear_weight.grad_dtype: expected {weight.dtype} for {_NAME}")
         if not isinstance(found, torch.Tensor):
-            raise ValueError(
-                f'{name}: expected a tensor for {_NAME}="main_grad", got {type(found).__name__}'
-            )
+            kind = type(found).__name__
+            raise ValueError(f'{name}: expected a tensor for {_NAME}="main_grad", got {kind}')
         if is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
-            raise ValueError(
-                f"{name}: expected a plain dense tensor, got {type(found).__name__} of layout "
-                f"{found.layout}"
-            )
-        widens = self.place == "main_grad" and weight.dtype.itemsize == 2
+            kind = f"{type(found).__name__} of layout {found.layout}"
+            raise ValueError(f"{name}: expected a plain dense tensor, got {kind}")
+        widens = self.attribute == "main_grad" and weight.dtype.itemsize == 2
         dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
         if found.dtype not in dtypes:
             expected = " or ".join(map(str, dtypes))
             raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
-        if found.shape != weight.shape:
-            expected, got = tuple(weight.shape), tuple(found.shape)
-            raise ValueError(f"{name}: expected shape {expected}, got {got}")
+        validate.check_shape(name, found, weight.shape)
         if found.device != weight.device:
             raise ValueError(f"{name}: expected device {weight.device}, got {found.device}")
         if not found.is_contiguous():
@@ -138,9 +129,9 @@ class Accumulator:
         except RuntimeError:
             # The engine says so of a leaf whose gradient torch.autograd.grad() is to return.
             raise RuntimeError(
-                f"flce: {_NAME}={self.place!r} adds linear_weight's gradient to .{self.place} in "
-                "backward(); torch.autograd.grad() cannot return it. Leave linear_weight out of "
-                f"its inputs, or use {_NAME}=None"
+                f"flce: {_NAME}={self.attribute!r} adds linear_weight's gradient to "
+                f".{self.attribute} in backward(); torch.autograd.grad() cannot return it. Leave "
+                f"linear_weight out of its inputs, or use {_NAME}=None"
             ) from None
 
     def open(self):

@@ -5,9 +5,7 @@ import numbers
 import torch
 
 from . import accumulate, composite, validate
-from .options import NUMBERS, OPTIONS, RETURNS
-from .output import LinearCrossEntropyOutput
-from .signature import Wanted
+from .options import NUMBERS, OPTIONS, RETURNS, LinearCrossEntropyOutput, Wanted
 from .strategy import from_torch_options, parse_bytes
 from .targets import shifted_target
 
@@ -15,9 +13,11 @@ _IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "tok
 _SCALARS = ("ignore_index", *NUMBERS)
 
 
-def _call(name, operands, settings, wanted):
+def _call(name, operands, settings):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
+    returns = [settings[option] for option in RETURNS]
+    wanted = Wanted(*returns) if any(returns) else composite.NOTHING
     if settings.get("accumulate_into") is not None:
         accumulate.refuse_tracing()
         made = composite.linear_cross_entropy_untraced(wanted, *operands, settings)
@@ -40,9 +40,8 @@ def _through_operator(name, operands, settings, wanted):
     if not any(wanted):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
     returns = dict(zip(RETURNS, wanted, strict=True))
-    made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
-    asked = (True, *wanted)
-    return (value if ask else None for value, ask in zip(made, asked, strict=True))
+    loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
+    return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
 
 
 def _as_numbers(settings, first):
@@ -55,19 +54,14 @@ def _as_numbers(settings, first):
         value = settings[name]
         if not isinstance(value, torch.Tensor):
             continue
-        if name != "temperature":
-            settings[name] = validate.number(name, value)
-        elif value.dim() == 0 and value.device.type == "cpu" and not torch.compiler.is_compiling():
+        is_scalar = value.dim() == 0
+        is_known = is_scalar and value.device.type == "cpu" and not torch.compiler.is_compiling()
+        if name != "temperature" or is_known:
             settings[name] = validate.number(name, value)
         else:
             # A value on a GPU, or under torch.compile, is no number yet: each row takes the tensor.
-            rows = value.expand(first.shape[:-1]) if value.dim() == 0 else value
+            rows = value.expand(first.shape[:-1]) if is_scalar else value
             settings.update(temperature=1.0, token_temperature=rows)
-
-
-def _wanted(settings):
-    returns = [settings[name] for name in RETURNS]
-    return Wanted(*returns) if any(returns) else composite.NOTHING
 
 
 def _linear_loss(input, linear_weight, target, settings):
@@ -87,10 +81,25 @@ def _linear_loss(input, linear_weight, target, settings):
     if isinstance(bound, str):
         if bound != "count":
             raise ValueError(f'valid_bound: expected an int, "count" or None, got {bound!r}')
-        validate.check_tensor("target", target)
         settings["valid_bound"] = _count_valid(target, settings)
-    operands = input, linear_weight, target
-    return _call("linear_cross_entropy", operands, settings, _wanted(settings))
+    return _call("linear_cross_entropy", (input, linear_weight, target), settings)
+
+
+def _count_valid(target, settings):
+    """The number of rows that are not ignored (a shift ignores more); waits for the device."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            'valid_bound: expected an int or None under torch.compile, got "count", which waits '
+            "for the device"
+        )
+    validate.check_tensor("target", target)
+    ignore_index = validate.check_ignore_index(settings["ignore_index"])
+    if target.is_floating_point():
+        raise ValueError(
+            "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
+        )
+    target = shifted_target(target, settings["shift"], settings["cu_seqlens"], ignore_index)
+    return int((target != ignore_index).sum())
 
 
 def linear_cross_entropy(
@@ -159,7 +168,7 @@ def linear_cross_entropy(
             instead of its own. 0 gives the loss 0. Only for "mean".
         shift: the target of a position is that of `shift` positions further along the last
             dimension of (...); the last ones are ignored. Takes an input of at least 3
-            dimensions, or `cu_seqlens`. Outputs keep their places, and so do `token_weight` and
+            dimensions, or `cu_seqlens`. Outputs are not shifted, nor are `token_weight` and
             `temperature`, which belong to the rows of input.
         cu_seqlens: with a shift, offsets of packed sequences into the flattened (...), int32 or
             int64, shape (sequences + 1,): no target is taken from beyond a sequence's end.
@@ -216,23 +225,6 @@ def linear_cross_entropy(
     return _linear_loss(input, linear_weight, target, locals())
 
 
-def _count_valid(target, settings):
-    """The number of rows that are not ignored (a shift ignores more); waits for the device."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            'valid_bound: expected an int or None under torch.compile, got "count", which waits '
-            "for the device"
-        )
-    ignore_index = validate.check_ignore_index(settings["ignore_index"])
-    if target.is_floating_point():
-        raise ValueError(
-            "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
-        )
-    shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
-    target = shifted_target(target, shift, cu_seqlens, ignore_index)
-    return int((target != ignore_index).sum())
-
-
 def cross_entropy(
     logits,
     target,
@@ -256,7 +248,7 @@ def cross_entropy(
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient.
-    Between the two it keeps seven float32 numbers a row beside the logits, no log-probabilities.
+    Between the two it keeps the logits and seven float32 numbers a row, no log-probabilities.
 
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.
@@ -274,7 +266,7 @@ def cross_entropy(
     """
     settings = locals()
     _as_numbers(settings, logits)
-    return _call("cross_entropy", (logits, target), settings, _wanted(settings))
+    return _call("cross_entropy", (logits, target), settings)
 
 
 def linear_logprobs(

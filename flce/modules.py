@@ -6,7 +6,7 @@ from torch import nn
 
 from . import accumulate, validate
 from .functional import linear_cross_entropy
-from .options import NUMBERS, defaults
+from .options import LinearCrossEntropyOutput, defaults
 from .strategy import parse_bytes
 
 # What the Modules hold as attributes, which may change between calls. The defaults serve Modules
@@ -24,8 +24,8 @@ def _keep_options(module, classes, given):
         )
     values = {**_MODULE_OPTIONS, **given}
     validate.check_choices(values["reduction"], values["save"])
-    accumulate.check_place(values["accumulate_into"], values["save"])
-    validate.check_scalars(values["ignore_index"], *(values[name] for name in NUMBERS))
+    accumulate.check_option(values["accumulate_into"], values["save"])
+    validate.check_scalars(values)
     for name in ("accum_dtype", "logits_dtype"):
         if not isinstance(values[name], torch.dtype | None):
             raise TypeError(f"{name}: expected a torch.dtype or None, got {values[name]!r}")
@@ -52,7 +52,7 @@ def _describe_options(module):
 
 
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
-    """A linear layer and the cross entropy of its output; torch.nn.LinearCrossEntropyLoss's twin.
+    """A linear layer and the cross entropy of its output; as torch.nn.LinearCrossEntropyLoss.
 
     Args:
         in_features: H.
@@ -79,11 +79,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         weight=None,
         **options,
     ):
-        if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(
-                f"weight: expected shape ({num_classes},), a factor for each class, "
-                f"got {tuple(weight.shape)}"
-            )
+        if weight is not None:
+            validate.check_shape("weight", weight, (num_classes,), ", a factor for each class")
         super().__init__(weight=weight, reduction=reduction)
         _keep_options(self, num_classes, {"reduction": reduction, **options})
         self.num_classes = num_classes
@@ -147,5 +144,5 @@ class LinearCrossEntropyHead(nn.Linear):
 
 
 # A pickle names the package, not the file that holds the class today.
-for _module in (LinearCrossEntropyLoss, LinearCrossEntropyHead):
-    _module.__module__ = "flce"
+for _class in (LinearCrossEntropyLoss, LinearCrossEntropyHead, LinearCrossEntropyOutput):
+    _class.__module__ = "flce"

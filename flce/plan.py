@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import accumulate, strategy, targets, validate
-from .options import DTYPES, defaults
-from .signature import LinearSignature, Wanted, product_dtypes
+from . import strategy, targets, validate
+from ._C import getenv
+from .options import DTYPES, Wanted, defaults
+from .signature import linear_signature, linear_values
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Plan:
     Sizes are bytes over the inputs, `buffers` maps a buffer's name to its own. Peaks count what
     lives at once: `forward_peak_bytes` the outputs and the workspace of the forward,
     `backward_peak_bytes` what the forward kept, the gradients and the backward's workspace. A
-    backward that reaches lse or entropy with save="grads" has the numbers of "stats" beside these.
+    backward that reaches lse or entropy with save="grads" needs those of "stats" as well.
     """
 
     save: str
@@ -55,11 +56,9 @@ def _parse(text):
 _MOST_ELEMENTS = 1 << 54
 
 
-def _check_sizes(tokens, hidden, vocab, valid_vocab):
+def _check_sizes(tokens, hidden, vocab):
     sizes = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
     sizes = {name: int(validate.check_integer(name, *given)) for name, given in sizes.items()}
-    if valid_vocab is not None:
-        validate.check_integer("valid_vocab", valid_vocab, 1, vocab)
     for first, second in itertools.combinations(sizes, 2):
         if sizes[first] * sizes[second] > _MOST_ELEMENTS:
             raise ValueError(
@@ -127,16 +126,14 @@ def plan(
     Raises:
         TypeError, ValueError: what the call itself would refuse.
     """
+    options = {**defaults(), **locals()}
     device = torch.device(device)
     _check_device(device)
-    _check_sizes(tokens, hidden, vocab, valid_vocab)
+    _check_sizes(tokens, hidden, vocab)
+    input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
     validate.check_float("dtype", dtype)
-    validate.check_float("input_dtype", input_dtype or dtype)
-    validate.check_float("weight_dtype", weight_dtype or dtype)
-    validate.check_choices(reduction, save)
-    accumulate.check_place(accumulate_into, save)
-    numbers = {**defaults("check"), "label_smoothing": label_smoothing, "softcap": softcap}
-    scalars = validate.check_scalars(-100, *numbers.values())
+    validate.check_float("input_dtype", input_dtype)
+    validate.check_float("weight_dtype", weight_dtype)
     targets.check_bound(valid_bound, bool(probabilities))
     if probabilities is True:
         probabilities = dtype
@@ -145,29 +142,19 @@ def plan(
             "probabilities: expected True, False or a floating-point dtype that targets may have, "
             f"got {probabilities!r}"
         )
-    rows = tokens if valid_bound is None else min(valid_bound, tokens)
-    call = LinearSignature(
-        reduction=reduction,
-        scalars=scalars,
-        has_probabilities=bool(probabilities),
-        vocab=vocab if valid_vocab is None else valid_vocab,
-        stat=strategy.stat_dtype(dtype),
-        wanted=Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
-        differentiable=grad_input or grad_weight or bias,
-        tokens=tokens,
-        hidden=hidden,
-        valid_vocab=valid_vocab,
-        device_type=device.type,
-        types=product_dtypes(dtype, accum_dtype, logits_dtype),
-        save=save,
-        max_memory=strategy.resolve_max_memory(max_memory, device),
-        saves_memory=max_memory is None and not strategy.given_max_memory(),
-        grads=(grad_input, grad_weight, bias),
-        accumulate_into=accumulate_into,
-        compiling=False,
-        allow_tf32=False,
+    target_shape = (tokens, vocab) if probabilities else (tokens,)
+    # The metadata of such a call; autocast's dtype is that of the products in any case.
+    call = linear_signature(
+        (True, False, dtype, False, getenv("FLCE_MAX_MEMORY") if max_memory is None else None),
+        Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
+        (
+            (input_dtype, device, (tokens, hidden), grad_input),
+            (weight_dtype, device, (vocab, hidden), grad_weight),
+            (weight_dtype, device, (vocab,), True) if bias else None,
+        ),
+        ((probabilities or torch.int64, device, target_shape, False), None, None, None),
+        *linear_values(options),
     )
-    weight_dtype = weight_dtype or dtype
     added = weight_dtype if accumulate_into == "grad" else strategy.stat_dtype(weight_dtype)
     text = torch.ops.flce.plan(
         tokens,
@@ -175,11 +162,11 @@ def plan(
         vocab,
         device.type,
         device.index or 0,
-        input_dtype or dtype,
+        input_dtype,
         weight_dtype,
         weight_dtype if bias else None,
         added if call.accumulates else None,
         probabilities or None,
-        *call.settings_for(rows).arguments(),
+        *call.settings_for(tokens if valid_bound is None else min(valid_bound, tokens)).arguments(),
     )
     return _parse(text)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .output import LinearCrossEntropyOutput
+from .options import LinearCrossEntropyOutput
 
 
 def linear_cross_entropy(
@@ -18,60 +18,36 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
     ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    options: object = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,
-    z_loss: float = 0.0,
-    token_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None,
     shift: int = 0,
     cu_seqlens: Tensor | None = None,
     valid_vocab: int | None = None,
+    options: object = None,
     valid_bound: int | str | None = None,
     accum_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
     save: str = "auto",
     max_memory: int | str | None = None,
-    return_lse: bool = False,
-    return_entropy: bool = False,
-    return_accuracy: bool = False,
-    return_predictions: bool = False,
-    return_z_loss: bool = False,
+    **loss,
 ) -> Tensor | LinearCrossEntropyOutput:
     """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` and its extensions.
 
     Without them there are two differences. Rows of `input` (..., H) whose target (...) is
     `ignore_index` are cut off before the product, so that nothing in them reaches a gradient; and a
     mean over no rows, or over 0 items, is 0 instead of NaN. The results have the dtype that flce
-    gives: float64 for float64, float32 for the others. `options`, `valid_bound`, `accum_dtype`,
-    `logits_dtype`, `save` and `max_memory` say how flce computes, not what: they are ignored here.
+    gives: float64 for float64, float32 for the others. `loss`: the other options of
+    `cross_entropy`. `options`, `valid_bound`, `accum_dtype`, `logits_dtype`, `save` and
+    `max_memory` say how flce computes, not what: they are ignored here.
     """
     target = shifted(target, shift, cu_seqlens, ignore_index)
-    cut = ignored(target, ignore_index)
-    kept = input.masked_fill(cut.unsqueeze(-1), 0.0)
+    kept = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
     if valid_vocab is not None:
         linear_weight = linear_weight[:valid_vocab]
         linear_bias = None if linear_bias is None else linear_bias[:valid_vocab]
         weight = None if weight is None else weight[:valid_vocab]
         target = target[..., :valid_vocab] if target.is_floating_point() else target
-    product = F.linear(kept, linear_weight, linear_bias)
-    return _loss_and_outputs(
-        final_logits(product, cut, softcap, logit_scale, temperature),
-        target,
-        cut,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        token_weight=token_weight,
-        num_items=num_items,
-        wanted=(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
-    )
+    logits = F.linear(kept, linear_weight, linear_bias)
+    return cross_entropy(logits, target, weight=weight, ignore_index=ignore_index, **loss)
 
 
 def cross_entropy(
@@ -96,27 +72,44 @@ def cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput:
     """`F.cross_entropy` of logits (..., V), classes last, with the same differences."""
     cut = ignored(target, ignore_index)
+    # Finite in the ignored rows, which count for nothing.
     kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)
-    return _loss_and_outputs(
-        final_logits(kept, cut, softcap, logit_scale, temperature),
-        target,
-        cut,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        token_weight=token_weight,
-        num_items=num_items,
-        wanted=(return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss),
-    )
+    logits = final_logits(kept, cut, softcap, logit_scale, temperature)
+    stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+    def reduced(rows: Tensor, denominator: Tensor) -> Tensor:
+        if token_weight is not None:
+            rows = rows * token_weight.to(stat).masked_fill(cut, 0.0)
+        if reduction == "none":
+            return rows
+        if reduction == "sum":
+            return rows.sum()
+        divisor, empty = denominator.to(stat), cut.all()
+        if num_items is not None:
+            divisor = torch.as_tensor(num_items, dtype=stat, device=rows.device)
+            empty = divisor == 0
+        return rows.sum() * torch.where(empty, 0.0, 1.0 / divisor)
+
+    rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
+    lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
+    z_part = reduced(z_loss * lse.square(), (~cut).sum())
+    loss = reduced(rows, denominator(target, weight, cut, stat)) + z_part
+    wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
+    if not any(wanted):
+        return loss
+    predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of equals
+    accuracy = None
+    if not target.is_floating_point():
+        correct = ((predictions == target) & ~cut).sum()
+        accuracy = correct.to(stat) / (~cut).sum().clamp(min=1)
+    entropy = _entropy(logits).to(stat).masked_fill(cut, 0.0)
+    made = (lse, entropy, accuracy, predictions, z_part.detach())
+    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
+    return LinearCrossEntropyOutput(loss, *chosen)
 
 
 def linear_logprobs(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    **options,
+    input: Tensor, linear_weight: Tensor, target: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
     """log p of each target and the entropy of its row, both (...), 0 where ignored.
 
@@ -176,54 +169,11 @@ def ignored(target: Tensor, ignore_index: int | None) -> Tensor:
     return target == (-100 if ignore_index is None else ignore_index)
 
 
-def _loss_and_outputs(
-    logits: Tensor,
-    target: Tensor,
-    cut: Tensor,
-    *,
-    weight: Tensor | None,
-    reduction: str,
-    ignore_index: int | None,
-    label_smoothing: float,
-    z_loss: float,
-    token_weight: Tensor | None,
-    num_items: float | Tensor | None,
-    wanted: tuple[bool, ...],
-) -> Tensor | LinearCrossEntropyOutput:
-    """From the final logits (..., V), whose ignored rows are finite and count for nothing."""
-    stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-    def reduced(rows: Tensor, denominator: Tensor) -> Tensor:
-        if token_weight is not None:
-            rows = rows * token_weight.to(stat).masked_fill(cut, 0.0)
-        if reduction == "none":
-            return rows
-        if reduction == "sum":
-            return rows.sum()
-        divisor, empty = denominator.to(stat), cut.all()
-        if num_items is not None:
-            divisor = torch.as_tensor(num_items, dtype=stat, device=rows.device)
-            empty = divisor == 0
-        return rows.sum() * torch.where(empty, 0.0, 1.0 / divisor)
-
-    loss = reduced(
-        _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat),
-        denominator(target, weight, cut, stat),
-    )
-    lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
-    z_part = reduced(z_loss * lse.square(), (~cut).sum())
-    loss = loss + z_part
-    if not any(wanted):
-        return loss
-    predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of equals
-    accuracy = None
-    if not target.is_floating_point():
-        correct = ((predictions == target) & ~cut).sum()
-        accuracy = correct.to(stat) / (~cut).sum().clamp(min=1)
-    entropy = _entropy(logits).to(stat).masked_fill(cut, 0.0)
-    made = (lse, entropy, accuracy, predictions, z_part.detach())
-    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
-    return LinearCrossEntropyOutput(loss, *chosen)
+def denominator(target: Tensor, weight: Tensor | None, cut: Tensor, stat: torch.dtype) -> Tensor:
+    """What `F.cross_entropy` divides by under "mean"."""
+    if target.is_floating_point() or weight is None:
+        return (~cut).sum()
+    return weight.to(stat)[target.masked_fill(cut, 0).long()].masked_fill(cut, 0.0).sum()
 
 
 def _rows_of_loss(
@@ -235,33 +185,18 @@ def _rows_of_loss(
 ) -> Tensor:
     """`F.cross_entropy` of each row, shape (...)."""
     rows = logits.shape[:-1]
-    weight = None if weight is None else weight.to(logits.dtype)
     flat = logits.reshape(rows.numel(), logits.shape[-1])
+    options = {
+        "weight": None if weight is None else weight.to(logits.dtype),
+        "reduction": "none",
+        "label_smoothing": label_smoothing,
+    }
     if target.is_floating_point():
-        loss = F.cross_entropy(
-            flat,
-            target.reshape(flat.shape).to(flat.dtype),
-            weight=weight,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
+        loss = F.cross_entropy(flat, target.reshape(flat.shape).to(flat.dtype), **options)
     else:
-        loss = F.cross_entropy(
-            flat,
-            target.reshape(-1).long(),
-            weight=weight,
-            reduction="none",
-            ignore_index=-100 if ignore_index is None else ignore_index,
-            label_smoothing=label_smoothing,
-        )
+        options["ignore_index"] = -100 if ignore_index is None else ignore_index
+        loss = F.cross_entropy(flat, target.reshape(-1).long(), **options)
     return loss.reshape(rows)
-
-
-def denominator(target: Tensor, weight: Tensor | None, cut: Tensor, stat: torch.dtype) -> Tensor:
-    """What `F.cross_entropy` divides by under "mean"."""
-    if target.is_floating_point() or weight is None:
-        return (~cut).sum()
-    return weight.to(stat)[target.masked_fill(cut, 0).long()].masked_fill(cut, 0.0).sum()
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from .compiled import getenv
+from ._C import getenv
 
 _DEFAULT_MAX_MEMORY = 1 << 30
 # Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
@@ -53,22 +53,15 @@ def _device_memory(device_type, index):
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def given_max_memory():
-    """The text of FLCE_MAX_MEMORY, or None."""
-    return getenv("FLCE_MAX_MEMORY")
-
-
-def default_max_memory(device, text):
-    """That of FLCE_MAX_MEMORY, else the smaller of 1 GiB and an eighth of the device's memory."""
+def resolve_max_memory(max_memory, device):
+    """Bytes: those given, those of FLCE_MAX_MEMORY, or the smaller of 1 GiB and an eighth of the
+    device's memory."""
+    if max_memory is not None:
+        return parse_bytes(max_memory)
+    text = getenv("FLCE_MAX_MEMORY")
     if text:
         return parse_bytes(text, "FLCE_MAX_MEMORY")
     return min(_DEFAULT_MAX_MEMORY, _device_memory(device.type, device.index) // 8)
-
-
-def resolve_max_memory(max_memory, device):
-    if max_memory is None:
-        return default_max_memory(device, given_max_memory())
-    return parse_bytes(max_memory)
 
 
 # ---- what save="logits" keeps ----
@@ -84,59 +77,61 @@ def gemm_dtype(device_type, dtype):
     return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
 
 
+def _logits_dtype(settings, device_type):
+    """The CPU's products give their operands' dtype, whatever logits_dtype is."""
+    on_cpu = device_type == "cpu"
+    return gemm_dtype(device_type, settings.dtype) if on_cpu else settings.logits_dtype
+
+
 def row_pitch(vocab, dtype, device_type):
     """Elements from one row of saved logits to the next."""
     per_unit = _ROW_ALIGNMENT[device_type] // dtype.itemsize
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 
-def is_dz_form(operand, scalars, has_probabilities, differentiates_entropy):
-    """Whether the gradient GEMMs read dz rather than E (plan.c: choose_form)."""
-    both = scalars.softcap > 0.0 and scalars.label_smoothing > 0.0
-    return operand == torch.float16 or has_probabilities or both or differentiates_entropy
+def _row_bytes(vocab, dtype, device_type):
+    return row_pitch(vocab, dtype, device_type) * dtype.itemsize
 
 
-def saved_dtype(dtypes, scalars, has_probabilities, differentiates_entropy):
-    """The dtype of what save="logits" keeps: E, or z where dz needs it (plan.c: choose_saved).
-
-    `dtypes` are those of the products' operands and of the logits.
-    """
-    operand, logits = dtypes
-    dz = is_dz_form(operand, scalars, has_probabilities, differentiates_entropy)
-    needs_logits = has_probabilities or scalars.softcap > 0.0 or differentiates_entropy
-    return logits if dz and needs_logits else operand
+def saved_dtype(settings, device_type, has_probabilities):
+    """The dtype of what save="logits" keeps: E, or z where dz is no factor times E and cannot be
+    made from it (plan.c: choose_form, choose_saved)."""
+    operand = gemm_dtype(device_type, settings.dtype)
+    keeps_logits = (
+        has_probabilities
+        or (settings.wants_entropy and any(settings.gradients))
+        or (settings.softcap > 0.0 and (settings.label_smoothing > 0.0 or operand == torch.float16))
+    )
+    return _logits_dtype(settings, device_type) if keeps_logits else operand
 
 
 # ---- save="auto" ----
 
 
-def resolve_save(
-    save, device_type, sizes, dtypes, kept, reduction, max_memory, saves_memory, late=False
-):
-    """The strategy: an explicit one stands, "auto" is decided.
-
-    `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
-    logits, `kept` that of what save="logits" keeps; `saves_memory`: max_memory is the
-    default, and less is better; `late`: whether no gradient may be made in the forward.
+def resolve_save(call, rows):
+    """The strategy of `call`, a LinearSignature, where `rows` rows are computed: an explicit one
+    stands, "auto" is decided.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
-    if save != "auto":
-        return save
-    rows, hidden, vocab = sizes
-    operand, logits_dtype = dtypes
-    can_keep_gradients = reduction != "none" and not late
-    if device_type == "cuda" and saves_memory and can_keep_gradients:
+    settings, device_type = call.settings, call.device_type
+    if not call.differentiable:
+        return "nothing"
+    if settings.save != "auto":
+        return settings.save
+    can_keep_gradients = settings.reduction != "none" and not call.makes_late
+    prefers_gradients = device_type == "cuda" and can_keep_gradients
+    # Gradients of lse or entropy would recompute the logits under save="grads".
+    if prefers_gradients and settings.saves_memory and not call.differentiates_outputs:
         return "grads"
     # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
-    if rows > max_memory // (row_pitch(vocab, kept, device_type) * kept.itemsize):
+    kept = saved_dtype(settings, device_type, call.has_probabilities)
+    if rows > settings.max_memory // _row_bytes(call.vocab, kept, device_type):
         return "grads" if can_keep_gradients else "stats"
-    small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    logits_row = row_pitch(vocab, logits_dtype, device_type) * logits_dtype.itemsize
-    one_chunk = rows <= max_memory // logits_row
-    if device_type == "cuda" and can_keep_gradients and small and one_chunk:
-        return "grads"
-    return "logits"
+    operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)
+    small = call.vocab * call.hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
+    one_chunk = rows <= settings.max_memory // _row_bytes(call.vocab, logits, device_type)
+    return "grads" if prefers_gradients and small and one_chunk else "logits"
 
 
 # ---- torch's options ----
@@ -183,7 +178,6 @@ def from_torch_options(options, linear_weight):
             raise ValueError(
                 f"options: expected a positive int or None as batch_chunk_size, got {rows!r}"
             )
-        dtype = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
-        pitch = row_pitch(linear_weight.shape[0], dtype, linear_weight.device.type)
-        found["max_memory"] = int(rows) * pitch * dtype.itemsize
+        row = linear_weight.shape[0], stat_dtype(linear_weight.dtype), linear_weight.device.type
+        found["max_memory"] = int(rows) * _row_bytes(*row)
     return found

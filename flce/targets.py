@@ -27,11 +27,10 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
             "shift: expected an input of at least 3 dimensions, or cu_seqlens, got an input of "
             f"{target.dim() + 1} dimensions"
         )
-    length = target.shape[-1]
     # Of a target in int32 too: ignore_index may be any int64.
     shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
-    if shift < length:
-        shifted[..., : length - shift] = target[..., shift:]
+    if shift < target.shape[-1]:
+        shifted[..., :-shift] = target[..., shift:]
     if cu_seqlens is None:
         return shifted
     return shifted.masked_fill(_crosses_end(target, shift, cu_seqlens), ignore_index)
@@ -80,22 +79,16 @@ def rows_to_compute(target, valid_bound, ignore_index):
     if has_probabilities:
         return None
     # Without values to count (compile, export) the operator counts them itself.
-    if target.is_cpu and type(target) is torch.Tensor and not is_compiling():
-        rows = int((target != ignore_index).sum())
-        _check_valid_rows(rows, valid_bound)
-    elif valid_bound is None:
+    counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
+    if valid_bound is None and not counts:
         return None
-    else:
-        if checks_targets(target.device):
-            _check_valid_rows(int((target != ignore_index).sum()), valid_bound)
-        # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
-        rows = max(valid_bound, 1)
+    if counts or checks_targets(target.device):
+        valid = int((target != ignore_index).sum())
+        if valid_bound is not None and valid > valid_bound:
+            raise ValueError(
+                f"valid_bound: expected at least {valid}, the number of rows that are not ignored, "
+                f"got {valid_bound}"
+            )
+    # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
+    rows = valid if counts else max(valid_bound, 1)
     return rows if rows < target.shape[0] else None
-
-
-def _check_valid_rows(valid, valid_bound):
-    if valid_bound is not None and valid > valid_bound:
-        raise ValueError(
-            f"valid_bound: expected at least {valid}, the number of rows that are not ignored, got "
-            f"{valid_bound}"
-        )

@@ -1,43 +1,35 @@
-"""Times the algorithms of a problem's matrix products on this GPU, keeps and saves the choice."""
+"""Times the algorithms of a problem's matrix products on this GPU, keeps and saves the choice.
+
+A product is a line of text that the operators give and take (csrc/tuning.h), an algorithm its
+numbers in such a line. Only what the timing needs is read from it.
+"""
 
 import json
 import math
 import os
+import re
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
 
+from .autograd import inner
 from .functional import linear_cross_entropy
-from .ops import inner
 from .options import DTYPES
 
-# The numbers of a product and of an algorithm, in the order of csrc/cuda/gemm.cuh: the library's
-# version and gemm_key; gemm_algorithm. A dtype's number is its place in DTYPES.
+# The numbers that a product's line begins with, in the order of csrc/cuda/gemm.cuh: the library's
+# version and gemm_key. The GPU's name follows. A dtype's number is its index in DTYPES.
 PRODUCT = (
-    *(
-        "cublaslt",
-        "m",
-        "n",
-        "k",
-        "pitch_a",
-        "pitch_b",
-        "pitch_c",
-        "workspace_bytes",
-        "dtype",
-        "c_dtype",
-    ),
-    *("align_a", "align_b", "align_c", "align_d"),
+    *("cublaslt", "m", "n", "k", "pitch_a", "pitch_b", "pitch_c", "workspace_bytes"),
+    *("dtype", "c_dtype", "align_a", "align_b", "align_c", "align_d"),
     *("transpose_a", "transpose_b", "accumulate", "tf32", "bias"),
 )
-ALGORITHM = (
-    *("id", "tile", "stages", "cluster", "splits", "reduction", "swizzle", "inner", "custom"),
-    "nth",
-)
-
 _ENVIRONMENT = "FLCE_TUNE_FILE"
-_FORMAT = "flce products 1"
+_FORMAT = "flce products 2"
+_NUMBER = "-?[0-9]{1,18}"
+_PRODUCT = re.compile(rf"({_NUMBER} ){{{len(PRODUCT)}}}[!-~][ -~]*")
+_ALGORITHM = re.compile(rf"{_NUMBER}( {_NUMBER}){{9}}")  # gemm_algorithm
 _ROUNDS = 9
 _SAMPLE_MS = 1.0  # a product that takes less is timed several times in a row
 # What another candidate has to save before it replaces the shipped choice: less is noise.
@@ -48,23 +40,19 @@ _WORTH = 0.99
 class TunedProduct:
     """A product and its fastest candidate; times are medians in milliseconds."""
 
-    name: str  # "logits", "grad_input", "grad_weight"
-    gpu: str
-    product: dict  # PRODUCT -> int
-    algorithm: dict  # ALGORITHM -> int: the one taken from now on
+    product: str  # a line of PRODUCT's numbers and the GPU's name
+    algorithm: str  # the numbers of the one taken from now on
     candidates: int  # how many were timed
     shipped_ms: float  # of the one that is taken without tuning
     best_ms: float  # of the one taken from now on
 
     def __str__(self):
-        p, a = self.product, self.algorithm
-        types = f"{_type_name(p['dtype'])} to {_type_name(p['c_dtype'])}"
-        sizes = f"{p['m']} x {p['n']} x {p['k']}"
-        what = f"{self.name}{' added' if p['accumulate'] else ''}"
-        taken = f"id {a['id']} tile {a['tile']} stages {a['stages']} cluster {a['cluster']}"
+        p = numbers_of(self.product)
+        types = " to ".join(str(DTYPES[p[name]])[len("torch.") :] for name in ("dtype", "c_dtype"))
         return (
-            f"{what:<17} {sizes:<23} {types:<20} {self.candidates:>10} {self.shipped_ms:>10.4f} "
-            f"{self.best_ms:>9.4f} {self.shipped_ms / self.best_ms:>6.3f}x  {taken}"
+            f"{_name_of(p):<17} {p['m']:>7} x {p['n']:>7} x {p['k']:>7} {types:<20} "
+            f"{self.candidates:>10} {self.shipped_ms:>10.4f} {self.best_ms:>9.4f} "
+            f"{self.shipped_ms / self.best_ms:>6.3f}x  {self.algorithm}"
         )
 
 
@@ -77,14 +65,10 @@ class Tuning:
 
     def __str__(self):
         head = (
-            f"{'product':<17} {'m x n x k':<23} {'types':<20} {'candidates':>10} "
+            f"{'product':<17} {'m x n x k':>27} {'types':<20} {'candidates':>10} "
             f"{'shipped ms':>10} {'best ms':>9} {'gain':>7}  algorithm"
         )
         return "\n".join([head, *map(str, self.products)])
-
-
-def _type_name(number):
-    return str(DTYPES[number]).removeprefix("torch.")
 
 
 def tune(
@@ -138,27 +122,24 @@ def tune(
         torch.OutOfMemoryError: the step, or a product's operands, do not fit.
     """
     device = _cuda_device(device)
+    knobs = {"reduction": reduction, "accum_dtype": accum_dtype, "logits_dtype": logits_dtype}
+    knobs |= {"save": save, "max_memory": max_memory, **others}
+    types = (dtype, input_dtype or dtype, weight_dtype or dtype)
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "flce.tune: it waits for the device, which a CUDA graph cannot capture; call it "
                 "before the capture"
             )
-        path = _prepare_file(path)
-        knobs = {
-            "reduction": reduction,
-            "accum_dtype": accum_dtype,
-            "logits_dtype": logits_dtype,
-            "save": save,
-            "max_memory": max_memory,
-            **others,
-        }
-        types = (dtype, input_dtype or dtype, weight_dtype or dtype)
-        lines = _products_of((tokens, hidden, vocab), types, bias, device, knobs)
+        path = _file(path)
+        if path is not None:
+            write(path, {})  # what does not serve shows before the work
+        lines = products_of((tokens, hidden, vocab), types, bias, device, knobs)
         tuned = tuple(_tune_product(line, device) for line in lines)
-    _use(tuned)
+    choices = {one.product: one.algorithm for one in tuned}
+    use(choices)
     if path is not None:
-        _write(path, tuned)
+        write(path, choices)
     return Tuning(tuned, path)
 
 
@@ -170,16 +151,14 @@ def _cuda_device(device):
         raise ValueError(
             f"device: expected a CUDA device, got {device}; the CPU's products are torch's own"
         )
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 # ---- the products of a call ----
 
 
-def _products_of(sizes, types, bias, device, knobs):
-    """The products that one step runs, each as a line for the operators."""
+def products_of(sizes, types, bias, device, knobs):
+    """The products that one step runs. `types`: of the products, of input and of linear_weight."""
     inner.gemm_record(device.index)
     try:
         _step(sizes, types, bias, device, knobs)
@@ -209,59 +188,53 @@ def _step(sizes, types, bias, device, knobs):
         getattr(made, "loss", made).sum().backward()
 
 
+def numbers_of(product):
+    """PRODUCT's numbers by name."""
+    return dict(zip(PRODUCT, map(int, product.split(" ")[: len(PRODUCT)]), strict=True))
+
+
+def _name_of(p):
+    kind = "grad_weight" if p["transpose_a"] else "logits" if p["transpose_b"] else "grad_input"
+    return f"{kind} added" if p["accumulate"] else kind
+
+
 # ---- time ----
 
 
 def _tune_product(line, device):
-    fields = line.split(" ", len(PRODUCT))
-    product, gpu = dict(zip(PRODUCT, map(int, fields[:-1]), strict=True)), fields[-1]
     (shipped, _), algorithms = candidates_of(line, device)
-    times = time_candidates(line, product, len(algorithms), device)
+    times = _time_candidates(line, len(algorithms), device)
     best = min(range(len(times)), key=times.__getitem__)
     if times[best] > _WORTH * times[shipped]:
         best = shipped
-    return TunedProduct(
-        _name_of(product),
-        gpu,
-        product,
-        algorithms[best],
-        len(algorithms),
-        times[shipped],
-        times[best],
-    )
+    return TunedProduct(line, algorithms[best], len(times), times[shipped], times[best])
 
 
 def candidates_of(line, device):
-    """(the candidate that is shipped, the one that is taken), and each one's ALGORITHM."""
+    """(the candidate that is shipped, the one that is taken), and each one's algorithm."""
     first, *rows = inner.gemm_candidates(device.index, line).splitlines()
-    numbers = [list(map(int, row.split()))[: len(ALGORITHM)] for row in rows]
-    algorithms = [dict(zip(ALGORITHM, row, strict=True)) for row in numbers]
-    return tuple(map(int, first.split())), algorithms
+    # A row ends with the candidate's bytes of workspace.
+    return tuple(map(int, first.split())), [row.rsplit(" ", 1)[0] for row in rows]
 
 
-def time_candidates(line, product, count, device, rounds=_ROUNDS):
-    """Median milliseconds of each of `count` candidates, over rounds that run all in turn."""
-    memory = _operands(product, device)
+def _time_candidates(line, count, device):
+    """Median milliseconds of each of `count` candidates, over rounds that run all in changing
+    order."""
+    memory = operands_of(line, device)
     repeats, samples = 1, [[] for _ in range(count)]
-    for turn in range(rounds + 1):
+    for iteration in range(_ROUNDS + 1):
         for i in range(count):
-            candidate = (i + turn) % count
+            candidate = (i + iteration) % count
             samples[candidate].append(inner.gemm_time(*memory, line, candidate, repeats))
-        if turn == 0:  # a warm-up: a kernel is loaded when it first runs
+        if iteration == 0:  # a warm-up: a kernel is loaded when it first runs
             fastest = max(min(sample.pop() for sample in samples), 1e-3)
             repeats = min(math.ceil(_SAMPLE_MS / fastest), 100)
     return [statistics.median(sample) for sample in samples]
 
 
-def _name_of(product):
-    if product["transpose_a"]:
-        return "grad_weight"
-    return "logits" if product["transpose_b"] else "grad_input"
-
-
-def _operands(product, device):
+def operands_of(line, device):
     """a, b, c, bias or None, workspace: random data, aligned as the product says."""
-    p = product
+    p = numbers_of(line)
     dtype, c_dtype = DTYPES[p["dtype"]], DTYPES[p["c_dtype"]]
     generator = torch.Generator(device).manual_seed(0)
 
@@ -271,8 +244,9 @@ def _operands(product, device):
         return data[shift:]
 
     a = memory((p["k"] if p["transpose_a"] else p["m"]) * p["pitch_a"], dtype, p["align_a"])
-    if _name_of(p) != "logits":
-        # As exp(logit - row maximum) is: zeros, or numbers of both signs, take other power.
+    if p["transpose_a"] or not p["transpose_b"]:
+        # Of a gradient, as exp(logit - row maximum) is: zeros, or numbers of both signs, take other
+        # power.
         a.sub_(4.0).exp_().clamp_(max=1.0)
     b = memory((p["n"] if p["transpose_b"] else p["k"]) * p["pitch_b"], dtype, p["align_b"])
     c = memory(p["m"] * p["pitch_c"], c_dtype, p["align_c"])
@@ -281,98 +255,63 @@ def _operands(product, device):
     return a, b, c, bias, workspace
 
 
-# ---- the file ----
+# ---- the choices and their file ----
 
 
-def _use(tuned):
-    inner.gemm_use("".join(_line(t.gpu, t.product, t.algorithm) for t in tuned))
-
-
-def _line(gpu, product, algorithm):
-    numbers = [*(product[name] for name in PRODUCT), *(algorithm[name] for name in ALGORITHM)]
-    return " ".join(map(str, numbers)) + f" {gpu}\n"
+def use(choices):
+    """Takes the algorithms from now on. `choices`: a product's line -> its algorithm's numbers."""
+    lines = []
+    for product, algorithm in choices.items():
+        *numbers, gpu = product.split(" ", len(PRODUCT))
+        lines.append(" ".join((*numbers, algorithm, gpu)))
+    inner.gemm_use("\n".join(lines))
 
 
 def _file(path):
     """The path, else that of FLCE_TUNE_FILE; None for no file."""
-    path = os.environ.get(_ENVIRONMENT) if path is None else path
-    return os.fspath(path) or None if path is not None else None
+    return os.fspath(os.environ.get(_ENVIRONMENT, "") if path is None else path) or None
 
 
-def _prepare_file(path):
-    """The path, which can be read and written: what does not serve shows before the work."""
-    path = _file(path)
-    if path is not None:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        read(path)
-        if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            raise PermissionError(f"flce.tune: cannot write to the folder of {path}")
-    return path
-
-
-def _is_numbers(value, names):
-    return (
-        isinstance(value, dict)
-        and set(value) == set(names)
-        and all(type(number) is int and abs(number) < 2**63 for number in value.values())
-    )
-
-
-def _is_entry(entry):
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("gpu"), str)
-        and entry["gpu"].isprintable()
-        and entry["gpu"] != ""
-        and _is_numbers(entry.get("product"), PRODUCT)
-        and _is_numbers(entry.get("algorithm"), ALGORITHM)
+def _are_choices(choices):
+    return isinstance(choices, dict) and all(
+        _PRODUCT.fullmatch(product)
+        and isinstance(algorithm, str)
+        and _ALGORITHM.fullmatch(algorithm)
+        for product, algorithm in choices.items()
     )
 
 
 def read(path):
-    """The entries of a file, none where there is no file.
+    """The choices in a file, none where there is no file.
 
     Raises:
         ValueError: what is there is not what `tune` writes; the text names the file.
         OSError: it cannot be read.
     """
+    expected = f'{path}: expected a file that flce.tune wrote, of format "{_FORMAT}"'
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except FileNotFoundError:
-        return []
+        return {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a file that flce.tune wrote, got {error}") from None
-    entries = content.get("entries") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or content.get("format") != _FORMAT:
-        raise ValueError(f'{path}: expected a file that flce.tune wrote, of format "{_FORMAT}"')
-    for number, entry in enumerate(entries):
-        if not _is_entry(entry):
-            raise ValueError(f"{path}: entry {number} is not one that flce.tune wrote")
-    return entries
+        raise ValueError(f"{expected}, got {error}") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(expected)
+    choices = content.get("choices")
+    if not _are_choices(choices):
+        raise ValueError(f"{expected}, got others")
+    return choices
 
 
-def _key(entry):
-    return entry["gpu"], *(entry["product"][name] for name in PRODUCT)
-
-
-def _write(path, tuned):
-    """Into the file beside what it has; another process sees the old file or the new one."""
-    entries = {_key(entry): entry for entry in read(path)}
-    for t in tuned:
-        entry = {
-            "gpu": t.gpu,
-            "product": t.product,
-            "algorithm": t.algorithm,
-            "shipped_ms": t.shipped_ms,
-            "best_ms": t.best_ms,
-        }
-        entries[_key(entry)] = entry
+def write(path, choices):
+    """Adds to what the file has; another process sees the old file or the new one."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    content = {"format": _FORMAT, "choices": {**read(path), **choices}}
     unfinished = f"{path}.{os.getpid()}.{time.monotonic_ns()}"
     try:
         with open(unfinished, "x", encoding="utf-8") as file:
-            rows = ",\n".join(json.dumps(entry) for entry in entries.values())
-            file.write(f'{{"format": "{_FORMAT}", "entries": [\n{rows}\n]}}\n')
+            json.dump(content, file, indent=1)
         os.replace(unfinished, path)
     except BaseException:
         if os.path.exists(unfinished):
@@ -383,12 +322,10 @@ def _write(path, tuned):
 def load():
     """Takes over what the file of FLCE_TUNE_FILE has; ValueError where it does not serve."""
     path = _file(None)
-    if path is None:
-        return
     try:
-        entries = read(path)
-        if entries:
-            inner.gemm_use("".join(_line(e["gpu"], e["product"], e["algorithm"]) for e in entries))
+        choices = read(path) if path else {}
+        if choices:
+            use(choices)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_ENVIRONMENT}: {error}") from error
 
@@ -398,12 +335,7 @@ def describe():
     path = _file(None)
     if path is None:
         return f"none, {_ENVIRONMENT} is not set"
-    if not os.path.exists(path):
-        return f"none, there is no {path}"
-    try:
-        return f"{len(read(path))} in {path}"
-    except (OSError, ValueError) as error:
-        return f"none: {error}"
+    return f"{len(read(path))} in {path}" if os.path.exists(path) else f"none, there is no {path}"
 
 
 load()  # once, when flce is imported: the choice is then the same in every process

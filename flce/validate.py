@@ -8,8 +8,8 @@ import numbers
 import torch
 from torch.compiler import is_compiling
 
-from .compiled import getenv
-from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES, Scalars
+from ._C import getenv
+from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES
 
 _DEVICES = ("cpu", "cuda", "meta")
 _SAVES = ("auto", *SAVES[1:])
@@ -23,8 +23,6 @@ def number(name, value):
 
     Reading one from a GPU waits for it.
     """
-    if type(value) is float or type(value) is int:  # an ABC's isinstance takes longer than a check
-        return value
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         check_constant(name, value)
         refuse_transforms(value)
@@ -34,10 +32,10 @@ def number(name, value):
     return value
 
 
-def check_scalars(ignore_index, *values):
-    """Scalars of ignore_index and of the options NUMBERS in their order, each checked alone."""
-    checked = [_check_number(*named) for named in zip(NUMBERS, values, strict=True)]
-    return Scalars(check_ignore_index(ignore_index), *checked)
+def check_scalars(given):
+    """ignore_index and the options NUMBERS of `given` by name, each checked alone."""
+    numbers = {name: _check_number(name, given[name]) for name in NUMBERS}
+    return {"ignore_index": check_ignore_index(given["ignore_index"]), **numbers}
 
 
 def _check_number(name, value):
@@ -66,9 +64,7 @@ def check_ignore_index(ignore_index):
     """-100 for None, as torch's linear_cross_entropy has it."""
     if ignore_index is None:
         return -100
-    if type(ignore_index) is not int and (
-        isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral)
-    ):
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
         raise TypeError(f"ignore_index: expected an int or None, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
@@ -78,9 +74,7 @@ def check_ignore_index(ignore_index):
 def check_integer(name, value, low, high=None):
     """An int of [low, high], bool excluded."""
     bounds = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
-    if type(value) is not int and (
-        isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt))
-    ):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name}: expected {bounds}, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected {bounds}, got {value}")
@@ -133,10 +127,26 @@ def check_float(name, dtype):
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {dtype!r}")
 
 
+def check_shape(name, tensor, shape, meaning=""):
+    """`meaning`: of that shape, after a comma."""
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{name}: expected shape {tuple(shape)}{meaning}, got {tuple(tensor.shape)}"
+        )
+
+
 def check_same_device(name, tensor, first_name, first):
     if tensor.device != first.device:
         raise ValueError(
             f"{name}: expected the device of {first_name}, {first.device}, got {tensor.device}"
+        )
+
+
+def check_constant(name, tensor, which="a tensor that does"):
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{name}: expected {which} not require grad, got requires_grad=True; no gradient is "
+            "defined for it"
         )
 
 
@@ -147,27 +157,17 @@ def check_target(target, vocab, ignore_index, first_name, first):
     """Class indices, one for each row, or probabilities with the classes in a further dimension."""
     shape = first.shape[:-1]
     check_same_device("target", target, first_name, first)
-    if target.dtype in DTYPES:
-        _check_probabilities(target, (*shape, vocab), ignore_index)
-        return
-    if target.dtype not in (torch.int64, torch.int32):
+    if target.dtype not in (*DTYPES, torch.int64, torch.int32):
         raise TypeError(
             "target: expected class indices of dtype torch.int64 or torch.int32, or probabilities "
             f"of a floating dtype, got {target.dtype}"
         )
-    if target.shape != shape:
-        raise ValueError(
-            f"target: expected shape {tuple(shape)}, that of {first_name} without its last "
-            f"dimension, got {tuple(target.shape)}"
-        )
-
-
-def _check_probabilities(target, shape, ignore_index):
-    if target.shape != shape:
-        raise ValueError(
-            f"target: expected shape {tuple(shape)} for probabilities, a number for each class, "
-            f"got {tuple(target.shape)}"
-        )
+    if not target.dtype.is_floating_point:
+        meaning = f", that of {first_name} without its last dimension"
+        check_shape("target", target, shape, meaning)
+        return
+    meaning = " for probabilities, a number for each class"
+    check_shape("target", target, (*shape, vocab), meaning)
     check_constant("target", target, "probabilities that do")
     if ignore_index not in (None, -100):
         raise ValueError(
@@ -180,24 +180,21 @@ def check_row_vector(name, tensor, first_name, first):
     """A number for each row, or None."""
     if tensor is None:
         return
-    shape = first.shape[:-1]
     if tensor.dtype.is_complex:
         raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(
-            f"{name}: expected shape {tuple(shape)}, a number for each row of {first_name}, got "
-            f"{tuple(tensor.shape)}"
-        )
+    check_shape(name, tensor, first.shape[:-1], f", a number for each row of {first_name}")
     check_constant(name, tensor)
     check_same_device(name, tensor, first_name, first)
 
 
-def check_constant(name, tensor, which="a tensor that does"):
-    if tensor.requires_grad:
-        raise ValueError(
-            f"{name}: expected {which} not require grad, got requires_grad=True; no gradient is "
-            "defined for it"
-        )
+def check_class_weight(weight, vocab, first_name, first):
+    """A factor for each class, or None."""
+    if weight is None:
+        return
+    check_float("weight", weight.dtype)
+    check_shape("weight", weight, (vocab,), ", a factor for each class")
+    check_constant("weight", weight, "class weights that do")
+    check_same_device("weight", weight, first_name, first)
 
 
 def num_items_tensor(num_items, reduction, stat, first):
@@ -217,11 +214,11 @@ def num_items_tensor(num_items, reduction, stat, first):
                 f"{tuple(num_items.shape)} and dtype {num_items.dtype}"
             )
         check_constant("num_items", num_items)
-        if num_items.device != first.device and type(num_items) is torch.Tensor:
-            # Reading a CPU value waits for nothing; copying it to a GPU would.
-            if num_items.device.type == "cpu" and not is_compiling():
-                return torch.full((), num_items.item(), dtype=stat, device=first.device)
-        return num_items.detach().to(first.device, stat)
+        elsewhere = num_items.device != first.device and type(num_items) is torch.Tensor
+        if not (elsewhere and num_items.is_cpu) or is_compiling():
+            return num_items.detach().to(first.device, stat)
+        # Reading a CPU value waits for nothing; copying it to a GPU would.
+        return torch.full((), num_items.item(), dtype=stat, device=first.device)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
         raise TypeError(
             f"num_items: expected a number or a 0-d tensor, got {type(num_items).__name__}"
@@ -231,19 +228,8 @@ def num_items_tensor(num_items, reduction, stat, first):
     return torch.full((), float(num_items), dtype=stat, device=first.device)
 
 
-def check_class_weight(weight, vocab, first_name, first):
-    if weight is None:
-        return
-    check_float("weight", weight.dtype)
-    if weight.shape != (vocab,):
-        raise ValueError(
-            f"weight: expected shape ({vocab},), a factor for each class, got {tuple(weight.shape)}"
-        )
-    check_constant("weight", weight, "class weights that do")
-    check_same_device("weight", weight, first_name, first)
-
-
-def _check_first(name, tensor):
+def _check_rows(name, tensor):
+    """Of the tensor with the rows."""
     check_float(name, tensor.dtype)
     if tensor.device.type not in _DEVICES:
         raise ValueError(f"{name}: expected a CPU or CUDA tensor, got device {tensor.device}")
@@ -252,7 +238,8 @@ def _check_first(name, tensor):
 
 
 def check_operands(input, linear_weight, linear_bias):
-    _check_first("input", input)
+    """Shapes (..., H), (V, H) and (V,) or None, of floating dtypes, on one device."""
+    _check_rows("input", input)
     check_float("linear_weight", linear_weight.dtype)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise ValueError(
@@ -267,36 +254,32 @@ def check_operands(input, linear_weight, linear_bias):
     check_same_device("linear_weight", linear_weight, "input", input)
     if linear_bias is not None:
         check_float("linear_bias", linear_bias.dtype)
-        if linear_bias.shape != (vocab,):
-            raise ValueError(
-                f"linear_bias: expected shape ({vocab},), got {tuple(linear_bias.shape)}"
-            )
+        check_shape("linear_bias", linear_bias, (vocab,))
         check_same_device("linear_bias", linear_bias, "input", input)
 
 
 def check_logits(logits):
-    _check_first("logits", logits)
+    _check_rows("logits", logits)
     if logits.shape[-1] < 1:
         raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
 
 
+# ---- transforms ----
+
+
 def refuse_vmap(*args, **kwargs):
-    """Stands for an operator's batching rule."""
+    """Registered as the batching rule of an operator."""
     raise RuntimeError(
         "flce: vmap is not supported; use the leading dimensions of input and target as the batch"
     )
 
 
-def function_transforms_are_on():
-    """Whether a transform of torch.func has called."""
-    return torch._C._are_functorch_transforms_active()
-
-
+function_transforms_are_on = torch._C._are_functorch_transforms_active  # those of torch.func
 _forward_ad = torch.autograd.forward_ad
 
 
 def transforms_are_on():
-    """Whether one of torch.func's has, or forward-mode AD is on."""
+    """Whether one of torch.func's is, or forward-mode AD."""
     return getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
 
 
@@ -313,21 +296,19 @@ def refuse_transforms(*tensors):
                 "flce: torch.func transforms are not supported; use torch.autograd.grad or "
                 "backward()"
             )
-        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        if _forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
                 "flce: forward-mode AD is not supported; use reverse mode (backward, "
                 "torch.autograd.grad) or torch.nn.functional.linear and cross_entropy"
             )
 
 
-def given_check():
-    """The text of FLCE_CHECK, or None."""
-    return getenv("FLCE_CHECK")
+# ---- the range of targets ----
 
 
 def checks_targets(device):
     """CPU targets are always checked (in C); CUDA ones with FLCE_CHECK=1, at the cost of a wait."""
-    return device.type == "cuda" and given_check() not in (None, "", "0")
+    return device.type == "cuda" and getenv("FLCE_CHECK") not in (None, "", "0")
 
 
 def check_target_range(target, vocab, ignore_index):
