@@ -8,33 +8,14 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import validate
+from .validate import refuse
 
-_ATTRIBUTES = ("grad", "main_grad")
 _NAME = "accumulate_into"
 # Where torch keeps the hooks on a parameter's gradient, by the function that sets them.
 _HOOKS = {
     "Tensor.register_hook": "_backward_hooks",
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
 }
-
-
-def check_option(accumulate_into, save):
-    """Of the options alone."""
-    if accumulate_into is None:
-        return
-    if accumulate_into not in _ATTRIBUTES:
-        raise ValueError(f"{_NAME}: expected one of {_ATTRIBUTES} or None, got {accumulate_into!r}")
-    if save == "grads":
-        raise ValueError(
-            f'save: expected "logits", "stats" or "auto" with {_NAME}={accumulate_into!r}, got '
-            '"grads", whose forward would change the parameter\'s gradient'
-        )
-
-
-def option(linear_weight, accumulate_into, save):
-    """The option's value, None where the weight gets no gradient to accumulate."""
-    check_option(accumulate_into, save)
-    return accumulate_into if torch.is_grad_enabled() and linear_weight.requires_grad else None
 
 
 def refuse_tracing():
@@ -63,23 +44,23 @@ class Accumulator:
     def _check_weight(self):
         weight = self.weight
         if is_traceable_wrapper_subclass(weight):
-            raise ValueError(
-                f"{_NAME}: expected a plain tensor as linear_weight, got {type(weight).__name__}, "
-                f"whose gradient is not one piece of memory; use {_NAME}=None"
-            )
+            got = f"{type(weight).__name__}, whose gradient is not one piece of memory"
+            refuse(_NAME, "a plain tensor as linear_weight", f"{got}; use {_NAME}=None")
         if not weight.is_leaf:
-            raise ValueError(
-                f"{_NAME}: expected a leaf as linear_weight, got a tensor that was computed from "
-                f"others, which has no .{self.attribute} of its own; use {_NAME}=None"
+            got = (
+                f"a tensor that was computed from others, which has no .{self.attribute} of its own"
             )
+            refuse(_NAME, "a leaf as linear_weight", f"{got}; use {_NAME}=None")
         if not weight.is_contiguous():
-            raise ValueError(f"{_NAME}: expected a contiguous linear_weight, got another layout")
+            refuse(_NAME, "a contiguous linear_weight", "another layout")
         hooks = [name for name, attribute in _HOOKS.items() if getattr(weight, attribute)]
         if hooks and not self._is_declared():
-            raise ValueError(
-                f"{_NAME}: expected a linear_weight without gradient hooks, got one with hooks of "
-                f"{' and '.join(hooks)}, which the gradient would pass by; remove them, use "
-                f'{_NAME}=None, or "main_grad" with weight.grad_added_to_main_grad declared'
+            refuse(
+                _NAME,
+                "a linear_weight without gradient hooks",
+                f"one with hooks of {' and '.join(hooks)}, which the gradient would pass by; "
+                f'remove them, use {_NAME}=None, or "main_grad" with '
+                "weight.grad_added_to_main_grad declared",
             )
 
     def _is_declared(self):
@@ -96,26 +77,25 @@ class Accumulator:
                 return None
             raise ValueError(f"linear_weight.grad_dtype: expected {weight.dtype} for {_NAME}")
         if not isinstance(found, torch.Tensor):
-            kind = type(found).__name__
-            raise ValueError(f'{name}: expected a tensor for {_NAME}="main_grad", got {kind}')
+            refuse(name, f'a tensor for {_NAME}="main_grad"', type(found).__name__)
         if is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
             kind = f"{type(found).__name__} of layout {found.layout}"
-            raise ValueError(f"{name}: expected a plain dense tensor, got {kind}")
+            refuse(name, "a plain dense tensor", kind)
         widens = self.attribute == "main_grad" and weight.dtype.itemsize == 2
         dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
         if found.dtype not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
+            refuse(name, f"dtype {' or '.join(map(str, dtypes))}", found.dtype)
         validate.check_shape(name, found, weight.shape)
         if found.device != weight.device:
-            raise ValueError(f"{name}: expected device {weight.device}, got {found.device}")
+            refuse(name, f"device {weight.device}", found.device)
         if not found.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {found.stride()}")
-        if _overlap(found, weight):
-            raise ValueError(f"{name}: expected memory of its own, got that of linear_weight")
+            refuse(name, "a contiguous tensor", f"strides {found.stride()}")
+        begins = found.data_ptr(), weight.data_ptr()
+        if max(begins) < min(begins[0] + found.nbytes, begins[1] + weight.nbytes):
+            refuse(name, "memory of its own", "that of linear_weight")
         if found.requires_grad or found.is_inference():
             kind = "an inference tensor" if found.is_inference() else "one that requires grad"
-            raise ValueError(f"{name}: expected a tensor that may be written to, got {kind}")
+            refuse(name, "a tensor that may be written to", kind)
         return found
 
     def is_asked(self, node):
@@ -154,13 +134,6 @@ class Accumulator:
         # Zeros, so that a hook that adds it in spite of that, or a second use of the weight, does
         # no harm; without memory of their own until autograd keeps them for the hooks.
         return weight.new_zeros(()).expand(weight.shape)
-
-
-def _overlap(first, second):
-    """Whether two contiguous tensors of a device have memory in common."""
-    begins = first.data_ptr(), second.data_ptr()
-    ends = begins[0] + first.nbytes, begins[1] + second.nbytes
-    return max(begins) < min(ends)
 
 
 def _wait_at_the_end(device):

@@ -52,11 +52,12 @@ def _loss_tensors(call, target, vectors):
     if call.has_probabilities:
         flat = _rows_of(target)
     else:
-        flat = target.reshape(-1).to(torch.int64).contiguous()
-    return flat, *(
-        None if one is None else one.detach().reshape(-1).to(call.stat).contiguous()
-        for one in vectors
-    )
+        flat = (target if target.dim() == 1 else target.reshape(-1)).to(torch.int64).contiguous()
+    weight, token_weight, token_temperature = vectors
+    if weight is None and token_weight is None and token_temperature is None:
+        return flat, *vectors
+    vectors = (None if one is None else one.detach().reshape(-1) for one in vectors)
+    return flat, *(None if one is None else one.to(call.stat).contiguous() for one in vectors)
 
 
 def _run(op, tensors, settings):
@@ -144,21 +145,14 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     rows = targets.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
-    made = _forward(call, leaves, tensors, num_items, rows, accumulator)
-    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
-
-
-def _forward(call, leaves, tensors, num_items, rows, accumulator):
-    """The inner operator's outputs, differentiable where the call is. `tensors`: target, weight,
-    token_weight, token_temperature."""
-    settings, arguments = call.resolved(rows)
-    operands = (*leaves[:2], tensors[0], leaves[2], *tensors[1:], num_items)
-    made = _run(autograd.inner.forward.default, operands, arguments)
+    resolved, arguments = call.resolved(rows)
+    given = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items)
+    made = _run(autograd.inner.forward.default, given, arguments)
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        returned = autograd.Forward.apply(made, count, settings, tensors, accumulator, *leaves)
+        returned = autograd.Forward.apply(made, count, resolved, tensors, accumulator, *leaves)
         made[:count] = returned
-    return made
+    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
 
 @functools.cache

@@ -1,22 +1,24 @@
 """The public functions: the loss of a linear head, the loss of given logits, log-probabilities."""
 
 import numbers
+import operator
 
 import torch
 
 from . import accumulate, composite, validate
 from .options import NUMBERS, OPTIONS, RETURNS, LinearCrossEntropyOutput, Wanted
 from .strategy import from_torch_options, parse_bytes
-from .targets import shifted_target
+from .targets import refuse_bound, shifted_target
 
 _IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
 _SCALARS = ("ignore_index", *NUMBERS)
+_returns = operator.itemgetter(*RETURNS)
 
 
 def _call(name, operands, settings):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
-    returns = [settings[option] for option in RETURNS]
+    returns = _returns(settings)
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
     if settings.get("accumulate_into") is not None:
         accumulate.refuse_tracing()
@@ -73,14 +75,16 @@ def _linear_loss(input, linear_weight, target, settings):
                 settings[name] = value
     if settings["accumulate_into"] is not None:
         validate.check_tensor("linear_weight", linear_weight)
-        settings["accumulate_into"] = accumulate.option(
-            linear_weight, settings["accumulate_into"], settings["save"]
+        validate.check_choices(
+            *(settings[name] for name in ("reduction", "save", "accumulate_into"))
         )
+        if not (torch.is_grad_enabled() and linear_weight.requires_grad):
+            settings["accumulate_into"] = None  # no gradient to accumulate
     _as_numbers(settings, input)
     bound = settings["valid_bound"]
     if isinstance(bound, str):
         if bound != "count":
-            raise ValueError(f'valid_bound: expected an int, "count" or None, got {bound!r}')
+            validate.refuse("valid_bound", 'an int, "count" or None', repr(bound))
         settings["valid_bound"] = _count_valid(target, settings)
     return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
@@ -88,16 +92,12 @@ def _linear_loss(input, linear_weight, target, settings):
 def _count_valid(target, settings):
     """The number of rows that are not ignored (a shift ignores more); waits for the device."""
     if torch.compiler.is_compiling():
-        raise ValueError(
-            'valid_bound: expected an int or None under torch.compile, got "count", which waits '
-            "for the device"
-        )
+        got = '"count", which waits for the device'
+        validate.refuse("valid_bound", "an int or None under torch.compile", got)
     validate.check_tensor("target", target)
     ignore_index = validate.check_ignore_index(settings["ignore_index"])
     if target.is_floating_point():
-        raise ValueError(
-            "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
-        )
+        refuse_bound("'count'")
     target = shifted_target(target, settings["shift"], settings["cu_seqlens"], ignore_index)
     return int((target != ignore_index).sum())
 
@@ -307,9 +307,7 @@ def linear_logprobs(
         As `linear_cross_entropy`.
     """
     if isinstance(target, torch.Tensor) and target.is_floating_point():
-        raise TypeError(
-            "target: expected class indices of dtype torch.int64 or torch.int32, got "
-            f"{target.dtype}"
-        )
+        expected = "class indices of dtype torch.int64 or torch.int32"
+        validate.refuse("target", expected, target.dtype, TypeError)
     output = linear_cross_entropy(**locals(), reduction="none", return_entropy=True)
     return -output.loss, output.entropy

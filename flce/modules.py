@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import accumulate, validate
+from . import validate
 from .functional import linear_cross_entropy
 from .options import LinearCrossEntropyOutput, defaults
 from .strategy import parse_bytes
@@ -23,12 +23,11 @@ def _keep_options(module, classes, given):
             f"some of {', '.join(_MODULE_OPTIONS)}"
         )
     values = {**_MODULE_OPTIONS, **given}
-    validate.check_choices(values["reduction"], values["save"])
-    accumulate.check_option(values["accumulate_into"], values["save"])
+    validate.check_choices(values["reduction"], values["save"], values["accumulate_into"])
     validate.check_scalars(values)
     for name in ("accum_dtype", "logits_dtype"):
         if not isinstance(values[name], torch.dtype | None):
-            raise TypeError(f"{name}: expected a torch.dtype or None, got {values[name]!r}")
+            validate.refuse(name, "a torch.dtype or None", repr(values[name]), TypeError)
     if values["max_memory"] is not None:
         parse_bytes(values["max_memory"])
     validate.check_integer("shift", values["shift"], 0)

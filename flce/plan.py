@@ -61,18 +61,16 @@ def _check_sizes(tokens, hidden, vocab):
     sizes = {name: int(validate.check_integer(name, *given)) for name, given in sizes.items()}
     for first, second in itertools.combinations(sizes, 2):
         if sizes[first] * sizes[second] > _MOST_ELEMENTS:
-            raise ValueError(
-                f"{first}, {second}: expected a product of at most 2^54, got "
-                f"{sizes[first]} and {sizes[second]}"
-            )
+            got = f"{sizes[first]} and {sizes[second]}"
+            validate.refuse(f"{first}, {second}", "a product of at most 2^54", got)
 
 
 def _check_device(device):
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
+        validate.refuse("device", "a CPU or CUDA device", device)
     present = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= present:
-        raise ValueError(f"device: expected one that is present, got {device}")
+        validate.refuse("device", "one that is present", device)
 
 
 def plan(
@@ -138,10 +136,8 @@ def plan(
     if probabilities is True:
         probabilities = dtype
     if probabilities and probabilities not in DTYPES:
-        raise ValueError(
-            "probabilities: expected True, False or a floating-point dtype that targets may have, "
-            f"got {probabilities!r}"
-        )
+        expected = "True, False or a floating-point dtype that targets may have"
+        validate.refuse("probabilities", expected, repr(probabilities))
     target_shape = (tokens, vocab) if probabilities else (tokens,)
     # The metadata of such a call; autocast's dtype is that of the products in any case.
     call = linear_signature(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import accumulate, strategy, validate
+from . import strategy, validate
 from ._C import getenv
 from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted
 
@@ -187,10 +187,10 @@ def linear_signature(around, wanted, operands, tensors, *values):
     grad_mode, compiling, autocast, allow_tf32, environment_memory = around
     operands, tensors = _metas(operands), _metas(tensors)
     input, linear_weight, _ = operands
-    validate.check_choices(given["reduction"], given["save"])
-    accumulate.check_option(given["accumulate_into"], given["save"])
+    validate.check_choices(given["reduction"], given["save"], given["accumulate_into"])
     scalars = validate.check_scalars(given)
-    validate.check_operands(*operands)
+    validate.check_rows("input", input)
+    validate.check_head(*operands)
     vocab, hidden = linear_weight.shape
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("input", input))
     valid_vocab, max_memory = given["valid_vocab"], given["max_memory"]
@@ -242,8 +242,10 @@ def logits_signature(around, wanted, logits, tensors, *values):
     (logits,), tensors = _metas([logits]), _metas(tensors)
     validate.check_choices(given["reduction"])
     scalars = validate.check_scalars(given)
-    validate.check_logits(logits)
+    validate.check_rows("logits", logits)
     vocab = logits.shape[-1]
+    if vocab < 1:
+        validate.refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
     return Signature(
         settings=_settings(given, scalars, wanted, (logits.dtype,) * 3),
@@ -263,8 +265,6 @@ def _check_loss_tensors(tensors, wanted, vocab, scalars, named):
     validate.check_row_vector("token_weight", token_weight, *named)
     validate.check_row_vector("temperature", temperature, *named)
     if wanted.accuracy and target.dtype.is_floating_point:
-        raise ValueError(
-            "return_accuracy: expected False with probabilities, which name no class to be right "
-            "about, got True"
-        )
+        expected = "False with probabilities, which name no class to be right about"
+        validate.refuse("return_accuracy", expected, True)
     return target.dtype.is_floating_point

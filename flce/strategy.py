@@ -3,7 +3,7 @@
 What csrc/plan.c also decides is repeated for the fakes, whose sizes may be symbolic.
 """
 
-import functools
+import math
 import numbers
 import os
 import re
@@ -11,6 +11,7 @@ import re
 import torch
 
 from ._C import getenv
+from .validate import refuse
 
 _DEFAULT_MAX_MEMORY = 1 << 30
 # Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
@@ -32,25 +33,17 @@ def parse_bytes(value, name="max_memory"):
 
     Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
     """
-    expected = f'{name}: expected a positive number of bytes or text such as "512MiB"'
+    expected = 'a positive number of bytes or text such as "512MiB"'
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
-        raise TypeError(f"{expected}, got {type(value).__name__}")
-    number, factor = value, 1
+        refuse(name, expected, type(value).__name__, TypeError)
+    size = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
-        if not match or match[2].lower() not in _UNITS:
-            raise ValueError(f"{expected}, got {value!r}")
-        number, factor = float(match[1]), _UNITS[match[2].lower()]
-    if not 1 <= number * factor < 2**62:  # false for NaN as well
-        raise ValueError(f"{expected}, got {value!r}")
-    return int(number * factor)
-
-
-@functools.cache
-def _device_memory(device_type, index):
-    if device_type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(index).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        unit = _UNITS.get(match[2].lower()) if match else None
+        size = float(match[1]) * unit if unit else math.nan
+    if not 1 <= size < 2**62:  # false for NaN as well
+        refuse(name, expected, repr(value))
+    return int(size)
 
 
 def resolve_max_memory(max_memory, device):
@@ -61,7 +54,11 @@ def resolve_max_memory(max_memory, device):
     text = getenv("FLCE_MAX_MEMORY")
     if text:
         return parse_bytes(text, "FLCE_MAX_MEMORY")
-    return min(_DEFAULT_MAX_MEMORY, _device_memory(device.type, device.index) // 8)
+    if device.type == "cuda" and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(device.index).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_DEFAULT_MAX_MEMORY, memory // 8)
 
 
 # ---- what save="logits" keeps ----
@@ -142,21 +139,18 @@ _TORCH_FIELDS = ("acc_dtype", "acc_policy", "batch_chunk_size")
 def from_torch_options(options, linear_weight):
     """What torch's `options` mean here, as keyword arguments of `flce.linear_cross_entropy`.
 
+    `accum_dtype` is `acc_dtype` where one is given, except under acc_policy="compact", which in
+    torch too sums the weight's gradient in the weight's own dtype. `max_memory` are the bytes of
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight): it bounds a chunk;
+    where all logits fit they are kept whole. `chunking_method` has no effect (max_memory decides),
+    nor has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
+
     Args:
-        options: torch.nn.LinearCrossEntropyOptions, an object with its fields acc_dtype, acc_policy
-            and batch_chunk_size, or None.
-        linear_weight: the head's weight, shape (V, H) or (C, d1, ..., dK, H), read for its sizes
-            and dtype.
+        options: torch.nn.LinearCrossEntropyOptions, an object with these fields, or None.
+        linear_weight: shape (V, H) or (C, d1, ..., dK, H), read for its sizes and dtype.
 
     Returns:
-        A dict with those of these keys that `options` decide:
-        accum_dtype: `acc_dtype` where one is given, except under acc_policy="compact", which in
-            torch too sums the weight's gradient in the weight's own dtype.
-        max_memory: bytes of `batch_chunk_size` rows of logits in float32 (float64 for a float64
-            weight). It bounds a chunk; where all logits fit they are kept whole.
-
-    `chunking_method` has no effect (max_memory decides), nor has `allow_retain_graph`: a backward
-    that keeps the graph may always be repeated.
+        A dict of those of the two keys that `options` decide.
 
     Raises:
         TypeError: `options` is no such object.
@@ -165,19 +159,16 @@ def from_torch_options(options, linear_weight):
     if options is None:
         return {}
     if not all(hasattr(options, name) for name in _TORCH_FIELDS):
-        raise TypeError(
-            "options: expected torch.nn.LinearCrossEntropyOptions or an object with the fields "
-            f"{', '.join(_TORCH_FIELDS)}, got {type(options).__name__}"
-        )
+        fields = f"an object with the fields {', '.join(_TORCH_FIELDS)}"
+        expected = f"torch.nn.LinearCrossEntropyOptions or {fields}"
+        refuse("options", expected, type(options).__name__, TypeError)
     found = {}
     if options.acc_dtype is not None and options.acc_policy != "compact":
         found["accum_dtype"] = options.acc_dtype
     rows = options.batch_chunk_size
     if rows is not None:
         if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
-            raise ValueError(
-                f"options: expected a positive int or None as batch_chunk_size, got {rows!r}"
-            )
+            refuse("options", "a positive int or None as batch_chunk_size", repr(rows))
         row = linear_weight.shape[0], stat_dtype(linear_weight.dtype), linear_weight.device.type
         found["max_memory"] = int(rows) * _row_bytes(*row)
     return found

@@ -3,7 +3,7 @@
 import torch
 from torch.compiler import is_compiling
 
-from .validate import check_integer, check_same_device, check_tensor, checks_targets
+from .validate import check_integer, check_same_device, check_tensor, checks_targets, refuse
 
 
 def shifted_target(target, shift, cu_seqlens, ignore_index):
@@ -14,19 +14,13 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
     check_integer("shift", shift, 0)
     if shift == 0:
         if cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens: expected None without a shift, whose ends it marks, got a tensor"
-            )
+            refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
         return target
     if target.is_floating_point():
-        raise ValueError(
-            f"shift: expected 0 with probabilities, which a shift would have to copy, got {shift}"
-        )
+        refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
     if cu_seqlens is None and target.dim() < 2:
-        raise ValueError(
-            "shift: expected an input of at least 3 dimensions, or cu_seqlens, got an input of "
-            f"{target.dim() + 1} dimensions"
-        )
+        expected = "an input of at least 3 dimensions, or cu_seqlens"
+        refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
     # Of a target in int32 too: ignore_index may be any int64.
     shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
     if shift < target.shape[-1]:
@@ -40,15 +34,11 @@ def _crosses_end(target, shift, cu_seqlens):
     """Which positions have the end of their sequence before their target, or no sequence."""
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        raise ValueError(
-            "cu_seqlens: expected a vector of torch.int32 or torch.int64 offsets, got shape "
-            f"{tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
-        )
+        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
     if cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            "cu_seqlens: expected at least two offsets, the begin and the end of a sequence, got "
-            f"{cu_seqlens.shape[0]}"
-        )
+        expected = "at least two offsets, the begin and the end of a sequence"
+        refuse("cu_seqlens", expected, cu_seqlens.shape[0])
     check_same_device("cu_seqlens", cu_seqlens, "target", target)
     offsets = cu_seqlens.to(torch.int64)
     position = torch.arange(target.numel(), device=target.device)
@@ -63,10 +53,12 @@ def check_bound(valid_bound, has_probabilities):
         return
     check_integer("valid_bound", valid_bound, 0)
     if has_probabilities:
-        raise ValueError(
-            "valid_bound: expected None with probabilities, of which no row is ignored, got "
-            f"{valid_bound}"
-        )
+        refuse_bound(valid_bound)
+
+
+def refuse_bound(valid_bound):
+    expected = "None with probabilities, of which no row is ignored"
+    refuse("valid_bound", expected, valid_bound)
 
 
 def rows_to_compute(target, valid_bound, ignore_index):
@@ -85,10 +77,8 @@ def rows_to_compute(target, valid_bound, ignore_index):
     if counts or checks_targets(target.device):
         valid = int((target != ignore_index).sum())
         if valid_bound is not None and valid > valid_bound:
-            raise ValueError(
-                f"valid_bound: expected at least {valid}, the number of rows that are not ignored, "
-                f"got {valid_bound}"
-            )
+            expected = f"at least {valid}, the number of rows that are not ignored"
+            refuse("valid_bound", expected, valid_bound)
     # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
     rows = valid if counts else max(valid_bound, 1)
     return rows if rows < target.shape[0] else None

@@ -17,6 +17,7 @@ import torch
 from .autograd import inner
 from .functional import linear_cross_entropy
 from .options import DTYPES
+from .validate import refuse
 
 # The numbers that a product's line begins with, in the order of csrc/cuda/gemm.cuh: the library's
 # version and gemm_key. The GPU's name follows. A dtype's number is its index in DTYPES.
@@ -148,9 +149,7 @@ def _cuda_device(device):
         raise ValueError("device: expected a CUDA device to tune for, but torch finds none")
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
-        raise ValueError(
-            f"device: expected a CUDA device, got {device}; the CPU's products are torch's own"
-        )
+        refuse("device", "a CUDA device", f"{device}; the CPU's products are torch's own")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
