@@ -100,8 +100,6 @@ for _name, _fake in _FAKES.items():
 #
 # Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads
 # an operator's schema again in each call, which takes more host time than the rest of a small step.
-
-
 # A Function is applied to what its operator has made already: on a GPU the kernels run by then, and
 # the device does not wait for what the Function costs.
 
@@ -180,11 +178,6 @@ def _graph_is_kept():
     return _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
 
 
-def _saved_by_hooks():
-    """Whether the caller's hooks hold what is saved now: then it is theirs, never to be written."""
-    return _top_hooks is None or _top_hooks(True) is not None
-
-
 def _returned(ctx, made, count):
     """The first `count` outputs, all of them differentiable: the loss (1), or it and the statistics
     (2). None: all outputs, for who calls the operator itself, of which the loss is."""
@@ -211,8 +204,10 @@ class Forward(torch.autograd.Function):
         arguments = (*operands, stats, scalars, saved)
         if settings.save == "grads":
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            # The composite drops what is saved: the backward may write to it.
-            ctx.owned = count is not None and not _saved_by_hooks()
+            # The composite drops what is saved: the backward may write to it, unless the caller's
+            # hooks hold what is saved now.
+            held = _top_hooks is None or _top_hooks(True) is not None
+            ctx.owned = count is not None and not held
             ctx.scaled = False
             again = arguments if count == 2 else ()
             ctx.save_for_backward(scalars, *grads, *again)
@@ -253,19 +248,17 @@ def _scale_made(ctx, saved, grad_output, wanted):
     if not _holds_units(grad_output.device.type, ctx.settings.dtype):
         scalars = None
     may_write = ctx.scaled and type(grad_output) is torch.Tensor
-    own = [
-        grad if want and may_write and type(grad) is torch.Tensor and grad.dtype == dtype else None
-        for grad, want, dtype in zip(grads, wanted, ctx.dtypes, strict=True)
-    ]
+    own, made = [None] * len(grads), [None] * len(grads)
+    for i, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True)):
+        if not wanted[i]:
+            continue
+        if may_write and type(grad) is torch.Tensor and grad.dtype == dtype:
+            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
+            own[i], made[i] = grad, grad.detach()
+        else:
+            made[i] = inner.scaled(grad, grad_output, scalars, dtype)
     if any(grad is not None for grad in own):
         _scale_unseen(*own, grad_output, scalars)
-    made = []
-    for grad, mine, want, dtype in zip(grads, own, wanted, ctx.dtypes, strict=True):
-        if mine is not None:
-            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
-            made.append(mine.detach())
-        else:
-            made.append(inner.scaled(grad, grad_output, scalars, dtype) if want else None)
     return tuple(made)
 
 

@@ -94,8 +94,10 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
     if wanted.predictions:
         outputs[4] = predictions.reshape(shape)
     if wanted.z_loss:
-        lse = stats[autograd.STAT_LSE].detach()
-        rows = _z_losses(lse, token_weight, ignored, settings.z_loss)
+        rows = settings.z_loss * stats[autograd.STAT_LSE].detach().square()
+        if token_weight is not None:
+            rows = rows * token_weight
+            rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
         count = sums[autograd.SCALAR_VALID] if num_items is None else num_items
         if settings.reduction == "none":
             outputs[5] = rows.reshape(shape)
@@ -104,14 +106,6 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
         else:
             outputs[5] = (rows.sum() / count).masked_fill(count == 0, 0.0)
     return outputs
-
-
-def _z_losses(lse, token_weight, ignored, factor):
-    rows = factor * lse.square()
-    if token_weight is None:
-        return rows
-    rows = rows * token_weight
-    return rows if ignored is None else rows.masked_fill(ignored, 0.0)
 
 
 def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
@@ -212,35 +206,28 @@ def _kernel_of_outputs(function):
     return kernel
 
 
-def _register(name, function, schema):
-    autograd.library.define(f"{name}{schema}")
-    # Without this vmap would loop over the batch, one call a slice, with only a warning.
-    autograd.library.impl(name, validate.refuse_vmap, "FuncTorchBatched")
-    autograd.library.impl(name, function, "CompositeImplicitAutograd")
-
-
-def _register_both(name, function, operands, options):
-    """The operator and that of its outputs."""
+def _register(name, function, operands, options):
+    """The operator `name` and the one of its outputs. `operands`: of both schemas."""
     typed = {option: row for option, row in options.items() if row.schema}
     arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
     schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
     returns = ", ".join(f"bool {option}=False" for option in RETURNS)
     outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
-    _register(name, _kernel_of(function), f"({schema}) -> Tensor")
-    _register(
-        f"{name}_outputs", _kernel_of_outputs(function), f"({schema}, {returns}) -> ({outputs})"
-    )
+    for operator_schema, kernel in (
+        (f"{name}({schema}) -> Tensor", _kernel_of(function)),
+        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of_outputs(function)),
+    ):
+        registered = autograd.library.define(operator_schema)
+        # Without this vmap would loop over the batch, one call a slice, with only a warning.
+        autograd.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
+        autograd.library.impl(registered, kernel, "CompositeImplicitAutograd")
 
 
-_register_both(
+_of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}
+_register(
     "linear_cross_entropy",
     linear_cross_entropy_of,
     "Tensor input, Tensor linear_weight, Tensor target",
     OPTIONS,
 )
-_register_both(
-    "cross_entropy",
-    cross_entropy_of,
-    "Tensor logits, Tensor target",
-    {name: option for name, option in OPTIONS.items() if option.of_logits},
-)
+_register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

@@ -1,7 +1,6 @@
 """The public functions: the loss of a linear head, the loss of given logits, log-probabilities."""
 
 import numbers
-import operator
 
 import torch
 
@@ -12,13 +11,12 @@ from .targets import refuse_bound, shifted_target
 
 _IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
 _SCALARS = ("ignore_index", *NUMBERS)
-_returns = operator.itemgetter(*RETURNS)
 
 
 def _call(name, operands, settings):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
-    returns = _returns(settings)
+    returns = [settings[option] for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
     if settings.get("accumulate_into") is not None:
         accumulate.refuse_tracing()

@@ -45,27 +45,17 @@ class Plan:
         return self.text
 
 
-def _parse(text):
-    fields = dict(re.findall(r"(\w+)=(\S+)", text))
-    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
-    numbers = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
-    return Plan(**numbers, buffers=buffers, text=text)
-
-
 # Of a matrix: a dozen of them in float64, and vectors of as many elements, fit an int64 in bytes.
 _MOST_ELEMENTS = 1 << 54
 
 
-def _check_sizes(tokens, hidden, vocab):
+def _check_problem(device, tokens, hidden, vocab):
     sizes = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
     sizes = {name: int(validate.check_integer(name, *given)) for name, given in sizes.items()}
     for first, second in itertools.combinations(sizes, 2):
         if sizes[first] * sizes[second] > _MOST_ELEMENTS:
             got = f"{sizes[first]} and {sizes[second]}"
             validate.refuse(f"{first}, {second}", "a product of at most 2^54", got)
-
-
-def _check_device(device):
     if device.type not in ("cpu", "cuda"):
         validate.refuse("device", "a CPU or CUDA device", device)
     present = torch.cuda.device_count() if device.type == "cuda" else 1
@@ -126,8 +116,7 @@ def plan(
     """
     options = {**defaults(), **locals()}
     device = torch.device(device)
-    _check_device(device)
-    _check_sizes(tokens, hidden, vocab)
+    _check_problem(device, tokens, hidden, vocab)
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
     validate.check_float("dtype", dtype)
     validate.check_float("input_dtype", input_dtype)
@@ -165,4 +154,7 @@ def plan(
         probabilities or None,
         *call.settings_for(tokens if valid_bound is None else min(valid_bound, tokens)).arguments(),
     )
-    return _parse(text)
+    fields = dict(re.findall(r"(\w+)=(\S+)", text))
+    fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
+    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
+    return Plan(**fields, buffers=buffers, text=text)

@@ -16,7 +16,7 @@ import torch
 
 from . import strategy, validate
 from ._C import getenv
-from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted
+from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted, defaults
 
 _KEPT = 1024  # signatures; those not asked for longest go first
 # The options that decide a signature, whose values are part of its key.
@@ -103,14 +103,19 @@ def _once_a_signature(function):
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What both kinds of call have."""
+    """What is kept of a call."""
 
     settings: Settings  # for all rows; `save` as it is given
     wanted: Wanted
+    rows: Meta  # of the tensor with the rows
     has_probabilities: bool
     vocab: int  # the number of classes that exist
-    stat: torch.dtype
-    differentiable: bool
+    accumulates: bool = False
+    compiling: bool = False
+
+    @functools.cached_property
+    def differentiable(self):
+        return any(self.settings.gradients)
 
     @functools.cached_property
     def differentiates_outputs(self):
@@ -118,24 +123,19 @@ class Signature:
         return bool(self.wanted.lse or self.wanted.entropy)
 
     @functools.cached_property
+    def stat(self):
+        return strategy.stat_dtype(self.settings.dtype)
+
+    @functools.cached_property
     def lists(self):
         """The options as the operators on logits take them."""
         return self.settings.arguments()[2:]
 
-
-@dataclass(frozen=True, eq=False)
-class LinearSignature(Signature):
-    """Of linear cross entropy. `makes_late`: whether no gradient may be made in the forward."""
-
-    tokens: int
-    hidden: int
-    device_type: str
-    accumulates: bool
-    makes_late: bool
-
     def settings_for(self, rows):
         """Settings with the strategy where `rows` rows are computed, None for all."""
-        save = strategy.resolve_save(self, self.tokens if rows is None else rows)
+        save = strategy.resolve_save(
+            self, math.prod(self.rows.shape[:-1]) if rows is None else rows
+        )
         return self.settings._replace(rows=rows, save=save)
 
     @functools.cached_property
@@ -151,31 +151,24 @@ class LinearSignature(Signature):
         return settings, settings.arguments()
 
 
-def _settings(given, scalars, wanted, types, **others):
-    """`types`: the dtypes of the products' operands, of dW's sum and of the logits."""
-    dtype, accum_dtype, logits_dtype = types
-    values = {
-        "valid_vocab": None,
-        "rows": None,
-        "reduction": given["reduction"],
-        "dtype": dtype,
-        "accum_dtype": accum_dtype,
-        "logits_dtype": logits_dtype,
-        "save": "nothing",
-        "max_memory": 0,
-        "wants_entropy": wanted.entropy,
-        "wants_predictions": wanted.accuracy or wanted.predictions,
-        "wants_statistics": wanted.lse or wanted.entropy or wanted.accuracy or wanted.z_loss,
-        **dict.fromkeys((*GRADIENTS, "saves_memory", "allow_tf32"), False),
-    }
-    return Settings(**values | scalars | others)
-
-
-def _product_types(dtype, given):
+def _settings(given, scalars, wanted, dtype, leaves, **others):
+    """`dtype`: of the products' operands; `leaves`: Metas of those that get a gradient, or None."""
     stat = strategy.stat_dtype(dtype)
     accum_dtype = validate.check_dtype("accum_dtype", given["accum_dtype"], dtype, stat)
     logits_dtype = validate.check_dtype("logits_dtype", given["logits_dtype"], dtype, stat)
-    return dtype, accum_dtype or dtype, logits_dtype or stat
+    values = given | scalars | others
+    values |= {
+        "rows": None,
+        "dtype": dtype,
+        "accum_dtype": accum_dtype or dtype,
+        "logits_dtype": logits_dtype or stat,
+        "wants_entropy": wanted.entropy,
+        "wants_predictions": wanted.accuracy or wanted.predictions,
+        "wants_statistics": wanted.lse or wanted.entropy or wanted.accuracy or wanted.z_loss,
+    }
+    for name, leaf in zip(GRADIENTS, leaves, strict=True):
+        values[name] = leaf is not None and leaf.requires_grad
+    return Settings(*(values[name] for name in Settings._fields))
 
 
 @_once_a_signature
@@ -185,61 +178,36 @@ def linear_signature(around, wanted, operands, tensors, *values):
     `values`: as `linear_values` gives them. Raises what is wrong with them."""
     given = dict(zip(_LINEAR_NAMES, values, strict=True))
     grad_mode, compiling, autocast, allow_tf32, environment_memory = around
-    operands, tensors = _metas(operands), _metas(tensors)
+    operands = _metas(operands)
     input, linear_weight, _ = operands
     validate.check_choices(given["reduction"], given["save"], given["accumulate_into"])
     scalars = validate.check_scalars(given)
     validate.check_rows("input", input)
     validate.check_head(*operands)
-    vocab, hidden = linear_weight.shape
+    vocab = linear_weight.shape[0]
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("input", input))
-    valid_vocab, max_memory = given["valid_vocab"], given["max_memory"]
-    if valid_vocab is not None:
-        vocab = validate.check_integer("valid_vocab", valid_vocab, 1, vocab)
+    if given["valid_vocab"] is not None:
+        vocab = validate.check_integer("valid_vocab", given["valid_vocab"], 1, vocab)
     dtype = validate.compute_dtype(*operands, autocast)
-    grads = [grad_mode and meta is not None and meta.requires_grad for meta in operands]
-    accumulates = given["accumulate_into"] is not None and grads[1]
     settings = _settings(
         given,
         scalars,
         wanted,
-        _product_types(dtype, given),
-        valid_vocab=valid_vocab,
-        save=given["save"],
-        max_memory=strategy.resolve_max_memory(max_memory, input.device),
-        saves_memory=max_memory is None and not environment_memory,
+        dtype,
+        operands if grad_mode else (None,) * 3,
+        max_memory=strategy.resolve_max_memory(given["max_memory"], input.device),
+        saves_memory=given["max_memory"] is None and not environment_memory,
         allow_tf32=allow_tf32 and dtype == torch.float32,
-        **dict(zip(GRADIENTS, grads, strict=True)),
     )
-    device_type = input.device.type
-    # The caller's .grad is the backward's; a compiled backward gets zeros where no gradient came
-    # from lse or entropy, and would make all again; and float16 has no room for the gradients of
-    # probabilities that are not normalized (plan.c: kept_dtype).
-    makes_late = (
-        accumulates
-        or (compiling and (wanted.lse or wanted.entropy))
-        or (has_probabilities and strategy.gemm_dtype(device_type, dtype) == torch.float16)
-    )
-    return LinearSignature(
-        settings=settings,
-        wanted=wanted,
-        has_probabilities=has_probabilities,
-        vocab=vocab,
-        stat=strategy.stat_dtype(dtype),
-        differentiable=any(grads),
-        tokens=math.prod(input.shape[:-1]),
-        hidden=hidden,
-        device_type=device_type,
-        accumulates=accumulates,
-        makes_late=makes_late,
-    )
+    accumulates = given["accumulate_into"] is not None and settings.grad_weight
+    return Signature(settings, wanted, input, has_probabilities, vocab, accumulates, compiling)
 
 
 @_once_a_signature
 def logits_signature(around, wanted, logits, tensors, *values):
     """As linear_signature; `values`: as `logits_values` gives them."""
     given = dict(zip(_LOGITS_NAMES, values, strict=True))
-    (logits,), tensors = _metas([logits]), _metas(tensors)
+    (logits,) = _metas([logits])
     validate.check_choices(given["reduction"])
     scalars = validate.check_scalars(given)
     validate.check_rows("logits", logits)
@@ -247,19 +215,15 @@ def logits_signature(around, wanted, logits, tensors, *values):
     if vocab < 1:
         validate.refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
-    return Signature(
-        settings=_settings(given, scalars, wanted, (logits.dtype,) * 3),
-        wanted=wanted,
-        has_probabilities=has_probabilities,
-        vocab=vocab,
-        stat=strategy.stat_dtype(logits.dtype),
-        differentiable=around[0] and logits.requires_grad,
-    )
+    leaves = (logits if around[0] else None, None, None)
+    unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
+    settings = _settings(defaults() | given, scalars, wanted, logits.dtype, leaves, **unused)
+    return Signature(settings, wanted, logits, has_probabilities, vocab)
 
 
 def _check_loss_tensors(tensors, wanted, vocab, scalars, named):
     """Gives whether the target is of probabilities. `named`: name and Meta of the rows' tensor."""
-    target, weight, token_weight, temperature = tensors
+    target, weight, token_weight, temperature = _metas(tensors)
     validate.check_target(target, vocab, scalars["ignore_index"], *named)
     validate.check_class_weight(weight, vocab, *named)
     validate.check_row_vector("token_weight", token_weight, *named)

@@ -106,17 +106,27 @@ def saved_dtype(settings, device_type, has_probabilities):
 
 
 def resolve_save(call, rows):
-    """The strategy of `call`, a LinearSignature, where `rows` rows are computed: an explicit one
-    stands, "auto" is decided.
+    """The strategy of `call`, a Signature, where `rows` rows are computed: an explicit one stands,
+    "auto" is decided.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
-    settings, device_type = call.settings, call.device_type
+    settings, device_type = call.settings, call.rows.device.type
     if not call.differentiable:
         return "nothing"
     if settings.save != "auto":
         return settings.save
-    can_keep_gradients = settings.reduction != "none" and not call.makes_late
+    operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)
+    # No gradient may be made in the forward where the caller's .grad is the backward's; where a
+    # compiled backward gets zeros in place of no gradient of lse or entropy, and would make all
+    # again; and where float16 has no room for the gradients of probabilities that are not
+    # normalized (plan.c: kept_dtype).
+    makes_late = (
+        call.accumulates
+        or (call.compiling and call.differentiates_outputs)
+        or (call.has_probabilities and operand == torch.float16)
+    )
+    can_keep_gradients = settings.reduction != "none" and not makes_late
     prefers_gradients = device_type == "cuda" and can_keep_gradients
     # Gradients of lse or entropy would recompute the logits under save="grads".
     if prefers_gradients and settings.saves_memory and not call.differentiates_outputs:
@@ -125,8 +135,7 @@ def resolve_save(call, rows):
     kept = saved_dtype(settings, device_type, call.has_probabilities)
     if rows > settings.max_memory // _row_bytes(call.vocab, kept, device_type):
         return "grads" if can_keep_gradients else "stats"
-    operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)
-    small = call.vocab * call.hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
+    small = call.vocab * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
     one_chunk = rows <= settings.max_memory // _row_bytes(call.vocab, logits, device_type)
     return "grads" if prefers_gradients and small and one_chunk else "logits"
 

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import statistics
-import time
+import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -47,15 +47,6 @@ class TunedProduct:
     shipped_ms: float  # of the one that is taken without tuning
     best_ms: float  # of the one taken from now on
 
-    def __str__(self):
-        p = numbers_of(self.product)
-        types = " to ".join(str(DTYPES[p[name]])[len("torch.") :] for name in ("dtype", "c_dtype"))
-        return (
-            f"{_name_of(p):<17} {p['m']:>7} x {p['n']:>7} x {p['k']:>7} {types:<20} "
-            f"{self.candidates:>10} {self.shipped_ms:>10.4f} {self.best_ms:>9.4f} "
-            f"{self.shipped_ms / self.best_ms:>6.3f}x  {self.algorithm}"
-        )
-
 
 @dataclass(frozen=True)
 class Tuning:
@@ -65,11 +56,19 @@ class Tuning:
     path: str | None  # of the file that holds them
 
     def __str__(self):
-        head = (
-            f"{'product':<17} {'m x n x k':>27} {'types':<20} {'candidates':>10} "
-            f"{'shipped ms':>10} {'best ms':>9} {'gain':>7}  algorithm"
-        )
-        return "\n".join([head, *map(str, self.products)])
+        row = "{:<17} {:<23} {:<20} {:>10} {:>10} {:>9} {:>7}  {}".format
+        head = "candidates", "shipped ms", "best ms", "gain", "algorithm"
+        rows = [row("product", "m x n x k", "types", *head)]
+        for one in self.products:
+            p, gain = numbers_of(one.product), one.shipped_ms / one.best_ms
+            name = f"{_name_of(p)}{' added' if p['accumulate'] else ''}"
+            types = " to ".join(
+                str(DTYPES[p[key]])[len("torch.") :] for key in ("dtype", "c_dtype")
+            )
+            times = f"{one.shipped_ms:.4f}", f"{one.best_ms:.4f}", f"{gain:.3f}x"
+            sizes = f"{p['m']} x {p['n']} x {p['k']}"
+            rows.append(row(name, sizes, types, one.candidates, *times, one.algorithm))
+        return "\n".join(rows)
 
 
 def tune(
@@ -95,11 +94,8 @@ def tune(
     One forward and backward on random data shows the products: logits, the input's and the
     weight's gradient, of whole chunks and of the last. Each candidate of each is then timed in
     interleaved rounds, which takes seconds. The fastest is taken from then on, by this process at
-    once, and by those that import flce with FLCE_TUNE_FILE set to the file. Without tuning nothing
-    is ever timed: the choice follows from sizes, GPU and library version. Another algorithm may add
-    in another order, so that results differ in their last bits from those before tuning, and from
-    those of a machine that lacks the file; with the file they are again the same from run to run.
-    Where several processes are to agree, tune in one of them before the others import flce.
+    once, and by those that import flce with FLCE_TUNE_FILE set to the file. It may add in another
+    order, so that results differ in their last bits from those before (docs/tuning.md).
 
     Args:
         tokens, hidden, vocab: N, H, V: the sizes of the calls to come. With `valid_bound` in those
@@ -122,7 +118,11 @@ def tune(
         OSError: the file cannot be written.
         torch.OutOfMemoryError: the step, or a product's operands, do not fit.
     """
-    device = _cuda_device(device)
+    if device is None and not torch.cuda.is_available():
+        raise ValueError("device: expected a CUDA device to tune for, but torch finds none")
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        refuse("device", "a CUDA device", f"{device}; the CPU's products are torch's own")
     knobs = {"reduction": reduction, "accum_dtype": accum_dtype, "logits_dtype": logits_dtype}
     knobs |= {"save": save, "max_memory": max_memory, **others}
     types = (dtype, input_dtype or dtype, weight_dtype or dtype)
@@ -132,6 +132,7 @@ def tune(
                 "flce.tune: it waits for the device, which a CUDA graph cannot capture; call it "
                 "before the capture"
             )
+        device = torch.device("cuda", torch.cuda.current_device())
         path = _file(path)
         if path is not None:
             write(path, {})  # what does not serve shows before the work
@@ -144,29 +145,11 @@ def tune(
     return Tuning(tuned, path)
 
 
-def _cuda_device(device):
-    if device is None and not torch.cuda.is_available():
-        raise ValueError("device: expected a CUDA device to tune for, but torch finds none")
-    device = torch.device("cuda" if device is None else device)
-    if device.type != "cuda":
-        refuse("device", "a CUDA device", f"{device}; the CPU's products are torch's own")
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-
-
 # ---- the products of a call ----
 
 
 def products_of(sizes, types, bias, device, knobs):
     """The products that one step runs. `types`: of the products, of input and of linear_weight."""
-    inner.gemm_record(device.index)
-    try:
-        _step(sizes, types, bias, device, knobs)
-    finally:
-        lines = inner.gemm_recorded(device.index).splitlines()
-    return lines
-
-
-def _step(sizes, types, bias, device, knobs):
     tokens, hidden, vocab = sizes
     dtype, input_dtype, weight_dtype = types
     generator = torch.Generator(device).manual_seed(0)  # the caller's own is left alone
@@ -182,9 +165,14 @@ def _step(sizes, types, bias, device, knobs):
             w.grad = torch.zeros_like(w)
         if knobs.get("accumulate_into") == "main_grad":
             w.main_grad = torch.zeros_like(w, dtype=torch.float32)
-        with torch.autocast("cuda", dtype=dtype, enabled=len(set(types)) > 1):
-            made = linear_cross_entropy(x, w, y, linear_bias=b, **knobs)
-        getattr(made, "loss", made).sum().backward()
+        inner.gemm_record(device.index)
+        try:
+            with torch.autocast("cuda", dtype=dtype, enabled=len(set(types)) > 1):
+                made = linear_cross_entropy(x, w, y, linear_bias=b, **knobs)
+            getattr(made, "loss", made).sum().backward()
+        finally:
+            lines = inner.gemm_recorded(device.index).splitlines()
+    return lines
 
 
 def numbers_of(product):
@@ -193,8 +181,9 @@ def numbers_of(product):
 
 
 def _name_of(p):
-    kind = "grad_weight" if p["transpose_a"] else "logits" if p["transpose_b"] else "grad_input"
-    return f"{kind} added" if p["accumulate"] else kind
+    if p["transpose_a"]:
+        return "grad_weight"
+    return "logits" if p["transpose_b"] else "grad_input"
 
 
 # ---- time ----
@@ -217,8 +206,7 @@ def candidates_of(line, device):
 
 
 def _time_candidates(line, count, device):
-    """Median milliseconds of each of `count` candidates, over rounds that run all in changing
-    order."""
+    """Median milliseconds of each of `count` candidates, over rounds in changing order."""
     memory = operands_of(line, device)
     repeats, samples = 1, [[] for _ in range(count)]
     for iteration in range(_ROUNDS + 1):
@@ -243,9 +231,8 @@ def operands_of(line, device):
         return data[shift:]
 
     a = memory((p["k"] if p["transpose_a"] else p["m"]) * p["pitch_a"], dtype, p["align_a"])
-    if p["transpose_a"] or not p["transpose_b"]:
-        # Of a gradient, as exp(logit - row maximum) is: zeros, or numbers of both signs, take other
-        # power.
+    if _name_of(p) != "logits":
+        # As exp(logit - row maximum) is: zeros, or numbers of both signs, take other power.
         a.sub_(4.0).exp_().clamp_(max=1.0)
     b = memory((p["n"] if p["transpose_b"] else p["k"]) * p["pitch_b"], dtype, p["align_b"])
     c = memory(p["m"] * p["pitch_c"], c_dtype, p["align_c"])
@@ -271,15 +258,6 @@ def _file(path):
     return os.fspath(os.environ.get(_ENVIRONMENT, "") if path is None else path) or None
 
 
-def _are_choices(choices):
-    return isinstance(choices, dict) and all(
-        _PRODUCT.fullmatch(product)
-        and isinstance(algorithm, str)
-        and _ALGORITHM.fullmatch(algorithm)
-        for product, algorithm in choices.items()
-    )
-
-
 def read(path):
     """The choices in a file, none where there is no file.
 
@@ -287,35 +265,31 @@ def read(path):
         ValueError: what is there is not what `tune` writes; the text names the file.
         OSError: it cannot be read.
     """
-    expected = f'{path}: expected a file that flce.tune wrote, of format "{_FORMAT}"'
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        for product, algorithm in content["choices"].items():
+            if not (_PRODUCT.fullmatch(product) and _ALGORITHM.fullmatch(algorithm)):
+                raise ValueError(f"{algorithm!r} for {product!r}")
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{expected}, got {error}") from None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(expected)
-    choices = content.get("choices")
-    if not _are_choices(choices):
-        raise ValueError(f"{expected}, got others")
-    return choices
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        got = f"{type(error).__name__}: {error}"
+        refuse(path, f'a file that flce.tune wrote, of format "{_FORMAT}"', got)
+    return content["choices"]
 
 
 def write(path, choices):
     """Adds to what the file has; another process sees the old file or the new one."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    folder = os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
     content = {"format": _FORMAT, "choices": {**read(path), **choices}}
-    unfinished = f"{path}.{os.getpid()}.{time.monotonic_ns()}"
-    try:
-        with open(unfinished, "x", encoding="utf-8") as file:
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        with open(f"{unfinished}/choices", "x", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
-        os.replace(unfinished, path)
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
-        raise
+        os.replace(f"{unfinished}/choices", path)
 
 
 def load():
