@@ -196,38 +196,36 @@ class Forward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, made, count, settings, constants, accumulator, *leaves):
+    def forward(
+        ctx, input, linear_weight, linear_bias, made, count, settings, constants, accumulator
+    ):
         ctx.settings, ctx.accumulator = settings, accumulator
         _, stats, scalars, _, saved, *grads = made
+        target, *others = constants
         # What the backward operator takes.
-        operands = (*leaves[:2], constants[0], leaves[2], *constants[1:])
-        arguments = (*operands, stats, scalars, saved)
+        arguments = (input, linear_weight, target, linear_bias, *others, stats, scalars, saved)
         if settings.save == "grads":
+            leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
             # The composite drops what is saved: the backward may write to it, unless the caller's
             # hooks hold what is saved now.
             held = _top_hooks is None or _top_hooks(True) is not None
             ctx.owned = count is not None and not held
             ctx.scaled = False
-            again = arguments if count == 2 else ()
-            ctx.save_for_backward(scalars, *grads, *again)
+            ctx.save_for_backward(scalars, *grads, *(arguments if count == 2 else ()))
         else:
             ctx.save_for_backward(*arguments)
         return _returned(ctx, made, count)
 
     @_once_only
     def backward(ctx, grad_output, grad_stats):
-        wanted = ctx.needs_input_grad[5:]
-        settings, saved = ctx.settings, ctx.saved_tensors
-        if settings.save != "grads":
-            made = _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted)
-        elif grad_stats is None:
-            made = _scale_made(ctx, saved[:4], grad_output, wanted)
-        else:
+        wanted, settings, saved = ctx.needs_input_grad[:3], ctx.settings, ctx.saved_tensors
+        if settings.save == "grads":
+            if grad_stats is None:
+                return _scale_made(ctx, saved[:4], grad_output, wanted)
             # Of the loss alone are the gradients that the forward made: all of them again.
-            settings = settings._replace(save="stats")
-            made = _run_backward(ctx, settings, saved[4:], grad_output, grad_stats, wanted)
-        return (None,) * 5 + made
+            settings, saved = settings._replace(save="stats"), saved[4:]
+        return _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted)
 
 
 def _scale_made(ctx, saved, grad_output, wanted):
@@ -238,25 +236,25 @@ def _scale_made(ctx, saved, grad_output, wanted):
         raise RuntimeError(
             "flce: a backward that failed has used up this loss's gradients; run the forward again"
         )
-    for name, grad, want in zip(GRADIENTS, grads, wanted, strict=True):
-        if want and grad is None:
+    may_write = ctx.owned and not _graph_is_kept()
+    if not _holds_units(grad_output.device.type, ctx.settings.dtype):
+        scalars = None
+    own, made = [None] * 3, [None] * 3
+    for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, grads, ctx.dtypes, strict=True)):
+        if not wanted[i]:
+            continue
+        if grad is None:
             raise RuntimeError(
                 f"{name}: expected True in the options of the forward, got False; it makes the "
                 'gradients with save="grads"'
             )
-    ctx.scaled = ctx.owned and not _graph_is_kept()
-    if not _holds_units(grad_output.device.type, ctx.settings.dtype):
-        scalars = None
-    may_write = ctx.scaled and type(grad_output) is torch.Tensor
-    own, made = [None] * len(grads), [None] * len(grads)
-    for i, (grad, dtype) in enumerate(zip(grads, ctx.dtypes, strict=True)):
-        if not wanted[i]:
-            continue
-        if may_write and type(grad) is torch.Tensor and grad.dtype == dtype:
+        plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
+        if may_write and plain and grad.dtype == dtype:
             # A new tensor on the same memory: autograd may keep it as .grad without a copy.
             own[i], made[i] = grad, grad.detach()
         else:
             made[i] = inner.scaled(grad, grad_output, scalars, dtype)
+    ctx.scaled = may_write
     if any(grad is not None for grad in own):
         _scale_unseen(*own, grad_output, scalars)
     return tuple(made)
@@ -286,7 +284,7 @@ class CrossEntropyForward(torch.autograd.Function):
     """flce::cross_entropy_forward, as Forward."""
 
     @staticmethod
-    def forward(ctx, made, count, lists, constants, logits):
+    def forward(ctx, logits, made, count, lists, constants):
         ctx.lists = lists
         ctx.save_for_backward(logits, *constants, *made[1:3])
         return _returned(ctx, made, count)
@@ -294,16 +292,17 @@ class CrossEntropyForward(torch.autograd.Function):
     @_once_only
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
-        return None, None, None, None, below_autograd(inner.cross_entropy_backward.default, *args)
+        return (below_autograd(inner.cross_entropy_backward.default, *args),)
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
     constants, settings = (target, *rest[:3]), Settings.of_arguments(*rest[4:])
-    return Forward.apply(made, None, settings, constants, None, input, linear_weight, linear_bias)
+    leaves = (input, linear_weight, linear_bias)
+    return Forward.apply(*leaves, made, None, settings, constants, None)
 
 
 def _apply_cross_entropy_forward(made, logits, target, *rest):
-    return CrossEntropyForward.apply(made, None, rest[4:], (target, *rest[:3]), logits)
+    return CrossEntropyForward.apply(logits, made, None, rest[4:], (target, *rest[:3]))
 
 
 _register_autograd("forward", _apply_forward)

@@ -144,7 +144,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     made = _run(autograd.inner.forward.default, given, arguments)
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        returned = autograd.Forward.apply(made, count, resolved, tensors, accumulator, *leaves)
+        returned = autograd.Forward.apply(*leaves, made, count, resolved, tensors, accumulator)
         made[:count] = returned
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
@@ -181,7 +181,7 @@ def cross_entropy_of(wanted, logits, target, settings):
     made = _run(autograd.inner.cross_entropy_forward.default, operands, call.lists)
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        made[:count] = autograd.CrossEntropyForward.apply(made, count, call.lists, tensors, rows)
+        made[:count] = autograd.CrossEntropyForward.apply(rows, made, count, call.lists, tensors)
     return _outputs(call, made, tensors, num_items, logits.shape[:-1])
 
 

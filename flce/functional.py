@@ -136,7 +136,7 @@ def linear_cross_entropy(
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
     target.flatten(), ...)`` with the loss in float32, except that the mean over no valid row is 0
-    (there: NaN). docs/semantics.md has the meanings of all options and outputs in one table.
+    (there: NaN). docs/semantics.md has the formulas, and the meanings of all options.
 
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
@@ -215,10 +215,6 @@ def linear_cross_entropy(
             MemoryError).
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
             or autograd.grad of linear_weight.
-
-    Formula (torch.nn.CrossEntropyLoss): with class weights w, a valid row of target y has
-    ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t
-    ``sum_j w_j ((1-s) t_j + s/V) (lse - l_j)``, of the logits l above.
     """
     return _linear_loss(input, linear_weight, target, locals())
 

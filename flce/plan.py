@@ -152,7 +152,7 @@ def plan(
         weight_dtype if bias else None,
         added if call.accumulates else None,
         probabilities or None,
-        *call.settings_for(tokens if valid_bound is None else min(valid_bound, tokens)).arguments(),
+        *call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))[1],
     )
     fields = dict(re.findall(r"(\w+)=(\S+)", text))
     fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}

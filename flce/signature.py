@@ -6,10 +6,10 @@ A training step repeats its signature, and the device waits for the host before 
 a small step, so what follows from a signature is found once and kept.
 """
 
+import collections
 import functools
 import math
 import operator
-import typing
 from dataclasses import dataclass
 
 import torch
@@ -29,20 +29,9 @@ logits_values = operator.itemgetter(*_LOGITS_NAMES)
 linear_values = operator.itemgetter(*_LINEAR_NAMES)
 
 
-class Meta(typing.NamedTuple):
-    """The metadata that is checked, under a tensor's names.
-
-    A call hands over plain tuples of these: a tuple with names takes five times as long to make,
-    and is only made for a signature that is new.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    requires_grad: bool
-
-    def dim(self):
-        return len(self.shape)
+# The metadata that is checked, under a tensor's names. A call hands over plain tuples of these: a
+# tuple with names takes five times as long to make, and is only made for a signature that is new.
+Meta = collections.namedtuple("Meta", ("dtype", "device", "shape", "requires_grad"))
 
 
 def describe(name, tensor):
@@ -101,7 +90,7 @@ def _once_a_signature(function):
     return find
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Signature:
     """What is kept of a call."""
 
@@ -112,6 +101,7 @@ class Signature:
     vocab: int  # the number of classes that exist
     accumulates: bool = False
     compiling: bool = False
+    for_all: tuple | None = None  # what `resolved` gives for all rows, once it is known
 
     @functools.cached_property
     def differentiable(self):
@@ -131,24 +121,19 @@ class Signature:
         """The options as the operators on logits take them."""
         return self.settings.arguments()[2:]
 
-    def settings_for(self, rows):
-        """Settings with the strategy where `rows` rows are computed, None for all."""
+    def resolved(self, rows):
+        """Settings with the strategy where `rows` rows are computed, None for all, and these as the
+        inner operators take them."""
+        if rows is None and self.for_all is not None:
+            return self.for_all
         save = strategy.resolve_save(
             self, math.prod(self.rows.shape[:-1]) if rows is None else rows
         )
-        return self.settings._replace(rows=rows, save=save)
-
-    @functools.cached_property
-    def _for_all(self):
-        settings = self.settings_for(None)
-        return settings, settings.arguments()
-
-    def resolved(self, rows):
-        """Those settings and their arguments."""
+        settings = self.settings._replace(rows=rows, save=save)
+        found = settings, settings.arguments()
         if rows is None:
-            return self._for_all
-        settings = self.settings_for(rows)
-        return settings, settings.arguments()
+            self.for_all = found
+        return found
 
 
 def _settings(given, scalars, wanted, dtype, leaves, **others):

@@ -185,14 +185,14 @@ def check_rows(name, tensor):
     check_float(name, tensor.dtype)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         refuse(name, "a CPU or CUDA tensor", f"device {tensor.device}")
-    if tensor.dim() < 1:
+    if len(tensor.shape) < 1:
         refuse(name, "at least one dimension", "a 0-d tensor")
 
 
 def check_head(input, linear_weight, linear_bias):
     """Shapes (V, H) and (V,) or None for input's (..., H), of floating dtypes, on its device."""
     check_float("linear_weight", linear_weight.dtype)
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+    if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
         expected = f"shape (V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
         refuse("linear_weight", expected, tuple(linear_weight.shape))
     vocab, hidden = linear_weight.shape
