@@ -27,17 +27,8 @@ from .signature import (
 NOTHING = Wanted()
 _DEFAULTS = {**defaults(), "token_temperature": None}
 _vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
-
-
-def _describe(target, vectors):
-    """The metadata of the target and of `vectors`."""
-    weight, token_weight, token_temperature = vectors
-    return (
-        describe("target", target),
-        describe("weight", weight),
-        describe("token_weight", token_weight),
-        describe("temperature", token_temperature),
-    )
+_OPERANDS = ("input", "linear_weight", "linear_bias")
+_LOSS_TENSORS = ("target", "weight", "token_weight", "temperature")
 
 
 def _rows_of(tensor):
@@ -113,16 +104,12 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     OPTIONS, and of token_temperature, a vector of temperatures."""
     linear_bias, num_items = settings["linear_bias"], settings["num_items"]
     vectors = _vectors(settings)
-    operands = (
-        describe("input", input),
-        describe("linear_weight", linear_weight),
-        describe("linear_bias", linear_bias),
-    )
+    operands = tuple(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
     call = linear_signature(
         environment(input, settings["max_memory"]),
         wanted,
         operands,
-        _describe(target, vectors),
+        tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
         *linear_values(settings),
     )
     if validate.transforms_are_on():
@@ -169,7 +156,7 @@ def cross_entropy_of(wanted, logits, target, settings):
         environment(logits),
         wanted,
         described,
-        _describe(target, vectors),
+        tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
         *logits_values(settings),
     )
     if validate.transforms_are_on():

@@ -7,7 +7,6 @@ import torch
 from . import accumulate, composite, validate
 from .options import NUMBERS, OPTIONS, RETURNS, LinearCrossEntropyOutput, Wanted
 from .strategy import from_torch_options, parse_bytes
-from .targets import refuse_bound, shifted_target
 
 _IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
 _SCALARS = ("ignore_index", *NUMBERS)
@@ -36,6 +35,10 @@ def _through_operator(name, operands, settings, wanted):
         )
     if settings.get("max_memory") is not None:
         settings["max_memory"] = parse_bytes(settings["max_memory"])
+    bound = settings.get("valid_bound")
+    if isinstance(bound, str):
+        got = f'"{bound}", which waits for the device'
+        validate.refuse("valid_bound", "an int or None under torch.compile", got)
     given = {option: settings[option] for option in _IN_SCHEMA if option in settings}
     if not any(wanted):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
@@ -79,25 +82,7 @@ def _linear_loss(input, linear_weight, target, settings):
         if not (torch.is_grad_enabled() and linear_weight.requires_grad):
             settings["accumulate_into"] = None  # no gradient to accumulate
     _as_numbers(settings, input)
-    bound = settings["valid_bound"]
-    if isinstance(bound, str):
-        if bound != "count":
-            validate.refuse("valid_bound", 'an int, "count" or None', repr(bound))
-        settings["valid_bound"] = _count_valid(target, settings)
     return _call("linear_cross_entropy", (input, linear_weight, target), settings)
-
-
-def _count_valid(target, settings):
-    """The number of rows that are not ignored (a shift ignores more); waits for the device."""
-    if torch.compiler.is_compiling():
-        got = '"count", which waits for the device'
-        validate.refuse("valid_bound", "an int or None under torch.compile", got)
-    validate.check_tensor("target", target)
-    ignore_index = validate.check_ignore_index(settings["ignore_index"])
-    if target.is_floating_point():
-        refuse_bound("'count'")
-    target = shifted_target(target, settings["shift"], settings["cu_seqlens"], ignore_index)
-    return int((target != ignore_index).sum())
 
 
 def linear_cross_entropy(

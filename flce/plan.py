@@ -121,7 +121,9 @@ def plan(
     validate.check_float("dtype", dtype)
     validate.check_float("input_dtype", input_dtype)
     validate.check_float("weight_dtype", weight_dtype)
-    targets.check_bound(valid_bound, bool(probabilities))
+    if valid_bound is not None:
+        validate.check_integer("valid_bound", valid_bound, 0)
+        targets.check_bound(valid_bound, bool(probabilities))
     if probabilities is True:
         probabilities = dtype
     if probabilities and probabilities not in DTYPES:

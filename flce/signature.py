@@ -51,12 +51,13 @@ def environment(first, max_memory=None):
     """What a call takes from its surroundings: whether grad mode is on, whether it is traced for
     torch.compile, autocast's dtype or None, whether float32 products may be TF32, and the text of
     FLCE_MAX_MEMORY where `max_memory`, the caller's, is None. `first`: the tensor with the rows."""
+    matmul = torch.backends.cuda.matmul
     return (
         torch.is_grad_enabled(),
         torch.compiler.is_compiling(),
         # The text of a device's type takes as long as all the rest, where the caches are cold.
         autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
-        first.dtype == torch.float32 and first.is_cuda and _allows_tf32(),
+        first.dtype == torch.float32 and first.is_cuda and matmul.fp32_precision == "tf32",
         getenv("FLCE_MAX_MEMORY") if max_memory is None else None,
     )
 
@@ -65,12 +66,6 @@ def autocast_dtype(device_type):
     """The dtype to which autocast casts the products' operands, None where it is off."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
-
-
-def _allows_tf32():
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    return matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
 def _once_a_signature(function):
@@ -103,18 +98,11 @@ class Signature:
     compiling: bool = False
     for_all: tuple | None = None  # what `resolved` gives for all rows, once it is known
 
-    @functools.cached_property
-    def differentiable(self):
-        return any(self.settings.gradients)
-
-    @functools.cached_property
-    def differentiates_outputs(self):
-        """Whether a gradient may come from lse or entropy."""
-        return bool(self.wanted.lse or self.wanted.entropy)
-
-    @functools.cached_property
-    def stat(self):
-        return strategy.stat_dtype(self.settings.dtype)
+    def __post_init__(self):
+        self.stat = strategy.stat_dtype(self.settings.dtype)
+        self.differentiable = any(self.settings.gradients)
+        # Whether a gradient may come from lse or entropy.
+        self.differentiates_outputs = bool(self.wanted.lse or self.wanted.entropy)
 
     @functools.cached_property
     def lists(self):

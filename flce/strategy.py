@@ -142,11 +142,9 @@ def resolve_save(call, rows):
 
 # ---- torch's options ----
 
-_TORCH_FIELDS = ("acc_dtype", "acc_policy", "batch_chunk_size")
-
 
 def from_torch_options(options, linear_weight):
-    """What torch's `options` mean here, as keyword arguments of `flce.linear_cross_entropy`.
+    """Those of accum_dtype and max_memory that torch's `options` decide, in a dict.
 
     `accum_dtype` is `acc_dtype` where one is given, except under acc_policy="compact", which in
     torch too sums the weight's gradient in the weight's own dtype. `max_memory` are the bytes of
@@ -154,22 +152,16 @@ def from_torch_options(options, linear_weight):
     where all logits fit they are kept whole. `chunking_method` has no effect (max_memory decides),
     nor has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
 
-    Args:
-        options: torch.nn.LinearCrossEntropyOptions, an object with these fields, or None.
-        linear_weight: shape (V, H) or (C, d1, ..., dK, H), read for its sizes and dtype.
-
-    Returns:
-        A dict of those of the two keys that `options` decide.
-
-    Raises:
-        TypeError: `options` is no such object.
-        ValueError: batch_chunk_size is no positive int.
+    `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields, or None;
+    `linear_weight`: shape (V, H) or (C, d1, ..., dK, H), read for its sizes and dtype. TypeError
+    where `options` is no such object, ValueError where batch_chunk_size is no positive int.
     """
     if options is None:
         return {}
-    if not all(hasattr(options, name) for name in _TORCH_FIELDS):
-        fields = f"an object with the fields {', '.join(_TORCH_FIELDS)}"
-        expected = f"torch.nn.LinearCrossEntropyOptions or {fields}"
+    fields = ("acc_dtype", "acc_policy", "batch_chunk_size")
+    if not all(hasattr(options, name) for name in fields):
+        expected = "torch.nn.LinearCrossEntropyOptions or an object with the fields "
+        expected += ", ".join(fields)
         refuse("options", expected, type(options).__name__, TypeError)
     found = {}
     if options.acc_dtype is not None and options.acc_policy != "compact":

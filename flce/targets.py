@@ -51,14 +51,13 @@ def _crosses_end(target, shift, cu_seqlens):
 def check_bound(valid_bound, has_probabilities):
     if valid_bound is None:
         return
-    check_integer("valid_bound", valid_bound, 0)
+    if not isinstance(valid_bound, str):
+        check_integer("valid_bound", valid_bound, 0)
+    elif valid_bound != "count":
+        refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
     if has_probabilities:
-        refuse_bound(valid_bound)
-
-
-def refuse_bound(valid_bound):
-    expected = "None with probabilities, of which no row is ignored"
-    refuse("valid_bound", expected, valid_bound)
+        expected = "None with probabilities, of which no row is ignored"
+        refuse("valid_bound", expected, repr(valid_bound))
 
 
 def rows_to_compute(target, valid_bound, ignore_index):
@@ -70,6 +69,8 @@ def rows_to_compute(target, valid_bound, ignore_index):
     check_bound(valid_bound, has_probabilities)
     if has_probabilities:
         return None
+    if isinstance(valid_bound, str):
+        valid_bound = int((target != ignore_index).sum())  # waits for the device
     # Without values to count (compile, export) the operator counts them itself.
     counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
     if valid_bound is None and not counts:

@@ -259,12 +259,8 @@ def _file(path):
 
 
 def read(path):
-    """The choices in a file, none where there is no file.
-
-    Raises:
-        ValueError: what is there is not what `tune` writes; the text names the file.
-        OSError: it cannot be read.
-    """
+    """The choices in a file, none where there is none; ValueError, which names it, for what `tune`
+    did not write."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
