@@ -125,7 +125,12 @@ class Accumulator:
         gets as the weight's gradient."""
         weight = self.weight
         if weight.is_cuda:
-            _wait_at_the_end(weight.device)
+            # The stream that called backward() waits for this one at the end, as autograd has it by
+            # itself wait for gradients that it has been given.
+            written = torch.cuda.current_stream(weight.device).record_event()
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: torch.cuda.current_stream(weight.device).wait_event(written)
+            )
         if grad_weight is not None:
             weight.grad = grad_weight
         if not self._is_declared():
@@ -134,12 +139,3 @@ class Accumulator:
         # Zeros, so that a hook that adds it in spite of that, or a second use of the weight, does
         # no harm; without memory of their own until autograd keeps them for the hooks.
         return weight.new_zeros(()).expand(weight.shape)
-
-
-def _wait_at_the_end(device):
-    """Makes the stream that called backward() wait for this one, as autograd does by itself for
-    gradients that it has been given."""
-    written = torch.cuda.current_stream(device).record_event()
-    torch.autograd.Variable._execution_engine.queue_callback(
-        lambda: torch.cuda.current_stream(device).wait_event(written)
-    )

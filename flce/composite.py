@@ -38,8 +38,7 @@ def _rows_of(tensor):
 
 def _loss_tensors(call, target, vectors):
     """Target and the optional tensors as the inner operators take them."""
-    if validate.checks_targets(target.device):
-        validate.check_target_range(target, call.vocab, call.settings.ignore_index)
+    validate.check_target_range(target, call.vocab, call.settings.ignore_index)
     if call.has_probabilities:
         flat = _rows_of(target)
     else:
@@ -172,23 +171,15 @@ def cross_entropy_of(wanted, logits, target, settings):
     return _outputs(call, made, tensors, num_items, logits.shape[:-1])
 
 
-# ---- registration ----
-
-
-def _kernel_of(function):
-    def kernel(*tensors, **given):
-        return function(NOTHING, *tensors, {**_DEFAULTS, **given})[0]
-
-    return kernel
-
-
-def _kernel_of_outputs(function):
+def _kernel_of(function, gives_outputs):
     """Gives tensors alone, as the schema has it: an empty one for an output that is not wanted."""
 
     def kernel(*tensors, **given):
         wanted = Wanted(*(given.pop(name, False) for name in RETURNS))
-        outputs = function(wanted, *tensors, {**_DEFAULTS, **given})
-        return tuple(outputs[0].new_empty(0) if value is None else value for value in outputs)
+        loss, *outputs = function(wanted, *tensors, {**_DEFAULTS, **given})
+        if not gives_outputs:
+            return loss
+        return loss, *(loss.new_empty(0) if value is None else value for value in outputs)
 
     return kernel
 
@@ -201,8 +192,8 @@ def _register(name, function, operands, options):
     returns = ", ".join(f"bool {option}=False" for option in RETURNS)
     outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
     for operator_schema, kernel in (
-        (f"{name}({schema}) -> Tensor", _kernel_of(function)),
-        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of_outputs(function)),
+        (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
+        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
     ):
         registered = autograd.library.define(operator_schema)
         # Without this vmap would loop over the batch, one call a slice, with only a warning.

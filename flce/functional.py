@@ -15,6 +15,7 @@ _SCALARS = ("ignore_index", *NUMBERS)
 def _call(name, operands, settings):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
+    _as_numbers(settings, operands[0])
     returns = [settings[option] for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
     if settings.get("accumulate_into") is not None:
@@ -76,12 +77,9 @@ def _linear_loss(input, linear_weight, target, settings):
                 settings[name] = value
     if settings["accumulate_into"] is not None:
         validate.check_tensor("linear_weight", linear_weight)
-        validate.check_choices(
-            *(settings[name] for name in ("reduction", "save", "accumulate_into"))
-        )
+        validate.check_choices(settings)
         if not (torch.is_grad_enabled() and linear_weight.requires_grad):
             settings["accumulate_into"] = None  # no gradient to accumulate
-    _as_numbers(settings, input)
     return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
 
@@ -160,21 +158,18 @@ def linear_cross_entropy(
         valid_bound: at most so many rows are not ignored: then only those are computed, in time
             and memory. "count" counts them, with one wait for the device. More rows than the
             bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU, where
-            ignored rows are always left out. None never waits: on CUDA it computes every row, but
-            for those that Hopper's fused product skips.
+            ignored rows are always left out. None never waits (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None; its error grows with the number of chunks) or torch.float32, which takes
             4 V H bytes more for 16-bit operands.
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does. On the CPU, bfloat16 operands always give
-            bfloat16 logits. On Hopper the gradients of bfloat16 probabilities with save="grads" are
-            of logits rounded by 7e-4 at the most.
+            bfloat16 logits; docs/semantics.md says what Hopper rounds.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
-            the backward computes the logits again) or "auto": on CUDA, where max_memory is not
-            given, grads for a scalar loss (unless lse or entropy are returned, or probabilities
-            have float16 operands); else logits where they fit max_memory, grads for a scalar
-            loss, and stats otherwise. docs/memory.md has the rule in full.
+            the backward computes the logits again) or "auto": grads for a scalar loss on CUDA
+            where max_memory is not given; else logits where they fit max_memory, grads for a
+            scalar loss, and stats otherwise. docs/memory.md has the rule in full.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
             then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
@@ -243,9 +238,7 @@ def cross_entropy(
     Raises:
         As `linear_cross_entropy`.
     """
-    settings = locals()
-    _as_numbers(settings, logits)
-    return _call("cross_entropy", (logits, target), settings)
+    return _call("cross_entropy", (logits, target), locals())
 
 
 def linear_logprobs(

@@ -23,7 +23,7 @@ def _keep_options(module, classes, given):
             f"some of {', '.join(_MODULE_OPTIONS)}"
         )
     values = {**_MODULE_OPTIONS, **given}
-    validate.check_choices(values["reduction"], values["save"], values["accumulate_into"])
+    validate.check_choices(values)
     validate.check_scalars(values)
     for name in ("accum_dtype", "logits_dtype"):
         if not isinstance(values[name], torch.dtype | None):

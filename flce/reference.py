@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from .options import LinearCrossEntropyOutput
 
+_HOW = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")
+
 
 def linear_cross_entropy(
     input,
@@ -22,12 +24,6 @@ def linear_cross_entropy(
     shift=0,
     cu_seqlens=None,
     valid_vocab=None,
-    options=None,
-    valid_bound=None,
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
     **loss,
 ):
     """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` and its extensions.
@@ -36,9 +32,9 @@ def linear_cross_entropy(
     `ignore_index` are cut off before the product, so that nothing in them reaches a gradient; and a
     mean over no rows, or over 0 items, is 0 instead of NaN. The results have the dtype that flce
     gives: float64 for float64, float32 for the others. `loss`: the other options of
-    `cross_entropy`. `options`, `valid_bound`, `accum_dtype`, `logits_dtype`, `save` and
-    `max_memory` say how flce computes, not what: they are ignored here.
+    `cross_entropy`, and those that say how flce computes, not what: they are ignored here.
     """
+    loss = {name: value for name, value in loss.items() if name not in _HOW}
     target = shifted(target, shift, cu_seqlens, ignore_index)
     kept = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
     if valid_vocab is not None:

@@ -27,7 +27,7 @@ _LINEAR_NAMES = (
 )
 logits_values = operator.itemgetter(*_LOGITS_NAMES)
 linear_values = operator.itemgetter(*_LINEAR_NAMES)
-
+_matmul = torch.backends.cuda.matmul
 
 # The metadata that is checked, under a tensor's names. A call hands over plain tuples of these: a
 # tuple with names takes five times as long to make, and is only made for a signature that is new.
@@ -51,13 +51,12 @@ def environment(first, max_memory=None):
     """What a call takes from its surroundings: whether grad mode is on, whether it is traced for
     torch.compile, autocast's dtype or None, whether float32 products may be TF32, and the text of
     FLCE_MAX_MEMORY where `max_memory`, the caller's, is None. `first`: the tensor with the rows."""
-    matmul = torch.backends.cuda.matmul
     return (
         torch.is_grad_enabled(),
         torch.compiler.is_compiling(),
         # The text of a device's type takes as long as all the rest, where the caches are cold.
         autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
-        first.dtype == torch.float32 and first.is_cuda and matmul.fp32_precision == "tf32",
+        first.dtype == torch.float32 and first.is_cuda and _matmul.fp32_precision == "tf32",
         getenv("FLCE_MAX_MEMORY") if max_memory is None else None,
     )
 
@@ -153,7 +152,7 @@ def linear_signature(around, wanted, operands, tensors, *values):
     grad_mode, compiling, autocast, allow_tf32, environment_memory = around
     operands = _metas(operands)
     input, linear_weight, _ = operands
-    validate.check_choices(given["reduction"], given["save"], given["accumulate_into"])
+    validate.check_choices(given)
     scalars = validate.check_scalars(given)
     validate.check_rows("input", input)
     validate.check_head(*operands)
@@ -181,7 +180,7 @@ def logits_signature(around, wanted, logits, tensors, *values):
     """As linear_signature; `values`: as `logits_values` gives them."""
     given = dict(zip(_LOGITS_NAMES, values, strict=True))
     (logits,) = _metas([logits])
-    validate.check_choices(given["reduction"])
+    validate.check_choices(given)
     scalars = validate.check_scalars(given)
     validate.check_rows("logits", logits)
     vocab = logits.shape[-1]

@@ -20,12 +20,8 @@ _ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
 # to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
 _UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-
-
-# ---- memory ----
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 
 
 def parse_bytes(value, name="max_memory"):
@@ -59,9 +55,6 @@ def resolve_max_memory(max_memory, device):
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(_DEFAULT_MAX_MEMORY, memory // 8)
-
-
-# ---- what save="logits" keeps ----
 
 
 def stat_dtype(dtype):
@@ -102,9 +95,6 @@ def saved_dtype(settings, device_type, has_probabilities):
     return _logits_dtype(settings, device_type) if keeps_logits else operand
 
 
-# ---- save="auto" ----
-
-
 def resolve_save(call, rows):
     """The strategy of `call`, a Signature, where `rows` rows are computed: an explicit one stands,
     "auto" is decided.
@@ -138,9 +128,6 @@ def resolve_save(call, rows):
     small = call.vocab * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
     one_chunk = rows <= settings.max_memory // _row_bytes(call.vocab, logits, device_type)
     return "grads" if prefers_gradients and small and one_chunk else "logits"
-
-
-# ---- torch's options ----
 
 
 def from_torch_options(options, linear_weight):

@@ -145,9 +145,6 @@ def tune(
     return Tuning(tuned, path)
 
 
-# ---- the products of a call ----
-
-
 def products_of(sizes, types, bias, device, knobs):
     """The products that one step runs. `types`: of the products, of input and of linear_weight."""
     tokens, hidden, vocab = sizes
@@ -186,18 +183,6 @@ def _name_of(p):
     return "logits" if p["transpose_b"] else "grad_input"
 
 
-# ---- time ----
-
-
-def _tune_product(line, device):
-    (shipped, _), algorithms = candidates_of(line, device)
-    times = _time_candidates(line, len(algorithms), device)
-    best = min(range(len(times)), key=times.__getitem__)
-    if times[best] > _WORTH * times[shipped]:
-        best = shipped
-    return TunedProduct(line, algorithms[best], len(times), times[shipped], times[best])
-
-
 def candidates_of(line, device):
     """(the candidate that is shipped, the one that is taken), and each one's algorithm."""
     first, *rows = inner.gemm_candidates(device.index, line).splitlines()
@@ -205,10 +190,11 @@ def candidates_of(line, device):
     return tuple(map(int, first.split())), [row.rsplit(" ", 1)[0] for row in rows]
 
 
-def _time_candidates(line, count, device):
-    """Median milliseconds of each of `count` candidates, over rounds in changing order."""
-    memory = operands_of(line, device)
-    repeats, samples = 1, [[] for _ in range(count)]
+def _tune_product(line, device):
+    """Takes medians over rounds in changing order."""
+    (shipped, _), algorithms = candidates_of(line, device)
+    memory, count = operands_of(line, device), len(algorithms)
+    repeats, samples = 1, [[] for _ in algorithms]
     for iteration in range(_ROUNDS + 1):
         for i in range(count):
             candidate = (i + iteration) % count
@@ -216,7 +202,11 @@ def _time_candidates(line, count, device):
         if iteration == 0:  # a warm-up: a kernel is loaded when it first runs
             fastest = max(min(sample.pop() for sample in samples), 1e-3)
             repeats = min(math.ceil(_SAMPLE_MS / fastest), 100)
-    return [statistics.median(sample) for sample in samples]
+    times = [statistics.median(sample) for sample in samples]
+    best = min(range(count), key=times.__getitem__)
+    if times[best] > _WORTH * times[shipped]:
+        best = shipped
+    return TunedProduct(line, algorithms[best], count, times[shipped], times[best])
 
 
 def operands_of(line, device):
@@ -239,9 +229,6 @@ def operands_of(line, device):
     bias = memory(p["n"], c_dtype, p["align_d"]) if p["bias"] else None
     workspace = torch.empty(p["workspace_bytes"], dtype=torch.uint8, device=device)
     return a, b, c, bias, workspace
-
-
-# ---- the choices and their file ----
 
 
 def use(choices):

@@ -50,8 +50,10 @@ def check_scalars(given):
     return scalars
 
 
-def check_choices(reduction, save="auto", accumulate_into=None):
+def check_choices(given):
     """The options that are one of a few texts, and whether they go together."""
+    reduction, save = given["reduction"], given.get("save", "auto")
+    accumulate_into = given.get("accumulate_into")
     if reduction not in REDUCTIONS:
         refuse("reduction", f"one of {REDUCTIONS}", repr(reduction))
     if save not in _SAVES:
@@ -59,17 +61,12 @@ def check_choices(reduction, save="auto", accumulate_into=None):
     if accumulate_into is not None and accumulate_into not in _ATTRIBUTES:
         refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(accumulate_into))
     if save == "grads" and reduction == "none":
-        refuse(
-            "save",
-            '"logits", "stats" or "auto" with reduction="none"',
-            '"grads", which holds the gradients of one scalar',
-        )
+        expected = '"logits", "stats" or "auto" with reduction="none"'
+        refuse("save", expected, '"grads", which holds the gradients of one scalar')
     if save == "grads" and accumulate_into is not None:
-        refuse(
-            "save",
-            f'"logits", "stats" or "auto" with accumulate_into={accumulate_into!r}',
-            '"grads", whose forward would change the parameter\'s gradient',
-        )
+        expected = f'"logits", "stats" or "auto" with accumulate_into={accumulate_into!r}'
+        got = '"grads", whose forward would change the parameter\'s gradient'
+        refuse("save", expected, got)
 
 
 def check_ignore_index(ignore_index):
@@ -253,8 +250,8 @@ def checks_targets(device):
 
 
 def check_target_range(target, vocab, ignore_index):
-    """IndexError as on the CPU. Classes alone have a range."""
-    if target.is_floating_point():
+    """IndexError as on the CPU, where targets are checked here. Classes alone have a range."""
+    if not checks_targets(target.device) or target.is_floating_point():
         return
     flat = target.reshape(-1)
     rows = (((flat < 0) | (flat >= vocab)) & (flat != ignore_index)).nonzero()
