@@ -37,9 +37,10 @@ class Accumulator:
 
     def __init__(self, weight, attribute):
         self.weight, self.attribute = weight, attribute
-        self._check_weight()
         if attribute == "main_grad":
-            self._find()
+            self.find()
+        else:
+            self._check_weight()
 
     def _check_weight(self):
         weight = self.weight
@@ -68,8 +69,10 @@ class Accumulator:
         gradient, and grad_added_to_main_grad tells them to drop it."""
         return self.attribute == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
 
-    def _find(self):
-        """The tensor to add to, checked; None where .grad is still to be made."""
+    def find(self):
+        """What flce::backward_into is to add to, checked with the weight; None where flce::backward
+        has to make .grad. Runs in a backward, before it writes."""
+        self._check_weight()
         weight, name = self.weight, f"linear_weight.{self.attribute}"
         found = getattr(weight, self.attribute, None)
         if found is None and self.attribute == "grad":
@@ -114,19 +117,13 @@ class Accumulator:
                 f"linear_weight out of its inputs, or use {_NAME}=None"
             ) from None
 
-    def open(self):
-        """What flce::backward_into is to add to, or None for flce::backward, whose gradient becomes
-        .grad. Runs in a backward, before it writes."""
-        self._check_weight()
-        return self._find()
-
     def close(self, grad_weight):
-        """After the gradients are made: `grad_weight` where open() gave None. Returns what autograd
+        """After the gradients are made: `grad_weight` where find() gave None. Returns what autograd
         gets as the weight's gradient."""
         weight = self.weight
         if weight.is_cuda:
-            # The stream that called backward() waits for this one at the end, as autograd has it by
-            # itself wait for gradients that it has been given.
+            # The stream that called backward() waits for this one at its end, as it does for the
+            # gradients that autograd is given.
             written = torch.cuda.current_stream(weight.device).record_event()
             torch.autograd.Variable._execution_engine.queue_callback(
                 lambda: torch.cuda.current_stream(weight.device).wait_event(written)

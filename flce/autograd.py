@@ -23,20 +23,18 @@ def _holds_units(device_type, dtype):
     return gemm_dtype(device_type, dtype) == torch.float16
 
 
-# ---- fakes: shapes and dtypes only ----
-
-
 def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
-    widened = torch.float16 if settings.save == "grads" else None  # plan.c: kept_dtype
+    # float16 gradients are widened where save="grads" holds them (plan.c: kept_dtype), but for the
+    # weight's where it is summed in units (plan.c: holds_weight).
     holds_units = _holds_units(input.device.type, settings.dtype)
-    holds_weight = holds_units and settings.accum_dtype == torch.float16  # plan.c: holds_weight
-
-    def make(like):
-        keeps = like.dtype != widened or (like is linear_weight and holds_weight)
-        return like.new_empty(like.shape, dtype=like.dtype if keeps else torch.float32)
-
-    leaves = (input, linear_weight, linear_bias)
-    return tuple(make(leaf) if want else None for leaf, want in zip(leaves, wanted, strict=True))
+    holds_weight = holds_units and settings.accum_dtype == torch.float16
+    made = []
+    for leaf, want in zip((input, linear_weight, linear_bias), wanted, strict=True):
+        widens = want and settings.save == "grads" and leaf.dtype == torch.float16
+        widens = widens and not (leaf is linear_weight and holds_weight)
+        dtype = torch.float32 if widens else None
+        made.append(leaf.new_empty(leaf.shape, dtype=dtype) if want else None)
+    return tuple(made)
 
 
 def _fake_loss(rows, settings, dtype, keeps_statistics=True):
@@ -96,8 +94,6 @@ for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
 
 
-# ---- autograd of the inner operators ----
-#
 # Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads
 # an operator's schema again in each call, which takes more host time than the rest of a small step.
 # A Function is applied to what its operator has made already: on a GPU the kernels run by then, and
@@ -173,11 +169,6 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def _graph_is_kept():
-    """Whether this backward may run again. True where that cannot be known, as under compile."""
-    return _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
-
-
 def _returned(ctx, made, count):
     """The first `count` outputs, all of them differentiable: the loss (1), or it and the statistics
     (2). None: all outputs, for who calls the operator itself, of which the loss is."""
@@ -236,7 +227,9 @@ def _scale_made(ctx, saved, grad_output, wanted):
         raise RuntimeError(
             "flce: a backward that failed has used up this loss's gradients; run the forward again"
         )
-    may_write = ctx.owned and not _graph_is_kept()
+    # The backward may run again also where that cannot be known, as under compile.
+    repeats = _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
+    may_write = ctx.owned and not repeats
     if not _holds_units(grad_output.device.type, ctx.settings.dtype):
         scalars = None
     own, made = [None] * 3, [None] * 3
@@ -265,7 +258,7 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
     if accumulator is not None:
         # The Function's tensors are the operands: the second is the weight.
         if accumulator.is_asked(ctx.next_functions[1][0]):
-            into = accumulator.open()
+            into = accumulator.find()
         else:
             accumulator, wanted = None, (wanted[0], False, wanted[2])
     grads = dict(zip(GRADIENTS, wanted, strict=True))

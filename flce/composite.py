@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from . import autograd, targets, validate
+from . import autograd, strategy, validate
 from .accumulate import Accumulator
 from .options import OPTIONS, OUTPUTS, RETURNS, Wanted, defaults
 from .signature import (
@@ -48,6 +48,44 @@ def _loss_tensors(call, target, vectors):
         return flat, *vectors
     vectors = (None if one is None else one.detach().reshape(-1) for one in vectors)
     return flat, *(None if one is None else one.to(call.stat).contiguous() for one in vectors)
+
+
+def _shifted_target(target, shift, cu_seqlens, ignore_index):
+    """The target of each position: that `shift` further on, `ignore_index` at a sequence's end.
+
+    Sequences are the last dimension of `target` and, with `cu_seqlens`, end there too.
+    """
+    validate.check_integer("shift", shift, 0)
+    if shift == 0:
+        if cu_seqlens is not None:
+            validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
+        return target
+    if target.is_floating_point():
+        validate.refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
+    if cu_seqlens is None and target.dim() < 2:
+        expected = "an input of at least 3 dimensions, or cu_seqlens"
+        validate.refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
+    # Of a target in int32 too: ignore_index may be any int64.
+    shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
+    if shift < target.shape[-1]:
+        shifted[..., :-shift] = target[..., shift:]
+    if cu_seqlens is None:
+        return shifted
+    validate.check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
+    if cu_seqlens.shape[0] < 2:
+        expected = "at least two offsets, the begin and the end of a sequence"
+        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
+    validate.check_same_device("cu_seqlens", cu_seqlens, "target", target)
+    offsets = cu_seqlens.to(torch.int64)
+    position = torch.arange(target.numel(), device=target.device)
+    segment = torch.searchsorted(offsets, position, right=True)
+    end = offsets[segment.clamp(max=offsets.shape[0] - 1)]
+    # The end of the sequence comes before the target; before the first offset there is none either.
+    crosses = (position + shift >= end) | (segment == 0)
+    return shifted.masked_fill(crosses.reshape(target.shape), ignore_index)
 
 
 def _run(op, tensors, settings):
@@ -119,10 +157,10 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     ignore_index = call.settings.ignore_index
     if settings["shift"] != 0 or settings["cu_seqlens"] is not None:
         offsets = settings["shift"], settings["cu_seqlens"]
-        target = targets.shifted_target(target, *offsets, ignore_index)
+        target = _shifted_target(target, *offsets, ignore_index)
     num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
     tensors = _loss_tensors(call, target, vectors)
-    rows = targets.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
+    rows = strategy.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)

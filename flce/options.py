@@ -105,8 +105,6 @@ def defaults(having=None):
     return {name: option.default for name, option in chosen}
 
 
-# ---- the lists of the operators ----
-
 # Raised with kLayout of csrc/op_options.h.
 LAYOUT = 1
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")

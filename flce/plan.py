@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import strategy, targets, validate
+from . import strategy, validate
 from ._C import getenv
 from .options import DTYPES, Wanted, defaults
 from .signature import linear_signature, linear_values
@@ -123,7 +123,7 @@ def plan(
     validate.check_float("weight_dtype", weight_dtype)
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
-        targets.check_bound(valid_bound, bool(probabilities))
+        strategy.check_bound(valid_bound, bool(probabilities))
     if probabilities is True:
         probabilities = dtype
     if probabilities and probabilities not in DTYPES:

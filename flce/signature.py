@@ -18,7 +18,6 @@ from . import strategy, validate
 from ._C import getenv
 from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted, defaults
 
-_KEPT = 1024  # signatures; those not asked for longest go first
 # The options that decide a signature, whose values are part of its key.
 _LOGITS_NAMES = ("reduction", "ignore_index", *NUMBERS)
 _LINEAR_NAMES = (
@@ -69,9 +68,8 @@ def autocast_dtype(device_type):
 
 def _once_a_signature(function):
     """Keeps what `function` gave for its last arguments, which are compared with their types."""
-    known = functools.lru_cache(maxsize=_KEPT, typed=True)(function)
+    known = functools.lru_cache(maxsize=1024, typed=True)(function)
 
-    @functools.wraps(function)
     def find(*args):
         try:
             return known(*args)
@@ -195,12 +193,18 @@ def logits_signature(around, wanted, logits, tensors, *values):
 
 def _check_loss_tensors(tensors, wanted, vocab, scalars, named):
     """Gives whether the target is of probabilities. `named`: name and Meta of the rows' tensor."""
-    target, weight, token_weight, temperature = _metas(tensors)
+    target, weight, *vectors = _metas(tensors)
+    first_name, first = named
     validate.check_target(target, vocab, scalars["ignore_index"], *named)
-    validate.check_class_weight(weight, vocab, *named)
-    validate.check_row_vector("token_weight", token_weight, *named)
-    validate.check_row_vector("temperature", temperature, *named)
-    if wanted.accuracy and target.dtype.is_floating_point:
+    if weight is not None:
+        validate.check_float("weight", weight.dtype)
+    each, which = "a factor for each class", "class weights that do"
+    validate.check_vector("weight", weight, (vocab,), each, *named, which)
+    each = f"a number for each row of {first_name}"
+    for name, vector in zip(("token_weight", "temperature"), vectors, strict=True):
+        validate.check_vector(name, vector, first.shape[:-1], each, *named)
+    has_probabilities = target.dtype.is_floating_point
+    if wanted.accuracy and has_probabilities:
         expected = "False with probabilities, which name no class to be right about"
         validate.refuse("return_accuracy", expected, True)
-    return target.dtype.is_floating_point
+    return has_probabilities

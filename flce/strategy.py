@@ -1,4 +1,5 @@
-"""What a call keeps and how much memory it may take: decisions from options and sizes.
+"""What a call computes and keeps, and how much memory it may take: decisions from options, sizes
+and the number of ignored rows.
 
 What csrc/plan.c also decides is repeated for the fakes, whose sizes may be symbolic.
 """
@@ -9,9 +10,10 @@ import os
 import re
 
 import torch
+from torch.compiler import is_compiling
 
 from ._C import getenv
-from .validate import refuse
+from .validate import check_integer, checks_targets, refuse
 
 _DEFAULT_MAX_MEMORY = 1 << 30
 # Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
@@ -128,6 +130,43 @@ def resolve_save(call, rows):
     small = call.vocab * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
     one_chunk = rows <= settings.max_memory // _row_bytes(call.vocab, logits, device_type)
     return "grads" if prefers_gradients and small and one_chunk else "logits"
+
+
+def check_bound(valid_bound, has_probabilities):
+    if valid_bound is None:
+        return
+    if not isinstance(valid_bound, str):
+        check_integer("valid_bound", valid_bound, 0)
+    elif valid_bound != "count":
+        refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
+    if has_probabilities:
+        expected = "None with probabilities, of which no row is ignored"
+        refuse("valid_bound", expected, repr(valid_bound))
+
+
+def rows_to_compute(target, valid_bound, ignore_index):
+    """How many rows are to be computed, None for all.
+
+    On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
+    """
+    has_probabilities = target.is_floating_point()
+    check_bound(valid_bound, has_probabilities)
+    if has_probabilities:
+        return None
+    if isinstance(valid_bound, str):
+        valid_bound = int((target != ignore_index).sum())  # waits for the device
+    # Without values to count (compile, export) the operator counts them itself.
+    counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
+    if valid_bound is None and not counts:
+        return None
+    if counts or checks_targets(target.device):
+        valid = int((target != ignore_index).sum())
+        if valid_bound is not None and valid > valid_bound:
+            expected = f"at least {valid}, the number of rows that are not ignored"
+            refuse("valid_bound", expected, valid_bound)
+    # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
+    rows = valid if counts else max(valid_bound, 1)
+    return rows if rows < target.shape[0] else None
 
 
 def from_torch_options(options, linear_weight):

@@ -98,15 +98,14 @@ def tune(
     order, so that results differ in their last bits from those before (docs/tuning.md).
 
     Args:
-        tokens, hidden, vocab: N, H, V: the sizes of the calls to come. With `valid_bound` in those
-            calls, tokens is the bound.
+        tokens, hidden, vocab: N, H, V of the calls to come; with `valid_bound`, N is the bound.
         dtype: of the matrix products (autocast's, where it is on).
         device: a CUDA device; None for the current one.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one.
         reduction, accum_dtype, logits_dtype, save, max_memory: as in `linear_cross_entropy`.
-        path: the file to write; None for that of FLCE_TUNE_FILE. "", or neither, keeps the choice
-            in this process alone. Choices for other products in the file stay.
+        path: the file to add the choices to; None for that of FLCE_TUNE_FILE. "", or neither,
+            keeps them in this process alone.
         **others: further options of `linear_cross_entropy` that the calls have.
 
     Returns:

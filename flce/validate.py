@@ -20,9 +20,6 @@ def refuse(name, expected, got, error=ValueError):
     raise error(f"{name}: expected {expected}, got {got}")
 
 
-# ---- values ----
-
-
 def number(name, value):
     """A Python number; 0-d tensors serve as one, as in torch's own functions.
 
@@ -115,9 +112,6 @@ def num_items_tensor(num_items, reduction, stat, first):
     return torch.full((), float(num_items), dtype=stat, device=first.device)
 
 
-# ---- dtypes ----
-
-
 def check_float(name, dtype):
     if dtype not in DTYPES:
         refuse(name, "float64, float32, bfloat16 or float16", repr(dtype), TypeError)
@@ -148,9 +142,6 @@ def compute_dtype(input, linear_weight, linear_bias, autocast):
         got = f"{bias_dtype}; torch.autocast casts it"
         refuse("linear_bias", f"the dtype of input, {choice}", got, TypeError)
     return own
-
-
-# ---- tensors ----
 
 
 def check_tensor(name, tensor):
@@ -223,25 +214,15 @@ def check_target(target, vocab, ignore_index, first_name, first):
         refuse("ignore_index", expected, ignore_index)
 
 
-def check_row_vector(name, tensor, first_name, first):
-    """A number for each row, or None."""
+def check_vector(name, tensor, shape, each, first_name, first, which="a tensor that does"):
+    """A real number for `each` row or class, or None."""
     if tensor is None:
         return
     if tensor.dtype.is_complex:
         refuse(name, "real numbers", tensor.dtype, TypeError)
-    check_shape(name, tensor, first.shape[:-1], f", a number for each row of {first_name}")
-    check_constant(name, tensor)
+    check_shape(name, tensor, shape, f", {each}")
+    check_constant(name, tensor, which)
     check_same_device(name, tensor, first_name, first)
-
-
-def check_class_weight(weight, vocab, first_name, first):
-    """A factor for each class, or None."""
-    if weight is None:
-        return
-    check_float("weight", weight.dtype)
-    check_shape("weight", weight, (vocab,), ", a factor for each class")
-    check_constant("weight", weight, "class weights that do")
-    check_same_device("weight", weight, first_name, first)
 
 
 def checks_targets(device):
@@ -261,9 +242,6 @@ def check_target_range(target, vocab, ignore_index):
             f"target[{row}] is {int(flat[row])}: expected 0 <= target < {vocab} "
             f"or ignore_index {ignore_index}"
         )
-
-
-# ---- transforms ----
 
 
 def refuse_vmap(*args, **kwargs):
