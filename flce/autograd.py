@@ -100,9 +100,13 @@ for _name, _fake in _FAKES.items():
 # the device does not wait for what the Function costs.
 
 
-def below_autograd(op, *args):
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+def run(op, *args):
+    """The operator below autograd; memory that is missing is torch's own error."""
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except MemoryError as error:
+        raise torch.OutOfMemoryError(str(error)) from None
 
 
 def _register_autograd(name, apply):
@@ -111,7 +115,8 @@ def _register_autograd(name, apply):
     op = getattr(inner, name).default
 
     def kernel(*args):
-        made = below_autograd(op, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            made = op(*args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return apply(made, *args)
         return made
@@ -156,10 +161,7 @@ def _once_only(make):
             grad_output = grad_stats.new_zeros(ctx.loss_shape)
         if grad_stats is not None:
             grad_stats = grad_stats.contiguous()
-        try:
-            grads = make(ctx, grad_output.contiguous(), grad_stats)
-        except MemoryError as error:
-            raise torch.OutOfMemoryError(str(error)) from None
+        grads = make(ctx, grad_output.contiguous(), grad_stats)
         return (*grads, *(None,) * (len(needs) - len(grads)))
 
     return staticmethod(backward)
@@ -246,7 +248,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
             # A new tensor on the same memory: autograd may keep it as .grad without a copy.
             own[i], made[i] = grad, grad.detach()
         else:
-            made[i] = inner.scaled(grad, grad_output, scalars, dtype)
+            made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
     ctx.scaled = may_write
     if any(grad is not None for grad in own):
         _scale_unseen(*own, grad_output, scalars)
@@ -264,9 +266,9 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
     grads = dict(zip(GRADIENTS, wanted, strict=True))
     args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
     if into is None:
-        grad_input, grad_weight, grad_bias = below_autograd(inner.backward.default, *args)
+        grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
     else:
-        grad_input, grad_bias = below_autograd(inner.backward_into.default, into, *args)
+        grad_input, grad_bias = run(inner.backward_into.default, into, *args)
         grad_weight = None
     if accumulator is not None:
         grad_weight = accumulator.close(grad_weight)
@@ -285,7 +287,7 @@ class CrossEntropyForward(torch.autograd.Function):
     @_once_only
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
-        return (below_autograd(inner.cross_entropy_backward.default, *args),)
+        return (run(inner.cross_entropy_backward.default, *args),)
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):

@@ -88,15 +88,6 @@ def _shifted_target(target, shift, cu_seqlens, ignore_index):
     return shifted.masked_fill(crosses.reshape(target.shape), ignore_index)
 
 
-def _run(op, tensors, settings):
-    """An inner operator's outputs, for a Function to be applied to."""
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return list(op(*tensors, *settings))
-    except MemoryError as error:
-        raise torch.OutOfMemoryError(str(error)) from None
-
-
 def _outputs(call, made, tensors, num_items, shape, bound=None):
     """The loss and the outputs that are wanted, in the rows' `shape`, from an inner operator's.
 
@@ -164,8 +155,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
-    given = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items)
-    made = _run(autograd.inner.forward.default, given, arguments)
+    operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items)
+    made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
         returned = autograd.Forward.apply(*leaves, made, count, resolved, tensors, accumulator)
@@ -201,8 +192,8 @@ def cross_entropy_of(wanted, logits, target, settings):
     tensors = _loss_tensors(call, target, vectors)
     num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, logits)
     rows = _rows_of(logits)
-    operands = (rows, *tensors, num_items)
-    made = _run(autograd.inner.cross_entropy_forward.default, operands, call.lists)
+    forward = autograd.inner.cross_entropy_forward.default
+    made = list(autograd.run(forward, rows, *tensors, num_items, *call.lists))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
         made[:count] = autograd.CrossEntropyForward.apply(rows, made, count, call.lists, tensors)

@@ -23,8 +23,7 @@ def lines():
         yield "cuda device: none"
         return
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        device = torch.device("cuda", index)
+        facts, device = torch.cuda.get_device_properties(index), torch.device("cuda", index)
         yield (
             f"cuda device {index}: {facts.name}, sm_{facts.major}{facts.minor}, "
             f"{facts.multi_processor_count} multiprocessors, {facts.total_memory} bytes, "

@@ -108,9 +108,7 @@ class LinearCrossEntropyHead(nn.Linear):
         in_features, out_features, bias, device, dtype: as nn.Linear.
         class_weight: a factor for each class, shape (out_features,), kept as a buffer that is not
             saved, or None.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift,
-            valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
-            `linear_cross_entropy`.
+        **options: as of LinearCrossEntropyLoss, but for `weight`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
     (..., V).

@@ -118,12 +118,13 @@ def plan(
     device = torch.device(device)
     _check_problem(device, tokens, hidden, vocab)
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
-    validate.check_float("dtype", dtype)
-    validate.check_float("input_dtype", input_dtype)
-    validate.check_float("weight_dtype", weight_dtype)
+    for name in ("dtype", "input_dtype", "weight_dtype"):
+        validate.check_float(name, options[name] or dtype)
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
-        strategy.check_bound(valid_bound, bool(probabilities))
+        if probabilities:
+            expected = "None with probabilities, of which no row is ignored"
+            validate.refuse("valid_bound", expected, valid_bound)
     if probabilities is True:
         probabilities = dtype
     if probabilities and probabilities not in DTYPES:

@@ -132,26 +132,20 @@ def resolve_save(call, rows):
     return "grads" if prefers_gradients and small and one_chunk else "logits"
 
 
-def check_bound(valid_bound, has_probabilities):
-    if valid_bound is None:
-        return
-    if not isinstance(valid_bound, str):
-        check_integer("valid_bound", valid_bound, 0)
-    elif valid_bound != "count":
-        refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
-    if has_probabilities:
-        expected = "None with probabilities, of which no row is ignored"
-        refuse("valid_bound", expected, repr(valid_bound))
-
-
 def rows_to_compute(target, valid_bound, ignore_index):
     """How many rows are to be computed, None for all.
 
     On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
     """
-    has_probabilities = target.is_floating_point()
-    check_bound(valid_bound, has_probabilities)
-    if has_probabilities:
+    if isinstance(valid_bound, str):
+        if valid_bound != "count":
+            refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
+    elif valid_bound is not None:
+        check_integer("valid_bound", valid_bound, 0)
+    if target.is_floating_point():
+        if valid_bound is not None:
+            expected = "None with probabilities, of which no row is ignored"
+            refuse("valid_bound", expected, repr(valid_bound))
         return None
     if isinstance(valid_bound, str):
         valid_bound = int((target != ignore_index).sum())  # waits for the device
