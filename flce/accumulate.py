@@ -48,10 +48,8 @@ class Accumulator:
             got = f"{type(weight).__name__}, whose gradient is not one piece of memory"
             refuse(_NAME, "a plain tensor as linear_weight", f"{got}; use {_NAME}=None")
         if not weight.is_leaf:
-            got = (
-                f"a tensor that was computed from others, which has no .{self.attribute} of its own"
-            )
-            refuse(_NAME, "a leaf as linear_weight", f"{got}; use {_NAME}=None")
+            others = f"others, which has no .{self.attribute} of its own; use {_NAME}=None"
+            refuse(_NAME, "a leaf as linear_weight", f"a tensor that was computed from {others}")
         if not weight.is_contiguous():
             refuse(_NAME, "a contiguous linear_weight", "another layout")
         hooks = [name for name, attribute in _HOOKS.items() if getattr(weight, attribute)]
@@ -82,8 +80,8 @@ class Accumulator:
         if not isinstance(found, torch.Tensor):
             refuse(name, f'a tensor for {_NAME}="main_grad"', type(found).__name__)
         if is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
-            kind = f"{type(found).__name__} of layout {found.layout}"
-            refuse(name, "a plain dense tensor", kind)
+            got = f"{type(found).__name__} of layout {found.layout}"
+            refuse(name, "a plain dense tensor", got)
         widens = self.attribute == "main_grad" and weight.dtype.itemsize == 2
         dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
         if found.dtype not in dtypes:

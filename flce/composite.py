@@ -53,13 +53,12 @@ def _loss_tensors(call, target, vectors):
 def _shifted_target(target, shift, cu_seqlens, ignore_index):
     """The target of each position: that `shift` further on, `ignore_index` at a sequence's end.
 
-    Sequences are the last dimension of `target` and, with `cu_seqlens`, end there too.
+    Sequences are the last dimension of `target` and, with `cu_seqlens`, end there too; without it
+    `shift` is not 0.
     """
     validate.check_integer("shift", shift, 0)
     if shift == 0:
-        if cu_seqlens is not None:
-            validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
-        return target
+        validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
     if target.is_floating_point():
         validate.refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
     if cu_seqlens is None and target.dim() < 2:
@@ -142,13 +141,12 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     )
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
-    accumulator = None
-    if call.accumulates:
-        accumulator = Accumulator(linear_weight, settings["accumulate_into"])
+    attribute = settings["accumulate_into"]
+    accumulator = Accumulator(linear_weight, attribute) if call.accumulates else None
     ignore_index = call.settings.ignore_index
-    if settings["shift"] != 0 or settings["cu_seqlens"] is not None:
-        offsets = settings["shift"], settings["cu_seqlens"]
-        target = _shifted_target(target, *offsets, ignore_index)
+    shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
+    if shift != 0 or cu_seqlens is not None:
+        target = _shifted_target(target, shift, cu_seqlens, ignore_index)
     num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
     tensors = _loss_tensors(call, target, vectors)
     rows = strategy.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
@@ -159,8 +157,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        returned = autograd.Forward.apply(*leaves, made, count, resolved, tensors, accumulator)
-        made[:count] = returned
+        made[:count] = autograd.Forward.apply(*leaves, made, count, resolved, tensors, accumulator)
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
 

@@ -36,8 +36,7 @@ def _through_operator(name, operands, settings, wanted):
         )
     if settings.get("max_memory") is not None:
         settings["max_memory"] = parse_bytes(settings["max_memory"])
-    bound = settings.get("valid_bound")
-    if isinstance(bound, str):
+    if isinstance(bound := settings.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     given = {option: settings[option] for option in _IN_SCHEMA if option in settings}
@@ -153,7 +152,7 @@ def linear_cross_entropy(
             `temperature`, which belong to the rows of input.
         cu_seqlens: with a shift, offsets of packed sequences into the flattened (...), int32 or
             int64, shape (sequences + 1,): no target is taken from beyond a sequence's end.
-        valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight behind
+        valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight after
             them are padding, which is never read and gets the gradient 0.
         valid_bound: at most so many rows are not ignored: then only those are computed, in time
             and memory. "count" counts them, with one wait for the device. More rows than the
@@ -235,8 +234,7 @@ def cross_entropy(
         The loss, float32 (float64 for float64 logits), shape () or (...) for "none"; with a
         `return_*` a `LinearCrossEntropyOutput`. The gradient has the logits' dtype.
 
-    Raises:
-        As `linear_cross_entropy`.
+    Raises: as `linear_cross_entropy`.
     """
     return _call("cross_entropy", (logits, target), locals())
 
@@ -275,8 +273,7 @@ def linear_logprobs(
         (logprobs, entropy), both of shape (...), float32 (float64 for float64 operands), in nats;
         0 where the target is ignored.
 
-    Raises:
-        As `linear_cross_entropy`.
+    Raises: as `linear_cross_entropy`.
     """
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"

@@ -110,18 +110,14 @@ LAYOUT = 1
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # After the options: what follows from the outputs that are asked for, from the tensors and from
 # torch's settings.
-_FLAGS = (
-    *("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory"),
-    *(*GRADIENTS, "allow_tf32"),
-)
+_FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
+_FLAGS += (*GRADIENTS, "allow_tf32")
 _CODES = {"reduction": REDUCTIONS, "save": SAVES}
 _CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
 _CODES |= dict.fromkeys(_FLAGS, (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
-INTEGERS = (
-    *(name for name, option in OPTIONS.items() if option.slot == INTEGER),
-    *("dtype", *_FLAGS),
-)
+INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)
+INTEGERS += ("dtype", *_FLAGS)
 _SIZES = ("valid_vocab", "rows")
 
 

@@ -90,7 +90,7 @@ def plan(
     grad_input=True,
     grad_weight=True,
 ):
-    """The strategy, chunks, GEMM count and bytes by buffer that a call of these sizes has.
+    """A `Plan`: the strategy, chunks, GEMM count and bytes by buffer of a call of these sizes.
 
     Args:
         tokens, hidden, vocab: N, H, V.
@@ -108,9 +108,6 @@ def plan(
             return_predictions, accum_dtype, logits_dtype, save, max_memory: as in
             `linear_cross_entropy`.
 
-    Returns:
-        A `Plan`.
-
     Raises:
         TypeError, ValueError: what the call itself would refuse.
     """
@@ -125,8 +122,7 @@ def plan(
         if probabilities:
             expected = "None with probabilities, of which no row is ignored"
             validate.refuse("valid_bound", expected, valid_bound)
-    if probabilities is True:
-        probabilities = dtype
+    probabilities = dtype if probabilities is True else probabilities
     if probabilities and probabilities not in DTYPES:
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))

@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 from ._C import getenv
 from .validate import check_integer, checks_targets, refuse
 
-_DEFAULT_MAX_MEMORY = 1 << 30
 # Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
 _ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
 # An H200 scales the gradient of such a weight in less time than the backward's first launch takes
@@ -49,14 +48,13 @@ def resolve_max_memory(max_memory, device):
     device's memory."""
     if max_memory is not None:
         return parse_bytes(max_memory)
-    text = getenv("FLCE_MAX_MEMORY")
-    if text:
+    if text := getenv("FLCE_MAX_MEMORY"):
         return parse_bytes(text, "FLCE_MAX_MEMORY")
     if device.type == "cuda" and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device.index).total_memory
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_DEFAULT_MAX_MEMORY, memory // 8)
+    return min(1 << 30, memory // 8)
 
 
 def stat_dtype(dtype):
@@ -110,8 +108,8 @@ def resolve_save(call, rows):
         return settings.save
     operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)
     # No gradient may be made in the forward where the caller's .grad is the backward's; where a
-    # compiled backward gets zeros in place of no gradient of lse or entropy, and would make all
-    # again; and where float16 has no room for the gradients of probabilities that are not
+    # compiled backward gets zeros instead of no gradient of lse or entropy, and would make all
+    # again; and where float16 cannot hold the gradients of probabilities that are not
     # normalized (plan.c: kept_dtype).
     makes_late = (
         call.accumulates

@@ -62,9 +62,7 @@ class Tuning:
         for one in self.products:
             p, gain = numbers_of(one.product), one.shipped_ms / one.best_ms
             name = f"{_name_of(p)}{' added' if p['accumulate'] else ''}"
-            types = " to ".join(
-                str(DTYPES[p[key]])[len("torch.") :] for key in ("dtype", "c_dtype")
-            )
+            types = " to ".join(str(DTYPES[p[key]])[6:] for key in ("dtype", "c_dtype"))
             times = f"{one.shipped_ms:.4f}", f"{one.best_ms:.4f}", f"{gain:.3f}x"
             sizes = f"{p['m']} x {p['n']} x {p['k']}"
             rows.append(row(name, sizes, types, one.candidates, *times, one.algorithm))
@@ -278,8 +276,7 @@ def load():
     """Takes over what the file of FLCE_TUNE_FILE has; ValueError where it does not serve."""
     path = _file(None)
     try:
-        choices = read(path) if path else {}
-        if choices:
+        if path and (choices := read(path)):
             use(choices)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_ENVIRONMENT}: {error}") from error

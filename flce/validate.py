@@ -206,8 +206,7 @@ def check_target(target, vocab, ignore_index, first_name, first):
         meaning = f", that of {first_name} without its last dimension"
         check_shape("target", target, shape, meaning)
         return
-    meaning = " for probabilities, a number for each class"
-    check_shape("target", target, (*shape, vocab), meaning)
+    check_shape("target", target, (*shape, vocab), " for probabilities, a number for each class")
     check_constant("target", target, "probabilities that do")
     if ignore_index not in (None, -100):
         expected = "None or -100 with probabilities, which have no index to ignore"
