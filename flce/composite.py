@@ -42,7 +42,8 @@ def _loss_tensors(call, target, vectors):
     if call.has_probabilities:
         flat = _rows_of(target)
     else:
-        flat = (target if target.dim() == 1 else target.reshape(-1)).to(torch.int64).contiguous()
+        flat = target if target.dim() == 1 else target.reshape(-1)
+        flat = (flat if flat.dtype == torch.int64 else flat.to(torch.int64)).contiguous()
     weight, token_weight, token_temperature = vectors
     if weight is None and token_weight is None and token_temperature is None:
         return flat, *vectors
