@@ -148,7 +148,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
     if shift != 0 or cu_seqlens is not None:
         target = _shifted_target(target, shift, cu_seqlens, ignore_index)
-    num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
+    if num_items is not None:
+        num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
     tensors = _loss_tensors(call, target, vectors)
     rows = strategy.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()

@@ -54,8 +54,7 @@ def _as_numbers(settings, first):
     """
     settings["token_temperature"] = None
     for name in _SCALARS:
-        value = settings[name]
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value := settings[name], torch.Tensor):
             continue
         is_scalar = value.dim() == 0
         is_known = is_scalar and value.device.type == "cpu" and not torch.compiler.is_compiling()

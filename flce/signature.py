@@ -13,6 +13,7 @@ import operator
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_compiling
 
 from . import strategy, validate
 from ._C import getenv
@@ -52,7 +53,7 @@ def environment(first, max_memory=None):
     FLCE_MAX_MEMORY where `max_memory`, the caller's, is None. `first`: the tensor with the rows."""
     return (
         torch.is_grad_enabled(),
-        torch.compiler.is_compiling(),
+        is_compiling(),
         # The text of a device's type takes as long as all the rest, where the caches are cold.
         autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
         first.dtype == torch.float32 and first.is_cuda and _matmul.fp32_precision == "tf32",
