@@ -28,7 +28,7 @@ typedef struct flce_cuda_tuning {
   /* The recorded products of the device, a line each. */
   flce_status (*recorded)(const flce_cuda* cuda, char* text, int64_t size, int64_t* used);
   /* Two indices, of the candidate that the shipped rules take and of the one that is taken, then
-   * the candidates: the algorithm (flce/tune.py: ALGORITHM) and its bytes of workspace, a line
+   * the candidates: the algorithm (gemm.cuh: gemm_algorithm) and its bytes of workspace, a line
    * each. */
   flce_status (*candidates)(const flce_cuda* cuda, const char* product, char* text, int64_t size,
                             int64_t* used);

@@ -1,9 +1,21 @@
-"""flce: fused linear + cross entropy for PyTorch."""
+"""flce: fused linear + cross entropy for PyTorch. The public names."""
 
-from . import compat, reference
+import importlib
+
+import torch
+
+try:
+    from . import _C  # noqa: F401  registers the operators
+except ImportError as error:
+    raise ImportError(
+        "flce: the compiled module flce._C is missing or unfit for this torch "
+        f"({torch.__version__}): {error}. In a clone, run `pip install --no-build-isolation -e .`"
+    ) from error
+
+from . import reference
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from .output import LinearCrossEntropyOutput
+from .options import LinearCrossEntropyOutput
 from .plan import Plan, plan
 from .tune import TunedProduct, Tuning, tune
 
@@ -23,3 +35,10 @@ __all__ = [
     "reference",
     "tune",
 ]
+
+
+def __getattr__(name):
+    """flce.compat is built on flce, so it is imported when it is first asked for."""
+    if name == "compat":
+        return importlib.import_module(".compat", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,30 +8,14 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import validate
+from .validate import refuse
 
-PLACES = ("grad", "main_grad")
 _NAME = "accumulate_into"
-
-
-def check_place(accumulate_into, save):
-    """Of the options alone."""
-    if accumulate_into is None:
-        return
-    if accumulate_into not in PLACES:
-        raise ValueError(f"{_NAME}: expected one of {PLACES} or None, got {accumulate_into!r}")
-    if save == "grads":
-        raise ValueError(
-            f'save: expected "logits", "stats" or "auto" with {_NAME}={accumulate_into!r}, got '
-            '"grads", whose forward would change the parameter\'s gradient'
-        )
-
-
-def option(linear_weight, accumulate_into, save):
-    """The option's value, None where the weight gets no gradient to accumulate."""
-    check_place(accumulate_into, save)
-    if accumulate_into is None or not torch.is_grad_enabled():
-        return None
-    return accumulate_into if linear_weight.requires_grad else None
+# Where torch keeps the hooks on a parameter's gradient, by the function that sets them.
+_HOOKS = {
+    "Tensor.register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
 
 
 def refuse_tracing():
@@ -49,82 +33,70 @@ def refuse_tracing():
 
 
 class Accumulator:
-    """The place in `weight`, the parameter of one call, which its backward adds to."""
+    """Adds, in the backward of one call, to the attribute of its parameter `weight`."""
 
-    def __init__(self, weight, place):
-        self.weight, self.place = weight, place
-        self._check_weight()
-        if place == "main_grad":
-            self._find()
+    def __init__(self, weight, attribute):
+        self.weight, self.attribute = weight, attribute
+        if attribute == "main_grad":
+            self.find()
+        else:
+            self._check_weight()
 
     def _check_weight(self):
         weight = self.weight
         if is_traceable_wrapper_subclass(weight):
-            raise ValueError(
-                f"{_NAME}: expected a plain tensor as linear_weight, got {type(weight).__name__}, "
-                f"whose gradient is not one piece of memory; use {_NAME}=None"
-            )
+            got = f"{type(weight).__name__}, whose gradient is not one piece of memory"
+            refuse(_NAME, "a plain tensor as linear_weight", f"{got}; use {_NAME}=None")
         if not weight.is_leaf:
-            raise ValueError(
-                f"{_NAME}: expected a leaf as linear_weight, got a tensor that was computed from "
-                f"others, which has no .{self.place} of its own; use {_NAME}=None"
-            )
+            others = f"others, which has no .{self.attribute} of its own; use {_NAME}=None"
+            refuse(_NAME, "a leaf as linear_weight", f"a tensor that was computed from {others}")
         if not weight.is_contiguous():
-            raise ValueError(f"{_NAME}: expected a contiguous linear_weight, got another layout")
-        hooks = [
-            name
-            for name, attribute in (
-                ("Tensor.register_hook", "_backward_hooks"),
-                ("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
-            )
-            if getattr(weight, attribute)
-        ]
+            refuse(_NAME, "a contiguous linear_weight", "another layout")
+        hooks = [name for name, attribute in _HOOKS.items() if getattr(weight, attribute)]
         if hooks and not self._is_declared():
-            raise ValueError(
-                f"{_NAME}: expected a linear_weight without gradient hooks, got one with hooks of "
-                f"{' and '.join(hooks)}, which the gradient would pass by; remove them, use "
-                f'{_NAME}=None, or "main_grad" with weight.grad_added_to_main_grad declared'
+            refuse(
+                _NAME,
+                "a linear_weight without gradient hooks",
+                f"one with hooks of {' and '.join(hooks)}, which the gradient would pass by; "
+                f'remove them, use {_NAME}=None, or "main_grad" with '
+                "weight.grad_added_to_main_grad declared",
             )
 
     def _is_declared(self):
         """Whether the owner of main_grad has declared Megatron's protocol: its hooks wait for a
         gradient, and grad_added_to_main_grad tells them to drop it."""
-        return self.place == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
+        return self.attribute == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
 
-    def _find(self):
-        """The tensor to add to, checked; None where .grad is still to be made."""
-        weight, name = self.weight, f"linear_weight.{self.place}"
-        found = getattr(weight, self.place, None)
-        if found is None and self.place == "grad":
+    def find(self):
+        """What flce::backward_into is to add to, checked with the weight; None where flce::backward
+        has to make .grad. Runs in a backward, before it writes."""
+        self._check_weight()
+        weight, name = self.weight, f"linear_weight.{self.attribute}"
+        found = getattr(weight, self.attribute, None)
+        if found is None and self.attribute == "grad":
             if getattr(weight, "grad_dtype", weight.dtype) in (weight.dtype, None):
                 return None
             raise ValueError(f"linear_weight.grad_dtype: expected {weight.dtype} for {_NAME}")
         if not isinstance(found, torch.Tensor):
-            raise ValueError(
-                f'{name}: expected a tensor for {_NAME}="main_grad", got {type(found).__name__}'
-            )
+            refuse(name, f'a tensor for {_NAME}="main_grad"', type(found).__name__)
         if is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
-            raise ValueError(
-                f"{name}: expected a plain dense tensor, got {type(found).__name__} of layout "
-                f"{found.layout}"
-            )
-        widens = self.place == "main_grad" and weight.dtype.itemsize == 2
+            got = f"{type(found).__name__} of layout {found.layout}"
+            refuse(name, "a plain dense tensor", got)
+        widens = self.attribute == "main_grad" and weight.dtype.itemsize == 2
         dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
         if found.dtype not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise ValueError(f"{name}: expected dtype {expected}, got {found.dtype}")
-        if found.shape != weight.shape:
-            expected, got = tuple(weight.shape), tuple(found.shape)
-            raise ValueError(f"{name}: expected shape {expected}, got {got}")
+            refuse(name, f"dtype {' or '.join(map(str, dtypes))}", found.dtype)
+        validate.check_shape(name, found, weight.shape)
         if found.device != weight.device:
-            raise ValueError(f"{name}: expected device {weight.device}, got {found.device}")
+            refuse(name, f"device {weight.device}", found.device)
         if not found.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {found.stride()}")
-        if _overlap(found, weight):
-            raise ValueError(f"{name}: expected memory of its own, got that of linear_weight")
+            refuse(name, "a contiguous tensor", f"strides {found.stride()}")
+        begins = found.data_ptr(), weight.data_ptr()
+        if max(begins) < min(begins[0] + found.nbytes, begins[1] + weight.nbytes):
+            refuse(name, "memory of its own", "that of linear_weight")
         if found.requires_grad or found.is_inference():
             kind = "an inference tensor" if found.is_inference() else "one that requires grad"
-            raise ValueError(f"{name}: expected a tensor that may be written to, got {kind}")
+            refuse(name, "a tensor that may be written to", kind)
         return found
 
     def is_asked(self, node):
@@ -138,23 +110,22 @@ class Accumulator:
         except RuntimeError:
             # The engine says so of a leaf whose gradient torch.autograd.grad() is to return.
             raise RuntimeError(
-                f"flce: {_NAME}={self.place!r} adds linear_weight's gradient to .{self.place} in "
-                "backward(); torch.autograd.grad() cannot return it. Leave linear_weight out of "
-                f"its inputs, or use {_NAME}=None"
+                f"flce: {_NAME}={self.attribute!r} adds linear_weight's gradient to "
+                f".{self.attribute} in backward(); torch.autograd.grad() cannot return it. Leave "
+                f"linear_weight out of its inputs, or use {_NAME}=None"
             ) from None
 
-    def open(self):
-        """What flce::backward_into is to add to, or None for flce::backward, whose gradient becomes
-        .grad. Runs in a backward, before it writes."""
-        self._check_weight()
-        return self._find()
-
     def close(self, grad_weight):
-        """After the gradients are made: `grad_weight` where open() gave None. Returns what autograd
+        """After the gradients are made: `grad_weight` where find() gave None. Returns what autograd
         gets as the weight's gradient."""
         weight = self.weight
         if weight.is_cuda:
-            _wait_at_the_end(weight.device)
+            # The stream that called backward() waits for this one at its end, as it does for the
+            # gradients that autograd is given.
+            written = torch.cuda.current_stream(weight.device).record_event()
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: torch.cuda.current_stream(weight.device).wait_event(written)
+            )
         if grad_weight is not None:
             weight.grad = grad_weight
         if not self._is_declared():
@@ -163,19 +134,3 @@ class Accumulator:
         # Zeros, so that a hook that adds it in spite of that, or a second use of the weight, does
         # no harm; without memory of their own until autograd keeps them for the hooks.
         return weight.new_zeros(()).expand(weight.shape)
-
-
-def _overlap(first, second):
-    """Whether two contiguous tensors of a device have memory in common."""
-    begins = first.data_ptr(), second.data_ptr()
-    ends = begins[0] + first.nbytes, begins[1] + second.nbytes
-    return max(begins) < min(ends)
-
-
-def _wait_at_the_end(device):
-    """Makes the stream that called backward() wait for this one, as autograd does by itself for
-    gradients that it has been given."""
-    written = torch.cuda.current_stream(device).record_event()
-    torch.autograd.Variable._execution_engine.queue_callback(
-        lambda: torch.cuda.current_stream(device).wait_event(written)
-    )

@@ -12,35 +12,23 @@ import sys
 
 import torch
 
-from . import ops, targets, validate
+from . import autograd, strategy, validate
 from .accumulate import Accumulator
-from .options import OPTIONS, OUTPUTS, RETURNS, defaults
+from .options import OPTIONS, OUTPUTS, RETURNS, Wanted, defaults
 from .signature import (
-    LINEAR_VALUES,
-    LOGITS_VALUES,
-    Wanted,
     describe,
     environment,
     linear_signature,
+    linear_values,
     logits_signature,
+    logits_values,
 )
 
 NOTHING = Wanted()
 _DEFAULTS = {**defaults(), "token_temperature": None}
-_linear_values = operator.itemgetter(*LINEAR_VALUES)
-_logits_values = operator.itemgetter(*LOGITS_VALUES)
 _vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
-
-
-def _describe(target, vectors):
-    """In the order of LossTensors."""
-    weight, token_weight, token_temperature = vectors
-    return (
-        describe("target", target),
-        describe("weight", weight),
-        describe("token_weight", token_weight),
-        describe("temperature", token_temperature),
-    )
+_OPERANDS = ("input", "linear_weight", "linear_bias")
+_LOSS_TENSORS = ("target", "weight", "token_weight", "temperature")
 
 
 def _rows_of(tensor):
@@ -48,129 +36,131 @@ def _rows_of(tensor):
     return (tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])).contiguous()
 
 
-def _indices_of(target):
-    flat = target if target.dim() == 1 else target.reshape(-1)
-    return (flat if flat.dtype == torch.int64 else flat.to(torch.int64)).contiguous()
-
-
-def _vector_of(tensor, dtype):
-    return tensor.detach().reshape(-1).to(dtype).contiguous()
-
-
 def _loss_tensors(call, target, vectors):
     """Target and the optional tensors as the inner operators take them."""
-    if validate.checks_targets(target.device):
-        validate.check_target_range(target, call.vocab, call.scalars.ignore_index)
-    flat = _rows_of(target) if call.has_probabilities else _indices_of(target)
+    validate.check_target_range(target, call.vocab, call.settings.ignore_index)
+    if call.has_probabilities:
+        flat = _rows_of(target)
+    else:
+        flat = target if target.dim() == 1 else target.reshape(-1)
+        flat = (flat if flat.dtype == torch.int64 else flat.to(torch.int64)).contiguous()
     weight, token_weight, token_temperature = vectors
     if weight is None and token_weight is None and token_temperature is None:
         return flat, *vectors
-    return flat, *(None if one is None else _vector_of(one, call.stat) for one in vectors)
+    vectors = (None if one is None else one.detach().reshape(-1) for one in vectors)
+    return flat, *(None if one is None else one.to(call.stat).contiguous() for one in vectors)
 
 
-def _run(op, tensors, settings):
-    """An inner operator's outputs, for a Function to be applied to."""
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return list(op(*tensors, *settings))
-    except MemoryError as error:
-        ops.raise_out_of_memory(error)
+def _shifted_target(target, shift, cu_seqlens, ignore_index):
+    """The target of each position: that `shift` further on, `ignore_index` at a sequence's end.
+
+    Sequences are the last dimension of `target` and, with `cu_seqlens`, end there too; without it
+    `shift` is not 0.
+    """
+    validate.check_integer("shift", shift, 0)
+    if shift == 0:
+        validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
+    if target.is_floating_point():
+        validate.refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
+    if cu_seqlens is None and target.dim() < 2:
+        expected = "an input of at least 3 dimensions, or cu_seqlens"
+        validate.refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
+    # Of a target in int32 too: ignore_index may be any int64.
+    shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
+    if shift < target.shape[-1]:
+        shifted[..., :-shift] = target[..., shift:]
+    if cu_seqlens is None:
+        return shifted
+    validate.check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
+    if cu_seqlens.shape[0] < 2:
+        expected = "at least two offsets, the begin and the end of a sequence"
+        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
+    validate.check_same_device("cu_seqlens", cu_seqlens, "target", target)
+    offsets = cu_seqlens.to(torch.int64)
+    position = torch.arange(target.numel(), device=target.device)
+    segment = torch.searchsorted(offsets, position, right=True)
+    end = offsets[segment.clamp(max=offsets.shape[0] - 1)]
+    # The end of the sequence comes before the target; before the first offset there is none either.
+    crosses = (position + shift >= end) | (segment == 0)
+    return shifted.masked_fill(crosses.reshape(target.shape), ignore_index)
 
 
-def _outputs(call, made, tensors, num_items, rows, bound=None):
-    """The loss and what is wanted beside it, in the shape `rows`, from an inner operator's outputs.
+def _outputs(call, made, tensors, num_items, shape, bound=None):
+    """The loss and the outputs that are wanted, in the rows' `shape`, from an inner operator's.
 
     `bound`: how many rows were computed; more valid ones make the accuracy NaN, as the loss is.
     """
-    wanted, (loss, stats, sums, predictions, *_) = call.wanted, made
-    outputs = [loss.reshape(rows) if call.reduction == "none" else loss, *(None,) * len(wanted)]
+    wanted, settings, (loss, stats, sums, predictions, *_) = call.wanted, call.settings, made
+    outputs = [loss.reshape(shape) if settings.reduction == "none" else loss]
+    outputs += [None] * len(wanted)
     if not any(wanted):
         return outputs
     target, _, token_weight, _ = tensors
-    ignored = None if call.has_probabilities else target == call.scalars.ignore_index
-
-    def shaped(vector):
-        return vector.reshape(rows)
-
+    ignored = None if call.has_probabilities else target == settings.ignore_index
     if wanted.lse:
-        outputs[1] = shaped(stats[ops.STAT_LSE])
+        outputs[1] = stats[autograd.STAT_LSE].reshape(shape)
     if wanted.entropy:
-        outputs[2] = shaped(stats[ops.STAT_ENTROPY])
+        outputs[2] = stats[autograd.STAT_ENTROPY].reshape(shape)
     if wanted.accuracy:
         # No ignored row is right: its prediction is -1, which may be ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
-        outputs[3] = right / sums[ops.SCALAR_VALID].clamp(min=1.0)
+        outputs[3] = right / sums[autograd.SCALAR_VALID].clamp(min=1.0)
         if bound is not None:
-            outputs[3] = outputs[3].masked_fill(sums[ops.SCALAR_VALID] > bound, math.nan)
+            outputs[3] = outputs[3].masked_fill(sums[autograd.SCALAR_VALID] > bound, math.nan)
     if wanted.predictions:
-        outputs[4] = shaped(predictions)
+        outputs[4] = predictions.reshape(shape)
     if wanted.z_loss:
-        parts = _z_losses(stats.detach(), token_weight, ignored, call.scalars.z_loss)
-        count = sums[ops.SCALAR_VALID] if num_items is None else num_items
-        reduce = {"none": shaped, "sum": torch.sum, "mean": _mean_over(count)}
-        outputs[5] = reduce[call.reduction](parts)
+        rows = settings.z_loss * stats[autograd.STAT_LSE].detach().square()
+        if token_weight is not None:
+            rows = rows * token_weight
+            rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
+        count = sums[autograd.SCALAR_VALID] if num_items is None else num_items
+        if settings.reduction == "none":
+            outputs[5] = rows.reshape(shape)
+        elif settings.reduction == "sum":
+            outputs[5] = rows.sum()
+        else:
+            outputs[5] = (rows.sum() / count).masked_fill(count == 0, 0.0)
     return outputs
-
-
-def _z_losses(stats, token_weight, ignored, factor):
-    rows = factor * stats[ops.STAT_LSE].square()
-    if token_weight is None:
-        return rows
-    rows = rows * token_weight
-    return rows if ignored is None else rows.masked_fill(ignored, 0.0)
-
-
-def _mean_over(count):
-    """Sum over `count`, 0 where that is 0."""
-    return lambda values: (values.sum() / count).masked_fill(count == 0, 0.0)
 
 
 def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     """The loss and the outputs of `wanted`, None for the others. `settings`: the value of each of
     OPTIONS, and of token_temperature, a vector of temperatures."""
     linear_bias, num_items = settings["linear_bias"], settings["num_items"]
-    operands = (
-        describe("input", input),
-        describe("linear_weight", linear_weight),
-        describe("linear_bias", linear_bias),
-    )
     vectors = _vectors(settings)
+    operands = tuple(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
     call = linear_signature(
-        environment(input, torch.compiler.is_compiling(), settings["max_memory"]),
+        environment(input, settings["max_memory"]),
         wanted,
         operands,
-        _describe(target, vectors),
-        *_linear_values(settings),
+        tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
+        *linear_values(settings),
     )
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
-    accumulator = None
-    if call.accumulates:
-        accumulator = Accumulator(linear_weight, settings["accumulate_into"])
-    ignore_index = call.scalars.ignore_index
-    if settings["shift"] != 0 or settings["cu_seqlens"] is not None:
-        offsets = settings["shift"], settings["cu_seqlens"]
-        target = targets.shifted_target(target, *offsets, ignore_index)
+    attribute = settings["accumulate_into"]
+    accumulator = Accumulator(linear_weight, attribute) if call.accumulates else None
+    ignore_index = call.settings.ignore_index
+    shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
+    if shift != 0 or cu_seqlens is not None:
+        target = _shifted_target(target, shift, cu_seqlens, ignore_index)
     if num_items is not None:
-        num_items = validate.num_items_tensor(num_items, call.reduction, call.stat, input)
+        num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
     tensors = _loss_tensors(call, target, vectors)
-    rows = targets.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
+    rows = strategy.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
-    made = _forward(call, leaves, tensors, num_items, rows, accumulator)
-    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
-
-
-def _forward(call, leaves, tensors, num_items, rows, accumulator):
-    """The inner operator's outputs, differentiable where the call is. `tensors`: target, weight,
-    token_weight, token_temperature."""
-    settings, behind_tensors = call.settings(rows)
-    arguments = (*leaves[:2], tensors[0], leaves[2], *tensors[1:], num_items)
-    made = _run(ops.inner.forward.default, arguments, behind_tensors)
+    resolved, arguments = call.resolved(rows)
+    operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items)
+    made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
-        returned = ops.Forward.apply(made, call.returns, settings, tensors, accumulator, *leaves)
-        made[: len(returned)] = returned
-    return made
+        count = 1 + call.differentiates_outputs
+        made[:count] = autograd.Forward.apply(*leaves, made, count, resolved, tensors, accumulator)
+    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
 
 @functools.cache
@@ -187,87 +177,63 @@ def linear_cross_entropy_untraced(*args):
 
 def cross_entropy_of(wanted, logits, target, settings):
     """The same for logits that the caller holds."""
-    num_items = settings["num_items"]
-    described, vectors = describe("logits", logits), _vectors(settings)
+    num_items, vectors = settings["num_items"], _vectors(settings)
+    described = describe("logits", logits)
     call = logits_signature(
-        environment(logits, torch.compiler.is_compiling()),
+        environment(logits),
         wanted,
         described,
-        _describe(target, vectors),
-        *_logits_values(settings),
+        tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
+        *logits_values(settings),
     )
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *vectors, num_items)
     tensors = _loss_tensors(call, target, vectors)
-    num_items = validate.num_items_tensor(num_items, call.reduction, call.stat, logits)
-    rows, lists = _rows_of(logits), call.settings
-    arguments = (rows, *tensors, num_items)
-    made = _run(ops.inner.cross_entropy_forward.default, arguments, lists)
+    num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, logits)
+    rows = _rows_of(logits)
+    forward = autograd.inner.cross_entropy_forward.default
+    made = list(autograd.run(forward, rows, *tensors, num_items, *call.lists))
     if call.differentiable:
-        differentiable = ops.CrossEntropyForward.apply(made, call.returns, lists, tensors, rows)
-        made[: len(differentiable)] = differentiable
+        count = 1 + call.differentiates_outputs
+        made[:count] = autograd.CrossEntropyForward.apply(rows, made, count, call.lists, tensors)
     return _outputs(call, made, tensors, num_items, logits.shape[:-1])
 
 
-# ---- registration ----
+def _kernel_of(function, gives_outputs):
+    """Gives tensors alone, as the schema has it: an empty one for an output that is not wanted."""
 
-
-def _kernel_of(function):
     def kernel(*tensors, **given):
-        return function(NOTHING, *tensors, {**_DEFAULTS, **given})[0]
+        wanted = Wanted(*(given.pop(name, False) for name in RETURNS))
+        loss, *outputs = function(wanted, *tensors, {**_DEFAULTS, **given})
+        if not gives_outputs:
+            return loss
+        return loss, *(loss.new_empty(0) if value is None else value for value in outputs)
 
     return kernel
 
 
-def _kernel_of_outputs(function):
-    def kernel(*tensors, **given):
-        wanted = _take_wanted(given)
-        return _without_none(function(wanted, *tensors, {**_DEFAULTS, **given}))
-
-    return kernel
-
-
-def _take_wanted(given):
-    return Wanted(*(given.pop(name, False) for name in RETURNS))
-
-
-def _without_none(outputs):
-    """The public operators give tensors alone: an empty one for an output that is not wanted."""
-    return tuple(outputs[0].new_empty(0) if value is None else value for value in outputs)
-
-
-def _schema_of(options):
-    typed = {name: option for name, option in options.items() if option.schema}
-    arguments = [f"{option.schema} {name}={option.default!r}" for name, option in typed.items()]
-    return ", ".join((*arguments, "Tensor? token_temperature=None"))
+def _register(name, function, operands, options):
+    """The operator `name` and the one of its outputs. `operands`: of both schemas."""
+    typed = {option: row for option, row in options.items() if row.schema}
+    arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
+    schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
+    returns = ", ".join(f"bool {option}=False" for option in RETURNS)
+    outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
+    for operator_schema, kernel in (
+        (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
+        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
+    ):
+        registered = autograd.library.define(operator_schema)
+        # Without this vmap would loop over the batch, one call a slice, with only a warning.
+        autograd.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
+        autograd.library.impl(registered, kernel, "CompositeImplicitAutograd")
 
 
-_FUNCTIONS = {
-    "linear_cross_entropy": (
-        linear_cross_entropy_of,
-        f"Tensor input, Tensor linear_weight, Tensor target, *, {_schema_of(OPTIONS)}",
-    ),
-    "cross_entropy": (
-        cross_entropy_of,
-        "Tensor logits, Tensor target, *, "
-        + _schema_of({name: option for name, option in OPTIONS.items() if option.of_logits}),
-    ),
-}
-_RETURNS_SCHEMA = ", ".join(f"bool {name}=False" for name in RETURNS)
-_OUTPUTS_SCHEMA = ", ".join(f"Tensor {name}" for name in ("loss", *OUTPUTS))
-
-
-def _register_composite(name, function, schema):
-    ops.library.define(f"{name}{schema}")
-    # Without this vmap would loop over the batch, one call a slice, with only a warning.
-    ops.library.impl(name, validate.refuse_vmap, "FuncTorchBatched")
-    ops.library.impl(name, function, "CompositeImplicitAutograd")
-
-
-for _name, (_function, _schema) in _FUNCTIONS.items():
-    _register_composite(_name, _kernel_of(_function), f"({_schema}) -> Tensor")
-    _register_composite(
-        f"{_name}_outputs",
-        _kernel_of_outputs(_function),
-        f"({_schema}, {_RETURNS_SCHEMA}) -> ({_OUTPUTS_SCHEMA})",
-    )
+_of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}
+_register(
+    "linear_cross_entropy",
+    linear_cross_entropy_of,
+    "Tensor input, Tensor linear_weight, Tensor target",
+    OPTIONS,
+)
+_register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

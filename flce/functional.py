@@ -5,19 +5,19 @@ import numbers
 import torch
 
 from . import accumulate, composite, validate
-from .options import NUMBERS, OPTIONS, RETURNS
-from .output import LinearCrossEntropyOutput
-from .signature import Wanted
+from .options import NUMBERS, OPTIONS, RETURNS, LinearCrossEntropyOutput, Wanted
 from .strategy import from_torch_options, parse_bytes
-from .targets import shifted_target
 
 _IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
 _SCALARS = ("ignore_index", *NUMBERS)
 
 
-def _call(name, operands, settings, wanted):
+def _call(name, operands, settings):
     """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
     the call, through the composite operator."""
+    _as_numbers(settings, operands[0])
+    returns = [settings[option] for option in RETURNS]
+    wanted = Wanted(*returns) if any(returns) else composite.NOTHING
     if settings.get("accumulate_into") is not None:
         accumulate.refuse_tracing()
         made = composite.linear_cross_entropy_untraced(wanted, *operands, settings)
@@ -36,13 +36,15 @@ def _through_operator(name, operands, settings, wanted):
         )
     if settings.get("max_memory") is not None:
         settings["max_memory"] = parse_bytes(settings["max_memory"])
+    if isinstance(bound := settings.get("valid_bound"), str):
+        got = f'"{bound}", which waits for the device'
+        validate.refuse("valid_bound", "an int or None under torch.compile", got)
     given = {option: settings[option] for option in _IN_SCHEMA if option in settings}
     if not any(wanted):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
     returns = dict(zip(RETURNS, wanted, strict=True))
-    made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
-    asked = (True, *wanted)
-    return (value if ask else None for value, ask in zip(made, asked, strict=True))
+    loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
+    return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
 
 
 def _as_numbers(settings, first):
@@ -52,22 +54,16 @@ def _as_numbers(settings, first):
     """
     settings["token_temperature"] = None
     for name in _SCALARS:
-        value = settings[name]
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value := settings[name], torch.Tensor):
             continue
-        if name != "temperature":
-            settings[name] = validate.number(name, value)
-        elif value.dim() == 0 and value.device.type == "cpu" and not torch.compiler.is_compiling():
+        is_scalar = value.dim() == 0
+        is_known = is_scalar and value.device.type == "cpu" and not torch.compiler.is_compiling()
+        if name != "temperature" or is_known:
             settings[name] = validate.number(name, value)
         else:
             # A value on a GPU, or under torch.compile, is no number yet: each row takes the tensor.
-            rows = value.expand(first.shape[:-1]) if value.dim() == 0 else value
+            rows = value.expand(first.shape[:-1]) if is_scalar else value
             settings.update(temperature=1.0, token_temperature=rows)
-
-
-def _wanted(settings):
-    returns = [settings[name] for name in RETURNS]
-    return Wanted(*returns) if any(returns) else composite.NOTHING
 
 
 def _linear_loss(input, linear_weight, target, settings):
@@ -79,18 +75,10 @@ def _linear_loss(input, linear_weight, target, settings):
                 settings[name] = value
     if settings["accumulate_into"] is not None:
         validate.check_tensor("linear_weight", linear_weight)
-        settings["accumulate_into"] = accumulate.option(
-            linear_weight, settings["accumulate_into"], settings["save"]
-        )
-    _as_numbers(settings, input)
-    bound = settings["valid_bound"]
-    if isinstance(bound, str):
-        if bound != "count":
-            raise ValueError(f'valid_bound: expected an int, "count" or None, got {bound!r}')
-        validate.check_tensor("target", target)
-        settings["valid_bound"] = _count_valid(target, settings)
-    operands = input, linear_weight, target
-    return _call("linear_cross_entropy", operands, settings, _wanted(settings))
+        validate.check_choices(settings)
+        if not (torch.is_grad_enabled() and linear_weight.requires_grad):
+            settings["accumulate_into"] = None  # no gradient to accumulate
+    return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
 
 def linear_cross_entropy(
@@ -129,7 +117,7 @@ def linear_cross_entropy(
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
     target.flatten(), ...)`` with the loss in float32, except that the mean over no valid row is 0
-    (there: NaN). docs/semantics.md has the meanings of all options and outputs in one table.
+    (there: NaN). docs/semantics.md has the formulas, and the meanings of all options.
 
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
@@ -159,17 +147,16 @@ def linear_cross_entropy(
             instead of its own. 0 gives the loss 0. Only for "mean".
         shift: the target of a position is that of `shift` positions further along the last
             dimension of (...); the last ones are ignored. Takes an input of at least 3
-            dimensions, or `cu_seqlens`. Outputs keep their places, and so do `token_weight` and
+            dimensions, or `cu_seqlens`. Outputs are not shifted, nor are `token_weight` and
             `temperature`, which belong to the rows of input.
         cu_seqlens: with a shift, offsets of packed sequences into the flattened (...), int32 or
             int64, shape (sequences + 1,): no target is taken from beyond a sequence's end.
-        valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight behind
+        valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight after
             them are padding, which is never read and gets the gradient 0.
         valid_bound: at most so many rows are not ignored: then only those are computed, in time
             and memory. "count" counts them, with one wait for the device. More rows than the
             bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU, where
-            ignored rows are always left out. None never waits: on CUDA it computes every row, but
-            for those that Hopper's fused product skips.
+            ignored rows are always left out. None never waits (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None; its error grows with the number of chunks) or torch.float32, which takes
             4 V H bytes more for 16-bit operands.
@@ -178,10 +165,9 @@ def linear_cross_entropy(
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
-            the backward computes the logits again) or "auto": on CUDA, where max_memory is not
-            given, grads for a scalar loss (unless lse or entropy are returned, or probabilities
-            have float16 operands); else logits where they fit max_memory, grads for a scalar
-            loss, and stats otherwise. docs/memory.md has the rule in full.
+            the backward computes the logits again) or "auto": grads for a scalar loss on CUDA
+            where max_memory is not given; else logits where they fit max_memory, grads for a
+            scalar loss, and stats otherwise. docs/memory.md has the rule in full.
         max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
             then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
@@ -207,29 +193,8 @@ def linear_cross_entropy(
             MemoryError).
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
             or autograd.grad of linear_weight.
-
-    Formula (torch.nn.CrossEntropyLoss): with class weights w, a valid row of target y has
-    ``(1-s) w_y (lse - l_y) + s/V sum_j w_j (lse - l_j)``, one of probabilities t
-    ``sum_j w_j ((1-s) t_j + s/V) (lse - l_j)``, of the logits l above.
     """
     return _linear_loss(input, linear_weight, target, locals())
-
-
-def _count_valid(target, settings):
-    """The number of rows that are not ignored (a shift ignores more); waits for the device."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            'valid_bound: expected an int or None under torch.compile, got "count", which waits '
-            "for the device"
-        )
-    ignore_index = validate.check_ignore_index(settings["ignore_index"])
-    if target.is_floating_point():
-        raise ValueError(
-            "valid_bound: expected None with probabilities, of which no row is ignored, got 'count'"
-        )
-    shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
-    target = shifted_target(target, shift, cu_seqlens, ignore_index)
-    return int((target != ignore_index).sum())
 
 
 def cross_entropy(
@@ -255,7 +220,7 @@ def cross_entropy(
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient.
-    Between the two it keeps seven float32 numbers a row beside the logits, no log-probabilities.
+    Between the two it keeps the logits and seven float32 numbers a row, no log-probabilities.
 
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.
@@ -268,12 +233,9 @@ def cross_entropy(
         The loss, float32 (float64 for float64 logits), shape () or (...) for "none"; with a
         `return_*` a `LinearCrossEntropyOutput`. The gradient has the logits' dtype.
 
-    Raises:
-        As `linear_cross_entropy`.
+    Raises: as `linear_cross_entropy`.
     """
-    settings = locals()
-    _as_numbers(settings, logits)
-    return _call("cross_entropy", (logits, target), settings, _wanted(settings))
+    return _call("cross_entropy", (logits, target), locals())
 
 
 def linear_logprobs(
@@ -310,13 +272,10 @@ def linear_logprobs(
         (logprobs, entropy), both of shape (...), float32 (float64 for float64 operands), in nats;
         0 where the target is ignored.
 
-    Raises:
-        As `linear_cross_entropy`.
+    Raises: as `linear_cross_entropy`.
     """
     if isinstance(target, torch.Tensor) and target.is_floating_point():
-        raise TypeError(
-            "target: expected class indices of dtype torch.int64 or torch.int32, got "
-            f"{target.dtype}"
-        )
+        expected = "class indices of dtype torch.int64 or torch.int32"
+        validate.refuse("target", expected, target.dtype, TypeError)
     output = linear_cross_entropy(**locals(), reduction="none", return_entropy=True)
     return -output.loss, output.entropy

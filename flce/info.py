@@ -14,8 +14,7 @@ def lines():
     yield f"flce {flce.__version__}"
     yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     yield f"cpu row passes: {torch.ops.flce.cpu_variant()}, {torch.get_num_threads()} threads"
-    cpu = torch.device("cpu")
-    yield f"cpu default max_memory: {strategy.resolve_max_memory(None, cpu)} bytes"
+    yield f"cpu default max_memory: {strategy.resolve_max_memory(None, torch.device('cpu'))} bytes"
     for line in torch.ops.flce.cuda_describe().splitlines():
         yield f"cuda library: {line}"
     yield f"tuned products: {describe()}"
@@ -23,8 +22,7 @@ def lines():
         yield "cuda device: none"
         return
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        device = torch.device("cuda", index)
+        facts, device = torch.cuda.get_device_properties(index), torch.device("cuda", index)
         yield (
             f"cuda device {index}: {facts.name}, sm_{facts.major}{facts.minor}, "
             f"{facts.multi_processor_count} multiprocessors, {facts.total_memory} bytes, "

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import accumulate, validate
+from . import validate
 from .functional import linear_cross_entropy
-from .options import NUMBERS, defaults
+from .options import LinearCrossEntropyOutput, defaults
 from .strategy import parse_bytes
 
 # What the Modules hold as attributes, which may change between calls. The defaults serve Modules
@@ -23,12 +23,11 @@ def _keep_options(module, classes, given):
             f"some of {', '.join(_MODULE_OPTIONS)}"
         )
     values = {**_MODULE_OPTIONS, **given}
-    validate.check_choices(values["reduction"], values["save"])
-    accumulate.check_place(values["accumulate_into"], values["save"])
-    validate.check_scalars(values["ignore_index"], *(values[name] for name in NUMBERS))
+    validate.check_choices(values)
+    validate.check_scalars(values)
     for name in ("accum_dtype", "logits_dtype"):
         if not isinstance(values[name], torch.dtype | None):
-            raise TypeError(f"{name}: expected a torch.dtype or None, got {values[name]!r}")
+            validate.refuse(name, "a torch.dtype or None", repr(values[name]), TypeError)
     if values["max_memory"] is not None:
         parse_bytes(values["max_memory"])
     validate.check_integer("shift", values["shift"], 0)
@@ -52,7 +51,7 @@ def _describe_options(module):
 
 
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
-    """A linear layer and the cross entropy of its output; torch.nn.LinearCrossEntropyLoss's twin.
+    """A linear layer and the cross entropy of its output; as torch.nn.LinearCrossEntropyLoss.
 
     Args:
         in_features: H.
@@ -79,11 +78,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         weight=None,
         **options,
     ):
-        if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(
-                f"weight: expected shape ({num_classes},), a factor for each class, "
-                f"got {tuple(weight.shape)}"
-            )
+        if weight is not None:
+            validate.check_shape("weight", weight, (num_classes,), ", a factor for each class")
         super().__init__(weight=weight, reduction=reduction)
         _keep_options(self, num_classes, {"reduction": reduction, **options})
         self.num_classes = num_classes
@@ -112,9 +108,7 @@ class LinearCrossEntropyHead(nn.Linear):
         in_features, out_features, bias, device, dtype: as nn.Linear.
         class_weight: a factor for each class, shape (out_features,), kept as a buffer that is not
             saved, or None.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift,
-            valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
-            `linear_cross_entropy`.
+        **options: as of LinearCrossEntropyLoss, but for `weight`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
     (..., V).
@@ -147,5 +141,5 @@ class LinearCrossEntropyHead(nn.Linear):
 
 
 # A pickle names the package, not the file that holds the class today.
-for _module in (LinearCrossEntropyLoss, LinearCrossEntropyHead):
-    _module.__module__ = "flce"
+for _class in (LinearCrossEntropyLoss, LinearCrossEntropyHead, LinearCrossEntropyOutput):
+    _class.__module__ = "flce"

@@ -1,4 +1,4 @@
-"""The options of the loss: one table, and the lists in which the operators take them.
+"""The options of the loss in one table, its outputs, and the lists in which operators take them.
 
 Checks of their values are in validate.py, what is decided from options and sizes in strategy.py.
 """
@@ -54,9 +54,7 @@ OPTIONS = {
         None, lambda value: 0.0 < value < math.inf, "a positive finite number or None", "float?"
     ),
     "logit_scale": _number(
-        1.0,
-        lambda value: math.isfinite(value) and value != 0.0,
-        "a finite number other than 0",
+        1.0, lambda value: math.isfinite(value) and value != 0.0, "a finite number other than 0"
     ),
     "temperature": _number(1.0, lambda value: 0.0 < value < math.inf, "a positive finite number"),
     "z_loss": _number(0.0, lambda value: 0.0 <= value < math.inf, "a finite number of at least 0"),
@@ -72,56 +70,67 @@ OPTIONS = {
     "max_memory": Option(None, "int?", INTEGER, of_module=True),
     "accumulate_into": Option(None, of_module=True),
 }
-# Asked for by return_<name>, False by default; in the order of LinearCrossEntropyOutput.
-OUTPUTS = ("lse", "entropy", "accuracy", "predictions", "z_loss")
-RETURNS = tuple(f"return_{name}" for name in OUTPUTS)
+
+
+class LinearCrossEntropyOutput(typing.NamedTuple):
+    """The loss and the outputs that were asked for; None for the others.
+
+    loss: shape (), or (...) for reduction="none"; differentiable.
+    lse: logsumexp of each row's logits, shape (...); differentiable; 0 where ignored.
+    entropy: of each row's softmax, in nats, shape (...); differentiable; 0 where ignored.
+    accuracy: rows whose largest logit is the target's, over valid rows, shape (); 0 without any.
+    predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
+    z_loss: the loss's part z_loss lse^2, reduced as the loss is; detached.
+
+    All but the predictions have the loss's dtype: float64 for float64 operands, else float32.
+    """
+
+    loss: torch.Tensor
+    lse: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    accuracy: torch.Tensor | None = None
+    predictions: torch.Tensor | None = None
+    z_loss: torch.Tensor | None = None
+
+
+OUTPUTS = LinearCrossEntropyOutput._fields[1:]
+RETURNS = tuple(f"return_{name}" for name in OUTPUTS)  # asked for by these, False by default
+# Which outputs a call gives in addition to the loss.
+Wanted = collections.namedtuple("Wanted", OUTPUTS, defaults=(False,) * len(OUTPUTS))
 
 
 def defaults(having=None):
     """Name and default of all options, or of those that have the field `having`."""
-    return {
-        name: option.default
-        for name, option in OPTIONS.items()
-        if having is None or getattr(option, having)
-    }
+    chosen = ((name, o) for name, o in OPTIONS.items() if having is None or getattr(o, having))
+    return {name: option.default for name, option in chosen}
 
-
-# ---- the lists of the operators ----
 
 # Raised with kLayout of csrc/op_options.h.
 LAYOUT = 1
-# Behind the options: what follows from the outputs that are asked for, from the tensors and from
+GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+# After the options: what follows from the outputs that are asked for, from the tensors and from
 # torch's settings.
-_FLAGS = (
-    "wants_entropy",
-    "wants_predictions",
-    "wants_statistics",
-    "saves_memory",
-    "grad_input",
-    "grad_weight",
-    "grad_bias",
-    "allow_tf32",
-)
-_CODES = {"reduction": REDUCTIONS, "save": SAVES} | dict.fromkeys(
-    ("accum_dtype", "logits_dtype", "dtype"), DTYPES
-)
+_FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
+_FLAGS += (*GRADIENTS, "allow_tf32")
+_CODES = {"reduction": REDUCTIONS, "save": SAVES}
+_CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
+_CODES |= dict.fromkeys(_FLAGS, (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
-INTEGERS = (
-    *(name for name, option in OPTIONS.items() if option.slot == INTEGER),
-    "dtype",
-    *_FLAGS,
-)
+INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)
+INTEGERS += ("dtype", *_FLAGS)
 _SIZES = ("valid_vocab", "rows")
-
-# The numbers of the loss, checked; softcap 0.0 stands for None.
-Scalars = collections.namedtuple("Scalars", ("ignore_index", *NUMBERS))
 
 
 class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS))):
-    """What the inner operators take behind their tensors: two sizes, which may be symbolic, and two
-    lists. In the lists an enumeration is the place of its value in REDUCTIONS, SAVES or DTYPES."""
+    """What the inner operators take after their tensors: two sizes, which may be symbolic, and two
+    lists. In the lists a value of _CODES is its index there; softcap 0.0 stands for None."""
 
     __slots__ = ()
+
+    @property
+    def gradients(self):
+        """Whether those of input, linear_weight and linear_bias are wanted."""
+        return self.grad_input, self.grad_weight, self.grad_bias
 
     def arguments(self):
         """As the operators take them."""
@@ -129,14 +138,15 @@ class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS)
 
     @classmethod
     def of_arguments(cls, valid_vocab, rows, integers, numbers):
+        """The inverse; ValueError for lists of another length and for what is no index."""
         expected = len(INTEGERS) + 1, len(NUMBERS)
         if (len(integers), len(numbers)) != expected:
             raise ValueError(
                 f"integers, numbers: expected {expected[0]} and {expected[1]} values, got "
                 f"{len(integers)} and {len(numbers)}"
             )
-        values = zip(INTEGERS, integers[:-1], strict=True)
-        return cls(valid_vocab, rows, *(_decoded(*value) for value in values), *numbers)
+        named = zip(INTEGERS, integers[:-1], strict=True)
+        return cls(valid_vocab, rows, *(_decoded(*value) for value in named), *numbers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -149,7 +159,7 @@ def _packed(values):
 
 
 def _decoded(name, value):
-    choices = _CODES.get(name) or ((False, True) if name in _FLAGS else None)
+    choices = _CODES.get(name)
     if choices is None:
         return value
     if not 0 <= value < len(choices):

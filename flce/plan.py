@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import accumulate, strategy, targets, validate
-from .options import DTYPES, defaults
-from .signature import LinearSignature, Wanted, product_dtypes
+from . import strategy, validate
+from ._C import getenv
+from .options import DTYPES, Wanted, defaults
+from .signature import linear_signature, linear_values
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Plan:
     Sizes are bytes over the inputs, `buffers` maps a buffer's name to its own. Peaks count what
     lives at once: `forward_peak_bytes` the outputs and the workspace of the forward,
     `backward_peak_bytes` what the forward kept, the gradients and the backward's workspace. A
-    backward that reaches lse or entropy with save="grads" has the numbers of "stats" beside these.
+    backward that reaches lse or entropy with save="grads" needs those of "stats" as well.
     """
 
     save: str
@@ -44,36 +45,22 @@ class Plan:
         return self.text
 
 
-def _parse(text):
-    fields = dict(re.findall(r"(\w+)=(\S+)", text))
-    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
-    numbers = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
-    return Plan(**numbers, buffers=buffers, text=text)
-
-
 # Of a matrix: a dozen of them in float64, and vectors of as many elements, fit an int64 in bytes.
 _MOST_ELEMENTS = 1 << 54
 
 
-def _check_sizes(tokens, hidden, vocab, valid_vocab):
+def _check_problem(device, tokens, hidden, vocab):
     sizes = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
     sizes = {name: int(validate.check_integer(name, *given)) for name, given in sizes.items()}
-    if valid_vocab is not None:
-        validate.check_integer("valid_vocab", valid_vocab, 1, vocab)
     for first, second in itertools.combinations(sizes, 2):
         if sizes[first] * sizes[second] > _MOST_ELEMENTS:
-            raise ValueError(
-                f"{first}, {second}: expected a product of at most 2^54, got "
-                f"{sizes[first]} and {sizes[second]}"
-            )
-
-
-def _check_device(device):
+            got = f"{sizes[first]} and {sizes[second]}"
+            validate.refuse(f"{first}, {second}", "a product of at most 2^54", got)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected a CPU or CUDA device, got {device}")
+        validate.refuse("device", "a CPU or CUDA device", device)
     present = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= present:
-        raise ValueError(f"device: expected one that is present, got {device}")
+        validate.refuse("device", "one that is present", device)
 
 
 def plan(
@@ -103,7 +90,7 @@ def plan(
     grad_input=True,
     grad_weight=True,
 ):
-    """The strategy, chunks, GEMM count and bytes by buffer that a call of these sizes has.
+    """A `Plan`: the strategy, chunks, GEMM count and bytes by buffer of a call of these sizes.
 
     Args:
         tokens, hidden, vocab: N, H, V.
@@ -121,53 +108,37 @@ def plan(
             return_predictions, accum_dtype, logits_dtype, save, max_memory: as in
             `linear_cross_entropy`.
 
-    Returns:
-        A `Plan`.
-
     Raises:
         TypeError, ValueError: what the call itself would refuse.
     """
+    options = {**defaults(), **locals()}
     device = torch.device(device)
-    _check_device(device)
-    _check_sizes(tokens, hidden, vocab, valid_vocab)
-    validate.check_float("dtype", dtype)
-    validate.check_float("input_dtype", input_dtype or dtype)
-    validate.check_float("weight_dtype", weight_dtype or dtype)
-    validate.check_choices(reduction, save)
-    accumulate.check_place(accumulate_into, save)
-    numbers = {**defaults("check"), "label_smoothing": label_smoothing, "softcap": softcap}
-    scalars = validate.check_scalars(-100, *numbers.values())
-    targets.check_bound(valid_bound, bool(probabilities))
-    if probabilities is True:
-        probabilities = dtype
+    _check_problem(device, tokens, hidden, vocab)
+    input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
+    for name in ("dtype", "input_dtype", "weight_dtype"):
+        validate.check_float(name, options[name] or dtype)
+    if valid_bound is not None:
+        validate.check_integer("valid_bound", valid_bound, 0)
+        if probabilities:
+            expected = "None with probabilities, of which no row is ignored"
+            validate.refuse("valid_bound", expected, valid_bound)
+    probabilities = dtype if probabilities is True else probabilities
     if probabilities and probabilities not in DTYPES:
-        raise ValueError(
-            "probabilities: expected True, False or a floating-point dtype that targets may have, "
-            f"got {probabilities!r}"
-        )
-    rows = tokens if valid_bound is None else min(valid_bound, tokens)
-    call = LinearSignature(
-        reduction=reduction,
-        scalars=scalars,
-        has_probabilities=bool(probabilities),
-        vocab=vocab if valid_vocab is None else valid_vocab,
-        stat=strategy.stat_dtype(dtype),
-        wanted=Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
-        differentiable=grad_input or grad_weight or bias,
-        tokens=tokens,
-        hidden=hidden,
-        valid_vocab=valid_vocab,
-        device_type=device.type,
-        types=product_dtypes(dtype, accum_dtype, logits_dtype),
-        save=save,
-        max_memory=strategy.resolve_max_memory(max_memory, device),
-        saves_memory=max_memory is None and not strategy.given_max_memory(),
-        grads=(grad_input, grad_weight, bias),
-        accumulate_into=accumulate_into,
-        compiling=False,
-        allow_tf32=False,
+        expected = "True, False or a floating-point dtype that targets may have"
+        validate.refuse("probabilities", expected, repr(probabilities))
+    target_shape = (tokens, vocab) if probabilities else (tokens,)
+    # The metadata of such a call; autocast's dtype is that of the products in any case.
+    call = linear_signature(
+        (True, False, dtype, False, getenv("FLCE_MAX_MEMORY") if max_memory is None else None),
+        Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
+        (
+            (input_dtype, device, (tokens, hidden), grad_input),
+            (weight_dtype, device, (vocab, hidden), grad_weight),
+            (weight_dtype, device, (vocab,), True) if bias else None,
+        ),
+        ((probabilities or torch.int64, device, target_shape, False), None, None, None),
+        *linear_values(options),
     )
-    weight_dtype = weight_dtype or dtype
     added = weight_dtype if accumulate_into == "grad" else strategy.stat_dtype(weight_dtype)
     text = torch.ops.flce.plan(
         tokens,
@@ -175,11 +146,14 @@ def plan(
         vocab,
         device.type,
         device.index or 0,
-        input_dtype or dtype,
+        input_dtype,
         weight_dtype,
         weight_dtype if bias else None,
         added if call.accumulates else None,
         probabilities or None,
-        *call.settings_for(rows).arguments(),
+        *call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))[1],
     )
-    return _parse(text)
+    fields = dict(re.findall(r"(\w+)=(\S+)", text))
+    fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
+    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
+    return Plan(**fields, buffers=buffers, text=text)

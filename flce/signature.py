@@ -9,38 +9,29 @@ a small step, so what follows from a signature is found once and kept.
 import collections
 import functools
 import math
-import typing
+import operator
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_compiling
 
-from . import accumulate, ops, strategy, validate
-from .options import DTYPES, OPTIONS, OUTPUTS, Scalars, Settings
+from . import strategy, validate
+from ._C import getenv
+from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted, defaults
 
-_KEPT = 1024  # signatures; those not asked for longest go first
-# The options that decide a signature, in the order of the values that are its key.
-LOGITS_VALUES = ("reduction", *Scalars._fields)
-LINEAR_VALUES = (
+# The options that decide a signature, whose values are part of its key.
+_LOGITS_NAMES = ("reduction", "ignore_index", *NUMBERS)
+_LINEAR_NAMES = (
     *(name for name, option in OPTIONS.items() if option.slot),
-    "valid_vocab",
-    "accumulate_into",
+    *("valid_vocab", "accumulate_into"),
 )
+logits_values = operator.itemgetter(*_LOGITS_NAMES)
+linear_values = operator.itemgetter(*_LINEAR_NAMES)
+_matmul = torch.backends.cuda.matmul
 
-
-class Meta(typing.NamedTuple):
-    """What the checks look at in a tensor, under a tensor's names.
-
-    A call hands over plain tuples of these: a tuple with names takes five times as long to make,
-    and is only made for a signature that is new.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    requires_grad: bool
-
-    def dim(self):
-        return len(self.shape)
+# The metadata that is checked, under a tensor's names. A call hands over plain tuples of these: a
+# tuple with names takes five times as long to make, and is only made for a signature that is new.
+Meta = collections.namedtuple("Meta", ("dtype", "device", "shape", "requires_grad"))
 
 
 def describe(name, tensor):
@@ -52,31 +43,21 @@ def describe(name, tensor):
     return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
 
 
-def _meta(fields):
-    return None if fields is None else Meta(*fields)
+def _metas(described):
+    return [None if fields is None else Meta(*fields) for fields in described]
 
 
-class Environment(typing.NamedTuple):
-    """What a call takes from around it. `autocast`: its dtype where it is on for the device;
-    `compiling`: whether the call is traced for torch.compile."""
-
-    grad: bool
-    compiling: bool
-    autocast: torch.dtype | None
-    allow_tf32: bool
-    max_memory: str | None
-
-
-def environment(first, compiling, max_memory=None):
-    """The fields of Environment. `first`: the tensor with the rows; `max_memory`: the caller's, of
-    which None lets FLCE_MAX_MEMORY speak."""
+def environment(first, max_memory=None):
+    """What a call takes from its surroundings: whether grad mode is on, whether it is traced for
+    torch.compile, autocast's dtype or None, whether float32 products may be TF32, and the text of
+    FLCE_MAX_MEMORY where `max_memory`, the caller's, is None. `first`: the tensor with the rows."""
     return (
         torch.is_grad_enabled(),
-        compiling,
+        is_compiling(),
         # The text of a device's type takes as long as all the rest, where the caches are cold.
         autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
-        first.dtype == torch.float32 and first.is_cuda and _allows_tf32(),
-        strategy.given_max_memory() if max_memory is None else None,
+        first.dtype == torch.float32 and first.is_cuda and _matmul.fp32_precision == "tf32",
+        getenv("FLCE_MAX_MEMORY") if max_memory is None else None,
     )
 
 
@@ -86,36 +67,10 @@ def autocast_dtype(device_type):
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def _allows_tf32():
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    return matmul.allow_tf32 if precision is None else precision == "tf32"
-
-
-class Wanted(collections.namedtuple("Wanted", OUTPUTS, defaults=(False,) * len(OUTPUTS))):
-    """Which outputs a call gives beside the loss."""
-
-    __slots__ = ()
-
-    @property
-    def differentiable(self):
-        return self.lse or self.entropy
-
-
-class LossTensors(typing.NamedTuple):
-    """Metas of the tensors of the loss beside the operands."""
-
-    target: Meta
-    weight: Meta | None
-    token_weight: Meta | None
-    temperature: Meta | None
-
-
 def _once_a_signature(function):
     """Keeps what `function` gave for its last arguments, which are compared with their types."""
-    known = functools.lru_cache(maxsize=_KEPT, typed=True)(function)
+    known = functools.lru_cache(maxsize=1024, typed=True)(function)
 
-    @functools.wraps(function)
     def find(*args):
         try:
             return known(*args)
@@ -128,226 +83,131 @@ def _once_a_signature(function):
     return find
 
 
-def product_dtypes(dtype, accum_dtype, logits_dtype):
-    """Those of the products' operands, of dW's sum and of the logits, None replaced."""
-    stat = strategy.stat_dtype(dtype)
-    accum_dtype = validate.check_dtype("accum_dtype", accum_dtype, dtype, stat) or dtype
-    logits_dtype = validate.check_dtype("logits_dtype", logits_dtype, dtype, stat) or stat
-    return dtype, accum_dtype, logits_dtype
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Signature:
-    """What both kinds of call have. `returns`: of the Function that makes them differentiable."""
+    """What is kept of a call."""
 
-    reduction: str
-    scalars: Scalars
-    has_probabilities: bool
-    vocab: int
-    stat: torch.dtype
+    settings: Settings  # for all rows; `save` as it is given
     wanted: Wanted
-    differentiable: bool
+    rows: Meta  # of the tensor with the rows
+    has_probabilities: bool
+    vocab: int  # the number of classes that exist
+    accumulates: bool = False
+    compiling: bool = False
+    for_all: tuple | None = None  # what `resolved` gives for all rows, once it is known
 
-    @property
-    def wants_predictions(self):
-        return self.wanted.accuracy or self.wanted.predictions
-
-    @property
-    def wants_statistics(self):
-        return self.wanted.differentiable or self.wanted.accuracy or self.wanted.z_loss
-
-    @functools.cached_property
-    def returns(self):
-        return ops.Returns.LOSS_AND_STATS if self.wanted.differentiable else ops.Returns.LOSS
-
-
-@dataclass(frozen=True, eq=False)
-class LinearSignature(Signature):
-    """Of linear cross entropy: N and H, dtypes as of product_dtypes, which gradients are wanted."""
-
-    tokens: int
-    hidden: int
-    valid_vocab: int | None
-    device_type: str
-    types: tuple
-    save: str
-    max_memory: int
-    saves_memory: bool
-    grads: tuple
-    accumulate_into: str | None
-    compiling: bool
-    allow_tf32: bool
-
-    @property
-    def accumulates(self):
-        return self.accumulate_into is not None and self.grads[1]
-
-    @property
-    def _makes_late(self):
-        """Whether no gradient may be made in the forward: the caller's .grad is the backward's, a
-        compiled one gets zeros where none came from lse or entropy, and would make all again, and
-        float16 has no room for those of probabilities that are not normalized (plan.c: kept_dtype).
-        """
-        operand = strategy.gemm_dtype(self.device_type, self.types[0])
-        return (
-            self.accumulates
-            or (self.wanted.differentiable and self.compiling)
-            or (self.has_probabilities and operand == torch.float16)
-        )
-
-    def resolve_save(self, rows):
-        """The strategy where `rows` rows are computed."""
-        if not self.differentiable:
-            return "nothing"
-        dtype, _, logits_dtype = self.types
-        operand = strategy.gemm_dtype(self.device_type, dtype)
-        dtypes = (operand, logits_dtype if self.device_type != "cpu" else operand)
-        wants = self.wanted
-        kept = strategy.saved_dtype(dtypes, self.scalars, self.has_probabilities, wants.entropy)
-        return strategy.resolve_save(
-            self.save,
-            self.device_type,
-            (rows, self.hidden, self.vocab),
-            dtypes,
-            kept,
-            self.reduction,
-            self.max_memory,
-            # Gradients of lse or entropy would recompute the logits under save="grads".
-            self.saves_memory and not wants.differentiable,
-            self._makes_late,
-        )
-
-    def settings_for(self, rows):
-        """What the inner operators take behind their tensors; `rows` None for all."""
-        dtype, accum_dtype, logits_dtype = self.types
-        grad_input, grad_weight, grad_bias = self.grads
-        return Settings(
-            valid_vocab=self.valid_vocab,
-            rows=rows,
-            reduction=self.reduction,
-            accum_dtype=accum_dtype,
-            logits_dtype=logits_dtype,
-            save=self.resolve_save(self.tokens if rows is None else rows),
-            max_memory=self.max_memory,
-            dtype=dtype,
-            wants_entropy=self.wanted.entropy,
-            wants_predictions=self.wants_predictions,
-            wants_statistics=self.wants_statistics,
-            saves_memory=self.saves_memory,
-            grad_input=grad_input,
-            grad_weight=grad_weight,
-            grad_bias=grad_bias,
-            allow_tf32=self.allow_tf32,
-            **self.scalars._asdict(),
-        )
+    def __post_init__(self):
+        self.stat = strategy.stat_dtype(self.settings.dtype)
+        self.differentiable = any(self.settings.gradients)
+        # Whether a gradient may come from lse or entropy.
+        self.differentiates_outputs = bool(self.wanted.lse or self.wanted.entropy)
 
     @functools.cached_property
-    def _for_all(self):
-        settings = self.settings_for(None)
-        return settings, settings.arguments()
+    def lists(self):
+        """The options as the operators on logits take them."""
+        return self.settings.arguments()[2:]
 
-    def settings(self, rows):
-        """As settings_for, and its arguments."""
+    def resolved(self, rows):
+        """Settings with the strategy where `rows` rows are computed, None for all, and these as the
+        inner operators take them."""
+        if rows is None and self.for_all is not None:
+            return self.for_all
+        count = math.prod(self.rows.shape[:-1]) if rows is None else rows
+        settings = self.settings._replace(rows=rows, save=strategy.resolve_save(self, count))
+        found = settings, settings.arguments()
         if rows is None:
-            return self._for_all
-        settings = self.settings_for(rows)
-        return settings, settings.arguments()
+            self.for_all = found
+        return found
+
+
+def _settings(given, scalars, wanted, dtype, leaves, **others):
+    """`dtype`: of the products' operands; `leaves`: Metas of those that get a gradient, or None."""
+    stat = strategy.stat_dtype(dtype)
+    accum_dtype = validate.check_dtype("accum_dtype", given["accum_dtype"], dtype, stat)
+    logits_dtype = validate.check_dtype("logits_dtype", given["logits_dtype"], dtype, stat)
+    values = (
+        given
+        | scalars
+        | others
+        | {
+            "rows": None,
+            "dtype": dtype,
+            "accum_dtype": accum_dtype or dtype,
+            "logits_dtype": logits_dtype or stat,
+            "wants_entropy": wanted.entropy,
+            "wants_predictions": wanted.accuracy or wanted.predictions,
+            "wants_statistics": wanted.lse or wanted.entropy or wanted.accuracy or wanted.z_loss,
+        }
+    )
+    for name, leaf in zip(GRADIENTS, leaves, strict=True):
+        values[name] = leaf is not None and leaf.requires_grad
+    return Settings(*(values[name] for name in Settings._fields))
 
 
 @_once_a_signature
 def linear_signature(around, wanted, operands, tensors, *values):
     """`around`: as `environment` gives it; `operands`: as `describe` does, of input, linear_weight,
-    linear_bias; `tensors`: likewise, as LossTensors has them; `values`: those of LINEAR_VALUES.
-    Raises what is wrong with them."""
-    given = dict(zip(LINEAR_VALUES, values, strict=True))
-    reduction, save, max_memory = given["reduction"], given["save"], given["max_memory"]
-    valid_vocab, accumulate_into = given["valid_vocab"], given["accumulate_into"]
-    around, tensors = Environment(*around), LossTensors(*map(_meta, tensors))
-    operands = tuple(map(_meta, operands))
-    input, linear_weight, linear_bias = operands
-    validate.check_choices(reduction, save)
-    accumulate.check_place(accumulate_into, save)
-    scalars = validate.check_scalars(*(given[name] for name in Scalars._fields))
-    validate.check_operands(*operands)
-    vocab, hidden = linear_weight.shape
-    _check_loss_tensors(tensors, wanted, vocab, scalars.ignore_index, ("input", input))
-    if valid_vocab is not None:
-        vocab = validate.check_integer("valid_vocab", valid_vocab, 1, vocab)
-    dtype = validate.compute_dtype(*operands, around.autocast)
-    saves_memory = max_memory is None and not around.max_memory
-    if max_memory is None:
-        max_memory = strategy.default_max_memory(input.device, around.max_memory)
-    grads = tuple(around.grad and meta is not None and meta.requires_grad for meta in operands)
-    return LinearSignature(
-        reduction=reduction,
-        scalars=scalars,
-        has_probabilities=tensors.target.dtype.is_floating_point,
-        vocab=vocab,
-        stat=strategy.stat_dtype(dtype),
-        wanted=wanted,
-        differentiable=any(grads),
-        tokens=math.prod(input.shape[:-1]),
-        hidden=hidden,
-        valid_vocab=valid_vocab,
-        device_type=input.device.type,
-        types=product_dtypes(dtype, given["accum_dtype"], given["logits_dtype"]),
-        save=save,
-        max_memory=strategy.parse_bytes(max_memory),
-        saves_memory=saves_memory,
-        grads=grads,
-        accumulate_into=accumulate_into,
-        compiling=around.compiling,
-        allow_tf32=around.allow_tf32 and dtype == torch.float32,
+    linear_bias; `tensors`: likewise, of target, weight, token_weight and the rows' temperatures;
+    `values`: as `linear_values` gives them. Raises what is wrong with them."""
+    given = dict(zip(_LINEAR_NAMES, values, strict=True))
+    grad_mode, compiling, autocast, allow_tf32, environment_memory = around
+    operands = _metas(operands)
+    input, linear_weight, _ = operands
+    validate.check_choices(given)
+    scalars = validate.check_scalars(given)
+    validate.check_rows("input", input)
+    validate.check_head(*operands)
+    vocab = linear_weight.shape[0]
+    has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("input", input))
+    if given["valid_vocab"] is not None:
+        vocab = validate.check_integer("valid_vocab", given["valid_vocab"], 1, vocab)
+    dtype = validate.compute_dtype(*operands, autocast)
+    settings = _settings(
+        given,
+        scalars,
+        wanted,
+        dtype,
+        operands if grad_mode else (None,) * 3,
+        max_memory=strategy.resolve_max_memory(given["max_memory"], input.device),
+        saves_memory=given["max_memory"] is None and not environment_memory,
+        allow_tf32=allow_tf32 and dtype == torch.float32,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsSignature(Signature):
-    """Of cross entropy on logits."""
-
-    @functools.cached_property
-    def settings(self):
-        """The two lists of the inner operators."""
-        others = dict.fromkeys(Settings._fields, 0) | {"save": "nothing"}
-        others |= dict.fromkeys(("dtype", "accum_dtype", "logits_dtype"), DTYPES[0])
-        loss = {
-            "reduction": self.reduction,
-            "wants_entropy": self.wanted.entropy,
-            "wants_predictions": self.wants_predictions,
-            **self.scalars._asdict(),
-        }
-        return Settings(**others | loss).arguments()[2:]
+    accumulates = given["accumulate_into"] is not None and settings.grad_weight
+    return Signature(settings, wanted, input, has_probabilities, vocab, accumulates, compiling)
 
 
 @_once_a_signature
-def logits_signature(around, wanted, logits, tensors, reduction, *scalars):
-    """As linear_signature; `reduction` and `scalars` are the values of LOGITS_VALUES."""
-    around, logits = Environment(*around), _meta(logits)
-    tensors = LossTensors(*map(_meta, tensors))
-    validate.check_choices(reduction)
-    scalars = validate.check_scalars(*scalars)
-    validate.check_logits(logits)
+def logits_signature(around, wanted, logits, tensors, *values):
+    """As linear_signature; `values`: as `logits_values` gives them."""
+    given = dict(zip(_LOGITS_NAMES, values, strict=True))
+    (logits,) = _metas([logits])
+    validate.check_choices(given)
+    scalars = validate.check_scalars(given)
+    validate.check_rows("logits", logits)
     vocab = logits.shape[-1]
-    _check_loss_tensors(tensors, wanted, vocab, scalars.ignore_index, ("logits", logits))
-    return LogitsSignature(
-        reduction=reduction,
-        scalars=scalars,
-        has_probabilities=tensors.target.dtype.is_floating_point,
-        vocab=vocab,
-        stat=strategy.stat_dtype(logits.dtype),
-        wanted=wanted,
-        differentiable=around.grad and logits.requires_grad,
-    )
+    if vocab < 1:
+        validate.refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
+    has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
+    leaves = (logits if around[0] else None, None, None)
+    unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
+    settings = _settings(defaults() | given, scalars, wanted, logits.dtype, leaves, **unused)
+    return Signature(settings, wanted, logits, has_probabilities, vocab)
 
 
-def _check_loss_tensors(tensors, wanted, vocab, ignore_index, named):
-    """`named`: name and Meta of the tensor with the rows."""
-    validate.check_target(tensors.target, vocab, ignore_index, *named)
-    validate.check_class_weight(tensors.weight, vocab, *named)
-    validate.check_row_vector("token_weight", tensors.token_weight, *named)
-    validate.check_row_vector("temperature", tensors.temperature, *named)
-    if wanted.accuracy and tensors.target.dtype.is_floating_point:
-        raise ValueError(
-            "return_accuracy: expected False with probabilities, which name no class to be right "
-            "about, got True"
-        )
+def _check_loss_tensors(tensors, wanted, vocab, scalars, named):
+    """Gives whether the target is of probabilities. `named`: name and Meta of the rows' tensor."""
+    target, weight, *vectors = _metas(tensors)
+    first_name, first = named
+    validate.check_target(target, vocab, scalars["ignore_index"], *named)
+    if weight is not None:
+        validate.check_float("weight", weight.dtype)
+    each, which = "a factor for each class", "class weights that do"
+    validate.check_vector("weight", weight, (vocab,), each, *named, which)
+    each = f"a number for each row of {first_name}"
+    for name, vector in zip(("token_weight", "temperature"), vectors, strict=True):
+        validate.check_vector(name, vector, first.shape[:-1], each, *named)
+    has_probabilities = target.dtype.is_floating_point
+    if wanted.accuracy and has_probabilities:
+        expected = "False with probabilities, which name no class to be right about"
+        validate.refuse("return_accuracy", expected, True)
+    return has_probabilities

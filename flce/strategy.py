@@ -1,30 +1,28 @@
-"""What a call keeps and how much memory it may take: decisions from options and sizes.
+"""What a call computes and keeps, and how much memory it may take: decisions from options, sizes
+and the number of ignored rows.
 
 What csrc/plan.c also decides is repeated for the fakes, whose sizes may be symbolic.
 """
 
-import functools
+import math
 import numbers
 import os
 import re
 
 import torch
+from torch.compiler import is_compiling
 
-from .compiled import getenv
+from ._C import getenv
+from .validate import check_integer, checks_targets, refuse
 
-_DEFAULT_MAX_MEMORY = 1 << 30
 # Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
 _ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
 # An H200 scales the gradient of such a weight in less time than the backward's first launch takes
 # to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
 _UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-
-
-# ---- memory ----
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 
 
 def parse_bytes(value, name="max_memory"):
@@ -32,46 +30,31 @@ def parse_bytes(value, name="max_memory"):
 
     Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
     """
-    expected = f'{name}: expected a positive number of bytes or text such as "512MiB"'
+    expected = 'a positive number of bytes or text such as "512MiB"'
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
-        raise TypeError(f"{expected}, got {type(value).__name__}")
-    number, factor = value, 1
+        refuse(name, expected, type(value).__name__, TypeError)
+    size = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
-        if not match or match[2].lower() not in _UNITS:
-            raise ValueError(f"{expected}, got {value!r}")
-        number, factor = float(match[1]), _UNITS[match[2].lower()]
-    if not 1 <= number * factor < 2**62:  # false for NaN as well
-        raise ValueError(f"{expected}, got {value!r}")
-    return int(number * factor)
-
-
-@functools.cache
-def _device_memory(device_type, index):
-    if device_type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(index).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def given_max_memory():
-    """The text of FLCE_MAX_MEMORY, or None."""
-    return getenv("FLCE_MAX_MEMORY")
-
-
-def default_max_memory(device, text):
-    """That of FLCE_MAX_MEMORY, else the smaller of 1 GiB and an eighth of the device's memory."""
-    if text:
-        return parse_bytes(text, "FLCE_MAX_MEMORY")
-    return min(_DEFAULT_MAX_MEMORY, _device_memory(device.type, device.index) // 8)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        size = float(match[1]) * unit if unit else math.nan
+    if not 1 <= size < 2**62:  # false for NaN as well
+        refuse(name, expected, repr(value))
+    return int(size)
 
 
 def resolve_max_memory(max_memory, device):
-    if max_memory is None:
-        return default_max_memory(device, given_max_memory())
-    return parse_bytes(max_memory)
-
-
-# ---- what save="logits" keeps ----
+    """Bytes: those given, those of FLCE_MAX_MEMORY, or the smaller of 1 GiB and an eighth of the
+    device's memory."""
+    if max_memory is not None:
+        return parse_bytes(max_memory)
+    if text := getenv("FLCE_MAX_MEMORY"):
+        return parse_bytes(text, "FLCE_MAX_MEMORY")
+    if device.type == "cuda" and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(device.index).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(1 << 30, memory // 8)
 
 
 def stat_dtype(dtype):
@@ -84,106 +67,127 @@ def gemm_dtype(device_type, dtype):
     return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
 
 
+def _logits_dtype(settings, device_type):
+    """The CPU's products give their operands' dtype, whatever logits_dtype is."""
+    on_cpu = device_type == "cpu"
+    return gemm_dtype(device_type, settings.dtype) if on_cpu else settings.logits_dtype
+
+
 def row_pitch(vocab, dtype, device_type):
     """Elements from one row of saved logits to the next."""
     per_unit = _ROW_ALIGNMENT[device_type] // dtype.itemsize
     return (vocab + per_unit - 1) // per_unit * per_unit
 
 
-def is_dz_form(operand, scalars, has_probabilities, differentiates_entropy):
-    """Whether the gradient GEMMs read dz rather than E (plan.c: choose_form)."""
-    both = scalars.softcap > 0.0 and scalars.label_smoothing > 0.0
-    return operand == torch.float16 or has_probabilities or both or differentiates_entropy
+def _row_bytes(vocab, dtype, device_type):
+    return row_pitch(vocab, dtype, device_type) * dtype.itemsize
 
 
-def saved_dtype(dtypes, scalars, has_probabilities, differentiates_entropy):
-    """The dtype of what save="logits" keeps: E, or z where dz needs it (plan.c: choose_saved).
-
-    `dtypes` are those of the products' operands and of the logits.
-    """
-    operand, logits = dtypes
-    dz = is_dz_form(operand, scalars, has_probabilities, differentiates_entropy)
-    needs_logits = has_probabilities or scalars.softcap > 0.0 or differentiates_entropy
-    return logits if dz and needs_logits else operand
-
-
-# ---- save="auto" ----
+def saved_dtype(settings, device_type, has_probabilities):
+    """The dtype of what save="logits" keeps: E, or z where dz is no factor times E and cannot be
+    made from it (plan.c: choose_form, choose_saved)."""
+    operand = gemm_dtype(device_type, settings.dtype)
+    keeps_logits = (
+        has_probabilities
+        or (settings.wants_entropy and any(settings.gradients))
+        or (settings.softcap > 0.0 and (settings.label_smoothing > 0.0 or operand == torch.float16))
+    )
+    return _logits_dtype(settings, device_type) if keeps_logits else operand
 
 
-def resolve_save(
-    save, device_type, sizes, dtypes, kept, reduction, max_memory, saves_memory, late=False
-):
-    """The strategy: an explicit one stands, "auto" is decided.
-
-    `sizes` are the rows to compute, H, V; `dtypes` those of the products' operands and of the
-    logits, `kept` that of what save="logits" keeps; `saves_memory`: max_memory is the
-    default, and less is better; `late`: whether no gradient may be made in the forward.
+def resolve_save(call, rows):
+    """The strategy of `call`, a Signature, where `rows` rows are computed: an explicit one stands,
+    "auto" is decided.
 
     It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
     """
-    if save != "auto":
-        return save
-    rows, hidden, vocab = sizes
-    operand, logits_dtype = dtypes
-    can_keep_gradients = reduction != "none" and not late
-    if device_type == "cuda" and saves_memory and can_keep_gradients:
+    settings, device_type = call.settings, call.rows.device.type
+    if not call.differentiable:
+        return "nothing"
+    if settings.save != "auto":
+        return settings.save
+    operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)
+    # No gradient may be made in the forward where the caller's .grad is the backward's; where a
+    # compiled backward gets zeros instead of no gradient of lse or entropy, and would make all
+    # again; and where float16 cannot hold the gradients of probabilities that are not
+    # normalized (plan.c: kept_dtype).
+    makes_late = (
+        call.accumulates
+        or (call.compiling and call.differentiates_outputs)
+        or (call.has_probabilities and operand == torch.float16)
+    )
+    can_keep_gradients = settings.reduction != "none" and not makes_late
+    prefers_gradients = device_type == "cuda" and can_keep_gradients
+    # Gradients of lse or entropy would recompute the logits under save="grads".
+    if prefers_gradients and settings.saves_memory and not call.differentiates_outputs:
         return "grads"
     # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
-    if rows > max_memory // (row_pitch(vocab, kept, device_type) * kept.itemsize):
+    kept = saved_dtype(settings, device_type, call.has_probabilities)
+    if rows > settings.max_memory // _row_bytes(call.vocab, kept, device_type):
         return "grads" if can_keep_gradients else "stats"
-    small = vocab * hidden * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    logits_row = row_pitch(vocab, logits_dtype, device_type) * logits_dtype.itemsize
-    one_chunk = rows <= max_memory // logits_row
-    if device_type == "cuda" and can_keep_gradients and small and one_chunk:
-        return "grads"
-    return "logits"
+    small = call.vocab * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
+    one_chunk = rows <= settings.max_memory // _row_bytes(call.vocab, logits, device_type)
+    return "grads" if prefers_gradients and small and one_chunk else "logits"
 
 
-# ---- torch's options ----
+def rows_to_compute(target, valid_bound, ignore_index):
+    """How many rows are to be computed, None for all.
 
-_TORCH_FIELDS = ("acc_dtype", "acc_policy", "batch_chunk_size")
+    On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
+    """
+    if isinstance(valid_bound, str):
+        if valid_bound != "count":
+            refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
+    elif valid_bound is not None:
+        check_integer("valid_bound", valid_bound, 0)
+    if target.is_floating_point():
+        if valid_bound is not None:
+            expected = "None with probabilities, of which no row is ignored"
+            refuse("valid_bound", expected, repr(valid_bound))
+        return None
+    if isinstance(valid_bound, str):
+        valid_bound = int((target != ignore_index).sum())  # waits for the device
+    # Without values to count (compile, export) the operator counts them itself.
+    counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
+    if valid_bound is None and not counts:
+        return None
+    if counts or checks_targets(target.device):
+        valid = int((target != ignore_index).sum())
+        if valid_bound is not None and valid > valid_bound:
+            expected = f"at least {valid}, the number of rows that are not ignored"
+            refuse("valid_bound", expected, valid_bound)
+    # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
+    rows = valid if counts else max(valid_bound, 1)
+    return rows if rows < target.shape[0] else None
 
 
 def from_torch_options(options, linear_weight):
-    """What torch's `options` mean here, as keyword arguments of `flce.linear_cross_entropy`.
+    """Those of accum_dtype and max_memory that torch's `options` decide, in a dict.
 
-    Args:
-        options: torch.nn.LinearCrossEntropyOptions, an object with its fields acc_dtype, acc_policy
-            and batch_chunk_size, or None.
-        linear_weight: the head's weight, shape (V, H) or (C, d1, ..., dK, H), read for its sizes
-            and dtype.
+    `accum_dtype` is `acc_dtype` where one is given, except under acc_policy="compact", which in
+    torch too sums the weight's gradient in the weight's own dtype. `max_memory` are the bytes of
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight): it bounds a chunk;
+    where all logits fit they are kept whole. `chunking_method` has no effect (max_memory decides),
+    nor has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
 
-    Returns:
-        A dict with those of these keys that `options` decide:
-        accum_dtype: `acc_dtype` where one is given, except under acc_policy="compact", which in
-            torch too sums the weight's gradient in the weight's own dtype.
-        max_memory: bytes of `batch_chunk_size` rows of logits in float32 (float64 for a float64
-            weight). It bounds a chunk; where all logits fit they are kept whole.
-
-    `chunking_method` has no effect (max_memory decides), nor has `allow_retain_graph`: a backward
-    that keeps the graph may always be repeated.
-
-    Raises:
-        TypeError: `options` is no such object.
-        ValueError: batch_chunk_size is no positive int.
+    `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields, or None;
+    `linear_weight`: shape (V, H) or (C, d1, ..., dK, H), read for its sizes and dtype. TypeError
+    where `options` is no such object, ValueError where batch_chunk_size is no positive int.
     """
     if options is None:
         return {}
-    if not all(hasattr(options, name) for name in _TORCH_FIELDS):
-        raise TypeError(
-            "options: expected torch.nn.LinearCrossEntropyOptions or an object with the fields "
-            f"{', '.join(_TORCH_FIELDS)}, got {type(options).__name__}"
-        )
+    fields = ("acc_dtype", "acc_policy", "batch_chunk_size")
+    if not all(hasattr(options, name) for name in fields):
+        expected = "torch.nn.LinearCrossEntropyOptions or an object with the fields "
+        expected += ", ".join(fields)
+        refuse("options", expected, type(options).__name__, TypeError)
     found = {}
     if options.acc_dtype is not None and options.acc_policy != "compact":
         found["accum_dtype"] = options.acc_dtype
     rows = options.batch_chunk_size
     if rows is not None:
         if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
-            raise ValueError(
-                f"options: expected a positive int or None as batch_chunk_size, got {rows!r}"
-            )
-        dtype = torch.float64 if linear_weight.dtype == torch.float64 else torch.float32
-        pitch = row_pitch(linear_weight.shape[0], dtype, linear_weight.device.type)
-        found["max_memory"] = int(rows) * pitch * dtype.itemsize
+            refuse("options", "a positive int or None as batch_chunk_size", repr(rows))
+        row = linear_weight.shape[0], stat_dtype(linear_weight.dtype), linear_weight.device.type
+        found["max_memory"] = int(rows) * _row_bytes(*row)
     return found

@@ -1,5 +1,5 @@
-"""Checks of options' values and of tensors. A refusal names the argument, what was expected and
-what came. Where a tensor is checked, what signature.py keeps of it serves too.
+"""Checks of options' values and of tensors, and the wording of a refusal. Where a tensor is
+checked, what signature.py keeps of it serves too.
 """
 
 import math
@@ -8,14 +8,16 @@ import numbers
 import torch
 from torch.compiler import is_compiling
 
-from .compiled import getenv
-from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES, Scalars
+from ._C import getenv
+from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES
 
-_DEVICES = ("cpu", "cuda", "meta")
 _SAVES = ("auto", *SAVES[1:])
+_ATTRIBUTES = ("grad", "main_grad")  # of a parameter, for accumulate_into
 
 
-# ---- values ----
+def refuse(name, expected, got, error=ValueError):
+    """Raises what every refusal says: the argument, what was expected and what came."""
+    raise error(f"{name}: expected {expected}, got {got}")
 
 
 def number(name, value):
@@ -23,181 +25,66 @@ def number(name, value):
 
     Reading one from a GPU waits for it.
     """
-    if type(value) is float or type(value) is int:  # an ABC's isinstance takes longer than a check
-        return value
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         check_constant(name, value)
         refuse_transforms(value)
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+        refuse(name, "a number", type(value).__name__, TypeError)
     return value
 
 
-def check_scalars(ignore_index, *values):
-    """Scalars of ignore_index and of the options NUMBERS in their order, each checked alone."""
-    checked = [_check_number(*named) for named in zip(NUMBERS, values, strict=True)]
-    return Scalars(check_ignore_index(ignore_index), *checked)
+def check_scalars(given):
+    """ignore_index and the options NUMBERS of `given` by name, each checked alone; 0.0 for None."""
+    scalars = {"ignore_index": check_ignore_index(given["ignore_index"])}
+    for name in NUMBERS:
+        option, value = OPTIONS[name], given[name]
+        if value is None and option.default is None:
+            value = 0.0
+        elif not option.check(value := number(name, value)):
+            refuse(name, option.expected, value)
+        scalars[name] = float(value)
+    return scalars
 
 
-def _check_number(name, value):
-    option = OPTIONS[name]
-    if value is None and option.default is None:
-        return 0.0
-    value = number(name, value)
-    if not option.check(value):
-        raise ValueError(f"{name}: expected {option.expected}, got {value}")
-    return float(value)
-
-
-def check_choices(reduction, save="auto"):
+def check_choices(given):
+    """The options that are one of a few texts, and whether they go together."""
+    reduction, save = given["reduction"], given.get("save", "auto")
+    accumulate_into = given.get("accumulate_into")
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {REDUCTIONS}, got {reduction!r}")
+        refuse("reduction", f"one of {REDUCTIONS}", repr(reduction))
     if save not in _SAVES:
-        raise ValueError(f"save: expected one of {_SAVES}, got {save!r}")
+        refuse("save", f"one of {_SAVES}", repr(save))
+    if accumulate_into is not None and accumulate_into not in _ATTRIBUTES:
+        refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(accumulate_into))
     if save == "grads" and reduction == "none":
-        raise ValueError(
-            'save: expected "logits", "stats" or "auto" with reduction="none", got "grads", which '
-            "holds the gradients of one scalar"
-        )
+        expected = '"logits", "stats" or "auto" with reduction="none"'
+        refuse("save", expected, '"grads", which holds the gradients of one scalar')
+    if save == "grads" and accumulate_into is not None:
+        expected = f'"logits", "stats" or "auto" with accumulate_into={accumulate_into!r}'
+        got = '"grads", whose forward would change the parameter\'s gradient'
+        refuse("save", expected, got)
 
 
 def check_ignore_index(ignore_index):
     """-100 for None, as torch's linear_cross_entropy has it."""
     if ignore_index is None:
         return -100
-    if type(ignore_index) is not int and (
-        isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral)
-    ):
-        raise TypeError(f"ignore_index: expected an int or None, got {ignore_index!r}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        refuse("ignore_index", "an int or None", repr(ignore_index), TypeError)
     if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
+        refuse("ignore_index", "an int64", ignore_index)
     return int(ignore_index)
 
 
 def check_integer(name, value, low, high=None):
     """An int of [low, high], bool excluded."""
     bounds = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
-    if type(value) is not int and (
-        isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt))
-    ):
-        raise TypeError(f"{name}: expected {bounds}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        refuse(name, bounds, repr(value), TypeError)
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}: expected {bounds}, got {value}")
+        refuse(name, bounds, value)
     return value
-
-
-# ---- tensors ----
-
-
-def check_dtype(name, dtype, operand, stat):
-    """`dtype`, which may be that of the products' operands or of the statistics, or None."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name}: expected a torch.dtype or None, got {dtype!r}")
-    if dtype not in (None, operand, stat):
-        choice = f"{operand} or {stat}" if operand != stat else f"{operand}"
-        raise ValueError(f"{name}: expected {choice}, got {dtype}")
-    return dtype
-
-
-def compute_dtype(input, linear_weight, linear_bias, autocast):
-    """The dtype of the products: `autocast` where it is on, as F.linear has it, else their own."""
-    given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
-    # Autocast leaves float64 alone.
-    if autocast is not None and torch.float64 not in given:
-        return autocast
-    if input.dtype != linear_weight.dtype:
-        raise TypeError(
-            f"linear_weight: expected the dtype of input, {input.dtype}, got "
-            f"{linear_weight.dtype}; torch.autocast casts both"
-        )
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    if given[-1] not in (input.dtype, wide):
-        choice = f"{input.dtype}, or {wide}" if input.dtype != wide else f"{wide}"
-        raise TypeError(
-            f"linear_bias: expected the dtype of input, {choice}, got {given[-1]}; torch.autocast "
-            "casts it"
-        )
-    return input.dtype
-
-
-def check_tensor(name, tensor):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-
-
-def check_float(name, dtype):
-    if dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {dtype!r}")
-
-
-def check_same_device(name, tensor, first_name, first):
-    if tensor.device != first.device:
-        raise ValueError(
-            f"{name}: expected the device of {first_name}, {first.device}, got {tensor.device}"
-        )
-
-
-# `first`: the tensor with the rows, `first_name` its argument.
-
-
-def check_target(target, vocab, ignore_index, first_name, first):
-    """Class indices, one for each row, or probabilities with the classes in a further dimension."""
-    shape = first.shape[:-1]
-    check_same_device("target", target, first_name, first)
-    if target.dtype in DTYPES:
-        _check_probabilities(target, (*shape, vocab), ignore_index)
-        return
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            "target: expected class indices of dtype torch.int64 or torch.int32, or probabilities "
-            f"of a floating dtype, got {target.dtype}"
-        )
-    if target.shape != shape:
-        raise ValueError(
-            f"target: expected shape {tuple(shape)}, that of {first_name} without its last "
-            f"dimension, got {tuple(target.shape)}"
-        )
-
-
-def _check_probabilities(target, shape, ignore_index):
-    if target.shape != shape:
-        raise ValueError(
-            f"target: expected shape {tuple(shape)} for probabilities, a number for each class, "
-            f"got {tuple(target.shape)}"
-        )
-    check_constant("target", target, "probabilities that do")
-    if ignore_index not in (None, -100):
-        raise ValueError(
-            "ignore_index: expected None or -100 with probabilities, which have no index to "
-            f"ignore, got {ignore_index}"
-        )
-
-
-def check_row_vector(name, tensor, first_name, first):
-    """A number for each row, or None."""
-    if tensor is None:
-        return
-    shape = first.shape[:-1]
-    if tensor.dtype.is_complex:
-        raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(
-            f"{name}: expected shape {tuple(shape)}, a number for each row of {first_name}, got "
-            f"{tuple(tensor.shape)}"
-        )
-    check_constant(name, tensor)
-    check_same_device(name, tensor, first_name, first)
-
-
-def check_constant(name, tensor, which="a tensor that does"):
-    if tensor.requires_grad:
-        raise ValueError(
-            f"{name}: expected {which} not require grad, got requires_grad=True; no gradient is "
-            "defined for it"
-        )
 
 
 def num_items_tensor(num_items, reduction, stat, first):
@@ -205,98 +92,170 @@ def num_items_tensor(num_items, reduction, stat, first):
     if num_items is None:
         return None
     if reduction != "mean":
-        raise ValueError(
-            f"num_items: expected None with reduction={reduction!r}, which divides by nothing, got "
-            f"{num_items}"
-        )
+        expected = f"None with reduction={reduction!r}, which divides by nothing"
+        refuse("num_items", expected, num_items)
     if isinstance(num_items, torch.Tensor):
         check_tensor("num_items", num_items)
         if num_items.dim() != 0 or num_items.is_complex():
-            raise ValueError(
-                "num_items: expected a number or a real 0-d tensor, got a tensor of shape "
-                f"{tuple(num_items.shape)} and dtype {num_items.dtype}"
-            )
+            got = f"a tensor of shape {tuple(num_items.shape)} and dtype {num_items.dtype}"
+            refuse("num_items", "a number or a real 0-d tensor", got)
         check_constant("num_items", num_items)
-        if num_items.device != first.device and type(num_items) is torch.Tensor:
-            # Reading a CPU value waits for nothing; copying it to a GPU would.
-            if num_items.device.type == "cpu" and not is_compiling():
-                return torch.full((), num_items.item(), dtype=stat, device=first.device)
-        return num_items.detach().to(first.device, stat)
+        elsewhere = num_items.device != first.device and type(num_items) is torch.Tensor
+        if not (elsewhere and num_items.is_cpu) or is_compiling():
+            return num_items.detach().to(first.device, stat)
+        # Reading a CPU value waits for nothing; copying it to a GPU would.
+        return torch.full((), num_items.item(), dtype=stat, device=first.device)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
-        raise TypeError(
-            f"num_items: expected a number or a 0-d tensor, got {type(num_items).__name__}"
-        )
+        refuse("num_items", "a number or a 0-d tensor", type(num_items).__name__, TypeError)
     if not 0 <= num_items < math.inf:
-        raise ValueError(f"num_items: expected a finite number of at least 0, got {num_items}")
+        refuse("num_items", "a finite number of at least 0", num_items)
     return torch.full((), float(num_items), dtype=stat, device=first.device)
 
 
-def check_class_weight(weight, vocab, first_name, first):
-    if weight is None:
-        return
-    check_float("weight", weight.dtype)
-    if weight.shape != (vocab,):
-        raise ValueError(
-            f"weight: expected shape ({vocab},), a factor for each class, got {tuple(weight.shape)}"
-        )
-    check_constant("weight", weight, "class weights that do")
-    check_same_device("weight", weight, first_name, first)
+def check_float(name, dtype):
+    if dtype not in DTYPES:
+        refuse(name, "float64, float32, bfloat16 or float16", repr(dtype), TypeError)
 
 
-def _check_first(name, tensor):
+def check_dtype(name, dtype, operand, stat):
+    """`dtype`, which may be that of the products' operands or of the statistics, or None."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        refuse(name, "a torch.dtype or None", repr(dtype), TypeError)
+    if dtype not in (None, operand, stat):
+        refuse(name, f"{operand} or {stat}" if operand != stat else f"{operand}", dtype)
+    return dtype
+
+
+def compute_dtype(input, linear_weight, linear_bias, autocast):
+    """The dtype of the products: `autocast` where it is on, as F.linear has it, else their own."""
+    given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
+    own, weight_dtype, bias_dtype = *given[:2], given[-1]
+    # Autocast leaves float64 alone.
+    if autocast is not None and torch.float64 not in given:
+        return autocast
+    if own != weight_dtype:
+        got = f"{weight_dtype}; torch.autocast casts both"
+        refuse("linear_weight", f"the dtype of input, {own}", got, TypeError)
+    wide = torch.float64 if own == torch.float64 else torch.float32
+    if bias_dtype not in (own, wide):
+        choice = f"{own}, or {wide}" if own != wide else f"{wide}"
+        got = f"{bias_dtype}; torch.autocast casts it"
+        refuse("linear_bias", f"the dtype of input, {choice}", got, TypeError)
+    return own
+
+
+def check_tensor(name, tensor):
+    if not isinstance(tensor, torch.Tensor):
+        refuse(name, "a tensor", type(tensor).__name__, TypeError)
+    if tensor.layout is not torch.strided:
+        refuse(name, "a dense tensor", f"layout {tensor.layout}", TypeError)
+
+
+def check_shape(name, tensor, shape, meaning=""):
+    """`meaning`: what that shape is, as it follows the shape in the text."""
+    if tensor.shape != shape:
+        refuse(name, f"shape {tuple(shape)}{meaning}", tuple(tensor.shape))
+
+
+def check_same_device(name, tensor, first_name, first):
+    if tensor.device != first.device:
+        refuse(name, f"the device of {first_name}, {first.device}", tensor.device)
+
+
+def check_constant(name, tensor, which="a tensor that does"):
+    if tensor.requires_grad:
+        got = "requires_grad=True; no gradient is defined for it"
+        refuse(name, f"{which} not require grad", got)
+
+
+def check_rows(name, tensor):
+    """Of the tensor with the rows, shape (..., H) or (..., V)."""
     check_float(name, tensor.dtype)
-    if tensor.device.type not in _DEVICES:
-        raise ValueError(f"{name}: expected a CPU or CUDA tensor, got device {tensor.device}")
-    if tensor.dim() < 1:
-        raise ValueError(f"{name}: expected at least one dimension, got a 0-d tensor")
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        refuse(name, "a CPU or CUDA tensor", f"device {tensor.device}")
+    if len(tensor.shape) < 1:
+        refuse(name, "at least one dimension", "a 0-d tensor")
 
 
-def check_operands(input, linear_weight, linear_bias):
-    _check_first("input", input)
+def check_head(input, linear_weight, linear_bias):
+    """Shapes (V, H) and (V,) or None for input's (..., H), of floating dtypes, on its device."""
     check_float("linear_weight", linear_weight.dtype)
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"linear_weight: expected shape (V, {input.shape[-1]}) for input of shape "
-            f"{tuple(input.shape)}, got {tuple(linear_weight.shape)}"
-        )
+    if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
+        expected = f"shape (V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
+        refuse("linear_weight", expected, tuple(linear_weight.shape))
     vocab, hidden = linear_weight.shape
     if vocab < 1 or hidden < 1:
-        raise ValueError(
-            f"linear_weight: expected at least one row and column, got {tuple(linear_weight.shape)}"
-        )
+        refuse("linear_weight", "at least one row and column", tuple(linear_weight.shape))
     check_same_device("linear_weight", linear_weight, "input", input)
     if linear_bias is not None:
         check_float("linear_bias", linear_bias.dtype)
-        if linear_bias.shape != (vocab,):
-            raise ValueError(
-                f"linear_bias: expected shape ({vocab},), got {tuple(linear_bias.shape)}"
-            )
+        check_shape("linear_bias", linear_bias, (vocab,))
         check_same_device("linear_bias", linear_bias, "input", input)
 
 
-def check_logits(logits):
-    _check_first("logits", logits)
-    if logits.shape[-1] < 1:
-        raise ValueError(f"logits: expected at least one class, got shape {tuple(logits.shape)}")
+def check_target(target, vocab, ignore_index, first_name, first):
+    """Class indices, one for each row of `first`, the argument `first_name`, or probabilities with
+    the classes in a further dimension."""
+    shape = first.shape[:-1]
+    check_same_device("target", target, first_name, first)
+    if target.dtype not in (*DTYPES, torch.int64, torch.int32):
+        indices = "class indices of dtype torch.int64 or torch.int32"
+        expected = f"{indices}, or probabilities of a floating dtype"
+        refuse("target", expected, target.dtype, TypeError)
+    if not target.dtype.is_floating_point:
+        meaning = f", that of {first_name} without its last dimension"
+        check_shape("target", target, shape, meaning)
+        return
+    check_shape("target", target, (*shape, vocab), " for probabilities, a number for each class")
+    check_constant("target", target, "probabilities that do")
+    if ignore_index not in (None, -100):
+        expected = "None or -100 with probabilities, which have no index to ignore"
+        refuse("ignore_index", expected, ignore_index)
+
+
+def check_vector(name, tensor, shape, each, first_name, first, which="a tensor that does"):
+    """A real number for `each` row or class, or None."""
+    if tensor is None:
+        return
+    if tensor.dtype.is_complex:
+        refuse(name, "real numbers", tensor.dtype, TypeError)
+    check_shape(name, tensor, shape, f", {each}")
+    check_constant(name, tensor, which)
+    check_same_device(name, tensor, first_name, first)
+
+
+def checks_targets(device):
+    """CPU targets are always checked (in C); CUDA ones with FLCE_CHECK=1, at the cost of a wait."""
+    return device.type == "cuda" and getenv("FLCE_CHECK") not in (None, "", "0")
+
+
+def check_target_range(target, vocab, ignore_index):
+    """IndexError as on the CPU, where targets are checked here. Classes alone have a range."""
+    if not checks_targets(target.device) or target.is_floating_point():
+        return
+    flat = target.reshape(-1)
+    rows = (((flat < 0) | (flat >= vocab)) & (flat != ignore_index)).nonzero()
+    if rows.numel():
+        row = int(rows[0])
+        raise IndexError(
+            f"target[{row}] is {int(flat[row])}: expected 0 <= target < {vocab} "
+            f"or ignore_index {ignore_index}"
+        )
 
 
 def refuse_vmap(*args, **kwargs):
-    """Stands for an operator's batching rule."""
+    """Registered as the batching rule of an operator."""
     raise RuntimeError(
         "flce: vmap is not supported; use the leading dimensions of input and target as the batch"
     )
 
 
-def function_transforms_are_on():
-    """Whether a transform of torch.func has called."""
-    return torch._C._are_functorch_transforms_active()
-
-
+function_transforms_are_on = torch._C._are_functorch_transforms_active  # those of torch.func
 _forward_ad = torch.autograd.forward_ad
 
 
 def transforms_are_on():
-    """Whether one of torch.func's has, or forward-mode AD is on."""
+    """Whether one of torch.func's is, or forward-mode AD."""
     return getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
 
 
@@ -313,33 +272,8 @@ def refuse_transforms(*tensors):
                 "flce: torch.func transforms are not supported; use torch.autograd.grad or "
                 "backward()"
             )
-        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        if _forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
                 "flce: forward-mode AD is not supported; use reverse mode (backward, "
                 "torch.autograd.grad) or torch.nn.functional.linear and cross_entropy"
             )
-
-
-def given_check():
-    """The text of FLCE_CHECK, or None."""
-    return getenv("FLCE_CHECK")
-
-
-def checks_targets(device):
-    """CPU targets are always checked (in C); CUDA ones with FLCE_CHECK=1, at the cost of a wait."""
-    return device.type == "cuda" and given_check() not in (None, "", "0")
-
-
-def check_target_range(target, vocab, ignore_index):
-    """IndexError as on the CPU. Classes alone have a range."""
-    if target.is_floating_point():
-        return
-    flat = target.reshape(-1)
-    bad = ((flat < 0) | (flat >= vocab)) & (flat != ignore_index)
-    rows = bad.nonzero()
-    if rows.numel():
-        row = int(rows[0])
-        raise IndexError(
-            f"target[{row}] is {int(flat[row])}: expected 0 <= target < {vocab} "
-            f"or ignore_index {ignore_index}"
-        )

@@ -21,14 +21,17 @@ BUDGET = 130 * 1024 * 4  # chunks of 128 rows, and one of 44; a row has whole 12
 HEADER = Path(__file__).parents[1] / "csrc" / "cuda" / "gemm.cuh"
 
 
-def entry(**changes):
-    product = dict.fromkeys(tune.PRODUCT, 1) | changes
-    return {"gpu": "A GPU 1", "product": product, "algorithm": dict.fromkeys(tune.ALGORITHM, 2)}
+ALGORITHM = " ".join("2" * 10)
 
 
-def tuned(best_ms=1.0, **changes):
-    e = entry(**changes)
-    return flce.TunedProduct("logits", e["gpu"], e["product"], e["algorithm"], 16, 2.0, best_ms)
+def product(gpu="A GPU 1", **changes):
+    """A product's line."""
+    numbers = dict.fromkeys(tune.PRODUCT, 1) | changes
+    return " ".join(map(str, [*numbers.values(), gpu]))
+
+
+def content(choices, form=tune._FORMAT):
+    return json.dumps({"format": form, "choices": choices})
 
 
 # ---- refusals ----
@@ -50,24 +53,25 @@ def test_no_device_is_refused():
 
 CORRUPT = {
     "empty": "",
-    "cut": json.dumps({"format": tune._FORMAT, "entries": [entry()]})[:-5],
+    "cut": content({product(): ALGORITHM})[:-5],
     "not utf-8": b"\xff\xfe\x00",
     "list": "[]",
-    "other format": '{"format": "flce products 0", "entries": []}',
-    "no entries": json.dumps({"format": tune._FORMAT}),
-    "entry": json.dumps({"format": tune._FORMAT, "entries": [7]}),
-    "text for a number": json.dumps({"format": tune._FORMAT, "entries": [entry(m="1")]}),
-    "true for a number": json.dumps({"format": tune._FORMAT, "entries": [entry(m=True)]}),
-    "too large": json.dumps({"format": tune._FORMAT, "entries": [entry(m=2**63)]}),
-    "one number more": json.dumps({"format": tune._FORMAT, "entries": [entry(more=1)]}),
-    "two lines of name": json.dumps(
-        {"format": tune._FORMAT, "entries": [{**entry(), "gpu": "A\n1"}]}
-    ),
+    "earlier format": '{"format": "flce products 1", "entries": []}',
+    "other format": content({}, "flce products 0"),
+    "no choices": json.dumps({"format": tune._FORMAT}),
+    "list of choices": content([product()]),
+    "number for an algorithm": content({product(): 7}),
+    "text for a number": content({product(m="x"): ALGORITHM}),
+    "true for a number": content({product(m=True): ALGORITHM}),
+    "too large": content({product(m=10**18): ALGORITHM}),
+    "one number more": content({product(): f"{ALGORITHM} 2"}),
+    "no name": content({product("").rstrip(): ALGORITHM}),
+    "two lines of name": content({product("A\n1"): ALGORITHM}),
 }
 
 
 def test_numbers_are_those_of_the_header():
-    """PRODUCT and ALGORITHM name the fields of the C structs, in their order."""
+    """PRODUCT names the fields of the C struct in their order; an algorithm has as many as its."""
     if not HEADER.exists():
         pytest.skip("installed without its sources")
     text = HEADER.read_text(encoding="utf-8")
@@ -77,24 +81,24 @@ def test_numbers_are_those_of_the_header():
         return re.findall(r"\w+(?=[,;])", re.sub(r"int64_t|/\*.*?\*/", "", body, flags=re.S))
 
     assert ["cublaslt", *fields("gemm_key")] == [*tune.PRODUCT, "device"]
-    assert fields("gemm_algorithm") == list(tune.ALGORITHM)
+    assert len(fields("gemm_algorithm")) == len(ALGORITHM.split())
+    assert tune._ALGORITHM.fullmatch(ALGORITHM)
 
 
 def test_what_is_written_is_read(tmp_path):
     path = str(tmp_path / "gemm.json")
-    assert tune.read(path) == []
-    tune._write(path, [tuned(m=5), tuned(m=6)])
-    tune._write(path, [tuned(m=6, best_ms=0.5), tuned(m=7)])
-    entries = tune.read(path)
-    assert [e["product"]["m"] for e in entries] == [5, 6, 7]
-    assert [e["best_ms"] for e in entries] == [1.0, 0.5, 1.0]
-    assert all(e["algorithm"] == entry()["algorithm"] for e in entries)
+    assert tune.read(path) == {}
+    other = ALGORITHM.replace("2", "3")
+    tune.write(path, {product(m=5): ALGORITHM, product(m=6): ALGORITHM})
+    tune.write(path, {product(m=6): other, product(m=7): ALGORITHM})
+    expected = {product(m=5): ALGORITHM, product(m=6): other, product(m=7): ALGORITHM}
+    assert tune.read(path) == expected
     assert os.listdir(tmp_path) == ["gemm.json"]
 
 
 def test_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
     path = tmp_path / "gemm.json"
-    tune._write(str(path), [tuned(m=5)])
+    tune.write(str(path), {product(m=5): ALGORITHM})
     before = path.read_text(encoding="utf-8")
 
     def full(*_):
@@ -102,7 +106,7 @@ def test_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        tune._write(str(path), [tuned(m=6)])
+        tune.write(str(path), {product(m=6): ALGORITHM})
     assert path.read_text(encoding="utf-8") == before
     assert os.listdir(tmp_path) == ["gemm.json"]
 
@@ -111,8 +115,8 @@ def test_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
 def corrupt(request, tmp_path):
     path = tmp_path / "flce" / "gemm.json"
     path.parent.mkdir()
-    content = CORRUPT[request.param]
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    text = CORRUPT[request.param]
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
@@ -135,13 +139,13 @@ def test_no_file_is_read_that_nobody_named(tmp_path, monkeypatch):
     assert looked == []
 
 
-@pytest.mark.parametrize(("content", "fits"), [('{"entries": 1}', False), (None, True)])
-def test_import_reads_the_file(tmp_path, content, fits):
+@pytest.mark.parametrize(("text", "fits"), [('{"entries": 1}', False), (None, True)])
+def test_import_reads_the_file(tmp_path, text, fits):
     path = tmp_path / "gemm.json"
-    if content is None:
-        tune._write(str(path), [tuned(m=5)])
+    if text is None:
+        tune.write(str(path), {product(m=5): ALGORITHM})
     else:
-        path.write_text(content, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", "import flce"],
         env={**os.environ, "FLCE_TUNE_FILE": str(path)},
@@ -153,7 +157,7 @@ def test_import_reads_the_file(tmp_path, content, fits):
     assert fits or ("ValueError" in done.stderr and str(path) in done.stderr)
 
 
-NUMBERS = len(tune.PRODUCT) + len(tune.ALGORITHM)
+NUMBERS = len(tune.PRODUCT) + len(ALGORITHM.split())
 
 
 @pytest.mark.parametrize("lines", ["abc", "1 2 3 name", "1 " * NUMBERS, "1 " * NUMBERS + "\n1 A"])
@@ -170,12 +174,7 @@ def test_other_text_is_refused(lines):
 def products(device, dtype=torch.bfloat16, bias=False, **knobs):
     knobs = {"max_memory": BUDGET, "save": "grads", **knobs}
     sizes = (TOKENS, HIDDEN, VOCAB)
-    return tune._products_of(sizes, (dtype,) * 3, bias, torch.device(device, 0), knobs)
-
-
-def parse(line):
-    fields = line.split(" ", len(tune.PRODUCT))
-    return dict(zip(tune.PRODUCT, map(int, fields[:-1]), strict=True)), fields[-1]
+    return tune.products_of(sizes, (dtype,) * 3, bias, torch.device(device, 0), knobs)
 
 
 def taken(line):
@@ -185,8 +184,7 @@ def taken(line):
 
 
 def use(line, algorithm):
-    product, gpu = parse(line)
-    torch.ops.flce.gemm_use(tune._line(gpu, product, algorithm))
+    tune.use({line: algorithm})
 
 
 def restore(lines):
@@ -202,7 +200,7 @@ def test_products_of_a_step(cuda, save, monkeypatch):
     monkeypatch.setenv(
         "FLCE_KERNEL", "gemm"
     )  # the fused kernel's logits are no product of cuBLASLt
-    made = [parse(line)[0] for line in products(cuda, save=save)]
+    made = [tune.numbers_of(line) for line in products(cuda, save=save)]
     seen = {(p["m"], p["n"], p["k"], p["accumulate"]) for p in made}
     last = TOKENS - 2 * 128
     expected = {(128, VOCAB, HIDDEN, 0), (last, VOCAB, HIDDEN, 0)}
@@ -227,8 +225,8 @@ def test_every_candidate_is_right(cuda, dtype, bias):
     """Also those that split the sum: no candidate loses more than one rounding of the result."""
     device = torch.device(cuda, 0)
     for line in products(cuda, dtype, bias):
-        p, _ = parse(line)
-        a, b, c, b_row, workspace = memory = tune._operands(p, device)
+        p = tune.numbers_of(line)
+        a, b, c, b_row, workspace = memory = tune.operands_of(line, device)
         truth = view(a, p["m"], p["k"], p["pitch_a"], p["transpose_a"]) @ view(
             b, p["k"], p["n"], p["pitch_b"], p["transpose_b"]
         )
@@ -271,7 +269,7 @@ def test_a_choice_that_is_no_candidate_is_passed_over(cuda):
     line = products(cuda)[0]
     before = taken(line)[0]
     try:
-        use(line, dict.fromkeys(tune.ALGORITHM, 12345))
+        use(line, " ".join(["12345"] * 10))
         assert taken(line)[0] == before
     finally:
         restore([line])
@@ -286,15 +284,12 @@ def test_tune_keeps_and_saves(cuda, tmp_path):
         assert made.path == str(path) and len(made.products) == len(lines)
         assert len(str(made).splitlines()) == 1 + len(lines)
         for line, t in zip(lines, made.products, strict=True):
-            assert parse(line) == (t.product, t.gpu)
+            assert t.product == line
             assert taken(line)[0] == t.algorithm
             assert 0 < t.best_ms <= t.shipped_ms and t.candidates >= 1
-        entries = tune.read(str(path))
-        assert [e["algorithm"] for e in entries] == [t.algorithm for t in made.products]
+        assert tune.read(str(path)) == {t.product: t.algorithm for t in made.products}
         # Other algorithms than the shipped ones, so that the new process has something to show.
-        for e, line in zip(entries, lines, strict=True):
-            e["algorithm"] = taken(line)[1][-1]
-        path.write_text(json.dumps({"format": tune._FORMAT, "entries": entries}), encoding="utf-8")
+        tune.write(str(path), {line: taken(line)[1][-1] for line in lines})
         code = (
             "import flce, torch, sys\n"
             "for line in sys.stdin.read().splitlines():\n"

@@ -30,7 +30,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 // ---- errors ----
 
-// Becomes Python's MemoryError; flce/ops.py turns that into torch.OutOfMemoryError, which the
+// Becomes Python's MemoryError; flce/autograd.py turns that into torch.OutOfMemoryError, which the
 // stable ABI cannot raise.
 class OutOfMemory : public std::bad_alloc {
  public:

@@ -1,0 +1,338 @@
+"""What C++ cannot register for its operators: their fakes and their autograd formulas.
+
+The tensors of these inner operators are positional, their output shapes follow from their
+arguments alone. flce/composite.py has the operators that users call.
+"""
+
+import torch
+
+from .options import GRADIENTS, Settings
+from .strategy import gemm_dtype, row_pitch, saved_dtype, stat_dtype
+
+library = torch.library.Library("flce", "FRAGMENT")
+inner = torch.ops.flce
+
+# csrc/backend.h: enum flce_stat_row, enum flce_scalar
+STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
+SCALAR_VALID, _SCALARS = 0, 7
+
+
+def _holds_units(device_type, dtype):
+    """Whether save="grads" holds gradients times a unit, which the backward has to take back:
+    in float16 the denominator is applied with grad_output alone (engine.c: unit_factor)."""
+    return gemm_dtype(device_type, dtype) == torch.float16
+
+
+def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
+    # float16 gradients are widened where save="grads" holds them (plan.c: kept_dtype), but for the
+    # weight's where it is summed in units (plan.c: holds_weight).
+    holds_units = _holds_units(input.device.type, settings.dtype)
+    holds_weight = holds_units and settings.accum_dtype == torch.float16
+    made = []
+    for leaf, want in zip((input, linear_weight, linear_bias), wanted, strict=True):
+        widens = want and settings.save == "grads" and leaf.dtype == torch.float16
+        widens = widens and not (leaf is linear_weight and holds_weight)
+        dtype = torch.float32 if widens else None
+        made.append(leaf.new_empty(leaf.shape, dtype=dtype) if want else None)
+    return tuple(made)
+
+
+def _fake_loss(rows, settings, dtype, keeps_statistics=True):
+    """Loss, stats, scalars and predictions."""
+    tokens = rows.shape[0]
+    stats = scalars = predictions = None
+    if keeps_statistics:
+        stats = rows.new_empty((_ROWS_OF_STATS, tokens), dtype=dtype)
+        scalars = rows.new_empty((_SCALARS,), dtype=dtype)
+    if settings.wants_predictions:
+        predictions = rows.new_empty((tokens,), dtype=torch.int64)
+    shape = (tokens,) if settings.reduction == "none" else ()
+    return rows.new_empty(shape, dtype=dtype), stats, scalars, predictions
+
+
+def _fake_forward(input, linear_weight, target, linear_bias, *rest):
+    settings, device_type = Settings.of_arguments(*rest[4:]), input.device.type
+    makes_grads = settings.save == "grads"
+    keeps_statistics = (  # plan.c: keeps_statistics
+        settings.wants_statistics
+        or settings.save in ("logits", "stats")
+        or (makes_grads and _holds_units(device_type, settings.dtype))
+    )
+    loss = _fake_loss(input, settings, stat_dtype(settings.dtype), keeps_statistics)
+    saved = None
+    if settings.save == "logits":
+        dtype = saved_dtype(settings, device_type, target.is_floating_point())
+        vocab = linear_weight.shape[0] if settings.valid_vocab is None else settings.valid_vocab
+        rows = input.shape[0] if settings.rows is None else settings.rows
+        saved = input.new_empty((rows, row_pitch(vocab, dtype, device_type)), dtype=dtype)
+    wanted = [want and makes_grads for want in settings.gradients]
+    return *loss, saved, *_fake_gradients(input, linear_weight, linear_bias, settings, wanted)
+
+
+def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
+    settings = Settings.of_arguments(*rest[6:])
+    return _fake_gradients(input, linear_weight, linear_bias, settings, settings.gradients)
+
+
+def _fake_cross_entropy_forward(logits, target, *rest):
+    if logits.shape[-1] < 1:
+        raise ValueError("logits: expected at least one class, got 0")
+    settings = Settings.of_arguments(None, None, *rest[4:])
+    return _fake_loss(logits, settings, stat_dtype(logits.dtype))
+
+
+_FAKES = {
+    "forward": _fake_forward,
+    "backward": _fake_backward,
+    "backward_into": lambda grad_weight_into, *args: _fake_backward(*args)[::2],
+    "scale_": lambda *args: None,
+    "scaled": lambda grad, grad_output, scalars, dtype: torch.empty_like(grad, dtype=dtype),
+    "cross_entropy_forward": _fake_cross_entropy_forward,
+    "cross_entropy_backward": lambda _, grad_stats, logits, *rest: torch.empty_like(logits),
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
+
+
+# Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads
+# an operator's schema again in each call, which takes more host time than the rest of a small step.
+# A Function is applied to what its operator has made already: on a GPU the kernels run by then, and
+# the device does not wait for what the Function costs.
+
+
+def run(op, *args):
+    """The operator below autograd; memory that is missing is torch's own error."""
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except MemoryError as error:
+        raise torch.OutOfMemoryError(str(error)) from None
+
+
+def _register_autograd(name, apply):
+    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is its Function's,
+    of the outputs and the arguments."""
+    op = getattr(inner, name).default
+
+    def kernel(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            made = op(*args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return apply(made, *args)
+        return made
+
+    library.impl(name, kernel, "Autograd")
+
+
+def _refuse_double_backward():
+    raise RuntimeError(
+        "flce: double backward (create_graph=True) is not supported; use "
+        "torch.nn.functional.linear and cross_entropy where you differentiate a gradient"
+    )
+
+
+class _Refuse(torch.autograd.Function):
+    """An operator of the backward, whose own gradient is refused."""
+
+    @staticmethod
+    def forward(ctx, made, *args):
+        return made
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_double_backward()
+
+
+def _once_only(make):
+    """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which gives the first
+    gradients; grad_stats is None where neither lse nor entropy has one.
+
+    Grad mode is on here for create_graph=True alone. It is refused at once: to a second derivative
+    the gradients would be constants, and their part of it would be missing without a word.
+    """
+
+    def backward(ctx, grad_output, grad_stats=None, *_):
+        if torch.is_grad_enabled():
+            _refuse_double_backward()
+        needs = ctx.needs_input_grad
+        if grad_output is None and grad_stats is None:
+            return (None,) * len(needs)
+        if grad_output is None:
+            grad_output = grad_stats.new_zeros(ctx.loss_shape)
+        if grad_stats is not None:
+            grad_stats = grad_stats.contiguous()
+        grads = make(ctx, grad_output.contiguous(), grad_stats)
+        return (*grads, *(None,) * (len(needs) - len(grads)))
+
+    return staticmethod(backward)
+
+
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _returned(ctx, made, count):
+    """The first `count` outputs, all of them differentiable: the loss (1), or it and the statistics
+    (2). None: all outputs, for who calls the operator itself, of which the loss is."""
+    ctx.set_materialize_grads(False)
+    ctx.loss_shape = made[0].shape
+    if count is None:
+        ctx.mark_non_differentiable(*(output for output in made[1:] if output is not None))
+    return tuple(made[:count])
+
+
+class Forward(torch.autograd.Function):
+    """flce::forward, applied to its outputs `made`, of which it returns `count` (_returned).
+
+    `constants`: the operator's tensors without a gradient, all but num_items, which has become a
+    scalar. `accumulator`: accumulate.Accumulator of linear_weight, or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, input, linear_weight, linear_bias, made, count, settings, constants, accumulator
+    ):
+        ctx.settings, ctx.accumulator = settings, accumulator
+        _, stats, scalars, _, saved, *grads = made
+        target, *others = constants
+        # What the backward operator takes.
+        arguments = (input, linear_weight, target, linear_bias, *others, stats, scalars, saved)
+        if settings.save == "grads":
+            leaves = (input, linear_weight, linear_bias)
+            ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+            # The composite drops what is saved: the backward may write to it, unless the caller's
+            # hooks hold what is saved now.
+            held = _top_hooks is None or _top_hooks(True) is not None
+            ctx.owned = count is not None and not held
+            ctx.scaled = False
+            ctx.save_for_backward(scalars, *grads, *(arguments if count == 2 else ()))
+        else:
+            ctx.save_for_backward(*arguments)
+        return _returned(ctx, made, count)
+
+    @_once_only
+    def backward(ctx, grad_output, grad_stats):
+        wanted, settings, saved = ctx.needs_input_grad[:3], ctx.settings, ctx.saved_tensors
+        if settings.save == "grads":
+            if grad_stats is None:
+                return _scale_made(ctx, saved[:4], grad_output, wanted)
+            # Of the loss alone are the gradients that the forward made: all of them again.
+            settings, saved = settings._replace(save="stats"), saved[4:]
+        return _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted)
+
+
+def _scale_made(ctx, saved, grad_output, wanted):
+    """The forward's gradients times grad_output, those that are wanted: in their own memory where
+    nobody reads it again."""
+    scalars, *grads = saved
+    if ctx.scaled:
+        raise RuntimeError(
+            "flce: a backward that failed has used up this loss's gradients; run the forward again"
+        )
+    # The backward may run again also where that cannot be known, as under compile.
+    repeats = _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
+    may_write = ctx.owned and not repeats
+    if not _holds_units(grad_output.device.type, ctx.settings.dtype):
+        scalars = None
+    own, made = [None] * 3, [None] * 3
+    for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, grads, ctx.dtypes, strict=True)):
+        if not wanted[i]:
+            continue
+        if grad is None:
+            raise RuntimeError(
+                f"{name}: expected True in the options of the forward, got False; it makes the "
+                'gradients with save="grads"'
+            )
+        plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
+        if may_write and plain and grad.dtype == dtype:
+            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
+            own[i], made[i] = grad, grad.detach()
+        else:
+            made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
+    ctx.scaled = may_write
+    if any(grad is not None for grad in own):
+        _scale_unseen(*own, grad_output, scalars)
+    return tuple(made)
+
+
+def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
+    accumulator, into = ctx.accumulator, None
+    if accumulator is not None:
+        # The Function's tensors are the operands: the second is the weight.
+        if accumulator.is_asked(ctx.next_functions[1][0]):
+            into = accumulator.find()
+        else:
+            accumulator, wanted = None, (wanted[0], False, wanted[2])
+    grads = dict(zip(GRADIENTS, wanted, strict=True))
+    args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
+    if into is None:
+        grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
+    else:
+        grad_input, grad_bias = run(inner.backward_into.default, into, *args)
+        grad_weight = None
+    if accumulator is not None:
+        grad_weight = accumulator.close(grad_weight)
+    return grad_input, grad_weight, grad_bias
+
+
+class CrossEntropyForward(torch.autograd.Function):
+    """flce::cross_entropy_forward, as Forward."""
+
+    @staticmethod
+    def forward(ctx, logits, made, count, lists, constants):
+        ctx.lists = lists
+        ctx.save_for_backward(logits, *constants, *made[1:3])
+        return _returned(ctx, made, count)
+
+    @_once_only
+    def backward(ctx, grad_output, grad_stats):
+        args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
+        return (run(inner.cross_entropy_backward.default, *args),)
+
+
+def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
+    constants, settings = (target, *rest[:3]), Settings.of_arguments(*rest[4:])
+    leaves = (input, linear_weight, linear_bias)
+    return Forward.apply(*leaves, made, None, settings, constants, None)
+
+
+def _apply_cross_entropy_forward(made, logits, target, *rest):
+    return CrossEntropyForward.apply(logits, made, None, rest[4:], (target, *rest[:3]))
+
+
+_register_autograd("forward", _apply_forward)
+_register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
+for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
+    _register_autograd(_name, _Refuse.apply)
+
+
+def _scale_unseen(*args):
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._AutoDispatchBelowADInplaceOrView():
+        inner.scale_.default(*args)
+
+
+def _check_writable(name, tensor, use):
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: expected a tensor that does not require grad, to {use}")
+
+
+def _scale_seen(*args):
+    """scale_ called by itself: graphs that saved a gradient learn that it has changed."""
+    grads = {name: grad for name, grad in zip(GRADIENTS, args, strict=False) if grad is not None}
+    for name, grad in grads.items():
+        _check_writable(name, grad, "scale in place")
+    _scale_unseen(*args)
+    for grad in grads.values():
+        torch.autograd.graph.increment_version(grad)
+
+
+def _backward_into_seen(grad_weight_into, *args):
+    """As _scale_seen."""
+    _check_writable("grad_weight_into", grad_weight_into, "add to in place")
+    torch.autograd.graph.increment_version(grad_weight_into)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return inner.backward_into.default(grad_weight_into, *args)
+
+
+library.impl("scale_", _scale_seen, "ADInplaceOrView")
+library.impl("backward_into", _backward_into_seen, "ADInplaceOrView")
