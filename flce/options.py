@@ -105,7 +105,7 @@ def defaults(having=None):
     return {name: option.default for name, option in chosen}
 
 
-# Raised with kLayout of csrc/op_options.h.
+# Raised with kLayout of csrc/binding/op_options.h.
 LAYOUT = 1
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # After the options: what follows from the outputs that are asked for, from the tensors and from

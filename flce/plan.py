@@ -14,7 +14,7 @@ from .signature import linear_signature, linear_values
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one problem, as csrc/plan.c makes it; str() is its table.
+    """The decision for one problem, as csrc/core/plan.c makes it; str() is its table.
 
     Sizes are bytes over the inputs, `buffers` maps a buffer's name to its own. Peaks count what
     lives at once: `forward_peak_bytes` the outputs and the workspace of the forward,

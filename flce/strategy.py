@@ -1,7 +1,7 @@
 """What a call computes and keeps, and how much memory it may take: decisions from options, sizes
 and the number of ignored rows.
 
-What csrc/plan.c also decides is repeated for the fakes, whose sizes may be symbolic.
+What csrc/core/plan.c also decides is repeated for the fakes, whose sizes may be symbolic.
 """
 
 import math

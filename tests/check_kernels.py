@@ -3,9 +3,9 @@
 ptxas may have no numbered remark: those say that WGMMAs are serialized, or that setmaxnreg had no
 effect. A kernel may use no local memory but what LOCAL_BYTES grants it, and each kernel of
 csrc/cuda/sm90/*_gemm.cu has to multiply by HGMMA. A kernel that may begin while the one before it
-ends (launch_dependent, or a launch with supports_pdl) waits for that one before it touches global memory,
-branches or ends; one of launch_overlapping before it writes or ends. Exit status 1 if one does not
-hold.
+ends (launch_dependent, or a launch with supports_pdl) waits for that one before it touches global
+memory, branches or ends; one of launch_overlapping before it writes or ends. Exit status 1 if one
+does not hold.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Arguments of the inner operators (csrc/op.cpp), which are positional and many."""
+"""Arguments of the inner operators (csrc/binding/op.cpp), which are positional and many."""
 
 import torch
 

@@ -138,7 +138,7 @@ def described(outputs):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_fakes_give_what_the_operator_gives(device, dtype, kind):
-    """Shapes, dtypes, which outputs there are: strategy.py and autograd.py against csrc/plan.c."""
+    """Shapes, dtypes, which outputs there are: strategy.py and autograd.py against plan.c."""
     x, w = (
         torch.randn(6, 8, dtype=dtype, device=device),
         torch.randn(21, 8, device=device).to(dtype),

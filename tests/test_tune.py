@@ -18,7 +18,7 @@ import flce
 tune = importlib.import_module("flce.tune")  # flce.tune is the function
 TOKENS, HIDDEN, VOCAB = 300, 64, 1000
 BUDGET = 130 * 1024 * 4  # chunks of 128 rows, and one of 44; a row has whole 128 bytes
-HEADER = Path(__file__).parents[1] / "csrc" / "cuda" / "gemm.cuh"
+HEADER = Path(__file__).parents[1] / "csrc" / "cuda" / "gemm" / "gemm.cuh"
 
 
 ALGORITHM = " ".join("2" * 10)

@@ -1,5 +1,5 @@
-/* What the files of the matrix products share: gemm_library.cu holds cuBLASLt and its objects,
- * gemm_choice.cu chooses an algorithm, gemm.cu runs a product, gemm_tuning.cu serves flce.tune. */
+/* What the files of the GEMMs share: cublaslt.cu holds cuBLASLt and its objects,
+ * heuristics.cu chooses an algorithm, gemm.cu runs a GEMM, tuning.cu serves flce.tune. */
 #ifndef FLCE_CUDA_GEMM_GEMM_CUH
 #define FLCE_CUDA_GEMM_GEMM_CUH
 
@@ -9,7 +9,7 @@
 #include <cublasLt.h>
 #include <string.h>
 
-/* ---- gemm_library.cu ---- */
+/* ---- cublaslt.cu ---- */
 
 typedef struct lt_functions {
   void* library;
@@ -64,7 +64,7 @@ cublasStatus_t make_descriptors(const gemm_device* device, const gemm_key* key,
                                 gemm_descriptors* d);
 void destroy_descriptors(const gemm_device* device, gemm_descriptors* d);
 
-/* ---- gemm_choice.cu ---- */
+/* ---- heuristics.cu ---- */
 
 /* An algorithm by its configuration, which serves for every process with this GPU and library.
  * `nth`: how many candidates before it have the same configuration, as some differ in what the
