@@ -116,6 +116,7 @@ _CODES = {"reduction": REDUCTIONS, "save": SAVES}
 _CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
 _CODES |= dict.fromkeys(_FLAGS, (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
+CAPS = tuple(name for name in NUMBERS if OPTIONS[name].default is None)
 INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)
 INTEGERS += ("dtype", *_FLAGS)
 _SIZES = ("valid_vocab", "rows")

@@ -13,6 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._C import getenv
+from .options import CAPS
 from .validate import check_integer, checks_targets, refuse
 
 # Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
@@ -87,11 +88,9 @@ def saved_dtype(settings, device_type, has_probabilities):
     """The dtype of what save="logits" keeps: E, or z where dz is no factor times E and cannot be
     made from it (plan.c: choose_form, choose_saved)."""
     operand = gemm_dtype(device_type, settings.dtype)
-    keeps_logits = (
-        has_probabilities
-        or (settings.wants_entropy and any(settings.gradients))
-        or (settings.softcap > 0.0 and (settings.label_smoothing > 0.0 or operand == torch.float16))
-    )
+    caps = any(getattr(settings, name) > 0.0 for name in CAPS)  # loss.h: flce_caps_logits
+    keeps_logits = has_probabilities or (settings.wants_entropy and any(settings.gradients))
+    keeps_logits |= caps and (settings.label_smoothing > 0.0 or operand == torch.float16)
     return _logits_dtype(settings, device_type) if keeps_logits else operand
 
 

@@ -1,6 +1,8 @@
 /* The plan: every decision that follows from sizes, made once and in one place. Pure. */
 #include "core/plan.h"
 
+#include "loss.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -179,7 +181,7 @@ static bool differentiates_entropy(const flce_problem* problem) {
 }
 
 static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
-  bool slope_of_all = problem->loss.softcap > 0.0 && problem->loss.label_smoothing > 0.0;
+  bool slope_of_all = flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0;
   bool dz = dtype == FLCE_F16 || problem->has_probabilities || slope_of_all ||
             differentiates_entropy(problem);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
@@ -187,7 +189,7 @@ static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
 
 /* Whether dz needs the logit itself: for softcap's slope, the entropy or a soft target. */
 static bool needs_logits(const flce_problem* problem) {
-  return problem->has_probabilities || problem->loss.softcap > 0.0 ||
+  return problem->has_probabilities || flce_caps_logits(&problem->loss) ||
          differentiates_entropy(problem);
 }
 

@@ -1,19 +1,15 @@
 /* What the row passes share: the choice of kernels and path, and rows that are filled or padded. */
 #include "cpu/row_pass.h"
 
-/* l is not z + bias. */
-static bool maps_logits(const flce_rows* rows) {
-  const flce_loss* options = &rows->options;
-  return options->logit_scale != 1.0 || options->softcap != 0.0 || options->temperature != 1.0 ||
-         rows->temperature;
-}
+#include "loss.h"
 
 flce_status flce_cpu_make_row_pass(const flce_rows* rows, bool writes, row_pass* pass) {
   flce_dtype stat = flce_stat_dtype(rows->z_dtype);
-  *pass = (row_pass){.rows = rows,
-                     .dtype = rows->z_dtype,
-                     .stat = stat,
-                     .general = maps_logits(rows) || rows->probabilities};
+  *pass = (row_pass){
+      .rows = rows,
+      .dtype = rows->z_dtype,
+      .stat = stat,
+      .general = flce_maps_logits(&rows->options) || rows->temperature || rows->probabilities};
   FLCE_TRY(flce_cpu_row_kernels(rows->z_dtype, &pass->kernels));
   FLCE_TRY(flce_cpu_row_kernels(stat, &pass->l_kernels));
   FLCE_TRY(flce_cpu_block_kernels(stat, rows->z_dtype, &pass->z_blocks));

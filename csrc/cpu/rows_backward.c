@@ -1,6 +1,8 @@
 /* grad_rows: the gradient with respect to a row's logits, from the logits or from exp rows. */
 #include "cpu/row_pass.h"
 
+#include "loss.h"
+
 #include <math.h>
 
 static void plain_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
@@ -58,7 +60,7 @@ static void grad_range(int64_t begin, int64_t end, void* context) {
 /* What exp rows hold cannot give the gradient. */
 static flce_status check_exp(const row_pass* pass) {
   const flce_rows* rows = pass->rows;
-  if (rows->options.softcap != 0.0 || rows->probabilities)
+  if (flce_caps_logits(&rows->options) || rows->probabilities)
     return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected class targets and no softcap");
   for (int64_t r = 0; r < rows->rows; r++) {
     int64_t i = flce_row_index(rows, r);

@@ -3,6 +3,7 @@
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
+#include "loss.h"
 
 /* out_j = slope_j (exp(l_j - offset) (factor + entropy (mean_logit - l_j)) - w_j (smooth + soft
  * t_j)), and `target` instead at the target's column. */
@@ -245,7 +246,8 @@ static soft_kernel soft_kernel_of(flce_dtype probabilities) {
 static soft_kernel soft_kernel_for(const flce_rows* r) {
   const flce_loss* o = &r->options;
   if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature ||
-      r->wants_entropy || o->label_smoothing > 0 || o->softcap > 0 || r->out_dtype != FLCE_BF16) {
+      r->wants_entropy || o->label_smoothing > 0 || flce_caps_logits(o) ||
+      r->out_dtype != FLCE_BF16) {
     return NULL;
   }
   if (r->z_dtype == FLCE_F32) return soft_kernel_of<float>(r->probabilities_dtype);
@@ -257,7 +259,7 @@ typedef void (*grad_kernel)(const row_args, double, bool, bool);
 /* A plain one's target column and row factor are all of the gradient. */
 static Kind backward_kind(const flce_rows* r, bool z_is_exp) {
   const bool terms = r->coef && (r->options.label_smoothing > 0 || r->wants_entropy || !r->target);
-  if (terms || r->options.softcap > 0) return kGeneral;
+  if (terms || flce_caps_logits(&r->options)) return kGeneral;
   if (r->temperature && !z_is_exp) return kGeneral;
   return z_is_exp ? kExp : r->bias ? kBiased : kPlain;
 }
@@ -277,7 +279,7 @@ static grad_kernel grad_kernel_of(Kind kind, bool z_is_exp) {
 flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hide_target,
                            bool z_is_exp) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
-  if (z_is_exp && (r->options.softcap > 0 || !r->target)) {
+  if (z_is_exp && (flce_caps_logits(&r->options) || !r->target)) {
     return flce_fail(FLCE_UNSUPPORTED,
                      "grad_rows: no gradient from exp rows with a softcap or probabilities");
   }

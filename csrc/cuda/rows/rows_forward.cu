@@ -2,6 +2,7 @@
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
+#include "loss.h"
 
 /* The largest z (+ bias) of this thread's vectors of a tile; the target's becomes -inf. */
 template <bool BIAS, typename Z, typename S = stat_t<Z>>
@@ -387,8 +388,8 @@ static flce_status launch_rows(void* self, const flce_rows* r, row_kernel kernel
 static Kind forward_kind(const flce_rows* r) {
   const flce_loss* o = &r->options;
   const bool smooth = o->label_smoothing > 0;
-  const bool general = (smooth && (r->class_weight || r->bias)) || o->softcap > 0 ||
-                       !(o->logit_scale > 0) || r->temperature || r->wants_entropy ||
+  const bool general = (smooth && (r->class_weight || r->bias)) || flce_caps_logits(o) ||
+                       !flce_logits_rise(o) || r->temperature || r->wants_entropy ||
                        r->predictions || !r->target;
   return general ? kGeneral : smooth ? kSmooth : r->bias ? kBiased : kPlain;
 }

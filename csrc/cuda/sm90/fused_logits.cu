@@ -3,6 +3,7 @@
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/sm90/fused_logits.cuh"
+#include "loss.h"
 
 /* In memory of facts.fused_row_bytes for each row. */
 static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
@@ -42,9 +43,9 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   shape.columns = (int)(g->c ? r->z_columns : r->out_columns);
   shape.half = g->dtype == FLCE_F16;
   shape.scale = (float)((o->softcap > 0 ? args.outer_scale : args.scale) * kLog2eExact);
-  shape.general = (o->label_smoothing > 0 && !r->wsum) || o->softcap > 0 || !(shape.scale > 0) ||
-                  r->temperature || r->wants_entropy || r->predictions || (r->target && g->c) ||
-                  (r->target && shape.half);
+  shape.general = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
+                  !(shape.scale > 0) || r->temperature || r->wants_entropy || r->predictions ||
+                  (r->target && g->c) || (r->target && shape.half);
   shape.inner_scale = (float)args.inner_scale;
   shape.bias = (const float*)r->bias;
   shape.class_weight = (const float*)r->class_weight;

@@ -2,6 +2,7 @@
  * device, FLCE_KERNEL and measured limits. */
 #include "cuda/backend.cuh"
 #include "cuda/sm90/fused_logits.cuh"
+#include "loss.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -59,8 +60,9 @@ constexpr int64_t kLeastRows = 193;
 static bool suits_fused_gemm(const flce_problem* p) {
   const flce_loss* o = &p->loss;
   const bool rises = (float)(o->logit_scale / o->temperature * kLog2eExact) > 0;
-  const bool others = o->label_smoothing > 0 || o->softcap > 0 || !rises || p->has_class_weight ||
-                      p->has_temperature || p->wants_entropy || p->wants_predictions;
+  const bool others = o->label_smoothing > 0 || flce_caps_logits(o) || !rises ||
+                      p->has_class_weight || p->has_temperature || p->wants_entropy ||
+                      p->wants_predictions;
   return !p->unaligned && !(p->has_probabilities && others);
 }
 
