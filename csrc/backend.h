@@ -147,6 +147,96 @@ typedef struct flce_scaled {
   int64_t count;
 } flce_scaled;
 
+/* Arguments of the functions of the same names, which say what they mean. */
+
+typedef struct flce_cast_args {
+  void* out;            /* [rows][out_pitch] out_dtype */
+  const void* in;       /* [rows][in_pitch] in_dtype */
+  flce_dtype out_dtype; /* of out */
+  flce_dtype in_dtype;  /* of in */
+  int64_t out_pitch;    /* leading dimension of out */
+  int64_t in_pitch;     /* leading dimension of in */
+  int64_t rows;         /* of both */
+  int64_t cols;         /* copied of each row */
+} flce_cast_args;
+
+typedef struct flce_scale_rows_args {
+  void* out;            /* [rows][out_pitch] dtype */
+  const void* x;        /* [][hidden] dtype */
+  const void* coef;     /* stat dtype, indexed as x is; or NULL for ones */
+  const int64_t* index; /* [rows] rows of x, -1 for none; or NULL for 0, 1, ... */
+  flce_dtype dtype;     /* of x and out */
+  int64_t out_pitch;    /* leading dimension of out */
+  int64_t rows;         /* of out */
+  int64_t hidden;       /* columns of x */
+} flce_scale_rows_args;
+
+typedef struct flce_grad_input_args {
+  void* dx;              /* [][cols] dx_dtype, indexed as the vectors of `rows` */
+  const void* d;         /* [rows->rows][hidden] d_dtype: the result of dX's GEMM; may be dx */
+  const void* w;         /* [V][hidden] dtype */
+  const void* x;         /* [][hidden] dtype, indexed as dx */
+  void* scaled_x;        /* [rows->rows][hidden] dtype, or NULL */
+  const void* wsum;      /* [hidden] stat dtype, or NULL */
+  const flce_rows* rows; /* target, index, coef and stat_pitch are read */
+  flce_dtype dx_dtype;   /* of dx */
+  flce_dtype d_dtype;    /* of d */
+  flce_dtype dtype;      /* of w, x and scaled_x */
+  int64_t hidden;        /* columns of all but dx */
+  int64_t cols;          /* columns of dx */
+} flce_grad_input_args;
+
+typedef struct flce_column_sum_args {
+  void* out;           /* [cols] stat dtype */
+  const void* a;       /* [rows][pitch] a_dtype */
+  const void* weights; /* [rows] stat dtype, or NULL for ones */
+  void* scratch;       /* facts.column_sum_bytes */
+  flce_dtype a_dtype;  /* of a */
+  int64_t pitch;       /* leading dimension of a */
+  int64_t rows;        /* of a */
+  int64_t cols;        /* of a that are summed */
+  bool accumulate;     /* adds to out */
+} flce_column_sum_args;
+
+typedef struct flce_grad_weight_args {
+  void* dw;                 /* [vocab][hidden] dw_dtype */
+  const void* accum;        /* [vocab][hidden] accum_dtype; may be dw */
+  const void* x;            /* [tokens][hidden] dtype */
+  const void* coef_target;  /* [tokens] stat dtype, or NULL */
+  const void* order;        /* of order_targets; read where coef_target is not NULL */
+  const void* xsum;         /* [hidden] stat dtype, or NULL */
+  const void* class_weight; /* [vocab] stat dtype, or NULL for ones */
+  flce_dtype dw_dtype;      /* of dw */
+  flce_dtype accum_dtype;   /* of accum */
+  flce_dtype dtype;         /* of x */
+  int64_t tokens;           /* rows of x */
+  int64_t vocab;            /* rows of dw */
+  int64_t hidden;           /* columns of x, accum and dw */
+} flce_grad_weight_args;
+
+typedef struct flce_grad_bias_args {
+  void* db;                 /* [vocab] db_dtype */
+  const void* accum;        /* [vocab] stat; may be db */
+  const void* coef_target;  /* [tokens] stat, or NULL */
+  const void* order;        /* of order_targets; read where coef_target is not NULL */
+  const void* smooth_total; /* [1] stat: the sum of coef_smooth; or NULL */
+  const void* class_weight; /* [vocab] stat, or NULL for ones */
+  flce_dtype db_dtype;      /* of db */
+  flce_dtype stat;          /* the stat dtype */
+  int64_t tokens;           /* that were ordered */
+  int64_t vocab;            /* elements of db */
+} flce_grad_bias_args;
+
+typedef struct flce_add_block_args {
+  void* accum;            /* [rows][cols] accum_dtype */
+  const void* block;      /* [rows][pitch] dtype */
+  flce_dtype accum_dtype; /* of accum */
+  flce_dtype dtype;       /* of block */
+  int64_t pitch;          /* leading dimension of block */
+  int64_t rows;           /* of both */
+  int64_t cols;           /* of accum */
+} flce_add_block_args;
+
 /* Functions of a backend. `self` is the table's own. All but `facts` queue work in order; none
  * waits for a device. A dtype or pointer combination without a kernel gives FLCE_UNSUPPORTED, never
  * silence. Sizes may be 0: nothing is done. */
@@ -160,9 +250,7 @@ struct flce_backend {
   flce_status (*gemm)(void* self, const flce_gemm* gemm, void* workspace, int64_t workspace_bytes);
   flce_status (*fill)(void* self, void* data, int byte, int64_t bytes);
   /* out[rows][out_pitch] = in[rows][in_pitch], `cols` of each row, and zeros behind them in out. */
-  flce_status (*cast)(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
-                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
-                      int64_t cols);
+  flce_status (*cast)(void* self, const flce_cast_args* call);
 
   /* tensors' target, class_weight, token_weight, temperature, num_items -> tensors->scalars, where
    * `holds_weight` of input, too; and order_targets, unless `order` is NULL. `overlaps`: the kernel
@@ -221,9 +309,7 @@ struct flce_backend {
   /* out[r] = coef[i] * x[i], i = index[r], or r where index is NULL; a row of zeros where coef is
    * 0, whatever x holds, or i is -1. coef NULL for ones. x: [][hidden] dtype; out: [][out_pitch],
    * zeros behind `hidden`. coef: stat dtype. */
-  flce_status (*scale_rows)(void* self, void* out, int64_t out_pitch, const void* x,
-                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
-                            int64_t hidden);
+  flce_status (*scale_rows)(void* self, const flce_scale_rows_args* call);
 
   /* dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum of rows->coef, one rounding, for row r
    * of `rows` and i as its vectors have it; with rows->coef NULL dX[i] = D[r]. D may be dX itself
@@ -231,16 +317,11 @@ struct flce_backend {
    * of NaN where it is out of range, nothing for an index of -1. wsum [H] stat dtype or NULL; W
    * [V][H] dtype. scaled_x not NULL, with coef: also scale_rows of x by ROW into it. dX has `cols`
    * elements a row, all else `hidden`. */
-  flce_status (*finish_grad_input)(void* self, void* dx, flce_dtype dx_dtype, const void* d,
-                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* rows, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden, int64_t cols);
+  flce_status (*finish_grad_input)(void* self, const flce_grad_input_args* call);
 
   /* out[cols] (stat dtype) = [accumulate: out +] sum_i weights[i] a[i][:], in a fixed order;
    * weights NULL for ones. A row whose weight is 0 adds nothing, whatever it holds. */
-  flce_status (*column_sum)(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
-                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
-                            void* scratch);
+  flce_status (*column_sum)(void* self, const flce_column_sum_args* call);
 
   /* The GEMM of dW, c (+)= a^T b, and from the same reading of a sums[p][m] (+)= part p of
    * sum_k coef[k] a[k][m]: the column sums are the sums of facts.bias_parts such rows. Stat
@@ -259,20 +340,12 @@ struct flce_backend {
    * of coef_target[i] x[i], summed in stat dtype, rounded once; accum may be out itself, then only
    * rows that change are touched. coef_target NULL: no target term (form dz). xsum [H] NULL: no
    * smoothing term. x [N][H] dtype. */
-  flce_status (*finish_grad_weight)(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
-                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
-                                    const void* coef_target, const void* order, int64_t tokens,
-                                    const void* xsum, const void* class_weight, int64_t vocab,
-                                    int64_t hidden);
+  flce_status (*finish_grad_weight)(void* self, const flce_grad_weight_args* call);
   /* The same for db[V]: smooth_total [1] stat dtype (sum of coef_smooth) or NULL. */
-  flce_status (*finish_grad_bias)(void* self, void* db, flce_dtype db_dtype, const void* accum,
-                                  flce_dtype stat, const void* coef_target, const void* order,
-                                  int64_t tokens, const void* smooth_total,
-                                  const void* class_weight, int64_t vocab);
+  flce_status (*finish_grad_bias)(void* self, const flce_grad_bias_args* call);
   /* accum[rows][cols] += block[rows][pitch], summed in accum's stat dtype: for GEMMs that cannot
    * add into the accumulator, and for a sum that is added to the caller's. */
-  flce_status (*add_block)(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
+  flce_status (*add_block)(void* self, const flce_add_block_args* call);
   /* out = in * grad_output[0] * [scalars: inv_denom / unit] of each of `number`, at most
    * FLCE_GRADIENTS, arrays: nothing is written where out is in and the factor is 1. The unit is
    * WEIGHT_UNIT of float16 arrays, else UNIT. scalars NULL: the factor is grad_output[0] alone.

@@ -12,18 +12,17 @@ int64_t flce_gemm_count(void) {
   return atomic_load(&gemm_count);
 }
 
-static void* buffer(const engine* e, flce_buffer_id id) {
-  const flce_buffer* b = &e->plan->buffers[id];
-  return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
-}
-
 static bool wants_gradients(const engine* e) {
   return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
 }
 
-static flce_status run_gemm(const engine* e, flce_gemm gemm) {
-  gemm.dtype = e->plan->dtype;
+void flce_count_gemm(void) {
   atomic_fetch_add(&gemm_count, 1);
+}
+
+flce_status flce_run_gemm(const engine* e, flce_gemm gemm) {
+  gemm.dtype = e->plan->dtype;
+  flce_count_gemm();
   CALL(e, gemm, &gemm, buffer(e, FLCE_BUF_GEMM), e->plan->buffers[FLCE_BUF_GEMM].bytes);
   return FLCE_OK;
 }
@@ -37,7 +36,15 @@ static flce_status convert(const engine* e, flce_buffer_id id, const void* given
   *out = given;
   if (given == NULL || (given_dtype == dtype && pitch == cols)) return FLCE_OK;
   *out = buffer(e, id);
-  CALL(e, cast, buffer(e, id), dtype, pitch, given, given_dtype, cols, rows, cols);
+  CALL(e, cast,
+       &(flce_cast_args){.out = buffer(e, id),
+                         .out_dtype = dtype,
+                         .out_pitch = pitch,
+                         .in = given,
+                         .in_dtype = given_dtype,
+                         .in_pitch = cols,
+                         .rows = rows,
+                         .cols = cols});
   return FLCE_OK;
 }
 
@@ -57,13 +64,6 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
 }
 
 /* ---- one chunk ---- */
-
-typedef struct chunk {
-  int64_t first, rows;
-  flce_buffer_id gathered_x;
-  flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
-  const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
-} chunk;
 
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
   int64_t left = e->problem->rows - first;
@@ -86,11 +86,6 @@ static void* saved_rows(const engine* e, int64_t first) {
   return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
-/* Row 0 of x where the chunk has an index into all rows, else its first row. */
-static const void* rows_of_input(const engine* e, const chunk* c) {
-  return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
-}
-
 /* The chunk's rows of x, copied where they do not follow each other at the pitch that the logits
  * GEMM wants. */
 static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
@@ -98,8 +93,14 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
   *x = rows_of_input(e, c);
   if (!plan->gathers && plan->input_pitch == plan->hidden) return FLCE_OK;
   void* copy = buffer(e, c->gathered_x);
-  CALL(e, scale_rows, copy, plan->input_pitch, *x, plan->dtype, NULL, c->view.index, c->rows,
-       plan->hidden);
+  CALL(e, scale_rows,
+       &(flce_scale_rows_args){.out = copy,
+                               .out_pitch = plan->input_pitch,
+                               .x = *x,
+                               .dtype = plan->dtype,
+                               .index = c->view.index,
+                               .rows = c->rows,
+                               .hidden = plan->hidden});
   *x = copy;
   return FLCE_OK;
 }
@@ -133,7 +134,7 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
   FLCE_TRY(logits_product(e, c, &gemm));
   set_z_destination(e, c, &gemm);
   gemm.bias = e->plan->gemm_adds_bias ? e->bias : NULL;
-  return run_gemm(e, gemm);
+  return flce_run_gemm(e, gemm);
 }
 
 /* The fused product of a chunk's logits, and E, or in form dz z, where the strategy keeps either.
@@ -151,7 +152,7 @@ static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce
   rows->bias = e->bias;
   /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
   if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
-  atomic_fetch_add(&gemm_count, 1);
+  flce_count_gemm();
   CALL(e, fused_logits, gemm, rows, buffer(e, FLCE_BUF_FUSED));
   return FLCE_OK;
 }
@@ -182,233 +183,6 @@ static flce_status coefficients(const engine* e, const chunk* c, flce_upstream u
     upstream.entropy = from(upstream.entropy, c->first, e->stat);
   }
   CALL(e, row_coefficients, &c->view, &upstream, factor, (void*)c->coef);
-  return FLCE_OK;
-}
-
-static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row row) {
-  return at(c->coef, row * e->problem->tokens, e->stat);
-}
-
-/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times
- * a dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
-static void* scaled_input(const engine* e) {
-  return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
-}
-
-/* dX of the chunk from c->view.out, which holds E or dz; in form exp also scaled_input, by the pass
- * that has the rows' factors at hand. */
-static flce_status input_gradient(const engine* e, const chunk* c) {
-  const flce_plan* plan = e->plan;
-  const flce_rows* view = &c->view;
-  int64_t h = plan->hidden, cols = e->problem->hidden;
-  void* dx =
-      at(e->tensors->grad_input, plan->gathers ? 0 : c->first * cols, plan->grad_input_dtype);
-  void* own = buffer(e, FLCE_BUF_DX_ROWS);
-  void* product = own ? own : dx;
-  FLCE_TRY(run_gemm(e, (flce_gemm){.m = c->rows,
-                                   .n = h,
-                                   .k = e->problem->vocab,
-                                   .a = view->out,
-                                   .b = e->linear_weight,
-                                   .c = product,
-                                   .pitch_a = view->out_pitch,
-                                   .pitch_b = h,
-                                   .pitch_c = h,
-                                   .c_dtype = plan->dx_gemm_dtype}));
-  bool exp_form = plan->form == FLCE_FORM_EXP;
-  if (!exp_form && !own) return FLCE_OK;
-  flce_rows finished = *view;
-  finished.coef = exp_form ? c->coef : NULL;
-  CALL(e, finish_grad_input, dx, plan->grad_input_dtype, product, plan->dx_gemm_dtype,
-       e->linear_weight, plan->dtype, &finished, buffer(e, FLCE_BUF_SMOOTH), rows_of_input(e, c),
-       exp_form ? scaled_input(e) : NULL, h, cols);
-  return FLCE_OK;
-}
-
-/* Where dW is summed. */
-static void* dw_accum(const engine* e) {
-  void* own = buffer(e, FLCE_BUF_DW_ACCUM);
-  return own ? own : e->tensors->grad_weight;
-}
-
-/* Whether dW's sum begins with what the caller's grad_weight holds. */
-static bool sums_in_callers(const engine* e) {
-  return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
-}
-
-/* What weighs the chunk's rows of E in db; NULL for ones, in form dz. */
-static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
-  *weights = NULL;
-  if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
-  *weights = coef_row(e, c, FLCE_COEF_ROW);
-  if (!e->plan->gathers) return FLCE_OK;
-  void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
-  CALL(e, scale_rows, gathered, 1, *weights, e->stat, NULL, c->view.index, c->rows, 1);
-  *weights = gathered;
-  return FLCE_OK;
-}
-
-/* dW's product and db's sums of the same rows. */
-static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
-  const void* weights;
-  FLCE_TRY(row_weights(e, c, &weights));
-  atomic_fetch_add(&gemm_count, 1);
-  CALL(e, grad_weight_gemm, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS),
-       c->first > 0);
-  return FLCE_OK;
-}
-
-/* accum += E^T (coef x), or dz^T x. */
-static flce_status weight_gradient(const engine* e, const chunk* c) {
-  const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, v = e->problem->vocab;
-  bool exp_form = plan->form == FLCE_FORM_EXP;
-  const void* x = rows_of_input(e, c);
-  void* scaled = scaled_input(e);
-  if (scaled && !(exp_form && e->problem->want_grad_input))
-    CALL(e, scale_rows, scaled, h, x, plan->dtype,
-         coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID), c->view.index, c->rows, h);
-  if (scaled) x = scaled;
-  flce_gemm gemm = {.m = v,
-                    .n = h,
-                    .k = c->rows,
-                    .transpose_a = true,
-                    .a = c->view.out,
-                    .b = x,
-                    .c = dw_accum(e),
-                    .pitch_a = c->view.out_pitch,
-                    .pitch_b = h,
-                    .pitch_c = h,
-                    .dtype = plan->dtype,
-                    .c_dtype = plan->accum_dtype,
-                    .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
-                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0};
-  if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
-  if (plan->dw_block_rows == 0) return run_gemm(e, gemm);
-  void* block = buffer(e, FLCE_BUF_DW_BLOCK);
-  for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
-    gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;
-    gemm.a = at(c->view.out, j, plan->dtype);
-    gemm.c = block;
-    gemm.c_dtype = plan->dtype;
-    gemm.beta = 0.0;
-    FLCE_TRY(run_gemm(e, gemm));
-    CALL(e, add_block, at(dw_accum(e), j * h, plan->accum_dtype), plan->accum_dtype, block,
-         plan->dtype, h, gemm.m, h);
-  }
-  return FLCE_OK;
-}
-
-static flce_status bias_gradient(const engine* e, const chunk* c) {
-  const void* weights;
-  FLCE_TRY(row_weights(e, c, &weights));
-  CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), c->view.out, e->plan->dtype, c->view.out_pitch,
-       c->rows, e->problem->vocab, weights, c->first > 0, buffer(e, FLCE_BUF_COLUMN_SUM));
-  return FLCE_OK;
-}
-
-static flce_status chunk_gradients(const engine* e, const chunk* c) {
-  if (e->problem->want_grad_input) FLCE_TRY(input_gradient(e, c));
-  if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
-  if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
-  return FLCE_OK;
-}
-
-/* ---- around the chunk loop of the gradients ---- */
-
-/* Gradients of the rows of W and b that lie beyond the vocabulary: nothing is added to those of a
- * dW that the caller has begun. */
-static flce_status zero_padding(const engine* e) {
-  const flce_problem* problem = e->problem;
-  const flce_plan* plan = e->plan;
-  int64_t v = problem->vocab, h = problem->hidden, padding = problem->weight_rows - v;
-  if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
-    CALL(e, fill, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype), 0,
-         padding * h * flce_size_of(plan->grad_weight_dtype));
-  if (padding > 0 && problem->want_grad_bias)
-    CALL(e, fill, at(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
-         padding * flce_size_of(plan->grad_bias_dtype));
-  return FLCE_OK;
-}
-
-/* Smoothing's sum of W. */
-static flce_status sum_weight(const engine* e) {
-  const flce_problem* problem = e->problem;
-  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
-  if (!smooth || !problem->want_grad_input) return FLCE_OK;
-  int64_t h = e->plan->hidden;
-  CALL(e, column_sum, smooth, e->linear_weight, e->plan->dtype, h, problem->vocab, h,
-       e->tensors->class_weight, false, buffer(e, FLCE_BUF_COLUMN_SUM));
-  return FLCE_OK;
-}
-
-static flce_status begin_gradients(const engine* e) {
-  const flce_problem* problem = e->problem;
-  FLCE_TRY(zero_padding(e));
-  if (e->plan->gathers) {
-    flce_rows all = open_rows(e, 0, problem->tokens);
-    /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
-    CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
-    if (problem->want_grad_input)
-      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
-           problem->hidden);
-  }
-  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, begins with 0. */
-  bool no_chunks = problem->rows == 0;
-  if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
-    CALL(e, fill, dw_accum(e), 0,
-         problem->vocab * e->plan->hidden * flce_size_of(e->plan->accum_dtype));
-  if (problem->want_grad_bias && no_chunks)
-    CALL(e, fill, buffer(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
-  return FLCE_OK;
-}
-
-/* The terms of dW that no product makes, and its sum added to the caller's, rounded once. */
-static flce_status finish_weight(const engine* e, const void* coef_target, const void* order,
-                                 const void* xsum) {
-  const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, cols = e->problem->hidden, v = e->problem->vocab;
-  void *out = e->tensors->grad_weight, *accum = dw_accum(e);
-  bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
-  bool in_accum = added || padded;
-  CALL(e, finish_grad_weight, in_accum ? accum : out,
-       in_accum ? plan->accum_dtype : plan->grad_weight_dtype, accum, plan->accum_dtype, e->input,
-       plan->dtype, coef_target, order, e->problem->tokens, xsum, e->tensors->class_weight, v, h);
-  if (added)
-    CALL(e, add_block, out, plan->grad_weight_dtype, accum, plan->accum_dtype, h, v, cols);
-  else if (padded)
-    CALL(e, cast, out, plan->grad_weight_dtype, cols, accum, plan->accum_dtype, h, v, cols);
-  return FLCE_OK;
-}
-
-static flce_status finish_gradients(const engine* e) {
-  const flce_problem* problem = e->problem;
-  const flce_plan* plan = e->plan;
-  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
-  if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
-  bool exp_form = plan->form == FLCE_FORM_EXP;
-  const void* coef = buffer(e, FLCE_BUF_COEF);
-  const void* coef_target = exp_form ? at(coef, FLCE_COEF_TARGET * n, e->stat) : NULL;
-  const void* coef_smooth = at(coef, FLCE_COEF_SMOOTH * n, e->stat);
-  void* order = buffer(e, FLCE_BUF_ORDER);
-  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
-  void* xsum = smooth ? at(smooth, h, e->stat) : NULL;
-  void* smooth_total = smooth ? at(smooth, 2 * h, e->stat) : NULL;
-  if (problem->want_grad_weight) {
-    if (smooth)
-      CALL(e, column_sum, xsum, e->input, plan->dtype, h, n, h, coef_smooth, false,
-           buffer(e, FLCE_BUF_COLUMN_SUM));
-    FLCE_TRY(finish_weight(e, coef_target, order, xsum));
-  }
-  if (problem->want_grad_bias) {
-    if (plan->bias_parts > 0 && problem->rows > 0)
-      CALL(e, column_sum, buffer(e, FLCE_BUF_DB_ACCUM), buffer(e, FLCE_BUF_DB_PARTS), e->stat, v,
-           plan->bias_parts, v, NULL, false, buffer(e, FLCE_BUF_COLUMN_SUM));
-    if (smooth) CALL(e, reduce, smooth_total, coef_smooth, n, NULL, e->stat, false);
-    CALL(e, finish_grad_bias, e->tensors->grad_bias, plan->grad_bias_dtype,
-         buffer(e, FLCE_BUF_DB_ACCUM), e->stat, coef_target, order, n, smooth_total,
-         e->tensors->class_weight, v);
-  }
   return FLCE_OK;
 }
 
@@ -444,7 +218,7 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
     with_coef.coef = c->coef;
     CALL(e, grad_rows, &with_coef, 1.0, false, false);
   }
-  return chunk_gradients(e, c);
+  return flce_chunk_gradients(e, c);
 }
 
 /* The index of the rows to compute. */
@@ -466,7 +240,7 @@ static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
     CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
   }
-  return gradients ? begin_gradients(e) : FLCE_OK;
+  return gradients ? flce_begin_gradients(e) : FLCE_OK;
 }
 
 /* A chunk's logits, statistics and loss, and what the strategy keeps or makes of them. */
@@ -499,13 +273,13 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
   e.losses = problem->reduction == FLCE_NONE ? tensors.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   FLCE_TRY(gather_rows(&e));
-  if (gradients) FLCE_TRY(sum_weight(&e));
+  if (gradients) FLCE_TRY(flce_sum_weight(&e));
   if (problem->rows == 0) FLCE_TRY(begin_rows(&e, gradients, false));
   for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
     chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
     FLCE_TRY(forward_rows(&e, &c, gradients));
   }
-  if (gradients) FLCE_TRY(finish_gradients(&e));
+  if (gradients) FLCE_TRY(flce_finish_gradients(&e));
   /* In form exp a pass ends the gradients; of a library's product it is not known what it awaits.
    */
   bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
@@ -555,16 +329,16 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e));
-  FLCE_TRY(sum_weight(&e));
-  FLCE_TRY(begin_gradients(&e));
+  FLCE_TRY(flce_sum_weight(&e));
+  FLCE_TRY(flce_begin_gradients(&e));
   flce_upstream upstream = upstream_of(&e);
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
     FLCE_TRY(coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
     FLCE_TRY(backward_rows(&e, &c));
-    FLCE_TRY(chunk_gradients(&e, &c));
+    FLCE_TRY(flce_chunk_gradients(&e, &c));
   }
   void* order = buffer(&e, FLCE_BUF_ORDER);
   if (order) CALL(&e, order_targets, problem, tensors->target, order);
-  return finish_gradients(&e);
+  return flce_finish_gradients(&e);
 }

@@ -90,4 +90,37 @@ static inline flce_upstream upstream_of(const engine* e) {
                          .entropy = tensors->grad_entropy};
 }
 
+/* A buffer of the workspace; NULL where the plan has none. */
+static inline void* buffer(const engine* e, flce_buffer_id id) {
+  const flce_buffer* b = &e->plan->buffers[id];
+  return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
+}
+
+/* Consecutive computed rows whose logits are in memory at a time. */
+typedef struct chunk {
+  int64_t first, rows;
+  flce_buffer_id gathered_x;
+  flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
+  const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
+} chunk;
+
+/* Row 0 of x where the chunk has an index into all rows, else its first row. */
+static inline const void* rows_of_input(const engine* e, const chunk* c) {
+  return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+}
+
+/* engine.c */
+void flce_count_gemm(void);
+flce_status flce_run_gemm(const engine* e, flce_gemm gemm);
+
+/* gradients.c */
+/* Label smoothing's sum of W, before the first chunk. */
+flce_status flce_sum_weight(const engine* e);
+/* Initial values of what the chunks add to, and the rows that no chunk holds. */
+flce_status flce_begin_gradients(const engine* e);
+/* Adds the chunk's part to dX, dW and db. */
+flce_status flce_chunk_gradients(const engine* e, const chunk* c);
+/* The terms that no GEMM makes, after the last chunk. */
+flce_status flce_finish_gradients(const engine* e);
+
 #endif

@@ -58,20 +58,15 @@ flce_status flce_cpu_gemm(void* self, const flce_gemm* gemm, void* workspace,
 
 /* elementwise.c */
 flce_status flce_cpu_fill(void* self, void* data, int byte, int64_t bytes);
-flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
-                          const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
-                          int64_t cols);
-flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                               flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
+flce_status flce_cpu_cast(void* self, const flce_cast_args* call);
+flce_status flce_cpu_add_block(void* self, const flce_add_block_args* call);
 flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
                                  const void* grad_output, const void* scalars, flce_dtype stat);
 
 /* sums.c */
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
                             const void* factor, flce_dtype stat, bool overlaps);
-flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
-                                int64_t pitch, int64_t rows, int64_t cols, const void* weights,
-                                bool accumulate, void* scratch);
+flce_status flce_cpu_column_sum(void* self, const flce_column_sum_args* call);
 
 /* prepare.c */
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
@@ -103,23 +98,11 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
                                       void* coef);
 
 /* grad_input.c */
-flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
-                                flce_dtype dtype, const void* coef, const int64_t* index,
-                                int64_t rows, int64_t hidden);
-flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
-                                       flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                       const flce_rows* rows, const void* wsum, const void* x,
-                                       void* scaled_x, int64_t hidden, int64_t cols);
+flce_status flce_cpu_scale_rows(void* self, const flce_scale_rows_args* call);
+flce_status flce_cpu_finish_grad_input(void* self, const flce_grad_input_args* call);
 
 /* grad_weight.c */
-flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
-                                        const void* accum, flce_dtype accum_dtype, const void* x,
-                                        flce_dtype dtype, const void* coef_target,
-                                        const void* order, int64_t tokens, const void* xsum,
-                                        const void* class_weight, int64_t vocab, int64_t hidden);
-flce_status flce_cpu_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
-                                      flce_dtype stat, const void* coef_target, const void* order,
-                                      int64_t tokens, const void* smooth_total,
-                                      const void* class_weight, int64_t vocab);
+flce_status flce_cpu_finish_grad_weight(void* self, const flce_grad_weight_args* call);
+flce_status flce_cpu_finish_grad_bias(void* self, const flce_grad_bias_args* call);
 
 #endif

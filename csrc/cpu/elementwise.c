@@ -45,20 +45,19 @@ static flce_status scale(void* self, scale_job* job) {
   return FLCE_OK;
 }
 
-flce_status flce_cpu_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
-                          const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
-                          int64_t cols) {
-  bool whole = out_pitch == cols && in_pitch == cols; /* then all rows are one */
-  int64_t size = flce_size_of(out_dtype), padding = (out_pitch - cols) * size;
-  for (int64_t r = 0; r < (whole ? 1 : rows); r++) {
-    scale_job job = {.out = flce_at(out, out_dtype, r * out_pitch),
-                     .in = flce_const_at(in, in_dtype, r * in_pitch),
-                     .out_dtype = out_dtype,
-                     .in_dtype = in_dtype,
+flce_status flce_cpu_cast(void* self, const flce_cast_args* call) {
+  bool whole = call->out_pitch == call->cols &&
+               call->in_pitch == call->cols; /* then all call->rows are one */
+  int64_t size = flce_size_of(call->out_dtype), padding = (call->out_pitch - call->cols) * size;
+  for (int64_t r = 0; r < (whole ? 1 : call->rows); r++) {
+    scale_job job = {.out = flce_at(call->out, call->out_dtype, r * call->out_pitch),
+                     .in = flce_const_at(call->in, call->in_dtype, r * call->in_pitch),
+                     .out_dtype = call->out_dtype,
+                     .in_dtype = call->in_dtype,
                      .factor = 1.0,
-                     .count = whole ? rows * cols : cols};
+                     .count = whole ? call->rows * call->cols : call->cols};
     FLCE_TRY(scale(self, &job));
-    if (!whole) memset((char*)job.out + cols * size, 0, (size_t)padding);
+    if (!whole) memset((char*)job.out + call->cols * size, 0, (size_t)padding);
   }
   return FLCE_OK;
 }
@@ -109,17 +108,16 @@ static void add_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                               flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols) {
-  flce_dtype stat = flce_stat_dtype(accum_dtype);
-  add_job job = {.accum = accum,
-                 .block = block,
-                 .accum_dtype = accum_dtype,
-                 .dtype = dtype,
-                 .pitch = pitch,
-                 .cols = cols};
-  FLCE_TRY(flce_cpu_block_kernels(stat, accum_dtype, &job.accum_kernels));
-  FLCE_TRY(flce_cpu_block_kernels(stat, dtype, &job.block_kernels));
-  flce_cpu_parallel(self, rows, cols, add_range, &job);
+flce_status flce_cpu_add_block(void* self, const flce_add_block_args* call) {
+  flce_dtype stat = flce_stat_dtype(call->accum_dtype);
+  add_job job = {.accum = call->accum,
+                 .block = call->block,
+                 .accum_dtype = call->accum_dtype,
+                 .dtype = call->dtype,
+                 .pitch = call->pitch,
+                 .cols = call->cols};
+  FLCE_TRY(flce_cpu_block_kernels(stat, call->accum_dtype, &job.accum_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(stat, call->dtype, &job.block_kernels));
+  flce_cpu_parallel(self, call->rows, call->cols, add_range, &job);
   return FLCE_OK;
 }

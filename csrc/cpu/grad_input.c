@@ -41,19 +41,17 @@ static void scale_rows_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
-                                flce_dtype dtype, const void* coef, const int64_t* index,
-                                int64_t rows, int64_t hidden) {
-  scale_rows_job job = {.out = out,
-                        .out_pitch = out_pitch,
-                        .x = x,
-                        .coef = coef,
-                        .index = index,
-                        .dtype = dtype,
-                        .stat = flce_stat_dtype(dtype),
-                        .hidden = hidden};
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.kernels));
-  flce_cpu_parallel(self, rows, hidden, scale_rows_range, &job);
+flce_status flce_cpu_scale_rows(void* self, const flce_scale_rows_args* call) {
+  scale_rows_job job = {.out = call->out,
+                        .out_pitch = call->out_pitch,
+                        .x = call->x,
+                        .coef = call->coef,
+                        .index = call->index,
+                        .dtype = call->dtype,
+                        .stat = flce_stat_dtype(call->dtype),
+                        .hidden = call->hidden};
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dtype, &job.kernels));
+  flce_cpu_parallel(self, call->rows, call->hidden, scale_rows_range, &job);
   return FLCE_OK;
 }
 
@@ -104,37 +102,43 @@ static void grad_input_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
-                                       flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                       const flce_rows* rows, const void* wsum, const void* x,
-                                       void* scaled_x, int64_t hidden, int64_t cols) {
-  grad_input_job job = {.dx = dx,
-                        .d = d,
-                        .w = w,
-                        .wsum = wsum,
-                        .dx_dtype = dx_dtype,
-                        .d_dtype = d_dtype,
-                        .dtype = dtype,
-                        .stat = flce_stat_dtype(dtype),
-                        .rows = rows,
-                        .hidden = hidden,
-                        .cols = cols};
-  if (dx == d && rows->index)
-    return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected rows in their own order in place");
-  if (dx == d && hidden != cols)
+flce_status flce_cpu_finish_grad_input(void* self, const flce_grad_input_args* call) {
+  grad_input_job job = {.dx = call->dx,
+                        .d = call->d,
+                        .w = call->w,
+                        .wsum = call->wsum,
+                        .dx_dtype = call->dx_dtype,
+                        .d_dtype = call->d_dtype,
+                        .dtype = call->dtype,
+                        .stat = flce_stat_dtype(call->dtype),
+                        .rows = call->rows,
+                        .hidden = call->hidden,
+                        .cols = call->cols};
+  if (call->dx == call->d && call->rows->index)
     return flce_fail(FLCE_UNSUPPORTED,
-                     "grad_input: expected rows of one size in place, got %lld and %lld",
-                     (long long)hidden, (long long)cols);
-  if (dx == d && dx_dtype != d_dtype)
+                     "grad_input: expected call->rows in their own order in place");
+  if (call->dx == call->d && call->hidden != call->cols)
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "grad_input: expected call->rows of one size in place, got %lld and %lld",
+                     (long long)call->hidden, (long long)call->cols);
+  if (call->dx == call->d && call->dx_dtype != call->d_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_input: expected %s in place, got %s",
-                     flce_dtype_name(d_dtype), flce_dtype_name(dx_dtype));
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, dx_dtype, &job.dx_kernels));
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, d_dtype, &job.d_kernels));
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.w_kernels));
+                     flce_dtype_name(call->d_dtype), flce_dtype_name(call->dx_dtype));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dx_dtype, &job.dx_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->d_dtype, &job.d_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dtype, &job.w_kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
-  flce_cpu_parallel(self, rows->rows, hidden, grad_input_range, &job);
-  if (!scaled_x) return FLCE_OK;
-  const void* coef = flce_const_at(rows->coef, job.stat, FLCE_COEF_ROW * rows->stat_pitch);
-  return flce_cpu_scale_rows(self, scaled_x, hidden, x, dtype, coef, rows->index, rows->rows,
-                             hidden);
+  flce_cpu_parallel(self, call->rows->rows, call->hidden, grad_input_range, &job);
+  if (!call->scaled_x) return FLCE_OK;
+  const void* coef =
+      flce_const_at(call->rows->coef, job.stat, FLCE_COEF_ROW * call->rows->stat_pitch);
+  const flce_scale_rows_args scaled = {.out = call->scaled_x,
+                                       .x = call->x,
+                                       .coef = coef,
+                                       .index = call->rows->index,
+                                       .dtype = call->dtype,
+                                       .out_pitch = call->hidden,
+                                       .rows = call->rows->rows,
+                                       .hidden = call->hidden};
+  return flce_cpu_scale_rows(self, &scaled);
 }

@@ -82,57 +82,50 @@ static void target_rows_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype,
-                                        const void* accum, flce_dtype accum_dtype, const void* x,
-                                        flce_dtype dtype, const void* coef_target,
-                                        const void* order, int64_t tokens, const void* xsum,
-                                        const void* class_weight, int64_t vocab, int64_t hidden) {
-  (void)tokens;
-  bool in_place = dw == accum;
-  if (in_place && dw_dtype != accum_dtype)
+flce_status flce_cpu_finish_grad_weight(void* self, const flce_grad_weight_args* call) {
+  bool in_place = call->dw == call->accum;
+  if (in_place && call->dw_dtype != call->accum_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_weight: expected %s in place, got %s",
-                     flce_dtype_name(accum_dtype), flce_dtype_name(dw_dtype));
-  grad_weight_job job = {.dw = dw,
-                         .accum = accum,
-                         .x = x,
-                         .coef_target = coef_target,
-                         .xsum = xsum,
-                         .class_weight = class_weight,
-                         .dw_dtype = dw_dtype,
-                         .accum_dtype = accum_dtype,
-                         .dtype = dtype,
-                         .stat = flce_stat_dtype(dtype),
-                         .hidden = hidden};
-  if (coef_target) {
-    job.count = *(const int64_t*)order;
-    job.keys = (const int64_t*)order + 1;
+                     flce_dtype_name(call->accum_dtype), flce_dtype_name(call->dw_dtype));
+  grad_weight_job job = {.dw = call->dw,
+                         .accum = call->accum,
+                         .x = call->x,
+                         .coef_target = call->coef_target,
+                         .xsum = call->xsum,
+                         .class_weight = call->class_weight,
+                         .dw_dtype = call->dw_dtype,
+                         .accum_dtype = call->accum_dtype,
+                         .dtype = call->dtype,
+                         .stat = flce_stat_dtype(call->dtype),
+                         .hidden = call->hidden};
+  if (call->coef_target) {
+    job.count = *(const int64_t*)call->order;
+    job.keys = (const int64_t*)call->order + 1;
   }
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, dw_dtype, &job.dw_kernels));
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, accum_dtype, &job.accum_kernels));
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, dtype, &job.x_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dw_dtype, &job.dw_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->accum_dtype, &job.accum_kernels));
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dtype, &job.x_kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
-  if (in_place && !xsum)
-    flce_cpu_parallel(self, job.count * flce_blocks(hidden), FLCE_BLOCK, target_rows_range, &job);
+  if (in_place && !call->xsum)
+    flce_cpu_parallel(self, job.count * flce_blocks(call->hidden), FLCE_BLOCK, target_rows_range,
+                      &job);
   else
-    flce_cpu_parallel(self, vocab, hidden, all_rows_range, &job);
+    flce_cpu_parallel(self, call->vocab, call->hidden, all_rows_range, &job);
   return FLCE_OK;
 }
 
-flce_status flce_cpu_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
-                                      flce_dtype stat, const void* coef_target, const void* order,
-                                      int64_t tokens, const void* smooth_total,
-                                      const void* class_weight, int64_t vocab) {
+flce_status flce_cpu_finish_grad_bias(void* self, const flce_grad_bias_args* call) {
   (void)self;
-  (void)tokens;
-  const int64_t* keys = coef_target ? (const int64_t*)order + 1 : NULL;
-  int64_t count = coef_target ? *(const int64_t*)order : 0;
-  double smooth = smooth_total ? flce_load(smooth_total, stat, 0) : 0.0;
-  for (int64_t j = 0, k = 0; j < vocab; j++) {
-    double sum = flce_load(accum, stat, j);
+  const int64_t* keys = call->coef_target ? (const int64_t*)call->order + 1 : NULL;
+  int64_t count = call->coef_target ? *(const int64_t*)call->order : 0;
+  double smooth = call->smooth_total ? flce_load(call->smooth_total, call->stat, 0) : 0.0;
+  for (int64_t j = 0, k = 0; j < call->vocab; j++) {
+    double sum = flce_load(call->accum, call->stat, j);
     for (; k < count && key_target(keys[k]) == j; k++)
-      sum += flce_load(coef_target, stat, key_token(keys[k]));
-    if (smooth_total) sum -= smooth * (class_weight ? flce_load(class_weight, stat, j) : 1.0);
-    flce_store(db, db_dtype, j, sum);
+      sum += flce_load(call->coef_target, call->stat, key_token(keys[k]));
+    if (call->smooth_total)
+      sum -= smooth * (call->class_weight ? flce_load(call->class_weight, call->stat, j) : 1.0);
+    flce_store(call->db, call->db_dtype, j, sum);
   }
   return FLCE_OK;
 }

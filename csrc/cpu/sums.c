@@ -52,21 +52,18 @@ static void column_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype,
-                                int64_t pitch, int64_t rows, int64_t cols, const void* weights,
-                                bool accumulate, void* scratch) {
-  (void)scratch;
-  column_job job = {.out = out,
-                    .a = a,
-                    .weights = weights,
-                    .dtype = a_dtype,
-                    .stat = flce_stat_dtype(a_dtype),
-                    .pitch = pitch,
-                    .rows = rows,
-                    .cols = cols,
-                    .accumulate = accumulate};
-  FLCE_TRY(flce_cpu_block_kernels(job.stat, a_dtype, &job.kernels));
+flce_status flce_cpu_column_sum(void* self, const flce_column_sum_args* call) {
+  column_job job = {.out = call->out,
+                    .a = call->a,
+                    .weights = call->weights,
+                    .dtype = call->a_dtype,
+                    .stat = flce_stat_dtype(call->a_dtype),
+                    .pitch = call->pitch,
+                    .rows = call->rows,
+                    .cols = call->cols,
+                    .accumulate = call->accumulate};
+  FLCE_TRY(flce_cpu_block_kernels(job.stat, call->a_dtype, &job.kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
-  flce_cpu_parallel(self, flce_blocks(cols), rows * FLCE_BLOCK, column_range, &job);
+  flce_cpu_parallel(self, flce_blocks(call->cols), call->rows * FLCE_BLOCK, column_range, &job);
   return FLCE_OK;
 }

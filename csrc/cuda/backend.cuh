@@ -30,11 +30,8 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_
 
 /* passes/elementwise.cu */
 flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);
-flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
-                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
-                      int64_t cols);
-flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols);
+flce_status cuda_cast(void* self, const flce_cast_args* call);
+flce_status cuda_add_block(void* self, const flce_add_block_args* call);
 flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
                              const void* grad_output, const void* scalars, flce_dtype stat);
 
@@ -42,9 +39,7 @@ flce_status cuda_scale_grads(void* self, const flce_scaled* grads, int number,
 flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
                         const void* factor, flce_dtype stat, bool overlaps);
 int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
-flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
-                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
-                            void* scratch);
+flce_status cuda_column_sum(void* self, const flce_column_sum_args* call);
 
 /* passes/prepare.cu */
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
@@ -63,24 +58,12 @@ flce_status cuda_blank_rows(void* self, const flce_rows* rows, int64_t bound, vo
                             flce_dtype dx_dtype, int64_t hidden);
 
 /* passes/grad_input.cu */
-flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
-                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
-                            int64_t hidden);
-flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
-                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* rows, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden, int64_t cols);
+flce_status cuda_scale_rows(void* self, const flce_scale_rows_args* call);
+flce_status cuda_finish_grad_input(void* self, const flce_grad_input_args* call);
 
 /* passes/grad_weight.cu */
-flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
-                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
-                                    const void* coef_target, const void* order, int64_t tokens,
-                                    const void* xsum, const void* class_weight, int64_t vocab,
-                                    int64_t hidden);
-flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
-                                  flce_dtype stat, const void* coef_target, const void* order,
-                                  int64_t tokens, const void* smooth_total,
-                                  const void* class_weight, int64_t vocab);
+flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* call);
+flce_status cuda_finish_grad_bias(void* self, const flce_grad_bias_args* call);
 
 /* sm90/select.cu */
 /* What Hopper's own kernels add to the facts, where a device of this compute capability (90 for

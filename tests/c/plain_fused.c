@@ -84,8 +84,15 @@ static flce_status plain_grad_weight_gemm(void* self, const flce_gemm* gemm, con
       double weight = coef ? flce_load(coef, stat, i) : 1.0;
       flce_store(weights, stat, i, i % WEIGHT_PARTS == part ? weight : 0.0);
     }
-    status = b.column_sum(b.self, (char*)sums + part * gemm->m * size, gemm->a, gemm->dtype,
-                          gemm->pitch_a, rows, gemm->m, weights, adds_sums, NULL);
+    status =
+        b.column_sum(b.self, &(flce_column_sum_args){.out = (char*)sums + part * gemm->m * size,
+                                                     .a = gemm->a,
+                                                     .a_dtype = gemm->dtype,
+                                                     .pitch = gemm->pitch_a,
+                                                     .rows = rows,
+                                                     .cols = gemm->m,
+                                                     .weights = weights,
+                                                     .accumulate = adds_sums});
   }
   free(weights);
   return status;

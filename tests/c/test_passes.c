@@ -97,7 +97,14 @@ static void test_cast_and_scale(const types* t, int64_t width) {
     }
     for (int b = 0; b < 2; b++) {
       const flce_backend* backend = &backends[b];
-      CHECK_OK(backend->cast(backend->self, out, out_dtype, width, in, in_dtype, width, 1, width));
+      CHECK_OK(backend->cast(backend->self, &(flce_cast_args){.out = out,
+                                                              .out_dtype = out_dtype,
+                                                              .out_pitch = width,
+                                                              .in = in,
+                                                              .in_dtype = in_dtype,
+                                                              .in_pitch = width,
+                                                              .rows = 1,
+                                                              .cols = width}));
       bool exact = true;
       for (int64_t i = 0; i < width; i++) {
         double one;
@@ -127,8 +134,14 @@ static void test_cast_rows(const types* t, int64_t width) {
   void* in = test_fill_normal(t->grad, ROWS * in_pitch, 1.0);
   void* out = test_fill_normal(t->accum, ROWS * out_pitch, 1.0);
   for (int b = 0; b < 2; b++) {
-    CHECK_OK(backends[b].cast(backends[b].self, out, t->accum, out_pitch, in, t->grad, in_pitch,
-                              ROWS, width));
+    CHECK_OK(backends[b].cast(backends[b].self, &(flce_cast_args){.out = out,
+                                                                  .out_dtype = t->accum,
+                                                                  .out_pitch = out_pitch,
+                                                                  .in = in,
+                                                                  .in_dtype = t->grad,
+                                                                  .in_pitch = in_pitch,
+                                                                  .rows = ROWS,
+                                                                  .cols = width}));
     bool right = true;
     for (int64_t k = 0; k < ROWS * out_pitch; k++) {
       int64_t r = k / out_pitch, j = k % out_pitch;
@@ -154,8 +167,13 @@ static void test_add_block(const types* t, int64_t width) {
   }
   for (int b = 0; b < 2; b++) {
     void* sum = copy_of(accum, t->accum, count);
-    CHECK_OK(backends[b].add_block(backends[b].self, sum, t->accum, block, t->dtype, pitch, ROWS,
-                                   width));
+    CHECK_OK(backends[b].add_block(backends[b].self, &(flce_add_block_args){.accum = sum,
+                                                                            .accum_dtype = t->accum,
+                                                                            .block = block,
+                                                                            .dtype = t->dtype,
+                                                                            .pitch = pitch,
+                                                                            .rows = ROWS,
+                                                                            .cols = width}));
     CHECK(all_close(sum, t->accum, expected, tolerance, count), "add_block, " WHERE,
           WHERE_VALUES(t, width));
     free(sum);
@@ -185,8 +203,15 @@ static void test_column_sum(const types* t, int64_t width, bool weighted, bool a
   void* out[2];
   for (int b = 0; b < 2; b++) {
     out[b] = copy_of(start, stat, width);
-    CHECK_OK(backends[b].column_sum(backends[b].self, out[b], a, t->dtype, pitch, rows, width,
-                                    weighted ? weights : NULL, accumulate, NULL));
+    CHECK_OK(backends[b].column_sum(backends[b].self,
+                                    &(flce_column_sum_args){.out = out[b],
+                                                            .a = a,
+                                                            .a_dtype = t->dtype,
+                                                            .pitch = pitch,
+                                                            .rows = rows,
+                                                            .cols = width,
+                                                            .weights = weighted ? weights : NULL,
+                                                            .accumulate = accumulate}));
     CHECK(all_close(out[b], stat, expected, tolerance, width), "column_sum, " WHERE,
           WHERE_VALUES(t, width));
   }
@@ -214,8 +239,15 @@ static void test_scale_rows(const types* t, int64_t width, bool scaled, bool gat
   }
   void* out = test_fill_normal(t->dtype, count, 1.0);
   for (int b = 0; b < 2; b++) {
-    CHECK_OK(backends[b].scale_rows(backends[b].self, out, pitch, x, t->dtype, scaled ? coef : NULL,
-                                    gathered ? index : NULL, rows, width));
+    CHECK_OK(backends[b].scale_rows(backends[b].self,
+                                    &(flce_scale_rows_args){.out = out,
+                                                            .out_pitch = pitch,
+                                                            .x = x,
+                                                            .dtype = t->dtype,
+                                                            .coef = scaled ? coef : NULL,
+                                                            .index = gathered ? index : NULL,
+                                                            .rows = rows,
+                                                            .hidden = width}));
     CHECK(all_close(out, t->dtype, expected, tolerance, count),
           "scale_rows scaled %d gathered %d, " WHERE, scaled, gathered, WHERE_VALUES(t, width));
   }
@@ -270,9 +302,19 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
     const flce_backend* backend = &backends[run & 1];
     if (run >= 2 && t->accum != t->grad) break;
     void* dx = run >= 2 ? copy_of(d, t->accum, count) : test_buffer(t->grad, count);
-    CHECK_OK(backend->finish_grad_input(backend->self, dx, t->grad, run >= 2 ? dx : d, t->accum, w,
-                                        t->dtype, &rows, smooth ? wsum : NULL, x, scaled, width,
-                                        width));
+    CHECK_OK(backend->finish_grad_input(backend->self,
+                                        &(flce_grad_input_args){.dx = dx,
+                                                                .dx_dtype = t->grad,
+                                                                .d = run >= 2 ? dx : d,
+                                                                .d_dtype = t->accum,
+                                                                .w = w,
+                                                                .dtype = t->dtype,
+                                                                .rows = &rows,
+                                                                .wsum = smooth ? wsum : NULL,
+                                                                .x = x,
+                                                                .scaled_x = scaled,
+                                                                .hidden = width,
+                                                                .cols = width}));
     bool nan = true;
     for (int64_t h = 0; h < width; h++) {
       nan &= isnan(flce_load(dx, t->grad, 4 * width + h));
@@ -325,9 +367,18 @@ static void test_grad_input_of_rows(const types* t, int64_t width, bool with_coe
                     .stat_pitch = ROWS,
                     .coef = with_coef ? coef : NULL};
   for (int b = 0; b < 2; b++) {
-    CHECK_OK(backends[b].finish_grad_input(backends[b].self, dx, t->grad, d, t->accum,
-                                           with_coef ? w : NULL, t->dtype, &rows, NULL, x,
-                                           with_coef ? scaled : NULL, width, cols));
+    CHECK_OK(backends[b].finish_grad_input(
+        backends[b].self, &(flce_grad_input_args){.dx = dx,
+                                                  .dx_dtype = t->grad,
+                                                  .d = d,
+                                                  .d_dtype = t->accum,
+                                                  .w = with_coef ? w : NULL,
+                                                  .dtype = t->dtype,
+                                                  .rows = &rows,
+                                                  .x = x,
+                                                  .scaled_x = with_coef ? scaled : NULL,
+                                                  .hidden = width,
+                                                  .cols = cols}));
     bool nan = true; /* of the row out of range */
     for (int64_t h = 0; h < cols; h++) {
       nan &= isnan(flce_load(dx, t->grad, 4 * cols + h));
@@ -378,9 +429,19 @@ static void run_weight(const weight_case* c, bool in_place) {
   for (int b = 0; b < 2; b++) {
     dw[b] = in_place ? copy_of(c->accum, t->accum, count) : test_buffer(t->grad, count);
     CHECK_OK(backends[b].finish_grad_weight(
-        backends[b].self, dw[b], t->grad, in_place ? dw[b] : c->accum, t->accum, c->x, t->dtype,
-        c->targets ? c->coef : NULL, c->targets ? c->order : NULL, TOKENS,
-        c->smooth ? c->xsum : NULL, c->weighted ? c->weight : NULL, VOCAB, c->width));
+        backends[b].self, &(flce_grad_weight_args){.dw = dw[b],
+                                                   .dw_dtype = t->grad,
+                                                   .accum = in_place ? dw[b] : c->accum,
+                                                   .accum_dtype = t->accum,
+                                                   .x = c->x,
+                                                   .dtype = t->dtype,
+                                                   .coef_target = c->targets ? c->coef : NULL,
+                                                   .order = c->targets ? c->order : NULL,
+                                                   .tokens = TOKENS,
+                                                   .xsum = c->smooth ? c->xsum : NULL,
+                                                   .class_weight = c->weighted ? c->weight : NULL,
+                                                   .vocab = VOCAB,
+                                                   .hidden = c->width}));
     CHECK(all_close(dw[b], t->grad, c->expected, c->tolerance, count),
           "finish_grad_weight in place %d targets %d smooth %d, " WHERE, in_place, c->targets,
           c->smooth, WHERE_VALUES(t, c->width));
@@ -420,8 +481,16 @@ static void test_finish_grad_weight(const types* t, int64_t width, int options) 
     expect_weight(&c);
     void* db = test_buffer(t->grad, VOCAB);
     CHECK_OK(backends[0].finish_grad_bias(
-        backends[0].self, db, t->grad, c.accum, c.stat, c.targets ? c.coef : NULL, c.order, TOKENS,
-        c.smooth ? c.xsum : NULL, c.weighted ? c.weight : NULL, VOCAB));
+        backends[0].self, &(flce_grad_bias_args){.db = db,
+                                                 .db_dtype = t->grad,
+                                                 .accum = c.accum,
+                                                 .stat = c.stat,
+                                                 .coef_target = c.targets ? c.coef : NULL,
+                                                 .order = c.order,
+                                                 .tokens = TOKENS,
+                                                 .smooth_total = c.smooth ? c.xsum : NULL,
+                                                 .class_weight = c.weighted ? c.weight : NULL,
+                                                 .vocab = VOCAB}));
     CHECK(all_close(db, t->grad, c.expected, c.tolerance, VOCAB), "finish_grad_bias, " WHERE,
           WHERE_VALUES(t, width));
     free(db);
@@ -433,12 +502,32 @@ static void test_finish_grad_weight(const types* t, int64_t width, int options) 
 static void test_refusals(void) {
   double a[4] = {0};
   const flce_backend* b = &backends[0];
-  CHECK(b->cast(b->self, a, FLCE_F32, 2, a, FLCE_F64, 2, 1, 2) == FLCE_UNSUPPORTED &&
+  CHECK(b->cast(b->self, &(flce_cast_args){.out = a,
+                                           .out_dtype = FLCE_F32,
+                                           .out_pitch = 2,
+                                           .in = a,
+                                           .in_dtype = FLCE_F64,
+                                           .in_pitch = 2,
+                                           .rows = 1,
+                                           .cols = 2}) == FLCE_UNSUPPORTED &&
             strstr(flce_last_error(), "in place, got float32 for float64"),
         "cast in place: %s", flce_last_error());
-  CHECK(b->add_block(b->self, a, FLCE_F32, a + 2, FLCE_F64, 1, 1, 1) == FLCE_UNSUPPORTED,
+  CHECK(b->add_block(b->self, &(flce_add_block_args){.accum = a,
+                                                     .accum_dtype = FLCE_F32,
+                                                     .block = a + 2,
+                                                     .dtype = FLCE_F64,
+                                                     .pitch = 1,
+                                                     .rows = 1,
+                                                     .cols = 1}) == FLCE_UNSUPPORTED,
         "float64 added to float32");
-  CHECK_OK(b->cast(b->self, a, FLCE_F32, 0, a + 1, FLCE_F64, 0, 1, 0));
+  CHECK_OK(b->cast(b->self, &(flce_cast_args){.out = a,
+                                              .out_dtype = FLCE_F32,
+                                              .out_pitch = 0,
+                                              .in = a + 1,
+                                              .in_dtype = FLCE_F64,
+                                              .in_pitch = 0,
+                                              .rows = 1,
+                                              .cols = 0}));
   CHECK_OK(b->fill(b->self, a, 0, 0));
 }
 

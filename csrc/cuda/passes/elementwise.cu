@@ -148,31 +148,31 @@ static void copy_bytes(void* self, void* out, int64_t out_bytes, const void* in,
   launch(self, out, out_bytes, in, in_bytes, rows, col_bytes);
 }
 
-flce_status cuda_cast(void* self, void* out, flce_dtype out_dtype, int64_t out_pitch,
-                      const void* in, flce_dtype in_dtype, int64_t in_pitch, int64_t rows,
-                      int64_t cols) {
-  const int64_t count = rows * cols, out_size = flce_size_of(out_dtype),
-                in_size = flce_size_of(in_dtype);
-  if (rows == 0 || out_pitch == 0) return FLCE_OK;
-  if (out_pitch != cols || in_pitch != cols) {
-    FLCE_TRY(check_grid(rows, "cast"));
+flce_status cuda_cast(void* self, const flce_cast_args* call) {
+  const int64_t count = call->rows * call->cols, out_size = flce_size_of(call->out_dtype),
+                in_size = flce_size_of(call->in_dtype);
+  if (call->rows == 0 || call->out_pitch == 0) return FLCE_OK;
+  if (call->out_pitch != call->cols || call->in_pitch != call->cols) {
+    FLCE_TRY(check_grid(call->rows, "cast"));
     const bool wide = out_size == 8 || in_size == 8;
     const auto cast = wide ? cast_rows<double> : cast_rows<float>;
-    if (out_dtype == in_dtype) {
-      copy_bytes(self, out, out_pitch * out_size, in, in_pitch * in_size, rows, cols * in_size);
+    if (call->out_dtype == call->in_dtype) {
+      copy_bytes(self, call->out, call->out_pitch * out_size, call->in, call->in_pitch * in_size,
+                 call->rows, call->cols * in_size);
     } else {
-      cast<<<(unsigned)rows, kThreads, 0, stream_of(self)>>>(out, out_dtype, out_pitch, in,
-                                                             in_dtype, in_pitch, cols);
+      cast<<<(unsigned)call->rows, kThreads, 0, stream_of(self)>>>(
+          call->out, call->out_dtype, call->out_pitch, call->in, call->in_dtype, call->in_pitch,
+          call->cols);
     }
     FLCE_LAUNCHED("cast");
     return FLCE_OK;
   }
   unsigned blocks;
   FLCE_TRY(vector_grid<8>(count, "cast", &blocks));
-  const bool aligned = both_aligned(out, in);
-  FLCE_WITH_TYPE(out_dtype, Out, FLCE_WITH_TYPE(in_dtype, In, {
-                   cast_elements<<<blocks, kThreads, 0, stream_of(self)>>>((Out*)out, (const In*)in,
-                                                                           count, aligned);
+  const bool aligned = both_aligned(call->out, call->in);
+  FLCE_WITH_TYPE(call->out_dtype, Out, FLCE_WITH_TYPE(call->in_dtype, In, {
+                   cast_elements<<<blocks, kThreads, 0, stream_of(self)>>>(
+                       (Out*)call->out, (const In*)call->in, count, aligned);
                  }));
   FLCE_LAUNCHED("cast");
   return FLCE_OK;
@@ -192,25 +192,24 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-flce_status cuda_add_block(void* self, void* accum, flce_dtype accum_dtype, const void* block,
-                           flce_dtype dtype, int64_t pitch, int64_t rows, int64_t cols) {
-  const int64_t count = rows * cols;
+flce_status cuda_add_block(void* self, const flce_add_block_args* call) {
+  const int64_t count = call->rows * call->cols;
   if (count == 0) return FLCE_OK;
-  if (pitch != cols) {
-    FLCE_TRY(check_grid(rows, "add_block"));
-    FLCE_WITH_STAT(flce_stat_dtype(accum_dtype), S, {
-      add_rows<S><<<(unsigned)rows, kThreads, 0, stream_of(self)>>>(accum, accum_dtype, block,
-                                                                    dtype, pitch, cols);
+  if (call->pitch != call->cols) {
+    FLCE_TRY(check_grid(call->rows, "add_block"));
+    FLCE_WITH_STAT(flce_stat_dtype(call->accum_dtype), S, {
+      add_rows<S><<<(unsigned)call->rows, kThreads, 0, stream_of(self)>>>(
+          call->accum, call->accum_dtype, call->block, call->dtype, call->pitch, call->cols);
     });
     FLCE_LAUNCHED("add_block");
     return FLCE_OK;
   }
   unsigned blocks;
   FLCE_TRY(vector_grid<8>(count, "add_block", &blocks));
-  const bool aligned = both_aligned(accum, block);
-  FLCE_WITH_TYPE(accum_dtype, Accum, FLCE_WITH_TYPE(dtype, T, {
+  const bool aligned = both_aligned(call->accum, call->block);
+  FLCE_WITH_TYPE(call->accum_dtype, Accum, FLCE_WITH_TYPE(call->dtype, T, {
                    add_elements<<<blocks, kThreads, 0, stream_of(self)>>>(
-                       (Accum*)accum, (const T*)block, count, aligned);
+                       (Accum*)call->accum, (const T*)call->block, count, aligned);
                  }));
   FLCE_LAUNCHED("add_block");
   return FLCE_OK;

@@ -88,41 +88,41 @@ __global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
   }
 }
 
-flce_status cuda_scale_rows(void* self, void* out, int64_t out_pitch, const void* x,
-                            flce_dtype dtype, const void* coef, const int64_t* index, int64_t rows,
-                            int64_t hidden) {
-  if (rows == 0 || hidden == 0) return FLCE_OK;
-  FLCE_TRY(check_grid(rows, "scale_rows"));
-  const bool aligned = hidden % 8 == 0 && out_pitch % 8 == 0 && both_aligned(out, x);
-  const int threads = threads_for(ceil_div(out_pitch, aligned ? 8 : 1), 512);
-  FLCE_WITH_STAT(flce_stat_dtype(dtype), S, {
+flce_status cuda_scale_rows(void* self, const flce_scale_rows_args* call) {
+  if (call->rows == 0 || call->hidden == 0) return FLCE_OK;
+  FLCE_TRY(check_grid(call->rows, "scale_rows"));
+  const bool aligned =
+      call->hidden % 8 == 0 && call->out_pitch % 8 == 0 && both_aligned(call->out, call->x);
+  const int threads = threads_for(ceil_div(call->out_pitch, aligned ? 8 : 1), 512);
+  FLCE_WITH_STAT(flce_stat_dtype(call->dtype), S, {
     auto kernel = aligned ? scale_rows<S, 8> : scale_rows<S, 1>;
-    FLCE_TRY(launch_dependent(self, kernel, (unsigned)rows, threads, "scale_rows", out, out_pitch,
-                              x, dtype, (const S*)coef, index, hidden));
+    FLCE_TRY(launch_dependent(self, kernel, (unsigned)call->rows, threads, "scale_rows", call->out,
+                              call->out_pitch, call->x, call->dtype, (const S*)call->coef,
+                              call->index, call->hidden));
   });
   return FLCE_OK;
 }
 
-flce_status cuda_finish_grad_input(void* self, void* dx, flce_dtype dx_dtype, const void* d,
-                                   flce_dtype d_dtype, const void* w, flce_dtype dtype,
-                                   const flce_rows* r, const void* wsum, const void* x,
-                                   void* scaled_x, int64_t hidden, int64_t cols) {
-  if (r->rows == 0 || hidden == 0) return FLCE_OK;
-  FLCE_TRY(check_grid(r->rows, "finish_grad_input"));
-  if (r->coef && !r->target) {
+flce_status cuda_finish_grad_input(void* self, const flce_grad_input_args* call) {
+  if (call->rows->rows == 0 || call->hidden == 0) return FLCE_OK;
+  FLCE_TRY(check_grid(call->rows->rows, "finish_grad_input"));
+  if (call->rows->coef && !call->rows->target) {
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
   }
-  if (dx == d && (r->index || hidden != cols)) {
+  if (call->dx == call->d && (call->rows->index || call->hidden != call->cols)) {
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: expected rows in place to stay there");
   }
-  const grad_input_args args = {*r,   dx,       scaled_x, d,     w,      x,
-                                wsum, dx_dtype, d_dtype,  dtype, hidden, cols};
-  const bool aligned = hidden % 8 == 0 && cols % 8 == 0 && both_aligned(dx, d) &&
-                       is_aligned(w, 16) && (!scaled_x || both_aligned(scaled_x, x));
-  const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);
-  FLCE_WITH_TYPE(dtype, T, {
+  const grad_input_args args = {*call->rows,   call->dx,    call->scaled_x, call->d,
+                                call->w,       call->x,     call->wsum,     call->dx_dtype,
+                                call->d_dtype, call->dtype, call->hidden,   call->cols};
+  const bool aligned = call->hidden % 8 == 0 && call->cols % 8 == 0 &&
+                       both_aligned(call->dx, call->d) && is_aligned(call->w, 16) &&
+                       (!call->scaled_x || both_aligned(call->scaled_x, call->x));
+  const int threads = threads_for(ceil_div(call->hidden, aligned ? 8 : 1), 512);
+  FLCE_WITH_TYPE(call->dtype, T, {
     auto kernel = aligned ? finish_grad_input<T, 8> : finish_grad_input<T, 1>;
-    FLCE_TRY(launch_dependent(self, kernel, (unsigned)r->rows, threads, "finish_grad_input", args));
+    FLCE_TRY(launch_dependent(self, kernel, (unsigned)call->rows->rows, threads,
+                              "finish_grad_input", args));
   });
   return FLCE_OK;
 }

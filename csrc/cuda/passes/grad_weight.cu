@@ -207,27 +207,26 @@ static flce_status launch_grad_weight(void* self, const grad_weight_args& args, 
   return FLCE_OK;
 }
 
-flce_status cuda_finish_grad_weight(void* self, void* dw, flce_dtype dw_dtype, const void* accum,
-                                    flce_dtype accum_dtype, const void* x, flce_dtype dtype,
-                                    const void* coef_target, const void* order, int64_t tokens,
-                                    const void* xsum, const void* class_weight, int64_t vocab,
-                                    int64_t hidden) {
-  const bool terms = coef_target && order && tokens > 0, all_rows = accum != dw || xsum;
-  if (vocab == 0 || hidden == 0 || (!terms && !all_rows)) return FLCE_OK;
-  FLCE_TRY(check_order(tokens, vocab));
-  const order_view view = view_order(order, tokens);
+flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* call) {
+  const bool terms = call->coef_target && call->order && call->tokens > 0,
+             all_rows = call->accum != call->dw || call->xsum;
+  if (call->vocab == 0 || call->hidden == 0 || (!terms && !all_rows)) return FLCE_OK;
+  FLCE_TRY(check_order(call->tokens, call->vocab));
+  const order_view view = view_order(call->order, call->tokens);
   const grad_weight_args args = {
-      dw,    accum,  x,           dw_dtype, accum_dtype, view.keys, view.tokens, terms ? tokens : 0,
-      vocab, hidden, coef_target, xsum,     class_weight};
-  const bool aligned =
-      hidden % 8 == 0 && is_aligned(dw, 16) && is_aligned(accum, 16) && is_aligned(x, 16);
-  FLCE_WITH_TYPE(dtype, X, {
-    if (accum_dtype != dtype && accum_dtype != flce_stat_dtype(dtype)) {
+      call->dw,          call->accum,  call->x,           call->dw_dtype,
+      call->accum_dtype, view.keys,    view.tokens,       terms ? call->tokens : 0,
+      call->vocab,       call->hidden, call->coef_target, call->xsum,
+      call->class_weight};
+  const bool aligned = call->hidden % 8 == 0 && is_aligned(call->dw, 16) &&
+                       is_aligned(call->accum, 16) && is_aligned(call->x, 16);
+  FLCE_WITH_TYPE(call->dtype, X, {
+    if (call->accum_dtype != call->dtype && call->accum_dtype != flce_stat_dtype(call->dtype)) {
       return flce_fail(FLCE_UNSUPPORTED, "finish_grad_weight: no CUDA kernel from sums in %s",
-                       flce_dtype_name(accum_dtype));
+                       flce_dtype_name(call->accum_dtype));
     }
-    return aligned ? launch_grad_weight<X, 8>(self, args, all_rows, tokens)
-                   : launch_grad_weight<X, 1>(self, args, all_rows, tokens);
+    return aligned ? launch_grad_weight<X, 8>(self, args, all_rows, call->tokens)
+                   : launch_grad_weight<X, 1>(self, args, all_rows, call->tokens);
   });
   return FLCE_OK;
 }
@@ -269,18 +268,18 @@ __global__ void __launch_bounds__(kBiasThreads)
   store_any<S, 1>(db, db_dtype, j, v);
 }
 
-flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, const void* accum,
-                                  flce_dtype stat, const void* coef_target, const void* order,
-                                  int64_t tokens, const void* smooth_total,
-                                  const void* class_weight, int64_t vocab) {
-  const bool terms = coef_target && order && tokens > 0;
-  if (vocab == 0 || (!terms && !smooth_total && accum == db)) return FLCE_OK;
-  FLCE_TRY(check_order(tokens, vocab));
-  const order_view view = view_order(order, tokens);
-  FLCE_WITH_STAT(stat, S, {
-    finish_bias<<<(unsigned)ceil_div(vocab, kBiasThreads), kBiasThreads, 0, stream_of(self)>>>(
-        db, db_dtype, (const S*)accum, (const S*)coef_target, view.keys, view.tokens,
-        terms ? tokens : 0, (const S*)smooth_total, (const S*)class_weight, vocab);
+flce_status cuda_finish_grad_bias(void* self, const flce_grad_bias_args* call) {
+  const bool terms = call->coef_target && call->order && call->tokens > 0;
+  if (call->vocab == 0 || (!terms && !call->smooth_total && call->accum == call->db))
+    return FLCE_OK;
+  FLCE_TRY(check_order(call->tokens, call->vocab));
+  const order_view view = view_order(call->order, call->tokens);
+  FLCE_WITH_STAT(call->stat, S, {
+    finish_bias<<<(unsigned)ceil_div(call->vocab, kBiasThreads), kBiasThreads, 0,
+                  stream_of(self)>>>(call->db, call->db_dtype, (const S*)call->accum,
+                                     (const S*)call->coef_target, view.keys, view.tokens,
+                                     terms ? call->tokens : 0, (const S*)call->smooth_total,
+                                     (const S*)call->class_weight, call->vocab);
   });
   FLCE_LAUNCHED("finish_grad_bias");
   return FLCE_OK;

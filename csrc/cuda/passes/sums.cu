@@ -125,23 +125,22 @@ static void launch_partials(cudaStream_t stream, const void* a, int64_t pitch, i
                                               (const stat_t<T>*)weights, (stat_t<T>*)scratch);
 }
 
-flce_status cuda_column_sum(void* self, void* out, const void* a, flce_dtype a_dtype, int64_t pitch,
-                            int64_t rows, int64_t cols, const void* weights, bool accumulate,
-                            void* scratch) {
-  if (cols == 0) return FLCE_OK;
-  FLCE_TRY(check_grid(cols, "column_sum"));
-  const flce_dtype stat = flce_stat_dtype(a_dtype);
-  if (rows == 0) {
-    return accumulate ? FLCE_OK : cuda_fill(self, out, 0, cols * flce_size_of(stat));
+flce_status cuda_column_sum(void* self, const flce_column_sum_args* call) {
+  if (call->cols == 0) return FLCE_OK;
+  FLCE_TRY(check_grid(call->cols, "column_sum"));
+  const flce_dtype stat = flce_stat_dtype(call->a_dtype);
+  if (call->rows == 0) {
+    return call->accumulate ? FLCE_OK
+                            : cuda_fill(self, call->out, 0, call->cols * flce_size_of(stat));
   }
-  const int64_t splits = row_splits(rows, cols, a_dtype);
-  FLCE_WITH_TYPE(
-      a_dtype, T,
-      launch_partials<T>(stream_of(self), a, pitch, rows, cols, splits, weights, scratch));
+  const int64_t splits = row_splits(call->rows, call->cols, call->a_dtype);
+  FLCE_WITH_TYPE(call->a_dtype, T,
+                 launch_partials<T>(stream_of(self), call->a, call->pitch, call->rows, call->cols,
+                                    splits, call->weights, call->scratch));
   FLCE_LAUNCHED("column_sum");
   FLCE_WITH_STAT(stat, S, {
-    add_partials<<<(unsigned)ceil_div(cols, kWarp), kThreads, 0, stream_of(self)>>>(
-        (S*)out, (const S*)scratch, splits, cols, accumulate);
+    add_partials<<<(unsigned)ceil_div(call->cols, kWarp), kThreads, 0, stream_of(self)>>>(
+        (S*)call->out, (const S*)call->scratch, splits, call->cols, call->accumulate);
   });
   FLCE_LAUNCHED("column_sum");
   return FLCE_OK;

@@ -1,0 +1,334 @@
+/* The gradients of a chunk from its E or dz, and what precedes and follows the loop over chunks. */
+#include "core/engine.h"
+
+static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row row) {
+  return at(c->coef, row * e->problem->tokens, e->stat);
+}
+
+/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times
+ * a dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
+static void* scaled_input(const engine* e) {
+  return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
+}
+
+/* dX of the chunk from c->view.out, which holds E or dz; in form exp also scaled_input, by the pass
+ * that has the rows' factors at hand. */
+static flce_status input_gradient(const engine* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  const flce_rows* view = &c->view;
+  int64_t h = plan->hidden, cols = e->problem->hidden;
+  void* dx =
+      at(e->tensors->grad_input, plan->gathers ? 0 : c->first * cols, plan->grad_input_dtype);
+  void* own = buffer(e, FLCE_BUF_DX_ROWS);
+  void* product = own ? own : dx;
+  FLCE_TRY(flce_run_gemm(e, (flce_gemm){.m = c->rows,
+                                        .n = h,
+                                        .k = e->problem->vocab,
+                                        .a = view->out,
+                                        .b = e->linear_weight,
+                                        .c = product,
+                                        .pitch_a = view->out_pitch,
+                                        .pitch_b = h,
+                                        .pitch_c = h,
+                                        .c_dtype = plan->dx_gemm_dtype}));
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  if (!exp_form && !own) return FLCE_OK;
+  flce_rows finished = *view;
+  finished.coef = exp_form ? c->coef : NULL;
+  CALL(e, finish_grad_input,
+       &(flce_grad_input_args){.dx = dx,
+                               .dx_dtype = plan->grad_input_dtype,
+                               .d = product,
+                               .d_dtype = plan->dx_gemm_dtype,
+                               .w = e->linear_weight,
+                               .dtype = plan->dtype,
+                               .rows = &finished,
+                               .wsum = buffer(e, FLCE_BUF_SMOOTH),
+                               .x = rows_of_input(e, c),
+                               .scaled_x = exp_form ? scaled_input(e) : NULL,
+                               .hidden = h,
+                               .cols = cols});
+  return FLCE_OK;
+}
+
+/* Where dW is summed. */
+static void* dw_accum(const engine* e) {
+  void* own = buffer(e, FLCE_BUF_DW_ACCUM);
+  return own ? own : e->tensors->grad_weight;
+}
+
+/* Whether dW's sum begins with what the caller's grad_weight holds. */
+static bool sums_in_callers(const engine* e) {
+  return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
+}
+
+/* What weighs the chunk's rows of E in db; NULL for ones, in form dz. */
+static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
+  *weights = NULL;
+  if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
+  *weights = coef_row(e, c, FLCE_COEF_ROW);
+  if (!e->plan->gathers) return FLCE_OK;
+  void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
+  CALL(e, scale_rows,
+       &(flce_scale_rows_args){.out = gathered,
+                               .out_pitch = 1,
+                               .x = *weights,
+                               .dtype = e->stat,
+                               .index = c->view.index,
+                               .rows = c->rows,
+                               .hidden = 1});
+  *weights = gathered;
+  return FLCE_OK;
+}
+
+/* dW's product and db's sums of the same rows. */
+static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
+  const void* weights;
+  FLCE_TRY(row_weights(e, c, &weights));
+  flce_count_gemm();
+  CALL(e, grad_weight_gemm, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS),
+       c->first > 0);
+  return FLCE_OK;
+}
+
+/* accum += E^T (coef x), or dz^T x. */
+static flce_status weight_gradient(const engine* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  int64_t h = plan->hidden, v = e->problem->vocab;
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  const void* x = rows_of_input(e, c);
+  void* scaled = scaled_input(e);
+  if (scaled && !(exp_form && e->problem->want_grad_input))
+    CALL(e, scale_rows,
+         &(flce_scale_rows_args){.out = scaled,
+                                 .out_pitch = h,
+                                 .x = x,
+                                 .dtype = plan->dtype,
+                                 .coef = coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID),
+                                 .index = c->view.index,
+                                 .rows = c->rows,
+                                 .hidden = h});
+  if (scaled) x = scaled;
+  flce_gemm gemm = {.m = v,
+                    .n = h,
+                    .k = c->rows,
+                    .transpose_a = true,
+                    .a = c->view.out,
+                    .b = x,
+                    .c = dw_accum(e),
+                    .pitch_a = c->view.out_pitch,
+                    .pitch_b = h,
+                    .pitch_c = h,
+                    .dtype = plan->dtype,
+                    .c_dtype = plan->accum_dtype,
+                    .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
+                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0};
+  if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
+  if (plan->dw_block_rows == 0) return flce_run_gemm(e, gemm);
+  void* block = buffer(e, FLCE_BUF_DW_BLOCK);
+  for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
+    gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;
+    gemm.a = at(c->view.out, j, plan->dtype);
+    gemm.c = block;
+    gemm.c_dtype = plan->dtype;
+    gemm.beta = 0.0;
+    FLCE_TRY(flce_run_gemm(e, gemm));
+    CALL(e, add_block,
+         &(flce_add_block_args){.accum = at(dw_accum(e), j * h, plan->accum_dtype),
+                                .accum_dtype = plan->accum_dtype,
+                                .block = block,
+                                .dtype = plan->dtype,
+                                .pitch = h,
+                                .rows = gemm.m,
+                                .cols = h});
+  }
+  return FLCE_OK;
+}
+
+static flce_status bias_gradient(const engine* e, const chunk* c) {
+  const void* weights;
+  FLCE_TRY(row_weights(e, c, &weights));
+  CALL(e, column_sum,
+       &(flce_column_sum_args){.out = buffer(e, FLCE_BUF_DB_ACCUM),
+                               .a = c->view.out,
+                               .a_dtype = e->plan->dtype,
+                               .pitch = c->view.out_pitch,
+                               .rows = c->rows,
+                               .cols = e->problem->vocab,
+                               .weights = weights,
+                               .accumulate = c->first > 0,
+                               .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+  return FLCE_OK;
+}
+
+flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
+  if (e->problem->want_grad_input) FLCE_TRY(input_gradient(e, c));
+  if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
+  if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
+  return FLCE_OK;
+}
+
+/* ---- around the chunk loop of the gradients ---- */
+
+/* Gradients of the rows of W and b that lie beyond the vocabulary: nothing is added to those of a
+ * dW that the caller has begun. */
+static flce_status zero_padding(const engine* e) {
+  const flce_problem* problem = e->problem;
+  const flce_plan* plan = e->plan;
+  int64_t v = problem->vocab, h = problem->hidden, padding = problem->weight_rows - v;
+  if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
+    CALL(e, fill, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype), 0,
+         padding * h * flce_size_of(plan->grad_weight_dtype));
+  if (padding > 0 && problem->want_grad_bias)
+    CALL(e, fill, at(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
+         padding * flce_size_of(plan->grad_bias_dtype));
+  return FLCE_OK;
+}
+
+/* Smoothing's sum of W. */
+flce_status flce_sum_weight(const engine* e) {
+  const flce_problem* problem = e->problem;
+  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
+  if (!smooth || !problem->want_grad_input) return FLCE_OK;
+  int64_t h = e->plan->hidden;
+  CALL(e, column_sum,
+       &(flce_column_sum_args){.out = smooth,
+                               .a = e->linear_weight,
+                               .a_dtype = e->plan->dtype,
+                               .pitch = h,
+                               .rows = problem->vocab,
+                               .cols = h,
+                               .weights = e->tensors->class_weight,
+                               .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+  return FLCE_OK;
+}
+
+flce_status flce_begin_gradients(const engine* e) {
+  const flce_problem* problem = e->problem;
+  FLCE_TRY(zero_padding(e));
+  if (e->plan->gathers) {
+    flce_rows all = open_rows(e, 0, problem->tokens);
+    /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
+    CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
+    if (problem->want_grad_input)
+      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
+           problem->hidden);
+  }
+  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, begins with 0. */
+  bool no_chunks = problem->rows == 0;
+  if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
+    CALL(e, fill, dw_accum(e), 0,
+         problem->vocab * e->plan->hidden * flce_size_of(e->plan->accum_dtype));
+  if (problem->want_grad_bias && no_chunks)
+    CALL(e, fill, buffer(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
+  return FLCE_OK;
+}
+
+/* What the terms after the loop over chunks are made of. */
+typedef struct final_terms {
+  const void* coef_target; /* [N] stat dtype; NULL in form dz */
+  const void* coef_smooth; /* [N] stat dtype */
+  const void* order;       /* tokens ordered by target */
+  void* xsum;              /* [H] stat dtype, label smoothing's sum of x; NULL without */
+  void* smooth_total;      /* [1] stat dtype, the sum of coef_smooth; NULL without */
+} final_terms;
+
+/* Target terms and label smoothing's. A sum in another dtype or leading dimension than the caller's
+ * dW is rounded once, when it is added or copied there. */
+static flce_status finish_weight(const engine* e, const final_terms* terms) {
+  const flce_plan* plan = e->plan;
+  int64_t h = plan->hidden, cols = e->problem->hidden, v = e->problem->vocab;
+  void *out = e->tensors->grad_weight, *accum = dw_accum(e);
+  bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
+  bool in_accum = added || padded;
+  if (terms->xsum)
+    CALL(e, column_sum,
+         &(flce_column_sum_args){.out = terms->xsum,
+                                 .a = e->input,
+                                 .a_dtype = plan->dtype,
+                                 .pitch = h,
+                                 .rows = e->problem->tokens,
+                                 .cols = h,
+                                 .weights = terms->coef_smooth,
+                                 .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+  CALL(e, finish_grad_weight,
+       &(flce_grad_weight_args){.dw = in_accum ? accum : out,
+                                .dw_dtype = in_accum ? plan->accum_dtype : plan->grad_weight_dtype,
+                                .accum = accum,
+                                .accum_dtype = plan->accum_dtype,
+                                .x = e->input,
+                                .dtype = plan->dtype,
+                                .coef_target = terms->coef_target,
+                                .order = terms->order,
+                                .tokens = e->problem->tokens,
+                                .xsum = terms->xsum,
+                                .class_weight = e->tensors->class_weight,
+                                .vocab = v,
+                                .hidden = h});
+  if (added)
+    CALL(e, add_block,
+         &(flce_add_block_args){.accum = out,
+                                .accum_dtype = plan->grad_weight_dtype,
+                                .block = accum,
+                                .dtype = plan->accum_dtype,
+                                .pitch = h,
+                                .rows = v,
+                                .cols = cols});
+  else if (padded)
+    CALL(e, cast,
+         &(flce_cast_args){.out = out,
+                           .out_dtype = plan->grad_weight_dtype,
+                           .out_pitch = cols,
+                           .in = accum,
+                           .in_dtype = plan->accum_dtype,
+                           .in_pitch = h,
+                           .rows = v,
+                           .cols = cols});
+  return FLCE_OK;
+}
+
+static flce_status finish_bias(const engine* e, const final_terms* terms) {
+  const flce_plan* plan = e->plan;
+  int64_t n = e->problem->tokens, v = e->problem->vocab;
+  void* accum = buffer(e, FLCE_BUF_DB_ACCUM);
+  if (plan->bias_parts > 0 && e->problem->rows > 0)
+    CALL(e, column_sum,
+         &(flce_column_sum_args){.out = accum,
+                                 .a = buffer(e, FLCE_BUF_DB_PARTS),
+                                 .a_dtype = e->stat,
+                                 .pitch = v,
+                                 .rows = plan->bias_parts,
+                                 .cols = v,
+                                 .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+  if (terms->smooth_total)
+    CALL(e, reduce, terms->smooth_total, terms->coef_smooth, n, NULL, e->stat, false);
+  CALL(e, finish_grad_bias,
+       &(flce_grad_bias_args){.db = e->tensors->grad_bias,
+                              .db_dtype = plan->grad_bias_dtype,
+                              .accum = accum,
+                              .stat = e->stat,
+                              .coef_target = terms->coef_target,
+                              .order = terms->order,
+                              .tokens = n,
+                              .smooth_total = terms->smooth_total,
+                              .class_weight = e->tensors->class_weight,
+                              .vocab = v});
+  return FLCE_OK;
+}
+
+flce_status flce_finish_gradients(const engine* e) {
+  const flce_problem* problem = e->problem;
+  if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
+  int64_t n = problem->tokens, h = e->plan->hidden;
+  const void* coef = buffer(e, FLCE_BUF_COEF);
+  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
+  bool exp_form = e->plan->form == FLCE_FORM_EXP;
+  final_terms terms = {.coef_target = exp_form ? at(coef, FLCE_COEF_TARGET * n, e->stat) : NULL,
+                       .coef_smooth = at(coef, FLCE_COEF_SMOOTH * n, e->stat),
+                       .order = buffer(e, FLCE_BUF_ORDER),
+                       .xsum = smooth ? at(smooth, h, e->stat) : NULL,
+                       .smooth_total = smooth ? at(smooth, 2 * h, e->stat) : NULL};
+  if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &terms));
+  if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &terms));
+  return FLCE_OK;
+}
