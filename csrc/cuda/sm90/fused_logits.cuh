@@ -61,7 +61,7 @@ typedef struct fused_params {
   int rows, vocab, hidden;
   int columns;       /* columns of the result, zero padding included */
   bool half;         /* x and W are float16; else bfloat16 */
-  bool general;      /* the options need the general version of the kernels */
+  bool general;      /* the loss, or z as the result, needs the general kernels */
   float scale;       /* not general: log2_l = scale z */
   /* general: log2_l = scratch.scale tanh(inner_scale z); if 0, log2_l = scratch.scale z */
   float inner_scale;
@@ -73,7 +73,7 @@ typedef struct fused_params {
   int64_t probabilities_pitch;
 } fused_params;
 
-/* What the epilogue writes: nothing, E in 16 bits, or z with the bias added in float32. */
+/* What the epilogue writes: nothing, E in bfloat16, or z with the bias added in float32. */
 enum FusedResult { kNoResult, kExpResult, kLogitResult };
 
 /* Maps a float to an int of the same order, for atomicMax. */
@@ -102,10 +102,9 @@ __device__ __forceinline__ float general_log2_logit(const fused_params& shape, f
 }
 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
- * which is [rows][pitch] of 16-bit elements for E and of float32 for z. `repeat`: computes again,
- * from the offsets in scratch.top, the row clusters in which an earlier call exceeded kTileLimit;
- * if there are none the kernel returns at once. z does not depend on an offset and is not written
- * again. */
+ * which is [rows][pitch] of bfloat16 for E and of float32 for z. `repeat`: computes again, from the
+ * offsets in scratch.top, the row clusters in which an earlier call exceeded kTileLimit; if there
+ * are none the kernel returns at once. z does not depend on an offset and is not written again. */
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* shape,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool repeat);
