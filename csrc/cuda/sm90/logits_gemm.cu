@@ -293,8 +293,8 @@ __device__ __forceinline__ void zero_skipped_rows(const logits_gemm_args& p, int
   }
 }
 
-/* See row_offsets.cu and fused_logits.cuh for what is in p.scratch. HALF: x and W are float16, else
- * bfloat16. */
+/* HALF: x and W are float16, else bfloat16. REPEAT: only the row clusters that scratch.redo
+ * flags. */
 template <Kind KIND, FusedResult RESULT, bool REPEAT, bool HALF = false>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     logits_gemm_sm90(const __grid_constant__ CUtensorMap x_map,
