@@ -28,8 +28,9 @@ enum {
   kConsumerRegisters = 224,
 };
 
-/* Kernel parameters: `rows` classes and `tokens` tokens, `sums` is [parts][rows]. `adds`: dW +=
- * instead of =; `adds_sums` likewise. */
+/* Kernel parameters. dW is [rows][..], one row a class; E has `tokens` rows of `rows` classes;
+ * `depth_steps` stages cover the tokens. `sums` is [parts][rows]. `adds`: dW += E^T x, else =;
+ * `adds_sums`: likewise for `sums`. */
 struct grad_weight_gemm_args {
   const int64_t* index;
   const float* coef;
@@ -41,9 +42,10 @@ struct grad_weight_gemm_args {
   bool adds, adds_sums;
 };
 
-/* Shared addresses: the stages of E (e) and x (x), and the staged output tile (tile). `ready`, one
- * mbarrier for each consumer warpgroup: the old values of dW have been loaded into the staged tile,
- * or it may be overwritten. `taken`: TMA stores have read the new values from it. */
+/* Shared addresses: the stages of E (e) and x (x), and the staged output tile (tile). `ready` is
+ * one mbarrier for each consumer warpgroup: the tile before has left the staged tile, and if dW is
+ * added to, its old values have been loaded there. `taken` is one mbarrier: the TMA stores have
+ * read the staged tile. */
 struct SmemLayout {
   uint32_t e, x, tile;
   uint32_t ready, taken; /* mbarriers */
@@ -118,8 +120,8 @@ __device__ __forceinline__ void producer_loop(const grad_weight_gemm_args& p,
       copy_stage(smem, state.stage, e_map, x_map, at, step * kDepth, rank);
       state.advance();
     }
-    /* Loaded here, while the consumers still work on the last stages. The tile before must have
-     * left the staging memory. */
+    /* The old values of dW are loaded here, while the consumers still work on the last stages.
+     * Before, the TMA stores of the previous tile must have read the staged tile. */
     sm90::barrier_wait(smem.taken, (count & 1) ^ 1);
     const uint32_t ready = smem.ready + 8 * (count & 1);
     sm90::barrier_arrive_expecting(ready, p.adds ? kBytesTile : 0);

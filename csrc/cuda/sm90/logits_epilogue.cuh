@@ -41,8 +41,7 @@ struct Fragment {
   int lane, warp;   /* lane of the warp, warp of the warpgroup */
 };
 
-/* Offsets k, factors and a thread's partial sums of its four rows. What only some kernels need
- * stays 0 elsewhere and costs them no register. */
+/* Offsets k, factors and a thread's partial sums of its four rows. */
 struct TileRows {
   float offset[4], sum[4];
   float scale[4], weighted_gap[4], weight_sum[4],
