@@ -25,7 +25,7 @@ constexpr int kUnroll = sizeof(Z) == 2 ? 2 : 4;
 enum Kind {
   kPlain,
   kBiased,
-  kExp,    /* grad_rows only: z already holds exp(l - c) */
+  kExp, /* grad_rows only: z already holds exp(l - c) */
   /* forwards that write 16 bits: plain with label smoothing; in exp_rows without class weights */
   kSmooth,
   kGeneral,

@@ -17,8 +17,7 @@ template <typename S>
 struct RowSums {
   S offset;
   S rest;
-  S weighted_gap,
-      weighted_gap_from;
+  S weighted_gap, weighted_gap_from;
   S weight_sum;
   S entropy_sum, entropy_sum_from;
 };

@@ -42,27 +42,27 @@ typedef struct fused_scratch {
   /* [1 + row clusters] flags: whether any tile is to be repeated, and for each kClusterRows rows
    * whether theirs are */
   int* redo;
-  float* sums;   /* [tiles of V][rows] sum of 2^(log2_l - k) */
+  float* sums; /* [tiles of V][rows] sum of 2^(log2_l - k) */
   /* [tiles of V][rows] or NULL: sum of w_j log2_l_j, the target included; with probabilities sum of
    * t_j z_j, z not relative to k */
   float* weighted_gaps;
   /* [rows] or NULL: sum of w_j log2_l_j over all columns, not relative to k, from flce_rows'
    * wsum */
   float* weighted_gap;
-  float* weight_sums;   /* [tiles of V][rows] or NULL: sum of t_j */
-  float* entropy_sums;  /* [tiles of V][rows] or NULL: sum of 2^(log2_l - k) log2_l */
-  float* tops;          /* [tiles of V][rows] or NULL: the largest log2_l */
-  int* columns;         /* [tiles of V][rows] or NULL: the lowest column that has it */
+  float* weight_sums;  /* [tiles of V][rows] or NULL: sum of t_j */
+  float* entropy_sums; /* [tiles of V][rows] or NULL: sum of 2^(log2_l - k) log2_l */
+  float* tops;         /* [tiles of V][rows] or NULL: the largest log2_l */
+  int* columns;        /* [tiles of V][rows] or NULL: the lowest column that has it */
 } fused_scratch;
 
 /* Parameters of the three kernels. `general` selects their most general version, which alone reads
  * scratch.scale, inner_scale and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
-  int columns;       /* columns of the result, zero padding included */
-  bool half;         /* x and W are float16; else bfloat16 */
-  bool general;      /* the loss, or z as the result, needs the general kernels */
-  float scale;       /* not general: log2_l = scale z */
+  int columns;  /* columns of the result, zero padding included */
+  bool half;    /* x and W are float16; else bfloat16 */
+  bool general; /* the loss, or z as the result, needs the general kernels */
+  float scale;  /* not general: log2_l = scale z */
   /* general: log2_l = scratch.scale tanh(inner_scale z); if 0, log2_l = scratch.scale z */
   float inner_scale;
   const float* bias;

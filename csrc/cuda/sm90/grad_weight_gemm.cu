@@ -9,8 +9,8 @@
 namespace {
 
 enum {
-  kWeightRows = 192,             /* classes of an output tile */
-  kWeightColumns = 128,          /* elements of H of an output tile */
+  kWeightRows = 192,    /* classes of an output tile */
+  kWeightColumns = 128, /* elements of H of an output tile */
   /* most parts of a class's sum, each made by the block of another column tile */
   kMostParts = 8,
   kBlocks = kWeightRows / 64,    /* 64-class blocks of a stage of E */
