@@ -5,8 +5,9 @@
 
 #include "cuda/common/types.cuh"
 
-/* kRowIgnored: the target is ignore_index. kRowOutOfRange: the target is no class; results are NaN.
- * kRowAbsent: the index is -1; the row exists only to fill the GEMM's tiles. */
+/* kRowIgnored: the target is ignore_index; results are 0. kRowOutOfRange: the target is no class;
+ * results are NaN. kRowAbsent: the index is -1; there is no row, and only zeros in `out` are
+ * written. */
 enum RowKind { kRowValid, kRowIgnored, kRowOutOfRange, kRowAbsent };
 
 /* A computed row: its position in the per-row vectors (target, stats, loss, ...) and its kind. */

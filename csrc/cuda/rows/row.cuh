@@ -241,8 +241,8 @@ __device__ __forceinline__ void hide_column(Vec<Z, kVec<Z>>& raw, int hit) {
 /* The parameters of a row kernel: flce_rows, and what the host computes once from its options. */
 struct row_args {
   flce_rows r;
-  double scale; /* logit_scale / temperature */
-  float scale_f32;
+  double scale;       /* logit_scale / temperature */
+  float scale_f32;    /* the same, rounded */
   double inner_scale; /* logit_scale / softcap */
   double outer_scale; /* softcap / temperature; 0 without a softcap */
   double hard;        /* 1 - s */
@@ -260,11 +260,10 @@ struct Row {
   const void* probabilities;
   int vocab, target, lead, vectors; /* target: its column, or -1 with probabilities */
   S scale;                          /* without a softcap: l = scale z */
-  S inner_scale, outer_scale,
-      /* with a softcap (outer_scale != 0): l = outer_scale tanh(inner_scale z); inverse = 1 /
-       * outer_scale */
-      inverse;
-  S hard, share;
+  /* With a softcap l = outer_scale tanh(inner_scale z) and inverse = 1 / outer_scale. Without one
+   * outer_scale is 0. */
+  S inner_scale, outer_scale, inverse;
+  S hard, share; /* 1 - s, s / V */
   S l_target;
   S reference; /* reference of sums over l: l_target, or 0 where that is not finite */
 };

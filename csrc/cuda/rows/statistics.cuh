@@ -9,16 +9,15 @@
 
 /* Sums over the columns without the target, of a thread and then of the block. Each sum has a
  * reference of its own (offset, *_from): if that is near the row's largest l, nothing cancels. v_j
- * is w_j, with probabilities w_j q_j.
- *
- * offset: c. rest: sum of exp(l_j - c). weighted_gap: sum of v_j (weighted_gap_from - l_j).
- * weight_sum: sum of v_j. entropy_sum: sum of exp(l_j - c) (l_j - entropy_sum_from). */
+ * is w_j, with probabilities w_j q_j. */
 template <typename S>
 struct RowSums {
-  S offset;
-  S rest;
+  S offset; /* c, the reference of `rest` */
+  S rest;   /* sum of exp(l_j - c) */
+  /* weighted_gap: sum of v_j (weighted_gap_from - l_j) */
   S weighted_gap, weighted_gap_from;
-  S weight_sum;
+  S weight_sum; /* sum of v_j */
+  /* entropy_sum: sum of exp(l_j - c) (l_j - entropy_sum_from) */
   S entropy_sum, entropy_sum_from;
 };
 
@@ -297,9 +296,9 @@ __device__ __forceinline__ bool has_no_target(const Row<Z>& row) {
   return KIND == kGeneral && row.target < 0;
 }
 
-/* Statistics that follow from a row's sums. exp_target = exp(l_y - c); sum = sum_j exp(l_j - c),
- * the target included; log_sum = log(sum); nll = lse - l_y; lse: logsumexp. With probabilities
- * exp_target and nll are 0. */
+/* Statistics that follow from a row's sums: exp_target is exp(l_y - c); sum is sum_j exp(l_j - c),
+ * the target included; log_sum is log(sum); nll is lse - l_y; lse is the logsumexp. With
+ * probabilities exp_target and nll are 0. */
 template <typename S>
 struct RowEnd {
   S exp_target, sum, log_sum, nll, lse;

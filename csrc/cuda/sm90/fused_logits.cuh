@@ -30,8 +30,9 @@ enum {
 };
 
 /* Scratch of one chunk; its rows are the rows of the GEMM. Arrays [tiles of V][rows] hold one
- * number of each tile and row. These sums leave the target's column out, except weighted_gaps. Sums
- * over log2_l take it relative to k - kAboveTarget, which is near the target's. */
+ * number of each tile and row. They leave the target's column out, except weighted_gaps. In
+ * entropy_sums, and with class targets in weighted_gaps, log2_l counts relative to k -
+ * kAboveTarget, which is near the target's. */
 typedef struct fused_scratch {
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from z, or from the softcap's tanh, to log2_l */
@@ -44,10 +45,9 @@ typedef struct fused_scratch {
   int* redo;
   float* sums; /* [tiles of V][rows] sum of 2^(log2_l - k) */
   /* [tiles of V][rows] or NULL: sum of w_j log2_l_j, the target included; with probabilities sum of
-   * t_j z_j, z not relative to k */
+   * t_j z_j */
   float* weighted_gaps;
-  /* [rows] or NULL: sum of w_j log2_l_j over all columns, not relative to k, from flce_rows'
-   * wsum */
+  /* [rows] or NULL: sum of w_j log2_l_j over all columns, not relative, from wsum of flce_rows */
   float* weighted_gap;
   float* weight_sums;  /* [tiles of V][rows] or NULL: sum of t_j */
   float* entropy_sums; /* [tiles of V][rows] or NULL: sum of 2^(log2_l - k) log2_l */

@@ -43,9 +43,9 @@ struct Fragment {
 
 /* Offsets k, factors and a thread's partial sums of its four rows. */
 struct TileRows {
-  float offset[4], sum[4];
-  float scale[4], weighted_gap[4], weight_sum[4],
-      entropy_sum[4]; /* for the general and the soft kernels */
+  float offset[4], sum[4]; /* sum: of E, before rounding */
+  /* for the general and the soft kernels */
+  float scale[4], weighted_gap[4], weight_sum[4], entropy_sum[4];
 };
 
 /* Shared addresses of the bias and the class weights of a tile's columns; both are 0 beyond the

@@ -26,13 +26,16 @@ struct logits_gemm_args {
   void* out;
   int64_t pitch;
   int depth_steps, row_clusters, column_tiles;
-  int group;    /* row clusters that go through the columns together, so that their x stays in L2 */
-  int clusters; /* launched */
+  /* size of a group of row clusters that go through the columns together: their x stays in L2 */
+  int group;
+  int clusters; /* clusters launched */
 };
 
 /* Size of the work, which the kernel knows once it has counted the present rows. */
 struct TileSchedule {
-  int row_clusters, tiles; /* a cluster's tile is a pair of output tiles, one for each block */
+  /* row clusters that are present, and tiles: a tile here is the pair of output tiles of a
+   * cluster */
+  int row_clusters, tiles;
 };
 
 /* Shared addresses: the stages of x (a) and W (b), staging memory for E or z (e), ColumnValues

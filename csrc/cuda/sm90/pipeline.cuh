@@ -158,6 +158,7 @@ __device__ __forceinline__ void mainloop(const Stages& stages, int steps, int co
   if (others) release_mainloop(group);
   sm90::wgmma_wait<0>();
   release_stage(stages, last, thread);
+  /* WGMMA writes acc asynchronously: the compiler must not move reads of it above the wait. */
 #pragma unroll
   for (int half = 0; half < 2; half++) {
 #pragma unroll
