@@ -43,7 +43,7 @@ struct Fragment {
 
 /* Offsets k, factors and a thread's partial sums of its four rows. */
 struct TileRows {
-  float offset[4], sum[4]; /* sum: of E, before rounding */
+  float offset[4], sum[4]; /* sum: of 2^(log2_l - k) */
   /* for the general and the soft kernels */
   float scale[4], weighted_gap[4], weight_sum[4], entropy_sum[4];
 };
