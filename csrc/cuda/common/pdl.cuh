@@ -1,16 +1,18 @@
-/* Programmatic dependent launch (PDL): kernels that may begin while the one before them ends. */
+/* Programmatic dependent launch (PDL): a kernel may start while the one before it in the stream
+ * ends. The device side (pdl_wait) and the launches. */
 #ifndef FLCE_CUDA_COMMON_PDL_CUH
 #define FLCE_CUDA_COMMON_PDL_CUH
 
 #include "cuda/common/types.cuh"
 
-/* From Hopper on the blocks of a launch may take their places while the kernel before it in the
- * stream ends (programmatic dependent launch): 1 us less between two small kernels. In such a
- * kernel every thread calls pdl_wait before it touches global memory or returns, or, where it
- * is launched by launch_overlapping, before it writes or returns: it waits for the results of the
- * kernels before, and lets the next one's blocks come. A kernel that did not wait would end before
- * its predecessors, and the kernel after it read what they have not written.
- * tests/check_kernels.py looks for that in the machine code. */
+/* From Hopper on, the blocks of a PDL launch may start while the kernel before it in the stream
+ * ends: 1 us less between two small kernels. pdl_wait waits until the kernels before have completed
+ * and their writes are visible, then allows the next kernel's blocks to start.
+ *
+ * Every thread of such a kernel must call it before it accesses global memory or returns; if the
+ * kernel was launched by launch_overlapping, before it writes or returns. A kernel that does not
+ * wait could end before its predecessors, and the kernel after it would then read what they have
+ * not written yet. tests/check_kernels.py checks the machine code for this. */
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -18,11 +20,12 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-/* Whether a device and its driver can do that. */
+/* Whether the device and its driver support PDL. */
 static inline flce_status supports_pdl(int device, int* can) {
-  static int known[kMaxDevices]; /* 1 + the answer; threads that ask at once agree */
+  /* 1 + the answer, 0 until queried; threads that query at the same time store the same value */
+  static int known[kMaxDevices];
   FLCE_TRY(check_device(device));
-  const int captures = 12030; /* an older driver does not take such launches into graphs */
+  const int captures = 12030; /* an older driver cannot capture PDL launches into a CUDA graph */
   int major = 0, driver = 0, found = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
   if (found == 0) {
     FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
@@ -35,6 +38,7 @@ static inline flce_status supports_pdl(int device, int* can) {
   return FLCE_OK;
 }
 
+/* The launch attribute of PDL; `can` is 1 or 0. */
 static inline cudaLaunchAttribute pdl_attribute(int can) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -42,9 +46,9 @@ static inline cudaLaunchAttribute pdl_attribute(int can) {
   return attribute;
 }
 
-/* Launches a kernel that calls pdl_wait later. `overlaps`: it may run at the same time as the
- * kernel before it, which is one of ours, which has waited for all before it, and writes nothing
- * that this one reads. */
+/* Launches a kernel that reads before it calls pdl_wait. `overlaps`: it may run at the same time as
+ * the kernel before it. That one must be ours, must have called pdl_wait, and must write nothing
+ * that this kernel reads before its own pdl_wait. Without `overlaps` it is an ordinary launch. */
 template <typename... Parameters, typename... Arguments>
 static inline flce_status launch_overlapping(void* self, void (*kernel)(Parameters...), dim3 blocks,
                                              int threads, const char* what, bool overlaps,
@@ -63,7 +67,7 @@ static inline flce_status launch_overlapping(void* self, void (*kernel)(Paramete
   return check_cuda(cudaLaunchKernelEx(&config, kernel, (Parameters)arguments...), what);
 }
 
-/* Launches a kernel that calls pdl_wait first. */
+/* Launches a kernel that calls pdl_wait before any access to global memory. */
 template <typename... Parameters, typename... Arguments>
 static inline flce_status launch_dependent(void* self, void (*kernel)(Parameters...), dim3 blocks,
                                            int threads, const char* what, Arguments... arguments) {

@@ -1,10 +1,11 @@
-/* Sums and maxima over a warp and a block, in a fixed order. */
+/* Sums and maxima over a warp and over a block, in a fixed order, so that results are bitwise
+ * reproducible. No atomics. */
 #ifndef FLCE_CUDA_COMMON_REDUCTIONS_CUH
 #define FLCE_CUDA_COMMON_REDUCTIONS_CUH
 
 #include "cuda/common/types.cuh"
 
-/* The sum over a warp, in every lane. */
+/* The sum over a warp; every lane gets it. */
 template <typename S>
 __device__ __forceinline__ S warp_sum(S v) {
 #pragma unroll
@@ -12,7 +13,7 @@ __device__ __forceinline__ S warp_sum(S v) {
   return v;
 }
 
-/* The same for the maximum. A NaN is passed over. */
+/* The maximum over a warp; every lane gets it. NaNs are ignored (fmax). */
 template <typename S>
 __device__ __forceinline__ S warp_max(S v) {
 #pragma unroll
@@ -22,8 +23,9 @@ __device__ __forceinline__ S warp_max(S v) {
   return v;
 }
 
-/* The sum over the block, in an order that only the block's size decides; every thread gets it.
- * All threads of whole warps take part. */
+/* The sum over the block, in an order that depends only on the block's size; every thread gets it.
+ * The block consists of whole warps and all its threads take part. `scratch` holds kMaxWarps
+ * elements of shared memory. */
 template <typename S>
 __device__ __forceinline__ S block_sum(S v, S* scratch) {
   v = warp_sum(v);
@@ -35,6 +37,7 @@ __device__ __forceinline__ S block_sum(S v, S* scratch) {
   return sum;
 }
 
+/* The maximum over the block; as block_sum, NaNs ignored. */
 template <typename S>
 __device__ __forceinline__ S block_max(S v, S* scratch) {
   v = warp_max(v);

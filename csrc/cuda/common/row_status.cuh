@@ -1,22 +1,27 @@
-/* Which rows of flce_rows are valid, and the results of those that are not. */
+/* Which rows of flce_rows are valid, ignored, out of range or absent, where a row's entries are in
+ * the per-row vectors, and what is written for rows that are not valid. */
 #ifndef FLCE_CUDA_COMMON_ROW_STATUS_CUH
 #define FLCE_CUDA_COMMON_ROW_STATUS_CUH
 
 #include "cuda/common/types.cuh"
 
+/* kRowIgnored: the target is ignore_index; results are 0. kRowOutOfRange: the target is no class;
+ * results are NaN. kRowAbsent: the index is -1; there is no row, and only zeros in `out` are
+ * written. */
 enum RowKind { kRowValid, kRowIgnored, kRowOutOfRange, kRowAbsent };
 
-/* Where the vectors of a computed row are, and what its target says. */
+/* A computed row: its position in the per-row vectors (target, stats, loss, ...) and its kind. */
 struct RowRef {
-  int64_t at; /* -1: nowhere */
+  int64_t at; /* -1: absent */
   RowKind kind;
 };
 
+/* Position of a computed row in the per-row vectors; -1: absent. */
 __device__ __forceinline__ int64_t vectors_at(const flce_rows& r, int64_t row) {
   return r.index ? r.index[row] : row;
 }
 
-/* `y`: the target at `at`, where there is one. */
+/* `y`: the target at `at`; not used with probabilities. */
 __device__ __forceinline__ RowRef row_ref_at(const flce_rows& r, int64_t at, int64_t y) {
   if (at < 0) return {at, kRowAbsent};
   if (!r.target) return {at, kRowValid}; /* probabilities */
@@ -33,13 +38,14 @@ __device__ __forceinline__ RowRef row_ref_of(const flce_rows& r, int64_t row) {
   return row_ref_at(r, at, target_at(r, at));
 }
 
-/* What stands for the results of a row that is not valid. */
+/* The result of a row that is not valid: NaN where the target is out of range, else 0. */
 template <typename S>
 __device__ __forceinline__ S blank_of(RowRef place) {
   return place.kind == kRowOutOfRange ? (S)NAN : (S)0;
 }
 
-/* Statistics, loss and prediction of a row that has none: `value` is 0 or NaN. */
+/* Writes statistics and loss of a row that is not valid: `value`, 0 or NaN. Its prediction is
+ * -1. */
 template <typename S>
 __device__ __forceinline__ void write_blank(const flce_rows& r, int64_t at, S value) {
   for (int which = 0; which < FLCE_STAT_ROWS; which++) {
@@ -49,14 +55,16 @@ __device__ __forceinline__ void write_blank(const flce_rows& r, int64_t at, S va
   if (r.predictions) r.predictions[at] = -1;
 }
 
-/* What a valid row's factors for the gradient are made of: of enum flce_stat_row. */
+/* The statistics (enum flce_stat_row) from which a valid row's gradient factors are made. */
 template <typename S>
 struct RowStatistics {
   S lse, nll, inv_sum, slope, weight_sum;
 };
 
-/* Whether blank_rows has to write row `at`, and what: 0 or NaN. Both counts are rounded alike, so
- * that a bound that holds is never exceeded by rounding; INV_DENOM was made of the exact ones. */
+/* Whether blank_rows writes row `at`, and which value: 0 if it is ignored, else NaN. A row that is
+ * not ignored is NaN if more rows are valid than `bound` or INV_DENOM is NaN. The count of valid
+ * rows and `bound` are rounded to S in the same way, so a bound that holds is never exceeded by
+ * rounding; INV_DENOM was made from the exact counts. */
 template <typename S>
 __device__ __forceinline__ bool is_left_out(const flce_rows& r, int64_t at, int64_t bound,
                                             S* value) {

@@ -1,4 +1,5 @@
-/* Element types and their conversion, launch errors and sizes: what every CUDA file needs. */
+/* What every CUDA file needs: error checks, dispatch on dtypes, conversion of elements, and sizes.
+ * Vectors of elements are in vectors.cuh. */
 #ifndef FLCE_CUDA_COMMON_TYPES_CUH
 #define FLCE_CUDA_COMMON_TYPES_CUH
 
@@ -14,16 +15,16 @@
 
 static inline flce_status check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return FLCE_OK;
-  cudaGetLastError(); /* the error stays behind otherwise, and fails the next launch check */
+  cudaGetLastError(); /* clears the error, which would otherwise fail the next launch check */
   return flce_fail(FLCE_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
 }
 
-/* Returns from the calling function when the launch just made was refused. */
+/* Returns from the calling function if the last launch failed. */
 #define FLCE_LAUNCHED(what) FLCE_TRY(check_cuda(cudaGetLastError(), what))
 
 /* ---- types ---- */
 
-/* Runs the statements with T standing for the element type of `dtype`. */
+/* Runs the statements with T as the element type of `dtype`. */
 #define FLCE_WITH_TYPE(dtype, T, ...)                                                         \
   switch (dtype) {                                                                            \
     case FLCE_F64: {                                                                          \
@@ -74,7 +75,7 @@ struct stat_of<double> {
 template <typename T>
 using stat_t = typename stat_of<T>::type;
 
-/* Through the stat type of the source, so that a double stays one as long as it can. */
+/* To the stat dtype of the source: float64 stays float64, all else becomes float32. */
 __device__ __forceinline__ double to_stat(double v) {
   return v;
 }
@@ -88,6 +89,7 @@ __device__ __forceinline__ float to_stat(__half v) {
   return __half2float(v);
 }
 
+/* From a stat dtype to an element. A double goes through float to the 16-bit types. */
 template <typename T>
 __device__ __forceinline__ T from_stat(double v) {
   return (T)(float)v;
@@ -123,12 +125,13 @@ static inline int64_t max_of(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
 
-/* Threads for `items` pieces of work: whole warps, between one and `most`. */
+/* Threads of a block for `items` pieces of work: whole warps, at least one, at most `most`
+ * threads. */
 static inline int threads_for(int64_t items, int most) {
   return (int)min_of(most, max_of(kWarp, ceil_div(items, kWarp) * kWarp));
 }
 
-/* Devices that something is kept for. */
+/* Devices for which results of queries are cached. */
 enum { kMaxDevices = 64 };
 
 static inline flce_status check_device(int index) {
@@ -136,7 +139,7 @@ static inline flce_status check_device(int index) {
   return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, index);
 }
 
-/* A grid's first dimension ends at 2^31 - 1. */
+/* A grid's x dimension is at most 2^31 - 1. */
 static inline flce_status check_grid(int64_t blocks, const char* what) {
   if (blocks <= INT32_MAX) return FLCE_OK;
   return flce_fail(FLCE_UNSUPPORTED, "%s: at most %d blocks in a launch, got %lld", what, INT32_MAX,

@@ -1,4 +1,5 @@
-/* Vectors of elements: 16-byte accesses, conversion of whole vectors, elements of any dtype. */
+/* Vectors of elements: 16-byte loads and stores, conversion of whole vectors, and elements of a
+ * dtype known at run time. */
 #ifndef FLCE_CUDA_COMMON_VECTORS_CUH
 #define FLCE_CUDA_COMMON_VECTORS_CUH
 
@@ -13,8 +14,8 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec {
 template <typename T>
 constexpr int kVec = 16 / (int)sizeof(T);
 
-/* STREAM: read once, so the cache may drop it first. Coherent either way: rows are passed in place,
- * which the read-only path does not allow. */
+/* STREAM: the data is read once, so caches may evict it first (ld.cs). Never the read-only path
+ * (ld.nc), because rows are overwritten in place. */
 template <bool STREAM, typename T, int N>
 __device__ __forceinline__ void load_vec(const T* p, Vec<T, N>& v) {
   if constexpr (sizeof(v) % 16 == 0) {
@@ -28,8 +29,7 @@ __device__ __forceinline__ void load_vec(const T* p, Vec<T, N>& v) {
   }
 }
 
-/* Written out, as the compiler splits a plain store of a vector into words where that saves it a
- * move. */
+/* One vector store in asm: the compiler splits a plain one into words where that saves a move. */
 __device__ __forceinline__ void store_words(void* p, uint2 v) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x),
                "r"(v.y)
@@ -66,12 +66,13 @@ __device__ __forceinline__ void convert_pair(float a, float b, __half* out) {
   *(__half2*)out = __floats2half2_rn(a, b);
 }
 
+/* Two floats as bfloat16 in one word, `low` in the low half. */
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 packed = __floats2bfloat162_rn(low, high);
   return *(const uint32_t*)&packed;
 }
 
-/* Rounds to nearest even; in pairs for 16 bits, where one instruction converts two. */
+/* Rounds to nearest even. 16-bit elements are converted in pairs, by one instruction. */
 template <typename T, typename S, int N>
 __device__ __forceinline__ void pack(const S (&in)[N], Vec<T, N>& v) {
   if constexpr (sizeof(T) == 2 && sizeof(S) == 4 && N % 2 == 0) {
@@ -85,8 +86,8 @@ __device__ __forceinline__ void pack(const S (&in)[N], Vec<T, N>& v) {
   }
 }
 
-/* N elements of any type, from or to element `index` on; N > 1 wants N elements' alignment, up to
- * 16 bytes. For passes that are not worth a kernel per type. */
+/* Loads N elements of a dtype known at run time, from element `index` on. With N > 1 the address is
+ * aligned to N elements, up to 16 bytes. For passes that do not justify a kernel for each type. */
 template <typename S, int N>
 __device__ __forceinline__ void load_any(const void* data, flce_dtype dtype, int64_t index,
                                          S (&v)[N]) {
@@ -121,6 +122,7 @@ __device__ __forceinline__ void store_as(T* p, const S (&in)[N]) {
   store_vec(p, v);
 }
 
+/* The store that belongs to load_any. */
 template <typename S, int N>
 __device__ __forceinline__ void store_any(void* data, flce_dtype dtype, int64_t index,
                                           const S (&v)[N]) {

@@ -1,6 +1,10 @@
-/* How a block walks one row: tiles of kUnroll 16-byte vectors a thread, from the 16-byte boundary
- * at or before the row's first logit, so that rows of any pitch and any vocabulary are read in
- * whole vectors except for the two at the ends. Columns are counted in 32 bits (kMaxVocab). */
+/* How a thread block reads and writes one row of logits: vectors and tiles of columns, fast exp and
+ * tanh, and the Row that holds a row's pointers and scales. Sums and statistics belong in
+ * statistics.cuh.
+ *
+ * A tile is kUnroll 16-byte vectors a thread. Tiles begin at the 16-byte boundary at or before the
+ * row's first logit, so that rows of any pitch and any vocabulary are read in whole vectors, except
+ * the vectors at the two ends. Columns are counted in 32 bits (kMaxVocab). */
 #ifndef FLCE_CUDA_ROWS_ROW_CUH
 #define FLCE_CUDA_ROWS_ROW_CUH
 
@@ -10,22 +14,26 @@
 
 enum { kRowThreads = 512, kMaxVocab = 1 << 30 };
 
-/* Vectors in flight for each thread: 16 logits, which leaves room for three blocks on an SM. */
+/* Vectors in flight for each thread: 16 logits of 16 or 32 bits, which leaves registers for three
+ * blocks on an SM. */
 template <typename Z>
 constexpr int kUnroll = sizeof(Z) == 2 ? 2 : 4;
 
-/* The versions of a row kernel. The general one tests the options as it runs, the same way in a
- * whole block; the others know them to be absent, all but a positive number that multiplies z. */
+/* Versions of a row kernel. kGeneral tests the options at run time, uniformly over a block. The
+ * others are compiled for a loss without options, except for what their name says and a positive
+ * factor of z. */
 enum Kind {
   kPlain,
   kBiased,
-  kExp,    /* grad_rows only: z holds exp */
-  kSmooth, /* forwards to 16 bits only: plain, with label smoothing; in exp_rows without weights */
+  kExp, /* grad_rows only: z already holds exp(l - c) */
+  /* forwards that write 16 bits: plain with label smoothing; in exp_rows without class weights */
+  kSmooth,
   kGeneral,
-  kSoft /* the fused product only: plain, with a bias or without, and with probabilities */
+  kSoft /* fused logits GEMM only: plain, with or without a bias, and with probabilities */
 };
 
-/* Blocks of an SM that a row kernel's registers must leave room for: as many as spill nothing. */
+/* Blocks on an SM for which a row kernel's registers must leave room: as many as possible without
+ * spills. */
 constexpr int row_blocks(size_t z_size, Kind kind) {
   return z_size == 8 ? 1 : kind == kPlain || kind == kExp || kind == kSmooth ? 3 : 2;
 }
@@ -51,15 +59,16 @@ __device__ __forceinline__ double largest_finite(double) {
   return 1.7976931348623157e308;
 }
 
-/* 2^x within 2^-22 of its value, results below 2^-126 flushed to 0. */
+/* 2^x with a relative error of at most 2^-22; results below 2^-126 are flushed to 0. */
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/* exp(x) for x <= 60: the product's rounding adds |x| 2^-24, so terms that matter (x near the row's
- * largest) are right to a few 2^-22, far below the rounding of a 16-bit result. */
+/* exp(x) for x <= 60. Rounding x log2(e) adds a relative error of |x| 2^-24, so terms that
+ * matter (x near the row's largest) are right to a few 2^-22, far below the rounding of a 16-bit
+ * result. */
 __device__ __forceinline__ float exp_fast(float x) {
   return exp2_fast(x * kLog2e);
 }
@@ -67,7 +76,7 @@ __device__ __forceinline__ double exp_fast(double x) {
   return exp(x);
 }
 
-/* exp(x) as good as Out can hold. */
+/* exp(x) to the precision of Out. */
 template <typename Out, typename S>
 __device__ __forceinline__ S exp_for(S x) {
   if constexpr (sizeof(Out) >= 4) {
@@ -77,9 +86,10 @@ __device__ __forceinline__ S exp_for(S x) {
   }
 }
 
-/* tanh(u) for 16-bit results: as 1 - 2 / (1 + e^2u) within 2^-21, most of it by the quotient's 2
- * ulp where it is near 1 and 2 (u <= 0); e^2u's own error, |2u| 2^-24 + 2^-22 of it, counts with at
- * most 1/2 and vanishes with e^2u or 1 / e^2u. */
+/* tanh(u); FAST for 16-bit results: 1 - 2 / (1 + e^2u), with an absolute error below 2^-21. Most of
+ * it is the quotient's 2 ulp where that is between 1 and 2 (u <= 0). The error of e^2u itself, a
+ * relative |2u| 2^-24 + 2^-22, enters with a factor of at most 1/2, which vanishes with e^2u or 1 /
+ * e^2u. */
 template <bool FAST>
 __device__ __forceinline__ float tanh_of(float u) {
   if constexpr (FAST) {
@@ -93,7 +103,7 @@ __device__ __forceinline__ double tanh_of(double u) {
   return tanh(u);
 }
 
-/* ---- access ---- */
+/* ---- vectors and tiles of a row ---- */
 
 /* Elements between the 16-byte boundary at or before `row` and `row`. */
 template <typename Z>
@@ -101,18 +111,20 @@ __device__ __forceinline__ int lead_of(const Z* row) {
   return (int)(((uintptr_t)row & 15) / sizeof(Z));
 }
 
-/* First column of vector `v` of a row; negative in the first vector of a row with a lead. */
+/* First column of vector `v` of a row. Negative for vector 0 if the row begins inside it (lead >
+ * 0). */
 template <typename Z>
 __device__ __forceinline__ int column_of(int v, int lead) {
   return v * kVec<Z> - lead;
 }
 
+/* 16-byte vectors that cover a row. */
 template <typename Z>
 __device__ __forceinline__ int vectors_of(int lead, int vocab) {
   return (lead + vocab + kVec<Z> - 1) / kVec<Z>;
 }
 
-/* Logits [col, col + kVec) of a row, `outside` beyond its ends. */
+/* Logits [col, col + kVec) of a row; -inf outside the row. STREAM: as load_vec. */
 template <bool STREAM, typename Z>
 __device__ __forceinline__ void load_columns(const Z* row, int col, int vocab, Vec<Z, kVec<Z>>& v) {
   constexpr int N = kVec<Z>;
@@ -126,8 +138,8 @@ __device__ __forceinline__ void load_columns(const Z* row, int col, int vocab, V
   }
 }
 
-/* This thread's vectors first + u blockDim. The tiles inside the row, all but the outermost, are
- * read without a branch between the accesses. */
+/* This thread's vectors first + u blockDim of a tile; `first` includes threadIdx. Tiles that lie
+ * inside the row, all but the outermost, are loaded without a branch between the loads. */
 template <bool STREAM, typename Z>
 __device__ __forceinline__ void load_tile(const Z* row, int lead, int vocab, int first,
                                           Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>]) {
@@ -146,8 +158,9 @@ __device__ __forceinline__ void load_tile(const Z* row, int lead, int vocab, int
   }
 }
 
-/* The same of a vector beside the row (bias, class weights, probabilities), whose alignment is its
- * own; 0 beyond the ends. Float64 beside 16-bit logits is not worth the registers of its loads. */
+/* The same columns of a per-column array (bias, class weights, a row of probabilities), which has
+ * an alignment of its own; 0 outside the row. Float64 with 16-bit logits is loaded by elements:
+ * whole vectors would need too many registers. */
 template <typename T, typename S, int N>
 __device__ __forceinline__ void load_column_vector(const T* side, int col, int vocab, S (&v)[N]) {
   constexpr int kAlign = sizeof(T) * N < 16 ? sizeof(T) * N : 16;
@@ -164,6 +177,7 @@ __device__ __forceinline__ void load_column_vector(const T* side, int col, int v
   }
 }
 
+/* Stores [col, col + N) of a row, without the columns outside it. */
 template <typename Out, int N>
 __device__ __forceinline__ void store_columns(Out* row, int col, int vocab, const Vec<Out, N>& v) {
   if (col >= 0 && col + N <= vocab && is_aligned(row + col, sizeof(v) < 16 ? sizeof(v) : 16)) {
@@ -176,6 +190,7 @@ __device__ __forceinline__ void store_columns(Out* row, int col, int vocab, cons
   }
 }
 
+/* `value` into all columns of a row. */
 template <typename Out>
 __device__ __forceinline__ void fill_row(Out* row, int vocab, Out value) {
   constexpr int N = kVec<Out>;
@@ -188,8 +203,8 @@ __device__ __forceinline__ void fill_row(Out* row, int vocab, Out value) {
   }
 }
 
-/* Zeros in columns vocab..columns - 1, which a GEMM may read. Where the row overwrites its logits,
- * the block must have read them all before. */
+/* Zeros into columns vocab..columns - 1, which a GEMM may read. Where the row overwrites its
+ * logits, the whole block must have read them before. */
 template <typename T>
 __device__ __forceinline__ void pad_row(T* row, int64_t vocab, int64_t columns) {
   for (int64_t col = vocab + threadIdx.x; col < columns; col += blockDim.x) {
@@ -197,7 +212,7 @@ __device__ __forceinline__ void pad_row(T* row, int64_t vocab, int64_t columns) 
   }
 }
 
-/* z of a vector's columns, the bias added. */
+/* z of a vector's columns, bias included. */
 template <bool BIAS, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void z_of(const Vec<Z, kVec<Z>>& raw, const S* bias, int col, int vocab,
                                      S (&v)[kVec<Z>]) {
@@ -210,7 +225,8 @@ __device__ __forceinline__ void z_of(const Vec<Z, kVec<Z>>& raw, const S* bias, 
   }
 }
 
-/* Puts -inf where the target stands: exp gives 0 there, in the row and in its sum. */
+/* Sets the target's logit to -inf; `hit` is its element in the vector, if it is in it. Its exp is
+ * then 0, in the row and in the row's sum. */
 template <typename Z>
 __device__ __forceinline__ void hide_column(Vec<Z, kVec<Z>>& raw, int hit) {
   if ((unsigned)hit >= (unsigned)kVec<Z>) return;
@@ -222,32 +238,34 @@ __device__ __forceinline__ void hide_column(Vec<Z, kVec<Z>>& raw, int hit) {
 
 /* ---- rows ---- */
 
-/* flce_rows as the kernels get it, with what the host makes of its options once. */
+/* The parameters of a row kernel: flce_rows, and what the host computes once from its options. */
 struct row_args {
   flce_rows r;
-  double scale; /* logit_scale / temperature */
-  float scale_f32;
+  double scale;       /* logit_scale / temperature */
+  float scale_f32;    /* the same, rounded */
   double inner_scale; /* logit_scale / softcap */
   double outer_scale; /* softcap / temperature; 0 without a softcap */
   double hard;        /* 1 - s */
   double share;       /* s / V */
-  bool weighted;      /* the loss has a sum over all columns: smoothing, probabilities */
+  bool weighted;      /* the loss sums over all columns: label smoothing or probabilities */
 };
 
-/* One row of flce_rows as a block sees it. */
+/* One row of flce_rows as a block sees it. lead: elements before the row in its first vector;
+ * vectors: 16-byte vectors that cover the row. */
 template <typename Z>
 struct Row {
   using S = stat_t<Z>;
   const Z* z;
   const S *bias, *class_weight;
   const void* probabilities;
-  int vocab, target, lead, vectors; /* target -1: probabilities */
-  S scale;                          /* l = scale z where there is no softcap, */
-  S inner_scale, outer_scale,
-      inverse; /* else outer_scale tanh(inner_scale z); outer_scale 0: none */
-  S hard, share;
+  int vocab, target, lead, vectors; /* target: its column, or -1 with probabilities */
+  S scale;                          /* without a softcap: l = scale z */
+  /* With a softcap l = outer_scale tanh(inner_scale z) and inverse = 1 / outer_scale. Without one
+   * outer_scale is 0. */
+  S inner_scale, outer_scale, inverse;
+  S hard, share; /* 1 - s, s / V */
   S l_target;
-  S reference; /* of sums over l: l_target, 0 where that is not finite */
+  S reference; /* reference of sums over l: l_target, or 0 where that is not finite */
 };
 
 template <typename S>
@@ -255,7 +273,8 @@ __device__ __forceinline__ S* stat_row(const flce_rows& r, int which) {
   return (S*)r.stats + which * r.stat_pitch;
 }
 
-/* logit_scale / temperature, read where it is used: no register of the plain kernels holds it. */
+/* logit_scale / temperature in stat dtype. Read at each use, so that it takes no register in the
+ * plain kernels. */
 __device__ __forceinline__ float scale_of(const row_args& p, float) {
   return p.scale_f32;
 }
@@ -263,7 +282,7 @@ __device__ __forceinline__ double scale_of(const row_args& p, double) {
   return p.scale;
 }
 
-/* FAST: for 16-bit results. */
+/* l of one logit z. FAST: for 16-bit results. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S logit_of(const Row<Z>& row, S z) {
   return row.outer_scale != 0 ? row.outer_scale * tanh_of<FAST>(row.inner_scale * z)
@@ -274,7 +293,8 @@ __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
   return dtype == FLCE_F64 ? 8 : dtype == FLCE_F32 ? 4 : 2;
 }
 
-/* A row without its target's logit: grad_rows has no use for that, and may be overwriting it. */
+/* Opens a row without reading its target's logit: grad_rows does not need that, and it may already
+ * be overwritten. `at`: the row's position in the per-row vectors. */
 template <Kind KIND, typename Z>
 __device__ __forceinline__ Row<Z> open_row_view(const row_args& p, int64_t at) {
   using S = stat_t<Z>;
@@ -307,6 +327,7 @@ __device__ __forceinline__ Row<Z> open_row_view(const row_args& p, int64_t at) {
   return row;
 }
 
+/* Opens a row and reads its target's logit. */
 template <Kind KIND, bool FAST, typename Z>
 __device__ __forceinline__ Row<Z> open_row(const row_args& p, int64_t at) {
   using S = stat_t<Z>;

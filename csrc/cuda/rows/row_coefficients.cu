@@ -1,4 +1,5 @@
-/* row_coefficients: a row's factors for the gradients, from its statistics (enum flce_coef_row). */
+/* The backend function row_coefficients: gradient factors of each row (enum flce_coef_row) from its
+ * statistics, one thread a row. The formulas are in row_coefficients.cuh. */
 #include "cuda/rows/row_coefficients.cuh"
 
 #include "cuda/backend.cuh"

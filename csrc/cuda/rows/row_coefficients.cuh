@@ -1,11 +1,13 @@
-/* A row's factors for the gradient, of its statistics: enum flce_coef_row. */
+/* A row's gradient factors (enum flce_coef_row) from its statistics: the formulas, shared by the
+ * kernel row_coefficients and by tile_statistics of the fused logits GEMM. */
 #ifndef FLCE_CUDA_ROWS_ROW_COEFFICIENTS_CUH
 #define FLCE_CUDA_ROWS_ROW_COEFFICIENTS_CUH
 
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/row_status.cuh"
 
-/* `scale` is logit_scale / temperature. */
+/* Factors of a valid row; `i` is its position in the per-row vectors. `scale` is logit_scale /
+ * temperature, without a temperature of the row's own. */
 template <typename S>
 __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_upstream& upstream,
                                                 int64_t i, const RowStatistics<S>& stats, S factor,
@@ -17,7 +19,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   const S a = r.temperature ? scale / ((const S*)r.temperature)[i] : scale;
   const S share = o.label_smoothing > 0 ? (S)(o.label_smoothing / (double)r.vocab) : 0;
   const S hard = (S)(1 - o.label_smoothing);
-  /* What multiplies p: k (own + rest) + others. */
+  /* The factor of p is k (own + rest) + others. */
   S own = 0, rest, others = 0;
   if (r.target) {
     own = hard * (r.class_weight ? ((const S*)r.class_weight)[r.target[i]] : 1);
@@ -37,15 +39,15 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
       upstream.entropy ? a * (((const S*)upstream.entropy)[i] * stats.inv_sum) : (S)0;
   coef[FLCE_COEF_SOFT] = r.target ? (S)0 : a * (k * hard);
   if (!r.target) return;
-  /* r p_y - k own, as k own (p_y - 1) + (k rest + others) p_y: no cancellation where p_y is near 1.
-   */
+  /* With r the factor of p: r p_y - k own, computed as k own (p_y - 1) + (k rest + others) p_y to
+   * avoid cancellation where p_y is near 1. */
   S target = k * (own * expm1(-stats.nll));
   if (rest != 0) target += k * (rest * exp(-stats.nll));
   if (others != 0) target += others * exp(-stats.nll);
   coef[FLCE_COEF_TARGET] = a * (stats.slope * target);
 }
 
-/* As a row pass has written them. */
+/* Reads the statistics that a row pass has written. */
 template <typename S>
 __device__ __forceinline__ RowStatistics<S> statistics_at(const flce_rows& r, int64_t at) {
   const S* stats = (const S*)r.stats + at;
@@ -54,7 +56,8 @@ __device__ __forceinline__ RowStatistics<S> statistics_at(const flce_rows& r, in
           stats[FLCE_STAT_WEIGHT_SUM * r.stat_pitch]};
 }
 
-/* By one thread; `place` is that of a row that is there, `stats` are read if it is valid. */
+/* Writes the factors of a row that is present; blank values if it is not valid, and then `stats` is
+ * not read. Called by one thread. */
 template <typename S>
 __device__ __forceinline__ void write_coefficients(const flce_rows& r,
                                                    const flce_upstream& upstream, RowRef place,

@@ -1,4 +1,4 @@
-/* What the row passes' launches share, on the host. */
+/* Host side of the row kernels' launches: checks, block size and parameters. */
 #ifndef FLCE_CUDA_ROWS_ROW_LAUNCH_CUH
 #define FLCE_CUDA_ROWS_ROW_LAUNCH_CUH
 
@@ -12,12 +12,13 @@ static inline flce_status check_rows(const flce_rows* r, const char* what) {
   return check_grid(r->rows, what);
 }
 
-/* Enough threads for one tile a row, in steps of whole warps. */
+/* Threads for one tile a row, at most kRowThreads, in whole warps. */
 static inline int row_threads(const flce_rows* r) {
-  const int64_t logits = 16; /* of a thread in one tile: kUnroll vectors; fewer for float64 */
+  const int64_t logits = 16; /* of a thread in one tile: kUnroll vectors; 8 of float64 */
   return threads_for(ceil_div(r->vocab, logits), kRowThreads);
 }
 
+/* The refusal of a pair of dtypes that has no kernel. */
 static inline flce_status no_row_kernel(const flce_rows* r, const char* what) {
   return flce_fail(FLCE_UNSUPPORTED, "%s: no CUDA kernel from %s to %s", what,
                    flce_dtype_name(r->z_dtype), flce_dtype_name(r->out_dtype));

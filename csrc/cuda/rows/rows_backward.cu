@@ -1,27 +1,29 @@
-/* The row pass of the backward: gradient rows from logits, or from exp rows. One block walks one
- * row. */
+/* The backend function grad_rows: gradient rows (dz or E) from logits, or from rows that already
+ * hold exp(l - c). One thread block a row. */
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
 #include "loss.h"
 
-/* out_j = slope_j (exp(l_j - offset) (factor + entropy (mean_logit - l_j)) - w_j (smooth + soft
- * t_j)), and `target` instead at the target's column. */
+/* What a row's gradient is made of: out_j = slope_j (exp(l_j - offset) (factor + entropy
+ * (mean_logit - l_j)) - w_j (smooth + soft t_j)); if set_target, the target's column is `target`
+ * instead. weighted: smooth or soft is not 0. */
 template <typename S>
 struct GradRow {
   S factor, offset, target, smooth, soft, entropy, mean_logit;
   bool set_target, weighted;
 };
 
-/* What the target's column has beside the coefficient: its parts of smoothing and of the entropy's
- * gradient. From the statistics: the logit may be overwritten while others of the block read. */
+/* The terms of label smoothing and of the entropy's gradient in the target's column, which
+ * FLCE_COEF_TARGET lacks. Made from the statistics and not from the target's logit, which another
+ * thread of the block may already have overwritten. */
 template <typename S>
 __device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& g, int64_t at,
                                           S w) {
   S parts = 0;
   if (g.entropy != 0) {
     const S nll = stat_row<S>(r, FLCE_STAT_NLL)[at];
-    /* exp(l_y - c) (mean_logit - l_y), as exp(-nll) / inv_sum times nll - entropy. */
+    /* exp(l_y - c) (mean_logit - l_y) = exp(-nll) / inv_sum (nll - entropy). */
     const S exp_l = exp(-nll) / stat_row<S>(r, FLCE_STAT_INV_SUM)[at];
     parts -= g.entropy * entropy_term(exp_l, stat_row<S>(r, FLCE_STAT_ENTROPY)[at], nll);
   }
@@ -29,6 +31,8 @@ __device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& 
   return stat_row<S>(r, FLCE_STAT_SLOPE)[at] * parts;
 }
 
+/* Without r.coef the row is `scale` exp(l - c), and 0 at the target if `hide_target`; if z_is_exp,
+ * z already includes `scale`. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row<Z>& row,
                                                     int64_t at, double scale, bool hide_target,
@@ -60,7 +64,7 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
   return g;
 }
 
-/* w (smooth + soft t) of one vector's columns. */
+/* share_j = w_j (smooth + soft t_j) of one vector's columns. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void load_shares(const flce_rows& r, const Row<Z>& row,
                                             const GradRow<S>& g, int col, S (&share)[kVec<Z>]) {
@@ -81,7 +85,7 @@ __device__ __forceinline__ void load_shares(const flce_rows& r, const Row<Z>& ro
   }
 }
 
-/* Gradients of one vector by the general kernel. */
+/* Gradients of one vector, general kernel. */
 template <typename Out, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<Z>& row,
                                                   const GradRow<S>& g, bool z_is_exp,
@@ -101,13 +105,13 @@ __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<
   for (int e = 0; e < N; e++) {
     const S exp_l = exp_for<Out>(v[e] - g.offset);
     S product = exp_l * g.factor;
-    /* An l of -inf, whose exp is 0, must not make NaN of it. */
+    /* entropy_term gives 0 and not NaN where l is -inf. */
     if (g.entropy != 0) product += g.entropy * -entropy_term(exp_l, v[e], g.mean_logit);
     v[e] = slope[e] * (product - share[e]);
   }
 }
 
-/* Gradients of one vector, which begins at column `col`. */
+/* Gradients of one vector, whose first column is `col`. */
 template <Kind KIND, typename Z, typename Out, typename S = stat_t<Z>>
 __device__ __forceinline__ void grad_vector(const flce_rows& r, const Row<Z>& row,
                                             const GradRow<S>& g, bool z_is_exp,
@@ -154,8 +158,9 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
     const int mine = first + threadIdx.x;
     Vec<Z, N> raw[kUnroll<Z>];
     load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
-    /* In place with Out half of Z a tile's gradients cover logits of tiles up to it, of other
-     * threads too; with equal sizes a thread overwrites only what it has read itself. */
+    /* In place with Out half the size of Z, a tile's gradients overwrite logits of this tile and of
+     * earlier ones, read by other threads too: all must have read this tile. With equal sizes a
+     * thread overwrites only what it has read itself. */
     if constexpr (sizeof(Out) != sizeof(Z)) __syncthreads();
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
@@ -168,9 +173,9 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   pad_row(out, r.vocab, r.out_columns);
 }
 
-/* ---- probabilities and no other term ---- */
+/* ---- probabilities without any other option ---- */
 
-/* This thread's probabilities of a tile, as load_tile has its logits. */
+/* This thread's probabilities of a tile: the columns whose logits load_tile loads. */
 template <typename T, typename Z>
 __device__ __forceinline__ void load_tile_probabilities(const Row<Z>& row, int first,
                                                         float (&t)[kUnroll<Z>][kVec<Z>]) {
@@ -194,7 +199,8 @@ __device__ __forceinline__ void load_tile_probabilities(const Row<Z>& row, int f
   }
 }
 
-/* As grad_rows, for T probabilities. */
+/* grad_rows for probabilities of type T and bfloat16 gradients, without any other option. Every row
+ * is valid. */
 template <typename Z, typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     soft_grad_rows(const __grid_constant__ row_args p) {
@@ -213,7 +219,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     float t[kUnroll<Z>][N];
     load_tile<true>(row.z, row.lead, row.vocab, mine, raw);
     load_tile_probabilities<T>(row, mine, t);
-    if constexpr (sizeof(Z) != 2) __syncthreads(); /* in place, as in grad_rows */
+    if constexpr (sizeof(Z) != 2) __syncthreads(); /* in place: see grad_rows */
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
       float v[N];
@@ -242,7 +248,8 @@ static soft_kernel soft_kernel_of(flce_dtype probabilities) {
                                      : NULL;
 }
 
-/* NULL where the general kernel has to serve. */
+/* The kernel for probabilities without any other option; NULL where the general one has to be
+ * used. */
 static soft_kernel soft_kernel_for(const flce_rows* r) {
   const flce_loss* o = &r->options;
   if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature ||
@@ -256,7 +263,7 @@ static soft_kernel soft_kernel_for(const flce_rows* r) {
 
 typedef void (*grad_kernel)(const row_args, double, bool, bool);
 
-/* A plain one's target column and row factor are all of the gradient. */
+/* The plain kinds need FLCE_COEF_ROW and FLCE_COEF_TARGET alone. */
 static Kind backward_kind(const flce_rows* r, bool z_is_exp) {
   const bool terms = r->coef && (r->options.label_smoothing > 0 || r->wants_entropy || !r->target);
   if (terms || flce_caps_logits(&r->options)) return kGeneral;
@@ -264,7 +271,8 @@ static Kind backward_kind(const flce_rows* r, bool z_is_exp) {
   return z_is_exp ? kExp : r->bias ? kBiased : kPlain;
 }
 
-/* NULL where there is none: z that holds exp has the type of what it becomes. Its bias is in it. */
+/* NULL where no kernel exists. Rows that hold exp have the dtype of the output, and their bias is
+ * already in them. */
 template <typename Z, typename Out>
 static grad_kernel grad_kernel_of(Kind kind, bool z_is_exp) {
   if (z_is_exp && sizeof(Z) != sizeof(Out)) return NULL;

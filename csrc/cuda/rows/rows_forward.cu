@@ -1,10 +1,12 @@
-/* Row passes of the forward: statistics and E = exp(l - c). One block walks one row. */
+/* The backend functions stat_rows and exp_rows: the row passes of the forward. stat_rows makes the
+ * statistics, exp_rows also E = exp(l - c). One thread block a row. */
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
 #include "loss.h"
 
-/* The largest z (+ bias) of this thread's vectors of a tile; the target's becomes -inf. */
+/* The largest z, bias included, of this thread's vectors of a tile. Sets the target's logit to -inf
+ * before. */
 template <bool BIAS, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>],
                                           int first) {
@@ -21,7 +23,8 @@ __device__ __forceinline__ S hide_and_max(const Row<Z>& row, Vec<Z, kVec<Z>> (&r
   return top;
 }
 
-/* The sum of l_y - l_j over this thread's vectors of a tile, whose target's logit may be hidden. */
+/* The sum of reference - l_j over this thread's vectors of a tile, without the target, whose logit
+ * may already be hidden. reference is l_y where that is finite. */
 template <typename Z>
 __device__ __forceinline__ float tile_weighted_gap(const row_args& p, const Row<Z>& row,
                                                    const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>],
@@ -43,23 +46,25 @@ __device__ __forceinline__ float tile_weighted_gap(const row_args& p, const Row<
   return weighted_gap;
 }
 
-/* ---- exp_rows for 16-bit E: one read ---- */
+/* ---- exp_rows for 16-bit E: the logits are read once ---- */
 
-/* The offset is known before the row is: c = l_y + kAbove. The target is one of the sum's terms, so
- * the sum cannot vanish; E may rise to exp(kWindow), so a sum of 2^30 columns stays below 2^90.
- * Only a logit further than kAbove + kWindow = 86 above the target's leaves the window. */
+/* The offset is known before the row is read: c = l_y + kAbove. The target is one of the sum's
+ * terms, so the sum cannot vanish. E may grow to exp(kWindow) = 2^60, so a sum of 2^30 columns
+ * stays below 2^90 and float32 holds it. Only a logit that exceeds the target's by more than kAbove
+ * + kWindow = 86 makes the block raise the offset. */
 constexpr float kAbove = 44.361420f;  /* 64 ln 2 */
 constexpr float kWindow = 41.588831f; /* 60 ln 2 */
 
-/* Multiplies what this thread wrote of the row's first `vectors` vectors, for a raised offset.
- * These E are rounded twice; the logits may be gone. */
+/* After the offset was raised: multiplies the E that this thread has written of the row's first
+ * `vectors` vectors by `factor`. These E are rounded twice; their logits may already be
+ * overwritten. */
 template <typename Z, typename Out>
 __device__ __forceinline__ void rescale_written(Out* out, const Row<Z>& row, int vectors,
                                                 float factor) {
   constexpr int N = kVec<Z>;
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
     const int col = column_of<Z>(v, row.lead);
-#pragma unroll 1 /* rare; the loop around holds its registers meanwhile */
+#pragma unroll 1 /* rare; unrolled it would take registers from the row's loop */
     for (int e = 0; e < N; e++) {
       if ((unsigned)(col + e) >= (unsigned)row.vocab) continue;
       const float scaled = to_stat(out[col + e]) * factor;
@@ -68,7 +73,7 @@ __device__ __forceinline__ void rescale_written(Out* out, const Row<Z>& row, int
   }
 }
 
-/* Raises the offset of what a thread has summed. */
+/* Moves a thread's sums to the raised offset. */
 template <Kind KIND>
 __device__ __forceinline__ void raise_sums(RowSums<float>& sums, float raised, float factor) {
   if constexpr (KIND == kGeneral) {
@@ -79,7 +84,7 @@ __device__ __forceinline__ void raise_sums(RowSums<float>& sums, float raised, f
   sums.offset = raised;
 }
 
-/* E of one vector; gives its sum, taken before E is rounded. */
+/* Writes E of one vector; returns its sum, taken before E is rounded. */
 template <bool BIAS, typename Z, typename Out>
 __device__ __forceinline__ float write_exp(Out* out, const Row<Z>& row, const Vec<Z, kVec<Z>>& raw,
                                            int col, float shift) {
@@ -97,7 +102,8 @@ __device__ __forceinline__ float write_exp(Out* out, const Row<Z>& row, const Ve
   return sum;
 }
 
-/* The same of the general kernel, from l. */
+/* Writes E of one vector, general kernel: from l, with the softcap's derivative in E but not in the
+ * sums. */
 template <typename Z, typename Out>
 __device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const Row<Z>& row,
                                              const float (&l)[kVec<Z>], int col, float shift,
@@ -117,7 +123,7 @@ __device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const float t = l[e] * row.inverse;
-      v[e] *= fmaxf(1 - t * t, 0); /* 0 where l is -inf or rounding has t beyond 1 */
+      v[e] *= fmaxf(1 - t * t, 0); /* 1 - tanh^2; 0 where l is -inf or rounding makes t exceed 1 */
     }
   }
   Vec<Out, N> packed;
@@ -158,16 +164,17 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
       if constexpr (KIND == kSmooth) sums.weighted_gap += tile_weighted_gap(p, row, raw, mine);
       top = row.scale * hide_and_max<KIND == kBiased>(row, raw, mine);
     }
-    /* The barrier also separates the reads of this tile (and of z_y) from the writes below: in
-     * place and with Out half of Z, tile t's E covers logits of tiles up to t, of other threads
-     * too. */
+    /* This barrier also separates the reads of this tile (and of z_y) from the writes below: in
+     * place with Out half the size of Z, the E of tile t overwrites logits of tiles up to t, read
+     * by other threads too. */
     if (__syncthreads_or(top > sums.offset + kWindow)) {
       const float raised = block_max(top, scratch);
       const float factor = exp_fast(sums.offset - raised);
       rescale_written(out, row, first, factor);
       raise_sums<KIND>(sums, raised, factor);
     }
-    /* No offset yet: every logit so far is -inf (or NaN), and exp(-inf) needs a finite shift. */
+    /* An offset of -inf: every logit so far is -inf (or NaN), and exp(-inf - shift) needs a finite
+     * shift. */
     const float shift = sums.offset == -INFINITY ? 0.0f : sums.offset;
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
@@ -183,20 +190,21 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  const int64_t at = vectors_at(r, blockIdx.x); /* read again: frees a register in the loop */
   write_statistics<KIND>(p, row, at, sums);
   if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
 }
 
-/* ---- exp_rows for float32 and float64 E: the row's maximum first, then E ---- */
+/* ---- exp_rows for float32 and float64 E: reads the row for its maximum, then for E ---- */
 
-/* A subnormal would be worthless in the products that follow, and slow on some units. */
+/* Subnormals become 0: they contribute nothing to the GEMMs that follow and are slow on some
+ * units. */
 template <typename T>
 __device__ __forceinline__ T flushed(T value) {
   return value < smallest_normal(value) ? 0 : value;
 }
 
-/* The largest l of the row, the target's too. */
+/* The largest l of the row, the target included. */
 template <Kind KIND, typename T>
 __device__ __forceinline__ T row_max(const Row<T>& row, T* scratch) {
   constexpr int N = kVec<T>;
@@ -220,7 +228,7 @@ __device__ __forceinline__ T row_max(const Row<T>& row, T* scratch) {
   return fmax(block_max(top, scratch), row.l_target);
 }
 
-/* E of one vector, of which the target and what lies beyond the row's ends count nothing. */
+/* Writes E of one vector and adds its sum. Excluded columns (the target, outside the row) are 0. */
 template <bool BIAS, typename T>
 __device__ __forceinline__ void write_exp_two_reads(T* out, const Row<T>& row, Vec<T, kVec<T>>& raw,
                                                     int col, RowSums<T>& sums) {
@@ -236,7 +244,7 @@ __device__ __forceinline__ void write_exp_two_reads(T* out, const Row<T>& row, V
   store_columns(out, col, row.vocab, raw);
 }
 
-/* The same of the general kernel. */
+/* The same, general kernel; `best` is the lowest column whose l is the offset. */
 template <typename T>
 __device__ __forceinline__ void write_exp_of_two_reads(T* out, const row_args& p, const Row<T>& row,
                                                        Vec<T, kVec<T>>& raw, int col,
@@ -281,8 +289,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   RowSums<T> sums = {};
   sums.offset = sums.weighted_gap_from = sums.entropy_sum_from = row_max<KIND>(row, scratch);
   int lowest = INT32_MAX; /* column that holds the offset */
-  /* In place a thread overwrites only what it has read itself, and z_y was read before row_max's
-   * barriers. */
+  /* In place: a thread overwrites only what it has read itself, and z_y was read before the
+   * barriers in row_max. */
   for (int first = threadIdx.x; first < row.vectors; first += kUnroll<T> * blockDim.x) {
     Vec<T, N> raw[kUnroll<T>];
     load_tile<true>(row.z, row.lead, row.vocab, first, raw);
@@ -301,15 +309,15 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   Best<T> best = {sums.offset, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  const int64_t at = vectors_at(r, blockIdx.x); /* read again: frees a register in the loop */
   write_statistics<KIND>(p, row, at, sums);
   if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
 }
 
 /* ---- stat_rows ---- */
 
-/* A running maximum and the sum of exp(l - maximum): one exp for each logit and one for each tile.
- */
+/* One read of the row, with a running maximum and the sum of exp(l - maximum): one exp for each
+ * logit and one for each tile that raises the maximum. */
 template <typename Z, Kind KIND>
 __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
     stat_rows(const __grid_constant__ row_args p) {
@@ -317,7 +325,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   constexpr int N = kVec<Z>;
   constexpr bool kFast = sizeof(Z) == 2;
   __shared__ S scratch[kMaxWarps];
-  __shared__ S parked; /* l_target, beside the row's loop */
+  __shared__ S parked; /* l_target, kept out of registers during the row's loop */
   const flce_rows& r = p.r;
   pad_row((Z*)r.z + (int64_t)blockIdx.x * r.z_pitch, r.vocab, r.z_columns);
   const RowRef place = row_ref_of(r, blockIdx.x);
@@ -367,7 +375,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   Best<S> best = {run.top, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
-  const int64_t at = vectors_at(r, blockIdx.x); /* again: registers are dear in the row's loop */
+  const int64_t at = vectors_at(r, blockIdx.x); /* read again: frees a register in the loop */
   write_statistics<KIND>(p, row, at, sums);
   if (KIND == kGeneral && r.predictions) r.predictions[at] = prediction_of(row, best);
 }
@@ -384,7 +392,7 @@ static flce_status launch_rows(void* self, const flce_rows* r, row_kernel kernel
   return FLCE_OK;
 }
 
-/* A scale below 0 makes the smallest z the largest l. */
+/* The plain kinds find the largest l as the largest z, which needs a scale > 0. */
 static Kind forward_kind(const flce_rows* r) {
   const flce_loss* o = &r->options;
   const bool smooth = o->label_smoothing > 0;

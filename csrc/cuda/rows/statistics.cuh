@@ -1,20 +1,24 @@
-/* A row's sums, and what is made of them: the general kernels' tiles of l, the sums that options
- * ask for, and the statistics, loss and prediction that one thread writes in the end. */
+/* A row's sums and what follows from them, for the kernels of the forward and for tile_statistics
+ * of the fused logits GEMM: logits l of a tile in the general kernels, the sums that options need,
+ * the running maximum, and the statistics, loss and prediction that one thread writes at the end of
+ * a row. How logits are loaded belongs in row.cuh. */
 #ifndef FLCE_CUDA_ROWS_STATISTICS_CUH
 #define FLCE_CUDA_ROWS_STATISTICS_CUH
 
 #include "cuda/rows/row.cuh"
 
-/* Sums over the columns without the target's, a thread's own and then the block's. Each has its own
- * reference: one that is near the row's largest l leaves nothing to cancel. */
+/* Sums over the columns without the target, of a thread and then of the block. Each sum has a
+ * reference of its own (offset, *_from): if that is near the row's largest l, nothing cancels. v_j
+ * is w_j, with probabilities w_j q_j. */
 template <typename S>
 struct RowSums {
-  S offset; /* c */
-  S rest;   /* of exp(l - c) */
-  S weighted_gap,
-      weighted_gap_from; /* of w_j (weighted_gap_from - l_j), with probabilities w_j q_j (...) */
-  S weight_sum;          /* of w_j, with probabilities w_j q_j */
-  S entropy_sum, entropy_sum_from; /* of exp(l_j - c) (l_j - entropy_sum_from) */
+  S offset; /* c, the reference of `rest` */
+  S rest;   /* sum of exp(l_j - c) */
+  /* weighted_gap: sum of v_j (weighted_gap_from - l_j) */
+  S weighted_gap, weighted_gap_from;
+  S weight_sum; /* sum of v_j */
+  /* entropy_sum: sum of exp(l_j - c) (l_j - entropy_sum_from) */
+  S entropy_sum, entropy_sum_from;
 };
 
 /* The largest l so far and its lowest column. */
@@ -29,13 +33,14 @@ __device__ __forceinline__ Best<S> no_best() {
   return {-infinity_of(S(0)), INT32_MAX};
 }
 
+/* Ties go to the lower column. A NaN never wins. */
 template <typename S>
 __device__ __forceinline__ Best<S> better_of(Best<S> a, Best<S> b) {
   const bool second = b.value > a.value || (b.value == a.value && b.column < a.column);
   return second ? b : a;
 }
 
-/* The block's best, for thread 0. */
+/* The block's best; only thread 0 gets it. `scratch` holds kMaxWarps elements of shared memory. */
 template <typename S>
 __device__ __forceinline__ Best<S> block_best(Best<S> best, S* scratch) {
   __shared__ int columns[kMaxWarps];
@@ -59,7 +64,7 @@ __device__ __forceinline__ Best<S> block_best(Best<S> best, S* scratch) {
 
 /* ---- vectors and tiles of the general kernels ---- */
 
-/* Whether some of a vector's columns lie beyond the row's ends, or one is the target. */
+/* Whether a vector has columns that are excluded: outside the row, or the target. */
 template <typename Z>
 __device__ __forceinline__ bool has_excluded_columns(const Row<Z>& row, int col) {
   return col < 0 || col + kVec<Z> > row.vocab || (unsigned)(row.target - col) < (unsigned)kVec<Z>;
@@ -70,7 +75,7 @@ __device__ __forceinline__ bool is_excluded(const Row<Z>& row, int col) {
   return (unsigned)col >= (unsigned)row.vocab || col == row.target;
 }
 
-/* l of a vector's columns, and 1 - tanh^2 of the softcap there. */
+/* l of a vector's columns, and slope = 1 - tanh^2 of the softcap there, 1 without a softcap. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z>>& raw, int col,
                                           S (&l)[kVec<Z>], S (&slope)[kVec<Z>]) {
@@ -96,7 +101,7 @@ __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z
   }
 }
 
-/* Makes l -inf beyond the row's ends and at the target. */
+/* Sets l to -inf outside the row and at the target. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void exclude_columns(const Row<Z>& row, int col, S (&l)[kVec<Z>]) {
   if (!has_excluded_columns(row, col)) return;
@@ -106,7 +111,7 @@ __device__ __forceinline__ void exclude_columns(const Row<Z>& row, int col, S (&
   }
 }
 
-/* l of this thread's vectors of a tile, with weighted_gaps hidden. */
+/* l of this thread's vectors of a tile, -inf in excluded columns. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void tile_logits(const Row<Z>& row,
                                             const Vec<Z, kVec<Z>> (&raw)[kUnroll<Z>], int first,
@@ -131,7 +136,7 @@ __device__ __forceinline__ S tile_max(const S (&l)[U][N]) {
   return top;
 }
 
-/* The lowest of this thread's columns of a tile that holds `value`, which one does. */
+/* The lowest of this thread's columns of a tile whose l is `value`; one of them has it. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ int column_holding(const Row<Z>& row, S value, int first,
                                               const S (&l)[kUnroll<Z>][kVec<Z>]) {
@@ -147,7 +152,7 @@ __device__ __forceinline__ int column_holding(const Row<Z>& row, S value, int fi
   return column;
 }
 
-/* A vector of the row's target probabilities, 0 beyond its ends. */
+/* A vector of the row's target probabilities; 0 outside the row. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype dtype, int col,
                                                    S (&t)[kVec<Z>]) {
@@ -167,8 +172,8 @@ __device__ __forceinline__ void load_probabilities(const Row<Z>& row, flce_dtype
   }
 }
 
-/* Adds one vector to `weighted_gap` and `weight_sum`. A column without weight adds nothing, where
- * its l is -inf too. */
+/* Adds one vector to weighted_gap and weight_sum. A column of weight 0 adds nothing, even where its
+ * l is -inf. PROBABILITIES: the row may have them. */
 template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void add_weighted_gaps(const flce_rows& r, const Row<Z>& row, int col,
                                                   const S (&l)[kVec<Z>], S from, RowSums<S>& sums) {
@@ -196,7 +201,7 @@ __device__ __forceinline__ void add_weighted_gaps(const flce_rows& r, const Row<
   }
 }
 
-/* The same of this thread's vectors of a tile. */
+/* The same for this thread's vectors of a tile. */
 template <bool PROBABILITIES, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void add_tile_weighted_gaps(const flce_rows& r, const Row<Z>& row,
                                                        int first, const S (&l)[kUnroll<Z>][kVec<Z>],
@@ -208,7 +213,7 @@ __device__ __forceinline__ void add_tile_weighted_gaps(const flce_rows& r, const
   }
 }
 
-/* exp(l - c) (l - from), 0 where l is -inf. */
+/* exp(l - c) (l - from), with exp_l = exp(l - c); 0 where l is -inf and exp_l is 0. */
 template <typename S>
 __device__ __forceinline__ S entropy_term(S exp_l, S l, S from) {
   return exp_l * fmax(l - from, -largest_finite(l));
@@ -216,16 +221,18 @@ __device__ __forceinline__ S entropy_term(S exp_l, S l, S from) {
 
 /* ---- a running maximum ---- */
 
-/* A thread's running maximum, in units of which one is `unit` of l: z in the plain kernels. */
+/* A thread's running maximum: of l in the general kernel, of z in the plain ones. `unit` is l per
+ * unit of it (1, or scale). */
 template <typename S>
 struct Running {
-  S top, shift; /* shift: of its sums, unit top; 0 while top is -inf */
+  S top, shift; /* shift = unit top, the reference of the thread's sums; 0 while top is -inf */
 };
 
+/* Raises the running maximum to `highest` and moves the sums to the new reference. */
 template <Kind KIND, typename S>
 __device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S highest, S unit) {
   const S raised = unit * highest;
-  const S factor = exp_fast(fma(run.top, unit, -raised)); /* top = -inf: the sums are 0, stay 0 */
+  const S factor = exp_fast(fma(run.top, unit, -raised)); /* a top of -inf: factor and sums are 0 */
   if constexpr (KIND == kGeneral) {
     const S step = raised - run.shift;
     sums.entropy_sum = factor * (sums.entropy_sum - step * sums.rest);
@@ -236,8 +243,8 @@ __device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S h
   run.shift = raised;
 }
 
-/* Brings a thread's sums to the block's offset. A thread that saw only -inf has the sum 0 (NaN if
- * it saw a NaN) for any offset. */
+/* Moves a thread's sums to the block's offset. A thread that has seen only -inf has the sum 0 for
+ * any offset (NaN if it has seen a NaN). */
 template <Kind KIND, typename S>
 __device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
   const S none = -infinity_of(S(0)), c = sums.offset;
@@ -251,7 +258,7 @@ __device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, 
   sums.rest *= factor;
 }
 
-/* Adds exp(l - shift) of one vector, and what the entropy needs. */
+/* Adds exp(l - shift) of one vector to the sums, and the entropy's terms if `entropy`. */
 template <typename S, int N>
 __device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy, RowSums<S>& sums) {
   if (entropy) {
@@ -269,7 +276,7 @@ __device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy,
 
 /* ---- the end of a row ---- */
 
-/* The sums of all threads. */
+/* Adds up the sums of all threads of the block. */
 template <Kind KIND, typename S>
 __device__ __forceinline__ void add_up(const row_args& p, RowSums<S>& sums, S* scratch) {
   sums.rest = block_sum(sums.rest, scratch);
@@ -289,12 +296,15 @@ __device__ __forceinline__ bool has_no_target(const Row<Z>& row) {
   return KIND == kGeneral && row.target < 0;
 }
 
-/* Statistics of a row that are not sums. */
+/* Statistics that follow from a row's sums: exp_target is exp(l_y - c); sum is sum_j exp(l_j - c),
+ * the target included; log_sum is log(sum); nll is lse - l_y; lse is the logsumexp. With
+ * probabilities exp_target and nll are 0. */
 template <typename S>
 struct RowEnd {
   S exp_target, sum, log_sum, nll, lse;
 };
 
+/* `c` is the row's offset, `rest` the sum without the target. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ RowEnd<S> end_of(const Row<Z>& row, S c, S rest) {
   const S l = row.l_target, inf = infinity_of(l);
@@ -306,12 +316,12 @@ __device__ __forceinline__ RowEnd<S> end_of(const Row<Z>& row, S c, S rest) {
     end.lse = c + end.log_sum;
     return end;
   }
-  /* A target of +inf would look like a certain one; eager gives NaN. */
+  /* A target with l = +inf would look like one of probability 1. Eager gives NaN. */
   end.exp_target = l == inf ? l - l : exp(l - c);
   end.sum = rest + end.exp_target;
   end.log_sum = log(end.sum);
-  /* The first form keeps every digit of a tiny loss; the second serves where exp(l - c) has lost
-   * its own. A NaN ends in the second. */
+  /* log1p keeps every digit of a tiny loss. The other form serves where exp(l - c) is subnormal or
+   * 0 or the ratio overflows. A NaN takes the other form and stays NaN. */
   const S ratio = rest / end.exp_target;
   const bool direct = end.exp_target >= smallest_normal(l) && ratio < inf;
   end.nll = direct ? log1p(ratio) : end.log_sum + (c - l);
@@ -319,13 +329,14 @@ __device__ __forceinline__ RowEnd<S> end_of(const Row<Z>& row, S c, S rest) {
   return end;
 }
 
-/* lse - from, for a sum's reference. */
+/* lse - from, where `from` is a sum's reference: l_target, c, or 0 (row.reference). */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S lse_above(const Row<Z>& row, const RowEnd<S>& end, S c, S from) {
   if (row.target >= 0 && from == row.l_target) return end.nll;
-  return from == c ? end.log_sum : end.lse; /* else it is a row.reference of 0 */
+  return from == c ? end.log_sum : end.lse; /* else `from` is 0 */
 }
 
+/* The row's loss, times its token weight. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64_t at,
                                      const RowSums<S>& sums, const RowEnd<S>& end) {
@@ -337,7 +348,7 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
   } else {
     const S w = row.class_weight ? row.class_weight[row.target] : 1;
     const S factor = (S)p.hard * w;
-    /* A class of weight 0 adds nothing, where its logit is -inf too; a NaN stays. */
+    /* A class of weight 0 adds 0, even where its l is -inf; a NaN stays. */
     loss = factor == 0 && end.nll == infinity_of(factor) ? 0 : factor * end.nll;
     if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
       const S own = w != 0 ? w * (sums.weighted_gap_from - row.l_target) : 0;
@@ -351,7 +362,7 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
   return r.token_weight ? loss * ((const S*)r.token_weight)[at] : loss;
 }
 
-/* At least 0, what rounding makes of it; a NaN stays. */
+/* The entropy of the row's probabilities. Rounding may make it negative: then 0. A NaN stays. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sums,
                                         const RowEnd<S>& end) {
@@ -362,7 +373,8 @@ __device__ __forceinline__ S entropy_of(const Row<Z>& row, const RowSums<S>& sum
   return entropy < 0 ? 0 : entropy;
 }
 
-/* Statistics and loss of a row. By one thread. */
+/* Writes the statistics and the loss of a row. Called by one thread. `at`: the row's position in
+ * the per-row vectors. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, const Row<Z>& row,
                                                              int64_t at, const RowSums<S>& sums,
@@ -389,22 +401,23 @@ __device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, 
   return made;
 }
 
-/* The same from sums around the row's c. */
+/* The same, from sums whose reference is the row's offset c. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void write_statistics(const row_args& p, const Row<Z>& row, int64_t at,
                                                  const RowSums<S>& sums) {
   write_statistics<KIND>(p, row, at, sums, end_of<KIND>(row, sums.offset, sums.rest));
 }
 
-/* `best` is of the columns without the target's. */
+/* The predicted class; `best` leaves the target's column out. */
 template <typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ int64_t prediction_of(const Row<Z>& row, Best<S> best) {
   if (row.target >= 0) best = better_of(best, Best<S>{row.l_target, row.target});
-  /* Where all are -inf (or NaN) the first is as good as any. */
+  /* Where all l are -inf (or NaN), class 0. */
   return best.value > -infinity_of(S(0)) ? best.column : 0;
 }
 
-/* Statistics of a row that has none. */
+/* Blank statistics of a row that is not valid; an absent row has none. Called by the whole
+ * block. */
 template <typename S>
 __device__ __forceinline__ void write_no_statistics(const flce_rows& r, RowRef place) {
   if (threadIdx.x != 0 || place.kind == kRowAbsent) return;

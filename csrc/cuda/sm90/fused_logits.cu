@@ -1,11 +1,13 @@
-/* fused_logits and fused_statistics: the fused logits GEMM and its statistics, kernel by kernel.
- */
+/* Host side of the backend functions fused_logits and fused_statistics: lays out their scratch,
+ * fills their parameters and launches the three kernels (row_offsets.cu, logits_gemm.cu,
+ * tile_statistics.cu). Whether they are used at all is decided in select.cu. */
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/sm90/fused_logits.cuh"
 #include "loss.h"
 
-/* In memory of facts.fused_row_bytes for each row. */
+/* Divides the scratch, which has facts.fused_row_bytes for each row. select.cu counts the same
+ * arrays. */
 static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;
@@ -32,7 +34,8 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   return s;
 }
 
-/* A scale below 0 makes the smallest z the largest l, and hidden ones +inf; one of 0, NaN. */
+/* The specialised kernels need scale > 0: a negative one makes the smallest z the largest l and
+ * turns hidden logits (-inf) into +inf, and 0 turns them into NaN. */
 static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   const row_args args = make_args(r);
   fused_params shape = {};
@@ -56,13 +59,14 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   return shape;
 }
 
-/* Where the product writes what it makes of the logits, and its leading dimension. */
+/* What the epilogue writes, to which memory and with which pitch (elements). */
 static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
   *out = g->c ? g->c : r->out;
   *pitch = g->c ? g->pitch_c : r->out_pitch;
   return g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
+/* `repeat`: only the tiles whose sums went beyond kTileLimit. */
 static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
                                    const fused_params* shape, const fused_scratch* s, bool repeat) {
   const flce_cuda* cuda = (const flce_cuda*)self;

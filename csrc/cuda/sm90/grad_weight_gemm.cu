@@ -1,6 +1,7 @@
-/* dW (+)= E^T x of Hopper. A cluster's two tiles of dW are neighbours in H, which share the part of
- * E. The classes' weighted sums of E over the tokens, which db wants, are made from the same copies
- * of E by warps that have nothing to copy; the blocks of a class divide its tokens among them. */
+/* The GEMM of dW, dW (+)= E^T x, in bfloat16, with the sums of db: kernel and launch. The two
+ * output tiles of a cluster are neighbours along H and share the tile of E. db needs sum_i coef_i
+ * E_ij of each class; three idle warps of the producer warpgroup make it from the stages of E in
+ * shared memory. The blocks that compute the same classes divide the tokens among them. */
 #include "cuda/backend.cuh"
 #include "cuda/common/vectors.cuh"
 #include "cuda/sm90/pipeline.cuh"
@@ -8,12 +9,13 @@
 namespace {
 
 enum {
-  kWeightRows = 192,             /* of a tile of dW: classes */
-  kWeightColumns = 128,          /* and elements of H */
-  kMostParts = 8,                /* of a column's sum, each made beside other columns of dW */
-  kBlocks = kWeightRows / 64,    /* of 64 classes */
-  kPanels = kWeightColumns / 64, /* of 64 elements of H */
-  kBytesPanel = kDepth * 128,    /* 64 columns of an operand's stage */
+  kWeightRows = 192,    /* classes of an output tile */
+  kWeightColumns = 128, /* elements of H of an output tile */
+  /* most parts of a class's sum, each made by the block of another column tile */
+  kMostParts = 8,
+  kBlocks = kWeightRows / 64,    /* 64-class blocks of a stage of E */
+  kPanels = kWeightColumns / 64, /* 64-element panels of a stage of x */
+  kBytesPanel = kDepth * 128,    /* bytes of 64 columns of an operand's stage */
   kBytesE = kBlocks * kBytesPanel,
   kBytesX = kPanels * kBytesPanel,
   kBytesSlab = kWeightRows * 128,
@@ -21,26 +23,32 @@ enum {
   kBytesStage = kBytesE + kBytesX,
   kBarriers = 2 * kStages + 3,
   kSharedBytes = kAlignment + kStages * kBytesStage + kBytesTile + kBarriers * 8,
-  kSumWarps = kBlocks, /* of the first warpgroup, after the one that copies */
+  kSumWarps = kBlocks, /* warps 1 to 3 of the producer warpgroup; warp 0 issues TMA */
   kSumRegisters = 56,
   kConsumerRegisters = 224,
 };
 
+/* Kernel parameters. dW is [rows][..], one row a class; E has `tokens` rows of `rows` classes;
+ * `depth_steps` stages cover the tokens. `sums` is [parts][rows]. `adds`: dW += E^T x, else =;
+ * `adds_sums`: likewise for `sums`. */
 struct grad_weight_gemm_args {
   const int64_t* index;
   const float* coef;
   float* sums;
   int rows, tokens, depth_steps;
-  int column_clusters; /* of dW */
+  int column_clusters; /* column tiles of dW, in pairs */
   int tiles, clusters;
-  int parts; /* of the sums */
+  int parts; /* parts of a class's sum */
   bool adds, adds_sums;
 };
 
+/* Shared addresses: the stages of E (e) and x (x), and the staged output tile (tile). `ready` is
+ * one mbarrier for each consumer warpgroup: the tile before has left the staged tile, and if dW is
+ * added to, its old values have been loaded there. `taken` is one mbarrier: the TMA stores have
+ * read the staged tile. */
 struct SmemLayout {
   uint32_t e, x, tile;
-  uint32_t ready, taken; /* the staged tile's old values have come, for each group; its new ones
-                            have gone */
+  uint32_t ready, taken; /* mbarriers */
   Stages stages;
 };
 
@@ -65,21 +73,22 @@ __device__ __forceinline__ void init_barriers(const SmemLayout& smem, int reader
   sm90::cluster_sync();
 }
 
-/* First row and column of dW, and the part of the sums that is made there; from `parts` on none. */
+/* Row and column of a tile's first element in dW, and the part of the classes' sums that is made
+ * with this tile; none if part >= args.parts. */
 struct Tile {
   int row, column, part;
 };
 
-/* Along H first: E passes once. */
+/* Tiles run along H first, so that E is read from memory once. */
 __device__ __forceinline__ Tile tile_at(const grad_weight_gemm_args& p, int tile, int rank) {
   const int row = tile / p.column_clusters;
   const int part = (tile - row * p.column_clusters) * kCluster + rank;
   return {row * kWeightRows, part * kWeightColumns, part};
 }
 
-/* ---- the first warpgroup: copies ---- */
+/* ---- producer: TMA loads ---- */
 
-/* A stage of E by halves of its tokens, one for each block to bring into both. */
+/* Loads one stage: each block loads half of the tokens of E, multicast to both, and its own x. */
 __device__ __forceinline__ void copy_stage(const SmemLayout& smem, int stage,
                                            const CUtensorMap* e_map, const CUtensorMap* x_map,
                                            const Tile& at, int token, int rank) {
@@ -111,7 +120,8 @@ __device__ __forceinline__ void producer_loop(const grad_weight_gemm_args& p,
       copy_stage(smem, state.stage, e_map, x_map, at, step * kDepth, rank);
       state.advance();
     }
-    /* The last stages are still to be multiplied: time enough for the old values to come. */
+    /* The old values of dW are loaded here, while the consumers still work on the last stages.
+     * Before, the TMA stores of the previous tile must have read the staged tile. */
     sm90::barrier_wait(smem.taken, (count & 1) ^ 1);
     const uint32_t ready = smem.ready + 8 * (count & 1);
     sm90::barrier_arrive_expecting(ready, p.adds ? kBytesTile : 0);
@@ -121,14 +131,14 @@ __device__ __forceinline__ void producer_loop(const grad_weight_gemm_args& p,
   }
 }
 
-/* ---- the first warpgroup: sums ---- */
+/* ---- producer: sums of db ---- */
 
-/* A warp takes four lines of a panel at a time, eight lanes each, of which every one has eight
- * columns in all lines that it meets. By halves of a stage: lines 0 to 3 of every eight, which is
- * where the swizzle repeats, and the other four. */
+/* Layout of the sums: a warp reads four lines (tokens) of a 64-class block at a time, eight lanes a
+ * line; a lane has the same kSumColumns classes in every line that it reads. A stage is read in two
+ * halves, lines 0 to 3 and 4 to 7 of every eight, because the swizzle repeats after eight lines. */
 enum { kSumColumns = 8, kSumLines = kDepth / 8 };
 
-/* Factors of a lane's tokens in a half of the stage that begins with `token`. Beyond the tokens E
+/* coef of a lane's tokens in one half of the stage that begins with `token`. Past the last token E
  * is 0. */
 __device__ __forceinline__ void load_factors(const grad_weight_gemm_args& p, int token, int half,
                                              int lane, float (&factor)[kSumLines]) {
@@ -139,6 +149,7 @@ __device__ __forceinline__ void load_factors(const grad_weight_gemm_args& p, int
   }
 }
 
+/* Adds factor times E of one half of a stage; `panel` is the shared address of 64 classes of E. */
 __device__ __forceinline__ void add_lines(uint32_t panel, int half, int lane,
                                           const float (&factor)[kSumLines],
                                           float (&sum)[kSumColumns]) {
@@ -157,7 +168,8 @@ __device__ __forceinline__ void add_lines(uint32_t panel, int half, int lane,
   }
 }
 
-/* Adds a warp's sums to those of chunks before; its first eight lanes have eight columns each. */
+/* Writes a warp's sums, or adds them to those of earlier chunks. Each of the first eight lanes has
+ * kSumColumns classes. */
 __device__ __forceinline__ void write_sums(const grad_weight_gemm_args& p, const Tile& at,
                                            int column, int lane, float (&sum)[kSumColumns]) {
   const int row = at.row + column;
@@ -175,9 +187,9 @@ __device__ __forceinline__ void write_sums(const grad_weight_gemm_args& p, const
   }
 }
 
-/* Sums of 64 columns of each of the block's tiles, by one warp. Of the blocks that have the same
- * columns each takes every p.parts-th stage: a warp needs about as long for it as its products do,
- * and may be late by the length of the smem. */
+/* Sums 64 classes of each of the block's tiles, by one warp. The p.parts blocks that have the same
+ * classes each take every p.parts-th stage: the sums of a stage take a warp about as long as the
+ * WGMMAs of a stage, and a warp may lag by at most kStages. */
 __device__ __forceinline__ void sum_columns(const grad_weight_gemm_args& p, const SmemLayout& smem,
                                             int steps, int block, int rank) {
   const int lane = threadIdx.x % 32;
@@ -196,7 +208,7 @@ __device__ __forceinline__ void sum_columns(const grad_weight_gemm_args& p, cons
         add_lines(panel, 0, lane, factor, sum);
         load_factors(p, step * kDepth, 1, lane, factor);
         add_lines(panel, 1, lane, factor, sum);
-        /* All is read before it can be added, and added before the stage is handed back. */
+        /* The asm keeps all reads of the stage before its release. */
 #pragma unroll
         for (int i = 0; i < kSumColumns; i++) asm volatile("" : "+f"(sum[i])::"memory");
         next += p.parts;
@@ -209,17 +221,17 @@ __device__ __forceinline__ void sum_columns(const grad_weight_gemm_args& p, cons
   }
 }
 
-/* ---- the other two ---- */
+/* ---- consumer warpgroups ---- */
 
-/* The transposed tile: Accumulators has a row for each of dW's columns. Accumulators of 64 x 192
- * read less shared memory than those of 64 x 128 that the tile as it lies would take. */
+/* Computes the transposed tile, x^T E: a row of Accumulators is a column of dW. Its 64 x 192 WGMMAs
+ * read less shared memory than the 64 x 128 ones of E^T x would. */
 __device__ __forceinline__ void multiply(const SmemLayout& smem, int steps, int count, int group,
                                          int thread, bool others, Accumulators& acc) {
   const uint32_t e_base = sm90::mn_major_operand_low(smem.e, kBytesPanel);
   const uint32_t x_base = sm90::mn_major_operand_low(smem.x, kBytesPanel);
   mainloop(smem.stages, steps, count, group, thread, others, acc,
            [&](int stage, int part, bool accumulates) {
-             /* 16 tokens are 16 lines of 128 bytes, in units of 16. */
+             /* 16 tokens are 16 lines of 128 bytes, in units of 16 bytes. */
              const uint32_t e = e_base + stage * (kBytesE >> 4) + part * 128;
              const uint32_t x = x_base + stage * (kBytesX >> 4) + part * 128;
 #pragma unroll
@@ -230,7 +242,8 @@ __device__ __forceinline__ void multiply(const SmemLayout& smem, int steps, int 
            });
 }
 
-/* Adds to 16 rows of 16 columns in shared memory, or replaces them. */
+/* Adds the accumulators to a 16 x 16 block of the staged tile, or replaces it; ldmatrix and
+ * stmatrix transpose. */
 __device__ __forceinline__ void put_part(uint32_t address, bool adds, const float* v) {
   float sum[8];
 #pragma unroll
@@ -249,11 +262,14 @@ __device__ __forceinline__ void put_part(uint32_t address, bool adds, const floa
   sm90::store_matrices_trans(address, packed);
 }
 
+/* Adds a tile to the staged old values, or replaces them, and stores it to dW by TMA. Releases the
+ * staged tile when the TMA stores have read it. */
 __device__ __forceinline__ void epilogue(const grad_weight_gemm_args& p, const CUtensorMap* w_map,
                                          const SmemLayout& smem, const Tile& at, int count,
                                          int group, const Accumulators& acc) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
-  /* Of 16 rows and 16 columns: those of the lane's address, swizzled by the row. */
+  /* The row and the 16-byte chunk of a 16 x 16 block whose address this lane gives to ldmatrix and
+   * stmatrix; chunks are swizzled by the row modulo 8. */
   const int row = (lane >> 4) * 8 + (lane & 7), chunk = 2 * warp + ((lane >> 3) & 1);
   const uint32_t address = smem.tile + row * 128 + ((chunk ^ (lane & 7)) << 4);
   sm90::barrier_wait(smem.ready + 8 * group, (count >> 1) & 1);
@@ -301,7 +317,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int warpgroup = warp / (kGroupThreads / 32);
   const int rank = sm90::cluster_rank();
   pdl_wait();
-  /* One at least, of zeros where no row is present: dW is made of something. */
+  /* At least one stage, which holds zeros where no row is present: dW must be written. */
   const int steps = max(1, runs_present(p.index, kDepth, p.depth_steps));
   init_barriers(smem, 1 + kSumWarps);
   if (warpgroup == 0) {
@@ -312,7 +328,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     sm90::grow_registers<kConsumerRegisters>();
     consumer_loop(p, &w_map, smem, steps, warpgroup - 1, rank);
   }
-  /* No block may end while the other can still arrive on its barriers or copy into its memory. */
+  /* A block must not exit while the other can still arrive on its mbarriers or multicast into its
+   * shared memory. */
   __syncwarp();
   sm90::cluster_sync();
 }

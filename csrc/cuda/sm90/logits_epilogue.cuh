@@ -1,5 +1,6 @@
-/* The epilogue of the fused product of Hopper: from a tile of logits in a warpgroup's registers to
- * E or z in shared memory, and to the tile's numbers of each row. */
+/* The math of the fused logits GEMM's epilogue: from a tile of z in a consumer warpgroup's
+ * accumulators to E or z in staging memory, in the layout of a swizzled TMA store, and to the sums
+ * of each row. Barriers and TMA stores are in logits_gemm.cu. */
 #ifndef FLCE_CUDA_SM90_LOGITS_EPILOGUE_CUH
 #define FLCE_CUDA_SM90_LOGITS_EPILOGUE_CUH
 
@@ -7,50 +8,53 @@
 #include "cuda/sm90/fused_logits.cuh"
 
 enum {
-  kSlab = 64, /* columns of E that one copy takes: 128 bytes, a swizzled line */
+  kSlab = 64, /* columns of E in one TMA store: 128 bytes, one swizzled line */
   kSlabs = kTileColumns / kSlab,
   kBytesSlab = kTileRows * kSlab * 2,
-  /* z goes through the same memory, half of the rows at a time. */
+  /* z uses the same staging memory, kLogitRows rows at a time. */
   kLogitRows = kTileRows / 2,
-  kLogitBox = 32, /* columns of z that one copy takes: 128 bytes */
+  kLogitBox = 32, /* columns of z in one TMA store: 128 bytes */
   kBytesLogitBox = kLogitRows * kLogitBox * 4,
-  kParts = kTileColumns / 8, /* of 8 columns, of which a thread has two neighbours in each */
+  kParts = kTileColumns / 8, /* parts of 8 columns; a thread has two neighbouring columns of each */
 };
 
-/* Of a thread's row q (half q / 2, and q % 2 in it), column e of part j. */
+/* The accumulator of a thread's row q, 0 to 3 (half q / 2 of the tile, row q % 2 of the fragment
+ * there), in column e of part j. */
 __device__ __forceinline__ float& acc_at(Accumulators& acc, int q, int j, int e) {
   return acc[q >> 1][4 * j + 2 * (q & 1) + e];
 }
 
+/* Rows from a thread's first row to its row q. */
 __device__ __forceinline__ constexpr int row_step(int q) {
   return (q >> 1) * 64 + (q & 1) * 8;
 }
 
 struct Tile {
-  int row, column; /* its first ones */
+  int row, column; /* of its first element */
 };
 
-/* Where a thread stands in a tile. */
+/* A thread's fragment of a tile: which rows and columns it holds. */
 struct Fragment {
   Tile tile;
-  int first_row;    /* the others follow at distances row_step(q) */
-  int first_column; /* its first of the tile; the others are 8 j + e on */
-  int lane, warp;   /* of the warpgroup */
+  int first_row;    /* its row 0; row q is row_step(q) further on */
+  int first_column; /* its column 0; the others are 8 j + e further on */
+  int lane, warp;   /* lane of the warp, warp of the warpgroup */
 };
 
-/* A thread's four rows. */
+/* Offsets k, factors and a thread's partial sums of its four rows. */
 struct TileRows {
-  float offset[4], sum[4];
-  float scale[4], weighted_gap[4], weight_sum[4],
-      entropy_sum[4]; /* of the kernels that need them */
+  float offset[4], sum[4]; /* sum: of 2^(log2_l - k) */
+  /* for the general and the soft kernels */
+  float scale[4], weighted_gap[4], weight_sum[4], entropy_sum[4];
 };
 
-/* Where in shared memory a tile's columns have their bias and their class weight, 0 beyond the
+/* Shared addresses of the bias and the class weights of a tile's columns; both are 0 beyond the
  * vocabulary. */
 struct ColumnValues {
   uint32_t bias, weight;
 };
 
+/* z += bias. */
 __device__ __forceinline__ void add_bias(const ColumnValues& numbers, const Fragment& frag,
                                          Accumulators& acc) {
   const uint32_t at = numbers.bias + 8 * (frag.lane & 3);
@@ -66,10 +70,11 @@ __device__ __forceinline__ void add_bias(const ColumnValues& numbers, const Frag
   }
 }
 
-/* Half of the tile's z into shared memory, as copies of kLogitBox columns want it. */
+/* Writes one half (64 rows) of the tile's z to staging memory, as boxes of kLogitBox columns with
+ * the 128-byte swizzle of the TMA store. */
 __device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& frag,
                                              const float* acc) {
-  const int line = frag.lane >> 2; /* of eight, by which a copy's chunks of 16 bytes are swizzled */
+  const int line = frag.lane >> 2; /* row modulo 8, by which 16-byte chunks are swizzled */
   const uint32_t row = address + (frag.warp * 16 + line) * 128 + (frag.lane & 1) * 8;
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
@@ -82,7 +87,7 @@ __device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& f
   }
 }
 
-/* log2_l in the place of z. */
+/* Replaces z by log2_l. */
 __device__ __forceinline__ void make_log2_logits(const fused_params& shape, const TileRows& rows,
                                                  Accumulators& acc) {
 #pragma unroll
@@ -98,7 +103,7 @@ __device__ __forceinline__ void make_log2_logits(const fused_params& shape, cons
   }
 }
 
-/* Smoothing's sums. With the target, whose logit is not hidden yet. */
+/* Adds the sums of label smoothing. They include the target, so this precedes hide_columns. */
 __device__ __forceinline__ void add_weighted_gaps(const ColumnValues& numbers, const Fragment& frag,
                                                   Accumulators& acc, TileRows& rows) {
   const uint32_t at = numbers.weight + 8 * (frag.lane & 3);
@@ -108,7 +113,7 @@ __device__ __forceinline__ void add_weighted_gaps(const ColumnValues& numbers, c
     sm90::load_shared(at + 32 * j, w);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      if (w[e] == 0) continue; /* whatever the logit is */
+      if (w[e] == 0) continue; /* also where the logit is inf or NaN */
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         rows.weighted_gap[q] += w[e] * (acc_at(acc, q, j, e) - (rows.offset[q] - kAboveTarget));
@@ -117,7 +122,7 @@ __device__ __forceinline__ void add_weighted_gaps(const ColumnValues& numbers, c
   }
 }
 
-/* Two neighbours of a row, in one access of their size. */
+/* A type that loads two neighbouring elements of a row in one access. */
 template <typename T>
 struct PairOf {
   using type = uint32_t;
@@ -131,7 +136,8 @@ struct PairOf<double> {
   using type = double2;
 };
 
-/* 0 beyond the row's end. PAIRED: all pairs begin at a multiple of their size. */
+/* Two neighbouring elements of a row, 0 beyond its end. PAIRED: every pair is aligned to its
+ * size. */
 template <typename T, bool PAIRED>
 __device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int column, int vocab) {
   using Pair = typename PairOf<T>::type;
@@ -144,13 +150,13 @@ __device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int 
   return pair;
 }
 
-/* The sums of probabilities over two of a thread's rows of the tile. One of 0 adds nothing,
- * whatever its logit is. */
+/* Adds t and t z of two of a thread's rows of the tile. A t of 0 adds nothing, even where z is inf
+ * or NaN. */
 template <typename T, bool PAIRED>
 __device__ __forceinline__ void add_probabilities_of(const fused_params& shape,
                                                      const Fragment& frag, int half,
                                                      const float* acc, TileRows& rows) {
-  /* Parts whose loads are under way together, as registers allow. */
+  /* Parts whose loads are in flight together, as many as the registers allow. */
   constexpr int kBatch = sizeof(T) == 8 ? 2 : sizeof(T) == 2 && PAIRED ? 12 : 6;
   const T* t[2];
 #pragma unroll
@@ -160,7 +166,8 @@ __device__ __forceinline__ void add_probabilities_of(const fused_params& shape,
   }
 #pragma unroll
   for (int first = 0; first < kParts; first += kBatch) {
-    /* Also keeps the loads behind it: there are no registers for more of them at a time. */
+    /* This branch also keeps the loads of the next batch below it: the registers do not hold two
+     * batches. */
     if (frag.first_column + 8 * first >= shape.vocab) return;
     typename PairOf<T>::type raw[kBatch][2];
 #pragma unroll
@@ -213,10 +220,11 @@ __device__ __forceinline__ void add_probabilities(const fused_params& shape, con
   }
 }
 
-/* Keeps the target's logit and hides it: its E is 0, and the row's sum lacks it. */
+/* Saves the target's logit to scratch.target and replaces it by -inf: its E is 0, and the row's
+ * sums lack it. `at`: the target's column in the tile. */
 __device__ __forceinline__ void take_target(const fused_scratch& s, int row, int at, int q,
                                             Accumulators& acc) {
-  /* Predicated moves: a select by a run-time index would put the products into local memory. */
+  /* Predicated moves: indexing by a run-time value would put the accumulators into local memory. */
   float z = 0;
   const int index = (at >> 3) * 2 + (at & 1);
 #pragma unroll
@@ -233,7 +241,8 @@ __device__ __forceinline__ void take_target(const fused_scratch& s, int row, int
   s.target[row] = z;
 }
 
-/* Offsets and scales of the thread's rows. */
+/* Loads the offsets and scales of the thread's rows and clears its sums. REPEAT: the offset that
+ * scratch.top gives. */
 template <bool GENERAL, bool REPEAT>
 __device__ __forceinline__ void open_tile_rows(const fused_params& shape, const fused_scratch& s,
                                                const Fragment& frag, TileRows& rows) {
@@ -249,8 +258,9 @@ __device__ __forceinline__ void open_tile_rows(const fused_params& shape, const 
   }
 }
 
-/* Targets; a row without E has products of 0, whatever x holds. Columns beyond the vocabulary,
- * which copies fill with zeros, add nothing. */
+/* Hides the targets. Sets the logits of blank rows to 0, because x may hold anything there, so that
+ * E is 0 and not NaN. Sets columns beyond the vocabulary, which TMA loads fill with zeros, to -inf,
+ * so that they add nothing. */
 __device__ __forceinline__ void hide_columns(const fused_params& shape, const fused_scratch& s,
                                              const Fragment& frag, const TileRows& rows,
                                              Accumulators& acc) {
@@ -283,7 +293,8 @@ __device__ __forceinline__ void hide_columns(const fused_params& shape, const fu
   }
 }
 
-/* The tile's number of a row, of which each of four lanes has a part. */
+/* Writes one number of the tile for row q. `value` is the same in the four lanes that share the
+ * row. */
 __device__ __forceinline__ void write_number(float* numbers, const fused_params& shape,
                                              const Fragment& frag, int q, float value) {
   const int row = frag.first_row + row_step(q);
@@ -291,6 +302,7 @@ __device__ __forceinline__ void write_number(float* numbers, const fused_params&
   numbers[(int64_t)(frag.tile.column / kTileColumns) * shape.rows + row] = value;
 }
 
+/* Sum and maximum over the four lanes that share a row. */
 __device__ __forceinline__ float quad_sum(float value) {
   value += __shfl_xor_sync(0xffffffffu, value, 1);
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
@@ -310,7 +322,7 @@ __device__ __forceinline__ float row_top(Accumulators& acc, int q) {
   return quad_max(top);
 }
 
-/* The largest log2_l of each row and its lowest column. */
+/* Writes the largest log2_l of each row in this tile and its lowest column. */
 __device__ __forceinline__ void write_tops(const fused_params& shape, const fused_scratch& s,
                                            const Fragment& frag, Accumulators& acc) {
 #pragma unroll
@@ -331,7 +343,8 @@ __device__ __forceinline__ void write_tops(const fused_params& shape, const fuse
   }
 }
 
-/* E of 4 of a thread's columns in two rows: [2 q + e], and 4 + that of the next part. */
+/* E of 8 of a thread's accumulators, two rows by four columns: v[2 q + e] for the first part, v[4 +
+ * 2 q + e] for the next one. Adds them to the sums; the softcap's derivative multiplies v alone. */
 template <bool GENERAL>
 __device__ __forceinline__ void exp_parts(const fused_params& shape, const fused_scratch& s,
                                           const float* acc, int half, TileRows& rows,
@@ -349,20 +362,22 @@ __device__ __forceinline__ void exp_parts(const fused_params& shape, const fused
     for (int i = 0; i < 8; i++) {
       const int q = half * 2 + ((i >> 1) & 1);
       const float from = rows.offset[q] - kAboveTarget;
-      rows.entropy_sum[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from)); /* 0 at -inf */
+      /* 0 where log2_l is -inf */
+      rows.entropy_sum[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from));
     }
   }
   if (shape.inner_scale != 0) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float t = __fdividef(acc[i], rows.scale[half * 2 + ((i >> 1) & 1)]);
-      v[i] *= fmaxf(1 - t * t, 0); /* 0 where log2_l is -inf or rounding has t beyond 1 */
+      /* 1 - tanh^2; 0 where log2_l is -inf or rounding makes t exceed 1 */
+      v[i] *= fmaxf(1 - t * t, 0);
     }
   }
 }
 
-/* The address that a lane names of the four matrices of a thread's eight 16-bit numbers: a half's
- * part of a slab, whose chunks of 16 bytes are swizzled by the line. */
+/* The shared address that a lane gives to stmatrix for a thread's eight values: in one half (64
+ * rows) of a slab, whose 16-byte chunks are swizzled by the row modulo 8. */
 __device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Fragment& frag, int part,
                                                 int half) {
   const uint32_t line = slab + (frag.warp * 16 + (frag.lane & 15)) * 128;
@@ -370,7 +385,8 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Fragment& f
   return line + half * 64 * 128 + ((chunk ^ (frag.lane & 7)) << 4);
 }
 
-/* E of one slab of columns into shared memory, as a copy wants it, and its sums. */
+/* Makes E of one slab of columns: adds its sums and, if STORE, writes it to staging memory in the
+ * swizzled layout of the TMA store. */
 template <bool STORE, bool GENERAL>
 __device__ __forceinline__ void exp_slab(const fused_params& shape, const fused_scratch& s,
                                          uint32_t address, int slab, const Fragment& frag,
@@ -390,7 +406,9 @@ __device__ __forceinline__ void exp_slab(const fused_params& shape, const fused_
   }
 }
 
-/* The tile's sums of each row. One beyond the limit is done again, from the row's largest. */
+/* Writes the tile's sums of each row. If a row's sum exceeds kTileLimit, records the row's largest
+ * log2_l and flags its row cluster: the GEMM computes it again from that offset. A NaN is no such
+ * case. */
 template <bool GENERAL, bool SOFT>
 __device__ __forceinline__ void close_tile_rows(const fused_params& shape, const fused_scratch& s,
                                                 const Fragment& frag, Accumulators& acc,

@@ -1,5 +1,7 @@
-/* The logits product of Hopper with E, or the rows' sums and z, in its epilogue. A cluster's two
- * tiles of the result are those of neighbouring rows, which share the part of W. */
+/* The fused logits GEMM, z = x W^T, with E (or z) and the rows' sums made in its epilogue: kernel,
+ * tile schedule and launch. The math of the epilogue is in logits_epilogue.cuh, the pipeline in
+ * pipeline.cuh. The two output tiles of a cluster are neighbours along the rows and share the tile
+ * of W. */
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/logits_epilogue.cuh"
 
@@ -9,12 +11,14 @@ enum {
   kBytesA = kTileRows * kDepth * 2,
   kBytesB = kTileColumns * kDepth * 2,
   kBytesStage = kBytesA + kBytesB,
-  kBytesColumns = kTileColumns * 4, /* of a number each */
+  kBytesColumns = kTileColumns * 4, /* one float for each column of a tile */
   kBarriers = 2 * kStages + 2,
   kProducerRegisters = 24,
   kConsumerRegisters = 240,
 };
 
+/* Kernel parameters. `pitch`: elements of a row of `out`. `depth_steps`: pipeline stages of a tile.
+ * `row_clusters`, `column_tiles`: tiles of the whole result, rows by kClusterRows. */
 struct logits_gemm_args {
   fused_params shape;
   fused_scratch scratch;
@@ -22,22 +26,28 @@ struct logits_gemm_args {
   void* out;
   int64_t pitch;
   int depth_steps, row_clusters, column_tiles;
-  int group;    /* clusters of rows that go through the columns together */
-  int clusters; /* that run at a time */
+  /* size of a group of row clusters that go through the columns together: their x stays in L2 */
+  int group;
+  int clusters; /* clusters launched */
 };
 
-/* What there is to do, known once the rows are counted. */
+/* Size of the work, which the kernel knows once it has counted the present rows. */
 struct TileSchedule {
-  int row_clusters, tiles; /* a tile of a cluster is one of each of its blocks */
+  /* row clusters that are present, and tiles: a tile here is the pair of output tiles of a
+   * cluster */
+  int row_clusters, tiles;
 };
 
-/* Shared memory by address. */
+/* Shared addresses: the stages of x (a) and W (b), staging memory for E or z (e), ColumnValues
+ * (columns), and the two mbarriers that pass the staging memory between the consumer warpgroups
+ * (staging). */
 struct SmemLayout {
   uint32_t a, b, e, columns, staging;
   Stages stages;
 };
 
-/* Numbers of columns: two kinds, for each group's tile and its next one. */
+/* Eight arrays of column values: bias and weight, for each consumer warpgroup, for its current and
+ * its next tile. */
 constexpr int shared_bytes(FusedResult result) {
   return kAlignment + kStages * kBytesStage + (result != kNoResult ? kSlabs * kBytesSlab : 0) +
          8 * kBytesColumns + kBarriers * 8;
@@ -57,8 +67,9 @@ __device__ __forceinline__ SmemLayout smem_layout() {
   return smem;
 }
 
-/* The memory for results is handed on by the thread that knows what its copies have read; with z by
- * all that wrote there, which racecheck can follow. */
+/* The staging memory is passed to the other consumer warpgroup by one arrival of the thread that
+ * knows that its TMA stores have read it. With z all threads that wrote there arrive, because
+ * racecheck can follow that. */
 template <FusedResult RESULT>
 __device__ __forceinline__ void init_barriers(const SmemLayout& smem) {
   if (threadIdx.x == 0) {
@@ -72,7 +83,8 @@ __device__ __forceinline__ void init_barriers(const SmemLayout& smem) {
 
 /* ---- the schedule over tiles, the same for all warps of a cluster ---- */
 
-/* Rows fast within a group, then along the columns. */
+/* Row cluster and column tile of a tile: within a group of p.group row clusters the row changes
+ * fastest, then the column. */
 __device__ __forceinline__ int row_cluster_of(const logits_gemm_args& p,
                                               const TileSchedule& schedule, int tile,
                                               int* column_tile) {
@@ -90,7 +102,8 @@ __device__ __forceinline__ Tile tile_at(const logits_gemm_args& p, const TileSch
   return {(row_cluster * kCluster + rank) * kTileRows, column_tile * kTileColumns};
 }
 
-/* From `tile` on, the first that this cluster has to do. */
+/* The first of tile, tile + p.clusters, ... that this cluster has to compute: with REPEAT only
+ * tiles of flagged row clusters. */
 template <bool REPEAT>
 __device__ __forceinline__ int seek(const logits_gemm_args& p, const TileSchedule& schedule,
                                     int tile) {
@@ -104,8 +117,10 @@ __device__ __forceinline__ int seek(const logits_gemm_args& p, const TileSchedul
   return tile;
 }
 
-/* ---- the first warpgroup ---- */
+/* ---- producer ---- */
 
+/* TMA loads, by one thread: its own block's tile of x, and half of the shared tile of W, multicast
+ * to both blocks. */
 template <bool REPEAT>
 __device__ __forceinline__ void producer_loop(const logits_gemm_args& p, const CUtensorMap* x_map,
                                               const CUtensorMap* w_map, const SmemLayout& smem,
@@ -127,7 +142,7 @@ __device__ __forceinline__ void producer_loop(const logits_gemm_args& p, const C
   }
 }
 
-/* ---- the other two ---- */
+/* ---- consumer warpgroups ---- */
 
 template <bool HALF>
 __device__ __forceinline__ void multiply(const logits_gemm_args& p, const SmemLayout& smem,
@@ -140,15 +155,16 @@ __device__ __forceinline__ void multiply(const logits_gemm_args& p, const SmemLa
              const uint32_t b = b_base + stage * (kBytesB >> 4) + part * 2;
 #pragma unroll
              for (int half = 0; half < 2; half++) {
-               /* 64 rows of 128 bytes further on, in units of 16. */
+               /* Rows 64 to 127 begin 64 x 128 bytes further on, in units of 16 bytes. */
                sm90::wgmma_64x192x16<false, HALF>(acc[half], a + half * 512, b, accumulates);
              }
            });
 }
 
-/* Bias and weights of the tile's columns into shared memory. Before the group waits for its
- * iteration: the loads are done by then, and the barrier shows them to all of its warps. Two places
- * by turns: a slow warp may still read those of the tile before. */
+/* Loads bias and class weights of the tile's columns into shared memory. Called before the
+ * warpgroup waits for its mainloop: the loads finish meanwhile, and that named barrier makes them
+ * visible to all of its warps. Two buffers, used alternately, because a slow warp may still read
+ * those of the tile before. */
 template <Kind KIND>
 __device__ __forceinline__ ColumnValues load_column_values(const logits_gemm_args& p,
                                                            const SmemLayout& smem,
@@ -173,7 +189,8 @@ __device__ __forceinline__ ColumnValues load_column_values(const logits_gemm_arg
   return numbers;
 }
 
-/* By the group whose iteration it is with the memory for results, which it hands on. */
+/* Writes z through the staging memory, 64 rows at a time. Called by the consumer warpgroup that
+ * owns the staging memory; passes it to the other one at the end. */
 __device__ __forceinline__ void copy_logits(const logits_gemm_args& p, const CUtensorMap* z_map,
                                             const SmemLayout& smem, const Fragment& frag, int group,
                                             const Accumulators& acc) {
@@ -191,6 +208,7 @@ __device__ __forceinline__ void copy_logits(const logits_gemm_args& p, const CUt
       }
       sm90::store_wait_read();
     }
+    /* The second half overwrites the first, whose TMA stores must have read it. */
     if (half == 0) sync_consumer(group);
   }
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
@@ -203,7 +221,8 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
                                          int rank, Accumulators& acc) {
   constexpr bool kIsGeneral = KIND == kGeneral, kStore = RESULT == kExpResult;
   Fragment frag = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
-  /* Opaque: nothing of this may be computed above the products, which need the registers. */
+  /* The asm hides these values from the compiler, which must not compute anything from them before
+   * the mainloop: the accumulators need the registers. */
   asm volatile("" : "+r"(tile), "+r"(frag.lane), "+r"(frag.warp));
   frag.tile = tile_at(p, schedule, tile, rank);
   frag.first_row = frag.tile.row + frag.warp * 16 + (frag.lane >> 2);
@@ -242,6 +261,7 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
 
+/* Warpgroup 0 computes the 1st, 3rd, ... of the cluster's tiles, warpgroup 1 the others. */
 template <Kind KIND, FusedResult RESULT, bool REPEAT, bool HALF>
 __device__ __forceinline__ void consumer_loop(const logits_gemm_args& p, const CUtensorMap* out_map,
                                               const SmemLayout& smem, const TileSchedule& schedule,
@@ -262,8 +282,9 @@ __device__ __forceinline__ void consumer_loop(const logits_gemm_args& p, const C
   }
 }
 
-/* Zeros in the rows from `first` on, which no tile computes, and in their padding: the GEMMs of dX
- * and dW may read that, and no output is left undefined. By the threads of both groups. */
+/* Writes zeros to the rows from `first` on, which no tile computes, and to their padding columns:
+ * the GEMMs of dX and dW may read them, and no output may be left undefined. By the threads of both
+ * consumer warpgroups. `vector`: elements in 16 bytes. */
 __device__ __forceinline__ void zero_skipped_rows(const logits_gemm_args& p, int first,
                                                   int vector) {
   const int vectors = (p.shape.columns + vector - 1) / vector;
@@ -275,7 +296,8 @@ __device__ __forceinline__ void zero_skipped_rows(const logits_gemm_args& p, int
   }
 }
 
-/* HALF: x and W are float16. */
+/* HALF: x and W are float16, else bfloat16. REPEAT: only the row clusters that scratch.redo
+ * flags. */
 template <Kind KIND, FusedResult RESULT, bool REPEAT, bool HALF = false>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     logits_gemm_sm90(const __grid_constant__ CUtensorMap x_map,
@@ -300,7 +322,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
       zero_skipped_rows(p, schedule.row_clusters * kClusterRows, RESULT == kExpResult ? 8 : 4);
     }
   }
-  /* No block may end while the other can still arrive on its barriers or copy into its memory. */
+  /* A block must not exit while the other can still arrive on its mbarriers or multicast into its
+   * shared memory. */
   __syncwarp();
   sm90::cluster_sync();
 }
@@ -323,9 +346,10 @@ enum {
   kKernels
 };
 
-/* By E + 2 REPEAT + 4 (plain, biased, general); then the one that gives z, those of probabilities
- * by REPEAT, and theirs that gives z. float16 is always in form dz, so of it no kernel gives E: the
- * general ones and those of probabilities, by REPEAT, and theirs that give z. */
+/* Indexed by kernel_of. bfloat16: E + 2 REPEAT + 4 (0 plain, 1 biased, 2 general); then the general
+ * one that writes z; then those of probabilities by REPEAT, and theirs that writes z. float16 is
+ * always in form dz, so no kernel of it writes E: the general ones by REPEAT, theirs that writes z,
+ * and the same for probabilities. */
 static const logits_gemm_kernel g_kernels[kKernels] = {
     logits_gemm_sm90<kPlain, kNoResult, false>,
     logits_gemm_sm90<kPlain, kExpResult, false>,
@@ -365,7 +389,8 @@ static int kernel_of(const fused_params* shape, FusedResult result, bool repeat)
 
 static int g_clusters[kKernels][kMaxDevices];
 
-/* E of a large chunk comes back from memory in any case; keeping it only drives x and W out. */
+/* The result of a chunk of 256 MiB or more leaves L2 before it is read, so keeping it there would
+ * only drive out x and W. */
 static uint64_t store_policy(int64_t bytes) {
   const int64_t large = 256 << 20;
   return bytes >= large ? sm90::kEvictFirst : sm90::kNoPolicy;
@@ -383,7 +408,7 @@ static logits_gemm_args make_logits_gemm_args(const fused_params* shape,
   args.depth_steps = (int)ceil_div(shape->hidden, kDepth);
   args.row_clusters = (int)ceil_div(shape->rows, kClusterRows);
   args.column_tiles = (int)ceil_div(shape->vocab, kTileColumns);
-  /* x of a group stays in the cache while W passes by. */
+  /* The x of a group stays in L2 while the tiles of W pass. */
   args.group = (int)min_of(shape->hidden >= 1024 ? 8 : 16, args.row_clusters);
   args.clusters = (int)min_of(clusters, (int64_t)args.row_clusters * args.column_tiles);
   return args;

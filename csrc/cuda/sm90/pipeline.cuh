@@ -1,7 +1,13 @@
-/* What the products of Hopper share. Blocks of three warpgroups: the first copies tiles of both
- * operands into a smem of shared memory, the other two take whole tiles of the result by turns, so
- * that one's epilogue runs under the other's products. Two blocks make a cluster and share one
- * operand's tile. Blocks are persistent: a cluster does every so-many-th tile of the result. */
+/* What the two WGMMA kernels (logits_gemm.cu, grad_weight_gemm.cu) share: the warp-specialised
+ * pipeline, its barriers, the mainloop and the launch. What only one of them needs (tile schedule,
+ * operands, epilogue) belongs in its own file, PTX wrappers in ptx.cuh.
+ *
+ * A thread block has three warpgroups. The first is the producer: one thread issues TMA loads of
+ * both operands into kStages pipeline stages in shared memory. The other two are consumers and work
+ * ping-pong: each computes whole output tiles, and one runs its epilogue while the other is in its
+ * mainloop. Two blocks form a cluster, whose two tiles share one operand; the loads of that operand
+ * are multicast. Kernels are persistent: a cluster computes every n-th output tile, where n is the
+ * number of clusters launched. */
 #ifndef FLCE_CUDA_SM90_PIPELINE_CUH
 #define FLCE_CUDA_SM90_PIPELINE_CUH
 
@@ -9,35 +15,40 @@
 #include "cuda/sm90/ptx.cuh"
 
 enum {
-  kDepth = 64, /* of a stage's tiles, in the direction that is summed over */
+  kDepth = 64, /* k elements of one pipeline stage */
   kStages = 4,
   kCluster = 2,
   kGroupThreads = 128,
   kBlockThreads = 3 * kGroupThreads,
-  kAlignment = 1024, /* of a swizzled tile */
-  kInstruction = 16, /* of the depth, that one product takes */
+  kAlignment = 1024, /* bytes; required of a tile with 128-byte swizzle */
+  kInstruction = 16, /* k elements of one WGMMA instruction */
 };
 
-/* Named barriers; 0 is __syncthreads. */
+/* Named barriers (bar.sync); number 0 is __syncthreads. k*Consumer synchronises the threads of one
+ * consumer warpgroup. k*Mainloop lets that warpgroup enter its mainloop. */
 enum { kFirstConsumer = 1, kSecondConsumer, kFirstMainloop, kSecondMainloop };
 
-/* The smem's barriers: a stage is full once its bytes have come, and empty once both blocks have
- * read it. */
+/* Shared addresses of the stages' mbarriers: kStages of each kind, 8 bytes apart. A full barrier
+ * completes when the bytes of the stage have arrived (expect-tx). An empty barrier completes when
+ * the readers in both blocks of the cluster have released the stage. */
 struct Stages {
   uint32_t full, empty;
 };
 
+/* The first multiple of kAlignment in dynamic shared memory. */
 __device__ __forceinline__ uint32_t aligned_shared_memory() {
   extern __shared__ uint8_t memory[];
   uint32_t base;
-  /* Opaque: the compiler keeps one base and adds constants. */
+  /* The asm hides the value from the compiler, which then keeps one base register and adds
+   * constants. */
   asm volatile("mov.u32 %0, %1;"
                : "=r"(base)
                : "r"((sm90::shared_address(memory) + kAlignment - 1) & ~(kAlignment - 1u)));
   return base;
 }
 
-/* By one thread. A stage is empty once that many of each block have released it. */
+/* Called by one thread. A stage is empty after `readers` arrivals from each block of the
+ * cluster. */
 __device__ __forceinline__ void init_stages(const Stages& stages, int readers) {
   for (int i = 0; i < kStages; i++) {
     sm90::barrier_init(stages.full + 8 * i, 1);
@@ -45,7 +56,8 @@ __device__ __forceinline__ void init_stages(const Stages& stages, int readers) {
   }
 }
 
-/* A place in the smem, and the parity of its passes. */
+/* Position in the ring of stages, and the mbarrier parity to wait for there. The parity flips with
+ * each pass through the ring. */
 struct PipelineState {
   int stage, parity;
 
@@ -57,18 +69,22 @@ struct PipelineState {
   }
 };
 
-/* Where the block's tile number `count` begins, for those who wait for full stages. */
+/* The state at which a consumer begins tile number `count` of its block, every tile taking
+ * `depth_steps` stages. */
 __device__ __forceinline__ PipelineState pipeline_state_at(int count, int depth_steps) {
   return {(count * depth_steps) % kStages, ((count * depth_steps) / kStages) & 1};
 }
 
-/* Hands the stage back to both blocks' copies, whose bytes lie in both. */
+/* Releases a stage to the producers of both blocks, because each producer's multicast loads write
+ * to the shared memory of both. `thread` is the index within the calling warpgroup or warp: threads
+ * 0 and 1 arrive, one at each block. */
 __device__ __forceinline__ void release_stage(const Stages& stages, int stage, int thread) {
   if (thread < kCluster) sm90::barrier_arrive_at(stages.empty + 8 * stage, thread);
 }
 
-/* How many of the `count` runs of `length` rows begin with one that an index does not call absent:
- * those that do stand last. By a whole warp. */
+/* Number of the `count` runs of `length` rows whose first row is present, i.e. has an index >= 0.
+ * Absent rows are last in the index, so these are the first runs. Without an index all are present.
+ * Called by a whole warp. */
 __device__ __forceinline__ int runs_present(const int64_t* index, int length, int count) {
   if (!index) return count;
   int present = 0;
@@ -80,8 +96,10 @@ __device__ __forceinline__ int runs_present(const int64_t* index, int length, in
   return present;
 }
 
-/* ---- the two groups that make tiles ---- */
+/* ---- consumer warpgroups ---- */
 
+/* Ping-pong: blocks until the other consumer warpgroup calls release_mainloop. Of the barrier's 256
+ * threads half wait and half arrive. */
 __device__ __forceinline__ void wait_for_mainloop(int group) {
   if (group) {
     sm90::named_sync<kSecondMainloop, 2 * kGroupThreads>();
@@ -90,6 +108,7 @@ __device__ __forceinline__ void wait_for_mainloop(int group) {
   }
 }
 
+/* Lets the other consumer warpgroup enter its mainloop. */
 __device__ __forceinline__ void release_mainloop(int group) {
   if (group) {
     sm90::named_arrive<kFirstMainloop, 2 * kGroupThreads>();
@@ -98,6 +117,7 @@ __device__ __forceinline__ void release_mainloop(int group) {
   }
 }
 
+/* Synchronises the threads of one consumer warpgroup. */
 __device__ __forceinline__ void sync_consumer(int group) {
   if (group) {
     sm90::named_sync<kSecondConsumer, kGroupThreads>();
@@ -106,12 +126,14 @@ __device__ __forceinline__ void sync_consumer(int group) {
   }
 }
 
-/* A thread's part of a tile's result, two products of 64 x 192: [half][4 j + 2 q + e] is column
- * 8 j + 2 (lane % 4) + e of row 64 half + 16 warp + 8 q + lane / 4. */
+/* A thread's accumulators of an output tile of 128 x 192, two m64n192 WGMMA fragments: [half][4 j +
+ * 2 q + e] is column 8 j + 2 (lane % 4) + e of row 64 half + 16 warp + 8 q + lane / 4. */
 typedef float Accumulators[2][96];
 
-/* All depth steps of the block's tile number `count`, each by issue(stage, part, accumulates) for
- * its parts of kInstruction; the other group's turn comes once all are issued, if `others`. */
+/* The mainloop of tile number `count` of the block: `steps` stages. issue(stage, part, accumulates)
+ * issues the WGMMAs of one part of kInstruction k elements; `accumulates` is false for the first
+ * part, which overwrites acc. As soon as all WGMMAs are issued, the other consumer warpgroup may
+ * begin its mainloop; `others` says that it has a tile left and waits for this. */
 template <typename Issue>
 __device__ __forceinline__ void mainloop(const Stages& stages, int steps, int count, int group,
                                          int thread, bool others, Accumulators& acc,
@@ -127,6 +149,7 @@ __device__ __forceinline__ void mainloop(const Stages& stages, int steps, int co
       issue(state.stage, part, (step | part) != 0);
     }
     sm90::wgmma_commit();
+    /* The WGMMAs of the stage before have completed: it can be released. */
     sm90::wgmma_wait<1>();
     if (step > 0) release_stage(stages, last, thread);
     last = state.stage;
@@ -135,6 +158,7 @@ __device__ __forceinline__ void mainloop(const Stages& stages, int steps, int co
   if (others) release_mainloop(group);
   sm90::wgmma_wait<0>();
   release_stage(stages, last, thread);
+  /* WGMMA writes acc asynchronously: the compiler must not move reads of it above the wait. */
 #pragma unroll
   for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -149,7 +173,8 @@ struct Launch {
   cudaLaunchAttribute attributes[2];
 };
 
-/* `follows`: whether it may begin while the kernel before it ends, as supports_pdl says. */
+/* `follows`: launch with PDL, so that the kernel may start while the one before it ends; only where
+ * supports_pdl allows it. `bytes` of dynamic shared memory. */
 static inline void set_launch(Launch* launch, int bytes, int clusters, int follows, void* stream) {
   *launch = {};
   cudaLaunchAttribute* cluster = &launch->attributes[0];
@@ -165,8 +190,8 @@ static inline void set_launch(Launch* launch, int bytes, int clusters, int follo
   launch->config.numAttrs = 1 + (unsigned)follows;
 }
 
-/* Clusters of a kernel that a device holds at a time, kept in known[device]; 0 there until asked.
- * Threads that ask at once agree. */
+/* Number of clusters of a kernel that a device runs at a time. Cached in known[device], where 0
+ * means not queried yet; threads that query at the same time store the same value. */
 static inline flce_status clusters_at_once(const void* kernel, const char* name, int bytes,
                                            int device, int (&known)[kMaxDevices], int* clusters) {
   FLCE_TRY(check_device(device));
@@ -182,13 +207,16 @@ static inline flce_status clusters_at_once(const void* kernel, const char* name,
   return FLCE_OK;
 }
 
-/* [rows][columns] bfloat16 or float32, in boxes of 128 swizzled bytes a row; beyond the matrix
- * boxes read zeros and write nothing. */
+/* TMA tensor map of a row-major [rows][columns] matrix of 16-bit elements (bfloat16; also used for
+ * float16, because only bits are copied) or float32, `pitch` elements a row. A box is 128 bytes
+ * wide and `box_rows` high, with 128-byte swizzle. Outside the matrix loads give zeros and stores
+ * write nothing. */
 static inline flce_status make_map(CUtensorMap* map, const void* data, int64_t columns,
                                    int64_t rows, int64_t pitch, int box_rows,
                                    flce_dtype dtype = FLCE_BF16) {
   typedef decltype(&cuTensorMapEncodeTiled) encode_fn;
-  static void* encode; /* the driver's, which is not linked; threads that ask at once agree */
+  /* libcuda is not linked. Threads that look the function up at once store the same value. */
+  static void* encode;
   if (!__atomic_load_n(&encode, __ATOMIC_ACQUIRE)) {
     void* found = NULL;
     cudaDriverEntryPointQueryResult result;

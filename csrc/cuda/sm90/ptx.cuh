@@ -1,5 +1,7 @@
-/* Hopper's own instructions, a function each: copies of tensor tiles, barriers that count their
- * bytes, products of warpgroups (PTX ISA 8: cp.async.bulk.tensor, mbarrier, wgmma). */
+/* PTX wrappers for sm_90a, one instruction a function: TMA loads and stores, mbarriers with
+ * expect-tx, named barriers, WGMMA, setmaxnreg, ldmatrix and stmatrix (PTX ISA 8). No tile shapes
+ * and no policy here; pipeline.cuh builds on it. Pointers to shared memory are 32-bit shared
+ * addresses. */
 #ifndef FLCE_CUDA_SM90_PTX_CUH
 #define FLCE_CUDA_SM90_PTX_CUH
 
@@ -55,7 +57,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Makes the initialised barriers known to the cluster and to copies. */
+/* Makes initialised mbarriers visible to the cluster and to TMA. */
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -64,14 +66,16 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/* Arrives and adds `bytes` to the transaction count that TMA loads have to complete. */
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-/* On the same barrier of the cluster's block `rank`. Without .release.cluster, which puts a fence
- * of the whole device before every arrival: all that it hands over is shared memory that has been
- * read, by products that have ended or into registers that have been used. */
+/* Arrives at the same barrier in block `rank` of the cluster. Without .release.cluster, which is
+ * compiled to a device-wide fence before every arrival. The arrival needs no release: it only says
+ * that shared memory has been read, by WGMMAs that have completed or into registers that have been
+ * used. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -80,6 +84,8 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
       : "memory");
 }
 
+/* Spins until the phase of that parity has completed. On a fresh barrier parity 1 returns at
+ * once. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   uint32_t done;
   do {
@@ -92,7 +98,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   } while (!done);
 }
 
-/* ---- named barriers of some of a block's warps ---- */
+/* ---- named barriers ---- */
 
 template <int ID, int THREADS>
 __device__ __forceinline__ void named_sync() {
@@ -104,8 +110,9 @@ __device__ __forceinline__ void named_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-/* ---- copies of a box of a matrix, whose first column and row are given ---- */
+/* ---- TMA: a 2D box of a matrix, by its first column and row ---- */
 
+/* Load into this block's shared memory; `barrier` counts the bytes. */
 __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
                                          int column, int row) {
   asm volatile(
@@ -115,7 +122,8 @@ __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
-/* Into the same place of every block in `blocks`, whose own barriers count the bytes. */
+/* Load into the same shared address of every block in the mask `blocks`. In each of them the
+ * mbarrier at the same address counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtensorMap* map,
                                                    uint32_t barrier, int column, int row,
                                                    uint16_t blocks) {
@@ -126,9 +134,10 @@ __device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtens
       : "memory");
 }
 
-/* createpolicy's words: of what is soon to leave the cache, and none. */
+/* L2 cache policies as createpolicy encodes them: evict_first, and the default. */
 constexpr uint64_t kEvictFirst = 0x12F0000000000000u, kNoPolicy = 0x1000000000000000u;
 
+/* Store from shared memory, committed as a bulk group of its own. */
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t shared, int column,
                                           int row, uint64_t cache_policy) {
   asm volatile(
@@ -139,17 +148,18 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t share
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until this thread's stores have read their shared memory. */
+/* Waits until the TMA stores of this thread have read their shared memory, which may then be
+ * overwritten. Global memory may not be written yet. */
 __device__ __forceinline__ void store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/* What this thread wrote to shared memory becomes visible to copies. */
+/* Makes this thread's writes to shared memory visible to TMA (the async proxy). */
 __device__ __forceinline__ void copy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* ---- products of a warpgroup ---- */
+/* ---- WGMMA ---- */
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -164,16 +174,18 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Low word of the descriptor of a K-major operand in rows of 128 swizzled bytes, eight of which
- * make the 1024 bytes to the next group. 16 columns further on: + 2. */
+/* Low word of the WGMMA descriptor of a K-major operand with 128-byte swizzle: a line of 128 bytes
+ * holds 64 k elements of one row, and the next eight rows begin 1024 bytes further on. Add 2 to
+ * advance k by 16 elements (32 bytes, in units of 16). */
 __device__ __forceinline__ uint32_t operand_low(uint32_t shared) {
   return ((shared & 0x3ffff) >> 4) | (1u << 16);
 }
-constexpr uint32_t kOperandHigh = 0x40000040; /* its high word */
+/* High word of both kinds: 128-byte swizzle, stride of 1024 bytes. */
+constexpr uint32_t kOperandHigh = 0x40000040;
 
-/* The same of an operand whose 64 columns to a swizzled line are not the ones to sum over: eight
- * lines for 8 of those make the 1024 bytes, and `step` bytes on the next 64 columns begin. 16 to
- * sum over further on: + 128. */
+/* Low word for an MN-major operand with 128-byte swizzle: a line of 128 bytes holds 64 elements
+ * along m or n of one k. Eight lines (8 of k) make 1024 bytes, and the next 64 elements along m or
+ * n begin `step` bytes further on. Add 128 to advance k by 16 (16 lines, in units of 16 bytes). */
 __device__ __forceinline__ uint32_t mn_major_operand_low(uint32_t shared, uint32_t step) {
   return ((shared & 0x3ffff) >> 4) | (step >> 4 << 16);
 }
@@ -210,8 +222,9 @@ __device__ __forceinline__ uint32_t mn_major_operand_low(uint32_t shared, uint32
         "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])                            \
       : "r"(a), "r"(b), "r"(accumulates), "r"(kOperandHigh), "n"((int)MN_MAJOR))
 
-/* d (+)= a b^T for 64 rows of a, 192 of b and 16 columns of bfloat16, or float16 where HALF; of
- * turned operands a^T b, for 64 columns of a, 192 of b and 16 rows. */
+/* d = a b, or d += a b if `accumulates`: m64n192k16, with a and b given by descriptors. Elements
+ * are bfloat16, or float16 where HALF. Both operands are K-major (64 rows of a, 192 rows of b, 16
+ * columns of each), or both MN-major (16 rows; 64 columns of a, 192 of b). */
 template <bool MN_MAJOR, bool HALF = false>
 __device__ __forceinline__ void wgmma_64x192x16(float (&d)[96], uint32_t a, uint32_t b,
                                                 int accumulates) {
@@ -223,8 +236,9 @@ __device__ __forceinline__ void wgmma_64x192x16(float (&d)[96], uint32_t a, uint
 }
 #undef FLCE_WGMMA_64X192X16
 
-/* ---- registers and matrices ---- */
+/* ---- registers, stmatrix and ldmatrix ---- */
 
+/* setmaxnreg: COUNT registers a thread from here on. Called by all warps of a warpgroup. */
 template <int COUNT>
 __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -235,14 +249,14 @@ __device__ __forceinline__ void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-/* Four 8x8 matrices of 16-bit elements; each lane names a row's address. */
+/* stmatrix: four 8x8 matrices of 16-bit elements. Each lane gives the shared address of one row. */
 __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
 
-/* The same matrices transposed: a lane names the address of a column. */
+/* The same, transposed: each lane gives the address of one column of its matrix. */
 __device__ __forceinline__ void store_matrices_trans(uint32_t shared, const uint32_t (&m)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
@@ -250,6 +264,7 @@ __device__ __forceinline__ void store_matrices_trans(uint32_t shared, const uint
       : "memory");
 }
 
+/* ldmatrix: the inverse of store_matrices_trans. */
 __device__ __forceinline__ void load_matrices_trans(uint32_t shared, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

@@ -1,5 +1,6 @@
-/* Before the fused logits GEMM: the offset k of each row (fused_logits.cuh), from the logit of its
- * target, or of some columns where it has probabilities. */
+/* Runs before the fused logits GEMM: finds the offset k of each row (fused_logits.cuh) from the
+ * logit of its target, or, if the targets are probabilities, from the logits of a few columns. It
+ * also clears the flags for a repeat. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -7,8 +8,9 @@
 
 enum { kDotWarps = 8, kProbes = 4 };
 
-/* x_i . w of COUNT vectors, at each multiple of `step` elements; by a warp. w: of W_y, or of sum_j
- * w_j W_j. */
+/* COUNT dot products of one row of x with w, w + step, w + 2 step ..., each over `hidden`
+ * elements. Called by a warp; every lane gets the sums. w points into W, or is wsum = sum_j w_j
+ * W_j (step 0). */
 template <int COUNT, typename X, typename T>
 __device__ __forceinline__ void dot_rows(const X* x, const T* w, int64_t step, int hidden, int lane,
                                          float (&sums)[COUNT]) {
@@ -34,12 +36,13 @@ __device__ __forceinline__ void dot_rows(const X* x, const T* w, int64_t step, i
   for (int c = 0; c < COUNT; c++) sums[c] = warp_sum(sums[c]);
 }
 
-/* Where a target's -inf shows nothing of its row: from this offset a sum goes beyond the limit, or
- * is 0. */
+/* k of a row whose target has l = -inf, which says nothing about the other columns. From this k a
+ * tile's sum is either 0 or above kTileLimit, and then the tile is repeated. */
 constexpr float kUnknownOffset = -3e38f;
 
-/* The largest log2_l of a row's columns 0, step, 2 step ... from `first` on: of its target, as it
- * comes, or of probabilities, which have none, of some. By a warp. */
+/* The largest log2_l of COUNT columns of a row: first, first + step, ... A NaN is passed on. COUNT
+ * is 1 for a class target, and kProbes columns spread over the vocabulary for probabilities. Called
+ * by a warp. */
 template <int COUNT, typename X>
 __device__ __forceinline__ float top_log2_logit(const fused_params& shape, float scale, const X* x,
                                                 const X* w, int64_t first, int step, int lane) {
@@ -54,8 +57,8 @@ __device__ __forceinline__ float top_log2_logit(const fused_params& shape, float
   return top;
 }
 
-/* `scale` makes log2_l of z in rows without a temperature of their own, as general_log2_logit has
- * it. */
+/* One warp for each row. `scale` is the factor of general_log2_logit before a temperature of the
+ * row's own. */
 template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
     find_row_offsets(const __grid_constant__ flce_rows r, const fused_params shape,

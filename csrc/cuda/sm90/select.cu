@@ -1,5 +1,5 @@
-/* Where the kernels of this folder serve: facts about a problem, by its sizes and dtypes, the
- * device, FLCE_KERNEL and measured limits. */
+/* Decides where the sm_90a kernels are used: facts about a problem, from its sizes and dtypes, the
+ * device's capability, FLCE_KERNEL and measured limits. No kernel is launched here. */
 #include "cuda/backend.cuh"
 #include "cuda/sm90/fused_logits.cuh"
 #include "loss.h"
@@ -7,21 +7,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Tiles' numbers of each row at the most: fused_scratch_of takes them. */
+/* Upper bound of the arrays [tiles of V][rows] that fused_scratch_of lays out. */
 static int64_t number_count(const flce_problem* p) {
   const bool soft = p->has_probabilities;
   return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
          2 * p->wants_predictions;
 }
 
-/* Of fused_scratch: the numbers, the five vectors, and redo, which has at most two elements more
- * than one a row. */
+/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], and `redo`, which
+ * has 1 + ceil(rows / 256) elements, at most two a row. */
 static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
   return 4 * (numbers * tiles_of(vocab) + 8);
 }
 
-/* FLCE_KERNEL: "auto", by measured limits; "gemm": cuBLASLt and separate row passes; "fused": the
- * kernels of sm_90 wherever they can serve, also where others are faster. */
+/* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row
+ * passes. "fused": the sm_90a kernels wherever they work, also where others are faster. */
 enum KernelChoice { kAutoKernel, kGemmKernel, kFusedKernel };
 
 static flce_status asked_kernel(KernelChoice* choice) {
@@ -33,13 +33,14 @@ static flce_status asked_kernel(KernelChoice* choice) {
                    "FLCE_KERNEL: expected \"auto\", \"gemm\" or \"fused\", got \"%s\"", text);
 }
 
-/* By dtypes and sizes alone: the same in a forward and its backward. */
+/* Depends on dtypes and sizes alone, so that a forward and its backward agree. */
 static bool suits_sm90(const flce_problem* p) {
   return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= kMaxVocab &&
          p->tokens <= INT32_MAX / 2;
 }
-/* To find the rows takes some 40 us, 2 % of a step of kLeast logits; to gather x, what a product of
- * some twenty classes takes. Both also where an address or FLCE_KERNEL then lets nothing skip. */
+/* Finding the valid rows takes about 40 us, 2 % of a step with kLeast logits. Gathering their x
+ * takes as long as a GEMM with about twenty classes. Both are paid even where an unaligned address
+ * or FLCE_KERNEL then prevents every kernel from skipping rows. */
 static bool is_worth_finding_rows(const flce_problem* p) {
   const double kLeast = 1 << 27;
   const int64_t kLeastVocab = 8192;
@@ -47,16 +48,19 @@ static bool is_worth_finding_rows(const flce_problem* p) {
          (double)p->tokens * (double)p->vocab >= kLeast;
 }
 
-/* A product over fewer does not hide what it takes to write z and to make the sums beside it: at
- * 768 a product and a pass are 1.06 times as fast, at 1024 as fast, at 2048 0.95 times. */
+/* Least H at which the fused GEMM also serves where z has to be written. With a smaller k its
+ * mainloop is too short to hide the stores of z and the sums of the epilogue. Speed of a cuBLASLt
+ * GEMM and a row pass relative to it: 1.06x at H = 768, 1.00x at 1024, 0.95x at 2048. */
 constexpr int64_t kLeastHidden = 1024;
 
-/* A cluster always computes 256 rows. A step (H = 4096, V = 128256) over the three GEMMs alone, by
- * this product and by cuBLASLt with a row pass: 64 rows 1.34x and 1.08x, 128 rows 1.23x and 1.09x,
- * 192 rows 1.06x and 1.04x, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md, 2026-11-22). */
+/* Least rows: a cluster always computes 256. Time of a step (H = 4096, V = 128256) over its three
+ * bare GEMMs, with this kernel and with cuBLASLt and a row pass: 64 rows 1.34x and 1.08x, 128 rows
+ * 1.23x and 1.09x, 192 rows 1.06x and 1.04x, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md,
+ * 2026-11-22). */
 constexpr int64_t kLeastRows = 193;
 
-/* Whether the product's kernels have what the loss needs: beside probabilities little else. */
+/* Whether the fused kernels implement this loss. With probabilities they implement no other
+ * option. */
 static bool suits_fused_gemm(const flce_problem* p) {
   const flce_loss* o = &p->loss;
   const bool rises = (float)(o->logit_scale / o->temperature * kLog2eExact) > 0;

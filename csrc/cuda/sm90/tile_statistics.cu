@@ -1,4 +1,5 @@
-/* After the fused logits GEMM: a row's statistics, loss and factors, from its tiles' sums. */
+/* Runs after the fused logits GEMM: adds up the sums of a row's tiles and makes its statistics,
+ * loss, prediction and gradient factors. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/rows/row_coefficients.cuh"
@@ -10,12 +11,13 @@ enum { kSumRows = 32, kSumWarps = 32, kSumBatch = 8 };
 
 constexpr double kLn2 = 0.69314718055994531;
 
-/* As end_of, from integer offsets: 2^k is exact where exp(c) is not. `above` is the target's log2_l
- * over k. */
+/* Like end_of (rows/statistics.cuh), but with an integer offset in base 2: 2^k is exact where
+ * exp(c) is not. `above` is the target's log2_l minus k, `l` the target's l, `rest` the sum over
+ * the other columns of 2^(log2_l - k). */
 __device__ __forceinline__ RowEnd<float> end_of_fused_row(float above, float l, float k,
                                                           float rest) {
   RowEnd<float> end;
-  /* A target of +inf would look like a certain one; eager gives NaN. */
+  /* A target with l = +inf would look like one of probability 1. Eager gives NaN. */
   end.exp_target = l == INFINITY ? NAN : exp2f(above);
   end.sum = rest + end.exp_target;
   end.log_sum = logf(end.sum);
@@ -26,10 +28,11 @@ __device__ __forceinline__ RowEnd<float> end_of_fused_row(float above, float l, 
   return end;
 }
 
-/* The numbers of a row's tiles that a block adds up: of fused_scratch, NULL for 0. */
+/* The per-tile sums that a block adds up, by their arrays in fused_scratch; a NULL array counts as
+ * 0. */
 enum TileNumber { kRest, kWeightedGap, kWeightSum, kEntropySum, kTileNumbers };
 
-/* [warps][rows] of a block: its warps take every kSumWarps-th tile. */
+/* Partial sums of a block, [warps][rows]: each warp adds every kSumWarps-th tile. */
 typedef double TileParts[kTileNumbers][kSumWarps][kSumRows];
 
 __device__ __forceinline__ void add_tiles(const float* numbers, int rows, int row, int tiles,
@@ -38,7 +41,9 @@ __device__ __forceinline__ void add_tiles(const float* numbers, int rows, int ro
   const int warp = threadIdx.x / kSumRows;
   double sum = 0;
   for (int first = warp; first < tiles; first += kSumWarps * kSumBatch) {
-    float part[kSumBatch]; /* all under way before the first is added, so none is left out */
+    /* all loads are in flight before the first addition; no branch, so tiles past the end are
+     * loaded clamped */
+    float part[kSumBatch];
 #pragma unroll
     for (int b = 0; b < kSumBatch; b++) {
       const int tile = min(first + b * kSumWarps, tiles - 1);
@@ -50,7 +55,7 @@ __device__ __forceinline__ void add_tiles(const float* numbers, int rows, int ro
   parts[warp][threadIdx.x % kSumRows] = sum;
 }
 
-/* By a thread of the first warp for its row. */
+/* Called by the thread of the first warp that has the row. */
 __device__ __forceinline__ double total_of(const float* numbers,
                                            const double (&parts)[kSumWarps][kSumRows]) {
   double sum = 0;
@@ -58,7 +63,8 @@ __device__ __forceinline__ double total_of(const float* numbers,
   return sum;
 }
 
-/* The largest of a row's tiles, by one thread: predictions are rare enough for that. */
+/* The largest log2_l of a row's tiles. One thread loops over all tiles: predictions are requested
+ * too rarely to do better. */
 __device__ __forceinline__ Best<float> best_of_tiles(const fused_scratch& s, int rows, int row,
                                                      int tiles) {
   Best<float> best = no_best<float>();
@@ -69,13 +75,13 @@ __device__ __forceinline__ Best<float> best_of_tiles(const fused_scratch& s, int
   return best;
 }
 
-/* The tiles' sums of a row. */
+/* A row's sums over all tiles; `rest` leaves the target out. */
 struct TileSums {
   double rest, weighted_gap, weight_sum, entropy_sum;
 };
 
-/* What sums of log2_l become as sums of l, taken from the target's, or from 0 where that is not
- * finite. `reference` is what the tiles' are taken from, of the row's log2_l. */
+/* Turns the sums over log2_l into sums over l, and changes their reference to the target's l, or to
+ * 0 where that is not finite. `reference` is the log2_l to which the tiles' sums are relative. */
 __device__ __forceinline__ void set_references(const row_args& p, const fused_scratch& s,
                                                float reference, float l_target,
                                                const TileSums& tiles, RowSums<float>& sums) {
@@ -89,13 +95,14 @@ __device__ __forceinline__ void set_references(const row_args& p, const fused_sc
     sums.entropy_sum = (float)(kLn2 * tiles.entropy_sum - above * (double)sums.rest);
 }
 
-/* Statistics of a row of probabilities, taken from lse itself. It and the sum of t z are made from
- * the same z, with the same scale: of a row that is all but certain nothing is left of either. */
+/* Statistics of a row with probabilities; its sums are relative to lse itself. lse and the sum of t
+ * z are made from the same z with the same scale, because in a row that is all but certain they
+ * cancel to nearly nothing. */
 __device__ __forceinline__ RowStatistics<float> write_soft_row(const row_args& p,
                                                                const Row<float>& view, int64_t at,
                                                                float scale, float k,
                                                                const TileSums& tiles) {
-  const double unit = (double)p.scale_f32 / (double)scale; /* of one in log2_l */
+  const double unit = (double)p.scale_f32 / (double)scale; /* l per unit of log2_l */
   const double lse = unit * ((double)k + log2(tiles.rest));
   RowSums<float> sums = {};
   RowEnd<float> end = {};
@@ -108,22 +115,22 @@ __device__ __forceinline__ RowStatistics<float> write_soft_row(const row_args& p
   return write_statistics<kGeneral>(p, view, at, sums, end);
 }
 
-/* What a row's statistics are made of beside its sums: its place in the vectors, its target there,
- * and numbers of fused_scratch. */
+/* What a row's statistics need in addition to its sums: its position in the per-row vectors, its
+ * target there, and its entries of fused_scratch. */
 struct FusedRow {
   int64_t at, y;
   int column, top;
   float offset, target;
 };
 
-/* Loads alone, no branches: they come while the sums are made. */
+/* Only loads, no branch on their values: they are in flight while the tiles are summed. */
 __device__ __forceinline__ FusedRow open_fused_row(const flce_rows& r, const fused_scratch& s,
                                                    int row) {
   const int64_t at = vectors_at(r, row);
   return {at, target_at(r, at), s.column[row], s.top[row], s.offset[row], s.target[row]};
 }
 
-/* Statistics of a valid row, of its tiles' sums. By one thread. */
+/* Statistics of a valid row from its tiles' sums. Called by one thread. */
 template <Kind KIND>
 __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
                                                            const fused_params& shape,
@@ -158,6 +165,8 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   return write_statistics<KIND>(p, view, own.at, sums, end);
 }
 
+/* One block for kSumRows rows: a lane for each row, the tiles divided among the warps, the end of a
+ * row by one thread of the first warp. `coef` NULL: no gradient factors. */
 template <Kind KIND>
 __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
     tile_statistics(const __grid_constant__ row_args p, const fused_params shape,
