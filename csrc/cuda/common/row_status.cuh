@@ -40,8 +40,8 @@ __device__ __forceinline__ RowRef row_ref_of(const flce_rows& r, int64_t row) {
 
 /* The result of a row that is not valid: NaN where the target is out of range, else 0. */
 template <typename S>
-__device__ __forceinline__ S blank_of(RowRef place) {
-  return place.kind == kRowOutOfRange ? (S)NAN : (S)0;
+__device__ __forceinline__ S blank_of(RowRef ref) {
+  return ref.kind == kRowOutOfRange ? (S)NAN : (S)0;
 }
 
 /* Writes statistics and loss of a row that is not valid: `value`, 0 or NaN. Its prediction is

@@ -65,21 +65,21 @@ __device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_
 template <typename T, int N, typename S = stat_t<T>>
 __global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
   pdl_wait();
-  const RowRef place = row_ref_of(p.r, blockIdx.x);
-  const bool is_there = place.kind != kRowAbsent, scales = p.scaled_x && is_there;
+  const RowRef ref = row_ref_of(p.r, blockIdx.x);
+  const bool is_there = ref.kind != kRowAbsent, scales = p.scaled_x && is_there;
   RowFactors<S> factors = {};
-  if (is_there) factors = factors_of<S>(p.r, place.at);
+  if (is_there) factors = factors_of<S>(p.r, ref.at);
   for (int64_t h = (int64_t)threadIdx.x * N; h < p.hidden; h += (int64_t)blockDim.x * N) {
     Vec<T, N> raw = {};
-    if (scales) load_vec<false>((const T*)p.x + place.at * p.hidden + h, raw);
+    if (scales) load_vec<false>((const T*)p.x + ref.at * p.hidden + h, raw);
     S v[N];
-    if (place.kind == kRowValid) {
-      grad_input_part<T, N>(p, place.at, factors, h, v);
+    if (ref.kind == kRowValid) {
+      grad_input_part<T, N>(p, ref.at, factors, h, v);
     } else {
 #pragma unroll
-      for (int e = 0; e < N; e++) v[e] = blank_of<S>(place);
+      for (int e = 0; e < N; e++) v[e] = blank_of<S>(ref);
     }
-    if (is_there && h < p.cols) store_any<S, N>(p.dx, p.dx_dtype, place.at * p.cols + h, v);
+    if (is_there && h < p.cols) store_any<S, N>(p.dx, p.dx_dtype, ref.at * p.cols + h, v);
     if (!p.scaled_x) continue;
     unpack(raw, v);
 #pragma unroll
@@ -110,7 +110,7 @@ flce_status cuda_finish_grad_input(void* self, const flce_grad_input_args* call)
     return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: no target terms with probabilities");
   }
   if (call->dx == call->d && (call->rows->index || call->hidden != call->cols)) {
-    return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: expected rows in place to stay there");
+    return flce_fail(FLCE_UNSUPPORTED, "finish_grad_input: expected rows in ref to stay there");
   }
   const grad_input_args args = {*call->rows,   call->dx,    call->scaled_x, call->d,
                                 call->w,       call->x,     call->wsum,     call->dx_dtype,

@@ -14,11 +14,11 @@ __global__ void __launch_bounds__(kThreads)
   pdl_wait();
   const int64_t row = (int64_t)blockIdx.x * kThreads + threadIdx.x;
   if (row >= r.rows) return;
-  const RowRef place = row_ref_of(r, row);
-  if (place.kind == kRowAbsent) return;
+  const RowRef ref = row_ref_of(r, row);
+  if (ref.kind == kRowAbsent) return;
   RowStatistics<S> stats = {};
-  if (place.kind == kRowValid) stats = statistics_at<S>(r, place.at);
-  write_coefficients(r, upstream, place, stats, factor ? factor[0] : (S)1, (S)scale, coef);
+  if (ref.kind == kRowValid) stats = statistics_at<S>(r, ref.at);
+  write_coefficients(r, upstream, ref, stats, factor ? factor[0] : (S)1, (S)scale, coef);
 }
 
 flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_upstream* upstream,

@@ -60,16 +60,16 @@ __device__ __forceinline__ RowStatistics<S> statistics_at(const flce_rows& r, in
  * not read. Called by one thread. */
 template <typename S>
 __device__ __forceinline__ void write_coefficients(const flce_rows& r,
-                                                   const flce_upstream& upstream, RowRef place,
+                                                   const flce_upstream& upstream, RowRef ref,
                                                    const RowStatistics<S>& stats, S factor, S scale,
                                                    S* coef) {
   S values[FLCE_COEF_ROWS];
 #pragma unroll
-  for (int which = 0; which < FLCE_COEF_ROWS; which++) values[which] = blank_of<S>(place);
-  if (place.kind == kRowValid) coefficients_of(r, upstream, place.at, stats, factor, scale, values);
+  for (int which = 0; which < FLCE_COEF_ROWS; which++) values[which] = blank_of<S>(ref);
+  if (ref.kind == kRowValid) coefficients_of(r, upstream, ref.at, stats, factor, scale, values);
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) {
-    coef[which * r.stat_pitch + place.at] = values[which];
+    coef[which * r.stat_pitch + ref.at] = values[which];
   }
 }
 

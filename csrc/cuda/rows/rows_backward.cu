@@ -104,10 +104,10 @@ __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<
 #pragma unroll
   for (int e = 0; e < N; e++) {
     const S exp_l = exp_for<Out>(v[e] - g.offset);
-    S product = exp_l * g.factor;
+    S exp_part = exp_l * g.factor;
     /* entropy_term gives 0 and not NaN where l is -inf. */
-    if (g.entropy != 0) product += g.entropy * -entropy_term(exp_l, v[e], g.mean_logit);
-    v[e] = slope[e] * (product - share[e]);
+    if (g.entropy != 0) exp_part += g.entropy * -entropy_term(exp_l, v[e], g.mean_logit);
+    v[e] = slope[e] * (exp_part - share[e]);
   }
 }
 
@@ -146,14 +146,14 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   constexpr int N = kVec<Z>;
   const flce_rows& r = p.r;
   Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const RowRef place = row_ref_of(r, blockIdx.x);
-  if (place.kind != kRowValid) {
-    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(place)));
+  const RowRef ref = row_ref_of(r, blockIdx.x);
+  if (ref.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(ref)));
     pad_row(out, r.vocab, r.out_columns);
     return;
   }
-  const Row<Z> row = open_row_view<KIND, Z>(p, place.at);
-  const GradRow<S> g = open_grad_row<KIND>(p, row, place.at, scale, hide_target, z_is_exp);
+  const Row<Z> row = open_row_view<KIND, Z>(p, ref.at);
+  const GradRow<S> g = open_grad_row<KIND>(p, row, ref.at, scale, hide_target, z_is_exp);
   for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
     const int mine = first + threadIdx.x;
     Vec<Z, N> raw[kUnroll<Z>];

@@ -36,10 +36,10 @@ __device__ __forceinline__ float tile_weighted_gap(const row_args& p, const Row<
     const int col = column_of<Z>(first + u * blockDim.x, row.lead);
     float z[N];
     unpack(raw[u], z);
-    const bool weighted_gaps = has_excluded_columns(row, col);
+    const bool has_excluded = has_excluded_columns(row, col);
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      if (!weighted_gaps || !is_excluded(row, col + e))
+      if (!has_excluded || !is_excluded(row, col + e))
         weighted_gap += fma(-z[e], scale_of(p, 0.0f), row.reference);
     }
   }
@@ -138,14 +138,14 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
   __shared__ float scratch[kMaxWarps];
   const flce_rows& r = p.r;
   Out* out = (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const RowRef place = row_ref_of(r, blockIdx.x);
-  if (place.kind != kRowValid) {
-    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<float>(place)));
+  const RowRef ref = row_ref_of(r, blockIdx.x);
+  if (ref.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<float>(ref)));
     pad_row(out, r.vocab, r.out_columns);
-    write_no_statistics<float>(r, place);
+    write_no_statistics<float>(r, ref);
     return;
   }
-  const Row<Z> row = open_row<KIND, true, Z>(p, place.at);
+  const Row<Z> row = open_row<KIND, true, Z>(p, ref.at);
   RowSums<float> sums = {};
   sums.offset = isfinite(row.l_target) ? row.l_target + kAbove : -INFINITY;
   sums.weighted_gap_from = sums.entropy_sum_from = row.reference;
@@ -278,14 +278,14 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   __shared__ T scratch[kMaxWarps];
   const flce_rows& r = p.r;
   T* out = (T*)r.out + (int64_t)blockIdx.x * r.out_pitch;
-  const RowRef place = row_ref_of(r, blockIdx.x);
-  if (place.kind != kRowValid) {
-    fill_row(out, (int)r.vocab, blank_of<T>(place));
+  const RowRef ref = row_ref_of(r, blockIdx.x);
+  if (ref.kind != kRowValid) {
+    fill_row(out, (int)r.vocab, blank_of<T>(ref));
     pad_row(out, r.vocab, r.out_columns);
-    write_no_statistics<T>(r, place);
+    write_no_statistics<T>(r, ref);
     return;
   }
-  const Row<T> row = open_row<KIND, false, T>(p, place.at);
+  const Row<T> row = open_row<KIND, false, T>(p, ref.at);
   RowSums<T> sums = {};
   sums.offset = sums.weighted_gap_from = sums.entropy_sum_from = row_max<KIND>(row, scratch);
   int lowest = INT32_MAX; /* column that holds the offset */
@@ -328,12 +328,12 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   __shared__ S parked; /* l_target, kept out of registers during the row's loop */
   const flce_rows& r = p.r;
   pad_row((Z*)r.z + (int64_t)blockIdx.x * r.z_pitch, r.vocab, r.z_columns);
-  const RowRef place = row_ref_of(r, blockIdx.x);
-  if (place.kind != kRowValid) {
-    write_no_statistics<S>(r, place);
+  const RowRef ref = row_ref_of(r, blockIdx.x);
+  if (ref.kind != kRowValid) {
+    write_no_statistics<S>(r, ref);
     return;
   }
-  Row<Z> row = open_row<KIND, kFast, Z>(p, place.at);
+  Row<Z> row = open_row<KIND, kFast, Z>(p, ref.at);
   if (KIND == kGeneral && threadIdx.x == 0) parked = row.l_target;
   const S none = -infinity_of(S(0)), unit = KIND == kGeneral ? S(1) : row.scale;
   Running<S> run = {none, 0};

@@ -419,9 +419,9 @@ __device__ __forceinline__ int64_t prediction_of(const Row<Z>& row, Best<S> best
 /* Blank statistics of a row that is not valid; an absent row has none. Called by the whole
  * block. */
 template <typename S>
-__device__ __forceinline__ void write_no_statistics(const flce_rows& r, RowRef place) {
-  if (threadIdx.x != 0 || place.kind == kRowAbsent) return;
-  write_blank(r, place.at, blank_of<S>(place));
+__device__ __forceinline__ void write_no_statistics(const flce_rows& r, RowRef ref) {
+  if (threadIdx.x != 0 || ref.kind == kRowAbsent) return;
+  write_blank(r, ref.at, blank_of<S>(ref));
 }
 
 #endif

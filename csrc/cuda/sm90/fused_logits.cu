@@ -38,25 +38,25 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
  * turns hidden logits (-inf) into +inf, and 0 turns them into NaN. */
 static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   const row_args args = make_args(r);
-  fused_params shape = {};
+  fused_params params = {};
   const flce_loss* o = &r->options;
-  shape.rows = (int)r->rows;
-  shape.vocab = (int)r->vocab;
-  shape.hidden = (int)g->k;
-  shape.columns = (int)(g->c ? r->z_columns : r->out_columns);
-  shape.half = g->dtype == FLCE_F16;
-  shape.scale = (float)((o->softcap > 0 ? args.outer_scale : args.scale) * kLog2eExact);
-  shape.general = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
-                  !(shape.scale > 0) || r->temperature || r->wants_entropy || r->predictions ||
-                  (r->target && g->c) || (r->target && shape.half);
-  shape.inner_scale = (float)args.inner_scale;
-  shape.bias = (const float*)r->bias;
-  shape.class_weight = (const float*)r->class_weight;
-  shape.index = r->index;
-  shape.probabilities = r->probabilities;
-  shape.probabilities_dtype = r->probabilities_dtype;
-  shape.probabilities_pitch = r->probabilities_pitch;
-  return shape;
+  params.rows = (int)r->rows;
+  params.vocab = (int)r->vocab;
+  params.hidden = (int)g->k;
+  params.columns = (int)(g->c ? r->z_columns : r->out_columns);
+  params.half = g->dtype == FLCE_F16;
+  params.scale = (float)((o->softcap > 0 ? args.outer_scale : args.scale) * kLog2eExact);
+  params.general = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
+                   !(params.scale > 0) || r->temperature || r->wants_entropy || r->predictions ||
+                   (r->target && g->c) || (r->target && params.half);
+  params.inner_scale = (float)args.inner_scale;
+  params.bias = (const float*)r->bias;
+  params.class_weight = (const float*)r->class_weight;
+  params.index = r->index;
+  params.probabilities = r->probabilities;
+  params.probabilities_dtype = r->probabilities_dtype;
+  params.probabilities_pitch = r->probabilities_pitch;
+  return params;
 }
 
 /* What the epilogue writes, to which memory and with which pitch (elements). */
@@ -68,29 +68,30 @@ static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out,
 
 /* `repeat`: only the tiles whose sums went beyond kTileLimit. */
 static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
-                                   const fused_params* shape, const fused_scratch* s, bool repeat) {
+                                   const fused_params* params, const fused_scratch* s,
+                                   bool repeat) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   void* out;
   int64_t pitch;
   const FusedResult result = result_of(g, r, &out, &pitch);
-  return launch_logits_gemm_sm90(cuda->stream, cuda->device, shape, s, g->a, g->b, result, out,
+  return launch_logits_gemm_sm90(cuda->stream, cuda->device, params, s, g->a, g->b, result, out,
                                  pitch, repeat);
 }
 
 flce_status cuda_fused_logits(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "fused_logits"));
-  const fused_params shape = fused_params_of(g, r);
+  const fused_params params = fused_params_of(g, r);
   const fused_scratch s = fused_scratch_of(scratch, r);
-  FLCE_TRY(launch_row_offsets(self, g, r, &shape, &s));
-  return run_logits_gemm(self, g, r, &shape, &s, false);
+  FLCE_TRY(launch_row_offsets(self, g, r, &params, &s));
+  return run_logits_gemm(self, g, r, &params, &s, false);
 }
 
 flce_status cuda_fused_statistics(void* self, const flce_gemm* g, const flce_rows* r,
                                   const void* factor, void* coef, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
-  const fused_params shape = fused_params_of(g, r);
+  const fused_params params = fused_params_of(g, r);
   const fused_scratch s = fused_scratch_of(scratch, r);
-  FLCE_TRY(run_logits_gemm(self, g, r, &shape, &s, true));
-  return launch_tile_statistics(self, r, &shape, &s, factor, coef);
+  FLCE_TRY(run_logits_gemm(self, g, r, &params, &s, true));
+  return launch_tile_statistics(self, r, &params, &s, factor, coef);
 }

@@ -96,16 +96,16 @@ __device__ __forceinline__ float offset_of(const fused_scratch& s, int row) {
 }
 
 /* log2_l of a logit in the general kernels; `scale` is scratch.scale of its row. */
-__device__ __forceinline__ float general_log2_logit(const fused_params& shape, float scale,
+__device__ __forceinline__ float general_log2_logit(const fused_params& params, float scale,
                                                     float z) {
-  return scale * (shape.inner_scale != 0 ? tanh_of<true>(shape.inner_scale * z) : z);
+  return scale * (params.inner_scale != 0 ? tanh_of<true>(params.inner_scale * z) : z);
 }
 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
  * which is [rows][pitch] of bfloat16 for E and of float32 for z. `repeat`: computes again, from the
  * offsets in scratch.top, the row clusters in which an earlier call exceeded kTileLimit; if there
  * are none the kernel returns at once. z does not depend on an offset and is not written again. */
-flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* shape,
+flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool repeat);
 
@@ -116,10 +116,10 @@ static inline int64_t tiles_of(int64_t vocab) {
 
 /* row_offsets.cu: offset, scale and target of each row, into `scratch`. */
 flce_status launch_row_offsets(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                               const fused_params* shape, const fused_scratch* scratch);
+                               const fused_params* params, const fused_scratch* scratch);
 /* tile_statistics.cu: from the tiles' sums the statistics and losses of the rows and, unless `coef`
  * is NULL, their gradient factors. */
-flce_status launch_tile_statistics(void* self, const flce_rows* rows, const fused_params* shape,
+flce_status launch_tile_statistics(void* self, const flce_rows* rows, const fused_params* params,
                                    const fused_scratch* scratch, const void* factor, void* coef);
 
 #endif

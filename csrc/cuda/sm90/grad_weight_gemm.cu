@@ -89,7 +89,7 @@ __device__ __forceinline__ Tile tile_at(const grad_weight_gemm_args& p, int tile
 /* ---- producer: TMA loads ---- */
 
 /* Loads one stage: each block loads half of the tokens of E, multicast to both, and its own x. */
-__device__ __forceinline__ void copy_stage(const SmemLayout& smem, int stage,
+__device__ __forceinline__ void load_stage(const SmemLayout& smem, int stage,
                                            const CUtensorMap* e_map, const CUtensorMap* x_map,
                                            const Tile& at, int token, int rank) {
   const uint32_t full = smem.stages.full + 8 * stage;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void producer_loop(const grad_weight_gemm_args& p,
     const Tile at = tile_at(p, tile, rank);
     for (int step = 0; step < steps; step++) {
       sm90::barrier_wait(smem.stages.empty + 8 * state.stage, state.parity);
-      copy_stage(smem, state.stage, e_map, x_map, at, step * kDepth, rank);
+      load_stage(smem, state.stage, e_map, x_map, at, step * kDepth, rank);
       state.advance();
     }
     /* The old values of dW are loaded here, while the consumers still work on the last stages.
@@ -267,7 +267,7 @@ __device__ __forceinline__ void put_part(uint32_t address, bool adds, const floa
 __device__ __forceinline__ void epilogue(const grad_weight_gemm_args& p, const CUtensorMap* w_map,
                                          const SmemLayout& smem, const Tile& at, int count,
                                          int group, const Accumulators& acc) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroupThreads / 32;
   /* The row and the 16-byte chunk of a 16 x 16 block whose address this lane gives to ldmatrix and
    * stmatrix; chunks are swizzled by the row modulo 8. */
   const int row = (lane >> 4) * 8 + (lane & 7), chunk = 2 * warp + ((lane >> 3) & 1);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void epilogue(const grad_weight_gemm_args& p, const C
       put_part(address + panel * kBytesSlab + part * 16 * 128, p.adds, &acc[panel][part * 8]);
     }
   }
-  sm90::copy_fence();
+  sm90::async_proxy_fence();
   sync_consumer(group);
   if (warp == 0 && lane == 0) {
 #pragma unroll
@@ -296,7 +296,7 @@ __device__ __forceinline__ void epilogue(const grad_weight_gemm_args& p, const C
 __device__ __forceinline__ void consumer_loop(const grad_weight_gemm_args& p,
                                               const CUtensorMap* w_map, const SmemLayout& smem,
                                               int steps, int group, int rank) {
-  const int thread = threadIdx.x % kGroupThreads;
+  const int thread = threadIdx.x % kWarpgroupThreads;
   if (group == 1) release_mainloop(1);
   int count = group;
   for (int tile = blockIdx.x / kCluster + group * p.clusters; tile < p.tiles;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                           const __grid_constant__ grad_weight_gemm_args p) {
   const SmemLayout smem = smem_layout();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int warpgroup = warp / (kGroupThreads / 32);
+  const int warpgroup = warp / (kWarpgroupThreads / 32);
   const int rank = sm90::cluster_rank();
   pdl_wait();
   /* At least one stage, which holds zeros where no row is present: dW must be written. */

@@ -55,9 +55,9 @@ struct ColumnValues {
 };
 
 /* z += bias. */
-__device__ __forceinline__ void add_bias(const ColumnValues& numbers, const Fragment& frag,
+__device__ __forceinline__ void add_bias(const ColumnValues& columns, const Fragment& frag,
                                          Accumulators& acc) {
-  const uint32_t at = numbers.bias + 8 * (frag.lane & 3);
+  const uint32_t at = columns.bias + 8 * (frag.lane & 3);
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
     float b[2];
@@ -88,7 +88,7 @@ __device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& f
 }
 
 /* Replaces z by log2_l. */
-__device__ __forceinline__ void make_log2_logits(const fused_params& shape, const TileRows& rows,
+__device__ __forceinline__ void make_log2_logits(const fused_params& params, const TileRows& rows,
                                                  Accumulators& acc) {
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
@@ -97,16 +97,16 @@ __device__ __forceinline__ void make_log2_logits(const fused_params& shape, cons
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         float& z = acc_at(acc, q, j, e);
-        z = general_log2_logit(shape, rows.scale[q], z);
+        z = general_log2_logit(params, rows.scale[q], z);
       }
     }
   }
 }
 
 /* Adds the sums of label smoothing. They include the target, so this precedes hide_columns. */
-__device__ __forceinline__ void add_weighted_gaps(const ColumnValues& numbers, const Fragment& frag,
+__device__ __forceinline__ void add_weighted_gaps(const ColumnValues& columns, const Fragment& frag,
                                                   Accumulators& acc, TileRows& rows) {
-  const uint32_t at = numbers.weight + 8 * (frag.lane & 3);
+  const uint32_t at = columns.weight + 8 * (frag.lane & 3);
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
     float w[2];
@@ -153,7 +153,7 @@ __device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int 
 /* Adds t and t z of two of a thread's rows of the tile. A t of 0 adds nothing, even where z is inf
  * or NaN. */
 template <typename T, bool PAIRED>
-__device__ __forceinline__ void add_probabilities_of(const fused_params& shape,
+__device__ __forceinline__ void add_probabilities_of(const fused_params& params,
                                                      const Fragment& frag, int half,
                                                      const float* acc, TileRows& rows) {
   /* Parts whose loads are in flight together, as many as the registers allow. */
@@ -161,21 +161,21 @@ __device__ __forceinline__ void add_probabilities_of(const fused_params& shape,
   const T* t[2];
 #pragma unroll
   for (int q = 0; q < 2; q++) {
-    const int row = min(frag.first_row + row_step(2 * half + q), shape.rows - 1);
-    t[q] = (const T*)shape.probabilities + row * shape.probabilities_pitch;
+    const int row = min(frag.first_row + row_step(2 * half + q), params.rows - 1);
+    t[q] = (const T*)params.probabilities + row * params.probabilities_pitch;
   }
 #pragma unroll
   for (int first = 0; first < kParts; first += kBatch) {
     /* This branch also keeps the loads of the next batch below it: the registers do not hold two
      * batches. */
-    if (frag.first_column + 8 * first >= shape.vocab) return;
+    if (frag.first_column + 8 * first >= params.vocab) return;
     typename PairOf<T>::type raw[kBatch][2];
 #pragma unroll
     for (int j = 0; j < kBatch; j++) {
 #pragma unroll
       for (int q = 0; q < 2; q++) {
         const int column = frag.first_column + 8 * (first + j);
-        raw[j][q] = load_pair<T, PAIRED>(t[q], column, shape.vocab);
+        raw[j][q] = load_pair<T, PAIRED>(t[q], column, params.vocab);
       }
     }
 #pragma unroll
@@ -191,32 +191,32 @@ __device__ __forceinline__ void add_probabilities_of(const fused_params& shape,
 }
 
 template <typename T>
-__device__ __forceinline__ void add_probabilities_as(const fused_params& shape,
+__device__ __forceinline__ void add_probabilities_as(const fused_params& params,
                                                      const Fragment& frag, const Accumulators& acc,
                                                      TileRows& rows) {
   const bool paired =
-      shape.probabilities_pitch % 2 == 0 && is_aligned(shape.probabilities, 2 * sizeof(T));
+      params.probabilities_pitch % 2 == 0 && is_aligned(params.probabilities, 2 * sizeof(T));
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     if (paired) {
-      add_probabilities_of<T, true>(shape, frag, half, acc[half], rows);
+      add_probabilities_of<T, true>(params, frag, half, acc[half], rows);
     } else {
-      add_probabilities_of<T, false>(shape, frag, half, acc[half], rows);
+      add_probabilities_of<T, false>(params, frag, half, acc[half], rows);
     }
   }
 }
 
-__device__ __forceinline__ void add_probabilities(const fused_params& shape, const Fragment& frag,
+__device__ __forceinline__ void add_probabilities(const fused_params& params, const Fragment& frag,
                                                   const Accumulators& acc, TileRows& rows) {
-  switch (shape.probabilities_dtype) {
+  switch (params.probabilities_dtype) {
     case FLCE_F64:
-      return add_probabilities_as<double>(shape, frag, acc, rows);
+      return add_probabilities_as<double>(params, frag, acc, rows);
     case FLCE_F32:
-      return add_probabilities_as<float>(shape, frag, acc, rows);
+      return add_probabilities_as<float>(params, frag, acc, rows);
     case FLCE_BF16:
-      return add_probabilities_as<__nv_bfloat16>(shape, frag, acc, rows);
+      return add_probabilities_as<__nv_bfloat16>(params, frag, acc, rows);
     case FLCE_F16:
-      return add_probabilities_as<__half>(shape, frag, acc, rows);
+      return add_probabilities_as<__half>(params, frag, acc, rows);
   }
 }
 
@@ -244,12 +244,12 @@ __device__ __forceinline__ void take_target(const fused_scratch& s, int row, int
 /* Loads the offsets and scales of the thread's rows and clears its sums. REPEAT: the offset that
  * scratch.top gives. */
 template <bool GENERAL, bool REPEAT>
-__device__ __forceinline__ void open_tile_rows(const fused_params& shape, const fused_scratch& s,
+__device__ __forceinline__ void open_tile_rows(const fused_params& params, const fused_scratch& s,
                                                const Fragment& frag, TileRows& rows) {
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     const int row = frag.first_row + row_step(q);
-    const bool inside = row < shape.rows;
+    const bool inside = row < params.rows;
     rows.sum[q] = rows.weighted_gap[q] = rows.weight_sum[q] = rows.entropy_sum[q] = rows.scale[q] =
         0;
     rows.offset[q] = kBlankRow;
@@ -261,13 +261,13 @@ __device__ __forceinline__ void open_tile_rows(const fused_params& shape, const 
 /* Hides the targets. Sets the logits of blank rows to 0, because x may hold anything there, so that
  * E is 0 and not NaN. Sets columns beyond the vocabulary, which TMA loads fill with zeros, to -inf,
  * so that they add nothing. */
-__device__ __forceinline__ void hide_columns(const fused_params& shape, const fused_scratch& s,
+__device__ __forceinline__ void hide_columns(const fused_params& params, const fused_scratch& s,
                                              const Fragment& frag, const TileRows& rows,
                                              Accumulators& acc) {
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     const int row = frag.first_row + row_step(q);
-    if (row < shape.rows) {
+    if (row < params.rows) {
       const int hit = __ldg(s.column + row) - frag.tile.column;
       const bool mine = ((hit >> 1) & 3) == (frag.lane & 3);
       if ((unsigned)hit < (unsigned)kTileColumns && mine) take_target(s, row, hit, q, acc);
@@ -280,12 +280,12 @@ __device__ __forceinline__ void hide_columns(const fused_params& shape, const fu
       }
     }
   }
-  if (frag.tile.column + kTileColumns <= shape.vocab) return;
+  if (frag.tile.column + kTileColumns <= params.vocab) return;
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      if (frag.first_column + 8 * j + e >= shape.vocab) {
+      if (frag.first_column + 8 * j + e >= params.vocab) {
 #pragma unroll
         for (int q = 0; q < 4; q++) acc_at(acc, q, j, e) = -INFINITY;
       }
@@ -295,11 +295,11 @@ __device__ __forceinline__ void hide_columns(const fused_params& shape, const fu
 
 /* Writes one number of the tile for row q. `value` is the same in the four lanes that share the
  * row. */
-__device__ __forceinline__ void write_number(float* numbers, const fused_params& shape,
+__device__ __forceinline__ void write_number(float* columns, const fused_params& params,
                                              const Fragment& frag, int q, float value) {
   const int row = frag.first_row + row_step(q);
-  if ((frag.lane & 3) != 0 || row >= shape.rows) return;
-  numbers[(int64_t)(frag.tile.column / kTileColumns) * shape.rows + row] = value;
+  if ((frag.lane & 3) != 0 || row >= params.rows) return;
+  columns[(int64_t)(frag.tile.column / kTileColumns) * params.rows + row] = value;
 }
 
 /* Sum and maximum over the four lanes that share a row. */
@@ -323,7 +323,7 @@ __device__ __forceinline__ float row_top(Accumulators& acc, int q) {
 }
 
 /* Writes the largest log2_l of each row in this tile and its lowest column. */
-__device__ __forceinline__ void write_tops(const fused_params& shape, const fused_scratch& s,
+__device__ __forceinline__ void write_tops(const fused_params& params, const fused_scratch& s,
                                            const Fragment& frag, Accumulators& acc) {
 #pragma unroll
   for (int q = 0; q < 4; q++) {
@@ -338,22 +338,22 @@ __device__ __forceinline__ void write_tops(const fused_params& shape, const fuse
     }
     column = min(column, __shfl_xor_sync(0xffffffffu, column, 1));
     column = min(column, __shfl_xor_sync(0xffffffffu, column, 2));
-    write_number(s.tops, shape, frag, q, top);
-    write_number((float*)s.columns, shape, frag, q, __int_as_float(column));
+    write_number(s.tops, params, frag, q, top);
+    write_number((float*)s.columns, params, frag, q, __int_as_float(column));
   }
 }
 
 /* E of 8 of a thread's accumulators, two rows by four columns: v[2 q + e] for the first part, v[4 +
  * 2 q + e] for the next one. Adds them to the sums; the softcap's derivative multiplies v alone. */
 template <bool GENERAL>
-__device__ __forceinline__ void exp_parts(const fused_params& shape, const fused_scratch& s,
+__device__ __forceinline__ void exp_parts(const fused_params& params, const fused_scratch& s,
                                           const float* acc, int half, TileRows& rows,
                                           float (&v)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int q = half * 2 + ((i >> 1) & 1);
     v[i] =
-        exp2_fast(GENERAL ? acc[i] - rows.offset[q] : fmaf(acc[i], shape.scale, -rows.offset[q]));
+        exp2_fast(GENERAL ? acc[i] - rows.offset[q] : fmaf(acc[i], params.scale, -rows.offset[q]));
     rows.sum[q] += v[i];
   }
   if constexpr (!GENERAL) return;
@@ -366,7 +366,7 @@ __device__ __forceinline__ void exp_parts(const fused_params& shape, const fused
       rows.entropy_sum[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from));
     }
   }
-  if (shape.inner_scale != 0) {
+  if (params.inner_scale != 0) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float t = __fdividef(acc[i], rows.scale[half * 2 + ((i >> 1) & 1)]);
@@ -388,7 +388,7 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Fragment& f
 /* Makes E of one slab of columns: adds its sums and, if STORE, writes it to staging memory in the
  * swizzled layout of the TMA store. */
 template <bool STORE, bool GENERAL>
-__device__ __forceinline__ void exp_slab(const fused_params& shape, const fused_scratch& s,
+__device__ __forceinline__ void exp_slab(const fused_params& params, const fused_scratch& s,
                                          uint32_t address, int slab, const Fragment& frag,
                                          const Accumulators& acc, TileRows& rows) {
 #pragma unroll
@@ -396,7 +396,7 @@ __device__ __forceinline__ void exp_slab(const fused_params& shape, const fused_
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float v[8];
-      exp_parts<GENERAL>(shape, s, &acc[half][(slab * (kSlab / 16) + part) * 8], half, rows, v);
+      exp_parts<GENERAL>(params, s, &acc[half][(slab * (kSlab / 16) + part) * 8], half, rows, v);
       if constexpr (STORE) {
         const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                                     pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
@@ -410,7 +410,7 @@ __device__ __forceinline__ void exp_slab(const fused_params& shape, const fused_
  * log2_l and flags its row cluster: the GEMM computes it again from that offset. A NaN is no such
  * case. */
 template <bool GENERAL, bool SOFT>
-__device__ __forceinline__ void close_tile_rows(const fused_params& shape, const fused_scratch& s,
+__device__ __forceinline__ void close_tile_rows(const fused_params& params, const fused_scratch& s,
                                                 const Fragment& frag, Accumulators& acc,
                                                 TileRows& rows) {
   bool beyond = false;
@@ -418,19 +418,19 @@ __device__ __forceinline__ void close_tile_rows(const fused_params& shape, const
   for (int q = 0; q < 4; q++) {
     rows.sum[q] = quad_sum(rows.sum[q]);
     beyond |= rows.sum[q] > kTileLimit;
-    write_number(s.sums, shape, frag, q, rows.sum[q]);
+    write_number(s.sums, params, frag, q, rows.sum[q]);
     if (SOFT || (GENERAL && s.weighted_gaps))
-      write_number(s.weighted_gaps, shape, frag, q, quad_sum(rows.weighted_gap[q]));
-    if constexpr (SOFT) write_number(s.weight_sums, shape, frag, q, quad_sum(rows.weight_sum[q]));
+      write_number(s.weighted_gaps, params, frag, q, quad_sum(rows.weighted_gap[q]));
+    if constexpr (SOFT) write_number(s.weight_sums, params, frag, q, quad_sum(rows.weight_sum[q]));
     if (GENERAL && s.entropy_sums)
-      write_number(s.entropy_sums, shape, frag, q, quad_sum(rows.entropy_sum[q]));
+      write_number(s.entropy_sums, params, frag, q, quad_sum(rows.entropy_sum[q]));
   }
   if (!__any_sync(0xffffffffu, beyond)) return;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
-    const float top = row_top(acc, q) * (GENERAL ? 1 : shape.scale);
+    const float top = row_top(acc, q) * (GENERAL ? 1 : params.scale);
     const int row = frag.first_row + row_step(q);
-    if (rows.sum[q] > kTileLimit && (frag.lane & 3) == 0 && row < shape.rows) {
+    if (rows.sum[q] > kTileLimit && (frag.lane & 3) == 0 && row < params.rows) {
       atomicMax(s.top + row, ordered_of(top));
       s.redo[0] = 1;
       s.redo[1 + row / kClusterRows] = 1;

@@ -20,7 +20,7 @@ enum {
 /* Kernel parameters. `pitch`: elements of a row of `out`. `depth_steps`: pipeline stages of a tile.
  * `row_clusters`, `column_tiles`: tiles of the whole result, rows by kClusterRows. */
 struct logits_gemm_args {
-  fused_params shape;
+  fused_params params;
   fused_scratch scratch;
   uint64_t store_policy;
   void* out;
@@ -74,7 +74,7 @@ template <FusedResult RESULT>
 __device__ __forceinline__ void init_barriers(const SmemLayout& smem) {
   if (threadIdx.x == 0) {
     init_stages(smem.stages, 1);
-    const int arrivals = RESULT == kLogitResult ? kGroupThreads : 1;
+    const int arrivals = RESULT == kLogitResult ? kWarpgroupThreads : 1;
     for (int i = 0; i < 2; i++) sm90::barrier_init(smem.staging + 8 * i, arrivals);
     sm90::barrier_init_fence();
   }
@@ -171,37 +171,37 @@ __device__ __forceinline__ ColumnValues load_column_values(const logits_gemm_arg
                                                            const TileSchedule& schedule, int tile,
                                                            int iteration, int group, int thread) {
   const uint32_t address = smem.columns + (2 * group + (iteration & 1)) * 2 * kBytesColumns;
-  const ColumnValues numbers = {address, address + kBytesColumns};
-  if (KIND == kPlain || (KIND == kSoft && !p.shape.bias)) return numbers;
+  const ColumnValues columns = {address, address + kBytesColumns};
+  if (KIND == kPlain || (KIND == kSoft && !p.params.bias)) return columns;
   const int first = tile_at(p, schedule, tile, 0).column;
-  for (int at = thread; at < kTileColumns; at += kGroupThreads) {
+  for (int at = thread; at < kTileColumns; at += kWarpgroupThreads) {
     const int column = first + at;
-    const bool inside = column < p.shape.vocab;
-    if (p.shape.bias) {
-      sm90::store_shared(numbers.bias + 4 * at, inside ? __ldg(p.shape.bias + column) : 0.f);
+    const bool inside = column < p.params.vocab;
+    if (p.params.bias) {
+      sm90::store_shared(columns.bias + 4 * at, inside ? __ldg(p.params.bias + column) : 0.f);
     }
     if (KIND == kGeneral && p.scratch.weighted_gaps) {
-      const bool weighs = inside && p.shape.class_weight;
-      const float weight = weighs ? __ldg(p.shape.class_weight + column) : inside ? 1.f : 0.f;
-      sm90::store_shared(numbers.weight + 4 * at, weight);
+      const bool weighs = inside && p.params.class_weight;
+      const float weight = weighs ? __ldg(p.params.class_weight + column) : inside ? 1.f : 0.f;
+      sm90::store_shared(columns.weight + 4 * at, weight);
     }
   }
-  return numbers;
+  return columns;
 }
 
 /* Writes z through the staging memory, 64 rows at a time. Called by the consumer warpgroup that
  * owns the staging memory; passes it to the other one at the end. */
-__device__ __forceinline__ void copy_logits(const logits_gemm_args& p, const CUtensorMap* z_map,
-                                            const SmemLayout& smem, const Fragment& frag, int group,
-                                            const Accumulators& acc) {
-  const bool copies = frag.warp == 0 && frag.lane == 0;
+__device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CUtensorMap* z_map,
+                                             const SmemLayout& smem, const Fragment& frag,
+                                             int group, const Accumulators& acc) {
+  const bool stores = frag.warp == 0 && frag.lane == 0;
   static_assert(kTileColumns / kLogitBox * kBytesLogitBox == kSlabs * kBytesSlab, "same memory");
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     stage_logits(smem.e, frag, acc[half]);
-    sm90::copy_fence();
+    sm90::async_proxy_fence();
     sync_consumer(group);
-    if (copies) {
+    if (stores) {
       for (int box = 0; box < kTileColumns / kLogitBox; box++) {
         sm90::store_box(z_map, smem.e + box * kBytesLogitBox, frag.tile.column + box * kLogitBox,
                         frag.tile.row + half * kLogitRows, p.store_policy);
@@ -217,10 +217,10 @@ __device__ __forceinline__ void copy_logits(const logits_gemm_args& p, const CUt
 template <Kind KIND, FusedResult RESULT, bool REPEAT>
 __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtensorMap* out_map,
                                          const SmemLayout& smem, const TileSchedule& schedule,
-                                         ColumnValues numbers, int tile, int iteration, int group,
+                                         ColumnValues columns, int tile, int iteration, int group,
                                          int rank, Accumulators& acc) {
   constexpr bool kIsGeneral = KIND == kGeneral, kStore = RESULT == kExpResult;
-  Fragment frag = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kGroupThreads / 32};
+  Fragment frag = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kWarpgroupThreads / 32};
   /* The asm hides these values from the compiler, which must not compute anything from them before
    * the mainloop: the accumulators need the registers. */
   asm volatile("" : "+r"(tile), "+r"(frag.lane), "+r"(frag.warp));
@@ -228,35 +228,35 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
   frag.first_row = frag.tile.row + frag.warp * 16 + (frag.lane >> 2);
   frag.first_column = frag.tile.column + 2 * (frag.lane & 3);
   TileRows rows;
-  if (KIND == kBiased || (KIND != kPlain && p.shape.bias)) add_bias(numbers, frag, acc);
+  if (KIND == kBiased || (KIND != kPlain && p.params.bias)) add_bias(columns, frag, acc);
   if constexpr (RESULT == kLogitResult) {
     sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
-    copy_logits(p, out_map, smem, frag, group, acc);
+    store_logits(p, out_map, smem, frag, group, acc);
   }
-  open_tile_rows<kIsGeneral, REPEAT>(p.shape, p.scratch, frag, rows);
+  open_tile_rows<kIsGeneral, REPEAT>(p.params, p.scratch, frag, rows);
   if constexpr (kIsGeneral) {
-    make_log2_logits(p.shape, rows, acc);
-    if (p.scratch.weighted_gaps) add_weighted_gaps(numbers, frag, acc, rows);
+    make_log2_logits(p.params, rows, acc);
+    if (p.scratch.weighted_gaps) add_weighted_gaps(columns, frag, acc, rows);
   }
-  if constexpr (KIND == kSoft) add_probabilities(p.shape, frag, acc, rows);
-  hide_columns(p.shape, p.scratch, frag, rows, acc);
-  if (kIsGeneral && p.scratch.tops) write_tops(p.shape, p.scratch, frag, acc);
-  const bool copies = frag.warp == 0 && frag.lane == 0;
+  if constexpr (KIND == kSoft) add_probabilities(p.params, frag, acc, rows);
+  hide_columns(p.params, p.scratch, frag, rows, acc);
+  if (kIsGeneral && p.scratch.tops) write_tops(p.params, p.scratch, frag, acc);
+  const bool stores = frag.warp == 0 && frag.lane == 0;
   if constexpr (kStore) sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = smem.e + slab * kBytesSlab;
-    exp_slab<kStore, kIsGeneral>(p.shape, p.scratch, address, slab, frag, acc, rows);
+    exp_slab<kStore, kIsGeneral>(p.params, p.scratch, address, slab, frag, acc, rows);
     if constexpr (kStore) {
-      sm90::copy_fence();
+      sm90::async_proxy_fence();
       sync_consumer(group);
-      if (copies)
+      if (stores)
         sm90::store_box(out_map, address, frag.tile.column + slab * kSlab, frag.tile.row,
                         p.store_policy);
     }
   }
-  close_tile_rows<kIsGeneral, KIND == kSoft>(p.shape, p.scratch, frag, acc, rows);
-  if (!kStore || !copies) return;
+  close_tile_rows<kIsGeneral, KIND == kSoft>(p.params, p.scratch, frag, acc, rows);
+  if (!kStore || !stores) return;
   sm90::store_wait_read();
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
@@ -266,17 +266,17 @@ template <Kind KIND, FusedResult RESULT, bool REPEAT, bool HALF>
 __device__ __forceinline__ void consumer_loop(const logits_gemm_args& p, const CUtensorMap* out_map,
                                               const SmemLayout& smem, const TileSchedule& schedule,
                                               int group, int rank) {
-  const int thread = threadIdx.x % kGroupThreads;
+  const int thread = threadIdx.x % kWarpgroupThreads;
   if (group == 1) release_mainloop(1);
   int tile = seek<REPEAT>(p, schedule, blockIdx.x / kCluster);
   if (group == 1 && tile < schedule.tiles) tile = seek<REPEAT>(p, schedule, tile + p.clusters);
   for (int iteration = 0; tile < schedule.tiles; iteration++) {
     const int next = seek<REPEAT>(p, schedule, tile + p.clusters);
-    const ColumnValues numbers =
+    const ColumnValues columns =
         load_column_values<KIND>(p, smem, schedule, tile, iteration, group, thread);
     Accumulators acc;
     multiply<HALF>(p, smem, 2 * iteration + group, group, thread, next < schedule.tiles, acc);
-    epilogue<KIND, RESULT, REPEAT>(p, out_map, smem, schedule, numbers, tile, iteration, group,
+    epilogue<KIND, RESULT, REPEAT>(p, out_map, smem, schedule, columns, tile, iteration, group,
                                    rank, acc);
     tile = next < schedule.tiles ? seek<REPEAT>(p, schedule, next + p.clusters) : next;
   }
@@ -287,10 +287,10 @@ __device__ __forceinline__ void consumer_loop(const logits_gemm_args& p, const C
  * consumer warpgroups. `vector`: elements in 16 bytes. */
 __device__ __forceinline__ void zero_skipped_rows(const logits_gemm_args& p, int first,
                                                   int vector) {
-  const int vectors = (p.shape.columns + vector - 1) / vector;
-  for (int row = first + blockIdx.x; row < p.shape.rows; row += gridDim.x) {
+  const int vectors = (p.params.columns + vector - 1) / vector;
+  for (int row = first + blockIdx.x; row < p.params.rows; row += gridDim.x) {
     uint4* out = (uint4*)p.out + row * (p.pitch / vector);
-    for (int at = threadIdx.x - kGroupThreads; at < vectors; at += 2 * kGroupThreads) {
+    for (int at = threadIdx.x - kWarpgroupThreads; at < vectors; at += 2 * kWarpgroupThreads) {
       out[at] = make_uint4(0, 0, 0, 0);
     }
   }
@@ -307,9 +307,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   pdl_wait();
   if (REPEAT && p.scratch.redo[0] == 0) return;
   const SmemLayout smem = smem_layout<RESULT>();
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   const int rank = sm90::cluster_rank();
-  const int present = runs_present(p.shape.index, kClusterRows, p.row_clusters);
+  const int present = runs_present(p.params.index, kClusterRows, p.row_clusters);
   const TileSchedule schedule = {present, present * p.column_tiles};
   init_barriers<RESULT>(smem);
   if (warpgroup == 0) {
@@ -375,15 +375,15 @@ static const logits_gemm_kernel g_kernels[kKernels] = {
     logits_gemm_sm90<kSoft, kLogitResult, false, true>,
 };
 
-static int kernel_of(const fused_params* shape, FusedResult result, bool repeat) {
-  const bool soft = shape->probabilities != NULL;
-  if (shape->half) {
+static int kernel_of(const fused_params* params, FusedResult result, bool repeat) {
+  const bool soft = params->probabilities != NULL;
+  if (params->half) {
     if (result == kLogitResult) return soft ? kHalfSoftLogitKernel : kHalfLogitKernel;
     return (soft ? kHalfSoftKernel : kHalfKernel) + repeat;
   }
   if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;
   if (soft) return kSoftKernel + repeat;
-  const int kind = shape->general ? 2 : shape->bias ? 1 : 0;
+  const int kind = params->general ? 2 : params->bias ? 1 : 0;
   return (result == kExpResult ? 1 : 0) + 2 * repeat + 4 * kind;
 }
 
@@ -396,44 +396,45 @@ static uint64_t store_policy(int64_t bytes) {
   return bytes >= large ? sm90::kEvictFirst : sm90::kNoPolicy;
 }
 
-static logits_gemm_args make_logits_gemm_args(const fused_params* shape,
+static logits_gemm_args make_logits_gemm_args(const fused_params* params,
                                               const fused_scratch* scratch, FusedResult result,
                                               void* out, int64_t pitch, int clusters) {
   logits_gemm_args args = {};
-  args.shape = *shape;
+  args.params = *params;
   args.scratch = *scratch;
   args.out = out;
   args.pitch = pitch;
-  args.store_policy = store_policy((int64_t)shape->rows * pitch * (result == kLogitResult ? 4 : 2));
-  args.depth_steps = (int)ceil_div(shape->hidden, kDepth);
-  args.row_clusters = (int)ceil_div(shape->rows, kClusterRows);
-  args.column_tiles = (int)ceil_div(shape->vocab, kTileColumns);
+  args.store_policy =
+      store_policy((int64_t)params->rows * pitch * (result == kLogitResult ? 4 : 2));
+  args.depth_steps = (int)ceil_div(params->hidden, kDepth);
+  args.row_clusters = (int)ceil_div(params->rows, kClusterRows);
+  args.column_tiles = (int)ceil_div(params->vocab, kTileColumns);
   /* The x of a group stays in L2 while the tiles of W pass. */
-  args.group = (int)min_of(shape->hidden >= 1024 ? 8 : 16, args.row_clusters);
+  args.group = (int)min_of(params->hidden >= 1024 ? 8 : 16, args.row_clusters);
   args.clusters = (int)min_of(clusters, (int64_t)args.row_clusters * args.column_tiles);
   return args;
 }
 
-flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* shape,
+flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool repeat) {
   if (repeat && result == kLogitResult) result = kNoResult;
-  const int which = kernel_of(shape, result, repeat);
+  const int which = kernel_of(params, result, repeat);
   const void* kernel = (const void*)g_kernels[which];
   const int bytes = shared_bytes(result);
   int clusters;
   FLCE_TRY(
       clusters_at_once(kernel, "logits_gemm_sm90", bytes, device, g_clusters[which], &clusters));
-  logits_gemm_args args = make_logits_gemm_args(shape, scratch, result, out, pitch, clusters);
+  logits_gemm_args args = make_logits_gemm_args(params, scratch, result, out, pitch, clusters);
   CUtensorMap x_map, w_map, out_map;
-  FLCE_TRY(make_map(&x_map, x, shape->hidden, shape->rows, shape->hidden, kTileRows));
+  FLCE_TRY(make_map(&x_map, x, params->hidden, params->rows, params->hidden, kTileRows));
   FLCE_TRY(
-      make_map(&w_map, w, shape->hidden, shape->vocab, shape->hidden, kTileColumns / kCluster));
+      make_map(&w_map, w, params->hidden, params->vocab, params->hidden, kTileColumns / kCluster));
   out_map = x_map;
   if (result == kExpResult) {
-    FLCE_TRY(make_map(&out_map, out, shape->columns, shape->rows, pitch, kTileRows));
+    FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kTileRows));
   } else if (result == kLogitResult) {
-    FLCE_TRY(make_map(&out_map, out, shape->columns, shape->rows, pitch, kLogitRows, FLCE_F32));
+    FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kLogitRows, FLCE_F32));
   }
   int follows;
   FLCE_TRY(supports_pdl(device, &follows));

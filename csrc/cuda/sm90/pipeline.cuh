@@ -18,8 +18,8 @@ enum {
   kDepth = 64, /* k elements of one pipeline stage */
   kStages = 4,
   kCluster = 2,
-  kGroupThreads = 128,
-  kBlockThreads = 3 * kGroupThreads,
+  kWarpgroupThreads = 128,
+  kBlockThreads = 3 * kWarpgroupThreads,
   kAlignment = 1024, /* bytes; required of a tile with 128-byte swizzle */
   kInstruction = 16, /* k elements of one WGMMA instruction */
 };
@@ -102,27 +102,27 @@ __device__ __forceinline__ int runs_present(const int64_t* index, int length, in
  * threads half wait and half arrive. */
 __device__ __forceinline__ void wait_for_mainloop(int group) {
   if (group) {
-    sm90::named_sync<kSecondMainloop, 2 * kGroupThreads>();
+    sm90::named_sync<kSecondMainloop, 2 * kWarpgroupThreads>();
   } else {
-    sm90::named_sync<kFirstMainloop, 2 * kGroupThreads>();
+    sm90::named_sync<kFirstMainloop, 2 * kWarpgroupThreads>();
   }
 }
 
 /* Lets the other consumer warpgroup enter its mainloop. */
 __device__ __forceinline__ void release_mainloop(int group) {
   if (group) {
-    sm90::named_arrive<kFirstMainloop, 2 * kGroupThreads>();
+    sm90::named_arrive<kFirstMainloop, 2 * kWarpgroupThreads>();
   } else {
-    sm90::named_arrive<kSecondMainloop, 2 * kGroupThreads>();
+    sm90::named_arrive<kSecondMainloop, 2 * kWarpgroupThreads>();
   }
 }
 
 /* Synchronises the threads of one consumer warpgroup. */
 __device__ __forceinline__ void sync_consumer(int group) {
   if (group) {
-    sm90::named_sync<kSecondConsumer, kGroupThreads>();
+    sm90::named_sync<kSecondConsumer, kWarpgroupThreads>();
   } else {
-    sm90::named_sync<kFirstConsumer, kGroupThreads>();
+    sm90::named_sync<kFirstConsumer, kWarpgroupThreads>();
   }
 }
 

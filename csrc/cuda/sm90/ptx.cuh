@@ -155,7 +155,7 @@ __device__ __forceinline__ void store_wait_read() {
 }
 
 /* Makes this thread's writes to shared memory visible to TMA (the async proxy). */
-__device__ __forceinline__ void copy_fence() {
+__device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 

@@ -44,14 +44,14 @@ constexpr float kUnknownOffset = -3e38f;
  * is 1 for a class target, and kProbes columns spread over the vocabulary for probabilities. Called
  * by a warp. */
 template <int COUNT, typename X>
-__device__ __forceinline__ float top_log2_logit(const fused_params& shape, float scale, const X* x,
+__device__ __forceinline__ float top_log2_logit(const fused_params& params, float scale, const X* x,
                                                 const X* w, int64_t first, int step, int lane) {
   float z[COUNT], top = -INFINITY;
-  dot_rows(x, w + first * shape.hidden, (int64_t)step * shape.hidden, shape.hidden, lane, z);
+  dot_rows(x, w + first * params.hidden, (int64_t)step * params.hidden, params.hidden, lane, z);
 #pragma unroll
   for (int c = 0; c < COUNT; c++) {
-    if (shape.bias) z[c] += shape.bias[first + c * step];
-    const float log2_l = general_log2_logit(shape, scale, z[c]);
+    if (params.bias) z[c] += params.bias[first + c * step];
+    const float log2_l = general_log2_logit(params, scale, z[c]);
     if (!(log2_l <= top)) top = log2_l;
   }
   return top;
@@ -61,31 +61,31 @@ __device__ __forceinline__ float top_log2_logit(const fused_params& shape, float
  * row's own. */
 template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
-    find_row_offsets(const __grid_constant__ flce_rows r, const fused_params shape,
+    find_row_offsets(const __grid_constant__ flce_rows r, const fused_params params,
                      const fused_scratch s, float scale, const X* x, const X* w) {
   pdl_wait();
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
   if (blockIdx.x == 0) {
-    const int clusters = (shape.rows + kClusterRows - 1) / kClusterRows;
+    const int clusters = (params.rows + kClusterRows - 1) / kClusterRows;
     for (int i = threadIdx.x; i <= clusters; i += blockDim.x) s.redo[i] = 0;
   }
-  if (row >= shape.rows) return;
-  const RowRef place = row_ref_of(r, row);
-  float offset = place.kind == kRowOutOfRange ? NAN : kBlankRow;
+  if (row >= params.rows) return;
+  const RowRef ref = row_ref_of(r, row);
+  float offset = ref.kind == kRowOutOfRange ? NAN : kBlankRow;
   int column = -1;
-  if (r.temperature && place.at >= 0) scale /= ((const float*)r.temperature)[place.at];
-  if (place.kind == kRowValid) {
-    const X* own = x + (int64_t)row * shape.hidden;
-    if (r.target) column = (int)r.target[place.at];
+  if (r.temperature && ref.at >= 0) scale /= ((const float*)r.temperature)[ref.at];
+  if (ref.kind == kRowValid) {
+    const X* own = x + (int64_t)row * params.hidden;
+    if (r.target) column = (int)r.target[ref.at];
     const float log2_l =
-        column < 0 ? top_log2_logit<kProbes>(shape, scale, own, w, 0, shape.vocab / kProbes, lane)
-                   : top_log2_logit<1>(shape, scale, own, w, column, 0, lane);
+        column < 0 ? top_log2_logit<kProbes>(params, scale, own, w, 0, params.vocab / kProbes, lane)
+                   : top_log2_logit<1>(params, scale, own, w, column, 0, lane);
     offset = log2_l == -INFINITY ? kUnknownOffset
                                  : rintf(log2_l) + (r.out ? kAboveTarget : kAboveTargetForSums);
     if (s.weighted_gap) {
       float sum[1];
-      dot_rows(own, (const float*)r.wsum, 0, shape.hidden, lane, sum);
+      dot_rows(own, (const float*)r.wsum, 0, params.hidden, lane, sum);
       if (lane == 0) s.weighted_gap[row] = scale * sum[0];
     }
   }
@@ -95,16 +95,17 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   s.column[row] = column;
   s.top[row] = kNoTop;
 }
+
 template <typename X>
 static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
-                                  const fused_params* shape, const fused_scratch* s) {
+                                  const fused_params* params, const fused_scratch* s) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
   return launch_dependent(self, find_row_offsets<X>, blocks, kDotWarps * kWarp, "find_row_offsets",
-                          *r, *shape, *s, shape->scale, (const X*)g->a, (const X*)g->b);
+                          *r, *params, *s, params->scale, (const X*)g->a, (const X*)g->b);
 }
 
 flce_status launch_row_offsets(void* self, const flce_gemm* g, const flce_rows* r,
-                               const fused_params* shape, const fused_scratch* s) {
-  const auto launch = shape->half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;
-  return launch(self, g, r, shape, s);
+                               const fused_params* params, const fused_scratch* s) {
+  const auto launch = params->half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;
+  return launch(self, g, r, params, s);
 }

@@ -38,6 +38,7 @@ static bool suits_sm90(const flce_problem* p) {
   return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= kMaxVocab &&
          p->tokens <= INT32_MAX / 2;
 }
+
 /* Finding the valid rows takes about 40 us, 2 % of a step with kLeast logits. Gathering their x
  * takes as long as a GEMM with about twenty classes. Both are paid even where an unaligned address
  * or FLCE_KERNEL then prevents every kernel from skipping rows. */

@@ -133,7 +133,7 @@ __device__ __forceinline__ FusedRow open_fused_row(const flce_rows& r, const fus
 /* Statistics of a valid row from its tiles' sums. Called by one thread. */
 template <Kind KIND>
 __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
-                                                           const fused_params& shape,
+                                                           const fused_params& params,
                                                            const fused_scratch& s, int row,
                                                            const FusedRow& own, int tiles,
                                                            TileSums& sum) {
@@ -144,20 +144,20 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   view.class_weight = (const float*)p.r.class_weight;
   view.target = own.column;
   if constexpr (KIND == kSoft) {
-    return write_soft_row(p, view, own.at, shape.scale, k, sum);
+    return write_soft_row(p, view, own.at, params.scale, k, sum);
   }
   view.l_target = kIsGeneral ? own.target * (float)kLn2 : p.scale_f32 * own.target;
-  const float above = kIsGeneral ? own.target - k : fmaf(own.target, shape.scale, -k);
+  const float above = kIsGeneral ? own.target - k : fmaf(own.target, params.scale, -k);
   RowSums<float> sums = {};
   sums.offset = k * (float)kLn2;
   sums.rest = (float)sum.rest;
   if constexpr (kIsGeneral)
-    view.outer_scale = shape.inner_scale != 0 ? s.scale[row] * (float)kLn2 : 0;
+    view.outer_scale = params.inner_scale != 0 ? s.scale[row] * (float)kLn2 : 0;
   if constexpr (KIND != kPlain) {
     set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
   }
   if (kIsGeneral && s.tops) {
-    Best<float> best = best_of_tiles(s, shape.rows, row, tiles);
+    Best<float> best = best_of_tiles(s, params.rows, row, tiles);
     best.value *= (float)kLn2;
     p.r.predictions[own.at] = prediction_of(view, best);
   }
@@ -169,41 +169,41 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
  * row by one thread of the first warp. `coef` NULL: no gradient factors. */
 template <Kind KIND>
 __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
-    tile_statistics(const __grid_constant__ row_args p, const fused_params shape,
+    tile_statistics(const __grid_constant__ row_args p, const fused_params params,
                     const fused_scratch s, int tiles, const float* factor, float* coef) {
   __shared__ TileParts parts;
   pdl_wait();
   const int row = blockIdx.x * kSumRows + threadIdx.x % kSumRows;
   FusedRow own = {};
-  if (threadIdx.x < kSumRows) own = open_fused_row(p.r, s, min(row, shape.rows - 1));
+  if (threadIdx.x < kSumRows) own = open_fused_row(p.r, s, min(row, params.rows - 1));
   const float unit = coef ? factor[0] : 0;
   const float* numbers[kTileNumbers] = {s.sums, s.weighted_gaps, s.weight_sums, s.entropy_sums};
 #pragma unroll
-  for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], shape.rows, row, tiles, parts[n]);
+  for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], params.rows, row, tiles, parts[n]);
   __syncthreads();
-  if (threadIdx.x >= kSumRows || row >= shape.rows) return;
+  if (threadIdx.x >= kSumRows || row >= params.rows) return;
   TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.weighted_gaps, parts[kWeightedGap]),
                   total_of(s.weight_sums, parts[kWeightSum]),
                   total_of(s.entropy_sums, parts[kEntropySum])};
-  const RowRef place = row_ref_at(p.r, own.at, own.y);
-  if (place.kind == kRowAbsent) return;
+  const RowRef ref = row_ref_at(p.r, own.at, own.y);
+  if (ref.kind == kRowAbsent) return;
   RowStatistics<float> stats = {};
-  if (place.kind == kRowValid) {
-    stats = finish_row<KIND>(p, shape, s, row, own, tiles, sum);
+  if (ref.kind == kRowValid) {
+    stats = finish_row<KIND>(p, params, s, row, own, tiles, sum);
   } else {
-    write_blank(p.r, place.at, blank_of<float>(place));
+    write_blank(p.r, ref.at, blank_of<float>(ref));
   }
-  if (coef) write_coefficients<float>(p.r, flce_upstream{}, place, stats, unit, p.scale_f32, coef);
+  if (coef) write_coefficients<float>(p.r, flce_upstream{}, ref, stats, unit, p.scale_f32, coef);
 }
 
-flce_status launch_tile_statistics(void* self, const flce_rows* r, const fused_params* shape,
+flce_status launch_tile_statistics(void* self, const flce_rows* r, const fused_params* params,
                                    const fused_scratch* s, const void* factor, void* coef) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = shape->probabilities ? tile_statistics<kSoft>
-                      : shape->general     ? tile_statistics<kGeneral>
-                      : s->weighted_gap    ? tile_statistics<kSmooth>
-                                           : tile_statistics<kPlain>;
+  const auto kernel = params->probabilities ? tile_statistics<kSoft>
+                      : params->general     ? tile_statistics<kGeneral>
+                      : s->weighted_gap     ? tile_statistics<kSmooth>
+                                            : tile_statistics<kPlain>;
   return launch_dependent(self, kernel, blocks, kSumRows * kSumWarps, "tile_statistics",
-                          make_args(r), *shape, *s, (int)tiles_of(r->vocab), (const float*)factor,
+                          make_args(r), *params, *s, (int)tiles_of(r->vocab), (const float*)factor,
                           (float*)coef);
 }
