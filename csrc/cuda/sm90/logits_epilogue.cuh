@@ -295,11 +295,11 @@ __device__ __forceinline__ void hide_columns(const fused_params& params, const f
 
 /* Writes one number of the tile for row q. `value` is the same in the four lanes that share the
  * row. */
-__device__ __forceinline__ void write_number(float* columns, const fused_params& params,
+__device__ __forceinline__ void write_number(float* values, const fused_params& params,
                                              const Fragment& frag, int q, float value) {
   const int row = frag.first_row + row_step(q);
   if ((frag.lane & 3) != 0 || row >= params.rows) return;
-  columns[(int64_t)(frag.tile.column / kTileColumns) * params.rows + row] = value;
+  values[(int64_t)(frag.tile.column / kTileColumns) * params.rows + row] = value;
 }
 
 /* Sum and maximum over the four lanes that share a row. */
