@@ -230,9 +230,9 @@ typedef enum flce_buffer_id {
   FLCE_BUF_GATHERED_COEF, /* [chunk] stat dtype: weights of the gathered rows of E in db */
   /* [chunk][plan's hidden] dx_gemm_dtype: E W of a chunk, if the GEMM cannot write it to dX. */
   FLCE_BUF_DX_ROWS,
-  /* The B operand of dW's GEMM, [chunk][plan's hidden] dtype. Form exp: coef * x. Form dz: the valid
-   * rows of x times FLCE_SCALAR_INPUT_UNIT, if x itself cannot be the operand. Before, it may hold
-   * the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch]. */
+  /* The B operand of dW's GEMM, [chunk][plan's hidden] dtype. Form exp: coef * x. Form dz: the
+   * valid rows of x times FLCE_SCALAR_INPUT_UNIT, if x itself cannot be the operand. Before, it may
+   * hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch]. */
   FLCE_BUF_SCALED_X,
   /* [V][plan's hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
    * plan's hidden is not H. */
