@@ -100,8 +100,8 @@ struct flce_gemm {
   flce_dtype c_dtype; /* of C */
   double beta;        /* 0 or 1; with 0, C is not read */
   int shift;          /* the result is multiplied by 2^shift */
-  const void*
-      bias; /* [n] c_dtype, added to every row of C, or NULL; only if facts.gemm_adds_bias */
+  /* [n] c_dtype, added to every row of C, or NULL. Only if facts.gemm_adds_bias. */
+  const void* bias;
 };
 
 /* The rows of one chunk, the argument of the row passes.

@@ -1,10 +1,12 @@
-/* The three strategies, written once over a backend table: one chunk loop forward, one backward. */
+/* The forward and the backward of linear cross entropy: one loop over chunks of rows each, which
+ * all strategies (flce_save) share. It executes the plan by calling a backend's functions. Sizes,
+ * dtypes and buffers are decided in plan.c, the arithmetic is the backend's. */
 #include "core/engine.h"
 
 #include <stdatomic.h>
 
-/* Times exp(z - c) when float16 stores it: c is the row's largest logit, so the largest entry is
- * 2^15, and entries down to 2^-29 of it keep all their bits. */
+/* The factor of exp(z - c) where it is stored in float16. c is the row's largest logit, so the
+ * largest entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
 static const double kF16ExpScale = 32768.0;
 
 static _Atomic int64_t gemm_count;
@@ -30,7 +32,8 @@ static flce_status run_gemm(const engine* e, flce_gemm gemm) {
 
 /* ---- operands ---- */
 
-/* `given` [rows][cols] as [rows][pitch] of `dtype`, zeros behind its columns: itself, or a copy. */
+/* *out = `given` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `given` itself if it is
+ * that, else a copy in buffer `id`. */
 static flce_status convert(const engine* e, flce_buffer_id id, const void* given,
                            flce_dtype given_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
                            int64_t pitch, const void** out) {
@@ -59,16 +62,16 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
 /* ---- one chunk ---- */
 
 typedef struct chunk {
-  int64_t first, rows;
-  flce_buffer_id gathered_x;
-  flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
-  const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
+  int64_t first, rows;       /* computed rows [first, first + rows) */
+  flce_buffer_id gathered_x; /* the buffer for a copy of the chunk's rows of x */
+  flce_rows view;            /* z: the result of the logits GEMM; out: E or dz */
+  const void* coef;          /* [FLCE_COEF_ROWS][N] stat dtype, indexed like the view's vectors */
 } chunk;
 
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
   int64_t left = e->problem->rows - first;
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
-  int64_t vectors = e->plan->gathers ? 0 : first; /* an index is into the whole vectors */
+  int64_t vectors = e->plan->gathers ? 0 : first; /* an index counts from token 0 */
   c.view = open_rows(e, vectors, c.rows);
   if (e->plan->holds_weight) c.view.input_unit = scalar(e, FLCE_SCALAR_INPUT_UNIT);
   if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
@@ -76,7 +79,7 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce
   return c;
 }
 
-/* E or dz over the logits themselves: each row starts where its logits started. */
+/* E or dz overwrites the logits; each row starts at the address of its row of logits. */
 static void set_out_in_place(const engine* e, flce_rows* view) {
   int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(e->plan->dtype);
   set_out(view, (void*)view->z, e->plan->dtype, view->z_pitch * ratio, e->plan->out_pitch);
@@ -86,13 +89,13 @@ static void* saved_rows(const engine* e, int64_t first) {
   return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
-/* Row 0 of x where the chunk has an index into all rows, else its first row. */
+/* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. */
 static const void* rows_of_input(const engine* e, const chunk* c) {
   return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
-/* The chunk's rows of x, copied where they do not follow each other at the pitch that the logits
- * GEMM wants. */
+/* The A operand of the logits GEMM: the chunk's rows of x, or a copy if they are gathered or need
+ * another pitch. */
 static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
   const flce_plan* plan = e->plan;
   *x = rows_of_input(e, c);
@@ -104,7 +107,7 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
   return FLCE_OK;
 }
 
-/* x W^T of a chunk. */
+/* Fills `gemm` for the logits GEMM of a chunk, z = x W^T, without its C. */
 static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* gemm) {
   int64_t h = e->plan->hidden;
   *gemm = (flce_gemm){.m = c->rows,
@@ -118,8 +121,8 @@ static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* ge
   return chunk_input(e, c, &gemm->a);
 }
 
-/* Has z written into the saved buffer where the logits need no other type there, else into the
- * chunk's. */
+/* Sets C of the logits GEMM: the saved buffer if the plan writes z there, else the chunk's logits
+ * buffer. */
 static void set_z_destination(const engine* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
   gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
@@ -136,8 +139,8 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
   return run_gemm(e, gemm);
 }
 
-/* The fused product of a chunk's logits, and E, or in form dz z, where the strategy keeps either.
- */
+/* The first call of the fused logits GEMM. It writes E (form exp) or z (form dz) for the strategies
+ * that read them, save=logits and save=grads. */
 static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
@@ -149,21 +152,22 @@ static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
-  /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
+  /* sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
+   * cheaper than those that the GEMM's epilogue would compute. */
   if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
   atomic_fetch_add(&gemm_count, 1);
   CALL(e, fused_logits, gemm, rows, buffer(e, FLCE_BUF_FUSED));
   return FLCE_OK;
 }
 
-/* The rows' factor for grad_output 1: in float16 times a power of two that scale_grads takes back.
- */
+/* The factor of the loss's gradient for grad_output = 1. In float16 it includes a power of two (see
+ * FLCE_SCALAR_UNIT), which scale_grads divides out. */
 static const void* unit_factor(const engine* e) {
   bool in_units = e->plan->dtype == FLCE_F16;
   return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
 }
 
-/* Statistics of what fused_logits has made, and with save=grads the rows' factors. */
+/* The second call of the fused logits GEMM: statistics, and with save=grads also coef. */
 static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
                                     const flce_rows* rows) {
   bool gradients = e->plan->save == FLCE_SAVE_GRADS;
@@ -173,7 +177,7 @@ static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* 
   return FLCE_OK;
 }
 
-/* The rows' factors for `upstream`, whose vectors begin at row 0. */
+/* Computes the chunk's coef. The vectors of `upstream` start at token 0. */
 static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
   if (!e->plan->gathers) {
@@ -189,14 +193,15 @@ static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row 
   return at(c->coef, row * e->problem->tokens, e->stat);
 }
 
-/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times
- * a dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
+/* The buffer for the B operand of dW's GEMM, or NULL if that is x itself. Form exp: coef * x. Form
+ * dz: x * FLCE_SCALAR_INPUT_UNIT with zeros in ignored rows, because a NaN in x times a dz of 0
+ * would be NaN. */
 static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* dX of the chunk from c->view.out, which holds E or dz; in form exp also scaled_input, by the pass
- * that has the rows' factors at hand. */
+/* dX of the chunk from c->view.out, which holds E or dz. In form exp the pass after the GEMM also
+ * writes scaled_input, since it reads the rows' factors anyway. */
 static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
@@ -225,18 +230,18 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-/* Where dW is summed. */
+/* The accumulator of dW over chunks: a buffer of its own, or the output itself. */
 static void* dw_accum(const engine* e) {
   void* own = buffer(e, FLCE_BUF_DW_ACCUM);
   return own ? own : e->tensors->grad_weight;
 }
 
-/* Whether dW's sum begins with what the caller's grad_weight holds. */
+/* True if dW is accumulated in the caller's grad_weight, on top of its contents. */
 static bool sums_in_callers(const engine* e) {
   return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
 }
 
-/* What weighs the chunk's rows of E in db; NULL for ones, in form dz. */
+/* The weights of the chunk's rows of E in db, [rows] stat dtype. NULL, for ones, in form dz. */
 static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
   *weights = NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
@@ -248,7 +253,7 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
   return FLCE_OK;
 }
 
-/* dW's product and db's sums of the same rows. */
+/* dW's GEMM and the sums of db in one kernel. */
 static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
@@ -258,7 +263,7 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
   return FLCE_OK;
 }
 
-/* accum += E^T (coef x), or dz^T x. */
+/* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, v = e->problem->vocab;
@@ -316,8 +321,8 @@ static flce_status chunk_gradients(const engine* e, const chunk* c) {
 
 /* ---- around the chunk loop of the gradients ---- */
 
-/* Gradients of the rows of W and b that lie beyond the vocabulary: nothing is added to those of a
- * dW that the caller has begun. */
+/* Zeros the gradients of the padding rows of W and b. If dW is added to the caller's gradient, its
+ * padding rows are left unchanged. */
 static flce_status zero_padding(const engine* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
@@ -331,7 +336,7 @@ static flce_status zero_padding(const engine* e) {
   return FLCE_OK;
 }
 
-/* Smoothing's sum of W. */
+/* sum_j w_j W_j, for label smoothing's term of dX. */
 static flce_status sum_weight(const engine* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
@@ -347,13 +352,14 @@ static flce_status begin_gradients(const engine* e) {
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
-    /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
+    /* finish_gradients sums coef over all tokens, also over those that are in no chunk. */
     CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
       CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
            problem->hidden);
   }
-  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, begins with 0. */
+  /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
+   * chunk, or if add_block adds to it. */
   bool no_chunks = problem->rows == 0;
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
@@ -363,7 +369,8 @@ static flce_status begin_gradients(const engine* e) {
   return FLCE_OK;
 }
 
-/* The terms of dW that no product makes, and its sum added to the caller's, rounded once. */
+/* Adds the terms of dW that no GEMM computes (target, label smoothing), and writes or adds the
+ * result to the output, rounded once. */
 static flce_status finish_weight(const engine* e, const void* coef_target, const void* order,
                                  const void* xsum) {
   const flce_plan* plan = e->plan;
@@ -414,7 +421,8 @@ static flce_status finish_gradients(const engine* e) {
 
 /* ---- forward ---- */
 
-/* Statistics and loss of a chunk by passes, and what the strategy keeps of its logits. */
+/* Without fused_logits: statistics and loss of a chunk by row passes over its logits, and E if the
+ * strategy needs it. */
 static flce_status pass_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool keeps = plan->save == FLCE_SAVE_LOGITS;
@@ -436,7 +444,7 @@ static flce_status pass_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
-/* save=grads: the gradient for grad_output 1. */
+/* save=grads: the gradients of a chunk for grad_output = 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
   if (!e->plan->fuses_rows) FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ) {
@@ -447,18 +455,19 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
   return chunk_gradients(e, c);
 }
 
-/* The index of the rows to compute. */
+/* Computes FLCE_BUF_INDEX, if the plan gathers rows. */
 static flce_status gather_rows(const engine* e) {
   if (!e->plan->gathers) return FLCE_OK;
   void* index = buffer(e, FLCE_BUF_INDEX);
-  /* The bytes of the workspace's NaN are -1 here, which stands for no row. */
+  /* The float poison of the workspace would read as -1, which means an empty row. */
   if (flce_poisons()) CALL(e, fill, index, FLCE_POISON_INT, e->plan->buffers[FLCE_BUF_INDEX].bytes);
   CALL(e, compact_rows, e->problem, e->tensors->target, index);
   return FLCE_OK;
 }
 
-/* Scalars, the targets' order, what the rows that are not computed give. `overlaps`: queued behind
- * the first product, which needs none of it, to run at the same time. */
+/* Scalars, the order of the targets, and the results of rows that are not computed. `overlaps`: the
+ * first chunk's logits GEMM was queued before and reads none of these, so prepare may run
+ * concurrently with it (PDL). */
 static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
   CALL(e, prepare, e->problem, e->tensors, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
        e->plan->holds_weight, overlaps);
@@ -469,7 +478,7 @@ static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
   return gradients ? begin_gradients(e) : FLCE_OK;
 }
 
-/* A chunk's logits, statistics and loss, and what the strategy keeps or makes of them. */
+/* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
 static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
   bool begins = c->first == 0;
@@ -506,8 +515,9 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
     FLCE_TRY(forward_rows(&e, &c, gradients));
   }
   if (gradients) FLCE_TRY(finish_gradients(&e));
-  /* In form exp a pass ends the gradients; of a library's product it is not known what it awaits.
-   */
+  /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
+   * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
+   * library's GEMM. */
   bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
   if (problem->reduction != FLCE_NONE)
     CALL(&e, reduce, tensors.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
@@ -517,7 +527,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
 
 /* ---- backward ---- */
 
-/* Brings E or dz of the chunk into c->view.out. */
+/* Makes c->view.out the chunk's E or dz: from FLCE_BUF_SAVED, or from recomputed logits. */
 static flce_status backward_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool exp_form = plan->form == FLCE_FORM_EXP, stored = plan->save == FLCE_SAVE_LOGITS;
