@@ -246,7 +246,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
    * backward have to agree on the order of the rows of E. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || finds;
-  /* fused_logits then writes E to the logits buffer, and no logits. */
+  /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
   if (makes_e) plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);

@@ -85,7 +85,8 @@ flce_status cuda_finish_grad_bias(void* self, void* db, flce_dtype db_dtype, con
 
 /* sm90/select.cu */
 /* Sets the facts of the sm_90a kernels: fused_*, skips_rows, bias_parts. They are 0 or false where
- * the compute capability (90 for 9.0), FLCE_KERNEL or the problem rules the kernels out. */
+ * the compute capability (90 for 9.0), FLCE_KERNEL or the problem rules the kernels out; skips_rows
+ * does not depend on FLCE_KERNEL. */
 flce_status cuda_sm90_facts(int capability, const flce_problem* problem, flce_facts* facts);
 
 /* sm90/fused_logits.cu */

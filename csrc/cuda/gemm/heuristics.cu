@@ -16,8 +16,8 @@ typedef enum gemm_kind {
   kGradWeightAdded, /* dW with beta 1 */
 } gemm_kind;
 
-/* If all conditions hold, the first candidate with the given tile, stages and cluster is taken. The
- * dtypes always have to match; in all other fields 0 means any. */
+/* If all conditions hold, the first candidate with the given tile, stages and cluster is taken. sm
+ * and the dtypes always have to match; in all other fields 0 means any. */
 typedef struct gemm_rule {
   int sm; /* 90 for 9.0 */
   gemm_kind kind;
@@ -26,36 +26,36 @@ typedef struct gemm_rule {
   int64_t tile, stages, cluster;
 } gemm_rule;
 
-/* The rules, each with the measurement that justifies it. The first rule applies whose conditions
- * hold and whose configuration is among the candidates. The last line ends the table. */
-static const gemm_rule kRules[] =
-    {
-        /* sm, kind, dtype, c_dtype, rows, hidden, vocab (from, to), tile, stages, cluster */
-        /* Measured on an H200 with cuBLASLt 13. The numbers are times relative to the best
-         * candidate's: mean and worst over GEMMs with the rule, then mean and worst with the
-         * heuristic's first candidate. Unless said otherwise these are 7 to 32 GEMMs of the
-         * benchmark's shapes and chunks, 768 <= H <= 4096
-         * (benchmarks/results/2026-11-21-h200-gemms.json). Logits: 1.00, 1.02 and 1.11, 1.17. */
-        {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0,
-         CUBLASLT_MATMUL_TILE_176x128, 0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
-        /* dW, with seven more shapes, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02
-         * and 1.08, 1.23. dW of 64, 128 and 256 rows at H = 4096
-         * (2026-11-22-h200-short-gemms.json): 1.00 and 1.15, 1.27. */
-        {90, kGradWeight, FLCE_BF16, FLCE_BF16, 64, 0, 768, 8192, 32000, 0,
-         CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-        /* dW added to C, the same shapes: 1.00, 1.03 and 1.09, 1.27. Of 512 and 768 rows at
-         * 1536 <= H <= 4096 (2026-11-22-h200-short-gemms.json): 1.01, 1.05 and 1.24, 1.31. */
-        {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
-         CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-        /* dX at H = 4096 and at H = 2048: 1.01, 1.04 and 1.02, 1.07. */
-        {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 4096, 4096, 32000, 0,
-         CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
-        {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 2048, 2048, 32000, 0,
-         CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
-        /* dX at H = 1024: 1.00 and 1.04, without the time of split-K's reduction kernel. */
-        {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 1024, 1024, 32000, 0,
-         CUBLASLT_MATMUL_TILE_128x128, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
-        {0, kAnyKind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+/* The rules. The first one applies whose conditions hold and whose configuration is among the
+ * candidates. The last line ends the table.
+ *
+ * Each has the measurement that justifies it, on an H200 with cuBLASLt 13: times relative to the
+ * best candidate's, mean and worst over GEMMs with the rule, then mean and worst with the
+ * heuristic's first candidate. Unless said otherwise these are 7 to 32 GEMMs of the benchmark's
+ * shapes and chunks, 768 <= H <= 4096 (benchmarks/results/2026-11-21-h200-gemms.json). */
+static const gemm_rule kRules[] = {
+    /* sm, kind, dtype, c_dtype, rows, hidden, vocab (from, to), tile, stages, cluster */
+    /* Logits: 1.00, 1.02 and 1.11, 1.17. */
+    {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0, CUBLASLT_MATMUL_TILE_176x128,
+     0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
+    /* dW, with seven more shapes, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
+     * 1.08, 1.23. Of 64, 128 and 256 rows at H = 4096 (2026-11-22-h200-short-gemms.json): 1.00 and
+     * 1.15, 1.27. */
+    {90, kGradWeight, FLCE_BF16, FLCE_BF16, 64, 0, 768, 8192, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x160, 0, 0},
+    /* dW added to C, the same shapes: 1.00, 1.03 and 1.09, 1.27. Of 512 and 768 rows at
+     * 1536 <= H <= 4096 (2026-11-22-h200-short-gemms.json): 1.01, 1.05 and 1.24, 1.31. */
+    {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x160, 0, 0},
+    /* dX at H = 4096 and 2048: 1.01, 1.04 and 1.02, 1.07. */
+    {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 4096, 4096, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
+    {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 2048, 2048, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
+    /* dX at H = 1024: 1.00 and 1.04, without the time of split-K's reduction kernel. */
+    {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 1024, 1024, 32000, 0,
+     CUBLASLT_MATMUL_TILE_128x128, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
+    {0, kAnyKind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
 };
 
 static gemm_kind kind_of(const gemm_key* key) {
