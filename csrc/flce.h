@@ -1,13 +1,16 @@
-/* flce: fused linear + cross entropy. The interface of the C core, callable without torch.
+/* flce: fused linear + cross entropy. The public interface of the C core, usable without torch: the
+ * problem, the device's facts, the plan, and the calls that run it. The functions that a device
+ * implements, and the structs that they take, are in backend.h.
  *
  * Symbols: N tokens, H hidden size, V vocabulary; x[N,H] input, W[V,H] linear weight, b[V] bias,
- * y[N] target; z = x W^T + b; l = softcap(logit_scale z) / temperature the logits that the loss
- * sees (l = z without these options); p softmax(l); nll = lse(l) - l_y; g the upstream gradient of
- * a row. Matrices are row-major; a "pitch" is the number of ELEMENTS from one row to the next.
+ * y[N] target; z = x W^T + b; l = softcap(logit_scale z) / temperature, the input of the softmax
+ * (l = z without these options); p = softmax(l); lse = logsumexp(l); nll = lse - l_y; g the
+ * upstream gradient of a row. Matrices are row-major; a "pitch" is the number of ELEMENTS between
+ * rows (the leading dimension).
  *
- * Flow: flce_plan_make() decides everything that can be decided from sizes (it is pure), the caller
- * allocates what the plan lists, flce_forward()/flce_backward() run the one chunk loop over a
- * backend's table of functions (backend.h).
+ * Flow: flce_plan_make() decides everything that follows from sizes, without side effects. The
+ * caller allocates the buffers that the plan lists. flce_forward() and flce_backward() then run one
+ * loop over chunks of rows, which calls the functions of a backend's table (backend.h).
  */
 #ifndef FLCE_H
 #define FLCE_H
@@ -23,39 +26,39 @@ extern "C" {
 #define FLCE_VERSION "0.1.0"
 #define FLCE_EXPORT __attribute__((visibility("default")))
 
-typedef struct flce_backend flce_backend; /* the table of backend.h */
-typedef struct flce_gemm flce_gemm;       /* a product that it is asked for */
+typedef struct flce_backend flce_backend; /* backend.h: the functions of a device */
+typedef struct flce_gemm flce_gemm;       /* backend.h: the arguments of a GEMM */
 
 /* ---- status ---- */
 
 typedef enum flce_status {
   FLCE_OK = 0,
-  FLCE_INVALID_ARGUMENT,    /* the caller's sizes, types or budget cannot be served */
+  FLCE_INVALID_ARGUMENT,    /* a size, dtype, option or memory budget is out of its range */
   FLCE_TARGET_OUT_OF_RANGE, /* a target is neither in [0, V) nor ignore_index (CPU only: the GPU
                                marks the row with NaN) */
   FLCE_UNSUPPORTED,         /* no kernel for this combination */
-  FLCE_GEMM_FAILED,         /* the matrix-product library refused */
+  FLCE_GEMM_FAILED,         /* the GEMM library returned an error */
   FLCE_DEVICE_ERROR,        /* a launch or a driver call failed */
 } flce_status;
 
-/* A constant word for a status. */
+/* The name of a status: a static string. */
 const char* flce_status_name(flce_status status);
 
-/* Keeps a printf-formatted sentence for this thread and returns `status`; flce_last_error() reads
- * it back. The sentence names the argument, what was expected and what came. */
+/* Formats an error message, as printf does, keeps it for this thread and returns `status`. The
+ * message names the argument, the expected and the actual value. flce_last_error() returns it. */
 flce_status flce_fail(flce_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 const char* flce_last_error(void);
 
-/* FLCE_POISON=1, for tests: outputs and workspaces are filled with NaN before use, and the CPU's
- * bfloat16 GEMM gives what it would on AMX, where oneDNN reads A beyond its k columns. */
+/* True if FLCE_POISON=1, which is for tests: outputs and workspaces are filled with NaN before use,
+ * and the CPU's bfloat16 GEMM emulates AMX, where oneDNN reads A beyond its k columns. */
 bool flce_poisons(void);
 enum {
-  FLCE_POISON_FLOAT = 0xff, /* each byte of a NaN of every dtype */
-  FLCE_POISON_INT = 0x7f    /* each byte of integers, of which -1 has a meaning */
+  FLCE_POISON_FLOAT = 0xff, /* fill byte: NaN in every float dtype */
+  FLCE_POISON_INT = 0x7f    /* fill byte of integers: 0xff would be -1, which is a valid value */
 };
 
-/* Returns from the calling function when `call` does not give FLCE_OK. */
+/* Returns from the calling function if `call` fails. */
 #define FLCE_TRY(call)                                        \
   do {                                                        \
     flce_status flce_try_status_ = (call);                    \
@@ -66,97 +69,125 @@ enum {
 
 typedef enum flce_dtype { FLCE_F64, FLCE_F32, FLCE_BF16, FLCE_F16 } flce_dtype;
 
-/* Bytes of one element. */
+/* Bytes of an element. */
 int64_t flce_size_of(flce_dtype dtype);
 const char* flce_dtype_name(flce_dtype dtype);
 
-/* The type of row statistics, losses and sums over tokens: F64 for F64, F32 for every other dtype
- * ("stat dtype"). */
+/* The "stat dtype", in which row statistics, losses and sums over tokens are held: F64 for F64, F32
+ * for every other dtype. */
 flce_dtype flce_stat_dtype(flce_dtype dtype);
 
 typedef enum flce_reduction { FLCE_NONE, FLCE_MEAN, FLCE_SUM } flce_reduction;
 
 /* What the forward keeps for the backward. */
 typedef enum flce_save {
-  FLCE_SAVE_NOTHING, /* no gradient wanted: statistics only */
-  FLCE_SAVE_LOGITS,  /* exp(z - c), N x V; the backward is two GEMMs */
-  FLCE_SAVE_GRADS,   /* the gradients themselves, for grad_output 1; the backward scales them */
-  FLCE_SAVE_STATS,   /* row statistics; the backward computes the logits again, chunk by chunk */
+  FLCE_SAVE_NOTHING, /* nothing: no gradient is wanted */
+  FLCE_SAVE_LOGITS,  /* E or z, [rows][V]; the backward runs the two gradient GEMMs */
+  FLCE_SAVE_GRADS,   /* the gradients for grad_output = 1; the backward scales them */
+  FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
 } flce_save;
 const char* flce_save_name(flce_save save);
 
 /* What the gradient GEMMs read.
- * EXP: E_ij = exp(l_ij - c_i) (times 1 - tanh^2 with a softcap) with the target's column 0; the row
- * factors go into x and dX, the target term is added exactly. Never a cancellation, and grad_output
- * needs no pass over N x V. DZ: the gradient of z, rounded once. For float16, whose range cannot
- * hold E, and where the gradient is no row factor times E: probability targets, softcap with
- * smoothing, the entropy's gradient. */
+ * EXP: E_ij = exp(l_ij - c_i) (times 1 - tanh^2 with a softcap), 0 in the target's column. The row
+ * factors are applied to x and dX, and the target's term is added separately. So nothing cancels,
+ * and applying grad_output needs no pass over [N][V].
+ * DZ: the gradient of z, rounded once. It is needed for float16, whose range cannot hold E, and
+ * where the gradient is not a row factor times E: probability targets, softcap with label
+ * smoothing, the gradient of the entropy. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
 
-/* What the loss is, beside its tensors. */
+/* The scalar parameters of the loss. Its tensors are in flce_tensors. */
 typedef struct flce_loss {
-  int64_t ignore_index;   /* of class targets */
-  double label_smoothing; /* s */
+  int64_t ignore_index;   /* class targets: rows with this target are ignored */
+  double label_smoothing; /* s, in [0, 1] */
   double logit_scale;     /* multiplies z; 1 for none */
-  double softcap;         /* C: C tanh(logit_scale z / C); 0 for none */
-  double temperature;     /* divides after the softcap, in all rows; 1 for none */
-  double z_loss;          /* adds z_loss lse^2 to a row's loss */
+  double softcap;         /* C in C tanh(logit_scale z / C); 0 for none */
+  double temperature;     /* divides the logits of all rows after the softcap; 1 for none */
+  double z_loss;          /* adds z_loss lse^2 to the loss of a row; 0 for none */
 } flce_loss;
 
+/* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
 typedef struct flce_problem {
-  int64_t tokens, hidden, vocab;
-  int64_t weight_rows; /* of W, b, dW, db and class weights as given, and columns of probabilities:
-                          rows from vocab on are padding, never read, with gradient 0 */
-  int64_t rows; /* to compute: tokens, or a bound of the number that are not ignored. Where it is
-                   less than tokens, or facts.skips_rows, they are gathered (compact_rows) */
-  flce_dtype dtype; /* that the products are to be computed in: autocast's, else that of x and W */
-  flce_dtype input_dtype;  /* of x as given, and of dX */
-  flce_dtype weight_dtype; /* of W as given, and of dW unless it is added */
-  flce_dtype bias_dtype;   /* of b as given, and of db */
-  flce_dtype accum_dtype;  /* dW is summed over chunks in this type: dtype or the stat dtype */
-  flce_dtype logits_dtype; /* asked for: the stat dtype (exact) or dtype (rounded as eagerly) */
-  flce_reduction reduction;
-  flce_save save;
-  bool want_grad_input, want_grad_weight, want_grad_bias;
-  bool adds_grad_weight;  /* the backward adds dW to what the caller's grad_weight holds, and leaves
-                             its padding alone. Not for save=grads, whose forward makes dW */
-  flce_dtype added_dtype; /* of that grad_weight: weight_dtype, or F32 beside a 16-bit one */
-  bool has_bias, has_class_weight;
-  bool has_probabilities; /* the targets are probabilities, not classes */
-  bool wants_entropy;     /* its gradient too, where there is one to make after the forward */
-  bool wants_predictions;
-  bool wants_statistics; /* stats and scalars, by the caller; a backward gets them without */
-  bool has_temperature;  /* one for each row */
-  bool unaligned;        /* x or W does not begin at a multiple of 16 bytes */
-  bool weight_unaligned; /* nor does FLCE_BUF_SAVED or the grad_weight that dW is added to */
-  flce_loss loss;
-  int64_t max_memory; /* bytes: bound of the logits buffer, whole or chunk */
-  bool saves_memory;  /* max_memory is the default: take the smallest chunks whose predicted time is
-                         within 1 % of the best (16-bit operands on a GPU), else the fastest that
-                         fit */
+  int64_t tokens, /* N */
+      hidden,     /* H */
+      vocab;      /* V */
+  /* Rows of the caller's W, b, dW, db and class weights, and columns of the caller's target
+   * probabilities; at least vocab. Rows from vocab on are padding: they are never read, and their
+   * gradient is 0. */
+  int64_t weight_rows;
+  /* Rows to compute: `tokens`, or an upper bound of the number of rows that are not ignored. If it
+   * is less than `tokens`, or if facts.skips_rows is set and the form is exp, the rows are gathered
+   * (compact_rows). */
+  int64_t rows;
+  /* Dtype of the GEMMs: autocast's dtype under autocast, else that of x and W. */
+  flce_dtype dtype;
+  flce_dtype input_dtype;  /* of the caller's x, and of dX */
+  flce_dtype weight_dtype; /* of the caller's W, and of dW unless adds_grad_weight */
+  flce_dtype bias_dtype;   /* of the caller's b, and of db */
+  flce_dtype accum_dtype;  /* in which dW is summed over chunks: `dtype` or the stat dtype */
+  /* The requested dtype of the logits: the stat dtype (exact), or `dtype` (rounded, as in eager
+   * PyTorch). */
+  flce_dtype logits_dtype;
+  flce_reduction reduction; /* of the row losses */
+  flce_save save;           /* what the forward keeps for the backward */
+  bool want_grad_input,     /* dX is needed */
+      want_grad_weight,     /* dW is needed */
+      want_grad_bias;       /* db is needed */
+  /* The backward adds dW to the contents of the caller's grad_weight, whose padding rows it leaves
+   * unchanged. Not for save=grads, whose forward already computes dW. */
+  bool adds_grad_weight;
+  /* Dtype of that grad_weight: weight_dtype, or F32 if weight_dtype has 16 bits. */
+  flce_dtype added_dtype;
+  bool has_bias,          /* b is given */
+      has_class_weight;   /* class weights are given */
+  bool has_probabilities; /* the targets are probabilities, not class indices */
+  /* The entropy of each row is wanted. With save=logits or save=stats its gradient may follow. */
+  bool wants_entropy;
+  bool wants_predictions; /* the argmax of each row is wanted */
+  /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
+   * case. */
+  bool wants_statistics;
+  bool has_temperature; /* a temperature for each row is given */
+  bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
+  /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
+   * a multiple of 16 bytes. */
+  bool weight_unaligned;
+  flce_loss loss;     /* parameters of the loss */
+  int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
+  /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
+   * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
+   * chunks that fit. */
+  bool saves_memory;
 } flce_problem;
 
-/* What the plan has to know of a device and of its backend. */
+/* What the plan needs to know of a device and of its backend. The backend fills it for one
+ * problem; see `facts` in flce_backend. */
 typedef struct flce_facts {
-  bool gemm_writes_f32;    /* 16-bit operands can give a 32-bit result */
-  bool gemm_adds_bias;     /* to a float32 result, at no cost */
-  bool gemm_f16;           /* float16 operands are worth using; else they are widened to float32 */
-  int64_t fused_row_bytes; /* scratch of fused_logits for each of its rows; 0 where it does not
-                                serve the problem */
-  int64_t fused_tile_rows; /* that fused_logits takes at a time, where it serves */
-  bool fused_writes_z;     /* where it serves, also where z is to be written: that pays */
-  bool skips_rows;    /* fused_logits passes over what lies beyond the rows that compact_rows finds:
-                         finding them pays, however many. By sizes and dtypes alone */
-  int64_t bias_parts; /* rows of grad_weight_gemm's sums; 0 where that does not serve */
-  int64_t multiprocessors; /* for wave quantization in chunks.c; 0 where that does not matter */
-  /* Alignments; 0 or 1: none is needed. */
-  int64_t row_alignment;    /* bytes: rows of logits, E and dz begin at multiples of it, and zeros
-                               follow the columns of E and dz up to the next */
-  int64_t input_alignment;  /* elements: the logits GEMM may read a row of A up to the next multiple
-                               of it. Where H is not a multiple, rows of x are copied and
-                               zero-padded */
-  int64_t hidden_alignment; /* elements: where H is not a multiple of it, x and W are copied and
-                               zero-padded to the next one, which makes fast GEMMs */
+  bool gemm_writes_f32; /* a GEMM of 16-bit operands can write a float32 result */
+  bool gemm_adds_bias;  /* a GEMM with a float32 result adds the bias in its epilogue, for free */
+  bool gemm_f16;        /* float16 GEMMs are fast; if not, operands are cast to float32 */
+  /* Bytes of fused_logits' scratch for each row; 0 if fused_logits does not support the problem. */
+  int64_t fused_row_bytes;
+  int64_t fused_tile_rows; /* rows that fused_logits computes at a time, if it is supported */
+  /* fused_logits is worth using also where it has to write z. Only if it is supported. */
+  bool fused_writes_z;
+  /* fused_logits skips the tiles beyond the last row that compact_rows finds, so finding the rows
+   * pays even if none is ignored. A function of sizes and dtypes only. */
+  bool skips_rows;
+  /* Rows of the partial sums of db that grad_weight_gemm writes; 0 if it does not support the
+   * problem. */
+  int64_t bias_parts;
+  int64_t multiprocessors; /* for wave quantization in chunks.c; 0 if that does not apply */
+  /* Bytes. Rows of logits, E and dz start at multiples of it, and the columns of E and dz are
+   * zero-padded to the next multiple. 0 or 1: no alignment is needed. */
+  int64_t row_alignment;
+  /* Elements. The logits GEMM may read a row of A up to the next multiple of it. If H is not a
+   * multiple, rows of x are copied and zero-padded. 0 or 1: no alignment is needed. */
+  int64_t input_alignment;
+  /* Elements. If H is not a multiple of it, x and W are copied and zero-padded to the next
+   * multiple, because the GEMMs are faster then. 0 or 1: no alignment is needed. */
+  int64_t hidden_alignment;
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
@@ -165,152 +196,193 @@ typedef struct flce_facts {
 
 /* ---- plan ---- */
 
-/* Every buffer that a call holds. The F_/B_ lifetimes are bits: forward workspace, backward
- * workspace, kept between. */
+/* Every buffer of a call: its outputs, and the parts of its workspaces. [N][H] are its dimensions;
+ * a name after them is its dtype, a field of flce_plan unless it says otherwise. */
 typedef enum flce_buffer_id {
-  FLCE_BUF_LOSS,
-  FLCE_BUF_ROW_LOSS,    /* [N] stat dtype, where the loss is reduced */
-  FLCE_BUF_STATS,       /* [FLCE_STAT_ROWS][N] stat dtype: enum flce_stat_row */
-  FLCE_BUF_SCALARS,     /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar. Both are outputs where
-                           the plan keeps_statistics, else workspace */
-  FLCE_BUF_SAVED,       /* E or z of the logits strategy, [rows][saved_pitch] saved_dtype */
+  FLCE_BUF_LOSS,     /* [1], or [N] for FLCE_NONE, stat dtype */
+  FLCE_BUF_ROW_LOSS, /* [N] stat dtype: the losses of the rows, if they are reduced */
+  /* [FLCE_STAT_ROWS][N] stat dtype: enum flce_stat_row. An output if the plan keeps_statistics,
+   * else part of the workspace. */
+  FLCE_BUF_STATS,
+  /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar. An output if the plan keeps_statistics, else
+   * part of the workspace. */
+  FLCE_BUF_SCALARS,
+  FLCE_BUF_SAVED,       /* [rows][saved_pitch] saved_dtype: save=logits keeps E or z in it */
   FLCE_BUF_PREDICTIONS, /* [N] int64 */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
-  FLCE_BUF_GRAD_WEIGHT, /* [V][H] grad_weight_dtype; none where dW is added to the caller's */
-  FLCE_BUF_GRAD_BIAS,   /* [V] grad_bias_dtype */
-  FLCE_BUF_ROUNDED, /* save=grads in float16: the gradients as handed over, beside the wide ones */
-  FLCE_BUF_INPUT_CAST,    /* x in dtype, [N][plan's hidden]; where either is not as given */
-  FLCE_BUF_WEIGHT_CAST,   /* likewise W, [V][plan's hidden] */
-  FLCE_BUF_BIAS_CAST,     /* b in stat dtype */
-  FLCE_BUF_LOGITS,        /* a chunk of logits, overwritten by E or dz */
-  FLCE_BUF_COEF,          /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
-  FLCE_BUF_INDEX,         /* of the rows to compute, where they are gathered */
-  FLCE_BUF_GATHERED_X,    /* the chunk's rows of x as A of the logits GEMM, [chunk][input_pitch]
-                             dtype, where they are copied and not in SCALED_X */
-  FLCE_BUF_GATHERED_COEF, /* what weighs their rows of E in db, [chunk] stat dtype */
-  FLCE_BUF_DX_ROWS,  /* E W of a chunk where dX's own memory cannot hold it, [chunk][plan's hidden]
-                        dx_gemm_dtype */
-  FLCE_BUF_SCALED_X, /* coef * x of a chunk (form dz: the valid rows of x, if not x itself, times
-                        FLCE_SCALAR_INPUT_UNIT), or the same as GATHERED_X; [chunk][input_pitch]
-                        dtype */
-  FLCE_BUF_DW_ACCUM, /* dW summed in accum_dtype where that is not its own type or hidden is not H,
-                        [V][plan's hidden] */
-  FLCE_BUF_DW_BLOCK, /* a block of V rows of one chunk's dW where the GEMM cannot write accum_dtype
-                      */
-  FLCE_BUF_DB_ACCUM, /* [V] stat dtype */
-  FLCE_BUF_DB_PARTS, /* [plan's bias_parts][V] stat dtype: sums of grad_weight_gemm */
-  FLCE_BUF_SMOOTH, /* [2 H + 1] stat dtype, label smoothing: sum_j w_j W_j, sum_i c_i x_i, sum_i c_i
-                      (c = coef_smooth) */
-  FLCE_BUF_ORDER,  /* tokens ordered by target */
-  FLCE_BUF_COLUMN_SUM, /* scratch */
+  /* [weight_rows][H] grad_weight_dtype. Absent if dW is added to the caller's. */
+  FLCE_BUF_GRAD_WEIGHT,
+  FLCE_BUF_GRAD_BIAS, /* [weight_rows] grad_bias_dtype */
+  /* save=grads in float16: the gradients in their final dtype, for those of the three above that
+   * are kept in float32 until grad_output is known. */
+  FLCE_BUF_ROUNDED,
+  /* [N][plan's hidden] dtype: x, if its dtype or its hidden size differs from the plan's. */
+  FLCE_BUF_INPUT_CAST,
+  /* [V][plan's hidden] dtype: W, if its dtype or its hidden size differs from the plan's. */
+  FLCE_BUF_WEIGHT_CAST,
+  FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
+  FLCE_BUF_LOGITS,    /* [chunk][z_pitch] z_dtype: logits of a chunk, overwritten by E or dz */
+  FLCE_BUF_COEF,      /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_INDEX,     /* int64: the rows to compute, if they are gathered (compact_rows) */
+  /* [chunk][input_pitch] dtype: the chunk's rows of x as the A operand of the logits GEMM, if they
+   * are copied and the copy is not in FLCE_BUF_SCALED_X. */
+  FLCE_BUF_GATHERED_X,
+  FLCE_BUF_GATHERED_COEF, /* [chunk] stat dtype: weights of the gathered rows of E in db */
+  /* [chunk][plan's hidden] dx_gemm_dtype: E W of a chunk, if the GEMM cannot write it to dX. */
+  FLCE_BUF_DX_ROWS,
+  /* The B operand of dW's GEMM, [chunk][plan's hidden] dtype. Form exp: coef * x. Form dz: the
+   * valid rows of x times FLCE_SCALAR_INPUT_UNIT, if x itself cannot be the operand. Before, it may
+   * hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch]. */
+  FLCE_BUF_SCALED_X,
+  /* [V][plan's hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
+   * plan's hidden is not H. */
+  FLCE_BUF_DW_ACCUM,
+  /* [dw_block_rows][plan's hidden] dtype: some rows of one chunk's dW, if the GEMM cannot write
+   * accum_dtype. */
+  FLCE_BUF_DW_BLOCK,
+  FLCE_BUF_DB_ACCUM, /* [V] stat dtype: the sum of db over chunks */
+  FLCE_BUF_DB_PARTS, /* [bias_parts][V] stat dtype: partial sums of db by grad_weight_gemm */
+  /* [2 H + 1] stat dtype, H the plan's hidden, for label smoothing: sum_j w_j W_j, sum_i c_i x_i,
+   * sum_i c_i, where c is FLCE_COEF_SMOOTH. */
+  FLCE_BUF_SMOOTH,
+  FLCE_BUF_ORDER,      /* tokens sorted by target (order_targets) */
+  FLCE_BUF_COLUMN_SUM, /* scratch of column_sum */
   FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
-  FLCE_BUF_GEMM,       /* scratch */
+  FLCE_BUF_GEMM,       /* scratch of a GEMM */
   FLCE_BUF_COUNT
 } flce_buffer_id;
 
+/* Bits of flce_buffer.lifetime. A buffer with both IN bits is alive from the forward to the
+ * backward if it is an OUTPUT; if not, each pass has it in its own workspace, at one offset. */
 enum { FLCE_IN_FORWARD = 1, FLCE_IN_BACKWARD = 2, FLCE_OUTPUT = 4 };
 
 typedef struct flce_buffer {
-  int64_t bytes;  /* 0: not needed */
-  int64_t offset; /* in the forward's or the backward's workspace; -1 for a FLCE_OUTPUT, which the
-                     caller allocates */
-  unsigned lifetime; /* FLCE_IN_* bits */
+  int64_t bytes; /* 0: not needed */
+  /* Bytes from the start of the forward's or the backward's workspace; -1 for an FLCE_OUTPUT, which
+   * the caller allocates. */
+  int64_t offset;
+  unsigned lifetime; /* FLCE_IN_* and FLCE_OUTPUT bits */
 } flce_buffer;
 
+/* All decisions for one problem on one device. Pitches are in elements. */
 typedef struct flce_plan {
-  flce_save save;
-  flce_form form;
-  flce_dtype dtype; /* of the GEMM operands, of E and dz */
-  int64_t rows;     /* computed: flce_problem.rows */
-  int64_t hidden; /* problem's H, zero-padded to hidden_alignment: the leading dimension of x, W and
-                     every [][H] buffer of the workspace */
-  int64_t input_pitch; /* leading dimension of a chunk's rows of x in the logits GEMM, zero-padded
-                          to input_alignment: `hidden`, or more */
-  bool gathers;        /* rows are computed in the order of FLCE_BUF_INDEX */
-  flce_buffer_id gathered_x, backward_gathered_x; /* where a chunk's rows of x are copied to, if
-                                                     they are gathered or padded */
-  bool fuses_rows;            /* the forward's statistics come from fused_logits, and none of its
-                                 logits are written but in form dz, where a pass needs them */
-  bool holds_weight;          /* dW in float16 before grad_output is known: enum flce_scalar */
-  int64_t bias_parts;         /* of db, where dW and db come from grad_weight_gemm; else 0 */
-  int64_t chunk_rows, chunks; /* of the logits GEMM */
-  int64_t backward_chunk_rows, backward_chunks; /* of the backward's loop; 0 for save=grads */
-  flce_dtype z_dtype;                           /* of FLCE_BUF_LOGITS as the GEMM writes it */
-  flce_dtype saved_dtype;                       /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
-  bool gemm_adds_bias;                          /* or fused_logits: then no row pass does */
-  bool saves_exp;                               /* FLCE_BUF_SAVED holds E, else z */
-  bool z_in_saved;                              /* the logits GEMM writes there itself */
-  bool keeps_statistics;                        /* somebody reads them after the forward */
-  int64_t z_pitch, out_pitch, saved_pitch; /* elements of z_dtype, of dtype (E, dz), of saved_dtype.
-                                              Columns of E and dz from vocab to out_pitch are 0 */
-  flce_dtype grad_input_dtype, grad_weight_dtype, grad_bias_dtype;
-  flce_dtype
-      dx_gemm_dtype; /* of E W as its GEMM writes it: into dX itself where that has this type */
-  flce_dtype accum_dtype;
-  int64_t
-      dw_block_rows; /* of FLCE_BUF_DW_BLOCK; 0 when the GEMM adds into the accumulator itself */
-  flce_buffer buffers[FLCE_BUF_COUNT];
-  int64_t forward_workspace_bytes, backward_workspace_bytes;
-  int64_t forward_peak_bytes, backward_peak_bytes, peak_bytes; /* over the inputs */
-  int64_t forward_gemms, backward_gemms;
+  flce_save save;   /* flce_problem.save */
+  flce_form form;   /* what the gradient GEMMs read */
+  flce_dtype dtype; /* of the GEMM operands, of E and of dz */
+  int64_t rows;     /* to compute: flce_problem.rows */
+  /* H, zero-padded to hidden_alignment: the leading dimension of x, W and every [][H] buffer of the
+   * workspace. */
+  int64_t hidden;
+  /* Leading dimension of a chunk's rows of x in the logits GEMM: `hidden`, zero-padded to
+   * input_alignment. */
+  int64_t input_pitch;
+  bool gathers; /* rows are computed in the order of FLCE_BUF_INDEX */
+  flce_buffer_id
+      gathered_x, /* forward: the copy of a chunk's rows of x, if they are gathered or padded */
+      backward_gathered_x; /* the same for the backward */
+  /* The forward's statistics come from fused_logits. It writes E instead of the logits; in form dz
+   * it writes the logits, if a row pass reads them. */
+  bool fuses_rows;
+  /* dW is kept in float16 before grad_output is known, times FLCE_SCALAR_WEIGHT_UNIT. */
+  bool holds_weight;
+  int64_t bias_parts; /* rows of FLCE_BUF_DB_PARTS if grad_weight_gemm makes dW and db, else 0 */
+  int64_t chunk_rows, /* rows of a chunk of the forward */
+      chunks;         /* chunks of the forward */
+  int64_t backward_chunk_rows, /* rows of a chunk of the backward's loop; 0 for save=grads */
+      backward_chunks;         /* chunks of the backward's loop; 0 for save=grads */
+  flce_dtype z_dtype;          /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
+  flce_dtype saved_dtype;      /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
+  bool gemm_adds_bias;         /* the logits GEMM or fused_logits adds b; the row passes do not */
+  bool saves_exp;              /* FLCE_BUF_SAVED holds E, else z */
+  bool z_in_saved;       /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
+  bool keeps_statistics; /* stats and scalars are read after the forward */
+  int64_t z_pitch,       /* of the logits, elements of z_dtype */
+      out_pitch,         /* of E and dz, elements of dtype; columns from vocab on are 0 */
+      saved_pitch;       /* of FLCE_BUF_SAVED, elements of saved_dtype */
+  flce_dtype grad_input_dtype, /* of FLCE_BUF_GRAD_INPUT */
+      grad_weight_dtype,       /* of FLCE_BUF_GRAD_WEIGHT, or of the caller's grad_weight */
+      grad_bias_dtype;         /* of FLCE_BUF_GRAD_BIAS */
+  /* The result of dX's GEMM. It goes directly to dX if that has this dtype and the same rows and
+   * columns, else to FLCE_BUF_DX_ROWS. */
+  flce_dtype dx_gemm_dtype;
+  flce_dtype accum_dtype; /* in which dW is summed over chunks */
+  int64_t dw_block_rows;  /* of FLCE_BUF_DW_BLOCK; 0 if the GEMM adds to the accumulator itself */
+  flce_buffer buffers[FLCE_BUF_COUNT]; /* by flce_buffer_id */
+  int64_t forward_workspace_bytes,     /* of flce_tensors.workspace in the forward */
+      backward_workspace_bytes;        /* of flce_tensors.workspace in the backward */
+  int64_t forward_peak_bytes, /* outputs and workspace in the forward; the inputs do not count */
+      backward_peak_bytes,    /* the same in the backward */
+      peak_bytes;             /* the larger of the two */
+  int64_t forward_gemms,      /* GEMMs of the forward */
+      backward_gemms;         /* GEMMs of the backward */
 } flce_plan;
 
-/* FLCE_INVALID_ARGUMENT names the number that is out of its range. */
+/* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_loss* loss);
 
-/* Pure: no allocation, no device call. Errors: FLCE_INVALID_ARGUMENT (a budget below one row of
- * logits, a strategy that cannot serve the reduction). */
+/* Pure: no allocation, no device call. FLCE_INVALID_ARGUMENT if a size, dtype or parameter is out
+ * of its range, if max_memory is below one row of logits, or if `save` does not support the
+ * reduction. */
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 
-/* Writes the plan as text, at most `size` bytes with the terminating 0; returns the length that it
- * needs without it. */
+/* Writes the plan as text, at most `size` bytes including the terminating 0. Returns the length of
+ * the whole text without the 0, as snprintf does. */
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
 
 /* ---- engine ---- */
 
-/* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. */
+/* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. Shapes are those
+ * of the caller's tensors, stat dtype that of the plan's dtype. */
 typedef struct flce_tensors {
-  const void* input;         /* [N][H] input_dtype */
-  const void* linear_weight; /* [weight_rows][H] weight_dtype */
-  const void* linear_bias;   /* [weight_rows] bias_dtype, or NULL */
-  const int64_t* target;     /* [N], or NULL with probabilities */
-  const void* probabilities; /* [N][weight_rows] probabilities_dtype, or NULL */
-  flce_dtype probabilities_dtype;
-  const void* class_weight; /* [weight_rows] stat dtype, or NULL */
-  const void* token_weight; /* [N] stat dtype, or NULL */
-  const void* temperature;  /* [N] stat dtype, or NULL */
-  const void* num_items;    /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
-  void* loss;               /* [1], or [N] for FLCE_NONE; stat dtype */
-  void* stats;              /* [FLCE_STAT_ROWS][N]; written by the forward, read by the backward;
-                               not looked at unless the plan keeps_statistics */
-  void* scalars;            /* [FLCE_SCALAR_COUNT]; likewise */
-  void* saved;              /* save=logits: [rows][saved_pitch]; likewise */
-  void* predictions;        /* [N] int64 */
-  void* grad_input;         /* written by the forward for save=grads, else by the backward */
-  void* grad_weight;        /* [weight_rows][H]; added to where the problem says so */
-  void* grad_bias;          /* [weight_rows] */
+  const void* input;              /* [N][H] input_dtype */
+  const void* linear_weight;      /* [weight_rows][H] weight_dtype */
+  const void* linear_bias;        /* [weight_rows] bias_dtype, or NULL */
+  const int64_t* target;          /* [N], or NULL with probabilities */
+  const void* probabilities;      /* [N][weight_rows] probabilities_dtype, or NULL */
+  flce_dtype probabilities_dtype; /* of `probabilities` */
+  const void* class_weight;       /* [weight_rows] stat dtype, or NULL */
+  const void* token_weight;       /* [N] stat dtype, or NULL */
+  const void* temperature;        /* [N] stat dtype, or NULL */
+  const void* num_items;          /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
+  void* loss;                     /* [1], or [N] for FLCE_NONE; stat dtype */
+  /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. Not accessed
+   * unless the plan keeps_statistics. */
+  void* stats;
+  /* [FLCE_SCALAR_COUNT] stat dtype. Written by the forward, read by the backward. Not accessed
+   * unless the plan keeps_statistics. */
+  void* scalars;
+  /* [rows][saved_pitch] saved_dtype. With save=logits written by the forward, read by the
+   * backward. */
+  void* saved;
+  void* predictions; /* [N] int64 */
+  /* [N][H] plan->grad_input_dtype. Written by the forward for save=grads, else by the backward. */
+  void* grad_input;
+  /* [weight_rows][H] plan->grad_weight_dtype. Written when grad_input is; with adds_grad_weight dW
+   * is added to its contents. */
+  void* grad_weight;
+  void* grad_bias;          /* [weight_rows] plan->grad_bias_dtype; written when grad_input is */
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
   const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
-  const void* grad_entropy; /* likewise */
-  void* workspace; /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, 256-byte
-                      aligned */
+  const void* grad_entropy; /* backward: [N] stat dtype, or NULL for 0 */
+  /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, aligned to 256 bytes. */
+  void* workspace;
 } flce_tensors;
 
 flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
                          const flce_plan* plan, const flce_tensors* tensors);
 flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
                           const flce_plan* plan, const flce_tensors* tensors);
-/* FLCE_INVALID_ARGUMENT where the plan leaves nothing for a backward to do; which asks itself. */
+/* FLCE_INVALID_ARGUMENT unless the plan's save is logits or stats: only these have a backward loop.
+ * flce_backward() calls it too. */
 flce_status flce_check_backward(const flce_plan* plan);
 
-/* GEMMs that the engine has asked backends for since the process began. */
+/* GEMMs that the engine has requested from backends since the process started. */
 int64_t flce_gemm_count(void);
 
-/* Cross entropy on logits that the caller holds: z[N][V] with stats, scalars, loss and the other
- * tensors as above; the forward reads the logits once, and so does the backward, which writes
- * dz[N][V] in z's dtype. Of the problem tokens, vocab, dtype, reduction, loss, wants_* and has_*
- * are read, and weight_rows and rows, which are vocab and tokens; tensors->input holds z,
- * tensors->grad_input dz; workspace: flce_cross_entropy_workspace_bytes(). */
+/* Cross entropy of given logits z[N][V]. tensors->input is z, tensors->grad_input is dz[N][V] in
+ * z's dtype, tensors->workspace has flce_cross_entropy_workspace_bytes(); the other tensors are as
+ * above. The forward and the backward each read the logits once. Of the problem they read tokens,
+ * vocab, dtype, reduction, loss, wants_* and has_*, weight_rows (= vocab) and rows (= tokens). */
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem);
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
                                        const flce_tensors* tensors);
@@ -319,33 +391,35 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
 
 /* ---- backends ---- */
 
-/* Elements of bfloat16 in a row of an AMX tile: the step of a product along k. */
+/* bfloat16 elements in a row of an AMX tile: the step of a GEMM along k. */
 enum { FLCE_AMX_DEPTH = 32 };
 
-/* CPU: compiled into the module. The GEMM and the thread pool are the caller's (op.cpp passes
- * torch's). */
+/* The CPU backend is part of the module. The caller provides the GEMM and the thread pool; op.cpp
+ * passes torch's. */
 typedef void (*flce_range_fn)(int64_t begin, int64_t end, void* context);
 typedef struct flce_cpu {
-  flce_status (*gemm)(void* context, const flce_gemm* gemm);
+  flce_status (*gemm)(void* context, const flce_gemm* gemm); /* gets gemm_context */
+  /* Calls fn(from, to, context) in parallel on disjoint ranges that cover [begin, end), of at least
+   * `grain` elements where there are as many. */
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn, void* context);
-  void* gemm_context;
+  void* gemm_context; /* of `gemm` */
 } flce_cpu;
-/* Fills `backend` with self = cpu, which must outlive it. */
+/* Fills `backend` with the CPU's functions and self = cpu. `cpu` must outlive `backend`. */
 void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend);
-/* "scalar", "avx2" or "avx512": what the row passes use here; FLCE_CPU_VARIANT overrides it for
- * tests. */
+/* The instruction set of the row passes on this machine: "scalar", "avx2" or "avx512".
+ * FLCE_CPU_VARIANT overrides the choice, for tests; "none" if it names one that cannot run here. */
 const char* flce_cpu_variant(void);
 
-/* CUDA: exported by libflce_cuda.so, looked up by name. */
+/* The CUDA backend is a library of its own, libflce_cuda.so. Its exports are looked up by name. */
 typedef struct flce_cuda {
-  int device;
-  void* stream;    /* cudaStream_t */
-  bool allow_tf32; /* float32 products may use TF32 */
+  int device;      /* CUDA device index; has to be the current device of the calling thread */
+  void* stream;    /* cudaStream_t: all work is queued here */
+  bool allow_tf32; /* float32 GEMMs may use TF32 */
 } flce_cuda;
-typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda,
-                                            flce_backend* backend); /* "flce_cuda_backend" */
-typedef const char* (*flce_cuda_describe_fn)(
-    void); /* "flce_cuda_describe": build and device facts, a line each */
+/* Exported as "flce_cuda_backend": fills `backend` with self = cuda, which must outlive it. */
+typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda, flce_backend* backend);
+/* Exported as "flce_cuda_describe": describes the build and the device, one line each. */
+typedef const char* (*flce_cuda_describe_fn)(void);
 
 #ifdef __cplusplus
 }

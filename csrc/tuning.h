@@ -1,4 +1,5 @@
-/* The choice of CUDA's products: what flce.tune asks of libflce_cuda.so. */
+/* The interface of libflce_cuda.so to flce.tune: which GEMMs ran, the time of each of their
+ * cuBLASLt algorithms, and the choice among them. Nothing of it runs in a call. */
 #ifndef FLCE_TUNING_H
 #define FLCE_TUNING_H
 
@@ -8,41 +9,44 @@
 extern "C" {
 #endif
 
-/* Memory for a product that is to be timed; bias may be NULL. */
+/* Device memory of a GEMM to be timed, with the shapes, pitches and alignments of that GEMM. */
 typedef struct flce_gemm_operands {
-  const void* a;
-  const void* b;
-  void* c;
-  const void* bias;
-  void* workspace;
-  int64_t workspace_bytes;
+  const void* a;           /* flce_gemm.a */
+  const void* b;           /* flce_gemm.b */
+  void* c;                 /* flce_gemm.c */
+  const void* bias;        /* flce_gemm.bias; may be NULL if the GEMM has none */
+  void* workspace;         /* scratch of the GEMM */
+  int64_t workspace_bytes; /* of `workspace` */
 } flce_gemm_operands;
 
-/* The choice of the algorithms of CUDA's products. A product is a line of text: the version of the
- * library that computes it, what its choice depends on (flce/tune.py: PRODUCT names the numbers),
- * the GPU's name. Texts are written as flce_plan_text writes; *used is their length. The
- * flce_cuda's device has to be the current one. */
+/* The functions of the tuner. A GEMM is identified by a line of text, here called a product: the
+ * version of cuBLASLt, the numbers on which the choice of an algorithm depends (PRODUCT in
+ * flce/tune.py names them), the name of the GPU. Functions with `text` write at most `size` bytes,
+ * as snprintf does, and set *used to the length of the whole text. The device of the flce_cuda has
+ * to be the current one. */
 typedef struct flce_cuda_tuning {
-  /* on: forgets what was recorded, and records from now on each different product that runs. */
+  /* True: clears the record and starts recording each distinct GEMM that runs. False: stops. */
   void (*record)(bool on);
-  /* The recorded products of the device, a line each. */
+  /* Writes the recorded products of the device, one line each. */
   flce_status (*recorded)(const flce_cuda* cuda, char* text, int64_t size, int64_t* used);
-  /* Two indices, of the candidate that the shipped rules take and of the one that is taken, then
-   * the candidates: the algorithm (gemm.cuh: gemm_algorithm) and its bytes of workspace, a line
-   * each. */
+  /* Writes a line of two indices, of the candidate that the shipped rules choose and of the one
+   * that is used now, then one line for each candidate: its algorithm (gemm_algorithm in gemm.cuh)
+   * and its bytes of workspace. */
   flce_status (*candidates)(const flce_cuda* cuda, const char* product, char* text, int64_t size,
                             int64_t* used);
-  /* Runs a candidate `repeats` times, waits, and gives the milliseconds of one run. Refused while
-   * the stream is captured. */
+  /* Runs a candidate `repeats` times, synchronizes, and returns the milliseconds of one run.
+   * FLCE_UNSUPPORTED while the stream is captured into a graph. */
   flce_status (*time)(const flce_cuda* cuda, const char* product,
                       const flce_gemm_operands* operands, int64_t candidate, int64_t repeats,
                       double* milliseconds);
-  /* Lines of a product with an algorithm's numbers before the name: from now on taken where it is
-   * among that product's candidates. FLCE_INVALID_ARGUMENT changes nothing. */
+  /* Sets tuned choices. Each line is a product with the numbers of an algorithm before the GPU's
+   * name. From now on that GEMM uses the algorithm, if it is among its candidates.
+   * FLCE_INVALID_ARGUMENT if a line is malformed; nothing changes then. */
   flce_status (*use)(const char* lines);
-  const char* (*last_error)(void);
+  const char* (*last_error)(void); /* the message of this thread's last failure in the library */
 } flce_cuda_tuning;
-typedef const flce_cuda_tuning* (*flce_cuda_tuning_fn)(void); /* "flce_cuda_tuning_table" */
+/* Exported as "flce_cuda_tuning_table". */
+typedef const flce_cuda_tuning* (*flce_cuda_tuning_fn)(void);
 
 #ifdef __cplusplus
 }

@@ -1,36 +1,36 @@
-/* How many rows a chunk has. Pure.
+/* The number of rows of a chunk. Pure functions, part of the plan.
  *
- * max_memory bounds the chunk. Below it the choice goes by a model of the time of a loop's GEMMs,
- * in multiply-adds of the whole device: tiles come in waves, of which the last may not be full, dW
- * is read and written once a chunk, and each chunk has launches and small kernels of its own. It
- * serves 16-bit operands on a GPU. Its constants were fitted to the chunk sizes of nine shapes on
- * an H200 (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
+ * max_memory is the upper bound. Below it, for 16-bit operands on a GPU, the choice minimizes the
+ * modelled time of a loop's GEMMs. The unit of time is one multiply-add at the device's full GEMM
+ * rate ("effort"). The model counts three losses: tiles run in waves, and the last wave may not be
+ * full; dW is read and written once for each chunk; each chunk has its own launches and small
+ * kernels. The constants were fitted to the chunk sizes of nine shapes on an H200
+ * (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
 #include "core/plan.h"
 
 #include <math.h>
 
 enum {
-  SMALL_TILE_ROWS = 8, /* a chunk below TILE_ROWS: cuBLASLt and MKL are slow at odd row counts */
-  MAX_TRIED = 64,      /* chunk sizes that are compared: a plan is made in each call */
+  SMALL_TILE_ROWS = 8, /* for chunks below TILE_ROWS: cuBLASLt and MKL are slow at odd row counts */
+  MAX_TRIED = 64,      /* chunk sizes to compare; limited because every call makes a plan */
 };
 
-/* A tile of a GEMM's result, and how much longer a multiprocessor takes for each of its elements
- * than in the largest tiles. */
+/* An output tile shape of a GEMM. */
 typedef struct gemm_tile {
   int64_t rows, columns;
-  double effort;
+  double effort; /* time of an element of the tile, relative to the largest tiles */
 } gemm_tile;
 
-/* Multiply-adds in the time in which memory moves one byte: 80 on an H200, within a third of that
- * on other GPUs of compute capability 8.0 and later. */
+/* Multiply-adds in the time in which the memory moves one byte: 80 on an H200, within a third of
+ * that on other GPUs of compute capability 8.0 and later. */
 static const double kAddsPerByte = 80.0;
 
-/* The fixed cost of a chunk, launches and small kernels: 100 us on an H200. A ragged vocabulary
- * adds 50 us, for the GEMMs of its last columns. */
+/* The fixed cost of a chunk (launches and small kernels), 100 us on an H200. A ragged vocabulary
+ * costs 50 us more, for the GEMMs of its last columns. */
 static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;
 
-/* The logits GEMM of `rows` rows, in whole tiles of 128 x 192. Its waves are many; half of one is
- * the mean loss in the last. */
+/* The logits GEMM of `rows` rows, in whole tiles of 128 x 192. It has many waves, so the loss in
+ * the last one is taken as its mean, half a wave. */
 static double logits_effort(const flce_problem* problem, const flce_facts* facts,
                             const chunk_loop* loop, int64_t rows) {
   enum { COLUMNS = 192 };
@@ -39,8 +39,8 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
   return (elements + 0.5 * wave) * (double)problem->hidden;
 }
 
-/* dX's GEMM by the best of its tiles. Split-K keeps a float32 partial result for each split in the
- * GEMM's workspace. */
+/* dX's GEMM of `rows` rows with its best tile shape and number of splits. Split-K keeps a float32
+ * partial result for each split in the GEMM's workspace. */
 static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
   enum { MOST_SPLITS = 3 };
   static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
@@ -60,8 +60,8 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
   return best * (double)(facts->multiprocessors * problem->vocab);
 }
 
-/* dW's GEMM of `rows` rows. Its mainloop hides the reading and writing of dW, the more of it the
- * longer it is; the exposed share is a line fitted to measured GEMMs. */
+/* dW's GEMM of `rows` rows. The mainloop hides part of the traffic of dW, more the longer it is.
+ * The exposed share is a linear fit to measured GEMMs. */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
   double elements = (double)problem->vocab * (double)problem->hidden;
   double products = elements * (double)rows;
@@ -72,7 +72,7 @@ static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int
 
 static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
                            const chunk_loop* loop, int64_t rows) {
-  enum { FAST_ELEMENTS = 8 }; /* of 16 bits: cuBLASLt's fast kernels need multiples of 16 bytes */
+  enum { FAST_ELEMENTS = 8 }; /* 16-bit: cuBLASLt's fast kernels need multiples of 16 bytes */
   double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
   if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
@@ -80,7 +80,7 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
   return effort;
 }
 
-/* The time of all chunks, in multiply-adds. */
+/* The modelled time of all chunks of a loop, in multiply-adds. */
 static double loop_effort(const flce_problem* problem, const flce_facts* facts,
                           const chunk_loop* loop, int64_t chunk_rows) {
   int64_t chunks = ceil_div(problem->rows, chunk_rows);
@@ -89,13 +89,15 @@ static double loop_effort(const flce_problem* problem, const flce_facts* facts,
          chunk_effort(problem, facts, loop, last);
 }
 
-/* Rows of about equal chunks, at least `chunks` of them, in whole tiles. */
+/* The rows of a chunk if there are `chunks` of about equal size, rounded up to whole tiles. (The
+ * rounding may leave fewer chunks.) */
 static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
   return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
 }
 
-/* The fastest of at least `fewest` and at most twice as many chunks: further ones only cost
- * launches. Where memory is to be saved, the smallest whose time is within 1 % of the fastest. */
+/* The chunk rows with the least modelled time, among `fewest` to twice as many chunks: still more
+ * chunks only cost launches. With saves_memory, the smallest chunks within 1 % of the least time,
+ * and the search goes on until the time exceeds it by 10 %. */
 static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, int64_t tile, int64_t fewest) {
   const double kTolerance = 1.01, kStopAbove = 1.1;
@@ -123,7 +125,7 @@ static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* fac
   return rows[chosen];
 }
 
-/* Whole tiles of a chunk that may have `fit` rows. */
+/* The rows of which a chunk should be a multiple, if at most `fit` rows fit the budget. */
 static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
   int64_t tile = 1;
   if (fit >= SMALL_TILE_ROWS) tile = SMALL_TILE_ROWS;

@@ -1,4 +1,5 @@
-/* Cross entropy on logits that the caller holds. */
+/* Cross entropy of logits that the caller provides: flce_cross_entropy_forward and _backward. One
+ * pass over all rows by the row passes of a backend; no GEMM, no chunks, no plan. */
 #include "core/engine.h"
 
 static flce_rows view_logits(const flce_backend* backend, const flce_problem* problem,

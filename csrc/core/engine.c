@@ -1,10 +1,12 @@
-/* The three strategies, written once over a backend table: one chunk loop forward, one backward. */
+/* The forward and the backward of linear cross entropy: one loop over chunks of rows each, which
+ * all strategies (flce_save) share. It executes the plan by calling a backend's functions. Sizes,
+ * dtypes and buffers are decided in plan.c, the arithmetic is the backend's. */
 #include "core/engine.h"
 
 #include <stdatomic.h>
 
-/* Times exp(z - c) when float16 stores it: c is the row's largest logit, so the largest entry is
- * 2^15, and entries down to 2^-29 of it keep all their bits. */
+/* The factor of exp(z - c) where it is stored in float16. c is the row's largest logit, so the
+ * largest entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
 static const double kF16ExpScale = 32768.0;
 
 static _Atomic int64_t gemm_count;
@@ -29,7 +31,8 @@ flce_status flce_run_gemm(const engine* e, flce_gemm gemm) {
 
 /* ---- operands ---- */
 
-/* `given` [rows][cols] as [rows][pitch] of `dtype`, zeros behind its columns: itself, or a copy. */
+/* *out = `given` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `given` itself if it is
+ * that, else a copy in buffer `id`. */
 static flce_status convert(const engine* e, flce_buffer_id id, const void* given,
                            flce_dtype given_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
                            int64_t pitch, const void** out) {
@@ -68,7 +71,7 @@ static flce_status open_engine(engine* e, const flce_backend* backend, const flc
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
   int64_t left = e->problem->rows - first;
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
-  int64_t vectors = e->plan->gathers ? 0 : first; /* an index is into the whole vectors */
+  int64_t vectors = e->plan->gathers ? 0 : first; /* an index counts from token 0 */
   c.view = open_rows(e, vectors, c.rows);
   if (e->plan->holds_weight) c.view.input_unit = scalar(e, FLCE_SCALAR_INPUT_UNIT);
   if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
@@ -76,7 +79,7 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce
   return c;
 }
 
-/* E or dz over the logits themselves: each row starts where its logits started. */
+/* E or dz overwrites the logits; each row starts at the address of its row of logits. */
 static void set_out_in_place(const engine* e, flce_rows* view) {
   int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(e->plan->dtype);
   set_out(view, (void*)view->z, e->plan->dtype, view->z_pitch * ratio, e->plan->out_pitch);
@@ -86,8 +89,8 @@ static void* saved_rows(const engine* e, int64_t first) {
   return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
-/* The chunk's rows of x, copied where they do not follow each other at the pitch that the logits
- * GEMM wants. */
+/* The A operand of the logits GEMM: the chunk's rows of x, or a copy if they are gathered or need
+ * another pitch. */
 static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
   const flce_plan* plan = e->plan;
   *x = rows_of_input(e, c);
@@ -105,7 +108,7 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
   return FLCE_OK;
 }
 
-/* x W^T of a chunk. */
+/* Fills `gemm` for the logits GEMM of a chunk, z = x W^T, without its C. */
 static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* gemm) {
   int64_t h = e->plan->hidden;
   *gemm = (flce_gemm){.m = c->rows,
@@ -119,8 +122,8 @@ static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* ge
   return chunk_input(e, c, &gemm->a);
 }
 
-/* Has z written into the saved buffer where the logits need no other type there, else into the
- * chunk's. */
+/* Sets C of the logits GEMM: the saved buffer if the plan writes z there, else the chunk's logits
+ * buffer. */
 static void set_z_destination(const engine* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
   gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
@@ -137,8 +140,8 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
   return flce_run_gemm(e, gemm);
 }
 
-/* The fused product of a chunk's logits, and E, or in form dz z, where the strategy keeps either.
- */
+/* The first call of the fused logits GEMM. It writes E (form exp) or z (form dz) for the strategies
+ * that read them, save=logits and save=grads. */
 static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
@@ -150,21 +153,22 @@ static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
-  /* Made for dX, it gives smoothing's sums too, at less than the product's epilogue does. */
+  /* sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
+   * cheaper than those that the GEMM's epilogue would compute. */
   if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
   flce_count_gemm();
   CALL(e, fused_logits, gemm, rows, buffer(e, FLCE_BUF_FUSED));
   return FLCE_OK;
 }
 
-/* The rows' factor for grad_output 1: in float16 times a power of two that scale_grads takes back.
- */
+/* The factor of the loss's gradient for grad_output = 1. In float16 it includes a power of two (see
+ * FLCE_SCALAR_UNIT), which scale_grads divides out. */
 static const void* unit_factor(const engine* e) {
   bool in_units = e->plan->dtype == FLCE_F16;
   return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
 }
 
-/* Statistics of what fused_logits has made, and with save=grads the rows' factors. */
+/* The second call of the fused logits GEMM: statistics, and with save=grads also coef. */
 static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
                                     const flce_rows* rows) {
   bool gradients = e->plan->save == FLCE_SAVE_GRADS;
@@ -174,7 +178,7 @@ static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* 
   return FLCE_OK;
 }
 
-/* The rows' factors for `upstream`, whose vectors begin at row 0. */
+/* Computes the chunk's coef. The vectors of `upstream` start at token 0. */
 static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
   if (!e->plan->gathers) {
@@ -188,7 +192,8 @@ static flce_status coefficients(const engine* e, const chunk* c, flce_upstream u
 
 /* ---- forward ---- */
 
-/* Statistics and loss of a chunk by passes, and what the strategy keeps of its logits. */
+/* Without fused_logits: statistics and loss of a chunk by row passes over its logits, and E if the
+ * strategy needs it. */
 static flce_status pass_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool keeps = plan->save == FLCE_SAVE_LOGITS;
@@ -210,7 +215,7 @@ static flce_status pass_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
-/* save=grads: the gradient for grad_output 1. */
+/* save=grads: the gradients of a chunk for grad_output = 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
   if (!e->plan->fuses_rows) FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ) {
@@ -221,18 +226,19 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
   return flce_chunk_gradients(e, c);
 }
 
-/* The index of the rows to compute. */
+/* Computes FLCE_BUF_INDEX, if the plan gathers rows. */
 static flce_status gather_rows(const engine* e) {
   if (!e->plan->gathers) return FLCE_OK;
   void* index = buffer(e, FLCE_BUF_INDEX);
-  /* The bytes of the workspace's NaN are -1 here, which stands for no row. */
+  /* The float poison of the workspace would read as -1, which means an empty row. */
   if (flce_poisons()) CALL(e, fill, index, FLCE_POISON_INT, e->plan->buffers[FLCE_BUF_INDEX].bytes);
   CALL(e, compact_rows, e->problem, e->tensors->target, index);
   return FLCE_OK;
 }
 
-/* Scalars, the targets' order, what the rows that are not computed give. `overlaps`: queued behind
- * the first product, which needs none of it, to run at the same time. */
+/* Scalars, the order of the targets, and the results of rows that are not computed. `overlaps`: the
+ * first chunk's logits GEMM was queued before and reads none of these, so prepare may run
+ * concurrently with it (PDL). */
 static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
   CALL(e, prepare, e->problem, e->tensors, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
        e->plan->holds_weight, overlaps);
@@ -243,7 +249,7 @@ static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
   return gradients ? flce_begin_gradients(e) : FLCE_OK;
 }
 
-/* A chunk's logits, statistics and loss, and what the strategy keeps or makes of them. */
+/* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
 static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
   bool begins = c->first == 0;
@@ -280,8 +286,9 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
     FLCE_TRY(forward_rows(&e, &c, gradients));
   }
   if (gradients) FLCE_TRY(flce_finish_gradients(&e));
-  /* In form exp a pass ends the gradients; of a library's product it is not known what it awaits.
-   */
+  /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
+   * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
+   * library's GEMM. */
   bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
   if (problem->reduction != FLCE_NONE)
     CALL(&e, reduce, tensors.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
@@ -291,7 +298,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
 
 /* ---- backward ---- */
 
-/* Brings E or dz of the chunk into c->view.out. */
+/* Makes c->view.out the chunk's E or dz: from FLCE_BUF_SAVED, or from recomputed logits. */
 static flce_status backward_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool exp_form = plan->form == FLCE_FORM_EXP, stored = plan->save == FLCE_SAVE_LOGITS;

@@ -1,23 +1,25 @@
-/* What the chunk loops and the loss of given logits share: a call's pointers, and how they become
- * what a backend's row passes take. */
+/* Shared by engine.c and cross_entropy.c: the pointers of a call, and helpers that turn them into
+ * the arguments of a backend's row passes. Not for other files. */
 #ifndef FLCE_ENGINE_H
 #define FLCE_ENGINE_H
 
 #include "backend.h"
 
+/* The state of one call. Nothing of it outlives the call. */
 typedef struct engine {
   const flce_backend* backend;
   const flce_problem* problem;
-  const flce_plan* plan;
+  const flce_plan* plan; /* NULL in cross_entropy.c */
   const flce_tensors* tensors;
-  flce_dtype stat;
+  flce_dtype stat;           /* the stat dtype */
   const void* input;         /* [N][plan->hidden] plan->dtype */
   const void* linear_weight; /* [V][plan->hidden] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
 } engine;
 
-/* Calls a function of the table and keeps its sentence where the core's callers look for it. */
+/* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
+ * the calling function returns the status. */
 #define CALL(engine, function, ...)                                                  \
   do {                                                                               \
     const flce_backend* backend_ = (engine)->backend;                                \
@@ -29,7 +31,7 @@ static inline void* at(const void* base, int64_t elements, flce_dtype dtype) {
   return (char*)base + elements * flce_size_of(dtype);
 }
 
-/* `count` elements on from the start of an optional vector. */
+/* The address of element `count` of an optional vector; NULL stays NULL. */
 static inline const void* from(const void* vector, int64_t count, flce_dtype dtype) {
   return vector ? at(vector, count, dtype) : NULL;
 }
@@ -38,7 +40,7 @@ static inline const void* scalar(const engine* e, enum flce_scalar index) {
   return at(e->tensors->scalars, index, e->stat);
 }
 
-/* What the loss reads beside the logits, its vectors from row `first` on. */
+/* flce_rows without z and out; its vectors start at token `first`. */
 static inline flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
@@ -47,7 +49,7 @@ static inline flce_rows open_rows(const engine* e, int64_t first, int64_t rows) 
   return (flce_rows){
       .rows = rows,
       .vocab = problem->vocab,
-      /* Until there is a z its type tells row_coefficients the stat dtype. */
+      /* row_coefficients and blank_rows take the stat dtype from it, also where z is not set. */
       .z_dtype = e->stat,
       .bias = adds_bias ? NULL : e->bias,
       .target = tensors->target ? tensors->target + first : NULL,
@@ -81,7 +83,7 @@ static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t
   view->out_columns = columns;
 }
 
-/* The backward's upstream gradients, from row 0 on. */
+/* The backward's upstream gradients; their vectors start at token 0. */
 static inline flce_upstream upstream_of(const engine* e) {
   const flce_tensors* tensors = e->tensors;
   return (flce_upstream){.loss = tensors->grad_output,
@@ -98,13 +100,13 @@ static inline void* buffer(const engine* e, flce_buffer_id id) {
 
 /* Consecutive computed rows whose logits are in memory at a time. */
 typedef struct chunk {
-  int64_t first, rows;
-  flce_buffer_id gathered_x;
-  flce_rows view;   /* z where the logits GEMM writes; out where E or dz belongs */
-  const void* coef; /* [FLCE_COEF_ROWS][N], placed as the view's vectors are */
+  int64_t first, rows;       /* computed rows [first, first + rows) */
+  flce_buffer_id gathered_x; /* the buffer for a copy of the chunk's rows of x */
+  flce_rows view;            /* z: the result of the logits GEMM; out: E or dz */
+  const void* coef;          /* [FLCE_COEF_ROWS][N] stat dtype, indexed like the view's vectors */
 } chunk;
 
-/* Row 0 of x where the chunk has an index into all rows, else its first row. */
+/* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. */
 static inline const void* rows_of_input(const engine* e, const chunk* c) {
   return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }

@@ -5,14 +5,15 @@ static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row 
   return at(c->coef, row * e->problem->tokens, e->stat);
 }
 
-/* The operand of dW's GEMM: coef x, or in form dz x with zeros for ignored rows (a NaN there times
- * a dz of 0 would be NaN), times FLCE_SCALAR_INPUT_UNIT. NULL: x itself. */
+/* The buffer for the B operand of dW's GEMM, or NULL if that is x itself. Form exp: coef * x. Form
+ * dz: x * FLCE_SCALAR_INPUT_UNIT with zeros in ignored rows, because a NaN in x times a dz of 0
+ * would be NaN. */
 static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* dX of the chunk from c->view.out, which holds E or dz; in form exp also scaled_input, by the pass
- * that has the rows' factors at hand. */
+/* dX of the chunk from c->view.out, which holds E or dz. In form exp the pass after the GEMM also
+ * writes scaled_input, since it reads the rows' factors anyway. */
 static flce_status input_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const flce_rows* view = &c->view;
@@ -20,13 +21,13 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   void* dx =
       at(e->tensors->grad_input, plan->gathers ? 0 : c->first * cols, plan->grad_input_dtype);
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
-  void* product = own ? own : dx;
+  void* result = own ? own : dx;
   FLCE_TRY(flce_run_gemm(e, (flce_gemm){.m = c->rows,
                                         .n = h,
                                         .k = e->problem->vocab,
                                         .a = view->out,
                                         .b = e->linear_weight,
-                                        .c = product,
+                                        .c = result,
                                         .pitch_a = view->out_pitch,
                                         .pitch_b = h,
                                         .pitch_c = h,
@@ -38,7 +39,7 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   CALL(e, finish_grad_input,
        &(flce_grad_input_args){.dx = dx,
                                .dx_dtype = plan->grad_input_dtype,
-                               .d = product,
+                               .d = result,
                                .d_dtype = plan->dx_gemm_dtype,
                                .w = e->linear_weight,
                                .dtype = plan->dtype,
@@ -51,18 +52,18 @@ static flce_status input_gradient(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-/* Where dW is summed. */
+/* The accumulator of dW over chunks: a buffer of its own, or the output itself. */
 static void* dw_accum(const engine* e) {
   void* own = buffer(e, FLCE_BUF_DW_ACCUM);
   return own ? own : e->tensors->grad_weight;
 }
 
-/* Whether dW's sum begins with what the caller's grad_weight holds. */
+/* True if dW is accumulated in the caller's grad_weight, on top of its contents. */
 static bool sums_in_callers(const engine* e) {
   return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
 }
 
-/* What weighs the chunk's rows of E in db; NULL for ones, in form dz. */
+/* The weights of the chunk's rows of E in db, [rows] stat dtype. NULL, for ones, in form dz. */
 static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
   *weights = NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
@@ -81,7 +82,7 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
   return FLCE_OK;
 }
 
-/* dW's product and db's sums of the same rows. */
+/* dW's GEMM and the sums of db in one kernel. */
 static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
@@ -91,7 +92,7 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
   return FLCE_OK;
 }
 
-/* accum += E^T (coef x), or dz^T x. */
+/* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, v = e->problem->vocab;
@@ -168,10 +169,10 @@ flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-/* ---- around the chunk loop of the gradients ---- */
+/* ---- before and after the loop over chunks ---- */
 
-/* Gradients of the rows of W and b that lie beyond the vocabulary: nothing is added to those of a
- * dW that the caller has begun. */
+/* Zeros the gradients of the padding rows of W and b. If dW is added to the caller's gradient, its
+ * padding rows are left unchanged. */
 static flce_status zero_padding(const engine* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
@@ -185,7 +186,7 @@ static flce_status zero_padding(const engine* e) {
   return FLCE_OK;
 }
 
-/* Smoothing's sum of W. */
+/* sum_j w_j W_j, for label smoothing's term of dX. */
 flce_status flce_sum_weight(const engine* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
@@ -208,13 +209,14 @@ flce_status flce_begin_gradients(const engine* e) {
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
-    /* The sums over all tokens that follow the chunks meet the rows that no chunk holds. */
+    /* finish_gradients sums coef over all tokens, also over those that are in no chunk. */
     CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
       CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
            problem->hidden);
   }
-  /* GEMMs overwrite with the first chunk; what they do not write, or only add to, begins with 0. */
+  /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
+   * chunk, or if add_block adds to it. */
   bool no_chunks = problem->rows == 0;
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,

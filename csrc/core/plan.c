@@ -1,4 +1,6 @@
-/* The plan: every decision that follows from sizes, made once and in one place. Pure. */
+/* flce_plan_make: all decisions that follow from the problem and the device's facts (form, dtypes,
+ * strategy of the row passes, buffers and their offsets). Pure: no allocation, no device call. The
+ * number of rows of a chunk is chosen in chunks.c. */
 #include "core/plan.h"
 
 #include "loss.h"
@@ -7,10 +9,14 @@
 #include <string.h>
 
 enum {
-  ALIGNMENT = 256,          /* of a buffer in the workspace, bytes */
-  GATHERED_ROWS = 4096,     /* of a chunk that only statistics are made of: W passes once for every
-                               2048 or 4096 rows in any case, and the copy of x stays small */
-  DW_BLOCK_BYTES = 4 << 20, /* a dW block that is added by a pass of its own stays in the cache */
+  /* Bytes: the alignment of a buffer in the workspace. */
+  ALIGNMENT = 256,
+  /* The most rows of a gathered chunk of which only statistics are computed. Larger chunks would
+   * not read W less often, which is read once for every 2048 or 4096 rows anyway, and the copy of x
+   * stays small. */
+  GATHERED_ROWS = 4096,
+  /* Bytes of FLCE_BUF_DW_BLOCK: add_block reads it from the cache. */
+  DW_BLOCK_BYTES = 4 << 20,
 };
 
 static bool makes_gradients(const flce_problem* problem) {
@@ -18,12 +24,12 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
-/* Whether the forward keeps nothing of its logits. */
+/* True if the forward computes only statistics: it keeps neither logits nor gradients. */
 static bool only_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
 }
 
-/* Whether a GEMM over operands of plan->dtype can write `dtype`. */
+/* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
 static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
   return dtype == plan->dtype ||
          (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
@@ -122,7 +128,8 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   problem.hidden = plan->hidden;
   problem.accum_dtype = plan->accum_dtype;
   chunk_loop forward = forward_loop(&problem, facts, plan);
-  /* fused_logits writes no logits for statistics alone: a smaller chunk would save scratch only. */
+  /* With fused_logits and statistics only, no logits are written: smaller chunks would only save
+   * scratch. */
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
@@ -153,20 +160,21 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
 }
 
 static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
-  /* float16 gradients made before grad_output (a GradScaler's 65536) is known are kept in float32:
-   * only then are they multiplied by it and rounded. */
+  /* With save=grads, float16 gradients are computed before grad_output (a GradScaler's 65536) is
+   * known. They are kept in float32, and rounded after they are multiplied by grad_output. */
   return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
 }
 
-/* The exception is dW, the largest of them: it is kept in float16, times FLCE_SCALAR_WEIGHT_UNIT,
- * in which no sum overflows and what underflows is negligible. */
+/* The exception to kept_dtype is dW, the largest gradient. It is kept in float16, times
+ * FLCE_SCALAR_WEIGHT_UNIT, with which no sum overflows and what underflows is negligible. */
 static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
          problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;
 }
 
-/* dX's own type where one rounding is all it takes, else the widest that the GEMM can write. Not
- * float16: a backend may sum V in parts, of which one may overflow where their sum does not. */
+/* The dtype of dX if the GEMM's result is dX (form dz), so that it is rounded once; else the widest
+ * dtype that the GEMM can write. Never directly to float16 if float32 is possible: a backend may
+ * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
   flce_dtype own = plan->grad_input_dtype;
@@ -174,8 +182,8 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
 
-/* Whether the entropy's gradient may be asked for; save=grads has the backward of stats for that.
- */
+/* True if the backward of this plan may get a gradient of the entropy. With save=grads it does not:
+ * such a gradient is computed by a backward of save=stats. */
 static bool differentiates_entropy(const flce_problem* problem) {
   return problem->wants_entropy && problem->save != FLCE_SAVE_GRADS && makes_gradients(problem);
 }
@@ -187,21 +195,23 @@ static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
-/* Whether dz needs the logit itself: for softcap's slope, the entropy or a soft target. */
+/* True if dz cannot be computed from E alone: the softcap's slope, the entropy's gradient and
+ * probability targets need the logit. */
 static bool needs_logits(const flce_problem* problem) {
   return problem->has_probabilities || flce_caps_logits(&problem->loss) ||
          differentiates_entropy(problem);
 }
 
-/* What save=logits holds. E serves form dz too where dz follows from it, with half the bytes of
- * float16's logits. */
+/* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
+ * it has half the bytes of float32 logits. */
 static void choose_saved(const flce_problem* problem, flce_plan* plan) {
   plan->saves_exp = plan->form == FLCE_FORM_EXP || !needs_logits(problem);
   plan->saved_dtype = plan->saves_exp ? plan->dtype : plan->z_dtype;
   plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
 }
 
-/* With save=grads only in float16, to take back the unit that its gradients are held in. */
+/* With save=grads only in float16, where the backward divides by the unit of the gradients
+ * (FLCE_SCALAR_UNIT). */
 static bool backward_reads_statistics(const flce_plan* plan) {
   bool held_in_units = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
   return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS || held_in_units;
@@ -212,10 +222,11 @@ static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* fact
   return round_up(problem->vocab, facts->row_alignment / flce_size_of(dtype));
 }
 
-/* Whether the fused product gives what the form needs: E, exact logits, or nothing but statistics.
- * Form dz is a difference, of which little may be left: it has to come from the logits that its
- * statistics are of. With save=stats those are made again, by another product: exactly enough where
- * they are not rounded, but for probabilities, which may be all but equal to p. */
+/* True if fused_logits produces what the strategy reads: E, float32 logits, or only statistics.
+ * dz is a difference that may cancel, so it has to be computed from the same logits as the
+ * statistics. With save=stats the backward recomputes the logits with another GEMM. That is
+ * accurate enough if they are not rounded (float32), except for probability targets, which may be
+ * almost equal to p. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
   if (plan->form == FLCE_FORM_EXP || plan->save == FLCE_SAVE_NOTHING) return true;
@@ -233,11 +244,11 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->z_dtype =
       gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
-  /* Not by fuses_rows, which asks for the operands' addresses: a forward's E has the order of rows
-   * that its backward goes by. */
+  /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
+   * backward have to agree on the order of the rows of E. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || finds;
-  /* Where nothing writes logits, E stands in their place. */
+  /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
   if (makes_e) plan->z_dtype = plan->dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
@@ -308,14 +319,15 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   add(plan, FLCE_BUF_ROUNDED, FLCE_OUTPUT | FLCE_IN_BACKWARD, rounded);
 }
 
-/* Whether dW is made from a copy of x: scaled, gathered, without ignored rows, or aligned. */
+/* True if the B operand of dW's GEMM is a copy of x: scaled, gathered, with zeros in ignored rows,
+ * or aligned. */
 static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
   return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
          problem->unaligned || plan->holds_weight;
 }
 
-/* Where a chunk's rows of x are copied to for the logits GEMM, if they are. Between that and dW x
- * is not read: one buffer holds both of its copies. */
+/* The buffer for the copy of a chunk's rows of x for the logits GEMM. It is FLCE_BUF_SCALED_X where
+ * that exists in the same loop: the copy for dW is written when this one is no longer needed. */
 static void list_copied_x(const flce_problem* problem, flce_plan* plan) {
   bool again = plan->save == FLCE_SAVE_STATS;
   bool shares = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
@@ -400,7 +412,8 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
     add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
 }
 
-/* Buffers of both passes come first, so that one offset serves both. */
+/* Buffers that forward and backward both have come first, so that their offsets are the same in
+ * both workspaces. */
 static void assign_offsets(flce_plan* plan) {
   int64_t shared = 0;
   for (int pass = 0; pass < 3; pass++) {

@@ -1,4 +1,5 @@
-/* What the files of the plan share: sizes, and the loops whose chunks chunks.c chooses. */
+/* Shared by plan.c and chunks.c: integer helpers, and the description of a chunk loop. Not for
+ * other files. */
 #ifndef FLCE_PLAN_H
 #define FLCE_PLAN_H
 
@@ -14,19 +15,21 @@ static inline int64_t round_up(int64_t a, int64_t b) {
   return b > 1 ? ceil_div(a, b) * b : a;
 }
 
-enum { TILE_ROWS = 128 }; /* token rows of a GEMM tile: chunks are whole tiles where they can be */
+enum { TILE_ROWS = 128 }; /* token rows of a GEMM tile; chunks are whole tiles if they are larger */
 
-/* One of the call's two loops over chunks. */
+/* The loop over chunks of the forward or of the backward. */
 typedef struct chunk_loop {
-  int64_t row_bytes; /* of a chunk's row in the budget */
-  int64_t max_rows;  /* of a chunk, whatever the budget */
-  int64_t tile_rows; /* that the loop's kernels take at a time */
-  bool makes_logits, makes_dx, makes_dw;
-  bool overlaps_dw; /* dW's GEMM reads and writes dW during its mainloop */
+  int64_t row_bytes; /* bytes that a row of a chunk takes of max_memory */
+  int64_t max_rows;  /* upper bound of a chunk's rows, whatever max_memory is */
+  int64_t tile_rows; /* rows that the loop's kernels compute at a time */
+  bool makes_logits, /* the loop runs the logits GEMM */
+      makes_dx,      /* the loop runs dX's GEMM */
+      makes_dw;      /* the loop runs dW's GEMM */
+  bool overlaps_dw;  /* dW's GEMM reads and writes dW during its mainloop */
 } chunk_loop;
 
-/* Rows of a chunk and their number for the budget of `problem`, whose hidden size is the plan's.
- * FLCE_INVALID_ARGUMENT where the budget holds no row. */
+/* Chooses the rows of a chunk and the number of chunks. `problem` has the plan's hidden size and
+ * accum_dtype. FLCE_INVALID_ARGUMENT if max_memory is less than one row. */
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
                               int64_t* chunks);

@@ -1,4 +1,5 @@
-/* The plan as text, for people and for flce/plan.py. */
+/* flce_plan_text: the plan as text, for people and for flce/plan.py, which parses it.
+ * CONTRIBUTING.md has an example. */
 #include "flce.h"
 
 #include <stdarg.h>
@@ -39,7 +40,7 @@ static const char* buffer_name(int id) {
   return names[id];
 }
 
-/* Appends like snprintf; *used counts what the whole text needs, also past the end. */
+/* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */
 static void append(char* text, int64_t size, int64_t* used, const char* format, ...)
     __attribute__((format(printf, 4, 5)));
 static void append(char* text, int64_t size, int64_t* used, const char* format, ...) {

@@ -1,4 +1,5 @@
-/* Status codes, dtypes and their names; the sentence of a thread's last failure. */
+/* Names of the enums of flce.h, sizes of dtypes, the error message of a thread's last failure, and
+ * FLCE_POISON. */
 #include "flce.h"
 
 #include <stdarg.h>
@@ -32,8 +33,8 @@ bool flce_poisons(void) {
 }
 
 flce_status flce_fail(flce_status status, const char* format, ...) {
-  char text[sizeof last_error]; /* an argument may be last_error itself, when a failure is passed on
-                                 */
+  /* Formatted into a copy: an argument may be last_error itself, when CALL passes on a failure. */
+  char text[sizeof last_error];
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);

@@ -1,12 +1,14 @@
-/* The CUDA backend's table, and the two functions that libflce_cuda.so exports. */
+/* The CUDA backend's facts and table of functions, and two exports of libflce_cuda.so:
+ * flce_cuda_backend and flce_cuda_describe (the third is in gemm/tuning.cu). The functions of the
+ * table are defined in the files that backend.cuh names. */
 #include "cuda/backend.cuh"
 
 #include <stdio.h>
 
 /* ---- facts ---- */
 
-/* What NVIDIA recommends: 32 MiB from Hopper on, 8 MiB before. A small problem's products cannot
- * use that much: a split has at most kPartials results of each. */
+/* Bytes of cuBLASLt's workspace. NVIDIA recommends 32 MiB from Hopper on, 8 MiB before. The GEMMs
+ * of a small problem need less: split-K keeps at most kPartials partial results. */
 static int64_t gemm_workspace(const flce_problem* p, int major) {
   const int64_t mib = 1 << 20, kPartials = 16;
   const int64_t cap = (major >= 9 ? 32 : 8) * mib;
@@ -17,7 +19,7 @@ static int64_t gemm_workspace(const flce_problem* p, int major) {
   return max_of(mib, ceil_div((int64_t)wanted, 256) * 256);
 }
 
-/* E (weighted rows, V columns), W and x (H columns). */
+/* Scratch of the three uses of column_sum: E [N][V], W [V][H] and x [N][H]. */
 static int64_t column_sum_scratch(const flce_problem* p) {
   const int64_t e = cuda_column_sum_bytes(p->tokens, p->vocab, p->dtype);
   const int64_t w = cuda_column_sum_bytes(p->vocab, p->hidden, p->dtype);
@@ -25,8 +27,9 @@ static int64_t column_sum_scratch(const flce_problem* p) {
   return max_of(e, max_of(w, x));
 }
 
-/* H rounded up so that a row is a multiple of 16 bytes. x and W are then copies in the workspace,
- * whose rows are aligned; what weight_unaligned says of dW and the saved rows stays. */
+/* The problem with H rounded up to `alignment`. If that changes H, x and W are copied to the
+ * workspace, where they are aligned. dW and the saved rows are not copied, so weight_unaligned
+ * stays. */
 static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   flce_problem problem = *given;
   problem.hidden = ceil_div(given->hidden, alignment) * alignment;
@@ -47,7 +50,7 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
   facts->multiprocessors = multiprocessors;
-  facts->row_alignment = 128; /* a cache line, and a row of a TMA box */
+  facts->row_alignment = 128; /* bytes: a cache line, and a row of a TMA box */
   facts->gemm_writes_f32 = true;
   facts->gemm_adds_bias = true;
   facts->gemm_f16 = true;
@@ -55,7 +58,7 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = 0;
   FLCE_TRY(cuda_sm90_facts(10 * major + minor, problem, facts));
-  if (problem->rows < problem->tokens || facts->skips_rows) { /* else no rows are gathered */
+  if (problem->rows < problem->tokens || facts->skips_rows) { /* rows may be gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }
   return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);

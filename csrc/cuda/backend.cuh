@@ -1,5 +1,6 @@
-/* The functions of the CUDA backend's table; what each does stands in backend.h. `self` is the
- * flce_cuda whose device is current, all work goes to its stream. */
+/* Declarations of the functions of the CUDA backend's table, by the file that defines them, and of
+ * the helpers that facts and describe call. backend.h specifies the functions of the table. `self`
+ * is a flce_cuda; its device is the current one, and all work is queued on its stream. */
 #ifndef FLCE_CUDA_BACKEND_CUH
 #define FLCE_CUDA_BACKEND_CUH
 
@@ -13,7 +14,7 @@ static inline cudaStream_t stream_of(void* self) {
 flce_status cuda_gemm(void* self, const flce_gemm* gemm, void* workspace, int64_t workspace_bytes);
 
 /* gemm/cublaslt.cu */
-/* The library's version number, 0 where it cannot be loaded. */
+/* cuBLASLt's version number, 0 if it cannot be loaded. */
 size_t cuda_gemm_version(void);
 
 /* rows/rows_forward.cu */
@@ -66,8 +67,9 @@ flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* cal
 flce_status cuda_finish_grad_bias(void* self, const flce_grad_bias_args* call);
 
 /* sm90/select.cu */
-/* What Hopper's own kernels add to the facts, where a device of this compute capability (90 for
- * 9.0), FLCE_KERNEL and the problem let them serve. */
+/* Sets the facts of the sm_90a kernels: fused_*, skips_rows, bias_parts. They are 0 or false where
+ * the compute capability (90 for 9.0), FLCE_KERNEL or the problem rules the kernels out; skips_rows
+ * does not depend on FLCE_KERNEL. */
 flce_status cuda_sm90_facts(int capability, const flce_problem* problem, flce_facts* facts);
 
 /* sm90/fused_logits.cu */
@@ -77,7 +79,7 @@ flce_status cuda_fused_statistics(void* self, const flce_gemm* gemm, const flce_
                                   const void* factor, void* coef, void* scratch);
 
 /* sm90/grad_weight_gemm.cu */
-/* Rows of cuda_grad_weight_gemm's sums. */
+/* facts.bias_parts: rows of the partial sums of cuda_grad_weight_gemm. */
 int64_t cuda_bias_parts(int64_t hidden);
 flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* gemm, const int64_t* index,
                                   const void* coef, void* sums, bool adds_sums);

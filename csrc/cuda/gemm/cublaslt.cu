@@ -1,14 +1,15 @@
-/* cuBLASLt's functions, handles and descriptors. The functions come from the library that is
- * already in the process (torch's), so that none is linked and CUDA 12 and 13 are served by one
- * build. */
+/* cuBLASLt: loading the library, a handle for each device, matmul descriptors. The functions are
+ * looked up in the library that torch has already loaded. So nothing is linked against cuBLASLt,
+ * and one build works with CUDA 12 and 13. */
 #include "cuda/gemm/gemm.cuh"
 
 #include <dlfcn.h>
 #include <pthread.h>
 
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* held to open a device */
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* held while a device is opened */
 static gemm_device g_devices[kMaxDevices];
-static bool g_open[kMaxDevices]; /* stored after the device, read before it */
+/* Stored (release) after the gemm_device is complete, loaded (acquire) before it is read. */
+static bool g_open[kMaxDevices];
 
 static void* open_library(void) {
   static const char* const names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
@@ -50,7 +51,7 @@ static flce_status load_functions(lt_functions* lt) {
   return FLCE_OK;
 }
 
-/* With g_lock held. */
+/* The caller holds g_lock. */
 static flce_status fill_device(int index, gemm_device* device) {
   FLCE_TRY(load_functions(&device->lt));
   cudaDeviceProp facts;
@@ -126,11 +127,12 @@ cublasStatus_t make_descriptors(const gemm_device* device, const gemm_key* key,
     status = lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_TRANSB, &transpose, sizeof(transpose));
   }
   if (status == CUBLAS_STATUS_SUCCESS && key->bias) {
-    /* Along the library's rows, which are our columns. */
+    /* cuBLASLt's bias has one element for each row; in its column-major view rows are our columns.
+     */
     const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
     status = lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue));
-    /* launch_gemm sets the address. Until then one of the same alignment, which the heuristic may
-     * look at; without any it may refuse the epilogue. */
+    /* launch_gemm sets the real address. The heuristic gets a placeholder with the same alignment:
+     * it may depend on that, and without an address it may refuse the epilogue. */
     const void* aligned = (const void*)(uintptr_t)key->align_d;
     if (status == CUBLAS_STATUS_SUCCESS) {
       status =

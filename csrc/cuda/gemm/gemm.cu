@@ -1,29 +1,31 @@
-/* Runs a product: looks up what was prepared for one of its kind, and queues it. */
+/* The gemm function of the CUDA backend: splits ragged sizes, looks up the cached algorithm and
+ * descriptors of a GEMM, and launches it. The choice of an algorithm is in heuristics.cu. */
 #include "cuda/gemm/gemm.cuh"
 
 #include <pthread.h>
 
-/* What a product of one key needs beside its pointers. */
+/* An entry of the cache: the algorithm and the descriptors of the GEMMs with one key. */
 typedef struct gemm_slot {
-  bool used;
-  gemm_key key;
-  cublasLtMatmulAlgo_t algo;
-  gemm_descriptors d; /* {} while a call has them */
+  bool used;                 /* key and algo are valid */
+  gemm_key key;              /* of the entry */
+  cublasLtMatmulAlgo_t algo; /* chosen for the key */
+  gemm_descriptors d;        /* {} while a call owns them, see take() */
 } gemm_slot;
 
-/* A call's own, taken from a slot or made. */
+/* The algorithm and descriptors of a running call, from the cache or newly made. The call owns
+ * them. */
 typedef struct prepared_gemm {
-  bool known; /* the algorithm is */
-  cublasLtMatmulAlgo_t algo;
-  gemm_descriptors d;
-  int64_t generation; /* of the slots when it was taken */
+  bool known;                /* algo came from the cache */
+  cublasLtMatmulAlgo_t algo; /* valid if known, or after choose_algorithm */
+  gemm_descriptors d;        /* {} if none were cached */
+  int64_t generation;        /* g_generation when take() was called */
 } prepared_gemm;
 
 enum { kSlots = 1024, kProbes = 4, kMaxAlignment = 256, kRecorded = 256 };
 
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards all below */
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the five variables below */
 static gemm_slot g_slots[kSlots];
-static int64_t g_generation; /* moves on when every choice is to be made anew */
+static int64_t g_generation; /* incremented when the cache is cleared */
 static bool g_recording;
 static gemm_key g_recorded[kRecorded];
 static int g_recorded_count;
@@ -32,10 +34,10 @@ static bool equal(const gemm_key* a, const gemm_key* b) {
   return memcmp(a, b, sizeof(*a)) == 0;
 }
 
-/* ---- slots: every function with g_lock held ---- */
+/* ---- slots: callers hold g_lock ---- */
 
-/* The key's own slot, else a free one, else the one to give up: a lost slot only costs asking the
- * heuristic again. */
+/* The slot of the key, else a free one, else one to evict. Eviction only costs another call of the
+ * heuristic. */
 static gemm_slot* slot_of(const gemm_key* key) {
   int64_t numbers[kKeyNumbers];
   memcpy(numbers, key, sizeof(numbers));
@@ -60,10 +62,10 @@ static void record(const gemm_key* key) {
   if (g_recorded_count < kRecorded) g_recorded[g_recorded_count++] = *key;
 }
 
-/* ---- what a call takes and gives back ---- */
+/* ---- the cache, with g_lock taken here ---- */
 
-/* Descriptors change owner, so no two calls ever set the bias of the same ones: a second thread
- * that finds none makes its own. */
+/* Moves the descriptors from the slot to the call, because launch_gemm sets the bias address in
+ * them: two threads must not share them. A second thread finds none and makes its own. */
 static void take(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_lock(&g_lock);
   if (g_recording) record(key);
@@ -78,12 +80,14 @@ static void take(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_unlock(&g_lock);
 }
 
-/* Leaves in p->d what nobody wants: nothing, another product's descriptors, or p's own. */
+/* Moves the call's algorithm and descriptors to the slot. Leaves in p->d what the caller has to
+ * destroy: nothing, the descriptors of an evicted entry, or the call's own, if another thread has
+ * filled the slot meanwhile or the cache was cleared. */
 static void give_back(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_lock(&g_lock);
   gemm_slot* slot = slot_of(key);
   const bool own = slot->used && equal(&slot->key, key);
-  const bool taken = own && slot->d.product; /* by another thread, meanwhile */
+  const bool taken = own && slot->d.product; /* another thread has given descriptors back */
   if (p->generation == g_generation && !taken) {
     const gemm_descriptors lost = slot->d;
     slot->used = true;
@@ -99,7 +103,7 @@ void forget_gemm_slots(void) {
   pthread_mutex_lock(&g_lock);
   g_generation++;
   for (int i = 0; i < kSlots; i++)
-    g_slots[i].used = false; /* its descriptors go when it is reused */
+    g_slots[i].used = false; /* its descriptors are destroyed when it is reused */
   pthread_mutex_unlock(&g_lock);
 }
 
@@ -118,7 +122,7 @@ int recorded_gemms(gemm_key* keys, int size) {
   return count;
 }
 
-/* ---- a product ---- */
+/* ---- a GEMM ---- */
 
 static int64_t alignment_of(const void* p) {
   const uintptr_t lowest = (uintptr_t)p & (~(uintptr_t)p + 1);
@@ -139,7 +143,7 @@ gemm_key gemm_key_of(const flce_cuda* cuda, const flce_gemm* g, int64_t workspac
   key.align_a = alignment_of(g->a);
   key.align_b = alignment_of(g->b);
   key.align_c = alignment_of(g->c);
-  /* The bias has no attribute of its own: the result's stands for what is read beside it too. */
+  /* cuBLASLt has no alignment attribute for the bias, so align_d (of D) covers both. */
   key.align_d = g->bias ? min_of(key.align_c, alignment_of(g->bias)) : key.align_c;
   key.transpose_a = g->transpose_a;
   key.transpose_b = g->transpose_b;
@@ -226,13 +230,13 @@ static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* wor
 
 /* cuBLASLt's fast kernels need the contiguous dimension of each operand and of the result to be a
  * multiple of 16 bytes, in addition to aligned pointers and leading dimensions (cuBLAS
- * documentation, 2.1.11, Tensor Core Usage); others take up to six times as long
- * (benchmarks/NOTES.md, 2026-11-22, ragged sizes). A dimension that is not is split into its
- * aligned part and a small GEMM of the remainder. */
+ * documentation, 2.1.11, Tensor Core Usage). Its other kernels take up to six times as long
+ * (benchmarks/NOTES.md, 2026-11-22, ragged sizes). So a GEMM with a ragged dimension is split into
+ * the GEMM of its aligned part and a small GEMM of the remainder. */
 enum { kFastBytes = 16 };
 
-/* Multiply-adds from which on a GEMM is split, 25 us at the fast rate of an H200: below, what the
- * slow kernel loses is near what the second launch takes. */
+/* The least multiply-adds of a GEMM that is split: 25 us at the full rate of an H200. In smaller
+ * ones the slow kernel loses about as much as the second launch costs. */
 static const double kLeastToSplit = 0x1p33;
 
 static bool is_worth_splitting(const flce_cuda* cuda, const flce_gemm* g) {
@@ -241,19 +245,20 @@ static bool is_worth_splitting(const flce_cuda* cuda, const flce_gemm* g) {
   return tensor_cores && (double)g->m * (double)g->n * (double)g->k >= kLeastToSplit;
 }
 
-/* Elements of a row of `size` behind the last whole 16 bytes; 0 where rows do not begin at
- * multiples of 16 bytes: no part would be aligned. */
+/* The elements of a row of `size` elements beyond the last multiple of 16 bytes. 0 if the rows do
+ * not start at multiples of 16 bytes, because no part would be aligned then. */
 static int64_t rest_of(int64_t size, const void* data, int64_t pitch, flce_dtype dtype) {
   const int64_t bytes = flce_size_of(dtype), unit = kFastBytes / bytes;
   if (size <= unit || !is_aligned(data, kFastBytes) || pitch * bytes % kFastBytes != 0) return 0;
   return size % unit;
 }
 
+/* The address of element `elements` of `data`; NULL stays NULL. */
 static const void* elements_on(const void* data, int64_t elements, flce_dtype dtype) {
   return data ? (const char*)data + elements * flce_size_of(dtype) : NULL;
 }
 
-/* The first m - rest rows of the result, or the last. */
+/* The GEMM of the first m - rest rows of the result, or, if `last`, of the other `rest`. */
 static flce_gemm part_of_rows(const flce_gemm* g, int64_t rest, bool last) {
   flce_gemm part = *g;
   const int64_t first = g->m - rest;
@@ -264,7 +269,7 @@ static flce_gemm part_of_rows(const flce_gemm* g, int64_t rest, bool last) {
   return part;
 }
 
-/* The first n - rest columns of the result, or the last. */
+/* The GEMM of the first n - rest columns of the result, or, if `last`, of the other `rest`. */
 static flce_gemm part_of_columns(const flce_gemm* g, int64_t rest, bool last) {
   flce_gemm part = *g;
   const int64_t first = g->n - rest;
@@ -276,8 +281,8 @@ static flce_gemm part_of_columns(const flce_gemm* g, int64_t rest, bool last) {
   return part;
 }
 
-/* The sum over the last `rest` of k, or over the others, which is added to it: so the smaller part
- * is what is rounded twice. */
+/* If `last`, the GEMM over the last `rest` of k, else over the others, with beta = 1. The last part
+ * runs first, so that the smaller part is the one that is rounded twice. */
 static flce_gemm part_of_k(const flce_gemm* g, int64_t rest, bool last) {
   flce_gemm part = *g;
   const int64_t first = g->k - rest;
@@ -294,7 +299,8 @@ static flce_gemm part_of_k(const flce_gemm* g, int64_t rest, bool last) {
 
 typedef flce_gemm (*gemm_part)(const flce_gemm* g, int64_t rest, bool last);
 
-/* The dimension to split and the size of its last part; NULL where the GEMM is fast as it is. */
+/* The function that splits the GEMM, and the size of the last part in *rest; NULL if no dimension
+ * is ragged. cuda_gemm splits the first part again, if another dimension of it is ragged. */
 static gemm_part split_of(const flce_gemm* g, int64_t* rest) {
   *rest = g->transpose_a ? rest_of(g->m, g->a, g->pitch_a, g->dtype) : 0;
   if (*rest > 0) return part_of_rows;

@@ -1,5 +1,6 @@
-/* Which algorithm a product takes: never timed in a call, and the same in every process. In order:
- * the tuned table (flce.tune), the shipped rules, the heuristic's first. */
+/* The choice of a GEMM's algorithm among the candidates of cuBLASLt's heuristic. In order: the
+ * tuned table (flce.tune), the shipped rules, the heuristic's first candidate. Nothing is timed in
+ * a call, and the choice is the same in every process. */
 #include "cuda/gemm/gemm.cuh"
 
 #include <pthread.h>
@@ -9,47 +10,49 @@
 
 typedef enum gemm_kind {
   kAnyKind,
-  kLogits,
-  kGradInput,
-  kGradWeight,
-  kGradWeightAdded, /* to what is there */
+  kLogits,          /* z = x W^T */
+  kGradInput,       /* dX */
+  kGradWeight,      /* dW with beta 0 */
+  kGradWeightAdded, /* dW with beta 1 */
 } gemm_kind;
 
-/* Where all conditions hold, the first candidate of that configuration is taken. The dtypes always
- * count; of the rest 0 stands for any. */
+/* If all conditions hold, the first candidate with the given tile, stages and cluster is taken. sm
+ * and the dtypes always have to match; in all other fields 0 means any. */
 typedef struct gemm_rule {
-  int sm;
+  int sm; /* 90 for 9.0 */
   gemm_kind kind;
   int dtype, c_dtype;                                                       /* an flce_dtype */
   int64_t min_rows, max_rows, min_hidden, max_hidden, min_vocab, max_vocab; /* inclusive */
   int64_t tile, stages, cluster;
 } gemm_rule;
 
-/* A line for each rule, and the measurement that justifies it; the first that holds and whose
- * configuration is among the candidates is taken. The last line ends the table. */
+/* The rules. The first one applies whose conditions hold and whose configuration is among the
+ * candidates. The last line ends the table.
+ *
+ * Each has the measurement that justifies it, on an H200 with cuBLASLt 13: times relative to the
+ * best candidate's, mean and worst over GEMMs with the rule, then mean and worst with the
+ * heuristic's first candidate. Unless said otherwise these are 7 to 32 GEMMs of the benchmark's
+ * shapes and chunks, 768 <= H <= 4096 (benchmarks/results/2026-11-21-h200-gemms.json). */
 static const gemm_rule kRules[] = {
     /* sm, kind, dtype, c_dtype, rows, hidden, vocab (from, to), tile, stages, cluster */
-    /* H200, cuBLASLt 13, time over the best candidate's: mean and worst of 7 to 32 products of the
-     * benchmark's shapes and chunks (768 <= H <= 4096,
-     * benchmarks/results/2026-11-21-h200-gemms.json) with the rule, and with the heuristic's
-     * first: 1.00, 1.02 and 1.11, 1.17; */
+    /* Logits: 1.00, 1.02 and 1.11, 1.17. */
     {90, kLogits, FLCE_BF16, FLCE_F32, 1024, 0, 768, 4096, 32000, 0, CUBLASLT_MATMUL_TILE_176x128,
      0, CUBLASLT_CLUSTER_SHAPE_1x2x1},
-    /* dW's with seven shapes more, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
-     * 1.08, 1.23; of 64, 128 and 256 rows at H = 4096 (2026-11-22-h200-short-gemms.json) 1.00 and
-     * 1.15, 1.27; */
+    /* dW, with seven more shapes, 2560 <= H <= 8192 (2026-11-22-h200-gemms.json): 1.00, 1.02 and
+     * 1.08, 1.23. Of 64, 128 and 256 rows at H = 4096 (2026-11-22-h200-short-gemms.json): 1.00 and
+     * 1.15, 1.27. */
     {90, kGradWeight, FLCE_BF16, FLCE_BF16, 64, 0, 768, 8192, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-    /* 1.00, 1.03 and 1.09, 1.27; of 512 and 768 rows at 1536 <= H <= 4096 (short-gemms) 1.01, 1.05
-     * and 1.24, 1.31. */
+    /* dW added to C, the same shapes: 1.00, 1.03 and 1.09, 1.27. Of 512 and 768 rows at
+     * 1536 <= H <= 4096 (2026-11-22-h200-short-gemms.json): 1.01, 1.05 and 1.24, 1.31. */
     {90, kGradWeightAdded, FLCE_BF16, FLCE_BF16, 512, 0, 768, 8192, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x160, 0, 0},
-    /* H = 4096 and 2048: 1.01, 1.04 and 1.02, 1.07; */
+    /* dX at H = 4096 and 2048: 1.01, 1.04 and 1.02, 1.07. */
     {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 4096, 4096, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
     {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 2048, 2048, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x256, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
-    /* H = 1024: 1.00 and 1.04, the split sum's own pass not counted. */
+    /* dX at H = 1024: 1.00 and 1.04, without the time of split-K's reduction kernel. */
     {90, kGradInput, FLCE_BF16, FLCE_F32, 1024, 0, 1024, 1024, 32000, 0,
      CUBLASLT_MATMUL_TILE_128x128, 0, CUBLASLT_CLUSTER_SHAPE_2x1x1},
     {0, kAnyKind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
@@ -64,7 +67,7 @@ static bool within(int64_t value, int64_t from, int64_t to) {
   return value >= from && (to == 0 || value <= to);
 }
 
-/* Both types of 16 bits have the same kernels. */
+/* A rule for bfloat16 also applies to float16, which has the same kernels. */
 static bool is_like(int64_t rule_dtype, int64_t dtype) {
   return rule_dtype == dtype || (rule_dtype == FLCE_BF16 && dtype == FLCE_F16);
 }
@@ -73,7 +76,7 @@ static bool holds(const gemm_rule* rule, int sm, const gemm_key* key) {
   const gemm_kind kind = kind_of(key);
   if (rule->sm != sm || (rule->kind != kAnyKind && rule->kind != kind)) return false;
   if (!is_like(rule->dtype, key->dtype) || !is_like(rule->c_dtype, key->c_dtype)) return false;
-  /* [rows, vocab] = rows x hidden; [rows, hidden] = rows x vocab; [vocab, hidden] = vocab x rows */
+  /* Logits: m, n, k = rows, vocab, hidden. dX: rows, hidden, vocab. dW: vocab, hidden, rows. */
   const int64_t rows = key->transpose_a ? key->k : key->m;
   const int64_t hidden = kind == kLogits ? key->k : key->n;
   const int64_t vocab = key->transpose_a ? key->m : kind == kLogits ? key->n : key->k;
@@ -103,7 +106,7 @@ int shipped_choice(const gemm_device* device, const gemm_key* key, const gemm_ca
 static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* key,
                                       cublasLtMatmulPreference_t preference) {
   const uint64_t workspace = (uint64_t)key->workspace_bytes;
-  /* 16-bit partial sums of a split product would be rounded once per split. */
+  /* Split-K with 16-bit partial sums would round once for each split. */
   uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   if (key->c_dtype == FLCE_F32 || key->c_dtype == FLCE_F64) {
     schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
@@ -131,7 +134,8 @@ static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* ke
   return status;
 }
 
-/* The configuration without `nth`; what an older library cannot tell is 0. */
+/* The configuration of an algorithm, without `nth`. An attribute that an older library does not
+ * know is 0. */
 static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_t* algo) {
   gemm_algorithm a = {};
   const struct {
@@ -150,7 +154,7 @@ static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_
       {CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, sizeof(uint32_t), &a.custom},
   };
   for (size_t i = 0; i < sizeof(attributes) / sizeof(attributes[0]); i++) {
-    uint32_t value = 0; /* a narrower one fills its low bytes */
+    uint32_t value = 0; /* a 16-bit attribute fills the low bytes */
     size_t written = 0;
     if (lt->algo_get(algo, attributes[i].attribute, &value, attributes[i].size, &written) ==
         CUBLAS_STATUS_SUCCESS) {
@@ -160,7 +164,8 @@ static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_
   return a;
 }
 
-/* The preferences say so already; this holds where a library reads them otherwise. */
+/* True if split-K would round partial sums to 16 bits. set_preferences excludes this already; the
+ * check holds also if a library version interprets the preferences differently. */
 static bool rounds_partial_sums(const gemm_key* key, const gemm_algorithm* a) {
   const bool narrow = key->c_dtype == FLCE_BF16 || key->c_dtype == FLCE_F16;
   const int64_t in_c_dtype =
@@ -206,16 +211,17 @@ cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
 
 /* ---- tuned choices ---- */
 
+/* An entry of the tuned table. */
 typedef struct tuned_choice {
-  int64_t library_version;
-  gemm_key key; /* device 0 */
-  gemm_algorithm algorithm;
-  char gpu[kGpuName];
+  int64_t library_version;  /* gemm_device.library_version */
+  gemm_key key;             /* with device = 0: a choice holds for all devices of this name */
+  gemm_algorithm algorithm; /* the tuned one */
+  char gpu[kGpuName];       /* gemm_device.gpu */
 } tuned_choice;
 
-enum { kMaxTuned = 1 << 16 }; /* a table of that size is no table that flce.tune wrote */
+enum { kMaxTuned = 1 << 16 }; /* entries; flce.tune never writes so many */
 
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the two below */
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the two variables below */
 static tuned_choice* g_tuned;
 static int g_tuned_count;
 
@@ -224,7 +230,8 @@ static bool same_product(const tuned_choice* a, const tuned_choice* b) {
          memcmp(&a->key, &b->key, sizeof(a->key)) == 0 && strncmp(a->gpu, b->gpu, kGpuName) == 0;
 }
 
-/* -1 where nothing was tuned for the product, or the library no longer has that candidate. */
+/* The index of the tuned candidate. -1 if the GEMM was not tuned, or if the tuned algorithm is not
+ * among the candidates. */
 static int tuned_choice_among(const gemm_device* device, const gemm_key* key,
                               const gemm_candidates* found) {
   tuned_choice wanted = {device->library_version, *key, {}, {}};
@@ -258,13 +265,14 @@ bool read_numbers(const char** text, int64_t* numbers, int count) {
   return true;
 }
 
-/* One line, with or without its end; *lines moves to the next. */
+/* Reads one line, with or without a newline, and advances *lines to the next. */
 static bool read_choice(const char** lines, tuned_choice* choice) {
   const size_t length = strcspn(*lines, "\n");
   const char* end = *lines + length;
   int64_t numbers[1 + kProductNumbers + kAlgorithmNumbers];
   *choice = {};
-  /* No number is behind the line's end: the blank after each is checked, and the name follows. */
+  /* No number is read from beyond the line's end: each must be followed by a blank, and the name by
+   * at least one character of this line (name < end). */
   const char* name = *lines;
   if (!read_numbers(&name, numbers, 1 + kProductNumbers + kAlgorithmNumbers) || name >= end) {
     return false;
@@ -277,7 +285,7 @@ static bool read_choice(const char** lines, tuned_choice* choice) {
   return true;
 }
 
-/* Over the entry of the same product, else behind the last. */
+/* Replaces the entry of the same GEMM, or appends one. */
 static void put_choice(tuned_choice* table, int* count, const tuned_choice* choice) {
   int at = 0;
   while (at < *count && !same_product(&table[at], choice)) at++;

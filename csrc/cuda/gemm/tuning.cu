@@ -1,4 +1,5 @@
-/* What flce.tune asks of the products: which ran, their candidates, how long one takes. */
+/* The table of tuning.h, for flce.tune: which GEMMs ran, their candidate algorithms, the time of a
+ * candidate, tuned choices. Nothing of this file runs in a call. */
 #include "cuda/gemm/gemm.cuh"
 
 #include <stdarg.h>
@@ -6,10 +7,11 @@
 
 /* ---- text ---- */
 
-/* A text under construction: `used` counts what all of it needs, also past `size`. */
+/* A text that is written piece by piece, as by snprintf. */
 typedef struct writer {
   char* text;
-  int64_t size, used;
+  int64_t size, /* bytes of `text` */
+      used;     /* length of the whole text, also of what did not fit */
 } writer;
 
 static void append(writer* w, const char* format, ...) {
@@ -43,7 +45,7 @@ static flce_status read_product(const char* text, const flce_cuda* cuda, const g
   return FLCE_OK;
 }
 
-/* ---- products and candidates ---- */
+/* ---- recorded GEMMs and candidates ---- */
 
 static flce_status write_recorded(const flce_cuda* cuda, char* text, int64_t size, int64_t* used) {
   enum { kMost = 256 };
@@ -62,7 +64,8 @@ static flce_status write_recorded(const flce_cuda* cuda, char* text, int64_t siz
   return FLCE_OK;
 }
 
-/* Descriptors and candidates of a product; the caller destroys what `d` holds, also on failure. */
+/* Makes the descriptors and lists the candidates of a GEMM. The caller destroys `d`, also if this
+ * fails. */
 static flce_status open_product(const gemm_device* device, const gemm_key* key, gemm_descriptors* d,
                                 gemm_candidates* found) {
   const char* call = "cuBLASLt descriptors";
@@ -97,7 +100,7 @@ static flce_status write_candidates(const flce_cuda* cuda, const char* product, 
 
 /* ---- time ---- */
 
-/* Milliseconds of one product, from events around `repeats` of them; waits for the device. */
+/* The milliseconds of one GEMM, from CUDA events around `repeats` launches. Synchronizes. */
 static flce_status time_launches(const gemm_device* device, const flce_cuda* cuda,
                                  const flce_gemm* g, const gemm_descriptors* d,
                                  const cublasLtMatmulAlgo_t* algo, void* workspace,
@@ -124,7 +127,8 @@ static flce_status time_launches(const gemm_device* device, const flce_cuda* cud
   return FLCE_OK;
 }
 
-/* The product with `given`'s pointers, which have to be aligned as it says. */
+/* Fills `g` from the key and the pointers of `given`. FLCE_INVALID_ARGUMENT if these have other
+ * alignments, bias or workspace than the key. */
 static flce_status bind_product(const flce_cuda* cuda, const gemm_key* key,
                                 const flce_gemm_operands* given, flce_gemm* g) {
   g->m = key->m;

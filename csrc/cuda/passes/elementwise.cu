@@ -1,4 +1,4 @@
-/* fill, cast, add_block and scale_grads: elementwise passes. */
+/* fill, cast, add_block and scale_grads: elementwise passes over whole arrays. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/vectors.cuh"
@@ -7,7 +7,8 @@
 
 enum { kThreads = 256 };
 
-/* Vectors of `count` elements, kThreads a block. The last one may be short. */
+/* Blocks of kThreads threads for `count` elements, N elements a thread. The last thread's N may
+ * reach beyond the end. */
 template <int N>
 static flce_status vector_grid(int64_t count, const char* what, unsigned* blocks) {
   const int64_t needed = ceil_div(count, (int64_t)kThreads * N);
@@ -16,7 +17,8 @@ static flce_status vector_grid(int64_t count, const char* what, unsigned* blocks
   return FLCE_OK;
 }
 
-/* Loads or stores min(N, count - begin) elements; whole vectors where `aligned`. */
+/* load_part and store_part: min(N, count - begin) elements from `begin` on, by a vector access if
+ * `aligned` and all N exist. load_part sets the others to 0. */
 template <int N, typename T, typename S>
 __device__ __forceinline__ void load_part(const T* data, int64_t begin, int64_t count, bool aligned,
                                           S (&v)[N]) {
@@ -80,11 +82,11 @@ __device__ __forceinline__ void scale_array(Out* out, const In* in, int64_t coun
   }
 }
 
-/* Arrays of one pair of types, for one launch. */
+/* Arrays with the same in_dtype and out_dtype: the argument of one launch. */
 typedef struct scaled_arrays {
   flce_scaled array[FLCE_GRADIENTS];
-  int number;
-  bool aligned;
+  int number;   /* of arrays */
+  bool aligned; /* out and in of every array start at multiples of 16 bytes */
 } scaled_arrays;
 
 template <typename Out, typename In, typename S>
@@ -105,9 +107,9 @@ flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes) {
   return check_cuda(cudaMemsetAsync(data, byte, (size_t)bytes, stream_of(self)), "fill");
 }
 
-/* ---- rows of another leading dimension: one thread block for each ---- */
+/* ---- cast and add_block with different pitches: one thread block for each row ---- */
 
-/* Copies `cols` elements of each row, and zero-fills the others up to out_pitch. */
+/* Copies `cols` elements of each row and zero-fills the rest up to out_pitch. */
 template <typename U>
 __global__ void __launch_bounds__(kThreads)
     copy_rows(U* out, int64_t out_pitch, const U* in, int64_t in_pitch, int64_t cols) {
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < out_pitch; i += kThreads) out[i] = i < cols ? in[i] : U{};
 }
 
-/* Through S, which holds both types. */
+/* Like copy_rows, with a conversion from in_dtype to S to out_dtype. S can represent both. */
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     cast_rows(void* out, flce_dtype out_dtype, int64_t out_pitch, const void* in,
@@ -136,7 +138,7 @@ static void launch_copy(void* self, void* out, int64_t out_bytes, const void* in
       (U*)out, out_bytes / size, (const U*)in, in_bytes / size, col_bytes / size);
 }
 
-/* By the largest unit that divides all addresses and sizes. */
+/* copy_rows with the largest element of 2 to 16 bytes that divides all addresses and sizes. */
 static void copy_bytes(void* self, void* out, int64_t out_bytes, const void* in, int64_t in_bytes,
                        int64_t rows, int64_t col_bytes) {
   const uint64_t all =
@@ -178,7 +180,7 @@ flce_status cuda_cast(void* self, const flce_cast_args* call) {
   return FLCE_OK;
 }
 
-/* accum[cols] += block[pitch], one thread block for each row. */
+/* accum[rows][cols] += block[rows][pitch], one thread block for each row. */
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     add_rows(void* accum, flce_dtype accum_dtype, const void* block, flce_dtype dtype,
@@ -215,7 +217,7 @@ flce_status cuda_add_block(void* self, const flce_add_block_args* call) {
   return FLCE_OK;
 }
 
-/* The arrays that follow `first` with its types, aligned as it is. */
+/* `first` and the arrays directly after it that have its dtypes and its alignment. */
 static scaled_arrays alike(const flce_scaled* first, const flce_scaled* end) {
   scaled_arrays arrays = {};
   arrays.aligned = both_aligned(first->out, first->in);
@@ -238,7 +240,7 @@ static flce_status scale_alike(void* self, const scaled_arrays& arrays, const vo
   FLCE_TRY(check_cuda(cudaGetDevice(&device), "scale_grads"));
   FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
                       "scale_grads"));
-  /* No more blocks than run at once: where the factor is 1 in place, launching is all they do. */
+  /* At most one wave of blocks: if the factor is 1 in place, the kernel is only launch overhead. */
   const int64_t needed = ceil_div(count, (int64_t)kThreads * 8);
   const unsigned blocks = (unsigned)min_of(needed, (int64_t)processors * (2048 / kThreads));
   const flce_scaled& first = arrays.array[0];

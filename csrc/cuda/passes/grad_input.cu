@@ -1,10 +1,11 @@
-/* scale_rows and finish_grad_input: rows of x before the GEMM of dW, rows of dX after its GEMM. */
+/* scale_rows and finish_grad_input: the row-wise passes over [rows][H] around the gradient GEMMs.
+ * They write the scaled rows of x that dW's GEMM reads, and dX from the result of its GEMM. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/row_status.cuh"
 #include "cuda/common/vectors.cuh"
 
-/* A block a row; N is 8 where every row of every matrix is aligned, else 1. */
+/* One thread block for each row. N is 8 if every row of every matrix is 16-byte aligned, else 1. */
 template <typename S, int N>
 __global__ void scale_rows(void* out, int64_t out_pitch, const void* x, flce_dtype dtype,
                            const S* coef, const int64_t* index, int64_t hidden) {
@@ -20,15 +21,17 @@ __global__ void scale_rows(void* out, int64_t out_pitch, const void* x, flce_dty
   }
 }
 
+/* The arguments of finish_grad_input (backend.h). */
 typedef struct grad_input_args {
   flce_rows r;
   void *dx, *scaled_x;
   const void *d, *w, *x, *wsum;
   flce_dtype dx_dtype, d_dtype, dtype;
-  int64_t hidden, cols; /* elements of a row: of dX `cols`, of all others `hidden` */
+  int64_t hidden, /* elements of a row of D, W, x, scaled_x and wsum */
+      cols;       /* elements of a row of dX */
 } grad_input_args;
 
-/* A row's factors, 1 and 0 where there are none. */
+/* ROW, TARGET and SMOOTH of a row (enum flce_coef_row); 1, 0, 0 without coef. */
 template <typename S>
 struct RowFactors {
   S row, target, smooth;
@@ -42,7 +45,7 @@ __device__ __forceinline__ RowFactors<S> factors_of(const flce_rows& r, int64_t 
           coef[FLCE_COEF_SMOOTH * r.stat_pitch]};
 }
 
-/* Elements [h, h + N) of a valid row of dX, from D there and the target's row of W. */
+/* v = elements [h, h + N) of a valid row of dX, from that row of D and the target's row of W. */
 template <typename T, int N, typename S = stat_t<T>>
 __device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_t at,
                                                 const RowFactors<S>& factors, int64_t h,
@@ -61,7 +64,8 @@ __device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_
   }
 }
 
-/* A block a row. Loads come before what waits for one of them: they are most of its time. */
+/* One thread block for each row. The latency of loads dominates, so all are issued before the first
+ * use of one. */
 template <typename T, int N, typename S = stat_t<T>>
 __global__ void finish_grad_input(const __grid_constant__ grad_input_args p) {
   pdl_wait();

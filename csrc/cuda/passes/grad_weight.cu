@@ -1,5 +1,6 @@
-/* finish_grad_weight and finish_grad_bias: the exact target terms of dW and db, label smoothing's,
- * and the one rounding, after the GEMMs. Terms are summed in a fixed order, without atomics. */
+/* finish_grad_weight and finish_grad_bias: after the GEMMs, dW and db get the terms of the targets
+ * and of label smoothing, and are rounded once. The tokens of a target are found through the sorted
+ * order (target_order.cuh) and summed in that order, without atomics. */
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
 #include "cuda/common/vectors.cuh"
@@ -7,7 +8,7 @@
 
 enum { kBiasThreads = 256 };
 
-/* First position whose key is not below `key`. */
+/* The first position of the sorted `keys` whose key is >= `key`. */
 __device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tokens, uint32_t key) {
   int64_t low = 0, high = tokens;
   while (low < high) {
@@ -25,24 +26,27 @@ __device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tok
 
 enum { kSliceThreads = 128, kStripeRows = 64, kTokenBatch = 4, kRowBatch = 2 };
 
+/* The arguments of finish_grad_weight (backend.h). */
 typedef struct grad_weight_args {
   void* dw;
   const void* accum;
   const void* x;
   flce_dtype dw_dtype, accum_dtype;
-  const uint32_t* keys;
-  const uint32_t* tokens;
-  int64_t count; /* of keys; 0 without a target term */
+  const uint32_t* keys;   /* [count] sorted targets: order_view */
+  const uint32_t* tokens; /* [count] their tokens: order_view */
+  int64_t count;          /* N; 0 without a target term */
   int64_t vocab, hidden;
   const void *coef_target, *xsum, *class_weight;
 } grad_weight_args;
 
-/* Adds coef_target[i] x[i] over the tokens in positions [begin, end), in their order. */
+/* sum += coef_target[i] x[i][h .. h + N) over the tokens i at positions [begin, end) of the order.
+ */
 template <typename X, int N, typename S = stat_t<X>>
 __device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t begin, int64_t end,
                                            int64_t h, S (&sum)[N]) {
   for (int64_t first = begin; first < end; first += kTokenBatch) {
-    /* All loads before the first conversion: the rows lie anywhere, so each waits its full time. */
+    /* All loads are issued before the first conversion: the rows are scattered, so each load has
+     * the full memory latency. */
     S coef[kTokenBatch];
     Vec<X, N> raw[kTokenBatch];
 #pragma unroll
@@ -62,8 +66,8 @@ __device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t be
   }
 }
 
-/* Elements [h, h + N) of dW's row j from `v`, those of its accumulator, and of xsum; its tokens are
- * in positions [begin, end). */
+/* Writes elements [h, h + N) of row j of dW. On entry v and xsum are these elements of its
+ * accumulator and of xsum. The row's tokens are at positions [begin, end) of the order. */
 template <typename X, int N, typename S = stat_t<X>>
 __device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64_t j, int64_t begin,
                                                 int64_t end, int64_t h, const S (&xsum)[N],
@@ -76,8 +80,8 @@ __device__ __forceinline__ void finish_elements(const grad_weight_args& p, int64
   store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
 }
 
-/* Elements [h, h + N) of a row with one token, as most have. Loads come before the conversion that
- * waits for one of them. */
+/* Writes elements [h, h + N) of row j of dW if it has exactly one token, the usual case. All loads
+ * are issued before the first conversion. */
 template <typename X, int N, typename S = stat_t<X>>
 __device__ __forceinline__ void finish_alone(const grad_weight_args& p, int64_t j, int64_t token,
                                              int64_t h) {
@@ -92,11 +96,13 @@ __device__ __forceinline__ void finish_alone(const grad_weight_args& p, int64_t 
   store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
 }
 
-/* What there is to do at a position of the order: no token's number has the highest bit. */
+/* Flags of task_at. They do not collide with tokens, which are at most INT32_MAX. */
 constexpr uint32_t kSharedRow = 1u << 31, kNoRow = UINT32_MAX;
 
-/* Its token, if that stands alone with its target `key`; with kSharedRow, if it is the first of
- * several; else kNoRow. One value of four loads: of branches each would wait for its own. */
+/* What the block of a position of the order does; `key` is the target there. Returns the token if
+ * it is the only one of its target; the token with kSharedRow if it is the first of several; kNoRow
+ * if another position does the row, or if the token has no valid target. Computed from four
+ * independent loads without branches, so that their latencies overlap. */
 __device__ __forceinline__ uint32_t task_at(const grad_weight_args& p, int64_t position,
                                             uint32_t key) {
   const int64_t last = p.count - 1;
@@ -108,16 +114,16 @@ __device__ __forceinline__ uint32_t task_at(const grad_weight_args& p, int64_t p
   return task;
 }
 
-/* Threads that a multiprocessor has room for: 8.6, 8.9 and 12.x have less than the others. */
+/* Resident threads of a multiprocessor: fewer on 8.6, 8.9 and 12.x than on the others. */
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
 constexpr int kThreadsAtOnce = 1536;
 #else
 constexpr int kThreadsAtOnce = 2048;
 #endif
 
-/* In place, target terms alone: a block for each position and slice of H, of which those at the
- * first position of a target do its row. Few registers: the blocks of 2048 tokens are there at
- * once. */
+/* finish_grad_weight in place with target terms only. The grid is [positions of the order][slices
+ * of H]; the blocks at the first position of a target do its row, the others return. The launch
+ * bounds keep registers few, so that the blocks of 2048 tokens are resident at once. */
 template <typename X, int N>
 __global__ void __launch_bounds__(kSliceThreads,
                                   sizeof(X) == 8 ? 1 : kThreadsAtOnce / kSliceThreads)
@@ -137,7 +143,8 @@ __global__ void __launch_bounds__(kSliceThreads,
   store_any<S, N>(p.dw, p.dw_dtype, j * p.hidden + h, v);
 }
 
-/* Elements [h, h + N) of kRowBatch rows from `first` on; beyond the vocabulary those of `first`. */
+/* Loads elements [h, h + N) of kRowBatch rows of accum from `first` on. Rows beyond the vocabulary
+ * are replaced by row `first`. */
 template <typename A, int N>
 __device__ __forceinline__ void load_rows(const grad_weight_args& p, int64_t first, int64_t h,
                                           Vec<A, N> (&raw)[kRowBatch]) {
@@ -148,9 +155,10 @@ __device__ __forceinline__ void load_rows(const grad_weight_args& p, int64_t fir
   }
 }
 
-/* Every row, kStripeRows to a block, so that the searches of a stripe run side by side. Blocks that
- * follow each other share a stripe: they read whole rows between them. The rows of a batch are
- * under way while those of the batch before are finished. */
+/* finish_grad_weight of every row. A block does one slice of H of kStripeRows rows, a stripe, whose
+ * binary searches run in parallel. Consecutive blocks do the slices of one stripe, so together they
+ * read whole rows. The loads of a batch of rows are in flight while the previous batch is
+ * finished. */
 template <typename X, typename A, int N>
 __global__ void __launch_bounds__(kSliceThreads)
     finish_all_rows(const __grid_constant__ grad_weight_args p, int slices) {
@@ -185,7 +193,7 @@ __global__ void __launch_bounds__(kSliceThreads)
   }
 }
 
-/* accum is of X or of its stat type. */
+/* X is the dtype of x. accum_dtype is X or X's stat dtype. */
 template <typename X, int N>
 static flce_status launch_grad_weight(void* self, const grad_weight_args& args, bool all_rows,
                                       int64_t tokens) {
@@ -233,7 +241,8 @@ flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* cal
 
 /* ---- db ---- */
 
-/* The sum of coef_target over positions [begin, end), by a whole warp. */
+/* The sum of coef_target over the tokens at positions [begin, end). Called by a whole warp; begin
+ * and end are the same in all lanes. */
 template <typename S>
 __device__ __forceinline__ S warp_segment_sum(const S* coef_target, const uint32_t* tokens,
                                               int64_t begin, int64_t end) {
@@ -242,8 +251,9 @@ __device__ __forceinline__ S warp_segment_sum(const S* coef_target, const uint32
   return warp_sum(sum);
 }
 
-/* A thread a class; classes with tokens are summed one after the other by the whole warp, so that a
- * frequent one does not hold up a single thread. */
+/* finish_grad_bias, one thread for each class. The classes of a warp that have tokens are summed
+ * one after the other by the whole warp, because a single thread would be slow for a frequent
+ * class. */
 template <typename S>
 __global__ void __launch_bounds__(kBiasThreads)
     finish_bias(void* db, flce_dtype db_dtype, const S* accum, const S* coef_target,

@@ -1,4 +1,4 @@
-/* compact_rows and blank_rows: which rows are computed, and the results of those that are not. */
+/* compact_rows and blank_rows: the index of the rows to compute, and the results of the others. */
 #include "cuda/backend.cuh"
 #include "cuda/common/row_status.cuh"
 #include "cuda/common/vectors.cuh"
@@ -17,12 +17,13 @@ struct IsCounted {
   __host__ __device__ bool operator()(int64_t i) const { return target[i] != ignore_index; }
 };
 
-/* [tokens] positions, their number, then the selection's own scratch. */
+/* Bytes of `index` before CUB's scratch: [tokens] int64 rows, and their count. */
 static int64_t index_stride(int64_t tokens) {
   return ceil_div((tokens + 1) * (int64_t)sizeof(int64_t), 256) * 256;
 }
 
-/* With scratch NULL only `scratch_bytes` is set. The selection is stable: tokens ascend. */
+/* Writes the selected tokens to `index`, ascending, because CUB's selection is stable, and their
+ * count to index[tokens]. With scratch NULL it only sets *scratch_bytes. */
 static flce_status select_tokens(int64_t* index, void* scratch, size_t* scratch_bytes,
                                  int64_t tokens, IsCounted is_counted, cudaStream_t stream) {
   return check_cuda(
@@ -31,7 +32,7 @@ static flce_status select_tokens(int64_t* index, void* scratch, size_t* scratch_
       "compact_rows: select");
 }
 
-/* Asked for in every call, as cuda_order_bytes is. */
+/* Called in every call, so the last answer is cached, as in cuda_order_bytes. */
 flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes) {
   static thread_local int64_t known_tokens = -1, known_bytes = 0;
   static thread_local int known_device = -1;
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   if (i < r.rows && is_left_out(r, i, bound, &value)) write_blank(r, i, value);
 }
 
-/* dX's rows that compact_rows leaves out. */
+/* The rows of dX that compact_rows leaves out, one thread block for each of the N rows. */
 template <typename S, int N>
 __global__ void blank_grad_input(const __grid_constant__ flce_rows r, int64_t bound, void* dx,
                                  flce_dtype dx_dtype, int64_t hidden) {

@@ -1,4 +1,5 @@
-/* prepare: the scalars of a call (enum flce_scalar), and with them the order of few tokens. */
+/* prepare: the scalars of a call (enum flce_scalar). The same kernel also sorts the tokens by
+ * target if there are at most kRankedTokens; more are sorted in target_order.cu. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -7,19 +8,21 @@
 
 /* ---- scalars ---- */
 
-/* Power of two u with u * top in (2^(high - 1), 2^high]; 1 where there is none. */
+/* The power of two u, at most 2^127, with u * top in (2^(high - 1), 2^high]; 1 if top is not a
+ * positive finite number. */
 __device__ double unit_for(double top, int high) {
   if (!(top > 0) || top == (double)INFINITY) return 1;
   int exponent;
   const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
   const int power = (fraction == 0.5 ? high + 1 : high) - exponent;
-  return ldexp(1.0, power < 127 ? power : 127); /* a float holds it */
+  return ldexp(1.0, power < 127 ? power : 127); /* at most 2^127, which a float can hold */
 }
 
-/* What the rows come to, a thread's own and then the block's. */
+/* Totals over valid rows, of one thread or of the block. */
 struct RowTotals {
-  double valid, weight; /* rows, and the class weights of those */
-  double factor;        /* largest |token weight / temperature| */
+  double valid,  /* number of rows that are not ignored */
+      weight;    /* sum of the class weights of their targets */
+  double factor; /* largest |token weight / temperature| of a row */
 };
 
 template <typename S>
@@ -31,7 +34,8 @@ __device__ __forceinline__ RowTotals total_rows(const flce_problem& p, const flc
     if (t.target) {
       const int64_t y = t.target[i];
       if (y == p.loss.ignore_index) continue;
-      /* A target out of range makes its own row NaN; the mean of the others stays what it is. */
+      /* An out-of-range target makes only its own row NaN, not INV_DENOM: its weight is left out.
+       */
       if (w && y >= 0 && y < p.vocab) totals.weight += (double)w[y];
     }
     totals.valid += 1;
@@ -42,7 +46,8 @@ __device__ __forceinline__ RowTotals total_rows(const flce_problem& p, const flc
   return totals;
 }
 
-/* The block's threads together. */
+/* The totals of the block's threads; *total and *top are the sum and the largest absolute value of
+ * the class weights over the vocabulary. */
 template <typename S>
 __device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const flce_tensors& t,
                                                     double* total, double* top) {
@@ -62,8 +67,8 @@ __device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const
   return rows;
 }
 
-/* `held_shift`: flce_held_shift where dW is held in float16, else 0. Where it is held, find_largest
- * has reduced max |x| into INPUT_UNIT, which is overwritten by the unit here. */
+/* held_shift: flce_held_shift if dW is kept in float16, else 0. In the first case find_largest has
+ * written max |x| to INPUT_UNIT, which the caller then overwrites with the unit. */
 template <typename S>
 __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_tensors& t,
                                              int held_shift, S (&scalars)[FLCE_SCALAR_COUNT]) {
@@ -98,9 +103,9 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   scalars[FLCE_SCALAR_Z_SHARE] = (S)z_share;
 }
 
-/* The first block makes the scalars, where there are any to make; the others the order. Launched
- * Launched to overlap a kernel of ours it reads before it waits: what the caller gave was written
- * before that one began. */
+/* Block 0 computes the scalars, unless t.scalars is NULL; the others sort the tokens, one warp for
+ * each. When it overlaps the previous kernel, which is one of ours (PDL), it reads its inputs
+ * before pdl_wait: they are the caller's, and were complete before that kernel started. */
 template <typename S>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
@@ -144,8 +149,9 @@ flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
 
 enum { kLargestThreads = 256, kLargestBlocks = 1024 };
 
-/* A grid-stride loop over the rows that are not ignored. Floats that are not negative have the
- * order of their bits, NaN above all. */
+/* *largest = the bits of max |x| over the rows that are not ignored; starts at 0. The bits of
+ * non-negative floats have the order of their values, and NaN is above all, so an integer atomicMax
+ * is exact and does not depend on the order. */
 template <int N>
 __global__ void __launch_bounds__(kLargestThreads)
     find_largest(const __grid_constant__ flce_problem p, const void* x, const int64_t* target,
@@ -181,7 +187,7 @@ flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_ten
   const bool few = problem->tokens <= kRankedTokens;
   if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
   if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
-  /* What it reads of find_largest must have been written: no overlap then. */
+  /* The kernel reads find_largest's result before pdl_wait, so it must not overlap it. */
   FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight,
                                overlaps && !holds_weight));
   if (!order || few) return FLCE_OK;

@@ -1,4 +1,4 @@
-/* reduce and column_sum: sums in a fixed order. */
+/* reduce and column_sum: sums in a fixed order, which depends on sizes only. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -8,7 +8,8 @@ enum { kThreads = 256, kSumThreads = 1024 };
 
 /* ---- the sum of a vector ---- */
 
-/* Reads before it waits: launched to overlap a kernel, it needs none of what that one writes. */
+/* One block. It reads before pdl_wait: if it overlaps the previous kernel (PDL), that kernel does
+ * not write what it reads. */
 template <typename S>
 __global__ void __launch_bounds__(kSumThreads)
     reduce_values(S* out, const S* values, int64_t count, const S* factor) {
@@ -34,9 +35,9 @@ flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count
 
 enum { kColumnThreads = 128, kColumnBlocks = 1024, kRowsAtLeast = 32, kBatch = 8 };
 
-/* Row ranges that are summed apart. A function of the sizes alone, so that a sum's order is; about
- * kColumnBlocks blocks in all, more than run at once, and few enough that the partial sums are
- * small beside the matrix. */
+/* The number of row ranges that are summed separately. It depends on sizes only, and so does the
+ * order of a sum. It gives about kColumnBlocks thread blocks, more than are resident at once, and
+ * few enough that the partial sums are small compared with the matrix. */
 static int64_t row_splits(int64_t rows, int64_t cols, flce_dtype dtype) {
   const int64_t tiles = ceil_div(cols, kColumnThreads * (16 / flce_size_of(dtype)));
   return max_of(1, min_of(ceil_div(kColumnBlocks, tiles), ceil_div(rows, kRowsAtLeast)));
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 8)
   const int64_t end = begin + rows_per_split < rows ? begin + rows_per_split : rows;
   S sum[N] = {};
   for (int64_t first = begin; first < end; first += kBatch) {
-    /* All loads before the first conversion, which waits for its own. */
+    /* All loads are issued before the first conversion, which waits for its own load. */
     S w[kBatch];
     Vec<T, N> raw[kBatch];
 #pragma unroll
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) == 8 ? 1 : 8)
   }
 }
 
-/* kWarp columns a block; its warps share the splits, and are added in their order. */
+/* Sums the partials [splits][cols] over splits. A block does kWarp columns; each of its warps sums
+ * some of the splits, then the warps' sums are added in the order of warps. */
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     add_partials(S* out, const S* partials, int64_t splits, int64_t cols, bool accumulate) {

@@ -1,18 +1,20 @@
-/* order_targets: the tokens grouped by target, in a fixed order. */
+/* order_targets: sorts the tokens by target with CUB, if there are more than kRankedTokens. Fewer
+ * are sorted by the kernel of prepare.cu. */
 #include "cuda/passes/target_order.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
 
 enum { kKeyThreads = 256 };
 
-/* Bits of the keys 0 .. vocab. */
+/* The number of bits of the keys, which are 0 to vocab. */
 static int key_bits(int64_t vocab) {
   int bits = 1;
   while ((vocab >> bits) != 0) bits++;
   return bits;
 }
 
-/* With scratch NULL only `scratch_bytes` is set. The sort is stable: tokens ascend within a key. */
+/* The sort is stable, so tokens ascend within a key. With scratch NULL it only sets
+ * *scratch_bytes. */
 static flce_status sort_order(const order_view* view, void* scratch, size_t* scratch_bytes,
                               int64_t tokens, int64_t vocab, cudaStream_t stream) {
   return check_cuda(cub::DeviceRadixSort::SortPairs(scratch, *scratch_bytes, view->keys_in,
@@ -21,13 +23,13 @@ static flce_status sort_order(const order_view* view, void* scratch, size_t* scr
                     "order_targets: sort");
 }
 
-/* Every call asks, most of them for the sizes of the call before: CUB's answer takes it longer than
- * a launch. */
+/* Called in every call, mostly with the sizes of the previous call. The last answer is cached,
+ * because CUB's size query takes longer than a kernel launch. */
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
   static thread_local int64_t known_tokens = -1, known_vocab = -1, known_bytes = 0;
   static thread_local int known_device = -1;
   FLCE_TRY(check_order(tokens, vocab));
-  if (tokens <= kRankedTokens) { /* CUB is not asked */
+  if (tokens <= kRankedTokens) { /* sorted without CUB: no scratch */
     *bytes = 2 * order_stride(tokens);
     return FLCE_OK;
   }

@@ -1,15 +1,19 @@
-/* The tokens ordered by target: the format, and the order of few tokens, which the kernel of
- * prepare.cu makes. target_order.cu makes that of many, grad_weight.cu reads it. */
+/* The format of the tokens sorted by target, and the sort of at most kRankedTokens tokens, which
+ * runs in the kernel of prepare.cu. target_order.cu sorts more tokens; grad_weight.cu reads the
+ * result. */
 #ifndef FLCE_CUDA_PASSES_TARGET_ORDER_CUH
 #define FLCE_CUDA_PASSES_TARGET_ORDER_CUH
 
 #include "cuda/backend.cuh"
 
-/* [tokens] each, 256-byte aligned: sorted targets (V for those that do not count), their tokens;
- * where CUB sorts, the same unsorted and the sort's own scratch. */
+/* The parts of `order`. The arrays are [N] uint32, 256-byte aligned. A key is a target, or V if it
+ * is ignored or out of range. */
 typedef struct order_view {
-  uint32_t *keys, *tokens, *keys_in, *tokens_in;
-  void* scratch;
+  uint32_t *keys, /* sorted keys */
+      *tokens,    /* the tokens of `keys`, ascending within a key */
+      *keys_in,   /* keys of tokens 0 to N - 1; only if CUB sorts */
+      *tokens_in; /* 0 to N - 1; only if CUB sorts */
+  void* scratch;  /* CUB's */
 } order_view;
 
 static inline int64_t order_stride(int64_t tokens) {
@@ -33,19 +37,21 @@ static inline flce_status check_order(int64_t tokens, int64_t vocab) {
 
 enum { kPrepareThreads = 1024 };
 
-/* ---- the order of few tokens ---- */
+/* ---- sorting few tokens ---- */
 
-/* Up to so many tokens each counts those before it, in the kernel that makes the scalars: CUB sorts
- * as few by one block, behind another kernel, in 15 us (benchmarks/NOTES.md, 2026-11-22). */
+/* Up to kRankedTokens tokens are sorted by rank: for each token, the tokens that precede it are
+ * counted. This runs in the kernel that computes the scalars. For so few tokens CUB uses one block,
+ * in an additional kernel, and takes 15 us (benchmarks/NOTES.md, 2026-11-22). */
 enum { kRankedTokens = 4096, kRankedTokensOfBlock = kPrepareThreads / kWarp };
 
-/* The target, V where it does not count. */
+/* The sort key: the target, or V if it is ignored or out of range. */
 __device__ __forceinline__ uint32_t key_of(int64_t y, int64_t vocab, int64_t ignore_index) {
   return (uint32_t)(y != ignore_index && y >= 0 && y < vocab ? y : vocab);
 }
 
-/* A warp a token, which stands behind all of smaller keys and those before it of its own. The keys
- * come to the block at once, so that it waits for them once. */
+/* The rank of `token` and its key, by one warp: the number of tokens with a smaller key, or with
+ * the same key and a smaller number. The block first loads all keys to shared memory, so that it
+ * waits for global memory once. */
 __device__ __forceinline__ uint32_t rank_of(const int64_t* target, int tokens, int64_t vocab,
                                             int64_t ignore_index, int token, uint32_t* key) {
   __shared__ uint32_t all[kRankedTokens];
@@ -65,8 +71,8 @@ __device__ __forceinline__ uint32_t rank_of(const int64_t* target, int tokens, i
   return __reduce_add_sync(0xffffffffu, before);
 }
 
-/* The kernel of prepare: tensors->scalars may be NULL, and so may `order`, which few tokens have.
- */
+/* Launches the kernel of prepare.cu. tensors->scalars NULL: no scalars are computed. `order` NULL:
+ * the tokens are not sorted; else there are at most kRankedTokens. */
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
                                 const flce_tensors* tensors, void* order, bool holds_weight,
                                 bool overlaps);
