@@ -1,4 +1,5 @@
-/* scale_rows and finish_grad_input: rows of x before the GEMM of dW, rows of dX after its GEMM. */
+/* Backend functions `scale_rows` (scales rows of x before the GEMM of dW) and `finish_grad_input`
+ * (finishes rows of dX after its GEMM). */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
@@ -63,10 +64,10 @@ typedef struct grad_input_job {
   const void *d, *w, *wsum;
   flce_dtype dx_dtype, d_dtype, dtype, stat;
   const flce_rows* rows;
-  int64_t hidden, cols; /* of D, W and wsum; of dX */
+  int64_t hidden, cols; /* hidden: columns of D, W and wsum; cols: columns of dX */
 } grad_input_job;
 
-/* dX[i] from row r of D. */
+/* Computes row i of dX from row r of D. */
 static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
   const flce_rows* rows = job->rows;
   int64_t pitch = rows->stat_pitch, hidden = job->hidden, cols = job->cols;

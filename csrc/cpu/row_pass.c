@@ -1,7 +1,7 @@
-/* What the row passes share: the choice of kernels and path, and rows that are filled or padded. */
+/* Shared by the row passes: choice of kernels and path, and rows that are filled or padded. */
 #include "cpu/row_pass.h"
 
-/* l is not z + bias. */
+/* Whether the final logit l differs from z + bias. */
 static bool maps_logits(const flce_rows* rows) {
   const flce_loss* options = &rows->options;
   return options->logit_scale != 1.0 || options->softcap != 0.0 || options->temperature != 1.0 ||
