@@ -507,7 +507,7 @@ def peak_bytes(function, device):
     """Peak of the bytes held by tensors that `function` allocated, as requested (without the
     allocator's rounding). What `function` returns is kept until the end."""
     if torch.device(device).type == "cuda":
-        gc.collect()  # an earlier test's reference cycles, freed during the call, would lower the count
+        gc.collect()  # else earlier tests' cycles, freed during the call, lower it
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()

@@ -244,9 +244,8 @@ def test_a_target_near_the_softmax(save):
 def test_padding_is_never_read(save):
     x, w, noise = draw(300, 1024, 700)
     t = torch.full((300, 1000), math.nan, device="cuda", dtype=BF16)
-    t[:, :700] = noise.softmax(
-        -1
-    )  # column 700 lies within the eight columns that a lane reads at once
+    # Column 700 lies within the eight columns that a lane reads at once.
+    t[:, :700] = noise.softmax(-1)
     padded = torch.full((1000, 1024), math.nan, device="cuda", dtype=BF16)
     padded[:700] = w
     loss, dx, dw = results(x, padded, t, valid_vocab=700, save=save)

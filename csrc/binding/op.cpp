@@ -73,11 +73,13 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
 
 /* The arguments after the tensors in the schemas of forward, backward and plan. */
 #define SETTINGS "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers"
+/* The arguments after the tensors, parsed. */
 struct Settings {
   std::optional<int64_t> valid_vocab, rows;
   Options options;
 };
 
+/* input [N, H], linear_weight [V, H] and linear_bias [V]. */
 struct Operands {
   Tensor input, linear_weight;
   OptionalTensor linear_bias;

@@ -30,9 +30,9 @@ static double unit_for(double largest, int high) {
 
 /* Sums and maxima over the valid rows and over the vocabulary. */
 typedef struct totals {
-  int64_t valid;
+  int64_t valid;        /* rows that are not ignored */
   double target_weight; /* sum of the class weights of the valid rows' targets */
-  double class_weight, largest_class_weight;
+  double class_weight, largest_class_weight; /* sum over the vocabulary; largest magnitude */
   double largest_share; /* largest |token weight| / temperature of a valid row */
 } totals;
 

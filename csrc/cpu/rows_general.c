@@ -16,6 +16,7 @@
 #define BY_STAT(stat, function, ...) \
   ((stat) == FLCE_F64 ? function(FLCE_F64, __VA_ARGS__) : function(FLCE_F32, __VA_ARGS__))
 
+/* FLCE_SPAN values of the stat dtype. */
 typedef union span {
   double wide[FLCE_SPAN];
   float narrow[FLCE_SPAN];
@@ -24,7 +25,7 @@ typedef union span {
 /* How l follows from z + bias in one row: outer_scale * tanh(inner_scale * (z + bias)) with
  * softcap, outer_scale * (z + bias) without. */
 typedef struct row_map {
-  bool capped;
+  bool capped; /* whether there is a softcap */
   double inner_scale, outer_scale;
 } row_map;
 
@@ -224,8 +225,8 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
 
 /* The coefficients (enum flce_coef_row) and statistics of one row. */
 typedef struct row_terms {
-  double offset, row, entropy, smooth, soft;
-  double mean_logit; /* m - c, with m the mean logit under the softmax */
+  double offset, row, entropy, smooth, soft; /* c; the coefficients of these names */
+  double mean_logit;                         /* m - c, with m the mean logit under the softmax */
   bool capped;
 } row_terms;
 
