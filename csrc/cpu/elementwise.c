@@ -19,7 +19,7 @@ typedef struct scale_job {
   const void* in;
   flce_dtype out_dtype, in_dtype;
   double factor;
-  int64_t count;
+  int64_t count; /* elements */
 } scale_job;
 
 static void scale_range(int64_t begin, int64_t end, void* context) {
@@ -93,7 +93,7 @@ typedef struct add_job {
   void* accum;
   const void* block;
   flce_dtype accum_dtype, dtype;
-  int64_t pitch, cols;
+  int64_t pitch, cols; /* leading dimension of `block`; columns of both */
 } add_job;
 
 static void add_range(int64_t begin, int64_t end, void* context) {

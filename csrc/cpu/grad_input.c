@@ -9,8 +9,8 @@
 typedef struct scale_rows_job {
   const flce_block_kernels* kernels;
   void* out;
-  const void *x, *coef;
-  const int64_t* index;
+  const void *x, *coef; /* x: [N, hidden]; coef: a factor for each row */
+  const int64_t* index; /* rows of x to gather; NULL: all */
   flce_dtype dtype, stat;
   int64_t out_pitch, hidden;
 } scale_rows_job;
@@ -61,7 +61,7 @@ flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const 
 typedef struct grad_input_job {
   const flce_block_kernels *dx_kernels, *d_kernels, *w_kernels, *stat_kernels;
   void* dx;
-  const void *d, *w, *wsum;
+  const void *d, *w, *wsum; /* the GEMM's result; the weight; sum of its rows, for smoothing */
   flce_dtype dx_dtype, d_dtype, dtype, stat;
   const flce_rows* rows;
   int64_t hidden, cols; /* hidden: columns of D, W and wsum; cols: columns of dX */

@@ -30,8 +30,8 @@ typedef struct grad_weight_job {
   void* dw;
   const void *accum, *x, *coef_target, *xsum, *class_weight;
   flce_dtype dw_dtype, accum_dtype, dtype, stat;
-  const int64_t* keys;
-  int64_t count, hidden;
+  const int64_t* keys;   /* tokens ordered by target (target_order.h) */
+  int64_t count, hidden; /* number of keys; columns of dW */
 } grad_weight_job;
 
 /* Finishes columns [h, next) of row j of dW; the tokens with target j are keys [begin, end). */

@@ -8,16 +8,16 @@
 
 /* What a pass over rows needs: the rows, the kernels, and what the pass writes. */
 typedef struct row_pass {
-  const flce_rows* rows;
+  const flce_rows* rows;           /* the call's view of the rows: logits, factors, outputs */
   flce_dtype dtype, stat;          /* of z; of statistics and row factors */
   const flce_row_kernels* kernels; /* plain path: kernels of z's dtype */
   /* General path: kernels that run on l (stat dtype), and those that convert between z, l and
    * out. */
   const flce_row_kernels* l_kernels;
   const flce_block_kernels *z_blocks, *l_blocks;
-  bool general;               /* whether rows take the general path (rows_general.c) */
-  bool write_exp;             /* forward: whether exp is written to `out` */
-  double scale;               /* gradient pass: the factor of exp, if there are no coefficients */
+  bool general;   /* whether rows take the general path (rows_general.c) */
+  bool write_exp; /* forward: whether exp is written to `out` */
+  double scale;   /* gradient pass: the factor of exp, which z has already if z_is_exp */
   bool hide_target, z_is_exp; /* write 0 in the target's column; z holds exp(l - c) already */
 } row_pass;
 

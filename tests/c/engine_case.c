@@ -1,3 +1,4 @@
+/* Implements engine_case.h: the definition in double, a run of the engine, and the comparison. */
 #include "engine_case.h"
 
 #include <stdio.h>

@@ -1,3 +1,4 @@
+/* Implements row_case.h: random inputs of the row passes and their results by definition. */
 #include "row_case.h"
 
 #include <stdlib.h>

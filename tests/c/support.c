@@ -1,3 +1,5 @@
+/* Implements test.h: checks, random data, a plain GEMM, and parallel loops on one and three
+ * threads. */
 #include "test.h"
 
 #include <float.h>
