@@ -77,7 +77,7 @@ def test_entropy(monkeypatch, valid):
 def test_graphs_count_anew(monkeypatch, save):
     """The rows that a replay skips depend on the targets of that replay."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
-    assert save == "grads" or skips(save)  # `skips` reads the reduction, which "grads" refuses
+    assert save == "grads" or skips(save)  # "grads" refuses the reduction in `skips`
     x, w, y, _ = draw_masked(900)
 
     def step():

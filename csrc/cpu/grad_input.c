@@ -61,7 +61,7 @@ flce_status flce_cpu_scale_rows(void* self, void* out, int64_t out_pitch, const 
 typedef struct grad_input_job {
   const flce_block_kernels *dx_kernels, *d_kernels, *w_kernels, *stat_kernels;
   void* dx;
-  const void *d, *w, *wsum; /* the GEMM's result; the weight; sum of its rows, for smoothing */
+  const void *d, *w, *wsum; /* the GEMM's result; W; sum_j w_j W_j, for smoothing */
   flce_dtype dx_dtype, d_dtype, dtype, stat;
   const flce_rows* rows;
   int64_t hidden, cols; /* hidden: columns of D, W and wsum; cols: columns of dX */
