@@ -38,7 +38,7 @@ class CrossEntropyOutput(abc.ABC):
     each token, shape (N,), for "none". predicted_tokens: int64, shape (N,), -1 where ignored.
 
     If liger_kernel.transformers is imported, a call returns Liger's own class instead, which has
-    these fields and is registered as a subclass of this one.
+    these fields and counts as a subclass of this one (__subclasshook__).
     """
 
     loss: torch.Tensor
