@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Times flce beside its peers and the bare matrix products, forward alone and with the backward.
+"""Times flce, its peers and the bare GEMMs, forward alone and with the backward.
 
 All contestants run in one process, interleaved round by round on fresh random data in an order that
-changes every round, so that clocks and neighbours touch them alike; medians are compared. Ratios
-are to the bare products in the operands' dtype: `x @ W.T` for the forward under no_grad, and
-`z @ W`, `z.T @ x` besides for forward + backward. Peak bytes are those over the inputs, gradients
-included. Errors are relative ones of loss, dX, dW (and db) against a reference in row chunks
-(float32 on CUDA, float64 on the CPU), measured for each contestant before it is timed. A peer that
-is not installed or cannot run is left out with its reason (benchmarks/peers.py).
+changes every round, so that the GPU's clock and other processes affect them alike; medians are
+compared. Ratios are relative to the bare GEMMs in the operands' dtype: `x @ W.T` for the forward
+under no_grad, and also `z @ W`, `z.T @ x` for forward + backward. Peak bytes are in addition to the
+inputs, gradients included. Errors are relative ones of loss, dX, dW (and db) against a reference in
+row chunks (float32 on CUDA, float64 on the CPU), measured for each contestant before it is timed. A
+peer that is not installed or cannot run is omitted, with the reason (benchmarks/peers.py).
 
---clock wall: the host's clock between two waits, so that the host's time before the first kernel
-counts. --clock device (CUDA): each contestant is queued behind work that keeps the device busy and
-timed by two events of the device. That hides the host's time, as a training step does whose earlier
-layers still run; what a contestant waits for inside shows all the same. Rounds that the host did
-not queue in time are counted as unhidden.
+--clock wall: the host's clock between two synchronisations, so that the host's time before the
+first kernel counts. --clock device (CUDA): each contestant is queued behind work that keeps the
+device busy and timed by two events of the device. That hides the host's time, as a training step
+does whose earlier layers still run; a synchronisation inside a contestant still shows. Rounds that
+the host did not queue in time are counted as unhidden.
 
     python benchmarks/bench.py head half --save auto logits --budget default 256MiB
     python benchmarks/bench.py small --clock device
@@ -62,10 +62,10 @@ def fused(**settings):
 
 
 def fused_contestants(problem, options):
-    """Each save with each budget and dtype of the logits; with ignored tokens, a bound besides."""
+    """Each save with each budget and logits dtype; with ignored tokens also with a valid_bound."""
     entries = {}
     for save in options.save:
-        # An explicit "logits" keeps them all, whatever the budget.
+        # An explicit "logits" saves them all, whatever the budget.
         for budget in options.budget if save != "logits" else ["default"]:
             for dtype in options.logits_dtype:
                 facts = {"kind": "flce", "save": save, "budget": budget, "logits_dtype": dtype}
@@ -94,7 +94,7 @@ def peer_contestants(problem, options, fail):
 
 
 def contestants(problem, options, fail):
-    """(function of (problem, pass), facts) by label: the floor, flce, the peers."""
+    """(function of (problem, pass), facts) by label: the bare GEMMs, flce, the peers."""
     entries = {FLOOR: (problems.bare_products, {"kind": "floor"})}
     losses = fused_contestants(problem, options) | peer_contestants(problem, options, fail)
     for label, (loss_of, facts) in losses.items():
@@ -106,7 +106,7 @@ def contestants(problem, options, fail):
 
 
 class LeftOut(list):
-    """Who takes no part in which pass of a shape, and why; printed as it becomes known."""
+    """Which contestants are left out of which pass of a shape, and why; printed immediately."""
 
     def add(self, shape, pass_name, label, error):
         text = (str(error).strip() or repr(error)).splitlines()[0][:160]
@@ -116,14 +116,15 @@ class LeftOut(list):
 
 
 def release(device):
-    """Gives back what a failed contestant or the last shape held."""
+    """Frees what a failed contestant or the last shape held."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def prepare(run, problem, device, truth):
-    """(estimated seconds, peak bytes, errors), after a first call for compilers and tuners."""
+    """(estimated seconds, peak bytes, errors), after a first call that triggers compilers and
+    tuners."""
     run(problem)
     estimate = measure.seconds(run, problem, device)
     results = []
@@ -132,7 +133,7 @@ def prepare(run, problem, device, truth):
 
 
 def prepared(entries, pass_name, problem, truth, options, fail):
-    """Label -> (run, estimate, peak, errors); those who fail are told to `fail`."""
+    """Label -> (run, estimate, peak, errors); failures are passed to `fail`."""
     ready = {}
     for label, (entry, facts) in entries.items():
         run = functools.partial(entry, pass_name=pass_name)
@@ -140,7 +141,7 @@ def prepared(entries, pass_name, problem, truth, options, fail):
         try:
             with measure.patience(options.patience):
                 ready[label] = run, *prepare(run, problem, options.device, checked)
-        except (Exception, measure.OutOfPatience) as error:  # whatever a peer does, we go on
+        except (Exception, measure.OutOfPatience) as error:  # a peer may raise anything: continue
             fail(pass_name, label, error)
         if label not in ready:
             release(options.device)
@@ -148,7 +149,7 @@ def prepared(entries, pass_name, problem, truth, options, fail):
 
 
 def bench_shape(name, shape, options, left_out):
-    """Rows of one shape."""
+    """The result rows of one shape."""
     dtype = options.dtype or shape.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     draw = {"std": options.std, "ignored": options.ignored, "targets": options.targets}
     problem = problems.make_problem(shape, options.device, getattr(torch, dtype), **draw)
@@ -157,7 +158,7 @@ def bench_shape(name, shape, options, left_out):
     entries, rows = contestants(problem, options, fail), []
     truth = None if options.no_errors else problems.reference(problem, options.device)
     ready = {p: prepared(entries, p, problem, truth, options, fail) for p in options.passes}
-    del truth  # gigabytes
+    del truth  # frees gigabytes
     for pass_name, made in ready.items():
         runs = {label: one[:2] for label, one in made.items()}
         limits = options.rounds, options.seconds
@@ -209,7 +210,7 @@ def line(row):
 
 
 def add_contestants(parser):
-    """Options that choose who takes part."""
+    """Arguments that select the contestants."""
     parser.add_argument("--save", nargs="+", default=["auto"], help="auto logits grads stats")
     parser.add_argument(
         "--budget", nargs="+", default=["default"], help="max_memory, such as 32MiB; or default"
@@ -284,7 +285,7 @@ def main(arguments=None):
         rows += made
         if not any(row["kind"] == "flce" for row in made):
             missing.append(name)
-        if options.json:  # after each shape: a later one may end the process
+        if options.json:  # after each shape: a later one may kill the process
             record = {"machine": facts, "rows": rows, "left_out": left_out}
             options.json.write_text(json.dumps(record, indent=1) + "\n")
     if missing:

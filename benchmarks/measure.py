@@ -18,15 +18,15 @@ import flce
 
 CLOCKS = ("wall", "device")
 CALIBRATION_CYCLES = 10_000_000  # 5 ms at 2 GHz, a thousand times an event's resolution
-# Of the sleep before a step on the device clock. The driver takes about a thousand launches before
-# it makes the host wait, and torch needs 10 to 20 us for one: a host that is not done by then waits
-# inside, and no sleep hides that. A longer one would only let the card rest, and a rested card's
-# clock is higher than a training step finds it.
+# Upper bound of the sleep before a step on the device clock. The driver queues about a thousand
+# launches before it blocks the host, and torch needs 10 to 20 us for one: a host that takes longer
+# blocks anyway, and no sleep hides that. A longer sleep would let the GPU cool down to a higher
+# clock than in training.
 LONGEST_SLEEP = 20e-3  # seconds
 
 
 class Round(NamedTuple):
-    """`hidden`, of the device clock: the host had queued the whole step before the step began."""
+    """`hidden`, for the device clock: the host had queued the whole step before the step began."""
 
     seconds: float
     hidden: bool | None = None
@@ -38,7 +38,7 @@ def synchronize(device):
 
 
 def seconds(run, problem, device):
-    """By the host's clock, between two waits."""
+    """Seconds by the host's clock, between two synchronisations."""
     synchronize(device)
     begin = time.perf_counter()
     results = run(problem)
@@ -50,10 +50,10 @@ def seconds(run, problem, device):
 
 @functools.cache
 def sleep_cycles_per_second():
-    """Of torch.cuda._sleep, which counts the card's clock: the fastest seen, so that a sleep is
-    rather too long than too short."""
+    """Cycles per second of torch.cuda._sleep, which counts the GPU's clock: the fastest
+    measured, so that a sleep is rather too long than too short."""
     rates = []
-    for _ in range(5):  # the first pays for loading the kernel
+    for _ in range(5):  # the first one includes loading the kernel
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         torch.cuda._sleep(CALIBRATION_CYCLES)
@@ -64,10 +64,10 @@ def sleep_cycles_per_second():
 
 
 def queued_round(run, problem, estimate):
-    """By two events of the device, with the step queued behind a sleep of the device.
+    """Times a step by two events of the device, with the step queued behind a sleep of the device.
 
-    `estimate`: seconds of the step by the host's clock. The host takes no longer than that to queue
-    it; half as much again and a millisecond are for the host's own moods.
+    `estimate`: seconds of the step by the host's clock. The host takes at most that long to queue
+    it; the sleep adds half of it and a millisecond for variations of the host's time.
     """
     cycles = int(min(1.5 * estimate + 1e-3, LONGEST_SLEEP) * sleep_cycles_per_second())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -76,26 +76,26 @@ def queued_round(run, problem, estimate):
     begin.record()
     results = run(problem)
     end.record()
-    hidden = not begin.query()  # asked when all is queued: does the device still sleep?
+    hidden = not begin.query()  # queried when everything is queued: is the device still sleeping?
     end.synchronize()
     del results
     return Round(1e-3 * begin.elapsed_time(end), hidden)
 
 
 def timed_round(run, problem, device, clock, estimate):
-    """A Round by the clock that was asked for."""
+    """A Round by the requested clock."""
     if clock == "device":
         return queued_round(run, problem, estimate)
     return Round(seconds(run, problem, device))
 
 
 class OutOfPatience(BaseException):
-    """No Exception: a tuner that passes over failing candidates must not pass over this."""
+    """Not an Exception: a tuner that catches its candidates' errors must not catch this."""
 
 
 @contextlib.contextmanager
 def patience(limit):
-    """Ends what takes longer than `limit` seconds (in the main thread, when it is in Python)."""
+    """Interrupts what takes longer than `limit` seconds (main thread, while Python code runs)."""
 
     def expire(*_):
         raise OutOfPatience(f"not ready after {limit:g} s")
@@ -110,19 +110,20 @@ def patience(limit):
 
 
 def balanced_order(count, turn):
-    """Order of a round. In `count` rounds each comes first once and, for an even count, runs right
-    after each other once: whoever comes first after a wait has a higher clock (5 %), and whoever
-    runs right after eager pays for it (3 to 5 %)."""
+    """Order of a round. In `count` rounds each contestant comes first once and, for an even
+    count, runs right after each other one once: the first after a synchronisation has a higher
+    clock (5 %), and one right after eager a lower clock (3 to 5 %)."""
     zigzag = [(-1) ** (k + 1) * ((k + 1) // 2) for k in range(count)]  # 0, 1, -1, 2, -2, ...
     order = [(turn + step) % count for step in zigzag]
     return order[::-1] if turn // count % 2 else order
 
 
 def interleaved(runs, problem, device, rounds, limit, clock="wall"):
-    """Rounds of each run by label, on fresh data each time; and the errors of those that raised.
+    """Rounds of each run by label, on fresh data each time; and the exceptions of those that
+    raised.
 
-    `runs`: (run, estimate of its seconds) by label. One whose rounds would take longer than
-    `limit` seconds gets fewer, spread evenly, at least one.
+    `runs`: (run, estimated seconds) by label. A run whose rounds would take longer than `limit`
+    seconds gets fewer, evenly spread, at least one.
     """
     labels, taken, failed = list(runs), {label: [] for label in runs}, {}
     turns = {}
@@ -138,18 +139,18 @@ def interleaved(runs, problem, device, rounds, limit, clock="wall"):
             run, estimate = runs[label]
             try:
                 taken[label].append(timed_round(run, problem, device, clock, estimate))
-            except Exception as error:  # a peer of today or tomorrow: the others go on
-                failed[label] = error.with_traceback(None)  # its frames hold tensors
+            except Exception as error:  # a peer may raise anything: the others continue
+                failed[label] = error.with_traceback(None)  # its traceback's frames hold tensors
     return {label: some for label, some in taken.items() if label not in failed}, failed
 
 
 def quartiles(values):
-    """25 %, 50 % and 75 %."""
+    """The 25 %, 50 % and 75 % quantiles."""
     return statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
 
 
 def peak_extra_bytes(run, problem, device):
-    """The most bytes held at one time over the inputs."""
+    """Peak of the bytes held at one time, in addition to the inputs."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -168,7 +169,7 @@ def peak_extra_bytes(run, problem, device):
 
 
 def machine(device):
-    """What a record says of where it was made."""
+    """Facts of the machine for a record."""
     facts = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "platform": platform.platform(),

@@ -5,10 +5,10 @@
     python benchmarks/options.py cpu --device cpu --dtype float32
 
 Each contestant runs right after the plain loss, round by round on fresh random data (a GPU's clock
-falls as a round goes on); medians of the two are compared. Errors are those of loss, dX and dW
-against flce.reference in float32 (float64 on the CPU), in chunks of rows; every contestant sums its
-rows, so that chunks add up. "reading" is the plain loss and two sums over the probabilities: what
-it costs to read them as often as their loss does.
+falls as a round goes on); medians of the two are compared. Errors of loss, dX and dW are relative
+to flce.reference in float32 (float64 on the CPU), in chunks of rows; all use reduction="sum", so
+that chunks add up. "reading" is the plain loss plus two sums over the probabilities: the cost of
+reading them as often as their loss does.
 """
 
 import argparse
@@ -27,7 +27,7 @@ REFERENCE_ROWS = 256
 
 
 def make_options(problem, device, dtype):
-    """Options of flce.linear_cross_entropy by contestant; tensors drawn once."""
+    """Options of flce.linear_cross_entropy by contestant; their tensors are drawn once."""
     tokens, vocab = problem.y.numel(), problem.w.shape[0]
 
     def uniform(*size, dtype=torch.float32):
@@ -88,7 +88,7 @@ def contestant(entry, save):
 
 
 def truth(problem, entry, wide):
-    """Loss, dX and dW of the definition, a chunk of rows at a time."""
+    """Loss, dX and dW by the definition, a chunk of rows at a time."""
     loss, dx, dw = 0.0, [], torch.zeros_like(problem.w, dtype=wide)
     w = problem.w.detach().to(wide).requires_grad_()
     tokens = problem.y.numel()

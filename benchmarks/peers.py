@@ -1,9 +1,9 @@
-"""Other implementations, found if installed: one small function each.
+"""Other implementations, if they are installed: one small function each.
 
-An adapter takes (problem, options) and returns a function of the problem that gives the mean loss,
-with its graph where gradients are on. It raises where it cannot serve: the import error, Refusal
-with the reason, or what the package raises in its first call. A contestant that raised leaves the
-table; the others go on.
+An adapter takes (problem, options) and returns a function of the problem that computes the mean
+loss, with its graph if gradients are enabled. It raises if it cannot run: the import error, Refusal
+with the reason, or what the package raises in its first call. A contestant that raised is left out
+of the table; the others continue.
 """
 
 import functools
@@ -18,7 +18,7 @@ from problem import IGNORE_INDEX
 
 
 class Refusal(Exception):
-    """What a peer cannot do, known before it is asked."""
+    """A case that a peer is known not to support."""
 
 
 def need_no_bias(problem):
@@ -35,7 +35,7 @@ def eager(problem, options):
 
 
 def compiled(problem, options):
-    torch.compiler.reset()  # else a later shape would be compiled with dynamic sizes
+    torch.compiler.reset()  # otherwise a later shape would be compiled with dynamic sizes
     function = torch.compile(linear_then_cross_entropy, dynamic=False)
     return lambda p: function(p.x, p.w, p.y, p.b)
 
@@ -48,7 +48,7 @@ def chunked_files(folder):
     modules = []
     for stem in ("linear_cross_entropy_options", "linear_cross_entropy"):
         name = f"torch_chunked_{stem}"
-        if name not in sys.modules:  # the operator may be registered once only
+        if name not in sys.modules:  # the operator may be registered only once
             path = pathlib.Path(folder) / f"{stem}.py"
             spec = importlib.util.spec_from_file_location(name, path)
             sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -70,7 +70,7 @@ def torch_chunked(problem, options):
     sizes = {"num_batches": tokens, "in_features": hidden, "num_classes": vocab}
     choices = option_class()._adjust(**sizes, dtype=problem.x.dtype, device=problem.x.device)
 
-    def run(p):  # as torch.nn.functional calls it
+    def run(p):  # same arguments as torch.nn.functional
         grad = torch.is_grad_enabled()
         wanted = (grad, grad, grad and p.b is not None)
         chunks = (choices.batch_chunk_size, choices.acc_policy, choices.acc_dtype)
@@ -91,7 +91,7 @@ def liger(problem, options, accum_dtype=None):
 
 
 def liger_cute(problem, options):
-    """CuTe DSL for Hopper, three products."""
+    """CuTe DSL for Hopper, three GEMMs."""
     from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
         LigerFusedLinearCrossEntropySM90Function,
     )
@@ -101,7 +101,7 @@ def liger_cute(problem, options):
 
 
 def liger_cute_recompute(problem, options):
-    """CuTe DSL for Hopper, per-token losses, a backward that makes the logits again."""
+    """CuTe DSL for Hopper, per-token losses, a backward that recomputes the logits."""
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
         LigerFusedScaledCrossEntropySM90Function,
     )
@@ -130,7 +130,8 @@ def cce(problem, options, **settings):
 
 
 def scaled_exp_chunk(tokens, hidden):
-    """Its default, 4096, or near it: 0.6.5 fails if a chunk has as many rows as the hidden size."""
+    """Its default of 4096, or a size near it: 0.6.5 fails if the chunk has as many rows as the
+    hidden size."""
     return next(size for size in (4096, 8192, 2048, 1024) if min(size, tokens) != hidden)
 
 
@@ -166,7 +167,7 @@ PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlas
 
 
 def versions():
-    """Of the peers' packages that are there."""
+    """Versions of the peers' packages that are installed."""
     found = {}
     for package in PACKAGES:
         try:

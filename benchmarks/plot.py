@@ -3,8 +3,8 @@
 
     python benchmarks/plot.py benchmarks/results/2026-11-21-h200.json --out docs
 
-Peers are points, their front (nobody else both faster and smaller) is a stepped line; flce's points
-are joined by rising budget. The broken line is the time of the bare matrix products.
+Peers are points, their Pareto front (no other is both faster and smaller) is a stepped line; flce's
+points are joined in order of budget. The dashed line is the time of the bare GEMMs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ TITLES = {"step": "forward + backward", "forward": "forward under no_grad"}
 
 
 def front(rows):
-    """Those that no other row beats in time and memory both, by memory."""
+    """The Pareto front, by memory: rows that no other row beats in both time and memory."""
     best, kept = float("inf"), []
     for row in sorted(rows, key=lambda row: (row["peak_bytes"], row["ms"])):
         if row["ms"] < best:
@@ -32,7 +32,7 @@ def front(rows):
 
 
 def by_shape(records, pass_name):
-    """Rows of a pass by shape, of the last record that has the shape; and that record's machine."""
+    """Rows of a pass by shape, from the last record with that shape; and that record's machine."""
     shapes = {}
     for record in records:
         for name in {row["shape"] for row in record["rows"]}:
@@ -47,7 +47,7 @@ def point(row):
 
 
 def label_of(row):
-    """A peer's name; of flce the budget, or what it keeps where that was asked for."""
+    """A peer's name; for flce the budget, or `save` if it was given explicitly."""
     if row["kind"] == "peer":
         return row["contestant"]
     words = [] if row["save"] == "auto" else [f"save={row['save']}"]
@@ -56,7 +56,8 @@ def label_of(row):
 
 
 def labelled(rows):
-    """Peers, and flce's points of one dtype of the logits: the others lie close beside them."""
+    """The rows that get a label: peers, and flce's points with one logits dtype, because the
+    others are close to them."""
     fused = [row for row in rows if row["kind"] == "flce"]
     dtype = fused[0]["logits_dtype"] if fused else None
     return [row for row in rows if row["kind"] == "peer" or row["logits_dtype"] == dtype]
@@ -93,7 +94,7 @@ def draw_peers(axes, peers):
 
 
 def draw_fused(axes, fused):
-    """One line for each dtype of the logits, "bound" apart."""
+    """One line for each logits dtype; rows with a valid_bound separately."""
     groups = {}
     for row in fused:
         groups.setdefault((row["logits_dtype"], "valid_bound" in row), []).append(row)
@@ -106,7 +107,8 @@ def draw_fused(axes, fused):
 
 
 def place_labels(figure, axes, rows):
-    """Each label at the first of eight places round its point where it meets nothing drawn."""
+    """Each label at the first of eight positions around its point where it overlaps nothing
+    drawn."""
     renderer = figure.canvas.get_renderer()
     spots = [axes.transData.transform(point(row)) for row in rows]
     taken = []
@@ -135,7 +137,7 @@ def place_labels(figure, axes, rows):
 def logarithmic(axis):
     """Ticks at 1, 2, 5 of each decade, as plain numbers."""
     axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))  # a ScalarFormatter calls 1.5 2
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))  # a ScalarFormatter prints 1.5 as 2
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -151,12 +153,12 @@ def title(rows, machine):
 
 
 def time_label(rows):
-    """A record without a clock is an older one: it was the host's."""
+    """Records without a clock are older ones, timed by the host's clock."""
     return "time on the device, ms" if rows[0].get("clock") == "device" else "time, ms"
 
 
 def draw(rows, machine):
-    """The figure of one shape: 7 in x 4.6 in, at 100 dots an inch 700 pixels wide."""
+    """The figure of one shape: 7 in x 4.6 in, 700 pixels wide at 100 dpi."""
     figure, axes = plt.subplots(figsize=(7, 4.6), layout="constrained")
     drawn = [row for row in rows if row["kind"] != "floor"]
     axes.set(xscale="log", yscale="log")
@@ -176,7 +178,7 @@ def draw(rows, machine):
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8.5, frameon=False, loc="upper right")
-    figure.canvas.draw()  # the layout, before anything is measured in it
+    figure.canvas.draw()  # fixes the layout before anything is measured in it
     place_labels(figure, axes, drawn)
     return figure
 

@@ -1,4 +1,4 @@
-"""Shapes, their random tensors and bare products, and the truth that numbers are held against."""
+"""Shapes, their random tensors, the bare GEMMs, and the reference results for errors."""
 
 import argparse
 import contextlib
@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 IGNORE_INDEX = -100
-CHUNK_BYTES = 1 << 30  # of a chunk of the reference's logits
-FAST_SIZE = 8  # H and V of the bare products on CUDA are multiples of it
+CHUNK_BYTES = 1 << 30  # size of a chunk of the reference's logits
+FAST_SIZE = 8  # H and V of the bare GEMMs on CUDA are rounded up to a multiple of it
 
 
 class Shape(NamedTuple):
-    """`dtype`: the shape's own, where it has one."""
+    """A problem's sizes. `dtype`: the shape's own, if it has one."""
 
     tokens: int
     hidden: int
@@ -61,9 +61,9 @@ class Problem:
     b: torch.Tensor | None  # (V,)
     y: torch.Tensor  # (N,)
     std: float = 1.0  # of the logits
-    ignored: float = 0.0  # fraction of the tokens, the same number in each draw
+    ignored: float = 0.0  # fraction of ignored tokens, the same number in each draw
     targets: str = "random"  # or "model": drawn from the softmax of the logits
-    floor: tuple | None = None  # x and w of the bare products where they are not these
+    floor: tuple | None = None  # x and w of the bare GEMMs if they differ from these
 
     @property
     def valid(self):
@@ -91,20 +91,21 @@ class Problem:
             self.y[torch.randperm(len(self.y), device=self.y.device)[self.valid :]] = IGNORE_INDEX
 
     def _sample_targets(self):
-        """argmax of p / Exp(1) is a draw from p."""
+        """Draws targets from the softmax p of the logits: argmax of p / Exp(1) is a draw from
+        p."""
         for rows in row_chunks(self.y, self.w, 4):
             p = F.linear(self.x[rows], self.w, self.b).float().softmax(-1)
             self.y[rows] = p.div_(torch.empty_like(p).exponential_()).argmax(-1)
 
 
 def row_chunks(y, w, itemsize):
-    """Slices of rows whose logits, and two tensors like them, take at most CHUNK_BYTES."""
+    """Slices of rows whose logits, with two tensors of the same size, take at most CHUNK_BYTES."""
     rows = max(1, CHUNK_BYTES // (3 * len(w) * itemsize))
     return [slice(begin, begin + rows) for begin in range(0, len(y), rows)]
 
 
 def make_problem(shape, device, dtype, std=1.0, **draw):
-    """Tensors of a shape, not yet drawn; `draw`: the fields of Problem behind std."""
+    """Tensors of a shape, not yet drawn; `draw`: the fields of Problem after std."""
 
     def leaf(*size):
         return torch.empty(*size, device=device, dtype=dtype, requires_grad=True)
@@ -122,10 +123,11 @@ def make_problem(shape, device, dtype, std=1.0, **draw):
 
 
 def bare_products(problem, pass_name):
-    """What a forward, or a step, cannot do without: the floor that times are held against.
+    """The GEMMs that a forward, or a step, cannot do without: the lower bound that times are
+    compared with.
 
-    On CUDA those of the next sizes that are multiples of 8: torch's own are several times slower at
-    others, which is no floor.
+    On CUDA, with sizes rounded up to multiples of 8: at other sizes torch's own GEMMs are several
+    times slower, which would not be a lower bound.
     """
     x, w = problem.floor or (problem.x, problem.w)
     with torch.no_grad():
@@ -138,7 +140,7 @@ def bare_products(problem, pass_name):
 
 @contextlib.contextmanager
 def exact_products():
-    """No TF32 in the reference, whatever the contestants may use."""
+    """Disables TF32 in the reference, whatever the contestants use."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -148,13 +150,13 @@ def exact_products():
 
 
 def wide_dtype(device):
-    """The reference's: float64 takes hours on a GPU's shapes."""
+    """The dtype of the reference: float64 would take hours at a GPU's shapes."""
     return torch.float32 if device == "cuda" else torch.float64
 
 
 @torch.no_grad()
 def reference(problem, device):
-    """Mean loss, dX, dW (and db) in a wide dtype, never more than a chunk of logits at a time."""
+    """Mean loss, dX, dW (and db) in a wide dtype, with one chunk of logits in memory at a time."""
     wide = wide_dtype(device)
     w = problem.w.to(wide)
     b = None if problem.b is None else problem.b.to(wide)
@@ -177,7 +179,7 @@ def reference(problem, device):
 
 
 def errors(results, truth):
-    """Relative errors of loss, dX, dW, db by name; a forward has only the first."""
+    """Relative errors of loss, dX, dW, db by name; a forward has only the loss."""
     names = ("loss", "dx", "dw", "db")
     return {
         name: ((value.to(true.dtype) - true).norm() / true.norm()).item()

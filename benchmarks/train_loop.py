@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Many training steps of the head alone: does memory grow, does the device allocate, is time even?
+"""Many training steps of the head alone: does memory grow, does the allocator call the device, do
+step times vary?
 
 Each step draws new hidden states and targets, takes loss and gradients of hidden states and weight
 with flce, and updates the weight. Exit status 1 if a bar is missed: memory held after a step grows,
 torch's allocator asks the device for memory after step 3 (CUDA), or the spread of the step times,
-(p95 - p5) / median behind the warm-up, is too wide. A card at its power limit takes some 20 s of
-load until its clock is even (on an H200 steps 20 to 200 spread by 8.2 %, 300 to 500 by 2.8 %),
-which the default warm-up gives it at the default shape.
+(p95 - p5) / median after the warm-up, is too wide. A GPU at its power limit needs some 20 s of load
+until its clock is stable (on an H200 steps 20 to 200 spread by 8.2 %, 300 to 500 by 2.8 %), which
+is the default warm-up at the default shape.
 
-The card's clock moves the time of every long kernel, whoever wrote it. --control therefore times
-the three bare products of the shape right before each step: `control_spread` is the same measure of
-their times, `ratio_spread` that of step / products of one turn, which shows what the step itself,
-the optimizer's update included, adds. The bar stays on the step's own spread. The products make
-N x V logits. They come from a pool of their own and are freed before the step, so that what is
-held, the peak and the allocations are the step's; `reserved` has the pool besides. `sm_clock_mhz`,
-where NVML's Python package is installed, is sampled by the host when it has queued a step, and the
-host runs ahead of the device.
+The GPU's clock changes the time of every long kernel. --control therefore times the three bare
+GEMMs of the shape right before each step: `control_spread` is the same measure of their times,
+`ratio_spread` that of step / GEMMs in one iteration, which shows what the step itself, including
+the optimizer's update, adds. The bar applies to the step's own spread. The GEMMs write N x V
+logits. These come from a memory pool of their own and are freed before the step, so that held
+bytes, peak and allocations are the step's; `reserved` includes the pool. `sm_clock_mhz`, where
+NVML's Python package is installed, is sampled by the host when it has queued a step, and the host
+runs ahead of the device.
 
     python benchmarks/train_loop.py head --json benchmarks/results/loop.json
     python benchmarks/train_loop.py head --control
@@ -37,13 +38,13 @@ import torch
 
 import flce
 
-SETTLED = 3  # steps after which nothing may be allocated any more
+SETTLED = 3  # steps after which nothing may be allocated
 
 
 def make_optimizer(name, weight, device):
     if name == "sgd":
         return torch.optim.SGD([weight], lr=1e-5)
-    # A small rate: the logits keep their spread, so that every step is the same work.
+    # A small learning rate: the logits keep their spread, so that every step does the same work.
     return torch.optim.AdamW([weight], lr=1e-6, fused=device == "cuda")
 
 
@@ -66,7 +67,7 @@ def step(problem, optimizer, settings):
 
 
 def memory(device):
-    """Bytes held, bytes reserved, allocations from the device and retries since the start."""
+    """Bytes held, bytes reserved, allocations from the device, and retries since the start."""
     if device == "cpu":
         resident = re.search(r"VmRSS:\s*(\d+)", pathlib.Path("/proc/self/status").read_text())
         return {"held": 1024 * int(resident[1])}
@@ -80,7 +81,8 @@ def memory(device):
 
 
 class Clock:
-    """Times of steps in ms without a wait in between: CUDA events, or the CPU's own clock."""
+    """Times of steps in ms without synchronisation in between: CUDA events, or the host's clock
+    on the CPU."""
 
     def __init__(self, device):
         self.cuda, self.marks = device == "cuda", []
@@ -102,20 +104,22 @@ class Clock:
 
 
 def sm_clock():
-    """MHz; None where NVML cannot be asked: no package, no library, no such facts of this card."""
+    """SM clock in MHz; None if NVML is not available: no package, no library, or not supported
+    by this GPU."""
     try:
         return torch.cuda.clock_rate()
-    except Exception:  # NVML's errors are of a class that only its package has
+    except Exception:  # the class of NVML's errors is only defined in its package
         return None
 
 
 class Control:
-    """The bare products of each turn: their times, and facts of the step that they would blur."""
+    """The bare GEMMs before each step: their times, and the step's facts that they would
+    distort."""
 
     def __init__(self, device):
         self.cuda, self.clock = device == "cuda", Clock(device)
-        # Free blocks of a common pool could serve a step that asks for more than the one before,
-        # and the bar on allocations would miss it.
+        # With a common pool its free blocks could satisfy a step that asks for more than the one
+        # before, and the bar on allocations would miss that.
         self.pool = torch.cuda.MemPool() if self.cuda else None
         self.peak, self.sm_clocks = 0, []
 
@@ -134,7 +138,7 @@ class Control:
             self.sm_clocks.append(sm_clock())
 
     def figures(self, times, warmup):
-        """What is reported beside the steps' own figures; `times`: of the steps."""
+        """Figures reported in addition to those of the steps; `times`: of the steps."""
         products = self.clock.steps()
         ratios = [step / own for step, own in zip(times, products, strict=True)]
         row = {
@@ -152,7 +156,7 @@ class Control:
 
 
 def loop(problem, optimizer, settings, options, control=None):
-    """Times of all steps in ms, memory after the settled step and after the last, last loss."""
+    """Times of all steps in ms, memory after step SETTLED and after the last, last loss."""
     clock, settled, loss = Clock(options.device), None, None
     for index in range(options.steps):
         draw(problem)
@@ -170,7 +174,7 @@ def loop(problem, optimizer, settings, options, control=None):
 
 
 def percentiles(values):
-    """5 %, 50 % and 95 %."""
+    """The 5 %, 50 % and 95 % quantiles."""
     percent = statistics.quantiles(values, n=20, method="inclusive")
     return percent[0], statistics.median(values), percent[-1]
 
@@ -181,7 +185,7 @@ def spread(values):
 
 
 def figures(times, settled, last, loss, warmup):
-    """What is reported; `growth` and `new_allocs` are those behind the settled step."""
+    """The reported figures; `growth` and `new_allocs` are those after step SETTLED."""
     behind = times[warmup:]
     low, median, high = percentiles(behind)
     row = {
@@ -204,7 +208,7 @@ def figures(times, settled, last, loss, warmup):
 
 
 def missed_bars(row, options):
-    """Sentences, one for each bar that is missed; a NaN misses its bar."""
+    """Sentences, one for each bar that is missed; a NaN counts as missed."""
     missed = []
     if not row["growth_bytes"] <= options.max_growth:
         missed.append(f"memory grew by {row['growth_bytes']} bytes, bar {options.max_growth}")

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    """flce.compat is built on flce, so it is imported when it is first asked for."""
+    """Imports flce.compat on first access, because it depends on flce."""
     if name == "compat":
         return importlib.import_module(".compat", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Where a backward adds the weight's gradient: to .grad or .main_grad of the caller's parameter.
+"""accumulate_into: the backward adds the weight's gradient to its .grad or .main_grad.
 
-Nothing is written before every check has passed, and each backward adds once: a forward, also one
-that a checkpoint runs again, writes nothing here.
+Nothing is written before every check has passed, and each backward adds once. A forward writes
+nothing here, also if a checkpoint runs it again.
 """
 
 import torch
@@ -11,7 +11,7 @@ from . import validate
 from .validate import refuse
 
 _NAME = "accumulate_into"
-# Where torch keeps the hooks on a parameter's gradient, by the function that sets them.
+# Where torch keeps the hooks on a parameter's gradient, by the function that registers them.
 _HOOKS = {
     "Tensor.register_hook": "_backward_hooks",
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
@@ -33,7 +33,7 @@ def refuse_tracing():
 
 
 class Accumulator:
-    """Adds, in the backward of one call, to the attribute of its parameter `weight`."""
+    """Adds the weight's gradient of one call to an attribute of the parameter `weight`."""
 
     def __init__(self, weight, attribute):
         self.weight, self.attribute = weight, attribute
@@ -63,13 +63,13 @@ class Accumulator:
             )
 
     def _is_declared(self):
-        """Whether the owner of main_grad has declared Megatron's protocol: its hooks wait for a
+        """Whether the owner of main_grad has declared Megatron's protocol: its hooks expect a
         gradient, and grad_added_to_main_grad tells them to drop it."""
         return self.attribute == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
 
     def find(self):
-        """What flce::backward_into is to add to, checked with the weight; None where flce::backward
-        has to make .grad. Runs in a backward, before it writes."""
+        """The tensor for flce::backward_into to add to, checked against the weight; None if
+        flce::backward must create .grad. Runs in a backward, before anything is written."""
         self._check_weight()
         weight, name = self.weight, f"linear_weight.{self.attribute}"
         found = getattr(weight, self.attribute, None)
@@ -100,15 +100,15 @@ class Accumulator:
         return found
 
     def is_asked(self, node):
-        """Whether the backward that runs is to accumulate: not one for other leaves alone, which a
-        Function's needs_input_grad does not know. `node`: the weight's AccumulateGrad."""
+        """Whether the running backward should accumulate: not if it computes only other leaves'
+        gradients, which needs_input_grad does not tell. `node`: the weight's AccumulateGrad."""
         refuse_tracing()
-        if not self.weight.requires_grad:  # frozen since the forward
+        if not self.weight.requires_grad:  # the weight was frozen after the forward
             return False
         try:
             return torch._C._will_engine_execute_node(node)
         except RuntimeError:
-            # The engine says so of a leaf whose gradient torch.autograd.grad() is to return.
+            # The engine reports this for a leaf whose gradient torch.autograd.grad() has to return.
             raise RuntimeError(
                 f"flce: {_NAME}={self.attribute!r} adds linear_weight's gradient to "
                 f".{self.attribute} in backward(); torch.autograd.grad() cannot return it. Leave "
@@ -116,12 +116,12 @@ class Accumulator:
             ) from None
 
     def close(self, grad_weight):
-        """After the gradients are made: `grad_weight` where find() gave None. Returns what autograd
-        gets as the weight's gradient."""
+        """Runs after the gradients are made; `grad_weight` is one if find() returned None.
+        Returns what autograd gets as the weight's gradient."""
         weight = self.weight
         if weight.is_cuda:
-            # The stream that called backward() waits for this one at its end, as it does for the
-            # gradients that autograd is given.
+            # The stream that called backward() must wait for this one, as it does at the end for
+            # gradients that are returned to autograd.
             written = torch.cuda.current_stream(weight.device).record_event()
             torch.autograd.Variable._execution_engine.queue_callback(
                 lambda: torch.cuda.current_stream(weight.device).wait_event(written)
@@ -131,6 +131,6 @@ class Accumulator:
         if not self._is_declared():
             return None
         weight.grad_added_to_main_grad = True
-        # Zeros, so that a hook that adds it in spite of that, or a second use of the weight, does
-        # no harm; without memory of their own until autograd keeps them for the hooks.
+        # Zeros do no harm if a hook adds them nevertheless, or if the weight is used a second time.
+        # Expanded from one element, so without memory until autograd copies them.
         return weight.new_zeros(()).expand(weight.shape)

@@ -1,7 +1,7 @@
-"""What C++ cannot register for its operators: their fakes and their autograd formulas.
+"""The inner operators' fake (meta) implementations and autograd Functions, which need Python.
 
-The tensors of these inner operators are positional, their output shapes follow from their
-arguments alone. flce/composite.py has the operators that users call.
+The tensors of the inner operators are positional, and their output shapes follow from their
+arguments alone. The operators that users call are in flce/composite.py.
 """
 
 import torch
@@ -12,20 +12,20 @@ from .strategy import gemm_dtype, row_pitch, saved_dtype, stat_dtype
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
 
-# csrc/backend.h: enum flce_stat_row, enum flce_scalar
+# Indices in enum flce_stat_row and enum flce_scalar of csrc/flce.h and csrc/backend.h.
 STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
 SCALAR_VALID, _SCALARS = 0, 7
 
 
 def _holds_units(device_type, dtype):
-    """Whether save="grads" holds gradients times a unit, which the backward has to take back:
-    in float16 the denominator is applied with grad_output alone (engine.c: unit_factor)."""
+    """Whether save="grads" keeps gradients times a unit, which the backward must remove: in float16
+    the denominator is applied together with grad_output (engine.c: unit_factor)."""
     return gemm_dtype(device_type, dtype) == torch.float16
 
 
 def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
-    # float16 gradients are widened where save="grads" holds them (plan.c: kept_dtype), but for the
-    # weight's where it is summed in units (plan.c: holds_weight).
+    # With save="grads" float16 gradients are kept in float32 (plan.c: kept_dtype), except the
+    # weight's gradient if it is summed in units (plan.c: holds_weight).
     holds_units = _holds_units(input.device.type, settings.dtype)
     holds_weight = holds_units and settings.accum_dtype == torch.float16
     made = []
@@ -38,7 +38,7 @@ def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
 
 
 def _fake_loss(rows, settings, dtype, keeps_statistics=True):
-    """Loss, stats, scalars and predictions."""
+    """The fake loss, stats, scalars and predictions."""
     tokens = rows.shape[0]
     stats = scalars = predictions = None
     if keeps_statistics:
@@ -53,7 +53,7 @@ def _fake_loss(rows, settings, dtype, keeps_statistics=True):
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     settings, device_type = Settings.of_arguments(*rest[4:]), input.device.type
     makes_grads = settings.save == "grads"
-    keeps_statistics = (  # plan.c: keeps_statistics
+    keeps_statistics = (  # as in plan.c: keeps_statistics
         settings.wants_statistics
         or settings.save in ("logits", "stats")
         or (makes_grads and _holds_units(device_type, settings.dtype))
@@ -94,14 +94,14 @@ for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
 
 
-# Kernels for the Autograd key with Functions of their own: torch.library.register_autograd reads
-# an operator's schema again in each call, which takes more host time than the rest of a small step.
-# A Function is applied to what its operator has made already: on a GPU the kernels run by then, and
-# the device does not wait for what the Function costs.
+# Kernels for the Autograd key with autograd Functions of our own. torch.library.register_autograd
+# parses the operator's schema in every call, which takes more host time than the rest of a small
+# step. A Function is applied to the outputs that its operator has already produced: on a GPU the
+# kernels are running by then, so the host time of the Function is hidden.
 
 
 def run(op, *args):
-    """The operator below autograd; memory that is missing is torch's own error."""
+    """Calls the operator below autograd. Out of memory is raised as torch.OutOfMemoryError."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
@@ -110,8 +110,8 @@ def run(op, *args):
 
 
 def _register_autograd(name, apply):
-    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is its Function's,
-    of the outputs and the arguments."""
+    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is the
+    Function's `apply`, called with the outputs and the arguments."""
     op = getattr(inner, name).default
 
     def kernel(*args):
@@ -132,7 +132,7 @@ def _refuse_double_backward():
 
 
 class _Refuse(torch.autograd.Function):
-    """An operator of the backward, whose own gradient is refused."""
+    """For a backward operator: its own gradient (double backward) is refused."""
 
     @staticmethod
     def forward(ctx, made, *args):
@@ -144,11 +144,11 @@ class _Refuse(torch.autograd.Function):
 
 
 def _once_only(make):
-    """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which gives the first
-    gradients; grad_stats is None where neither lse nor entropy has one.
+    """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which returns the
+    first-order gradients; grad_stats is None if neither lse nor entropy has a gradient.
 
-    Grad mode is on here for create_graph=True alone. It is refused at once: to a second derivative
-    the gradients would be constants, and their part of it would be missing without a word.
+    In a backward grad mode is on only for create_graph=True, which is refused at once: in a second
+    derivative the gradients would be constants, so a part of it would silently be missing.
     """
 
     def backward(ctx, grad_output, grad_stats=None, *_):
@@ -172,8 +172,8 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 
 def _returned(ctx, made, count):
-    """The first `count` outputs, all of them differentiable: the loss (1), or it and the statistics
-    (2). None: all outputs, for who calls the operator itself, of which the loss is."""
+    """The first `count` outputs, all differentiable: the loss (1), or it and the statistics (2).
+    None, for a direct call of the operator: all outputs; only the loss is differentiable then."""
     ctx.set_materialize_grads(False)
     ctx.loss_shape = made[0].shape
     if count is None:
@@ -182,10 +182,10 @@ def _returned(ctx, made, count):
 
 
 class Forward(torch.autograd.Function):
-    """flce::forward, applied to its outputs `made`, of which it returns `count` (_returned).
+    """The Function of flce::forward: takes its outputs `made`, returns `count` of them (_returned).
 
-    `constants`: the operator's tensors without a gradient, all but num_items, which has become a
-    scalar. `accumulator`: accumulate.Accumulator of linear_weight, or None.
+    `constants`: the operator's tensors without a gradient, except num_items, which has already
+    become one of the scalars. `accumulator`: accumulate.Accumulator of linear_weight, or None.
     """
 
     @staticmethod
@@ -195,13 +195,13 @@ class Forward(torch.autograd.Function):
         ctx.settings, ctx.accumulator = settings, accumulator
         _, stats, scalars, _, saved, *grads = made
         target, *others = constants
-        # What the backward operator takes.
+        # The arguments of the backward operator.
         arguments = (input, linear_weight, target, linear_bias, *others, stats, scalars, saved)
         if settings.save == "grads":
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            # The composite drops what is saved: the backward may write to it, unless the caller's
-            # hooks hold what is saved now.
+            # The composite operator does not return the saved tensor, so the backward may overwrite
+            # it, unless saved-tensor hooks of the caller hold it.
             held = _top_hooks is None or _top_hooks(True) is not None
             ctx.owned = count is not None and not held
             ctx.scaled = False
@@ -216,20 +216,19 @@ class Forward(torch.autograd.Function):
         if settings.save == "grads":
             if grad_stats is None:
                 return _scale_made(ctx, saved[:4], grad_output, wanted)
-            # Of the loss alone are the gradients that the forward made: all of them again.
+            # The gradients that the forward made are those of the loss alone: compute all again.
             settings, saved = settings._replace(save="stats"), saved[4:]
         return _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted)
 
 
 def _scale_made(ctx, saved, grad_output, wanted):
-    """The forward's gradients times grad_output, those that are wanted: in their own memory where
-    nobody reads it again."""
+    """The wanted gradients, made by the forward, times grad_output; in place if possible."""
     scalars, *grads = saved
     if ctx.scaled:
         raise RuntimeError(
             "flce: a backward that failed has used up this loss's gradients; run the forward again"
         )
-    # The backward may run again also where that cannot be known, as under compile.
+    # If it is unknown whether the graph is kept (as under compile), it may run again.
     repeats = _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
     may_write = ctx.owned and not repeats
     if not _holds_units(grad_output.device.type, ctx.settings.dtype):
@@ -245,7 +244,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
             )
         plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
         if may_write and plain and grad.dtype == dtype:
-            # A new tensor on the same memory: autograd may keep it as .grad without a copy.
+            # A new tensor on the same memory, which autograd may keep as .grad.
             own[i], made[i] = grad, grad.detach()
         else:
             made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
@@ -258,7 +257,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
 def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
     accumulator, into = ctx.accumulator, None
     if accumulator is not None:
-        # The Function's tensors are the operands: the second is the weight.
+        # The Function's differentiable tensors are the operands; the second one is the weight.
         if accumulator.is_asked(ctx.next_functions[1][0]):
             into = accumulator.find()
         else:
@@ -276,7 +275,7 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
 
 
 class CrossEntropyForward(torch.autograd.Function):
-    """flce::cross_entropy_forward, as Forward."""
+    """The autograd Function of flce::cross_entropy_forward, as Forward."""
 
     @staticmethod
     def forward(ctx, logits, made, count, lists, constants):
@@ -317,7 +316,7 @@ def _check_writable(name, tensor, use):
 
 
 def _scale_seen(*args):
-    """scale_ called by itself: graphs that saved a gradient learn that it has changed."""
+    """scale_ called directly: bumps the version of what it writes, for graphs that saved it."""
     grads = {name: grad for name, grad in zip(GRADIENTS, args, strict=False) if grad is not None}
     for name, grad in grads.items():
         _check_writable(name, grad, "scale in place")

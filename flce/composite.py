@@ -1,8 +1,8 @@
-"""The composite operators: `torch.ops.flce.linear_cross_entropy`, `cross_entropy`, and for each one
-with the suffix `_outputs`, which also gives lse, entropy, accuracy, predictions and z_loss.
+"""The composite operators `torch.ops.flce.linear_cross_entropy` and `cross_entropy`, and for each a
+variant `_outputs`, which also returns lse, entropy, accuracy, predictions and z_loss.
 
-They read requires_grad and autocast, resolve `save`, and call the inner operators. An inner
-operator's autograd formula never sees the composite.
+They read requires_grad and autocast, resolve `save`, and call the inner operators. They have no
+autograd formula: autograd records the inner operators.
 """
 
 import functools
@@ -32,12 +32,12 @@ _LOSS_TENSORS = ("target", "weight", "token_weight", "temperature")
 
 
 def _rows_of(tensor):
-    """All leading dimensions as one."""
+    """Flattens all leading dimensions into one."""
     return (tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])).contiguous()
 
 
 def _loss_tensors(call, target, vectors):
-    """Target and the optional tensors as the inner operators take them."""
+    """Target and optional tensors in the form that the inner operators take."""
     validate.check_target_range(target, call.vocab, call.settings.ignore_index)
     if call.has_probabilities:
         flat = _rows_of(target)
@@ -52,10 +52,10 @@ def _loss_tensors(call, target, vectors):
 
 
 def _shifted_target(target, shift, cu_seqlens, ignore_index):
-    """The target of each position: that `shift` further on, `ignore_index` at a sequence's end.
+    """The target of each position: that `shift` later, `ignore_index` at a sequence's end.
 
-    Sequences are the last dimension of `target` and, with `cu_seqlens`, end there too; without it
-    `shift` is not 0.
+    Sequences are slices along the last dimension of `target`; `cu_seqlens` adds boundaries to
+    these. Without it `shift` is not 0.
     """
     validate.check_integer("shift", shift, 0)
     if shift == 0:
@@ -65,7 +65,7 @@ def _shifted_target(target, shift, cu_seqlens, ignore_index):
     if cu_seqlens is None and target.dim() < 2:
         expected = "an input of at least 3 dimensions, or cu_seqlens"
         validate.refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
-    # Of a target in int32 too: ignore_index may be any int64.
+    # int64 also for an int32 target, because ignore_index may be any int64.
     shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
     if shift < target.shape[-1]:
         shifted[..., :-shift] = target[..., shift:]
@@ -83,15 +83,15 @@ def _shifted_target(target, shift, cu_seqlens, ignore_index):
     position = torch.arange(target.numel(), device=target.device)
     segment = torch.searchsorted(offsets, position, right=True)
     end = offsets[segment.clamp(max=offsets.shape[0] - 1)]
-    # The end of the sequence comes before the target; before the first offset there is none either.
+    # The target would lie beyond the sequence's end, or the position before the first offset.
     crosses = (position + shift >= end) | (segment == 0)
     return shifted.masked_fill(crosses.reshape(target.shape), ignore_index)
 
 
 def _outputs(call, made, tensors, num_items, shape, bound=None):
-    """The loss and the outputs that are wanted, in the rows' `shape`, from an inner operator's.
+    """The loss and the wanted outputs, of the rows' `shape`, from those of an inner operator.
 
-    `bound`: how many rows were computed; more valid ones make the accuracy NaN, as the loss is.
+    `bound`: how many rows were computed; with more valid rows the accuracy is NaN, as the loss is.
     """
     wanted, settings, (loss, stats, sums, predictions, *_) = call.wanted, call.settings, made
     outputs = [loss.reshape(shape) if settings.reduction == "none" else loss]
@@ -105,7 +105,7 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
     if wanted.entropy:
         outputs[2] = stats[autograd.STAT_ENTROPY].reshape(shape)
     if wanted.accuracy:
-        # No ignored row is right: its prediction is -1, which may be ignore_index.
+        # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
         outputs[3] = right / sums[autograd.SCALAR_VALID].clamp(min=1.0)
         if bound is not None:
@@ -128,8 +128,8 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
 
 
 def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
-    """The loss and the outputs of `wanted`, None for the others. `settings`: the value of each of
-    OPTIONS, and of token_temperature, a vector of temperatures."""
+    """The loss and the outputs in `wanted`, None for the others. `settings`: the values of
+    OPTIONS and of token_temperature, a vector of temperatures."""
     linear_bias, num_items = settings["linear_bias"], settings["num_items"]
     vectors = _vectors(settings)
     operands = tuple(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
@@ -169,14 +169,14 @@ def _never_traced():
 
 
 def linear_cross_entropy_untraced(*args):
-    """Where torch.compile breaks off at accumulate.refuse_tracing it would trace what is called
-    next. Without torch.compile nothing traces, and its import would take a second."""
+    """Not traced: after a graph break at accumulate.refuse_tracing torch.compile would trace it.
+    Without torch.compile nothing traces, and importing it would take a second."""
     call = _never_traced() if "torch._dynamo" in sys.modules else linear_cross_entropy_of
     return call(*args)
 
 
 def cross_entropy_of(wanted, logits, target, settings):
-    """The same for logits that the caller holds."""
+    """As linear_cross_entropy_of, for given logits."""
     num_items, vectors = settings["num_items"], _vectors(settings)
     described = describe("logits", logits)
     call = logits_signature(
@@ -200,7 +200,7 @@ def cross_entropy_of(wanted, logits, target, settings):
 
 
 def _kernel_of(function, gives_outputs):
-    """Gives tensors alone, as the schema has it: an empty one for an output that is not wanted."""
+    """Returns tensors only, as the schema requires: an empty one for an unwanted output."""
 
     def kernel(*tensors, **given):
         wanted = Wanted(*(given.pop(name, False) for name in RETURNS))
@@ -213,7 +213,7 @@ def _kernel_of(function, gives_outputs):
 
 
 def _register(name, function, operands, options):
-    """The operator `name` and the one of its outputs. `operands`: of both schemas."""
+    """Registers operator `name` and its `_outputs` variant. `operands`: those of both schemas."""
     typed = {option: row for option, row in options.items() if row.schema}
     arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
     schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
@@ -224,7 +224,7 @@ def _register(name, function, operands, options):
         (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
     ):
         registered = autograd.library.define(operator_schema)
-        # Without this vmap would loop over the batch, one call a slice, with only a warning.
+        # Without this vmap would loop over the batch, one call per slice, with only a warning.
         autograd.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
         autograd.library.impl(registered, kernel, "CompositeImplicitAutograd")
 

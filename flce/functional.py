@@ -1,4 +1,4 @@
-"""The public functions: the loss of a linear head, the loss of given logits, log-probabilities."""
+"""The public functions: loss of a linear head, loss of given logits, log-probabilities."""
 
 import numbers
 
@@ -13,8 +13,8 @@ _SCALARS = ("ignore_index", *NUMBERS)
 
 
 def _call(name, operands, settings):
-    """The loss alone, or with the wanted outputs: at once, or, where something traces or transforms
-    the call, through the composite operator."""
+    """The loss, or the loss with the wanted outputs: directly, or through the composite
+    operator if the call is traced or transformed."""
     _as_numbers(settings, operands[0])
     returns = [settings[option] for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
@@ -30,7 +30,7 @@ def _call(name, operands, settings):
 
 def _through_operator(name, operands, settings, wanted):
     if isinstance(settings["num_items"], numbers.Real):
-        # An operator takes one type; the number becomes a tensor without a wait.
+        # The schema has one type for it: a tensor, made without synchronisation.
         settings["num_items"] = validate.num_items_tensor(
             settings["num_items"], settings["reduction"], torch.float64, operands[0]
         )
@@ -48,7 +48,7 @@ def _through_operator(name, operands, settings, wanted):
 
 
 def _as_numbers(settings, first):
-    """Numbers as Python's; the temperature as a number or a vector, as the operators have it.
+    """Converts numbers to Python's; the temperature becomes a number or a vector.
 
     `first`: the tensor with the rows.
     """
@@ -61,13 +61,13 @@ def _as_numbers(settings, first):
         if name != "temperature" or is_known:
             settings[name] = validate.number(name, value)
         else:
-            # A value on a GPU, or under torch.compile, is no number yet: each row takes the tensor.
+            # A GPU's or a traced value cannot become a number: each row gets the tensor.
             rows = value.expand(first.shape[:-1]) if is_scalar else value
             settings.update(temperature=1.0, token_temperature=rows)
 
 
 def _linear_loss(input, linear_weight, target, settings):
-    """`settings`: all arguments of linear_cross_entropy by name, some of which are changed here."""
+    """`settings`: all arguments of linear_cross_entropy by name; some are modified here."""
     if settings["options"] is not None:
         validate.check_tensor("linear_weight", linear_weight)
         for name, value in from_torch_options(settings["options"], linear_weight).items():
@@ -77,7 +77,7 @@ def _linear_loss(input, linear_weight, target, settings):
         validate.check_tensor("linear_weight", linear_weight)
         validate.check_choices(settings)
         if not (torch.is_grad_enabled() and linear_weight.requires_grad):
-            settings["accumulate_into"] = None  # no gradient to accumulate
+            settings["accumulate_into"] = None  # no gradient is wanted: nothing to accumulate
     return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
 
@@ -113,16 +113,16 @@ def linear_cross_entropy(
     return_predictions=False,
     return_z_loss=False,
 ):
-    """Cross entropy of `input @ linear_weight.T + linear_bias`, without holding all logits.
+    """Cross entropy of `input @ linear_weight.T + linear_bias`, without all logits in memory.
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
     target.flatten(), ...)`` with the loss in float32, except that the mean over no valid row is 0
-    (there: NaN). docs/semantics.md has the formulas, and the meanings of all options.
+    instead of NaN. docs/semantics.md has the formulas and the meaning of every option.
 
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
-        linear_weight: the head's weight, shape (V, H), of input's dtype (of any under autocast,
-            which casts as F.linear does). flce.compat.torch takes one of more dimensions.
+        linear_weight: the head's weight, shape (V, H), of input's dtype (any dtype under autocast,
+            which casts as F.linear does). flce.compat.torch accepts one with more dimensions.
         target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
             probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
@@ -130,65 +130,65 @@ def linear_cross_entropy(
         reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
             `weight`: by their number; with probabilities by the number of rows), "sum" does not
             divide, "none" gives a loss for each row, 0 for ignored ones.
-        ignore_index: rows with this target give no loss and no gradient, whatever they hold.
-            None means -100. Probabilities have none.
+        ignore_index: rows with this target give no loss and no gradient, whatever they contain.
+            None means -100. Does not apply to probabilities.
         label_smoothing: s in [0, 1]; the target becomes (1 - s) target + s/V.
         options: torch.nn.LinearCrossEntropyOptions, from which `accum_dtype` and `max_memory`
-            follow where they are None; the others have no effect here.
-        softcap, logit_scale, temperature: the loss sees the logits
+            are derived if they are None; its other fields have no effect here.
+        softcap, logit_scale, temperature: the loss is that of the logits
             ``softcap tanh(logit_scale z / softcap) / temperature`` of ``z = x W^T + b``; softcap
-            None leaves out the tanh. temperature: a number, or a tensor of shape (...) with one
+            None omits the tanh. temperature: a number, or a tensor of shape (...) with one value
             for each row, which must be positive and not require grad.
-        z_loss: adds z_loss lse^2 to a valid row's loss; under "mean" its sum is divided by the
-            number of valid rows, whatever their class weights.
+        z_loss: adds z_loss lse^2 to a valid row's loss; under "mean" that term's sum is divided by
+            the number of valid rows, not by class weights.
         token_weight: a factor for each row's loss, z-loss included, shape (...), any real dtype;
-            it does not enter the mean's denominator. It must not require grad.
-        num_items: a number or 0-d tensor, which may live on the device: the mean's denominator
-            instead of its own. 0 gives the loss 0. Only for "mean".
+            it does not change the mean's denominator. It must not require grad.
+        num_items: a number or 0-d tensor, which may be on the device: replaces the mean's
+            denominator. 0 gives the loss 0. Only for "mean".
         shift: the target of a position is that of `shift` positions further along the last
-            dimension of (...); the last ones are ignored. Takes an input of at least 3
+            dimension of (...); the last ones are ignored. Requires an input of at least 3
             dimensions, or `cu_seqlens`. Outputs are not shifted, nor are `token_weight` and
             `temperature`, which belong to the rows of input.
         cu_seqlens: with a shift, offsets of packed sequences into the flattened (...), int32 or
-            int64, shape (sequences + 1,): no target is taken from beyond a sequence's end.
+            int64, shape (sequences + 1,): no target comes from beyond a sequence's end.
         valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight after
             them are padding, which is never read and gets the gradient 0.
-        valid_bound: at most so many rows are not ignored: then only those are computed, in time
-            and memory. "count" counts them, with one wait for the device. More rows than the
-            bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU, where
-            ignored rows are always left out. None never waits (docs/memory.md).
+        valid_bound: an upper bound of the number of rows that are not ignored; time and memory then
+            follow the bound. "count" counts the rows, with one device synchronisation. More rows
+            than the bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU,
+            where ignored rows are always skipped. None never synchronises (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None; its error grows with the number of chunks) or torch.float32, which takes
-            4 V H bytes more for 16-bit operands.
+            4 V H more bytes for 16-bit operands.
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does. On the CPU, bfloat16 operands always give
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
-            (the gradients, made in the forward; mean and sum only), "stats" (seven numbers a row;
-            the backward computes the logits again) or "auto": grads for a scalar loss on CUDA
-            where max_memory is not given; else logits where they fit max_memory, grads for a
-            scalar loss, and stats otherwise. docs/memory.md has the rule in full.
-        max_memory: bound of the logits buffer in bytes, or text such as "512MiB". None: the
+            (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
+            the backward recomputes the logits) or "auto": grads for a scalar loss on CUDA if
+            max_memory is not given; else logits if they fit max_memory, grads for a scalar loss,
+            and stats otherwise. docs/memory.md has the rule in full.
+        max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
             then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
             most 1 % of the predicted time.
         accumulate_into: "grad" or "main_grad": the backward adds linear_weight's gradient to that
-            attribute of linear_weight itself, a leaf, and returns none: V H elements and a pass
-            less. "grad" is made where it is None, "main_grad" has to be there and may be float32;
-            grad_added_to_main_grad, where it is declared, becomes True. Not with save="grads".
-        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: outputs of
-            the same pass. A gradient that comes from lse or entropy is added to the loss's in the
-            same two products; with save="grads" the backward then makes all gradients again.
+            attribute of linear_weight itself, a leaf, and returns none: saves V H elements and one
+            pass. "grad" is created if it is None; "main_grad" must exist and may be float32. If
+            the parameter has grad_added_to_main_grad, it is set to True. Not with save="grads".
+        return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
+            outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
+            loss's; with save="grads" the backward then recomputes all gradients.
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
-        "none", (...). With a `return_*`, a `LinearCrossEntropyOutput`.
+        "none", (...). If a `return_*` is set, a `LinearCrossEntropyOutput`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name, or
-            a combination without a meaning; what `accumulate_into` cannot add to, untouched.
+            a combination without a meaning; a tensor that `accumulate_into` cannot add to.
         IndexError: a target out of range on the CPU, or on CUDA with FLCE_CHECK=1. Without it
-            such a row's loss and gradients are NaN on CUDA, where checking would wait.
+            such a row's loss and gradients are NaN on CUDA, where a check would synchronise.
         torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
             MemoryError).
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
@@ -219,8 +219,8 @@ def cross_entropy(
 ):
     """Cross entropy on logits that the caller holds.
 
-    The forward reads the logits once; the backward reads them once and writes their gradient.
-    Between the two it keeps the logits and seven float32 numbers a row, no log-probabilities.
+    The forward reads the logits once; the backward reads them once and writes their gradient. Saved
+    between the two: the logits and seven float32 numbers per row, no log-probabilities.
 
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.
@@ -259,13 +259,13 @@ def linear_logprobs(
 ):
     """log p_y and the entropy of each row, for policy-gradient training.
 
-    Both are differentiable, and their gradients come from one backward pass of two products
-    (three with save="stats").
+    Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
+    with save="stats").
 
     Args:
         input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, temperature, shift,
             cu_seqlens, valid_vocab, valid_bound, accum_dtype, logits_dtype, save, max_memory: as
-            in `linear_cross_entropy`; save="grads" serves no scalar here and is refused.
+            in `linear_cross_entropy`; save="grads" requires a scalar loss and is refused here.
         target: class indices, shape (...), int64 or int32.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`python -m flce.info`: versions, what was built, what is chosen on this machine."""
+"""`python -m flce.info`: prints versions, what was built, and what is selected on this machine."""
 
 import platform
 
@@ -10,7 +10,7 @@ from flce.tune import describe
 
 
 def lines():
-    """The report, a line at a time."""
+    """Yields the lines of the report."""
     yield f"flce {flce.__version__}"
     yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     yield f"cpu row passes: {torch.ops.flce.cpu_variant()}, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""The loss as Modules."""
+"""The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,14 @@ from .functional import linear_cross_entropy
 from .options import LinearCrossEntropyOutput, defaults
 from .strategy import parse_bytes
 
-# What the Modules hold as attributes, which may change between calls. The defaults serve Modules
-# that an earlier version has pickled.
+# The options that Modules hold as attributes, which may change between calls. The defaults fill in
+# attributes that a Module pickled by an earlier version lacks.
 _MODULE_OPTIONS = defaults("of_module")
 
 
 def _keep_options(module, classes, given):
-    """Keeps a Module's options, after the checks that need no tensor. `given`: those that its
-    constructor got, by name."""
+    """Stores a Module's options, after the checks that need no tensor. `given`: the
+    constructor's arguments by name."""
     for name in given.keys() - _MODULE_OPTIONS.keys():
         raise TypeError(
             f"{type(module).__name__}() got an unexpected keyword argument {name!r}; expected "
@@ -38,20 +38,20 @@ def _keep_options(module, classes, given):
 
 
 def _loss_of(module, input, linear, target, class_weight, options):
-    """The loss under a Module's options and those of this call."""
+    """The loss with a Module's options and those of this call."""
     settings = {name: getattr(module, name, default) for name, default in _MODULE_OPTIONS.items()}
     settings.update({"linear_bias": linear.bias, "weight": class_weight, **options})
     return linear_cross_entropy(input, linear.weight, target, **settings)
 
 
 def _describe_options(module):
-    """The options that are not at their default."""
+    """extra_repr: the options that differ from their default."""
     shown = ((name, getattr(module, name, value), value) for name, value in _MODULE_OPTIONS.items())
     return "".join(f", {name}={value!r}" for name, value, default in shown if value != default)
 
 
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
-    """A linear layer and the cross entropy of its output; as torch.nn.LinearCrossEntropyLoss.
+    """A linear layer and the cross entropy of its output, like torch.nn.LinearCrossEntropyLoss.
 
     Args:
         in_features: H.
@@ -86,8 +86,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input, target, **options):
-        """The loss of `input` (..., H) with `target` (...); `options` of `linear_cross_entropy`
-        are for this call (token_weight, num_items, return_lse ...)."""
+        """The loss of `input` (..., H) with `target` (...). `options`: options of
+        `linear_cross_entropy` for this call only (token_weight, num_items, return_lse ...)."""
         return _loss_of(self, input, self.linear, target, self.weight, options)
 
     def extra_repr(self):
@@ -98,17 +98,17 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
 
 
 class LinearCrossEntropyHead(nn.Linear):
-    """A model's head: an nn.Linear whose call with labels gives the loss, without them the logits.
+    """A model's head: an nn.Linear that returns the loss if called with labels, else the logits.
 
-    Both go through the Module's call, so that its hooks (FSDP, ZeRO, adapters) fire, and its
-    state_dict is that of the nn.Linear it replaces. The logits are those of the nn.Linear: before
-    logit_scale, softcap and temperature.
+    Both go through Module.__call__, so that hooks (FSDP, ZeRO, adapters) run, and its state_dict is
+    that of the nn.Linear it replaces. The logits are the nn.Linear's output, before logit_scale,
+    softcap and temperature.
 
     Args:
         in_features, out_features, bias, device, dtype: as nn.Linear.
-        class_weight: a factor for each class, shape (out_features,), kept as a buffer that is not
-            saved, or None.
-        **options: as of LinearCrossEntropyLoss, but for `weight`.
+        class_weight: a factor for each class, shape (out_features,), or None; a non-persistent
+            buffer.
+        **options: as for LinearCrossEntropyLoss, except `weight`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
     (..., V).
@@ -130,8 +130,8 @@ class LinearCrossEntropyHead(nn.Linear):
         _keep_options(self, out_features, options)
 
     def forward(self, input, labels=None, **options):
-        """The loss of `input` with `labels`, or the logits when there are none; `options` of
-        `linear_cross_entropy` are for this call (token_weight, num_items, return_lse ...)."""
+        """The loss of `input` with `labels`, or the logits without labels. `options`: options
+        of `linear_cross_entropy` for this call only (token_weight, num_items, return_lse ...)."""
         if labels is None:
             return F.linear(input, self.weight, self.bias)
         return _loss_of(self, input, self, labels, self.class_weight, options)
@@ -140,6 +140,6 @@ class LinearCrossEntropyHead(nn.Linear):
         return f"{super().extra_repr()}{_describe_options(self)}"
 
 
-# A pickle names the package, not the file that holds the class today.
+# Pickles refer to the package, so that a class may move to another file.
 for _class in (LinearCrossEntropyLoss, LinearCrossEntropyHead, LinearCrossEntropyOutput):
     _class.__module__ = "flce"

@@ -1,6 +1,6 @@
-"""The options of the loss in one table, its outputs, and the lists in which operators take them.
+"""The table of the loss's options, its outputs, and the option lists of the inner operators.
 
-Checks of their values are in validate.py, what is decided from options and sizes in strategy.py.
+Their values are checked in validate.py; decisions from options and sizes are in strategy.py.
 """
 
 import collections
@@ -10,23 +10,23 @@ import typing
 
 import torch
 
-# In the order of csrc/flce.h's enumerations.
+# In the order of the enums in csrc/flce.h.
 REDUCTIONS = ("none", "mean", "sum")
 SAVES = ("nothing", "logits", "grads", "stats")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-INTEGER, NUMBER = "integer", "number"  # the list of the operators in which an option travels
+INTEGER, NUMBER = "integer", "number"  # which list of the inner operators holds an option
 
 
 class Option(typing.NamedTuple):
     """An option of `flce.linear_cross_entropy`.
 
-    default: of the public functions, the operators and the Modules.
-    schema: its type in the schema of torch.ops.flce.linear_cross_entropy; None: in Python alone.
-    slot: INTEGER or NUMBER; None: it is a tensor, or gone before an inner operator is called.
+    default: in the public functions, the operators and the Modules.
+    schema: its type in the schema of torch.ops.flce.linear_cross_entropy; None: not passed to it.
+    slot: INTEGER or NUMBER; None: a tensor, or used up before an inner operator is called.
     of_logits: whether flce.cross_entropy has it too.
     of_module: whether the Modules hold it, as an attribute.
-    check: of a NUMBER, whether it is in its range, and `expected`, that range in words.
+    check: for a NUMBER, returns whether it is in range; `expected`: that range in words.
     """
 
     default: object
@@ -42,7 +42,7 @@ def _number(default, check, expected, schema="float"):
     return Option(default, schema, NUMBER, True, True, check, expected)
 
 
-# Tests compare the public signatures, their docstring and the README's call.
+# Tests compare it with the public signatures, their docstring and the README's call.
 OPTIONS = {
     "linear_bias": Option(None, "Tensor?"),
     "weight": Option(None, "Tensor?", of_logits=True),
@@ -73,14 +73,14 @@ OPTIONS = {
 
 
 class LinearCrossEntropyOutput(typing.NamedTuple):
-    """The loss and the outputs that were asked for; None for the others.
+    """The loss and the requested outputs; None for the others.
 
     loss: shape (), or (...) for reduction="none"; differentiable.
     lse: logsumexp of each row's logits, shape (...); differentiable; 0 where ignored.
     entropy: of each row's softmax, in nats, shape (...); differentiable; 0 where ignored.
-    accuracy: rows whose largest logit is the target's, over valid rows, shape (); 0 without any.
-    predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
-    z_loss: the loss's part z_loss lse^2, reduced as the loss is; detached.
+    accuracy: the share of valid rows whose largest logit is the target's, shape (); 0 if there are
+    none. predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
+    z_loss: the part z_loss lse^2 of the loss, with the same reduction; detached.
 
     All but the predictions have the loss's dtype: float64 for float64 operands, else float32.
     """
@@ -94,22 +94,21 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
 
 
 OUTPUTS = LinearCrossEntropyOutput._fields[1:]
-RETURNS = tuple(f"return_{name}" for name in OUTPUTS)  # asked for by these, False by default
-# Which outputs a call gives in addition to the loss.
+RETURNS = tuple(f"return_{name}" for name in OUTPUTS)  # arguments, False by default
+# Which outputs a call returns in addition to the loss.
 Wanted = collections.namedtuple("Wanted", OUTPUTS, defaults=(False,) * len(OUTPUTS))
 
 
 def defaults(having=None):
-    """Name and default of all options, or of those that have the field `having`."""
+    """Names and defaults of all options, or of those whose field `having` is set."""
     chosen = ((name, o) for name, o in OPTIONS.items() if having is None or getattr(o, having))
     return {name: option.default for name, option in chosen}
 
 
-# Raised with kLayout of csrc/binding/op_options.h.
+# Raise it together with kLayout of csrc/binding/op_options.h.
 LAYOUT = 1
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
-# After the options: what follows from the outputs that are asked for, from the tensors and from
-# torch's settings.
+# Slots after the options, derived from outputs, tensors and torch's global settings.
 _FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
 _FLAGS += (*GRADIENTS, "allow_tf32")
 _CODES = {"reduction": REDUCTIONS, "save": SAVES}
@@ -123,23 +122,23 @@ _SIZES = ("valid_vocab", "rows")
 
 
 class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS))):
-    """What the inner operators take after their tensors: two sizes, which may be symbolic, and two
-    lists. In the lists a value of _CODES is its index there; softcap 0.0 stands for None."""
+    """The arguments of the inner operators after their tensors: two sizes, which may be
+    symbolic, and two lists. A value of _CODES becomes its index there; softcap 0.0 means None."""
 
     __slots__ = ()
 
     @property
     def gradients(self):
-        """Whether those of input, linear_weight and linear_bias are wanted."""
+        """Whether the gradients of input, linear_weight and linear_bias are wanted."""
         return self.grad_input, self.grad_weight, self.grad_bias
 
     def arguments(self):
-        """As the operators take them."""
+        """The settings in the form that the operators take."""
         return *self[: len(_SIZES)], *_packed(self[len(_SIZES) :])
 
     @classmethod
     def of_arguments(cls, valid_vocab, rows, integers, numbers):
-        """The inverse; ValueError for lists of another length and for what is no index."""
+        """The inverse of `arguments`; ValueError for a wrong length or index."""
         expected = len(INTEGERS) + 1, len(NUMBERS)
         if (len(integers), len(numbers)) != expected:
             raise ValueError(

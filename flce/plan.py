@@ -1,4 +1,4 @@
-"""What a call will hold and do, without doing it."""
+"""`flce.plan`: what a call would allocate and run, without running it."""
 
 import itertools
 import re
@@ -14,12 +14,12 @@ from .signature import linear_signature, linear_values
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one problem, as csrc/core/plan.c makes it; str() is its table.
+    """The plan for one problem, as csrc/core/plan.c makes it; str() formats it as a table.
 
-    Sizes are bytes over the inputs, `buffers` maps a buffer's name to its own. Peaks count what
-    lives at once: `forward_peak_bytes` the outputs and the workspace of the forward,
-    `backward_peak_bytes` what the forward kept, the gradients and the backward's workspace. A
-    backward that reaches lse or entropy with save="grads" needs those of "stats" as well.
+    Sizes are bytes in addition to the inputs; `buffers` maps a buffer's name to its size. Peaks
+    count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
+    forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
+    workspace. With save="grads", a backward of lse or entropy needs those of "stats" too.
     """
 
     save: str
@@ -45,7 +45,7 @@ class Plan:
         return self.text
 
 
-# Of a matrix: a dozen of them in float64, and vectors of as many elements, fit an int64 in bytes.
+# Elements of a matrix, so that the bytes of a dozen such float64 matrices fit into int64.
 _MOST_ELEMENTS = 1 << 54
 
 
@@ -90,19 +90,19 @@ def plan(
     grad_input=True,
     grad_weight=True,
 ):
-    """A `Plan`: the strategy, chunks, GEMM count and bytes by buffer of a call of these sizes.
+    """The `Plan` of a call of these sizes: strategy, chunks, number of GEMMs, bytes of each buffer.
 
     Args:
         tokens, hidden, vocab: N, H, V.
-        dtype: of the matrix products (autocast's, where it is on).
-        device: "cpu", "cuda" or a torch.device; a CUDA one has to be present.
+        dtype: of the GEMMs (autocast's, where it is on).
+        device: "cpu", "cuda" or a torch.device; a CUDA device must be present.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
-        bias: whether there is one (its gradient is wanted then).
-        probabilities: the dtype of targets that are probabilities; True for `dtype`. Those in
-            bfloat16, aligned to 16 bytes, may need fewer bytes than others.
+        bias: whether there is one; its gradient is then wanted.
+        probabilities: the dtype of targets that are probabilities; True for `dtype`. Probabilities
+            in bfloat16, aligned to 16 bytes, may need less memory than others.
         valid_bound: the number of rows to compute, or None for all.
-        grad_input, grad_weight: whether these gradients are wanted; none of the three is no_grad.
-        accumulate_into: as in `linear_cross_entropy`, of a .grad that is there already, or of a
+        grad_input, grad_weight: whether they are wanted; without them and `bias`: no_grad.
+        accumulate_into: as in `linear_cross_entropy`, for a .grad that exists already, or for a
             float32 .main_grad.
         reduction, label_smoothing, softcap, valid_vocab, return_lse, return_entropy,
             return_predictions, accum_dtype, logits_dtype, save, max_memory: as in
@@ -127,7 +127,7 @@ def plan(
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))
     target_shape = (tokens, vocab) if probabilities else (tokens,)
-    # The metadata of such a call; autocast's dtype is that of the products in any case.
+    # The metadata of such a call; the GEMMs' dtype is that of autocast whether or not it is on.
     call = linear_signature(
         (True, False, dtype, False, getenv("FLCE_MAX_MEMORY") if max_memory is None else None),
         Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),

@@ -1,7 +1,7 @@
 """The definition of the loss, composed of torch's own operations.
 
-In float64 it is the truth of the tests; in the dtype of a call it is the eager result whose own
-error is the yardstick. It holds all N x V logits and takes none of the shortcuts that it checks.
+In float64 it is the ground truth of the tests; in the dtype of a call it is the eager result whose
+error sets the tolerance. It holds all N x V logits and uses none of the shortcuts that it checks.
 Arguments have the shapes and dtypes of flce's functions of the same names.
 """
 
@@ -26,13 +26,13 @@ def linear_cross_entropy(
     valid_vocab=None,
     **loss,
 ):
-    """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` and its extensions.
+    """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` with flce's options.
 
-    Without them there are two differences. Rows of `input` (..., H) whose target (...) is
-    `ignore_index` are cut off before the product, so that nothing in them reaches a gradient; and a
-    mean over no rows, or over 0 items, is 0 instead of NaN. The results have the dtype that flce
-    gives: float64 for float64, float32 for the others. `loss`: the other options of
-    `cross_entropy`, and those that say how flce computes, not what: they are ignored here.
+    Without options there are two differences from these functions. Rows of `input` (..., H) whose
+    target (...) is `ignore_index` are zeroed before the GEMM, so that nothing in them reaches a
+    gradient; and a mean over no rows, or over 0 items, is 0 instead of NaN. The results have the
+    dtype that flce returns: float64 for float64, float32 for the others. `loss`: the other options
+    of `cross_entropy`; options that select how flce computes, such as `save`, are ignored.
     """
     loss = {name: value for name, value in loss.items() if name not in _HOW}
     target = shifted(target, shift, cu_seqlens, ignore_index)
@@ -68,7 +68,7 @@ def cross_entropy(
 ):
     """`F.cross_entropy` of logits (..., V), classes last, with the same differences."""
     cut = ignored(target, ignore_index)
-    # Finite in the ignored rows, which count for nothing.
+    # Ignored rows become finite; they do not contribute.
     kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)
     logits = final_logits(kept, cut, softcap, logit_scale, temperature)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -93,7 +93,7 @@ def cross_entropy(
     wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
     if not any(wanted):
         return loss
-    predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of equals
+    predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of several equal maxima
     accuracy = None
     if not target.is_floating_point():
         correct = ((predictions == target) & ~cut).sum()
@@ -119,9 +119,9 @@ def linear_logprobs(input, linear_weight, target, **options):
 
 
 def final_logits(logits, cut, softcap, logit_scale, temperature):
-    """What the loss sees of the product (..., V); `temperature` is a number or has shape (...).
+    """The final logits from the linear layer's (..., V); `temperature`: a number or (...).
 
-    `cut` are the ignored rows (...): not even their temperature may reach a gradient.
+    `cut`: mask of the ignored rows (...), whose temperature must not reach a gradient either.
     """
     logits = logit_scale * logits
     if softcap is not None:
@@ -132,10 +132,10 @@ def final_logits(logits, cut, softcap, logit_scale, temperature):
 
 
 def shifted(target, shift, cu_seqlens, ignore_index):
-    """The target (...) of each position: the one `shift` later in its sequence, if there is one.
+    """The target (...) of each position: that `shift` later in its sequence, else `ignore_index`.
 
-    A sequence is a last dimension of `target`; `cu_seqlens` cuts the flattened target further, into
-    the documents between two neighbours of it. What lies in no document is ignored.
+    A sequence is a slice along the last dimension of `target`. `cu_seqlens`: boundaries of
+    documents in the flattened target. No target crosses one; outside of them all is ignored.
     """
     if shift == 0:
         return target
@@ -152,7 +152,7 @@ def shifted(target, shift, cu_seqlens, ignore_index):
 
 
 def ignored(target, ignore_index):
-    """Which rows (...) count for nothing: none of those with probabilities (..., V)."""
+    """Mask of the ignored rows (...); with probabilities (..., V) no row is ignored."""
     if target.is_floating_point():
         return torch.zeros(target.shape[:-1], dtype=torch.bool, device=target.device)
     return target == (-100 if ignore_index is None else ignore_index)

@@ -1,9 +1,9 @@
 """What follows from a call's signature alone: the dtypes, devices and shapes of its tensors and its
-options, without any value that a tensor holds. These are all checks but those of values, and the
+options, but no value that a tensor holds. That is every check other than those of values, and the
 settings of the inner operators.
 
-A training step repeats its signature, and the device waits for the host before the first kernel of
-a small step, so what follows from a signature is found once and kept.
+A training step repeats its signature, and in a small step the device waits for the host before the
+first kernel, so what follows from a signature is computed once and cached.
 """
 
 import collections
@@ -19,7 +19,7 @@ from . import strategy, validate
 from ._C import getenv
 from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted, defaults
 
-# The options that decide a signature, whose values are part of its key.
+# The options that are part of a signature: their values are in the cache key.
 _LOGITS_NAMES = ("reduction", "ignore_index", *NUMBERS)
 _LINEAR_NAMES = (
     *(name for name, option in OPTIONS.items() if option.slot),
@@ -29,13 +29,13 @@ logits_values = operator.itemgetter(*_LOGITS_NAMES)
 linear_values = operator.itemgetter(*_LINEAR_NAMES)
 _matmul = torch.backends.cuda.matmul
 
-# The metadata that is checked, under a tensor's names. A call hands over plain tuples of these: a
-# tuple with names takes five times as long to make, and is only made for a signature that is new.
+# The metadata of a tensor that is checked. A call passes plain tuples of these fields: a namedtuple
+# takes five times as long to create, and is only created for a new signature.
 Meta = collections.namedtuple("Meta", ("dtype", "device", "shape", "requires_grad"))
 
 
 def describe(name, tensor):
-    """The fields of Meta of what is checked to be a dense tensor; None stays None."""
+    """The fields of Meta of a tensor that is checked to be dense; None for None."""
     if tensor is None:
         return None
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -48,13 +48,13 @@ def _metas(described):
 
 
 def environment(first, max_memory=None):
-    """What a call takes from its surroundings: whether grad mode is on, whether it is traced for
-    torch.compile, autocast's dtype or None, whether float32 products may be TF32, and the text of
-    FLCE_MAX_MEMORY where `max_memory`, the caller's, is None. `first`: the tensor with the rows."""
+    """The global state that a call depends on: whether grad mode is on, whether torch.compile
+    traces the call, autocast's dtype or None, whether float32 GEMMs may use TF32, and the text
+    of FLCE_MAX_MEMORY if the argument `max_memory` is None. `first`: the rows' tensor."""
     return (
         torch.is_grad_enabled(),
         is_compiling(),
-        # The text of a device's type takes as long as all the rest, where the caches are cold.
+        # Only then: formatting the device type takes as long as the rest with cold caches.
         autocast_dtype(first.device.type) if torch._C._is_any_autocast_enabled() else None,
         first.dtype == torch.float32 and first.is_cuda and _matmul.fp32_precision == "tf32",
         getenv("FLCE_MAX_MEMORY") if max_memory is None else None,
@@ -62,21 +62,21 @@ def environment(first, max_memory=None):
 
 
 def autocast_dtype(device_type):
-    """The dtype to which autocast casts the products' operands, None where it is off."""
+    """The dtype to which autocast casts the GEMMs' operands; None if it is off."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def _once_a_signature(function):
-    """Keeps what `function` gave for its last arguments, which are compared with their types."""
+    """Caches the results of `function` by its arguments, compared with their types."""
     known = functools.lru_cache(maxsize=1024, typed=True)(function)
 
     def find(*args):
         try:
             return known(*args)
         except TypeError:
-            # No hash: a size that is symbolic under compile or export, or an argument of a wrong
-            # type, which is refused by its name below.
+            # Not hashable: a size is symbolic (compile, export), or an argument has a wrong type,
+            # which the checks below refuse by name.
             pass
         return function(*args)
 
@@ -85,16 +85,16 @@ def _once_a_signature(function):
 
 @dataclass(eq=False)
 class Signature:
-    """What is kept of a call."""
+    """The cached result for one signature."""
 
-    settings: Settings  # for all rows; `save` as it is given
+    settings: Settings  # for all rows; `save` as the caller gave it, so possibly "auto"
     wanted: Wanted
     rows: Meta  # of the tensor with the rows
     has_probabilities: bool
-    vocab: int  # the number of classes that exist
+    vocab: int  # number of classes without padding (valid_vocab)
     accumulates: bool = False
     compiling: bool = False
-    for_all: tuple | None = None  # what `resolved` gives for all rows, once it is known
+    for_all: tuple | None = None  # cached result of `resolved` for all rows
 
     def __post_init__(self):
         self.stat = strategy.stat_dtype(self.settings.dtype)
@@ -108,8 +108,8 @@ class Signature:
         return self.settings.arguments()[2:]
 
     def resolved(self, rows):
-        """Settings with the strategy where `rows` rows are computed, None for all, and these as the
-        inner operators take them."""
+        """The settings with the strategy for `rows` computed rows (None: all), and the same
+        settings as the arguments of the inner operators."""
         if rows is None and self.for_all is not None:
             return self.for_all
         count = math.prod(self.rows.shape[:-1]) if rows is None else rows
@@ -121,7 +121,7 @@ class Signature:
 
 
 def _settings(given, scalars, wanted, dtype, leaves, **others):
-    """`dtype`: of the products' operands; `leaves`: Metas of those that get a gradient, or None."""
+    """`dtype`: of the GEMMs' operands; `leaves`: Meta of what may get a gradient, or None."""
     stat = strategy.stat_dtype(dtype)
     accum_dtype = validate.check_dtype("accum_dtype", given["accum_dtype"], dtype, stat)
     logits_dtype = validate.check_dtype("logits_dtype", given["logits_dtype"], dtype, stat)
@@ -146,9 +146,12 @@ def _settings(given, scalars, wanted, dtype, leaves, **others):
 
 @_once_a_signature
 def linear_signature(around, wanted, operands, tensors, *values):
-    """`around`: as `environment` gives it; `operands`: as `describe` does, of input, linear_weight,
-    linear_bias; `tensors`: likewise, of target, weight, token_weight and the rows' temperatures;
-    `values`: as `linear_values` gives them. Raises what is wrong with them."""
+    """The Signature of a linear cross entropy; refuses wrong arguments.
+
+    `around`: the result of `environment`; `operands`: results of `describe` for input,
+    linear_weight, linear_bias; `tensors`: the same for target, weight, token_weight and the rows'
+    temperatures; `values`: the result of `linear_values`.
+    """
     given = dict(zip(_LINEAR_NAMES, values, strict=True))
     grad_mode, compiling, autocast, allow_tf32, environment_memory = around
     operands = _metas(operands)
@@ -178,7 +181,7 @@ def linear_signature(around, wanted, operands, tensors, *values):
 
 @_once_a_signature
 def logits_signature(around, wanted, logits, tensors, *values):
-    """As linear_signature; `values`: as `logits_values` gives them."""
+    """As linear_signature, for given logits; `values`: the result of `logits_values`."""
     given = dict(zip(_LOGITS_NAMES, values, strict=True))
     (logits,) = _metas([logits])
     validate.check_choices(given)
@@ -195,7 +198,7 @@ def logits_signature(around, wanted, logits, tensors, *values):
 
 
 def _check_loss_tensors(tensors, wanted, vocab, scalars, named):
-    """Gives whether the target is of probabilities. `named`: name and Meta of the rows' tensor."""
+    """Returns whether the target is probabilities. `named`: the rows' tensor, (name, Meta)."""
     target, weight, *vectors = _metas(tensors)
     first_name, first = named
     validate.check_target(target, vocab, scalars["ignore_index"], *named)

@@ -1,7 +1,7 @@
-"""What a call computes and keeps, and how much memory it may take: decisions from options, sizes
-and the number of ignored rows.
+"""Decisions from options, sizes and the number of ignored rows: what a call computes and saves, and
+how much memory it may use.
 
-What csrc/core/plan.c also decides is repeated for the fakes, whose sizes may be symbolic.
+Decisions of csrc/core/plan.c that the fakes need are repeated here, because sizes may be symbolic.
 """
 
 import math
@@ -16,10 +16,10 @@ from ._C import getenv
 from .options import CAPS
 from .validate import check_integer, checks_targets, refuse
 
-# Bytes (csrc/cpu/backend.c and csrc/cuda/backend.cu: row_alignment).
+# Alignment of a row of logits in bytes (csrc/*/backend.*: row_alignment).
 _ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
-# An H200 scales the gradient of such a weight in less time than the backward's first launch takes
-# to come: there the forward makes the gradients although the logits fit (benchmarks/NOTES.md).
+# Up to this size of the weight "auto" makes the gradients in the forward even if the logits fit: an
+# H200 scales such a gradient faster than the backward launches a kernel (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -27,7 +27,7 @@ _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", sta
 
 
 def parse_bytes(value, name="max_memory"):
-    """Bytes from a number or text such as "512MiB", "1.5 GB" (units of 1000 or 1024).
+    """Bytes from a number or text such as "512MiB", "1.5 GB" (units of 1000 or 1024 bytes).
 
     Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
     """
@@ -39,14 +39,14 @@ def parse_bytes(value, name="max_memory"):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match[2].lower()) if match else None
         size = float(match[1]) * unit if unit else math.nan
-    if not 1 <= size < 2**62:  # false for NaN as well
+    if not 1 <= size < 2**62:  # also refuses NaN
         refuse(name, expected, repr(value))
     return int(size)
 
 
 def resolve_max_memory(max_memory, device):
-    """Bytes: those given, those of FLCE_MAX_MEMORY, or the smaller of 1 GiB and an eighth of the
-    device's memory."""
+    """The bound in bytes: the argument, else FLCE_MAX_MEMORY, else the smaller of 1 GiB and an
+    eighth of the device's memory."""
     if max_memory is not None:
         return parse_bytes(max_memory)
     if text := getenv("FLCE_MAX_MEMORY"):
@@ -64,18 +64,18 @@ def stat_dtype(dtype):
 
 
 def gemm_dtype(device_type, dtype):
-    """The dtype of the GEMMs' operands: the CPU widens float16 to float32."""
+    """The dtype of the GEMMs' operands: the CPU converts float16 to float32."""
     return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
 
 
 def _logits_dtype(settings, device_type):
-    """The CPU's products give their operands' dtype, whatever logits_dtype is."""
+    """The dtype of the logits: CPU GEMMs write their operands' dtype, whatever logits_dtype is."""
     on_cpu = device_type == "cpu"
     return gemm_dtype(device_type, settings.dtype) if on_cpu else settings.logits_dtype
 
 
 def row_pitch(vocab, dtype, device_type):
-    """Elements from one row of saved logits to the next."""
+    """The leading dimension of saved logits, in elements."""
     per_unit = _ROW_ALIGNMENT[device_type] // dtype.itemsize
     return (vocab + per_unit - 1) // per_unit * per_unit
 
@@ -85,8 +85,8 @@ def _row_bytes(vocab, dtype, device_type):
 
 
 def saved_dtype(settings, device_type, has_probabilities):
-    """The dtype of what save="logits" keeps: E, or z where dz is no factor times E and cannot be
-    made from it (plan.c: choose_form, choose_saved)."""
+    """The dtype of what save="logits" keeps: E, or z if dz is no row factor times E and cannot
+    be computed from E (plan.c: choose_form, choose_saved)."""
     operand = gemm_dtype(device_type, settings.dtype)
     caps = any(getattr(settings, name) > 0.0 for name in CAPS)  # loss.h: flce_caps_logits
     keeps_logits = has_probabilities or (settings.wants_entropy and any(settings.gradients))
@@ -95,10 +95,10 @@ def saved_dtype(settings, device_type, has_probabilities):
 
 
 def resolve_save(call, rows):
-    """The strategy of `call`, a Signature, where `rows` rows are computed: an explicit one stands,
+    """The strategy of `call`, a Signature, for `rows` computed rows: an explicit `save` is kept,
     "auto" is decided.
 
-    It is resolved here and nowhere else: the comparisons also have to be made of symbolic sizes.
+    This is the only place that decides it, in Python because sizes may be symbolic.
     """
     settings, device_type = call.settings, call.rows.device.type
     if not call.differentiable:
@@ -106,9 +106,9 @@ def resolve_save(call, rows):
     if settings.save != "auto":
         return settings.save
     operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)
-    # No gradient may be made in the forward where the caller's .grad is the backward's; where a
-    # compiled backward gets zeros instead of no gradient of lse or entropy, and would make all
-    # again; and where float16 cannot hold the gradients of probabilities that are not
+    # The forward must not make gradients in three cases: the backward accumulates into the caller's
+    # .grad; a compiled backward gets zeros instead of no gradient for lse or entropy, and would
+    # recompute everything; float16 cannot hold the gradients of probabilities that are not
     # normalized (plan.c: kept_dtype).
     makes_late = (
         call.accumulates
@@ -117,10 +117,10 @@ def resolve_save(call, rows):
     )
     can_keep_gradients = settings.reduction != "none" and not makes_late
     prefers_gradients = device_type == "cuda" and can_keep_gradients
-    # Gradients of lse or entropy would recompute the logits under save="grads".
+    # Gradients of lse or entropy would make save="grads" recompute the logits.
     if prefers_gradients and settings.saves_memory and not call.differentiates_outputs:
         return "grads"
-    # Divided, not multiplied: torch.export can then name the bound of a dynamic row count.
+    # A division, not a multiplication: torch.export can then name the bound of a dynamic row count.
     kept = saved_dtype(settings, device_type, call.has_probabilities)
     if rows > settings.max_memory // _row_bytes(call.vocab, kept, device_type):
         return "grads" if can_keep_gradients else "stats"
@@ -130,9 +130,9 @@ def resolve_save(call, rows):
 
 
 def rows_to_compute(target, valid_bound, ignore_index):
-    """How many rows are to be computed, None for all.
+    """The number of rows to compute, None for all.
 
-    On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound` of them.
+    On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound`.
     """
     if isinstance(valid_bound, str):
         if valid_bound != "count":
@@ -145,7 +145,7 @@ def rows_to_compute(target, valid_bound, ignore_index):
             refuse("valid_bound", expected, repr(valid_bound))
         return None
     if isinstance(valid_bound, str):
-        valid_bound = int((target != ignore_index).sum())  # waits for the device
+        valid_bound = int((target != ignore_index).sum())  # synchronises with the device
     # Without values to count (compile, export) the operator counts them itself.
     counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
     if valid_bound is None and not counts:
@@ -155,23 +155,23 @@ def rows_to_compute(target, valid_bound, ignore_index):
         if valid_bound is not None and valid > valid_bound:
             expected = f"at least {valid}, the number of rows that are not ignored"
             refuse("valid_bound", expected, valid_bound)
-    # A bound of 0 still computes a row, which carries the NaN if that row is not ignored.
+    # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
     rows = valid if counts else max(valid_bound, 1)
     return rows if rows < target.shape[0] else None
 
 
 def from_torch_options(options, linear_weight):
-    """Those of accum_dtype and max_memory that torch's `options` decide, in a dict.
+    """A dict with those of accum_dtype and max_memory that torch's `options` determine.
 
-    `accum_dtype` is `acc_dtype` where one is given, except under acc_policy="compact", which in
-    torch too sums the weight's gradient in the weight's own dtype. `max_memory` are the bytes of
+    `accum_dtype` is `acc_dtype` if given, except with acc_policy="compact", which sums the weight's
+    gradient in the weight's own dtype, in torch too. `max_memory` is the size in bytes of
     `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight): it bounds a chunk;
-    where all logits fit they are kept whole. `chunking_method` has no effect (max_memory decides),
-    nor has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
+    if all logits fit, they are one chunk. `chunking_method` has no effect (max_memory decides), nor
+    has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
 
     `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields, or None;
-    `linear_weight`: shape (V, H) or (C, d1, ..., dK, H), read for its sizes and dtype. TypeError
-    where `options` is no such object, ValueError where batch_chunk_size is no positive int.
+    `linear_weight`: shape (V, H) or (C, d1, ..., dK, H), only its sizes and dtype are used.
+    TypeError if `options` is no such object, ValueError if batch_chunk_size is no positive int.
     """
     if options is None:
         return {}

@@ -1,7 +1,7 @@
-"""Times the algorithms of a problem's matrix products on this GPU, keeps and saves the choice.
+"""Times the cuBLASLt algorithms of a problem's GEMMs; selects and saves the fastest.
 
-A product is a line of text that the operators give and take (csrc/tuning.h), an algorithm its
-numbers in such a line. Only what the timing needs is read from it.
+A GEMM is a line of text that the operators return and take (csrc/tuning.h); an algorithm is the
+list of numbers in such a line. Only what the timing needs is parsed here.
 """
 
 import json
@@ -19,8 +19,8 @@ from .functional import linear_cross_entropy
 from .options import DTYPES
 from .validate import refuse
 
-# The numbers that a product's line begins with, in the order of csrc/cuda/gemm.cuh: the library's
-# version and gemm_key. The GPU's name follows. A dtype's number is its index in DTYPES.
+# The numbers at the start of a GEMM's line, in the order of csrc/cuda/gemm/gemm.cuh: the library's
+# version and gemm_key. The GPU's name follows. A dtype is its index in DTYPES.
 PRODUCT = (
     *("cublaslt", "m", "n", "k", "pitch_a", "pitch_b", "pitch_c", "workspace_bytes"),
     *("dtype", "c_dtype", "align_a", "align_b", "align_c", "align_d"),
@@ -30,30 +30,30 @@ _ENVIRONMENT = "FLCE_TUNE_FILE"
 _FORMAT = "flce products 2"
 _NUMBER = "-?[0-9]{1,18}"
 _PRODUCT = re.compile(rf"({_NUMBER} ){{{len(PRODUCT)}}}[!-~][ -~]*")
-_ALGORITHM = re.compile(rf"{_NUMBER}( {_NUMBER}){{9}}")  # gemm_algorithm
+_ALGORITHM = re.compile(rf"{_NUMBER}( {_NUMBER}){{9}}")  # the fields of gemm_algorithm
 _ROUNDS = 9
-_SAMPLE_MS = 1.0  # a product that takes less is timed several times in a row
-# What another candidate has to save before it replaces the shipped choice: less is noise.
+_SAMPLE_MS = 1.0  # a shorter GEMM is timed several times in a row
+# Time ratio below which a candidate replaces the default; a smaller gain is noise.
 _WORTH = 0.99
 
 
 @dataclass(frozen=True)
 class TunedProduct:
-    """A product and its fastest candidate; times are medians in milliseconds."""
+    """A GEMM and its fastest candidate; times are medians in milliseconds."""
 
-    product: str  # a line of PRODUCT's numbers and the GPU's name
-    algorithm: str  # the numbers of the one taken from now on
-    candidates: int  # how many were timed
-    shipped_ms: float  # of the one that is taken without tuning
-    best_ms: float  # of the one taken from now on
+    product: str  # the numbers of PRODUCT and the GPU's name, as text
+    algorithm: str  # numbers of the selected algorithm
+    candidates: int  # how many candidates were timed
+    shipped_ms: float  # time of the algorithm without tuning
+    best_ms: float  # time of the selected algorithm
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` chose; str() is a table of it."""
+    """What `tune` selected; str() formats it as a table."""
 
-    products: tuple  # of TunedProduct
-    path: str | None  # of the file that holds them
+    products: tuple  # one TunedProduct for each GEMM
+    path: str | None  # the file in which they were saved
 
     def __str__(self):
         row = "{:<17} {:<23} {:<20} {:>10} {:>10} {:>9} {:>7}  {}".format
@@ -87,33 +87,33 @@ def tune(
     path=None,
     **others,
 ):
-    """Times every algorithm of each matrix product that a call of these sizes runs, on this GPU.
+    """Times every cuBLASLt algorithm of each GEMM that a call of these sizes runs, on this GPU.
 
-    One forward and backward on random data shows the products: logits, the input's and the
-    weight's gradient, of whole chunks and of the last. Each candidate of each is then timed in
-    interleaved rounds, which takes seconds. The fastest is taken from then on, by this process at
-    once, and by those that import flce with FLCE_TUNE_FILE set to the file. It may add in another
-    order, so that results differ in their last bits from those before (docs/tuning.md).
+    One forward and backward on random data records its GEMMs: logits, the input's and the weight's
+    gradient, for full chunks and for the last. Each candidate of each is then timed in interleaved
+    rounds, which takes seconds. The fastest is selected, in this process at once, and in processes
+    that import flce with FLCE_TUNE_FILE set to the file. It may sum in another order, so results
+    may differ in their last bits from earlier ones (docs/tuning.md).
 
     Args:
         tokens, hidden, vocab: N, H, V of the calls to come; with `valid_bound`, N is the bound.
-        dtype: of the matrix products (autocast's, where it is on).
+        dtype: of the GEMMs (autocast's, where it is on).
         device: a CUDA device; None for the current one.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one.
         reduction, accum_dtype, logits_dtype, save, max_memory: as in `linear_cross_entropy`.
         path: the file to add the choices to; None for that of FLCE_TUNE_FILE. "", or neither,
-            keeps them in this process alone.
+            keeps them in this process only.
         **others: further options of `linear_cross_entropy` that the calls have.
 
     Returns:
-        A `Tuning`; `print` it for a table of the products, milliseconds before and after.
+        A `Tuning`; `print` it for a table of the GEMMs, milliseconds before and after.
 
     Raises:
         ValueError: a device that is not CUDA; a file that is there and not of this format.
-        RuntimeError: in the capture of a CUDA graph.
+        RuntimeError: called during CUDA graph capture.
         OSError: the file cannot be written.
-        torch.OutOfMemoryError: the step, or a product's operands, do not fit.
+        torch.OutOfMemoryError: the step, or a GEMM's operands, do not fit.
     """
     if device is None and not torch.cuda.is_available():
         raise ValueError("device: expected a CUDA device to tune for, but torch finds none")
@@ -132,7 +132,7 @@ def tune(
         device = torch.device("cuda", torch.cuda.current_device())
         path = _file(path)
         if path is not None:
-            write(path, {})  # what does not serve shows before the work
+            write(path, {})  # checks that the file is writable and valid before the work
         lines = products_of((tokens, hidden, vocab), types, bias, device, knobs)
         tuned = tuple(_tune_product(line, device) for line in lines)
     choices = {one.product: one.algorithm for one in tuned}
@@ -143,10 +143,10 @@ def tune(
 
 
 def products_of(sizes, types, bias, device, knobs):
-    """The products that one step runs. `types`: of the products, of input and of linear_weight."""
+    """The lines of the GEMMs that one step runs. `types`: of GEMMs, input, linear_weight."""
     tokens, hidden, vocab = sizes
     dtype, input_dtype, weight_dtype = types
-    generator = torch.Generator(device).manual_seed(0)  # the caller's own is left alone
+    generator = torch.Generator(device).manual_seed(0)  # torch's default generator is not changed
     given = {"device": device, "generator": generator}
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.randn(tokens, hidden, dtype=input_dtype, **given).requires_grad_()
@@ -154,7 +154,7 @@ def products_of(sizes, types, bias, device, knobs):
         w = w.div_(math.sqrt(hidden)).requires_grad_()
         b = torch.zeros(vocab, dtype=weight_dtype, device=device).requires_grad_() if bias else None
         y = torch.randint(knobs.get("valid_vocab") or vocab, (tokens,), **given)
-        # A sum that is there already: what every step but the first adds to.
+        # An existing .grad, as every step but the first finds it.
         if knobs.get("accumulate_into") == "grad":
             w.grad = torch.zeros_like(w)
         if knobs.get("accumulate_into") == "main_grad":
@@ -170,7 +170,7 @@ def products_of(sizes, types, bias, device, knobs):
 
 
 def numbers_of(product):
-    """PRODUCT's numbers by name."""
+    """The numbers of PRODUCT in a GEMM's line, by name."""
     return dict(zip(PRODUCT, map(int, product.split(" ")[: len(PRODUCT)]), strict=True))
 
 
@@ -181,14 +181,14 @@ def _name_of(p):
 
 
 def candidates_of(line, device):
-    """(the candidate that is shipped, the one that is taken), and each one's algorithm."""
+    """(default candidate, current candidate) as indices, and the algorithm of each candidate."""
     first, *rows = inner.gemm_candidates(device.index, line).splitlines()
-    # A row ends with the candidate's bytes of workspace.
+    # A row ends with the candidate's workspace size in bytes.
     return tuple(map(int, first.split())), [row.rsplit(" ", 1)[0] for row in rows]
 
 
 def _tune_product(line, device):
-    """Takes medians over rounds in changing order."""
+    """Times the candidates of one GEMM: medians over rounds whose order changes."""
     (shipped, _), algorithms = candidates_of(line, device)
     memory, count = operands_of(line, device), len(algorithms)
     repeats, samples = 1, [[] for _ in algorithms]
@@ -196,7 +196,7 @@ def _tune_product(line, device):
         for i in range(count):
             candidate = (i + iteration) % count
             samples[candidate].append(inner.gemm_time(*memory, line, candidate, repeats))
-        if iteration == 0:  # a warm-up: a kernel is loaded when it first runs
+        if iteration == 0:  # a warm-up: a kernel is loaded at its first launch
             fastest = max(min(sample.pop() for sample in samples), 1e-3)
             repeats = min(math.ceil(_SAMPLE_MS / fastest), 100)
     times = [statistics.median(sample) for sample in samples]
@@ -207,7 +207,7 @@ def _tune_product(line, device):
 
 
 def operands_of(line, device):
-    """a, b, c, bias or None, workspace: random data, aligned as the product says."""
+    """a, b, c, bias or None, workspace: random data, aligned as the GEMM's line says."""
     p = numbers_of(line)
     dtype, c_dtype = DTYPES[p["dtype"]], DTYPES[p["c_dtype"]]
     generator = torch.Generator(device).manual_seed(0)
@@ -219,7 +219,7 @@ def operands_of(line, device):
 
     a = memory((p["k"] if p["transpose_a"] else p["m"]) * p["pitch_a"], dtype, p["align_a"])
     if _name_of(p) != "logits":
-        # As exp(logit - row maximum) is: zeros, or numbers of both signs, take other power.
+        # Like exp(logit - row maximum): zeros, or numbers of both signs, draw another power.
         a.sub_(4.0).exp_().clamp_(max=1.0)
     b = memory((p["n"] if p["transpose_b"] else p["k"]) * p["pitch_b"], dtype, p["align_b"])
     c = memory(p["m"] * p["pitch_c"], c_dtype, p["align_c"])
@@ -229,7 +229,7 @@ def operands_of(line, device):
 
 
 def use(choices):
-    """Takes the algorithms from now on. `choices`: a product's line -> its algorithm's numbers."""
+    """Selects algorithms from now on. `choices`: a GEMM's line -> its algorithm's numbers."""
     lines = []
     for product, algorithm in choices.items():
         *numbers, gpu = product.split(" ", len(PRODUCT))
@@ -238,13 +238,13 @@ def use(choices):
 
 
 def _file(path):
-    """The path, else that of FLCE_TUNE_FILE; None for no file."""
+    """`path`, or the value of FLCE_TUNE_FILE; None for no file."""
     return os.fspath(os.environ.get(_ENVIRONMENT, "") if path is None else path) or None
 
 
 def read(path):
-    """The choices in a file, none where there is none; ValueError, which names it, for what `tune`
-    did not write."""
+    """The choices in a file, empty if there is no file. ValueError, which names the file, if it
+    was not written by `tune`."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -262,7 +262,7 @@ def read(path):
 
 
 def write(path, choices):
-    """Adds to what the file has; another process sees the old file or the new one."""
+    """Adds choices to the file, atomically: another process sees the old file or the new one."""
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     content = {"format": _FORMAT, "choices": {**read(path), **choices}}
@@ -273,7 +273,7 @@ def write(path, choices):
 
 
 def load():
-    """Takes over what the file of FLCE_TUNE_FILE has; ValueError where it does not serve."""
+    """Selects the algorithms in FLCE_TUNE_FILE; ValueError if the file is invalid."""
     path = _file(None)
     try:
         if path and (choices := read(path)):
@@ -283,11 +283,11 @@ def load():
 
 
 def describe():
-    """What `load` has found, in a line."""
+    """One line that says what `load` found."""
     path = _file(None)
     if path is None:
         return f"none, {_ENVIRONMENT} is not set"
     return f"{len(read(path))} in {path}" if os.path.exists(path) else f"none, there is no {path}"
 
 
-load()  # once, when flce is imported: the choice is then the same in every process
+load()  # once, when flce is imported, so that every process makes the same choice

@@ -1,6 +1,5 @@
-"""Checks of options' values and of tensors, and the wording of a refusal. Where a tensor is
-checked, what signature.py keeps of it serves too.
-"""
+"""Checks of the options' values and of tensors, and the wording of refusals. A tensor may be
+given as itself or as the metadata that signature.py caches (Meta)."""
 
 import math
 import numbers
@@ -12,18 +11,18 @@ from ._C import getenv
 from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES
 
 _SAVES = ("auto", *SAVES[1:])
-_ATTRIBUTES = ("grad", "main_grad")  # of a parameter, for accumulate_into
+_ATTRIBUTES = ("grad", "main_grad")  # attributes of a parameter that accumulate_into may name
 
 
 def refuse(name, expected, got, error=ValueError):
-    """Raises what every refusal says: the argument, what was expected and what came."""
+    """Raises a refusal: it names the argument, what was expected and what came."""
     raise error(f"{name}: expected {expected}, got {got}")
 
 
 def number(name, value):
-    """A Python number; 0-d tensors serve as one, as in torch's own functions.
+    """A Python number; a 0-d tensor is accepted, as in torch's own functions.
 
-    Reading one from a GPU waits for it.
+    Reading one from a GPU synchronises with the device.
     """
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         check_constant(name, value)
@@ -35,7 +34,7 @@ def number(name, value):
 
 
 def check_scalars(given):
-    """ignore_index and the options NUMBERS of `given` by name, each checked alone; 0.0 for None."""
+    """The checked ignore_index and NUMBERS of `given` by name; 0.0 for None."""
     scalars = {"ignore_index": check_ignore_index(given["ignore_index"])}
     for name in NUMBERS:
         option, value = OPTIONS[name], given[name]
@@ -48,7 +47,7 @@ def check_scalars(given):
 
 
 def check_choices(given):
-    """The options that are one of a few texts, and whether they go together."""
+    """Checks the options that are one of a few texts, and whether they can be combined."""
     reduction, save = given["reduction"], given.get("save", "auto")
     accumulate_into = given.get("accumulate_into")
     if reduction not in REDUCTIONS:
@@ -67,7 +66,7 @@ def check_choices(given):
 
 
 def check_ignore_index(ignore_index):
-    """-100 for None, as torch's linear_cross_entropy has it."""
+    """ignore_index, -100 for None as in torch's linear_cross_entropy."""
     if ignore_index is None:
         return -100
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
@@ -78,7 +77,7 @@ def check_ignore_index(ignore_index):
 
 
 def check_integer(name, value, low, high=None):
-    """An int of [low, high], bool excluded."""
+    """Checks for an int in [low, high]; bool is refused."""
     bounds = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         refuse(name, bounds, repr(value), TypeError)
@@ -88,7 +87,7 @@ def check_integer(name, value, low, high=None):
 
 
 def num_items_tensor(num_items, reduction, stat, first):
-    """The denominator of the mean as a 0-d tensor on `first`'s device, made without a wait."""
+    """The mean's denominator as a 0-d tensor on `first`'s device; does not synchronise."""
     if num_items is None:
         return None
     if reduction != "mean":
@@ -103,7 +102,7 @@ def num_items_tensor(num_items, reduction, stat, first):
         elsewhere = num_items.device != first.device and type(num_items) is torch.Tensor
         if not (elsewhere and num_items.is_cpu) or is_compiling():
             return num_items.detach().to(first.device, stat)
-        # Reading a CPU value waits for nothing; copying it to a GPU would.
+        # Reading a CPU value does not synchronise; copying it to a GPU would.
         return torch.full((), num_items.item(), dtype=stat, device=first.device)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
         refuse("num_items", "a number or a 0-d tensor", type(num_items).__name__, TypeError)
@@ -118,7 +117,7 @@ def check_float(name, dtype):
 
 
 def check_dtype(name, dtype, operand, stat):
-    """`dtype`, which may be that of the products' operands or of the statistics, or None."""
+    """Checks that `dtype` is None, the dtype of the GEMMs' operands or the stat dtype."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         refuse(name, "a torch.dtype or None", repr(dtype), TypeError)
     if dtype not in (None, operand, stat):
@@ -127,10 +126,10 @@ def check_dtype(name, dtype, operand, stat):
 
 
 def compute_dtype(input, linear_weight, linear_bias, autocast):
-    """The dtype of the products: `autocast` where it is on, as F.linear has it, else their own."""
+    """The dtype of the GEMMs: `autocast` if it is on, as in F.linear, else the operands' own."""
     given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
     own, weight_dtype, bias_dtype = *given[:2], given[-1]
-    # Autocast leaves float64 alone.
+    # Autocast does not cast float64.
     if autocast is not None and torch.float64 not in given:
         return autocast
     if own != weight_dtype:
@@ -152,7 +151,7 @@ def check_tensor(name, tensor):
 
 
 def check_shape(name, tensor, shape, meaning=""):
-    """`meaning`: what that shape is, as it follows the shape in the text."""
+    """`meaning`: what the shape is, appended to it in the message."""
     if tensor.shape != shape:
         refuse(name, f"shape {tuple(shape)}{meaning}", tuple(tensor.shape))
 
@@ -169,7 +168,7 @@ def check_constant(name, tensor, which="a tensor that does"):
 
 
 def check_rows(name, tensor):
-    """Of the tensor with the rows, shape (..., H) or (..., V)."""
+    """Checks the tensor with the rows, shape (..., H) or (..., V)."""
     check_float(name, tensor.dtype)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         refuse(name, "a CPU or CUDA tensor", f"device {tensor.device}")
@@ -178,7 +177,7 @@ def check_rows(name, tensor):
 
 
 def check_head(input, linear_weight, linear_bias):
-    """Shapes (V, H) and (V,) or None for input's (..., H), of floating dtypes, on its device."""
+    """Checks shapes (V, H), (V,) or None, dtypes and devices against those of input (..., H)."""
     check_float("linear_weight", linear_weight.dtype)
     if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
         expected = f"shape (V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
@@ -194,8 +193,8 @@ def check_head(input, linear_weight, linear_bias):
 
 
 def check_target(target, vocab, ignore_index, first_name, first):
-    """Class indices, one for each row of `first`, the argument `first_name`, or probabilities with
-    the classes in a further dimension."""
+    """Checks that the target has one class index for each row of `first`, the argument
+    `first_name`, or probabilities with the classes in one more dimension."""
     shape = first.shape[:-1]
     check_same_device("target", target, first_name, first)
     if target.dtype not in (*DTYPES, torch.int64, torch.int32):
@@ -214,7 +213,7 @@ def check_target(target, vocab, ignore_index, first_name, first):
 
 
 def check_vector(name, tensor, shape, each, first_name, first, which="a tensor that does"):
-    """A real number for `each` row or class, or None."""
+    """Checks a tensor with a real number for `each` row or class, or None."""
     if tensor is None:
         return
     if tensor.dtype.is_complex:
@@ -225,12 +224,12 @@ def check_vector(name, tensor, shape, each, first_name, first, which="a tensor t
 
 
 def checks_targets(device):
-    """CPU targets are always checked (in C); CUDA ones with FLCE_CHECK=1, at the cost of a wait."""
+    """Whether the range is checked: on the CPU (in C); on CUDA with FLCE_CHECK=1, synchronising."""
     return device.type == "cuda" and getenv("FLCE_CHECK") not in (None, "", "0")
 
 
 def check_target_range(target, vocab, ignore_index):
-    """IndexError as on the CPU, where targets are checked here. Classes alone have a range."""
+    """IndexError as from the CPU backend, for other devices. Only class indices have a range."""
     if not checks_targets(target.device) or target.is_floating_point():
         return
     flat = target.reshape(-1)
@@ -244,24 +243,24 @@ def check_target_range(target, vocab, ignore_index):
 
 
 def refuse_vmap(*args, **kwargs):
-    """Registered as the batching rule of an operator."""
+    """Registered as the batching rule of an operator, to refuse vmap."""
     raise RuntimeError(
         "flce: vmap is not supported; use the leading dimensions of input and target as the batch"
     )
 
 
-function_transforms_are_on = torch._C._are_functorch_transforms_active  # those of torch.func
+function_transforms_are_on = torch._C._are_functorch_transforms_active  # torch.func's
 _forward_ad = torch.autograd.forward_ad
 
 
 def transforms_are_on():
-    """Whether one of torch.func's is, or forward-mode AD."""
+    """Whether a transform of torch.func or forward-mode AD is active."""
     return getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
 
 
 def refuse_transforms(*tensors):
-    """Forward-mode AD and torch.func's transforms have no rule here: say so, and what to use. What
-    is no tensor is passed over."""
+    """Refuses forward-mode AD and torch.func's transforms, for which the operators have no
+    rule, and names an alternative. Skips arguments that are not tensors."""
     if not transforms_are_on() or is_compiling():
         return
     for tensor in tensors:

@@ -1,7 +1,7 @@
-"""Shapes, logit distributions, the three-way tolerance and pairwise parameters, which tests share.
+"""Shared by the tests: shapes, logit distributions, tolerances and pairwise parameters.
 
-The truth is the reference in float64. The yardstick is the reference in the dtype of the call: what
-eager PyTorch loses. Ours may lose twice that, or what FLOORS allows where eager is lucky.
+The ground truth is the reference in float64. The reference in the dtype of the call gives the error
+of eager PyTorch. flce may have twice that error, or FLOORS if eager's is smaller by chance.
 """
 
 import collections
@@ -22,39 +22,40 @@ from flce import reference
 SAVES = ("logits", "grads", "stats")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("input", "linear_weight", "linear_bias")
-# Outputs with a number for each row, whatever the reduction.
+# Outputs with one value per row, whatever the reduction.
 ROW_OUTPUTS = ("lse", "entropy", "predictions")
 # Relative error of float16 gradients: dz and the result are rounded once each, and with
 # save="logits" E.
 F16_BAR = 6e-4
 HAS_CUDA = torch.cuda.is_available()
 
-# Relative errors that are granted to a tensor, and to one row of it, whatever eager loses. float64:
-# the truth itself has these. Others: a few roundings of operands and result (2**-8 for bfloat16,
-# 2**-11 for float16, 2**-24 for float32, where the sums' own order counts more).
+# Relative errors that are always allowed, for a whole tensor and for a single row, whatever eager's
+# error. float64: the error of the truth itself. Others: a few roundings of operands and result
+# (2**-8 for bfloat16, 2**-11 for float16, 2**-24 for float32, where the order of the sums matters
+# more).
 FLOORS = {
     torch.float64: (1e-12, 1e-11),
     torch.float32: (4e-6, 2e-5),
     torch.bfloat16: (4e-3, 1.2e-2),
     torch.float16: (1e-3, 3e-3),
 }
-# Rounding of one logit relative to its size: what no row can undercut. On the CPU torch's bfloat16
-# GEMM gives bfloat16 logits, to eager and to us.
+# Rounding error of one logit relative to its size, a lower bound of any row's error. On the CPU
+# torch's bfloat16 GEMM writes bfloat16 logits, for eager and for flce.
 LOGIT_ROUNDING = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
 }
-# float64 forms p - 1 by cancellation: an absolute error of this times the other operand's row.
+# float64 computes p - 1 with cancellation: an absolute error of this times the other operand's row.
 TRUTH_ROUNDING = 2.0**-51
 
 
 def covering_rows(**values):
     """Combinations of values in which every pair of values of every two parameters occurs.
 
-    Greedy: a row begins with the first pair that no row has, and takes for each further parameter
-    the value with the most new pairs, of equals the one used least. The same rows in each run.
+    Greedy: a row begins with the first pair that no row contains yet, and takes for each further
+    parameter the value with the most new pairs; among equals the one used least. Deterministic.
     """
     names = list(values)
     sizes = [range(len(values[name])) for name in names]
@@ -82,7 +83,7 @@ def covering_rows(**values):
 
 
 def pairwise(**values):
-    """Parametrizes a test by `covering_rows`, in place of the product of all values."""
+    """Parametrizes a test by `covering_rows` instead of the full product of all values."""
     return pytest.mark.parametrize(list(values), covering_rows(**values), ids=str)
 
 
@@ -139,8 +140,8 @@ def make_case(
 
 
 def plant(case, gaps):
-    """Turns row i into one whose target is beaten by another column by gaps[i] (a negative gap: the
-    target wins by that much). The margin is exact up to the rounding of x."""
+    """Changes row i so that another column's logit exceeds the target's by gaps[i]; with a
+    negative gap the target's is the larger. The margin is exact up to the rounding of x."""
     w = case.linear_weight.double()
     x, target = case.input.double().clone(), case.target.clone()
     vocab = w.shape[0]
@@ -152,7 +153,7 @@ def plant(case, gaps):
 
 
 def ignore_some(case, index=-100, every=3):
-    """Ignores every third row and fills it with NaN, which must reach nothing."""
+    """Ignores every third row and fills it with NaN, which must not reach any result."""
     x, target = case.input.clone(), case.target.clone()
     target.view(-1)[::every] = index
     x.view(-1, x.shape[-1])[::every] = float("nan")
@@ -162,8 +163,9 @@ def ignore_some(case, index=-100, every=3):
 def outcome(function, case, *, wants=GRADIENTS, grad_output=None, upstream=None, **knobs):
     """Loss, further outputs and gradients of one call, by name.
 
-    `wants` are the inputs that require a gradient; `upstream` maps the outputs that are
-    differentiated together to their gradients, by default the loss alone to `grad_output` (1).
+    `wants`: the inputs that require a gradient; `upstream`: maps the outputs that are
+    differentiated together to their upstream gradients. By default that is the loss alone with
+    `grad_output` (1).
     """
     named = {"input": case.input, "linear_weight": case.linear_weight}
     named["linear_bias"] = case.options.get("linear_bias")
@@ -201,11 +203,12 @@ def relative_error(value, truth):
 
 
 class Yardstick:
-    """Truth and tolerance for one call; `check` compares a result with them.
+    """Ground truth and tolerance for one call; `check` compares a result with them.
 
     `cancels`: the gradient of a row may be much smaller than its terms (probabilities near the
-    softmax, an entropy near its maximum, gradients of several outputs), where eager may be lucky.
-    Then the rounding of each logit, probability and statistic is granted whole.
+    softmax, an entropy near its maximum, gradients of several outputs), where eager's error may be
+    small by chance. Then the full rounding error of each logit, probability and statistic is
+    allowed.
     """
 
     def __init__(
@@ -228,13 +231,13 @@ class Yardstick:
         self.truth = outcome(function, wide, **call)
         self.eager = outcome(function, case, **call)
         self.logit_error = _logit_error(case, wide, logits_dtype)
-        # Errors that are granted to a row (or element) of a tensor whatever its size.
+        # Absolute errors allowed for a row (or element) of a tensor, whatever its size.
         self.granted = _truth_errors(wide, upstream)
         if cancels and case.input.numel():
             self._grant_roundings(upstream)
 
     def granting(self, **errors):
-        """The same with an absolute error more for each row of the tensors named."""
+        """The same with an additional absolute error for each row of the named tensors."""
         other = copy.copy(self)
         other.granted = {**self.granted}
         for name, error in errors.items():
@@ -262,8 +265,8 @@ class Yardstick:
         return torch.float64 if self.case.dtype == torch.float64 else torch.float32
 
     def _grant_roundings(self, upstream):
-        """Half a unit of each logit and each probability as a product reads it, and a few roundings
-        of each statistic, times what multiplies them."""
+        """Allows half a ulp of each logit and each probability as the GEMM reads it, and a few
+        roundings of each statistic, times the factors that multiply them."""
         options = self.wide.options
         logits, cut, target = _final_logits(self.wide)
         size = 1.0 + logits.masked_fill(logits.isinf(), 0.0).abs().max().item()
@@ -302,9 +305,9 @@ class Yardstick:
         assert error <= limit, f"{where}: error {error:.3e} > {limit:.3e} of {truth.norm():.3e}"
 
     def _check_rows(self, where, name, value):
-        """Rows of dX and dW, single losses: one bad row cannot hide in a norm. A gradient of the
-        bias, or of a head with few columns, is one number a row (or few), which cancels, and a
-        reduced loss is one row: the norm serves."""
+        """Checks single rows of dX and dW and single losses, so that one bad row cannot hide in
+        a norm. A gradient of the bias, or of a head with few columns, has one value per row (or
+        few), which cancels, and a reduced loss is one row: there the norm is sufficient."""
         truth, eager = self.truth[name], self.eager[name]
         is_output = name not in GRADIENTS
         width = 1 if is_output or truth.dim() == 0 else truth.shape[-1]
@@ -312,7 +315,7 @@ class Yardstick:
             return
         value, truth, eager = (t.double().reshape(-1, width) for t in (value, truth, eager))
         logit_error = self.logit_error["linear_weight" if name == "linear_weight" else "input"]
-        # A loss carries the error of its logits whole, a gradient in proportion to its size.
+        # A loss has the full error of its logits, a gradient a share in proportion to its size.
         absolute = logit_error if is_output else 0.0
         error = (value - truth).norm(dim=-1)
         limit = self._limit(
@@ -331,7 +334,8 @@ class Yardstick:
             )
 
     def _check_choice(self, where, name, value):
-        """Predictions and their accuracy, exactly wherever no rounding can change the largest."""
+        """Checks predictions and their accuracy, exactly where rounding cannot change which
+        logit is largest."""
         logits, cut, _ = _final_logits(self.wide)
         logits, cut = logits.reshape(-1, logits.shape[-1]), cut.reshape(-1)
         top = logits.topk(min(2, logits.shape[-1])).values
@@ -349,8 +353,9 @@ class Yardstick:
         assert (~close | (top[:, 0] - chosen <= unsure)).all(), where
 
     def _limit(self, granted, size, eager_error, absolute, width):
-        # Below the smallest normal number there is no relative accuracy to hold. float16 ends at
-        # numbers that gradients have: it is held to their spacing.
+        # Below the smallest normal number no relative accuracy can be expected. float16's smallest
+        # normal number is a common size of gradients: there the spacing of its subnormals is the
+        # tolerance.
         limits = torch.finfo(self.case.dtype)
         tiny = limits.tiny * (limits.eps if self.case.dtype == torch.float16 else 1.0)
         tiny *= math.sqrt(width)
@@ -362,7 +367,7 @@ def _longest_row(matrix):
 
 
 def _largest(factor):
-    """The largest size of a number or tensor; 1 for None."""
+    """The largest magnitude in a number or tensor; 1 for None."""
     if factor is None:
         return 1.0
     factor = torch.as_tensor(factor).double()
@@ -370,7 +375,7 @@ def _largest(factor):
 
 
 def _truth_errors(wide, upstream):
-    """What the float64 truth itself may be off by, of each tensor's rows."""
+    """The possible error of the float64 truth itself, for the rows of each tensor."""
     size = TRUTH_ROUNDING * max(map(_largest, upstream.values()), default=0.0)
     weight = wide.linear_weight
     return {
@@ -382,14 +387,15 @@ def _truth_errors(wide, upstream):
 
 
 def _logit_factor(case):
-    """What multiplies a product on its way to a final logit, for each row (or all of them)."""
+    """The factor from a logit of the linear layer to the final logit, for each row (or all of
+    them)."""
     scale = abs(case.options.get("logit_scale", 1.0))
     temperature = torch.as_tensor(case.options.get("temperature", 1.0), dtype=torch.float64)
     return scale / temperature.reshape(-1)
 
 
 def _final_logits(case):
-    """The logits that the loss sees (..., V), which rows are ignored (...), and the targets."""
+    """The final logits (..., V), the mask of the ignored rows (...), and the targets."""
     options = case.options
     target, ignore_index = case.target, options.get("ignore_index")
     target = reference.shifted(
@@ -406,7 +412,7 @@ def _final_logits(case):
 
 
 def _divisor(options, cut, target):
-    """What a mean divides by, or 1 where that is 0."""
+    """The denominator of a mean, or 1 if that is 0."""
     if options.get("num_items") is not None:
         return float(options["num_items"]) or 1.0
     divisor = reference.denominator(target, options.get("weight"), cut, torch.float64)
@@ -414,7 +420,8 @@ def _divisor(options, cut, target):
 
 
 def _logit_error(case, wide, logits_dtype):
-    """What the rounding of the logits alone can do, per row of dX (and the loss) and of dW."""
+    """The error that rounding the logits alone can cause, for each row of dX (and the loss) and
+    of dW."""
     on_cpu = case.input.device.type == "cpu" and case.linear_weight is not None
     held = case.dtype if case.dtype == torch.float64 or on_cpu else torch.float32
     held = logits_dtype or held
@@ -429,7 +436,7 @@ def _logit_error(case, wide, logits_dtype):
 
 
 def check(function, case, *, wants=GRADIENTS, grad_output=None, **knobs):
-    """One call of `function` with `knobs` against the yardstick of the case."""
+    """Runs `function` with `knobs` and checks the result against the Yardstick of the case."""
     logits_dtype = knobs.get("logits_dtype")
     yardstick = Yardstick(case, wants=wants, grad_output=grad_output, logits_dtype=logits_dtype)
     results = outcome(function, case, wants=wants, grad_output=grad_output, **knobs)
@@ -437,7 +444,7 @@ def check(function, case, *, wants=GRADIENTS, grad_output=None, **knobs):
 
 
 def leaves(device, *shape, hidden=12, vocab=41, dtype=torch.float64):
-    """Input (..., H), weight (V, H) and targets (...) of `shape`, the first two as leaves."""
+    """Input (..., H), weight (V, H) and targets (...) of `shape`; input and weight are leaves."""
     random = generator()
     x = torch.randn(*shape, hidden, generator=random, dtype=torch.float64)
     w = torch.randn(vocab, hidden, generator=random, dtype=torch.float64) / 2
@@ -447,13 +454,14 @@ def leaves(device, *shape, hidden=12, vocab=41, dtype=torch.float64):
 
 
 def per_row(device, *shape, low=0.5, high=2.0):
-    """A number for each row, between the two."""
+    """One number for each row, uniform in [low, high]."""
     random = generator(7)
     return (low + (high - low) * torch.rand(shape, generator=random)).to(device, torch.float64)
 
 
 def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
-    """Two results and their gradients; the results are tensors or sequences of tensors."""
+    """Checks that two results and their gradients agree; results are tensors or sequences of
+    tensors."""
     ours, theirs = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (ours, theirs))
     upstream = [
         torch.linspace(0.3, -1.1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
@@ -469,7 +477,8 @@ def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
 
 
 def chunked_truth(case, rows):
-    """Mean loss, dX and dW in float64, `rows` tokens at a time, where N x V is too much at once."""
+    """Mean loss, dX and dW in float64, `rows` tokens at a time, for N x V too large for one
+    tensor."""
     tokens = case.input.shape[0]
     parts = []
     dw = torch.zeros_like(case.linear_weight, dtype=torch.float64)
@@ -488,17 +497,17 @@ def chunked_truth(case, rows):
 
 
 def gemms_of(function):
-    """How many GEMMs the engine asked for while `function` ran."""
+    """The number of GEMMs that the engine requested while `function` ran."""
     before = torch.ops.flce.gemm_count()
     function()
     return torch.ops.flce.gemm_count() - before
 
 
 def peak_bytes(function, device):
-    """The most bytes that tensors allocated by `function` held at one time, as asked for (without
-    the allocator's rounding). What `function` returns is kept until the end."""
+    """Peak of the bytes held by tensors that `function` allocated, as requested (without the
+    allocator's rounding). What `function` returns is kept until the end."""
     if torch.device(device).type == "cuda":
-        gc.collect()  # an earlier test's cycles, freed in the middle, would count as less
+        gc.collect()  # else earlier tests' cycles, freed during the call, lower it
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats()

@@ -1,11 +1,11 @@
-"""Compiles the kernels for Hopper and says what ptxas or the machine code has against them.
+"""Compiles the kernels for Hopper and checks ptxas' report and the machine code.
 
-ptxas may have no numbered remark: those say that WGMMAs are serialized, or that setmaxnreg had no
-effect. A kernel may use no local memory but what LOCAL_BYTES grants it, and each kernel of
-csrc/cuda/sm90/*_gemm.cu has to multiply by HGMMA. A kernel that may begin while the one before it
-ends (launch_dependent, or a launch with supports_pdl) waits for that one before it touches global
-memory, branches or ends; one of launch_overlapping before it writes or ends. Exit status 1 if one
-does not hold.
+ptxas must print no numbered remark: those say that WGMMAs are serialized, or that setmaxnreg had no
+effect. A kernel may use no local memory beyond its entry in LOCAL_BYTES, and each kernel of
+csrc/cuda/sm90/*_gemm.cu must contain HGMMA. A kernel that may start while its predecessor ends
+(PDL: launch_dependent, or a launch with supports_pdl) must wait for it before it accesses global
+memory, branches or ends; with launch_overlapping, before it writes or ends. Exit status 1 if a
+check fails.
 """
 
 import os
@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# As local_bytes() counts, by nvcc 13.0. The product's arguments are Kind (0 plain, 1 biased,
-# 4 general, 5 of probabilities), FusedResult (0 nothing, 1 E, 2 z), REPEAT and HALF.
+# As counted by local_bytes() with nvcc 13.0. The template arguments of the logits GEMM are Kind (0
+# plain, 1 biased, 4 general, 5 probabilities), FusedResult (0 nothing, 1 E, 2 z), REPEAT and HALF.
 LOCAL_BYTES = {
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, false, false>": 12,
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, true, false>": 8,
@@ -47,13 +47,13 @@ PROPERTIES = re.compile(
     r" +(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
 CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
-# Launched so that they may begin while the kernel before them ends.
+# Kernels launched with PDL: they may start while the preceding kernel ends.
 DEPENDENT = {
     *("find_row_offsets", "tile_statistics", "row_coefficients", "scale_rows", "finish_grad_input"),
     *("scale_elements", "finish_touched_rows"),
     *("logits_gemm_sm90", "grad_weight_gemm_sm90"),
 }
-OVERLAPPING = {"prepare_call", "reduce_values"}  # which read before they wait
+OVERLAPPING = {"prepare_call", "reduce_values"}  # these read before they wait
 WAITS = re.compile(r"\bACQBULK\b")
 TOUCHES = re.compile(
     r"\b(LD|ST|LDG|STG|STAS|LDGSTS|ATOM|ATOMG|RED|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|EXIT|BRA|BRX)\b"
@@ -64,7 +64,7 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/ +([^;]+);")
 
 
 def plain(text):
-    """The text with C++ names as the source has them, template arguments included."""
+    """The text with C++ names demangled as in the source, template arguments included."""
     run = subprocess.run(["c++filt", "-p"], input=text, check=True, capture_output=True, text=True)
     return run.stdout.replace("(anonymous namespace)::", "")
 
@@ -92,7 +92,8 @@ def codes(listing):
 
 
 def waits_in_time(name, code):
-    """Whether a kernel waits for the one before it in time, if and only if it is one to follow."""
+    """Whether a kernel waits for its predecessor early enough, if and only if it is launched
+    with PDL."""
     instructions = INSTRUCTION.findall(code)
     waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
     kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]
@@ -106,13 +107,13 @@ def waits_in_time(name, code):
 
 
 def jumps_over_wait(code):
-    """Whether a branch before the one wait leads behind it."""
+    """Whether a branch that precedes the only wait jumps past it."""
     before, _, _ = code.partition(WAITS.search(code)[0])
     return any(f"{label}:" not in before for label in JUMP.findall(before))
 
 
 def faults_of_code(listing, multiplies):
-    """What the machine code of a source lacks; `multiplies`: whether it has to by HGMMA."""
+    """The faults in the machine code of a source; `multiplies`: whether HGMMA is required."""
     kernels = codes(listing)
     names = plain("\n".join(name for name, _ in kernels)).splitlines()
     faults = []
@@ -127,7 +128,7 @@ def faults_of_code(listing, multiplies):
 
 
 def check(source, command, nvdisasm, folder):
-    """(kernels, faults) of a source."""
+    """(kernels, faults) of a source file."""
     cubin = str(Path(folder, Path(source).stem + ".cubin"))
     command = [*command, "-Xptxas", "-v", "-cubin", source, "-o", cubin]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
@@ -142,7 +143,7 @@ def check(source, command, nvdisasm, folder):
 
 
 def main():
-    # setup.py has the flags and finds the toolkit; its paths of sources begin here.
+    # setup.py has the flags and finds the toolkit; its source paths are relative to ROOT.
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ["FLCE_CUDA_ARCHS"] = "90"
@@ -151,7 +152,7 @@ def main():
     nvcc, header, looked = setup.find_cuda()
     if not nvcc or not header:
         sys.exit(f"kernels: expected nvcc and cublasLt.h; looked for {looked}")
-    # In nvcc's folder, or in NVIDIA's wheel.
+    # In nvcc's directory, or in NVIDIA's wheel.
     folders = [str(Path(nvcc).resolve().parent), os.environ["PATH"], str(header.parent / "bin")]
     nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(folders))
     commands = zip(setup.CUDA_SOURCES, setup.cuda_commands(nvcc, header), strict=True)
@@ -164,7 +165,7 @@ def main():
         results = [job.result() for job in jobs]
     kernels = [name for names, _ in results for name in names]
     faults = [fault for _, found in results for fault in found]
-    # Also where PROPERTIES does not match the report of another nvcc.
+    # An entry is also missing if PROPERTIES does not match another nvcc's report.
     gone = [f"LOCAL_BYTES: there is no {name}" for name in LOCAL_BYTES if name not in kernels]
     for fault in faults or gone:
         print("kernels:", fault)

@@ -1,12 +1,12 @@
-"""Fixtures: the device that a test runs on, and the kernels that it takes there."""
+"""Fixtures: the device that a test runs on, and the kernels that it uses there."""
 
 import os
 
-# A compiled graph of another build of flce, with its sizes of workspaces, must not be taken from
-# the cache on disk; before torch is imported.
+# A graph compiled with another build of flce has that build's workspace sizes and must not come
+# from the cache on disk. Set before torch is imported.
 os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
-# torch's threads sleep where they wait for each other: on cores that other programs use, spinning
-# makes the small cases ten times as long.
+# torch's threads sleep while they wait for each other: on cores shared with other programs,
+# spinning makes the small cases take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import cases  # noqa: E402
@@ -46,10 +46,10 @@ def cuda():
 
 @pytest.fixture(autouse=True)
 def _fresh_settings(monkeypatch, pytestconfig):
-    """No setting of the caller's shell or of an earlier test has an effect. FLCE_POISON is kept:
-    results must not depend on it."""
+    """No setting of the caller's shell or of an earlier test has an effect. FLCE_POISON is
+    kept: results must not depend on it."""
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
-    monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, not the user's own
+    monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, instead of the user's own
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""What test_fused.py and test_fused_logits.py share: where they run, what they multiply, and which
-kernels ran."""
+"""Shared by test_fused.py and test_fused_logits.py: the condition to run, operands, and the
+kernels that were launched."""
 
 import math
 import os
@@ -27,7 +27,7 @@ def launches(call, *parts):
 
 
 def operands(tokens, hidden, vocab, std, seed):
-    """x and W whose logits have the deviation `std`, and the generator for what else is drawn."""
+    """x and W whose logits have standard deviation `std`, and the generator for further data."""
     random = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=random, device="cuda") * math.sqrt(std)
     w = torch.randn(vocab, hidden, generator=random, device="cuda") * math.sqrt(std / hidden)

@@ -1,4 +1,4 @@
-"""What test_compat.py and test_kdim.py share: small operands, comparison with a definition."""
+"""Shared by test_compat.py and test_kdim.py: small operands, and comparison with a definition."""
 
 import torch
 
@@ -18,7 +18,7 @@ def indices(*shape, device, ignored=True, classes=V):
 
 
 def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64]):
-    """Equal losses, and equal gradients for one random upstream gradient; returns nothing."""
+    """Checks that losses are equal, and gradients for one random upstream gradient."""
     assert ours.shape == theirs.shape
     wide = theirs.double()
     assert (ours.double() - wide).abs().max() <= tolerance * (1 + wide.abs().max())

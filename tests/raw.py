@@ -1,4 +1,4 @@
-"""Arguments of the inner operators (csrc/binding/op.cpp), which are positional and many."""
+"""Builds the arguments of the inner operators (csrc/binding/op.cpp), which are positional."""
 
 import torch
 
@@ -26,7 +26,7 @@ def settings(
     grads=(True, True, False),
     dtype=torch.float32,
 ):
-    """What follows the tensors, for operands of `dtype` and exact logits."""
+    """The arguments after the tensors, for operands of `dtype` and exact logits."""
     grad_input, grad_weight, grad_bias = grads
     return Settings(
         valid_vocab=valid_vocab,
@@ -59,7 +59,8 @@ def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **
 
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
-    """The backward of a forward with `arguments` that gave `made`; `changed` replaces by name."""
+    """Runs the backward of a forward with `arguments` that returned `made`; `changed` replaces
+    arguments by name."""
     stats, scalars, saved = (
         None if made[output] is None else made[output].detach() for output in (1, 2, 4)
     )

@@ -1,4 +1,4 @@
-"""A small problem with a bias and ignored rows, for the tests of what surrounds a call."""
+"""A small problem with a bias and ignored rows, for tests of everything but the numbers."""
 
 import cases
 import torch
@@ -6,9 +6,10 @@ import torch
 import flce
 
 TOKENS, HIDDEN = 24, 16
-# Whole 16-byte rows in every dtype: opcheck compares all of a saved tensor, padding too.
+# A row is a multiple of 16 bytes in every dtype: opcheck compares all of a saved tensor, with its
+# padding.
 VOCAB = 56
-# Five chunks of 5 rows where a strategy has chunks.
+# Five chunks of 5 rows for the strategies with chunks.
 BUDGET = 5 * (VOCAB + 2) * 8
 
 

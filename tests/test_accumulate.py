@@ -1,4 +1,5 @@
-"""The weight's gradient added to the caller's: accumulate_into="grad" and "main_grad"."""
+"""accumulate_into="grad" and "main_grad": the weight's gradient is added to the caller's
+tensor."""
 
 import copy
 import pickle
@@ -24,7 +25,7 @@ def wide(dtype):
 
 
 def make(device, dtype, seed=3):
-    """A case whose weight is a parameter, with rows ignored and NaN in them."""
+    """A case whose weight is a parameter; its ignored rows contain NaN."""
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, bias=True, seed=seed)
     case = cases.ignore_some(case)
     case.linear_weight = nn.Parameter(case.linear_weight)
@@ -32,7 +33,7 @@ def make(device, dtype, seed=3):
 
 
 def begin(weight, attribute, dtype=None, scale=0.01):
-    """Random content of the attribute; a copy of it in float64."""
+    """Fills the attribute with random values; returns a float64 copy of them."""
     dtype = dtype or (weight.dtype if attribute == "grad" else wide(weight.dtype))
     held = (scale * torch.randn(weight.shape, device=weight.device)).to(dtype)
     setattr(weight, attribute, held)
@@ -40,7 +41,7 @@ def begin(weight, attribute, dtype=None, scale=0.01):
 
 
 def run(case, attribute, *, grad_output=None, **knobs):
-    """One forward and backward; gradients of input and bias."""
+    """Runs one forward and backward; returns the gradients of input and bias."""
     x = case.input.clone().requires_grad_()
     options = dict(case.options)
     bias = options.pop("linear_bias").clone().requires_grad_()
@@ -65,10 +66,11 @@ def plain(case, **knobs):
 
 
 def check(got, before, added, dtype, times=1):
-    """got = before + added to the rounding of `dtype`, in which the sum over chunks is made."""
+    """Checks got = before + added up to the rounding of `dtype`, the dtype of the sum over
+    chunks."""
     expected = before + times * added.double()
     size = before.abs() + times * added.double().abs()
-    # A chunk's sum is rounded, and so is each sum of chunks, of terms that may cancel.
+    # Each chunk's sum is rounded, and so is each sum over chunks, whose terms may cancel.
     error = cases.LOGIT_ROUNDING[dtype] * 8.0 * (size + added.double().abs().max())
     assert ((got.double() - expected).abs() <= error).all(), (got.double() - expected).abs().max()
 
@@ -117,14 +119,15 @@ def test_makes_the_gradient_that_is_not_there(device, dtype):
 
 
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
-    """Sums over chunks and over steps are float32; .grad of the weight's dtype rounds each."""
+    """Sums over chunks and over steps are float32; a .grad in the weight's dtype rounds each of
+    them."""
     case = make(device, torch.bfloat16)
     truth = plain(make(device, torch.bfloat16), save="stats", accum_dtype=torch.float32)[1]
     case.linear_weight.main_grad = torch.zeros_like(case.linear_weight, dtype=torch.float32)
     for _ in range(16):
         run(case, "main_grad", save="stats")
     error = cases.relative_error(case.linear_weight.main_grad / 16.0, truth.double())
-    # One rounding of each chunk's product on the CPU, whose products give bfloat16.
+    # One rounding per chunk on the CPU, whose GEMMs write bfloat16.
     assert error <= 2.0**-8
     case.linear_weight.main_grad = torch.zeros_like(case.linear_weight)
     run(case, "main_grad", save="stats")  # Megatron's main_grad may have the weight's dtype
@@ -152,7 +155,7 @@ def test_no_valid_row_adds_nothing(device):
 
 @pytest.mark.parametrize("save", ["logits", "stats"])
 def test_gemms_are_those_of_the_plain_path(device, save):
-    """In float32; .grad is there, and the sums of all chunks go into it."""
+    """In float32, with an existing .grad into which the GEMMs of all chunks sum."""
     case = make(device, torch.float32)
     begin(case.linear_weight, "grad")
     counts = [
@@ -204,7 +207,7 @@ def test_checkpoint_adds_once(device, reentrant, batch):
 
 
 def test_two_losses_in_one_backward(device, batch):
-    """Halves of a batch, and the logits of a plain call: three uses of one weight."""
+    """Two halves of a batch and the logits of an ordinary call: three uses of one weight."""
     x, y = batch
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     for module in (head, twin):
@@ -215,7 +218,7 @@ def test_two_losses_in_one_backward(device, batch):
 
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 def test_tied_embedding(device, attribute):
-    """The embedding's gradient comes through autograd, to .grad."""
+    """The embedding's gradient reaches .grad through autograd."""
     torch.manual_seed(0)
     head, twin = head_of(device, accumulate_into=attribute, bias=False), head_of(device, bias=False)
     tokens = torch.randint(VOCAB, (3, 8), device=device)
@@ -240,7 +243,7 @@ def test_frozen_after_the_forward(device, batch):
 
 
 def test_frozen_and_without_gradients(device, batch):
-    """Nothing to accumulate: no attribute is read, none is written."""
+    """Nothing to accumulate: no attribute is read or written."""
     x, y = batch
     for attribute in ATTRIBUTES:
         head = head_of(device, accumulate_into=attribute)
@@ -253,8 +256,8 @@ def test_frozen_and_without_gradients(device, batch):
 
 
 def test_autograd_grad(device, batch):
-    """It cannot return what is added elsewhere, and says so before anything is; other inputs are
-    served, and the weight is left alone."""
+    """autograd.grad cannot return what is added elsewhere: refused before anything is added.
+    For other inputs it works and leaves the weight's attribute unchanged."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = head_of(device, accumulate_into="grad")
     before = begin(head.weight, "grad")
@@ -275,7 +278,7 @@ def test_autograd_grad(device, batch):
 
 
 def test_node_hooks_see_the_sum(device, batch):
-    """Those of the AccumulateGrad node, which DDP and FSDP have, run after it."""
+    """Hooks on the AccumulateGrad node, as DDP and FSDP have them, run after the addition."""
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     node = torch.autograd.graph.get_gradient_edge(head.weight).node
     seen = []
@@ -302,7 +305,7 @@ def test_scaler(device):
 
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 def test_autocast(device, attribute):
-    """A float32 weight with bfloat16 products has a float32 gradient."""
+    """A float32 weight with bfloat16 GEMMs has a float32 gradient."""
     case = make(device, torch.float32)
     with torch.autocast(device, torch.bfloat16):
         dw = plain(case, save="stats")[1]
@@ -313,7 +316,7 @@ def test_autocast(device, attribute):
 
 
 def test_a_view_of_a_flat_buffer(device):
-    """As Megatron has main_grad: a part of one buffer, at any offset."""
+    """As in Megatron: main_grad is a view of one flat buffer, at any offset."""
     case = make(device, torch.bfloat16)
     dw = plain(case, save="stats")[1]
     flat = torch.full((VOCAB * HIDDEN + 6,), 0.25, device=device)
@@ -325,7 +328,7 @@ def test_a_view_of_a_flat_buffer(device):
 
 
 def test_megatrons_protocol(device, batch):
-    """Where grad_added_to_main_grad is declared it becomes True, and every hook of the owner runs
+    """If grad_added_to_main_grad is declared it becomes True, and every hook of the owner runs
     on a gradient of zeros."""
     head, twin = head_of(device, accumulate_into="main_grad"), head_of(device)
     head.weight.main_grad = torch.zeros_like(head.weight)
@@ -363,7 +366,8 @@ def test_accumulation_bumps_the_version_counter(device, batch):
 
 
 def test_streams(device, batch):
-    """A forward on another stream than the backward's caller: .grad is whole on the caller's."""
+    """The forward runs on another stream than the caller of backward, on whose stream .grad is
+    complete."""
     if device == "cpu":
         pytest.skip("a CPU has no streams")
     x, y = batch
@@ -403,7 +407,8 @@ def test_an_option_of_one_call(device, batch):
 
 
 def test_compile(device, batch):
-    """fullgraph refuses; else the graph breaks there, and the call runs as it does uncompiled."""
+    """fullgraph=True refuses the call; otherwise the graph breaks there and the call runs
+    eagerly."""
     x, y = batch
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     refused = torch.compile(lambda x: head(x, y), fullgraph=True, backend="eager")
@@ -421,7 +426,7 @@ def test_compile(device, batch):
 
 
 SHAPE = (VOCAB, HIDDEN)
-# What a float32 weight's gradient cannot be added to, and the message's part. torch itself
+# What a float32 weight's gradient cannot be added to, and a part of the message. torch itself
 # refuses a .grad of another shape, dtype or device.
 WRONG = {
     "shape": (lambda device: torch.zeros(VOCAB, HIDDEN + 1, device=device), "expected shape"),
@@ -451,7 +456,7 @@ def test_refuses_what_it_cannot_add_to(device, attribute, wrong, batch):
 
 @pytest.mark.parametrize("shift", [0, 4, -4])
 def test_refuses_memory_that_the_weight_has_too(device, batch, shift):
-    """Wholly or in part."""
+    """Overlapping memory, fully or in part."""
     memory = torch.zeros(VOCAB * HIDDEN + 4, device=device)
     starts = memory[max(shift, 0) :], memory[max(-shift, 0) :]
     weight, main_grad = (part[: VOCAB * HIDDEN].view(VOCAB, HIDDEN) for part in starts)

@@ -9,7 +9,7 @@ import torch
 import flce
 
 VOCABS = (1, 2, 127, 128, 129, 1000, 32000, 50257, 128256)
-# bfloat16 on CUDA, where the logits are read in float32: rounding E, x and the result once each.
+# bfloat16 on CUDA, where the logits are kept in float32: one rounding each of E, x and the result.
 CUDA_BF16_BAR = 3e-3
 F16_SCALE = 2.0**14
 
@@ -18,23 +18,23 @@ def grid_case(device, dtype, vocab, std, targets):
     if device == "cuda":
         tokens, hidden = 256, 256
     else:
-        # In chunks of 8, 8 and 4: for rows left over from blocks of 4 MKL sums V products one after
-        # the other, and its error, not ours, would decide.
+        # In chunks of 8, 8 and 4. For rows beyond a multiple of 4 MKL sums V terms sequentially,
+        # and its error would dominate ours.
         tokens, hidden = (20, 16) if vocab > 1000 else (33, 32)
     case = cases.make_case(
         tokens, hidden, vocab, dtype=dtype, device=device, std=std, targets=targets, seed=vocab
     )
-    # Of float16 a scaled loss: only its dz are normal numbers there.
+    # float16 with a scaled loss: otherwise most dz are subnormal.
     scale = torch.tensor(F16_SCALE if dtype == torch.float16 else 1.0, device=device)
     return case, cases.Yardstick(case, grad_output=scale), scale
 
 
 def held_rounding(case, scale, chunks):
-    """Of a row of dW where it is held in float16 (csrc/backend.h: FLCE_SCALAR_WEIGHT_UNIT): half of
-    float16's least number in each of its sums, in the unit in which no sum can overflow."""
+    """Error of a row of dW held in float16 (csrc/backend.h: FLCE_SCALAR_WEIGHT_UNIT): half of
+    float16's smallest number in each of its sums, in the unit in which no sum can overflow."""
     rows, hidden = case.input.shape
     v = 13 - math.ceil(math.log2(case.input.abs().max().item()))
-    unit = 14 + v - 12 - math.ceil(math.log2(rows))  # dz may be 1
+    unit = 14 + v - 12 - math.ceil(math.log2(rows))  # dz may be as large as 1
     return 2.0 ** (-25 - unit) * scale / rows * math.sqrt(chunks * hidden)
 
 
@@ -47,7 +47,8 @@ def held_rounding(case, scale, chunks):
 )
 def test_grid(device, dtype, vocab, std, targets, save):
     case, yardstick, scale = grid_case(device, dtype, vocab, std, targets)
-    # Three chunks, the last one short, where the strategy has chunks: rows of whole 128 bytes.
+    # Three chunks, the last one shorter, if the strategy has chunks; rows are multiples of 128
+    # bytes.
     budget = math.ceil(case.input.shape[0] / 2.5) * math.ceil(vocab * 8 / 128) * 128
     results = cases.outcome(
         flce.linear_cross_entropy, case, save=save, max_memory=budget, grad_output=scale
@@ -60,7 +61,7 @@ def test_grid(device, dtype, vocab, std, targets, save):
         bar = cases.F16_BAR
     elif (device, dtype) == ("cuda", torch.bfloat16):
         bar = CUDA_BF16_BAR
-    # Of one or two columns the sums cancel.
+    # With one or two columns the sums cancel.
     for name in ("input", "linear_weight") if vocab > 2 else ():
         error = cases.relative_error(results[name], yardstick.truth[name])
         assert error <= bar, f"{name}: {error:.2e}"
@@ -82,7 +83,8 @@ TAILS = (3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 10
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", TAILS)
 def test_vocab_tails(device, vocab, dtype):
-    """Around every vector and tile width, also where a row does not start on 16 bytes."""
+    """Sizes around every vector and tile width, also with rows that are not aligned to 16
+    bytes."""
     case = cases.make_case(19, 16, vocab, dtype=dtype, device=device, std=4.0, bias=True)
     yardstick = cases.Yardstick(case)
     for save in cases.SAVES:
@@ -101,8 +103,9 @@ def test_hidden_tails(device, hidden, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_extreme_rows(device, save, dtype):
-    """Targets beaten by 80, 90 and 1000 (where exp overflows or vanishes in every type), targets
-    that win by as much, and flat rows, in one batch; each row is checked by itself."""
+    """In one batch: targets below the largest logit by 80, 90 and 1000 (where exp overflows or
+    underflows in every dtype), targets above the others by as much, and flat rows. Each row is
+    checked by itself."""
     case = cases.make_case(24, 64, 1000, dtype=dtype, device=device, bias=False)
     case = cases.plant(case, [80.0, 90.0, 1000.0, -5.0, -30.0, -80.0, -1000.0, 0.0])
     case = case.with_options(reduction="sum" if save == "grads" else "none")
@@ -114,12 +117,13 @@ def test_extreme_rows(device, save, dtype):
 
 
 def sure_case(device, dtype, margin):
-    """Rows whose target leads by `margin`; loss, dX and dW in float64 without cancellation."""
+    """Rows whose target leads by `margin`; loss, dX and dW in float64, computed without
+    cancellation."""
     x = torch.eye(8, 16, device=device, dtype=torch.float64) * margin
     w = torch.zeros(64, 16, device=device, dtype=torch.float64)
     w[:8, :8] = torch.eye(8, device=device)
     target = torch.arange(8, device=device)
-    # Every row holds one logit of `margin` and 63 of 0.
+    # Each row has one logit equal to `margin` and 63 equal to 0.
     rest = 63 * math.exp(-margin)
     others = torch.exp(x @ w.T - margin) / (1 + rest)
     others[target, target] = -rest / (1 + rest)
@@ -135,10 +139,12 @@ def sure_case(device, dtype, margin):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_tiny_losses_keep_their_digits(device, save, dtype, margin):
-    """Where the model is sure, eager gives 0 or noise: p - 1 must not be formed by cancellation."""
+    """If the model is certain, eager gives 0 or noise: p - 1 must not be computed by
+    cancellation."""
     case, truth = sure_case(device, dtype, margin)
     if device == "cuda" and dtype == torch.bfloat16 and save != "stats" and margin > 43.0:
-        # One read of the row: what lies 43 nats (62 powers of two) below the target counts as 0.
+        # The row is read once: terms more than 43 nats (62 powers of two) below the target count as
+        # 0.
         results = cases.outcome(flce.linear_cross_entropy, case, save=save)
         assert 0.0 <= results["loss"].item() <= 1e-18
         for name in ("input", "linear_weight"):  # 2**-62 times sums of 63 columns, x or W up to 64
@@ -169,8 +175,8 @@ def test_constant_shift_changes_nothing(device, save):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_all_logits_far_from_zero(device, sign, dtype):
-    """exp of the logits themselves would underflow or overflow in every column; 303 columns are no
-    whole vectors of any width, and what fills the last one must not count as a logit."""
+    """exp of the logits themselves would underflow or overflow in every column. 303 columns are
+    no multiple of any vector width, and the fill of the last vector must not count as a logit."""
     case = cases.make_case(20, 32, 303, dtype=dtype, device=device, bias=True)
     case.options["linear_bias"] += sign * (800.0 if dtype == torch.float64 else 200.0)
     yardstick = cases.Yardstick(case)
@@ -180,7 +186,7 @@ def test_all_logits_far_from_zero(device, sign, dtype):
 
 @pytest.mark.parametrize("case_bias", [False, True])
 def test_rows_of_the_weight_equal_to_inputs(device, case_bias):
-    """Rows of W that repeat rows of x: peaked, with several equal maxima."""
+    """Rows of W that repeat rows of x: peaked logits with several equal maxima."""
     case = cases.make_case(16, 32, 256, dtype=torch.float32, device=device, bias=case_bias, std=8.0)
     case.linear_weight[:16] = case.input
     case.linear_weight[16:32] = case.input
@@ -191,7 +197,8 @@ def test_rows_of_the_weight_equal_to_inputs(device, case_bias):
 
 @pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
 def test_cpu_variants(variant, monkeypatch):
-    """Each set of CPU kernels that this machine can run, by the tests of tails and extremes."""
+    """Each variant of the CPU kernels that this machine supports, with the tests of tails and
+    extremes."""
     monkeypatch.setenv("FLCE_CPU_VARIANT", variant)
     if torch.ops.flce.cpu_variant() == "none":
         pytest.skip(f"this CPU has no {variant}")

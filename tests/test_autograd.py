@@ -1,4 +1,4 @@
-"""The contract with autograd, checkpointing, autocast and Modules."""
+"""Behaviour with autograd, checkpointing, autocast and Modules."""
 
 import copy
 
@@ -30,7 +30,8 @@ def test_gradcheck(device, save, reduction, smoothing):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_retain_graph_gives_the_same_gradients_twice(device, save):
-    """And a third time, scaled, when the graph is let go and buffers may be handed over."""
+    """And a third time, scaled, in the backward that frees the graph and may reuse the saved
+    buffers."""
     case = make(device)
     leaves = leaves_of(case)
     loss = call(case, leaves, save=save, max_memory=BUDGET)
@@ -49,8 +50,8 @@ def test_retain_graph_gives_the_same_gradients_twice(device, save):
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_grads_are_handed_over_without_a_copy(device, retain):
-    """save="grads": nothing of the size of dW is allocated in a backward that ends the graph; one
-    that keeps it gives a scaled copy."""
+    """save="grads": a backward that frees the graph allocates nothing of the size of dW; one
+    that keeps it returns a scaled copy."""
     case = cases.make_case(64, 64, 4096, dtype=torch.float32, device=device, bias=True)
     leaves = leaves_of(case)
     loss = call(case, leaves, save="grads")
@@ -96,7 +97,8 @@ def test_two_runs_are_bitwise_equal(device, save):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_nothing_reads_uninitialised_memory(device, save, dtype):
-    """With every new tensor full of NaN (workspaces of 0xff bytes, NaN as well) the bits stay."""
+    """With every new tensor filled with NaN (workspaces with 0xff bytes, also NaN) the results
+    are bitwise the same."""
     case = cases.ignore_some(make(device, dtype, label_smoothing=0.1))
     knobs = {"save": save, "max_memory": BUDGET}
     plain = cases.outcome(flce.linear_cross_entropy, case, **knobs)
@@ -137,7 +139,7 @@ def test_no_grad_has_no_graph_and_no_gradient_buffers(device):
 
 
 def test_double_backward_is_refused(device):
-    """Never silently wrong: the message says what to use instead."""
+    """Never silently wrong: the message names an alternative."""
     case = make(device)
     for save in cases.SAVES:
         leaves = leaves_of(case)
@@ -147,7 +149,8 @@ def test_double_backward_is_refused(device):
 
 
 def test_forward_mode_is_refused(device):
-    """Both doors: a custom operator without a rule would drop the tangent silently."""
+    """Both the function and the operator: a custom operator without a rule would drop the
+    tangent silently."""
     case = make(device)
     tangent = torch.ones_like(case.input)
 
@@ -193,8 +196,8 @@ def test_functional_grad_is_refused(device):
 
 @pytest.mark.parametrize(("save", "once", "again"), [("logits", 3, 4), ("grads", 3, 6)])
 def test_checkpoint_repeats_the_forward_only(device, save, once, again):
-    """Non-reentrant checkpointing runs the forward a second time: one more logits GEMM with
-    save="logits", all three with "grads". Around the loss alone it buys nothing."""
+    """Non-reentrant checkpointing runs the forward twice: one more logits GEMM with
+    save="logits", all three GEMMs with "grads". Around the loss alone it saves nothing."""
     case = make(device)
 
     def train(wrap):
@@ -222,7 +225,7 @@ def test_checkpoint_repeats_the_forward_only(device, save, once, again):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_autocast(device, save, weight_dtype):
-    """The product runs in bfloat16, the loss is float32, each gradient has its tensor's dtype."""
+    """The GEMMs run in bfloat16, the loss is float32, each gradient has its tensor's dtype."""
     base = cases.make_case(48, 64, 500, dtype=torch.bfloat16, device=device, std=2.0, bias=True)
     case = base.to(torch.float32)
     yardstick = cases.Yardstick(base)
@@ -249,7 +252,8 @@ def _as(value, like):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_autocast_keeps_a_float32_dw(device, save):
-    """dW comes from the float32 accumulator: most of its elements are no bfloat16 numbers."""
+    """dW is rounded from the float32 accumulator directly: most of its elements are not
+    bfloat16 numbers."""
     if device == "cpu":
         pytest.skip("the CPU's bfloat16 GEMM rounds its result; the sum over chunks is float32")
     case = cases.make_case(48, 64, 500, dtype=torch.float32, device=device)
@@ -268,15 +272,15 @@ def test_autocast_leaves_float64_alone(device):
 
 
 def eager_float32_loss(x, w, target, *, linear_bias=None):
-    """What autocast makes of the eager pair: the product in float16, the loss in float32."""
+    """What autocast does to the eager pair: the linear layer in float16, the loss in float32."""
     return F.cross_entropy(F.linear(x, w, linear_bias).float(), target)
 
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 @pytest.mark.parametrize("budget", [None, "64KiB"])
 def test_grad_scaler_in_float16(device, save, budget):
-    """Scale 65536, mean over 4096 tokens: a gradient rounded to float16 before the scale is applied
-    loses what the scale is there to keep, and 65536 itself is no float16 number."""
+    """Scale 65536, mean over 4096 tokens: a gradient rounded to float16 before the scale is
+    applied would underflow, and 65536 itself is not a float16 number."""
     case = cases.make_case(4096, 16, 64, dtype=torch.float16, device=device, std=2.0)
     call = {
         "grad_output": torch.tensor(65536.0, device=device),
@@ -294,7 +298,7 @@ def test_grad_scaler_in_float16(device, save, budget):
 
 
 def test_a_grad_scaler_drives_a_step(device):
-    """The scaler's own unscaling finds finite gradients, and the step is eager's."""
+    """The scaler's unscaling finds finite gradients, and the step equals eager's."""
     case = cases.make_case(64, 16, 64, dtype=torch.float16, device=device, std=2.0)
     heads = [torch.nn.Parameter(case.linear_weight.float()) for _ in range(2)]
     for head, function in zip(heads, (flce.linear_cross_entropy, eager_float32_loss), strict=True):
@@ -362,7 +366,7 @@ def test_modules_copy_and_load(device):
 
 
 def test_head_is_a_linear_whose_hooks_fire(device):
-    """FSDP, ZeRO and adapters act in hooks of the call: with labels they must fire too."""
+    """FSDP, ZeRO and adapters use hooks of the Module's call: with labels they must run too."""
     case = make(device)
     head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device)
     assert isinstance(head, torch.nn.Linear)

@@ -1,4 +1,5 @@
-"""The benchmarks run, say what they measured, go on where a peer fails. Times are not judged."""
+"""The benchmarks run, report what they measured, and continue if a peer fails. Times are not
+checked."""
 
 import contextlib
 import importlib
@@ -17,7 +18,7 @@ SHAPE = "24x16x200+bias"
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Imports a script of benchmarks/ as running it would."""
+    """Imports a script of benchmarks/ as if it were run there."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
     for name in ("bench", "measure", "options", "peers", "plot", "problem", "train_loop"):
@@ -57,7 +58,7 @@ def test_bench_figures(scripts, tmp_path):
 
 
 def test_bench_targets(scripts, tmp_path):
-    """Ignored tokens, sampled targets, wide logits; a bound for flce besides."""
+    """Ignored tokens, sampled targets, wide logits; flce also runs with a valid_bound."""
     choices = ["--ignored", "0.5", "--targets", "model", "--std", "4", "--passes", "step"]
     status, record = bench(scripts, tmp_path, SHAPE, "--peers", "eager", *choices)
     assert not status
@@ -107,14 +108,16 @@ def late_failure(problem, options):
 def never_ready(problem, options):
     def run(p):
         while True:
-            with contextlib.suppress(Exception):  # as a tuner does with its candidates
+            with contextlib.suppress(
+                Exception
+            ):  # a tuner catches its candidates' errors in this way
                 time.sleep(0.01)
 
     return run
 
 
 def test_failing_peers(scripts, tmp_path):
-    """Each in its own way: the others' figures are there, and so are the reasons."""
+    """Peers fail in different ways: the others' figures are reported, and so are the reasons."""
     failing = [out_of_memory, not_installed, late_failure, never_ready]
     peers = scripts("peers")
     for peer in [*failing, wrong_gradient]:
@@ -135,7 +138,7 @@ def test_failing_peers(scripts, tmp_path):
 
 
 def test_status_without_flce(scripts, tmp_path, monkeypatch, capsys):
-    """A refusal of flce's own is not passed over."""
+    """A refusal by flce itself leads to exit status 1."""
     status, record = bench(scripts, tmp_path, SHAPE, "--peers", "eager", "--save", "nonsense")
     assert status and "no figures of flce" in capsys.readouterr().err
     assert named(record, "eager") and record["left_out"][0]["contestant"] == "flce nonsense"
@@ -150,7 +153,8 @@ def test_unknown_names_are_refused(scripts, capsys):
 
 @pytest.mark.parametrize("count", [2, 3, 6, 14])
 def test_balanced_order(scripts, count):
-    """In `count` rounds each comes first once; for an even count each pair is adjacent once."""
+    """In `count` rounds each contestant comes first once; for an even count each ordered pair
+    is adjacent once."""
     orders = [scripts("measure").balanced_order(count, turn) for turn in range(count)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert sorted(order[0] for order in orders) == list(range(count))
@@ -164,11 +168,11 @@ def test_slow_contestants_get_fewer_rounds(scripts):
     runs = {"fast": (lambda p: None, 1e-3), "slow": (lambda p: None, 2.0), "slowest": (len, 1e3)}
     taken, failed = measure.interleaved(runs, problem, "cpu", 9, 6.0)
     assert {label: len(some) for label, some in taken.items()} == {"fast": 9, "slow": 3}
-    assert list(failed) == ["slowest"]  # it ran: a Problem has no len
+    assert list(failed) == ["slowest"]  # "slowest" itself ran: a Problem has no len
 
 
 class OneQueue:
-    """Stands for torch.cuda and the host's clock: a device that does what it is given in order."""
+    """A fake of torch.cuda and the host's clock: one device that runs its queue in order."""
 
     cycles_per_second = 2e9
 
@@ -178,7 +182,7 @@ class OneQueue:
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: QueueEvent(self))
         monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        measure.sleep_cycles_per_second()  # its sleeps are not those of a round
+        measure.sleep_cycles_per_second()  # its sleeps do not belong to a round
         self.slept.clear()
 
     def sleep(self, cycles):
@@ -218,7 +222,8 @@ class QueueEvent:
     ],
 )
 def test_device_clock(scripts, monkeypatch, host_ms, waits, estimate_ms, expected):
-    """The host's time is hidden where it can be; a wait inside, or too slow a host, is told."""
+    """The host's time is hidden if possible; a synchronisation inside, or too slow a host, is
+    reported."""
     measure = scripts("measure")
     device = OneQueue(monkeypatch, measure)
 
@@ -271,7 +276,7 @@ def waits_inside(problem, options):
 
 def test_device_clock_on_cuda(scripts, tmp_path, cuda):
     scripts("peers").PEERS["waits_inside"] = waits_inside
-    # Beside other processes on the GPU a sleep may end too early: not in all of many rounds.
+    # With other processes on the GPU a sleep may end too early, but not in all of many rounds.
     choices = ["--device", cuda, "--clock", "device", "--rounds", "25"]
     choices += ["--peers", "waits_inside", "eager"]
     status, record = bench(scripts, tmp_path, "256x64x4000", *choices)
@@ -283,7 +288,7 @@ def test_device_clock_on_cuda(scripts, tmp_path, cuda):
 
 
 def test_reference_is_that_of_autograd(scripts, monkeypatch):
-    """Also where it takes many chunks and some rows are ignored."""
+    """Also with many chunks and with ignored rows."""
     problems = scripts("problem")
     monkeypatch.setattr(problems, "CHUNK_BYTES", 3 * 200 * 8 * 5)
     shape, draw = problems.Shape(24, 16, 200, bias=True), {"ignored": 0.3, "targets": "model"}
@@ -323,7 +328,7 @@ def test_plot(scripts, tmp_path):
 
 
 def test_plot_names_the_clock(scripts, tmp_path):
-    """Records of before there was a choice have no name for it."""
+    """Records older than the choice of a clock do not name one."""
     pytest.importorskip("matplotlib")
     _, record = bench(scripts, tmp_path, SHAPE, "--peers", "eager", "--passes", "step")
     plot = scripts("plot")
@@ -368,7 +373,7 @@ def test_train_loop(scripts, tmp_path, optimizer):
 
 
 def test_train_loop_control(scripts, tmp_path, monkeypatch):
-    """The products run before each step, and nothing of them is left in it."""
+    """The bare GEMMs run before each step and leave nothing allocated during it."""
     train_loop, problems = scripts("train_loop"), scripts("problem")
     make, step, made, seen = problems.bare_products, train_loop.step, [], []
 
@@ -392,7 +397,7 @@ def test_train_loop_control(scripts, tmp_path, monkeypatch):
 
 
 def test_control_figures(scripts):
-    """Steps that take twice their products' time have a spread; the ratio has none."""
+    """Steps that take twice their GEMMs' time: the times spread, their ratio does not."""
     train_loop = scripts("train_loop")
     control = train_loop.Control("cpu")
     own = [900.0, 10.0, 11.0, 10.0, 12.0, 11.0]
@@ -410,7 +415,8 @@ def test_control_figures(scripts):
 
 
 def test_control_on_cuda(scripts, tmp_path, cuda):
-    """The bars of memory hold, and the peak is the step's: the products' is over N x V elements."""
+    """The bars on memory hold, and the peak is that of the step: the GEMMs' is above N x V
+    elements."""
     shape, budget = "4096x64x32000", ["--budget", "32MiB"]
     choices = ["--device", cuda, "--dtype", "bfloat16", "--control", "--max-spread", "1e9"]
     path = tmp_path / "loop.json"

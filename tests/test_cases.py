@@ -1,4 +1,4 @@
-"""What the tests themselves stand on: the rows of pairwise parameters."""
+"""Tests of the tests' own helper: pairwise parameters."""
 
 import itertools
 
@@ -14,7 +14,8 @@ def make(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_pair_occurs(sizes):
-    """In few rows: no fewer than the two largest parameters need, and at most half as many more."""
+    """All pairs, in few rows: at most half as many more than the two largest parameters
+    require."""
     values = make(sizes)
     rows = cases.covering_rows(**values)
     for (i, some), (j, others) in itertools.combinations(enumerate(values.values()), 2):
@@ -27,7 +28,8 @@ def test_every_pair_occurs(sizes):
 def test_the_rows_are_the_same_each_time():
     values = make(SIZES[1])
     assert cases.covering_rows(**values) == cases.covering_rows(**values)
-    # By position, not by hash: values that differ from process to process give the same rows.
+    # Values are identified by position, not by hash: values whose hash differs between processes
+    # give the same rows.
     objects = {name: [object() for _ in some] for name, some in values.items()}
     names = {one: named for n in values for one, named in zip(objects[n], values[n], strict=True)}
     rows = [tuple(names[one] for one in row) for row in cases.covering_rows(**objects)]
@@ -35,6 +37,6 @@ def test_the_rows_are_the_same_each_time():
 
 
 def test_values_need_no_hash():
-    """Dictionaries of options are values too."""
+    """Dictionaries of options can be values too."""
     rows = cases.covering_rows(options=[{}, {"a": 1}], dtype=cases.DTYPES)
     assert len(rows) == 8 and ({"a": 1}, cases.DTYPES[3]) in rows

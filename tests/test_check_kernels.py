@@ -1,4 +1,4 @@
-"""The checks of check_kernels.py on reports as ptxas and nvdisasm write them."""
+"""The checks of check_kernels.py, on reports in the format of ptxas and nvdisasm."""
 
 import re
 
@@ -114,7 +114,7 @@ def test_dependent(name, instructions, good):
 
 
 def test_dependent_is_complete():
-    """Each kernel that the sources launch so is in the tables."""
+    """Every kernel that the sources launch with PDL is in the tables."""
     launched, overlapping = set(), set()
     for path in (check_kernels.ROOT / "csrc" / "cuda").rglob("*.cu"):
         text = path.read_text()

@@ -1,5 +1,6 @@
-"""Other implementations' calls: by their documented meaning in plain torch, and against themselves
-where they are installed. liger-kernel runs on a GPU, or on the CPU with TRITON_INTERPRET=1."""
+"""The interfaces of other implementations, compared with their documented meaning in plain
+torch, and with the implementations themselves if they are installed. liger-kernel runs on a
+GPU, or on the CPU with TRITON_INTERPRET=1."""
 
 import dataclasses
 import importlib
@@ -23,7 +24,8 @@ from flce.compat import cce, liger
 def liger_truth(
     x, w, y, b=None, *, ce_weight=None, z=0.0, smoothing=0.0, softcap=None, scale=False
 ):
-    """Each token's (cross entropy, z-loss), its class weight, and predictions: Liger's docs."""
+    """Each token's (cross entropy, z-loss), its class weight, and predictions, after Liger's
+    documentation."""
     logits = F.linear(x, w, b).double()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -49,7 +51,7 @@ LIGER_CASES = [
 
 
 def liger_call(case, device, dtype=torch.float64):
-    """(truth's keywords, Liger's keywords) of a case."""
+    """(keywords of liger_truth, keywords of Liger) of a case."""
     truth, call = dict(case), {}
     if "ce_weight" in case:
         truth["ce_weight"] = call["ce_weight"] = torch.rand(V, dtype=dtype, device=device) + 0.1
@@ -189,7 +191,7 @@ def test_ligers_signatures():
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.default) for p in parameters if p.name not in skipped]
 
-    later = ("chunk_mem_const", "ce_impl", "ce_mode")  # not in every 0.8
+    later = ("chunk_mem_const", "ce_impl", "ce_mode")  # parameters that not every 0.8 has
     name = "liger_fused_linear_cross_entropy"
     assert defaults(getattr(liger, name), later) == defaults(getattr(functional, name), later)
     name = "LigerFusedLinearCrossEntropyLoss"
@@ -206,7 +208,7 @@ LIGERS_FUNCTIONAL = "liger_kernel.transformers.functional"
 
 @pytest.fixture
 def ligers_functional(monkeypatch):
-    """Stands for Liger's module in sys.modules: a class of its own for what a call returns."""
+    """A fake of Liger's module in sys.modules, with its own class for the result of a call."""
     module = types.ModuleType(LIGERS_FUNCTIONAL)
     fields = ("loss", "z_loss", "token_accuracy", "predicted_tokens")
     module.CrossEntropyOutput = dataclasses.make_dataclass(
@@ -217,7 +219,7 @@ def ligers_functional(monkeypatch):
 
 
 def test_ligers_own_output_where_it_is_imported(device, ligers_functional):
-    """Liger's models put what is no instance of their class into the loss of another one."""
+    """Liger's models treat anything but an instance of their class as the loss itself."""
     x, w, b, y = make("indices", (), device)
     asked = {"return_token_accuracy": True, "return_predicted_tokens": True}
     module = liger.LigerFusedLinearCrossEntropyLoss(**asked)
@@ -235,7 +237,7 @@ def test_ligers_own_output_where_it_is_imported(device, ligers_functional):
 
 @pytest.mark.parametrize("loaded", ["not", "without the class"])
 def test_our_output_where_liger_has_none(device, ligers_functional, monkeypatch, loaded):
-    """Of an older Liger too, or one that is being imported; and nothing imports it."""
+    """Also with an older Liger, or one that is being imported; and nothing imports it."""
     if loaded == "not":
         monkeypatch.delitem(sys.modules, LIGERS_FUNCTIONAL)
     else:
@@ -301,7 +303,7 @@ SUMS = [
 
 
 def weight_gradient(dtype, device, function, **options):
-    """Of a head whose gradient is a sum of many chunks: FLCE_MAX_MEMORY holds 16 rows of logits."""
+    """dW of a head summed over many chunks: FLCE_MAX_MEMORY holds 16 rows of logits."""
     torch.manual_seed(0)
     x = torch.randn(512, 16, device=device).to(dtype)
     w = torch.randn(256, 16, device=device).to(dtype).requires_grad_()
@@ -310,8 +312,8 @@ def weight_gradient(dtype, device, function, **options):
 
 
 def ligers_sum(x, w, y, dtype):
-    """The weight's gradient as Liger's chunks add it: products of the operands' dtype, a sum in
-    `dtype`; dz without an error but its own rounding."""
+    """dW as Liger's chunks sum it: GEMMs in the operands' dtype, a sum in `dtype`; dz has no
+    error other than its own rounding."""
     wide = F.linear(x.double(), w.detach().double()).requires_grad_()
     dz = torch.autograd.grad(F.cross_entropy(wide, y), wide)[0]
     total = torch.zeros_like(w, dtype=dtype)
@@ -330,13 +332,13 @@ def test_ligers_accum_dtype(device, monkeypatch, operands, asked, summed):
     assert torch.equal(ours, exact)
     theirs, truth = ligers_sum(*problem, asked or operands)
     error, bound = ((grad.double() - truth).norm() / truth.norm() for grad in (ours, theirs))
-    # The floor is for what rounds dz: logits and their exponentials.
+    # The floor covers the rounding of dz: logits and their exponentials.
     assert error <= max(1.1 * bound, cases.FLOORS[operands][0])
 
 
 @pytest.mark.parametrize("asked", [torch.float64, torch.bfloat16, torch.float16])
 def test_ligers_accum_dtype_under_autocast(device, asked):
-    """The operands are bfloat16 then, whatever dtype the tensors have."""
+    """Under autocast the operands are bfloat16, whatever dtype the tensors have."""
     call = liger.liger_fused_linear_cross_entropy
     with torch.autocast(device, torch.bfloat16):
         ours = weight_gradient(torch.float32, device, call, accum_dtype=asked)[0]
@@ -347,7 +349,8 @@ def test_ligers_accum_dtype_under_autocast(device, asked):
 
 @pytest.mark.parametrize("asked", [torch.float64, torch.int32, torch.complex64])
 def test_ligers_accum_dtype_is_refused(device, asked):
-    """float64: float32 operands have no sum of it, and float32 is not as exact."""
+    """float64 is refused: flce has no float64 sum for float32 operands, and float32 is less
+    exact."""
     x, w = (leaf(*shape, device=device, dtype=torch.float32) for shape in ((N, H), (V, H)))
     y = indices(N, device=device)
     message = f"^accum_dtype: expected torch.float32, got {asked}$"
@@ -375,7 +378,7 @@ def test_liger_promotes_a_narrower_bias(device, wide, narrow, scale):
         torch.autograd.grad(3.0 * loss, b)[0] for loss in (module(w, x, y, b), truth())
     )
     assert got.dtype == narrow
-    # One rounding of each number to the bias's dtype, which may fall on either side.
+    # Each number is rounded once to the bias's dtype, up or down.
     assert torch.allclose(got.double(), expected.double(), rtol=torch.finfo(narrow).eps, atol=1e-6)
 
 
@@ -399,7 +402,7 @@ def test_liger_refuses_other_biases(bias):
 
 
 def cce_truth(e, c, y, bias=None, *, softcap=None, shift=0):
-    """Each token's (loss, lse) with the shift as CCE documents it, 0 where ignored."""
+    """Each token's (loss, lse) with the shift that CCE documents, 0 where ignored."""
     if shift:
         e, y = e[..., :-shift, :], y[..., shift:]
     logits = F.linear(e, c, bias)
@@ -433,7 +436,7 @@ def test_cce_means_what_it_says(device, batch, reduction, softcap, shift):
 
 
 def test_cce_without_valid_tokens(device):
-    """CCE gives NaN here."""
+    """flce: 0. CCE gives NaN here."""
     e, c, _, y = make("indices", (), device, batch=(2, 5))
     loss = cce.linear_cross_entropy(e, c, torch.full_like(y, -100), shift=1)
     assert loss == 0

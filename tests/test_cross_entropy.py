@@ -1,6 +1,6 @@
-"""flce.cross_entropy: logits that the caller holds, read once each way, against float64.
+"""flce.cross_entropy: given logits, read once in each pass, checked against float64.
 
-The logits are given, so the bars are absolute: a float32 loss, and gradients rounded once.
+The logits are given, so the tolerances are absolute: a float32 loss, and gradients rounded once.
 """
 
 import cases
@@ -10,8 +10,8 @@ import torch
 import flce
 from flce import reference
 
-# Relative error of a gradient, of the whole and of each row: one rounding to its type (eps / 2) on
-# float32 arithmetic, whose exponents of 80 have an error of 80 * 2**-24 each.
+# Relative error of a gradient, as a whole and for each row: one rounding to its dtype (eps / 2) and
+# float32 arithmetic, where exponents of 80 have an error of 80 * 2**-24 each.
 GRADIENT_BARS = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -37,7 +37,7 @@ def step(function, logits, target, grad_output=None, **options):
 
 
 def check(logits, target, grad_output=None, **options):
-    """Ours against the reference on the same logits in float64."""
+    """Compares with the reference on the same logits in float64."""
     dtype = logits.dtype
     loss, grad = step(flce.cross_entropy, logits, target, grad_output, **options)
     wide_options = {
@@ -61,7 +61,7 @@ def check_gradient(grad, truth, bar):
     vocab = grad.shape[-1]
     grad, truth = grad.reshape(-1, vocab), truth.reshape(-1, vocab)
     limits = torch.finfo(grad.dtype)
-    # Half the spacing of the smallest numbers, and what the truth's own p - 1 loses.
+    # Half the spacing of the subnormals, and the error of the truth's own p - 1.
     least = limits.tiny * limits.eps + 2.0**-51
     error = (grad.double() - truth).norm(dim=-1)
     allowed = bar * truth.norm(dim=-1) + least * vocab**0.5
@@ -91,7 +91,7 @@ def test_options(device, class_weight, smoothing, reduction, dtype):
     logits, target = make_logits(29, 131, dtype=dtype, device=device)
     target[::4] = 3
     options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": 3}
-    logits[::4] = float("nan")  # in ignored rows it may reach nothing
+    logits[::4] = float("nan")  # in ignored rows, must not reach any result
     if class_weight:
         steps = torch.randint(0, 9, (131,), generator=cases.generator(1))
         options["weight"] = (steps / 4).to(device, dtype)
@@ -102,7 +102,7 @@ def test_options(device, class_weight, smoothing, reduction, dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("gap", [20.0, 80.0, 90.0, 1000.0])
 def test_extreme_logits(device, gap, dtype):
-    """The target far below and far above the rest, next to logits of minus infinity."""
+    """The target far below and far above the other logits, some of which are -inf."""
     logits = torch.zeros(4, 64, dtype=torch.float64, device=device)
     target = torch.tensor([0, 1, 2, 3], device=device)
     logits[0, 9], logits[1, 1], logits[2, 2] = gap, gap, -gap
@@ -187,7 +187,7 @@ def test_compile_fullgraph(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_and_gemms(device, dtype):
-    """Between the passes: four numbers a row. In the backward: the gradient. No product at all."""
+    """Saved: four numbers per row. Allocated in the backward: the gradient. No GEMM runs."""
     logits, target = make_logits(256, 8192, dtype=dtype, device=device)
     leaf = logits.requires_grad_()
     size = leaf.numel() * leaf.element_size()

@@ -1,4 +1,5 @@
-"""What only a GPU can show: sizes past 2^31, streams, graphs, no waits, device memory."""
+"""What can only be tested on a GPU: sizes above 2^31, streams, graphs, no synchronisation,
+device memory."""
 
 import gc
 import re
@@ -38,7 +39,7 @@ def leaves_of(case):
     ],
 )
 def test_more_than_2_to_the_31_logits(save, budget):
-    """32768 x 131072: whole in one buffer with 16 GiB, in chunks with 1 GiB."""
+    """32768 x 131072: one buffer with 16 GiB, chunks with 1 GiB."""
     case = cases.make_case(
         32768, 64, 131072, dtype=torch.bfloat16, device="cuda", std=4.0, targets="random"
     )
@@ -56,7 +57,7 @@ def test_more_than_2_to_the_31_logits(save, budget):
 @pytest.mark.parametrize("tokens", [2, 33, 4095, 4096, 4097])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_target_rows_in_either_order(dtype, tokens):
-    """Up to 4096 tokens are ordered by counting, more by a sort; many share a class here."""
+    """Up to 4096 tokens are ordered by counting, more by sorting; here many share a class."""
     case = cases.make_case(tokens, 64, 19, dtype=dtype, device="cuda", bias=True)
     case = cases.ignore_some(case)
     cases.check(flce.linear_cross_entropy, case)
@@ -65,7 +66,7 @@ def test_target_rows_in_either_order(dtype, tokens):
 
 
 def captured(step):
-    """A graph of `step`, and what it gave."""
+    """A CUDA graph of `step`, and the tensors that it writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -80,7 +81,7 @@ def captured(step):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_graph_replay_equals_eager(save, dtype):
-    """Captured once, replayed on new data in the same memory, bit for bit."""
+    """Captured once, replayed on new data in the same memory: bitwise equal to eager."""
     knobs = {"save": save, "max_memory": BUDGET}
     first, second = make(dtype, seed=1), make(dtype, seed=2)
     x, w = leaves_of(first)
@@ -106,7 +107,7 @@ def test_graph_replay_equals_eager(save, dtype):
             assert torch.equal(got, truth)
 
 
-# Every option that reads something from the device, and a bound of the rows that are not ignored.
+# Every option that reads a value from the device, and a bound of the rows that are not ignored.
 DEVICE_OPTIONS = {
     "softcap": 20.0,
     "label_smoothing": 0.1,
@@ -137,7 +138,7 @@ def device_step(case, save):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_graph_replay_with_a_bound(save):
-    """The number of valid rows may change between replays, within the bound; beyond it: NaN."""
+    """The number of valid rows may change between replays, within the bound; above it: NaN."""
     case = make(torch.float32)
     step = device_step(case, save)
     full = case.target.clone()
@@ -154,14 +155,15 @@ def test_graph_replay_with_a_bound(save):
     assert loss.isnan() and grad_input.isnan().all() and grad_weight.isnan().all()
 
 
-# A copy within the device waits for nothing.
+# Calls that synchronise; a copy within the device does not.
 WAITS = ("StreamSynchronize", "EventSynchronize", "Memcpy DtoH", "Memcpy HtoD")
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("bound", [None, TOKENS * 3 // 4])
 def test_trace_shows_no_wait(save, bound, monkeypatch):
-    """Neither the default nor a bound waits: no synchronisation, no copy to or from the host."""
+    """Neither the default nor a bound synchronises: no synchronisation call, no copy to or from
+    the host."""
     monkeypatch.setitem(DEVICE_OPTIONS, "valid_bound", bound)
     step = device_step(cases.ignore_some(make(torch.float32), every=2), save)
     step()
@@ -170,7 +172,7 @@ def test_trace_shows_no_wait(save, bound, monkeypatch):
         step()
     names = {event.name() for event in trace.profiler.kineto_results.events()}
     assert any("LaunchKernel" in name for name in names), "the trace saw no launch"
-    # cudaDeviceSynchronize is not among them: the profiler asks for it when it stops.
+    # cudaDeviceSynchronize is not among them: the profiler calls it when it stops.
     waits = {name for name in names if any(word in name for word in WAITS)}
     assert not waits
 
@@ -201,7 +203,8 @@ def test_no_wait_for_the_device(save, options):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_work_runs_on_the_current_stream(save):
-    """The operands become right late, on a side stream: work on any other would read zeros."""
+    """The operands get their values late, on a side stream: work on any other stream would read
+    zeros."""
     case = make()
     expected = cases.outcome(flce.linear_cross_entropy, case, save=save, wants=WANTS)
     x, w = torch.zeros_like(case.input), torch.zeros_like(case.linear_weight)
@@ -231,9 +234,9 @@ def test_second_device(save):
 
 
 def cramped(extra):
-    """Leaves this process `extra` bytes of device memory; gives what fills the holes that other
-    tests' tensors keep in the allocator's segments."""
-    gc.collect()  # a tensor in a cycle would keep its segment
+    """Leaves this process `extra` bytes of device memory; returns tensors that fill the holes
+    that other tests left in the allocator's segments."""
+    gc.collect()  # a tensor in a reference cycle would keep its segment
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -250,7 +253,7 @@ def cramped(extra):
 
 
 def test_out_of_memory_says_what_would_fit():
-    """torch.OutOfMemoryError with the sizes; the max_memory that it names works."""
+    """torch.OutOfMemoryError with the sizes; the max_memory that it suggests works."""
     case = cases.make_case(16384, 64, 32768, dtype=torch.bfloat16, device="cuda")
     x, w = leaves_of(case)
     flce.linear_cross_entropy(x, w, case.target, max_memory="16MiB").backward()
@@ -277,8 +280,8 @@ def test_out_of_memory_says_what_would_fit():
 
 
 def test_out_of_memory_behind_the_product():
-    """Gradients are allocated when the first product is queued: the error names theirs, and the
-    next call finds all as it was."""
+    """Gradients are allocated after the first GEMM is queued: the error names them, and the
+    next call works as usual."""
     case = cases.make_case(256, 4096, 32768, dtype=torch.bfloat16, device="cuda")
     x, w = leaves_of(case)
     options = {"save": "grads", "max_memory": "16MiB"}
@@ -301,7 +304,8 @@ def test_out_of_memory_behind_the_product():
     save=["grads", "stats"],
 )
 def test_tokens_are_ordered_by_target(tokens, dtype, save):
-    """Targets alone, shared by two and by hundreds, first and last of the order, and ignored."""
+    """Targets only: some shared by two tokens, some by hundreds, the first and last class, and
+    ignored ones."""
     case = cases.make_case(tokens, 64, 3000, dtype=dtype, device="cuda")
     target = torch.arange(tokens, device="cuda") * 7 % 2999
     target[tokens // 2 :] = target[: tokens - tokens // 2].clone()
@@ -327,7 +331,7 @@ def test_memory_is_given_back(save):
     for _ in range(3):
         cases.outcome(flce.linear_cross_entropy, case, save=save)
     torch.cuda.synchronize()
-    for _ in range(100):  # autograd's thread may still hold what the caller has already dropped
+    for _ in range(100):  # autograd's thread may still hold a tensor that the caller has released
         if torch.cuda.memory_allocated() == before:
             break
         time.sleep(0.01)
@@ -337,7 +341,8 @@ def test_memory_is_given_back(save):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("bad", [VOCAB, -1, 2**40, -(2**40)])
 def test_out_of_range_targets_are_nan(save, bad, monkeypatch):
-    """No wait, so no error: the row's loss and gradients are NaN, and nothing else is touched."""
+    """No synchronisation, so no error: the row's loss and gradients are NaN, and nothing else
+    changes."""
     case = make(torch.float32)
     case.target[7] = bad
     reduction = "sum" if save == "grads" else "none"
@@ -377,7 +382,7 @@ def test_out_of_range_targets_of_cross_entropy(bad, monkeypatch):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
 def test_bfloat16_accuracy_at_a_model_s_shape(save, std):
-    """The absolute bar at a size where sums are long: dX and dW within 3e-3 up to std 8."""
+    """The absolute tolerance at a size with long sums: dX and dW within 3e-3 up to std 8."""
     case = cases.make_case(
         2048, 1024, 32000, dtype=torch.bfloat16, device="cuda", std=std, targets="sampled"
     )
@@ -390,7 +395,7 @@ def test_bfloat16_accuracy_at_a_model_s_shape(save, std):
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_tf32_follows_torchs_switch(allow):
-    """float32 products are exact unless torch.backends.cuda.matmul.allow_tf32 says otherwise."""
+    """float32 GEMMs are exact unless torch.backends.cuda.matmul.allow_tf32 is set."""
     case = make(torch.float32)
     truth = cases.chunked_truth(case, TOKENS)
     before = torch.backends.cuda.matmul.allow_tf32
@@ -408,7 +413,7 @@ def test_tf32_follows_torchs_switch(allow):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("vocab", [129, 1000])
 def test_bias_from_anywhere(save, vocab):
-    """A float32 bias that starts between 16-byte boundaries, which the product itself reads."""
+    """A float32 bias that is not aligned to 16 bytes and that the GEMM itself reads."""
     case = cases.make_case(TOKENS, HIDDEN, vocab, dtype=torch.bfloat16, device="cuda", std=2.0)
     packed = torch.randn(vocab + 1, device="cuda")
     x, w = leaves_of(case)

@@ -1,4 +1,4 @@
-"""float16, whose range is short: gradients that are made before grad_output is known."""
+"""float16, whose range is small: gradients that are made before grad_output is known."""
 
 import functools
 
@@ -9,11 +9,11 @@ import torch
 import flce
 
 HALF = torch.float16
-SCALE = 65536.0  # that a GradScaler begins with
+SCALE = 65536.0  # the initial scale of a GradScaler
 
 
 def draw(device, tokens=700, vocab=1003, std=1.0):
-    hidden = 1024 if device == "cuda" else 128  # of fewer features no fused kernel takes float16
+    hidden = 1024 if device == "cuda" else 128  # with smaller H no fused kernel accepts float16
     return cases.make_case(tokens, hidden, vocab, dtype=HALF, device=device, std=std)
 
 
@@ -23,7 +23,7 @@ def truth_of(case, **options):
 
 
 def scaled_outcome(case, scale=SCALE, **options):
-    """The gradients of `scale` times the loss, divided by it again."""
+    """The gradients of `scale` times the loss, divided by `scale` again."""
     results = cases.outcome(
         flce.linear_cross_entropy,
         case,
@@ -47,7 +47,7 @@ def assert_close(results, truth, bar=cases.F16_BAR):
 def test_scaled_gradients(device, monkeypatch, save, scale, kernel):
     monkeypatch.setenv("FLCE_KERNEL", kernel)
     case = draw(device)
-    # 1 / 700 of p leaves float16's normal numbers without a scale.
+    # Without a scale 1 / 700 of p is below float16's normal numbers.
     bar = cases.F16_BAR if scale > 1.0 else 1e-2
     truth = truth_of(case)
     for budget in ("1GiB", 300 * 1024 * 4):
@@ -58,8 +58,8 @@ def test_scaled_gradients(device, monkeypatch, save, scale, kernel):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_frequent_class_and_a_large_feature(device, save, reduction):
-    """dW's largest sums: every token of one class, and one element of x far above the others. The
-    other columns of dW keep their digits."""
+    """The largest sums of dW: all tokens have one class, and one column of x is far larger than
+    the others. The other columns of dW keep their accuracy."""
     case = draw(device, tokens=3000)
     case.target.fill_(5)
     case.input[:, 7] = 500.0 + case.input[:, 7].abs()
@@ -76,7 +76,7 @@ def test_a_frequent_class_and_a_large_feature(device, save, reduction):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_small_inputs_and_ignored_rows(device, save):
-    """What is ignored does not count in the unit either, NaN and large numbers among it."""
+    """Ignored rows do not influence the unit either, including NaN and large numbers in them."""
     case = draw(device)
     case.input.mul_(2.0**-12)
     case.linear_weight.mul_(2.0**6)
@@ -91,7 +91,7 @@ def test_small_inputs_and_ignored_rows(device, save):
 
 @pytest.mark.parametrize("options", [{}, {"accum_dtype": torch.float32}, {"label_smoothing": 0.1}])
 def test_the_graph_is_kept(device, options):
-    """A second backward, of another factor, gives the same gradients times that."""
+    """A second backward, with another factor, gives the same gradients times that factor."""
     case = draw(device)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     loss = flce.linear_cross_entropy(x, w, case.target, save="grads", **options)
@@ -104,7 +104,7 @@ def test_the_graph_is_kept(device, options):
 
 
 def test_too_large_a_gradient_is_infinite(device):
-    """As an eager head's, so that a GradScaler passes over the step."""
+    """As with an eager head, so that a GradScaler skips the step."""
     case = draw(device)
     w = case.linear_weight.requires_grad_()
     scaler = torch.amp.GradScaler(device, init_scale=2.0**30)

@@ -1,6 +1,6 @@
-"""Hopper's own kernels: E in the logits product's epilogue, and dW's product with db's sums. They
-are compared with the products and passes they stand for; the rest of the suite runs with them, too,
-where the GPU has them."""
+"""Hopper's own kernels: E in the epilogue of the logits GEMM, and the dW GEMM with the sums of
+db. They are compared with the separate GEMMs and passes that they replace; the rest of the
+suite also runs with them on a GPU that supports them."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ pytestmark = ONLY
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch):
-    """Hopper's kernels also where "auto" takes cuBLASLt's, as for few rows."""
+    """Selects Hopper's kernels also where "auto" selects cuBLASLt's, as for few rows."""
     monkeypatch.setenv("FLCE_KERNEL", "fused")
 
 
@@ -31,7 +31,7 @@ def kernel_of(**settings):
 
 
 def results(x, w, y, **options):
-    """Losses of each row, dX and dW of their mean, and db where the bias wants it."""
+    """Losses of each row, dX and dW of their mean, and db if the bias requires grad."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     bias = options.get("linear_bias")
     leaves = (x, w) if bias is None or not bias.requires_grad else (x, w, bias)
@@ -69,7 +69,7 @@ def test_it_serves_where_the_plan_says(monkeypatch):
     half = {"dtype": torch.float16, "device": "cuda", "save": "grads"}
     assert flce.plan(256, 64, 512, **half).kernel == "gemm"
     assert flce.plan(256, 1024, 512, **half).kernel == "fused"
-    # The product makes 256 rows in any case: of fewer cuBLASLt makes less.
+    # The fused GEMM always computes 256 rows; with fewer rows cuBLASLt computes less.
     assert flce.plan(192, 64, 512, dtype=BF16, device="cuda").kernel == "gemm"
     assert flce.plan(193, 64, 512, dtype=BF16, device="cuda").kernel == "fused"
     monkeypatch.setenv("FLCE_KERNEL", "fused")
@@ -89,7 +89,8 @@ OWN_KERNELS = ("logits_gemm_sm90", "grad_weight_gemm_sm90", "exp_rows", "finish_
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 def test_the_kernels_that_run(monkeypatch, save, with_bias):
-    """Each FLCE_KERNEL launches its kernels, so that what is compared here differs."""
+    """Each FLCE_KERNEL launches its own kernels, so that the comparisons here compare different
+    code."""
     x, w, y = draw(300, 64, 999)
     x.requires_grad_(), w.requires_grad_()
     bias = torch.randn(999, device="cuda", requires_grad=with_bias) if with_bias else None
@@ -99,13 +100,13 @@ def test_the_kernels_that_run(monkeypatch, save, with_bias):
 
     def ran(kernel):
         monkeypatch.setenv("FLCE_KERNEL", kernel)
-        call()  # what is made once is not counted
+        call()  # initialisation is not counted
         return launches(call, *OWN_KERNELS)
 
-    assert launches(call, *OWN_KERNELS)[3] == 1  # the profiler sees kernels
+    assert launches(call, *OWN_KERNELS)[3] == 1  # checks that the profiler sees kernels at all
     for kernel in ("auto", "fused"):
         product, weight, rows, _ = ran(kernel)
-        # The second launch repeats the rows that need another offset.
+        # The second launch recomputes the rows that need another offset.
         assert (product, weight, rows) == (2, int(with_bias), 0)
     assert ran("gemm")[:3] == [0, 0, 0 if save == "stats" else 1]
 
@@ -119,7 +120,7 @@ def test_ragged_sizes(vocab, hidden):
         if vocab == 1:
             assert not any(value.any() for value in made)
             continue
-        # The roundings of a single row, or of a few columns, have nothing to average with.
+        # With a single row, or few columns, rounding errors do not average out.
         few = tokens == 1 or vocab < 64
         assert_close(made, truth(x, w, y), 6e-3 if few else 2.6e-3)
 
@@ -130,7 +131,7 @@ def test_bias_gradient_of_the_weight_product(vocab, hidden):
     for tokens in (1, 63, 64, 65, 1000):
         x, w, y = draw(tokens, hidden, vocab)
         bias = torch.randn(vocab, device="cuda", requires_grad=True)
-        # The roundings of few rows or columns have nothing to average with.
+        # With few rows or columns rounding errors do not average out.
         few = tokens < 100 or vocab <= 64
         expected = truth(x, w, y, bias.detach())
         for budget in (None, 300 * (vocab + 8) * 4):
@@ -141,7 +142,8 @@ def test_bias_gradient_of_the_weight_product(vocab, hidden):
 
 @cases.pairwise(vocab=[7, 193, 3001], hidden=[8, 136, 1160], save=["logits", "grads"])
 def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
-    """With logits of 0 every E is the same power of two, and db_j = sum_i c_i (1/V - [y_i = j])."""
+    """With logits of 0 every E is the same power of two, and db_j = sum_i c_i (1/V - [y_i =
+    j])."""
     for tokens in (1, 63, 64, 65, 700):
         _, _, y = draw(tokens, 8, vocab)
         x = torch.zeros(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
@@ -177,8 +179,8 @@ def test_weight_and_bias_gradients_read_e_once():
 
 
 def test_chunks_of_one_step_repeat():
-    """Each tile of dW is one step long: old values of the one and new ones of the other group's
-    tile are under way at a time."""
+    """Each tile of dW has one k step: tiles of both warpgroups are in flight, one with old and
+    one with new values."""
     x, w, y = draw(250, 128, 50257)
     bias = torch.randn(50257, device="cuda", requires_grad=True)
     budget = 64 * 50264 * 2
@@ -198,7 +200,7 @@ def test_chunks_of_one_step_repeat():
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 @pytest.mark.parametrize("ignored", [0.0, 0.6])
 def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
-    """Against the products and passes alone."""
+    """Compared with the separate GEMMs and passes."""
     x, w, y = draw(1500, 512, 3001, seed=3)
     y[torch.rand(1500, device="cuda") < ignored] = -100
     valid = int((y >= 0).sum())
@@ -235,7 +237,7 @@ def test_errors_do_not_grow_with_the_logits(std, save):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_logits_far_above_the_target(with_bias):
-    """Rows whose first offset is too low are done again from their largest logit."""
+    """Rows whose first offset is too low are recomputed from their largest logit."""
     x, w, y = draw(600, 64, 5000)
     bias = 3 * torch.randn(5000, device="cuda") if with_bias else None
     x[::7] *= 300.0
@@ -248,7 +250,7 @@ def test_logits_far_above_the_target(with_bias):
 
 
 def test_infinite_and_missing_logits():
-    """Classes ruled out by a bias of -inf, a target among them; NaN in an ignored row of x."""
+    """Classes masked by a bias of -inf, a target among them; NaN in an ignored row of x."""
     x, w, y = draw(300, 64, 1000)
     bias = torch.zeros(1000, device="cuda")
     bias[10:400] = -math.inf
@@ -271,7 +273,7 @@ def test_bitwise_repeatable():
 
 
 def test_operands_that_begin_anywhere():
-    """A slice that starts at 2 bytes takes the other kernel."""
+    """A slice that is aligned to 2 bytes only uses the other kernel."""
     x, w, y = draw(200, 64, 999)
     memory = torch.empty(w.numel() + 1, device="cuda", dtype=BF16)
     shifted = memory[1:].view_as(w)
@@ -282,8 +284,8 @@ def test_operands_that_begin_anywhere():
 
 @pytest.mark.parametrize("moves", ["x to an aligned address", "all to an unaligned address"])
 def test_a_backward_whose_tensors_lie_elsewhere(moves):
-    """What the forward saved comes back at other addresses, as from hooks that keep it elsewhere:
-    neither the order of the rows nor the result may depend on that."""
+    """The saved tensors come back at other addresses, as from hooks that store them elsewhere:
+    neither the order of the rows nor the result may depend on the address."""
     tokens, vocab = 3000, 50257
     x, w, y = draw(tokens, 64, vocab)
     y[torch.rand(tokens, device="cuda") < 0.5] = -100
@@ -349,7 +351,7 @@ def test_both_kernels_agree(monkeypatch, names, save):
     save=cases.SAVES, valid=[0, 1, 700, 1024, 1025, 2900, 3000], with_bias=[False, True]
 )
 def test_rows_beyond_the_valid_ones_are_skipped(save, valid, with_bias):
-    """No bound given: the kernels find out by themselves how many rows there are."""
+    """No bound is given: the kernels determine the number of valid rows themselves."""
     tokens, vocab = 3000, 50257
     x, w, y = draw(tokens, 128, vocab)
     kept = torch.randperm(tokens, device="cuda")[:valid]

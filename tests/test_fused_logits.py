@@ -1,5 +1,5 @@
-"""Hopper's fused product where it gives the logits too, for losses whose gradient is no row factor
-times exp(l): probabilities, a differentiable entropy, softcap with smoothing."""
+"""Hopper's fused logits GEMM where it also writes the logits, for losses whose gradient is no
+row factor times exp(l): probabilities, a differentiable entropy, softcap with smoothing."""
 
 import functools
 import math
@@ -58,11 +58,11 @@ def test_it_serves_where_the_plan_says(monkeypatch):
         assert kernel_of(softcap=3.0, label_smoothing=0.1, save=save) == "fused"
     nothing = {"grad_input": False, "grad_weight": False}
     assert kernel_of(probabilities=True, **nothing) == "fused"
-    # The logits of its backward would be another product's.
+    # The backward would recompute the logits with another GEMM.
     assert kernel_of(probabilities=True, save="stats") == "gemm"
     assert kernel_of(softcap=3.0, label_smoothing=0.1, save="stats") == "fused"
     assert kernel_of(1020, probabilities=True) == "fused"
-    # A short product does not hide that it writes z.
+    # With a small H the GEMM is too short to hide the writes of z.
     assert kernel_of(1016, probabilities=True, save="grads") == "gemm"
     assert kernel_of(1016, probabilities=True, **nothing) == "fused"
     for option in ({"softcap": 3.0}, {"label_smoothing": 0.1}, {"return_entropy": True}):
@@ -85,7 +85,7 @@ def test_ragged_probabilities(vocab, dtype):
 
 
 CLASSES = 1000
-OPTIONS = {  # and whether the fused product serves them with probabilities
+OPTIONS = {  # and whether the fused GEMM supports them with probabilities
     "scale": ({"logit_scale": 0.7, "temperature": 1.3}, True),
     "z-loss": ({"z_loss": 1e-2}, True),
     "token weight": ({"token_weight": torch.linspace(0.0, 2.0, 400)}, True),
@@ -99,7 +99,7 @@ OPTIONS = {  # and whether the fused product serves them with probabilities
 @pytest.mark.parametrize("kind", ["logits", "grads", "grads, bfloat16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_beside_probabilities(name, kind):
-    """And a bias with its gradient, a differentiable lse, and rows that sum to anything."""
+    """Plus a bias with its gradient, a differentiable lse, and rows whose sum is not 1."""
     x, w, noise = draw(400, 1024, CLASSES)
     t = noise.softmax(-1) * torch.linspace(0.0, 3.0, 400, device="cuda")[:, None]
     t = t.to(BF16 if "bfloat16" in kind else t.dtype)
@@ -131,7 +131,7 @@ def test_options_beside_probabilities(name, kind):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_product_takes_these_options(monkeypatch, name):
-    """By what the forward does without it: a plan does not know every option."""
+    """Tested by what the forward launches without it: a plan does not know every option."""
     x, w, noise = draw(400, 1024, CLASSES)
     t = noise.softmax(-1)
     options = {k: v.cuda() if torch.is_tensor(v) else v for k, v in OPTIONS[name][0].items()}
@@ -145,8 +145,8 @@ def test_the_product_takes_these_options(monkeypatch, name):
 
 @pytest.mark.parametrize("far", [0.5, 3.0, 20.0, 90.0])
 def test_logits_far_from_the_probed_ones(far):
-    """Some so far above that rows are computed again, some so far below that p is 0. The offset of
-    a row with probabilities comes from the logits of four columns, a quarter of V apart."""
+    """Some logits so far above that rows are recomputed, some so far below that p is 0. The
+    offset of a row with probabilities comes from the logits of four columns, V / 4 apart."""
     x, w, noise = draw(300, 1024, 4096)
     level = torch.full((4096,), far, device="cuda")
     level[torch.arange(4) * 1024] = -far
@@ -168,7 +168,7 @@ def test_logits_far_from_the_probed_ones(far):
 
 
 def test_classes_ruled_out_have_no_gradient():
-    """By a bias of -inf: p is 0 there, and so is dz where the probability is."""
+    """Classes with a bias of -inf have p = 0, and dz = 0 if their probability is 0."""
     x, w, noise = draw(300, 1024, 5000)
     bias = torch.zeros(5000, device="cuda")
     bias[7:4001] = -math.inf
@@ -185,7 +185,8 @@ def test_classes_ruled_out_have_no_gradient():
     top=[10, 14, 17, 20, 60, 200, 1000, 4000], save=["logits", "grads"], dtype=[BF16, torch.float32]
 )
 def test_certain_rows_leave_nothing(top, save, dtype):
-    """A model as sure as its target: loss and gradients are what float32 leaves of a difference."""
+    """A model as certain as its target: loss and gradients are the float32 rounding error of a
+    difference."""
     hidden, vocab = 1024, 3008
     x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
     rows = torch.arange(256, device="cuda")
@@ -198,13 +199,13 @@ def test_certain_rows_leave_nothing(top, save, dtype):
     true = true if loss.dim() else true.mean()
     assert bool(((loss.double() - true).abs() <= 2e-6 + 1e-7 * top).all())
     bar = (2e-6 + 1e-7 * top) * max(top, 1) / 256
-    # Where something is left, dz and its product are rounded to bfloat16, in all rows alike.
+    # Otherwise dz and its GEMM are rounded to bfloat16, in all rows alike.
     assert (dx.double() - true_dx).abs().max() <= bar + 6e-3 * true_dx.abs().max()
     assert (dw.double() - true_dw).abs().max() <= 2e-6 + 1e-7 * top + 6e-3 * true_dw.abs().max()
 
 
 def test_a_mixed_target_equal_to_the_softmax():
-    """Half and half, which bfloat16 holds exactly; p - t is a sixteenth of p."""
+    """Two classes of probability 1/2, which bfloat16 holds exactly; p - t is p / 16."""
     hidden, vocab = 1024, 3008
     rows = torch.arange(256, device="cuda")
     x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
@@ -220,7 +221,8 @@ def test_a_mixed_target_equal_to_the_softmax():
 
 @pytest.mark.parametrize("level", [1e5, 1e6, 1e7])
 def test_logits_that_are_all_far_from_zero(level):
-    """lse is rounded there; what is left of it still belongs to the probabilities' sum."""
+    """lse is rounded there; the remainder must still cancel against the sum of the
+    probabilities."""
     x = torch.ones(64, 1024, device="cuda", dtype=BF16)
     w = torch.zeros(3001, 1024, device="cuda", dtype=BF16)
     w[:, 0] = level
@@ -231,7 +233,7 @@ def test_logits_that_are_all_far_from_zero(level):
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 def test_a_target_near_the_softmax(save):
-    """p - t is a small part of p: what rounds p itself loses it."""
+    """p - t is a small part of p: rounding p itself would lose it."""
     x, w, noise = draw(512, 1024, 3001, std=8.0)
     t = (x.double() @ w.double().T + 1e-2 * noise.double()).softmax(-1)
     made = results(x, w, t, save=save)
@@ -242,7 +244,8 @@ def test_a_target_near_the_softmax(save):
 def test_padding_is_never_read(save):
     x, w, noise = draw(300, 1024, 700)
     t = torch.full((300, 1000), math.nan, device="cuda", dtype=BF16)
-    t[:, :700] = noise.softmax(-1)  # 700 ends within the eight columns that a lane takes at once
+    # Column 700 lies within the eight columns that a lane reads at once.
+    t[:, :700] = noise.softmax(-1)
     padded = torch.full((1000, 1024), math.nan, device="cuda", dtype=BF16)
     padded[:700] = w
     loss, dx, dw = results(x, padded, t, valid_vocab=700, save=save)
@@ -262,8 +265,8 @@ def test_logits_far_above_the_sampled_ones():
 
 @pytest.mark.parametrize("masked", [slice(0, 4000), slice(1, 5000), slice(0, 5000)])
 def test_classes_ruled_out(masked):
-    """By a bias of -inf, where the probability is 0: those that give a row's first offset, all but
-    one, all."""
+    """A bias of -inf, with probability 0, in the columns that give a row's first offset, in all
+    but one of them, and in all."""
     x, w, noise = draw(300, 1024, 5000)
     bias = torch.zeros(5000, device="cuda")
     bias[masked] = -math.inf
@@ -310,7 +313,8 @@ KINDS = {
 
 @cases.pairwise(kind=list(KINDS), save=["logits", "stats"], bound=[False, True])
 def test_both_kernels_agree(monkeypatch, kind, save, bound):
-    """With all outputs; of classes some are ignored, and left out where a bound is given."""
+    """With all outputs. With class targets some rows are ignored, and skipped if a bound is
+    given."""
     x, w, noise = draw(700, 1032, 3001)
     options = dict(KINDS[kind])
     entropy, soft = options.pop("entropy", False), options.pop("soft", False)

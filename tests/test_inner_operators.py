@@ -1,4 +1,4 @@
-"""The inner operators called directly: their outputs, their checks, what they change in place."""
+"""The inner operators, called directly: outputs, checks, what they change in place."""
 
 import cases
 import pytest
@@ -18,7 +18,8 @@ def leaves(device, scale=1.0):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_saved_tensor_hooks_keep_their_memory(device, save):
-    """A hook may hand out a buffer that it uses again: scaling it in place would reach .grad."""
+    """A hook may return a buffer that it uses again: scaling it in place would change the
+    user's .grad."""
     buffers = {}
 
     def pack(tensor):
@@ -83,7 +84,8 @@ def test_raw_gradients_that_nobody_wants_are_none(device, save):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_gradients_keep_what_scales_them(device, reduction):
-    """On CUDA they are held in a unit that only the scalars tell; the CPU has float32's instead."""
+    """On CUDA the saved gradients are in a unit that only the scalars contain; the CPU saves
+    float32."""
     x, w, target = leaves(device)
     options = {"dtype": torch.float16, "reduction": reduction}
     made = torch.ops.flce.forward(*raw.forward(x.half(), w.half(), target, "grads", **options))
@@ -109,7 +111,7 @@ def test_scale_bumps_the_version_counter(device):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1), (0, 2, None), (None,) * 3])
 def test_scale_takes_several_of_any_types(device, order):
-    """Neighbours of one type share a pass on CUDA, unaligned ones among them."""
+    """On CUDA consecutive tensors of one dtype share a kernel, including unaligned ones."""
     wide, unaligned = torch.randn(70001, device=device), torch.randn(10, device=device)[1:]
     narrow = torch.randn(3, 7, device=device).to(torch.bfloat16)
     grads = [None if at is None else (wide, unaligned, narrow)[at] for at in order]
@@ -165,7 +167,7 @@ def test_raw_cross_entropy_backward_checks_what_it_is_given(device, argument):
 
 @pytest.mark.parametrize("save", ["grads", "stats"])
 def test_float32_sums_hold_over_many_chunks(device, save):
-    """bfloat16 sums lose a rounding a chunk; accum_dtype=torch.float32 does not."""
+    """bfloat16 sums are rounded once per chunk; with accum_dtype=torch.float32 they are not."""
     case = cases.make_case(1024, 64, 512, dtype=torch.bfloat16, device=device, std=2.0)
     truth = cases.chunked_truth(case, 256)["linear_weight"]
 
@@ -180,8 +182,8 @@ def test_float32_sums_hold_over_many_chunks(device, save):
 
 
 def test_a_failed_backward_is_not_repeated(device):
-    """The gradients are scaled in place where nobody needs them again; a second try would scale
-    them twice."""
+    """The gradients are scaled in place if they are not needed again; a second backward would
+    scale them twice."""
     x, w, y = leaves(device)
     loss = flce.linear_cross_entropy(x, w, y, save="grads")
     failures = [RuntimeError("first")]

@@ -1,4 +1,5 @@
-"""Weights of more than two dimensions and torch's own call: flce.compat.kdim, flce.compat.torch."""
+"""Weights with more than two dimensions and torch's own interface: flce.compat.kdim,
+flce.compat.torch."""
 
 import functools
 import inspect
@@ -19,7 +20,7 @@ HAS_TORCHS = hasattr(F, "linear_cross_entropy")
 needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")
 
 
-# ---- weights of more than two dimensions (flce.compat.kdim) and torch's own call ----
+# ---- weights with more than two dimensions (flce.compat.kdim) and torch's own interface ----
 
 
 def eager(x, w, target, *, linear_bias=None, ignore_index=None, options=None, **kwargs):
@@ -64,7 +65,7 @@ def test_torchs_function_of_one_row(device, kind, reduction):
 @pytest.mark.parametrize("kind", ["indices", "probabilities"])
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
 def test_counts_are_not_of_the_default_dtype(device, kind, default):
-    """2067 positions, a number that float16 does not hold, and float32 weights of float64 operands:
+    """2067 positions, which float16 cannot represent, and float32 weights of float64 operands:
     no denominator is rounded."""
     x, w, b, target = make(kind, (159,), device)
     assert N * 159 == 2067
@@ -92,7 +93,7 @@ def test_all_ignored_is_zero(device, positions):
 
 @pytest.mark.parametrize("positions", [(), (3,)])
 def test_weights_that_sum_to_zero_are_nan(device, positions):
-    """0/0 as in torch, whatever the layout; over no valid row it is 0 all the same."""
+    """0/0 as in torch, whatever the layout; over no valid row it is still 0."""
     x, w, _, target = make("indices", positions, device)
     weight = torch.zeros(V, dtype=torch.float64, device=device)
     call = functools.partial(compat_torch.linear_cross_entropy, x, w, weight=weight)
@@ -153,7 +154,7 @@ def test_the_public_function_names_the_shape(device):
 
 
 def compiled_calls(x, w, y):
-    """One of each shim and of the positions, as functions of x and w."""
+    """One call of each compat module and of the K-dimensional weights, as functions of x and w."""
     rows, positions = y.flatten(), y.flatten().unsqueeze(1).expand(-1, 2)
     weight = torch.rand(V, dtype=x.dtype, device=x.device)
     return {
@@ -188,7 +189,10 @@ def test_what_torchs_options_become():
     assert from_torch_options(None, weight) == {}
     assert from_torch_options(fields(), weight) == {}
     made = from_torch_options(fields(torch.float32, "accurate", 8), weight)
-    assert made == {"accum_dtype": torch.float32, "max_memory": 8 * 64}  # rows of whole 64 bytes
+    assert made == {
+        "accum_dtype": torch.float32,
+        "max_memory": 8 * 64,
+    }  # rows are multiples of 64 bytes
     assert from_torch_options(fields(torch.float32, "compact"), weight) == {}
     made = from_torch_options(fields(batch_chunk_size=3), weight.double())
     assert made == {"max_memory": 3 * 128}
@@ -202,7 +206,7 @@ def test_what_torchs_options_become():
 @needs_torchs
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_torchs_options(device, reduction):
-    """Both of torch's paths, and flce's own `options`, give the same numbers."""
+    """Both of torch's paths and flce's own `options` give the same numbers."""
     x, w, b, target = make("indices", (), device)
     for options in (
         torch.nn.LinearCrossEntropyOptions(),
@@ -232,7 +236,7 @@ def test_torchs_signatures():
 @needs_torchs
 @pytest.mark.parametrize("positions", [(), (2, 3)])
 def test_torchs_module(device, positions):
-    """The same state_dict, and from it the same loss."""
+    """The same state_dict, and with it the same loss."""
     weight = torch.rand(V, device=device, dtype=torch.float64)
     call = {"out_features": positions, "bias": True, "weight": weight, "label_smoothing": 0.1}
     factory = {"device": device, "dtype": torch.float64}

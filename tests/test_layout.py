@@ -1,4 +1,5 @@
-"""The layout of csrc: where the functions of a backend are, and which way the includes go."""
+"""The layout of csrc: which file defines a backend function, and which folders may include
+which."""
 
 import re
 from pathlib import Path
@@ -6,8 +7,7 @@ from pathlib import Path
 CSRC = Path(__file__).parents[1] / "csrc"
 SOURCES = [path for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp", ".cu", ".h", ".cuh")]
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-# Which folders a file may include from, in addition to its own; ".": flce.h, loss.h,
-# backend.h.
+# Folders that a file may include from, in addition to its own. ".": flce.h, loss.h, backend.h.
 MAY_INCLUDE = {
     ".": set(),
     "core": {"."},

@@ -1,4 +1,4 @@
-"""The contract with torch.library and torch.compile."""
+"""Behaviour with torch.library and torch.compile."""
 
 import copy
 
@@ -45,11 +45,11 @@ def opcheck_forward(device):
     for save in cases.SAVES:
         yield raw.forward(x, w, target, save, **options), {}
     yield raw.forward(x, w, target, "grads", wants_statistics=True, **options), {}
-    # Softcap with smoothing keeps the logits themselves.
+    # Softcap with smoothing saves the logits themselves.
     yield raw.forward(x, w, target, "logits", **{**options, "softcap": 5.0}), {}
     one = {"reduction": "none", "label_smoothing": 0.1, "grads": (True, False, False)}
     yield raw.forward(x, w, target, "logits", **one), {}
-    # No E: the logits, had they been kept, would have another dtype than the operands.
+    # No E: the logits, if they were saved, would have another dtype than the operands.
     soft = torch.softmax(torch.randn(len(target), len(w), device=device), -1).to(torch.bfloat16)
     narrow = (tensor.detach().to(torch.bfloat16) for tensor in (x, w))
     yield raw.forward(*narrow, soft, "stats", dtype=torch.bfloat16, grads=(False,) * 3), {}
@@ -103,7 +103,7 @@ def opcheck_cross_entropy_outputs(device):
 
 
 def test_raw_logits_without_a_class_are_refused(device):
-    """Where they are traced too."""
+    """Also while tracing."""
     for where in (device, "meta"):
         logits = torch.randn(3, 0, device=where)
         with pytest.raises(ValueError, match="logits: expected at least one class, got 0"):
@@ -125,7 +125,7 @@ def opcheck_cross_entropy_backward(device):
     yield raw.cross_entropy_backward(arguments, made, grad_output), {}
 
 
-# One entry for every operator that takes tensors; test_every_op_has_a_sample holds it to that.
+# One entry for every operator that takes tensors; test_every_op_has_a_sample checks that.
 OPCHECK_SAMPLES = {
     "linear_cross_entropy": opcheck_linear_cross_entropy,
     "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
@@ -139,12 +139,12 @@ OPCHECK_SAMPLES = {
     "cross_entropy_forward": opcheck_cross_entropy_forward,
     "cross_entropy_backward": opcheck_cross_entropy_backward,
 }
-# opcheck is about tensors: these have none, so no fake and no gradient.
+# Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
-# flce.tune's: its tensors are mere memory, its value is a time. Never in a graph.
+# Of flce.tune: its tensors are scratch memory, its result is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}
-# Refuse to be differentiated: their values are checked on detached tensors.
+# These refuse to be differentiated: their values are checked on detached tensors.
 REFUSE_GRADIENTS = {"backward", "backward_into", "cross_entropy_backward", "scaled"}
 
 
@@ -178,11 +178,15 @@ def test_opcheck(device, name):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_a_traced_graph_differentiates(device, save):
-    """What a tracer records has a formula: no part of a loss is lost without a word."""
+    """The operators in a traced graph have autograd formulas: no part of a gradient is silently
+    missing."""
     x, w, _, target = sample_tensors(device)
 
     def step(x, w, target):
-        options = {"save": save, "valid_bound": len(target)}  # else the CPU counts the valid rows
+        options = {
+            "save": save,
+            "valid_bound": len(target),
+        }  # otherwise the CPU counts the valid rows
         return flce.linear_cross_entropy(x, w, target, **options) + x.square().mean()
 
     step(x, w, target)
@@ -213,7 +217,7 @@ def test_compile_fullgraph(device, save, backend):
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 def test_compile_with_a_dynamic_number_of_tokens(device, save):
-    """One compilation serves every N."""
+    """One compilation is used for every N."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(

@@ -1,4 +1,5 @@
-"""Every option alone and combined, frozen subsets, upstream gradients, shapes, strides, budgets."""
+"""Every option alone and in combination: frozen subsets, upstream gradients, shapes, strides,
+budgets."""
 
 import itertools
 import math
@@ -30,7 +31,7 @@ def strategies(reduction):
 
 
 def check_all(case, **call):
-    """All strategies that serve the reduction, whole and in four chunks, against one yardstick."""
+    """All strategies that support the reduction, in one chunk and in four, with one tolerance."""
     yardstick = cases.Yardstick(case, **call)
     for save in strategies(case.options.get("reduction", "mean")):
         for budget in (None, 10 * (VOCAB + 3) * 4):
@@ -81,7 +82,7 @@ def test_bias_of_minus_infinity_masks_classes(device, save):
 
 @pytest.mark.parametrize("index", [-100, -1, 0, 5, VOCAB - 1, VOCAB + 7])
 def test_ignore_index_values(device, index):
-    """Inside the range of classes too, where no target may mean that class."""
+    """Also an index inside [0, V), where no target can mean that class."""
     case = cases.ignore_some(make(device, label_smoothing=0.1), index=index, every=2)
     check_all(case)
 
@@ -99,7 +100,7 @@ def test_ignore_index_none_means_minus_100(device):
     tokens=[0, 9],
 )
 def test_no_valid_rows(device, reduction, class_weight, smoothing, tokens):
-    """All rows ignored, or no rows: loss 0 and zero gradients, also where input holds NaN."""
+    """All rows ignored, or no rows: loss 0 and zero gradients, also if the input contains NaN."""
     case = make(device, class_weight=class_weight, reduction=reduction, label_smoothing=smoothing)
     case.input, case.target = case.input[:tokens], case.target[:tokens]
     case = cases.ignore_some(case, every=1)
@@ -114,7 +115,7 @@ def test_no_valid_rows(device, reduction, class_weight, smoothing, tokens):
 
 
 def test_mean_divides_by_the_weights_of_valid_rows(device):
-    """By hand: two valid rows of weights 2 and 0.5."""
+    """By hand: two valid rows with weights 2 and 0.5."""
     case = make(device, torch.float64, bias=False)
     case = cases.Case(case.input[:3], case.linear_weight, torch.tensor([4, -100, 7], device=device))
     weight = torch.ones(VOCAB, dtype=torch.float64, device=device)
@@ -140,7 +141,8 @@ def test_frozen_parts(device, wants, reduction, smoothing):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_upstream_gradient(device, dtype, reduction):
-    """A scalar that is no power of two; for "none" a vector with signs, zeros and a wide range."""
+    """A scalar that is no power of two; for "none" a vector with both signs, zeros and a wide
+    range."""
     case = make(device, dtype, reduction=reduction)
     if reduction == "none":
         upstream = torch.randn(TOKENS, generator=cases.generator(2))
@@ -152,7 +154,7 @@ def test_upstream_gradient(device, dtype, reduction):
 
 @pytest.mark.parametrize("save", ["logits", "stats"])
 def test_expanded_upstream_gradient(device, save):
-    """`loss.sum()` hands over a gradient of stride 0, `loss[::2].sum()` one with gaps."""
+    """`loss.sum()` passes an upstream gradient of stride 0, `loss[::2].sum()` one with gaps."""
     case = make(device, torch.float64, bias=False, reduction="none")
 
     def strided(function):
@@ -182,7 +184,7 @@ def test_shapes(device, shape, reduction):
 
 
 def strided(tensor):
-    """The same values behind strides: every second element of a larger tensor of NaN."""
+    """The same values in a strided view: every second element of a larger tensor of NaN."""
     wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), -7)
     wide[..., ::2] = tensor
     return wide[..., ::2]
@@ -212,7 +214,7 @@ def test_strided_inputs_give_the_same_bits(device, save, dtype):
 
 
 def test_transposed_and_sliced_views(device):
-    """A (S, B, H) activation seen as (B, S, H), a weight stored as its transpose, a sliced head."""
+    """A (S, B, H) activation viewed as (B, S, H), a weight stored transposed, a sliced head."""
     x = torch.randn(5, 3, HIDDEN, device=device, dtype=torch.float64)
     w = torch.randn(HIDDEN + 3, VOCAB + 2, device=device, dtype=torch.float64)
     y = torch.randint(VOCAB, (5, 3), device=device)
@@ -227,7 +229,7 @@ def test_budgets(device, dtype, rows):
     """Chunks of each size class, for each strategy."""
     case = cases.make_case(150, HIDDEN, 96, dtype=dtype, device=device, std=4.0, bias=True)
     yardstick = cases.Yardstick(case)
-    # 16-bit sums over a chunk for each token lose what accum_dtype is for.
+    # With one chunk per token 16-bit sums lose the accuracy that accum_dtype provides.
     accum_dtype = torch.float32 if rows == 1 and dtype.itemsize == 2 else None
     for save in cases.SAVES:
         knobs = {"save": save, "max_memory": rows * 96 * 8, "accum_dtype": accum_dtype}
@@ -237,7 +239,7 @@ def test_budgets(device, dtype, rows):
 
 @pytest.mark.parametrize("save", ["grads", "stats"])
 def test_same_chunks_give_the_same_bits(device, save):
-    """16 rows fit either budget: only the chunk's size may matter."""
+    """16 rows fit both budgets: the result may only depend on the chunk size."""
     case = cases.make_case(50, HIDDEN, 96, dtype=torch.float32, device=device, bias=True)
     row = 96 * 4
     results = [
@@ -267,7 +269,7 @@ def test_budget_texts(text, count):
 
 
 def test_budget_from_the_environment(device, monkeypatch):
-    """FLCE_MAX_MEMORY sets the default; an argument goes before it."""
+    """FLCE_MAX_MEMORY sets the default; the argument takes precedence."""
     case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device)
     budget = {"max_memory": 16 * 256 * 4, "save": "stats"}
 
@@ -284,7 +286,7 @@ def test_budget_from_the_environment(device, monkeypatch):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_accum_dtype(device, save, dtype):
-    """float32 sums over many chunks are as good as one GEMM's; the gradient keeps W's dtype."""
+    """float32 sums over many chunks are as accurate as one GEMM; the gradient keeps W's dtype."""
     case = cases.make_case(160, HIDDEN, 96, dtype=dtype, device=device, std=4.0)
     yardstick = cases.Yardstick(case)
     budget = 8 * 96 * 4
@@ -294,7 +296,7 @@ def test_accum_dtype(device, save, dtype):
         if accum == torch.float32 or dtype == torch.float32:
             yardstick.check(results, f"{knobs}")
         else:
-            # Twenty roundings of the running sum to the operands' own type.
+            # Twenty roundings of the running sum to the operands' dtype.
             error = cases.relative_error(results["linear_weight"], yardstick.truth["linear_weight"])
             assert error <= 20 * cases.FLOORS[dtype][0]
 
@@ -302,7 +304,7 @@ def test_accum_dtype(device, save, dtype):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_dtype(device, save, dtype):
-    """Asked to round the logits as an eager head does, the result has eager's accuracy."""
+    """If the logits may be rounded as in an eager head, the result has eager's accuracy."""
     case = cases.make_case(64, 64, 1000, dtype=dtype, device=device, std=8.0, targets="sampled")
     cases.check(flce.linear_cross_entropy, case, save=save, logits_dtype=dtype)
 
@@ -317,7 +319,7 @@ def test_class_weight_dtype(device, save, weight_dtype):
 
 
 def test_inputs_are_left_alone(device):
-    """No argument is written, whichever strategy."""
+    """No argument is modified, with any strategy."""
     case = make(device, class_weight=True, label_smoothing=0.1)
     options = [value for value in case.options.values() if isinstance(value, torch.Tensor)]
     leaves = [case.input, case.linear_weight, case.target, *options]

@@ -1,5 +1,5 @@
-"""Each output by itself, their gradients together, linear_logprobs, and several options at once in
-gradcheck, compile and opcheck."""
+"""Each output by itself, their gradients together, linear_logprobs, and combinations of options
+in gradcheck, compile and opcheck."""
 
 import math
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import flce
 
 TOKENS, VOCAB = 30, 41
-# Those whose backward can still take a gradient of lse or entropy.
+# Strategies whose backward supports a gradient of lse or entropy without recomputing everything.
 LATE_SAVES = pytest.mark.parametrize("save", ["auto", "logits", "stats"])
 
 
@@ -38,7 +38,7 @@ def test_what_was_not_asked_for_is_none(device, name):
 
 
 def test_accuracy_and_predictions(device):
-    """Against argmax, and the lowest class where two are equal."""
+    """Compared with argmax; of equal maxima the lowest class counts."""
     x, w, y = cases.leaves(device, TOKENS)
     with torch.no_grad():
         w[5], w[20], w[VOCAB - 1] = w[20], w[20], w[20]
@@ -55,7 +55,8 @@ def test_accuracy_and_predictions(device):
 
 @pytest.mark.parametrize("index", [-1, 0])
 def test_no_ignored_row_is_right(device, index):
-    """Its prediction is -1, which may be ignore_index itself; with none valid accuracy is 0."""
+    """An ignored row's prediction is -1, which may equal ignore_index; without valid rows
+    accuracy is 0."""
     x, w, y = cases.leaves(device, TOKENS)
     y.fill_(index)
     made = flce.linear_cross_entropy(x, w, y, ignore_index=index, return_accuracy=True)
@@ -93,7 +94,7 @@ def test_loss_lse_and_entropy_in_one_backward(device, save):
 
 
 def test_one_backward_is_two_products(device):
-    """Not two for each output that is differentiated."""
+    """Two GEMMs in total, not two for each differentiated output."""
     x, w, y = cases.leaves(device, TOKENS)
     made = flce.linear_cross_entropy(x, w, y, save="logits", return_lse=True, return_entropy=True)
     total = made.loss + made.lse.square().sum() - 0.1 * made.entropy.sum()
@@ -101,7 +102,7 @@ def test_one_backward_is_two_products(device):
 
 
 def test_outputs_cost_no_product(device):
-    """lse, entropy, accuracy and predictions come from the loss's own pass."""
+    """lse, entropy, accuracy and predictions come from the pass that computes the loss."""
     x, w, y = cases.leaves(device, TOKENS)
     names = ("lse", "entropy", "accuracy", "predictions", "z_loss")
     wanted = {f"return_{name}": True for name in names}
@@ -113,7 +114,7 @@ def test_outputs_cost_no_product(device):
 
 @pytest.mark.parametrize("output", ["lse", "entropy"])
 def test_grads_makes_them_again_for_other_outputs(device, output):
-    """Three products then, none where the loss alone is differentiated."""
+    """Three more GEMMs then, none if only the loss is differentiated."""
     x, w, y = cases.leaves(device, TOKENS)
     made = flce.linear_cross_entropy(x, w, y, save="grads", return_lse=True, return_entropy=True)
     both = made.loss + getattr(made, output).sum()
@@ -131,7 +132,7 @@ def test_grads_makes_them_again_for_other_outputs(device, output):
 
 @pytest.mark.parametrize("budget", [None, 8 * (VOCAB + 3) * 8])
 def test_auto_can_differentiate_what_it_returns(device, budget):
-    """However little memory there is."""
+    """With any memory bound."""
     x, w, y = cases.leaves(device, TOKENS)
     made = flce.linear_cross_entropy(x, w, y, max_memory=budget, return_lse=True)
     cases.assert_same(
@@ -145,7 +146,7 @@ def test_auto_can_differentiate_what_it_returns(device, budget):
 @LATE_SAVES
 @pytest.mark.parametrize("budget", [None, 8 * (VOCAB + 3) * 8])
 def test_policy_gradient_step(device, save, budget):
-    """A clipped ratio, an entropy bonus and a mask, at a temperature."""
+    """A clipped ratio, an entropy bonus and a mask, with a temperature."""
     x, w, y = cases.leaves(device, 3, 10)
     y[1, 6:] = -100
     advantage, old = (
@@ -186,7 +187,7 @@ def test_logprobs_equal_the_reference(device):
     cases.assert_same(ours, flce.reference.linear_logprobs(x, w, y, **options), (x, w))
 
 
-# ---- the rest of torch ----
+# ---- gradcheck, compile, opcheck ----
 
 SEVERAL = {
     "reduction": "mean",
@@ -202,7 +203,7 @@ SEVERAL = {
 @pytest.mark.parametrize("save", ["logits", "stats"])
 @pytest.mark.parametrize("targets", ["classes", "probabilities"])
 def test_gradcheck_of_several_options(device, save, targets):
-    """The gradients against finite differences: independent of the reference."""
+    """The gradients compared with finite differences, independently of the reference."""
     x, w, y = cases.leaves(device, 5, vocab=7)
     options = {
         **SEVERAL,

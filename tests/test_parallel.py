@@ -41,8 +41,8 @@ def whole(tensor):
 
 
 def compare(rank, way):
-    """Gradients of the head with and without accumulate_into, over four steps of other data in each
-    process; DDP does not exchange every other one."""
+    """Compares the head's gradients with and without accumulate_into, over four steps with
+    different data in each process; DDP synchronises every other step."""
     plain, model = Model(None), Model("grad")
     model.load_state_dict(plain.state_dict())
     for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
@@ -72,7 +72,7 @@ def compare_all(rank, file):
         compare(rank, way)
     dist.barrier()
     dist.destroy_process_group()
-    # An orderly exit aborts now and then: gloo's threads may outlive their group.
+    # A normal exit aborts now and then: gloo's threads may outlive their group.
     os._exit(0)
 
 

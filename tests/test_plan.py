@@ -1,4 +1,4 @@
-"""The plan against what runs: GEMMs as counted, bytes as measured, budgets as kept."""
+"""The plan compared with what runs: number of GEMMs, measured bytes, memory bounds."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ WANTS = [subset for size in range(4) for subset in itertools.combinations(cases.
 
 
 def plan_of(case, device, wants=cases.GRADIENTS, **knobs):
-    """The plan for `case`; a bias is in it where its gradient is wanted."""
+    """The plan for `case`; it includes a bias if the bias's gradient is wanted."""
     (tokens, hidden), vocab = case.input.shape, case.linear_weight.shape[0]
     grads = {flag: name in wants for name, flag in NAMES.items()}
     knobs.setdefault("bias", "linear_bias" in wants)
@@ -23,7 +23,7 @@ def plan_of(case, device, wants=cases.GRADIENTS, **knobs):
 
 
 def split_step(case, wants, **knobs):
-    """GEMMs of the forward and of the backward, as the engine counted them."""
+    """GEMMs of the forward and of the backward, counted by the engine."""
     named = {"input": case.input, "linear_weight": case.linear_weight, **case.options}
     leaves = {name: value.clone().requires_grad_(name in wants) for name, value in named.items()}
     holder = []
@@ -42,8 +42,8 @@ def split_step(case, wants, **knobs):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_gemms(device, save, wants, chunks):
-    """In float32: one logits GEMM a chunk, one for dX and one for dW where they are wanted; a
-    frozen part costs none, "stats" computes the logits once more."""
+    """In float32: per chunk one logits GEMM, one for dX and one for dW if they are wanted; a
+    frozen operand costs none, "stats" computes the logits once more."""
     case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device, bias=True)
     if "linear_bias" not in wants:
         del case.options["linear_bias"]
@@ -65,7 +65,7 @@ def test_gemms(device, save, wants, chunks):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
 def test_planned_gemms_are_the_counted_ones(device, dtype, save, accum_dtype):
-    """In every dtype, also where an accumulator takes blocks of dW."""
+    """In every dtype, also if an accumulator adds blocks of dW."""
     if dtype == torch.float64 and accum_dtype == torch.float32:
         pytest.skip("float64 sums in float64")
     case = cases.make_case(100, 16, 300, dtype=dtype, device=device, bias=True)
@@ -125,21 +125,21 @@ def test_auto(device, reduction, dtype, fits, expected):
     ],
 )
 def test_auto_saves_memory_on_cuda(device, options, save):
-    """Without max_memory the gradients replace even logits that would fit. (H, V: a weight of more
-    than 128 MiB, below which they do in any case.)"""
+    """Without max_memory "auto" makes the gradients in the forward even if the logits would
+    fit. (H, V: a weight above 128 MiB; below that it does so in any case.)"""
     plan = flce.plan(256, 4097, 16384, **{"dtype": torch.bfloat16, "device": device, **options})
     assert plan.save == (save if device == "cuda" else "logits")
 
 
 @pytest.mark.parametrize("hidden, save", [(4096, "grads"), (4097, "logits")])
 def test_auto_weighs_the_weight_on_cuda(device, hidden, save):
-    """Up to 128 MiB of weight the forward makes the gradients, although the logits fit."""
+    """Up to 128 MiB of weight the forward makes the gradients even if the logits fit."""
     plan = flce.plan(256, hidden, 8192, dtype=torch.float32, device=device, max_memory="1GiB")
     assert plan.save == (save if device == "cuda" else "logits")
 
 
 def test_max_memory_of_the_environment(device, monkeypatch):
-    """A bound of the environment counts as given: no smaller chunks than it allows."""
+    """FLCE_MAX_MEMORY counts as given: no smaller chunks than it allows."""
     monkeypatch.setenv("FLCE_MAX_MEMORY", "1GiB")
     assert flce.plan(256, 4097, 16384, device=device).save == "logits"
 
@@ -147,7 +147,8 @@ def test_max_memory_of_the_environment(device, monkeypatch):
 @hopper.ONLY
 @pytest.mark.parametrize("sizes", [(8192, 4096, 128256), (4096, 4096, 128256)])
 def test_the_default_is_small(monkeypatch, sizes):
-    """Chunks below what max_memory allows, which the same bound as an argument does not make."""
+    """By default chunks are smaller than max_memory allows; the same bound as an argument does
+    not make them smaller."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
     default, given = flce.plan(*sizes), flce.plan(*sizes, max_memory="1GiB", save="grads")
     assert (default.chunk_rows, given.chunk_rows) == (2048, 4096)
@@ -155,7 +156,7 @@ def test_the_default_is_small(monkeypatch, sizes):
 
 
 def test_auto_does_as_planned(device):
-    """What auto chose shows in the GEMMs of the forward: 1, 1 + 2, 1 a chunk."""
+    """The choice of "auto" determines the GEMMs of the forward: 1, 1 + 2, 1 per chunk."""
     case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device)
     whole = 64 * 256 * 4
     wants = ("input", "linear_weight")
@@ -168,16 +169,16 @@ def test_form(device):
     shape = {"tokens": 64, "hidden": 32, "vocab": 100, "device": device}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert flce.plan(**shape, dtype=dtype).form == "exp"
-    # Only where float16 operands are used as such: the CPU widens them.
+    # Only if float16 operands are used as such: the CPU converts them to float32.
     expected = "dz" if device == "cuda" else "exp"
     assert flce.plan(**shape, dtype=torch.float16).form == expected
 
 
 BUDGETS = {
     "96KiB": 96 << 10,
-    "400KiB": 400 << 10,  # 12 rows, one tile of 8 and a part of another
+    "400KiB": 400 << 10,  # 12 rows: one tile of 8 and part of another
     "1MiB": 1 << 20,
-    "5MB": 5_000_000,  # 156 rows, one tile of 128 and a part of another
+    "5MB": 5_000_000,  # 156 rows: one tile of 128 and part of another
     "100MB": 100_000_000,
 }
 
@@ -198,7 +199,7 @@ def test_budget_bounds_the_logits_buffer(device, save, budget):
 
 
 def test_text(device):
-    """str() shows the decision and every buffer, and the totals are theirs."""
+    """str() shows the strategy and every buffer, and the totals match."""
     plan = flce.plan(8192, 4096, 128256, dtype=torch.bfloat16, device=device, save="grads")
     text = str(plan)
     for field in ("save=grads", f"form={plan.form}", f"chunk_rows={plan.chunk_rows}"):
@@ -239,13 +240,14 @@ def measured_peaks(case, wants, device, **knobs):
         loss = forward()
         return loss.detach(), torch.autograd.grad(loss.sum(), [leaves[name] for name in wants])
 
-    step()  # what a first call sets up for good is no part of a step
+    step()  # what the first call initialises does not belong to a step
     return cases.peak_bytes(forward, device), cases.peak_bytes(step, device)
 
 
 def fused_scratch(case, rows):
-    """What oneDNN takes from torch's allocator, besides results, for the three bfloat16 products of
-    `rows` tokens. It grows with the threads; the plan lists nothing of it."""
+    """Bytes that oneDNN takes from torch's allocator, in addition to results, for the three
+    bfloat16 GEMMs of `rows` tokens. They grow with the number of threads and are not in the
+    plan."""
     if case.dtype != torch.bfloat16 or case.input.is_cuda:
         return 0
     x, w = case.input[:rows], case.linear_weight
@@ -261,7 +263,7 @@ def fused_scratch(case, rows):
 
 
 def assert_close(measured, planned, what, scratch=0):
-    """Within 2 % of the plan, and of what the library's products take by themselves."""
+    """Within 2 % of the plan plus the scratch of the library's GEMMs."""
     assert 0.98 * planned <= measured <= 1.02 * planned + scratch, (
         f"{what}: {measured} against {planned} + {scratch}"
     )
@@ -289,7 +291,7 @@ def test_peak_memory(device, save, budget, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_peak_memory_of_probabilities(device, save, dtype):
-    """Of operands in bfloat16 on a GPU: some need no logits for bfloat16 probabilities."""
+    """With bfloat16 operands on a GPU: some bfloat16 probabilities need no logits buffer."""
     gpu, wants = device == "cuda", ("input", "linear_weight")
     size, budget = ((2048, 1024, 16000), "16MiB") if gpu else ((256, 128, 4096), "1MiB")
     case = cases.make_case(*size, dtype=torch.bfloat16 if gpu else torch.float32, device=device)
@@ -325,7 +327,7 @@ def test_peak_memory_without_reduction(device, save):
 
 
 def accumulated_peak(case, attribute, held_dtype, device, **knobs):
-    """Of a step that adds the weight's gradient to what is there."""
+    """Peak of a step that adds the weight's gradient to an existing one."""
     x = case.input.clone().requires_grad_()
     weight = torch.nn.Parameter(case.linear_weight.clone())
     bias = case.options["linear_bias"].clone().requires_grad_()
@@ -348,7 +350,7 @@ def accumulated_peak(case, attribute, held_dtype, device, **knobs):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("save", ["logits", "stats"])
 def test_peak_memory_of_accumulation(device, save, dtype, attribute, accum_dtype):
-    """The plan has no gradient of the weight, and what is measured has none."""
+    """The plan has no gradient of the weight, and the measured peak has none."""
     if dtype == torch.float64 and accum_dtype == torch.float32:
         pytest.skip("float64 sums in float64")
     size, budget = (256, 128, 4096), "1MiB"
@@ -373,7 +375,7 @@ def test_peak_memory_of_accumulation(device, save, dtype, attribute, accum_dtype
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 def test_accumulation_takes_no_grads(device, attribute, dtype):
-    """Where "auto" would make the gradients in the forward."""
+    """With accumulation "auto" does not choose "grads" where it otherwise would."""
     size = {"tokens": 256, "hidden": 64, "vocab": 4096, "dtype": dtype, "device": device}
     for budget in ("1MiB", "1GiB"):
         plan = flce.plan(**size, max_memory=budget, accumulate_into=attribute)

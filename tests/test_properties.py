@@ -1,7 +1,7 @@
-"""Options drawn at random, in combination: value, outputs and every gradient against float64.
+"""Random combinations of options: value, outputs and every gradient against float64.
 
-Each case runs under every strategy that serves it, whole and in chunks. FLCE_EXAMPLES sets how many
-cases are drawn; they are the same ones in each run.
+Each case runs with every strategy that supports it, in one chunk and in several. FLCE_EXAMPLES sets
+the number of cases; they are the same in each run.
 """
 
 import os
@@ -17,14 +17,14 @@ import flce
 
 ALL_OUTPUTS = ("loss", "lse", "entropy")
 EXAMPLES = {"cpu": 2000, "cuda": 500}
-RARELY = [None] * 3  # before the values of an option that most calls leave out
+RARELY = [None] * 3  # prepended to the values of an option that most calls omit
 SHAPES = [
     *((n,) for n in range(41)),
     *((b, n) for b in range(5) for n in range(1, 11)),
     *((a, b, n) for a in (1, 2) for b in (1, 2, 3) for n in range(7)),
 ]
 
-# What each part of a call is drawn from, the plainest first: to it a failing case is shrunk.
+# The values that each part of a call is drawn from, simplest first: failing cases shrink to these.
 LOSS = {
     "seed": range(256),
     "shape": SHAPES,
@@ -32,7 +32,7 @@ LOSS = {
     "dtype": [torch.float64] * 5 + [torch.float32, torch.bfloat16, torch.float16],
     "std": [0.5, 3.0, 8.0],
     "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
-    "ignore": [0.0, 0.0, 0.6, 1.0],  # the share of ignored rows
+    "ignore": [0.0, 0.0, 0.6, 1.0],  # the fraction of ignored rows
     "ignore_index": [-100, -100, None, 0, 5],
     "reduction": ["mean", "mean", "sum", "none"],
     "label_smoothing": [0.0, 0.0, 0.1, 1.0],
@@ -53,14 +53,14 @@ LINEAR = {
     "wants": [subset for size in (3, 2, 1, 0) for subset in combinations(cases.GRADIENTS, size)],
     "shift": [0, 0, 0, 1, 2, 5],
     "documents": [False, False, True],
-    "valid_vocab": [*RARELY, 0.01, 0.5, 1.0],  # of the vocabulary
-    "valid_bound": [None, "count", 0, 3],  # more than there are
+    "valid_vocab": [*RARELY, 0.01, 0.5, 1.0],  # fraction of the vocabulary
+    "valid_bound": [None, "count", 0, 3],  # margin above the number of valid rows
     "accum_dtype": [None, torch.float32],
     "chunk_rows": range(1, 10),
 }
 
 
-# Rows that end anywhere in what a processor reads at a time.
+# Sizes that end at any offset within a vector.
 RAGGED = {
     **LINEAR,
     "dtype": [torch.bfloat16],
@@ -71,7 +71,7 @@ RAGGED = {
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Where the cores are shared, threads that wait for each other take most of a small case."""
+    """On shared cores, threads that wait for each other take most of the time of a small case."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,10 +79,11 @@ def _one_thread():
 
 
 def plans(table):
-    """A plan as one draw of bytes, each of which chooses one part.
+    """A plan is drawn as one bytes object, in which each byte selects one part.
 
-    Drawn part by part, most examples would be mutants of others: hypothesis copies what one draw
-    gave to another one, and of so many independent parts that repeats the same combinations.
+    If each part were drawn separately, most examples would be mutations of others: hypothesis
+    copies the values of one draw to another, and with so many independent parts that repeats
+    combinations.
     """
 
     def plan(drawn):
@@ -93,7 +94,7 @@ def plans(table):
 
 
 def examples(device):
-    """As many as the environment or the device says."""
+    """The number of examples, from the environment or by device."""
     return hypothesis.settings(
         max_examples=int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device])),
         derandomize=True,
@@ -106,12 +107,12 @@ RETURNS = ("return_lse", "return_entropy", "return_accuracy", "return_prediction
 
 
 def steps(shape, random, dtype, least=0):
-    """Multiples of 1/4 up to 2, which every dtype holds; the integer ones are whole."""
+    """Multiples of 1/4 up to 2, exact in every dtype; integers for integer dtypes."""
     return (torch.randint(least, 9, shape, generator=random) / 4).to(dtype)
 
 
 def draw_targets(plan, random, vocab):
-    """Classes with the given share of ignored ones, or probabilities."""
+    """Class targets with the given fraction ignored, or probabilities."""
     shape = plan["shape"]
     if plan["targets"] == "probabilities":
         logits = 2.0 * torch.randn(*shape, plan["vocab"], generator=random)
@@ -123,7 +124,7 @@ def draw_targets(plan, random, vocab):
 
 
 def loss_options(plan, random, vocab):
-    """The options that linear_cross_entropy and cross_entropy share, those with a meaning."""
+    """The options that linear_cross_entropy and cross_entropy share, as far as they apply."""
     shape, dtype = plan["shape"], plan["dtype"]
     probabilities = plan["targets"] == "probabilities"
     names = ("reduction", "label_smoothing", "softcap", "logit_scale", "z_loss", "temperature")
@@ -131,7 +132,7 @@ def loss_options(plan, random, vocab):
     options["ignore_index"] = -100 if probabilities else plan["ignore_index"]
     if plan["class_weight"]:
         kind = torch.float32 if plan["class_weight"] == "float32" else dtype
-        # Not 0: a mean over rows of weight 0 is NaN, as F.cross_entropy has it.
+        # Not 0: a mean over rows of weight 0 is NaN, as in F.cross_entropy.
         options["weight"] = steps((plan["vocab"],), random, kind, least=1)
     if plan["temperature"] == "rows":
         options["temperature"] = 0.5 + steps(shape, random, torch.float32)
@@ -150,9 +151,11 @@ def loss_options(plan, random, vocab):
 
 
 def upstream_of(plan, random):
-    """Gradients of the outputs that are differentiated together, of the loss if there is no other.
+    """Upstream gradients of the outputs that are differentiated together, of the loss if there is
+    no other.
 
-    Their signs differ, and none is a power of two."""
+    Their signs differ, and none is a power of two.
+    """
     rows = plan["shape"]
     can = {"loss": True, "lse": plan["returns"][0], "entropy": plan["returns"][1]}
     names = [name for name in plan["upstream"] if can[name]] or ["loss"]
@@ -164,7 +167,7 @@ def upstream_of(plan, random):
 
 
 def linear_case(plan):
-    """A call of linear_cross_entropy as the plan has it, with NaN in each row that is ignored."""
+    """A call of linear_cross_entropy according to the plan, with NaN in each ignored row."""
     random = cases.generator(plan["seed"])
     shape, vocab, dtype = plan["shape"], plan["vocab"], plan["dtype"]
     x = torch.randn(*shape, plan["hidden"], generator=random) * plan["std"] ** 0.5
@@ -194,7 +197,7 @@ def linear_case(plan):
 
 
 def shift_of(plan, random):
-    """A shift where the shape or documents give it a meaning."""
+    """A shift, if the shape or documents permit one."""
     tokens = torch.Size(plan["shape"]).numel()
     if plan["documents"]:
         ends = torch.randint(tokens + 1, (4,), generator=random).sort().values
@@ -215,13 +218,14 @@ def moved(case, upstream, device):
 
 
 def strategies(case):
-    """Those that serve the call: gradients made in the forward are those of one scalar loss."""
+    """The strategies that support the call: "grads" requires that only a scalar loss is
+    differentiated."""
     scalar = case.options["reduction"] != "none"
     return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
 
 
 def budget_of(plan):
-    """Bytes of a few rows of logits in the widest type, with their alignment."""
+    """The size in bytes of a few rows of logits in the widest dtype, with their alignment."""
     return plan["chunk_rows"] * (plan["vocab"] + 15) * 8
 
 
@@ -243,7 +247,7 @@ def test_linear_cross_entropy(device):
 
 
 def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, monkeypatch):
-    """Memory that holds NaN before a call changes no bit of what the call gives."""
+    """Filling memory with NaN before a call does not change any bit of the result."""
 
     @examples(device)
     @hypothesis.given(plans(RAGGED))

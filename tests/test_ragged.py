@@ -1,5 +1,5 @@
-"""Sizes that are no multiple of what fast kernels take, in memory that holds NaN before it is
-written: V and H with a remainder, odd N."""
+"""Sizes V and H that are no multiple of what fast kernels require, and odd N, in memory that
+holds NaN until it is written."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ def _poison(monkeypatch):
 
 
 def saved_of(x, w, target, **options):
-    """What the inner operator keeps with save="logits"."""
+    """The tensor that the inner operator saves with save="logits"."""
     arguments = raw.forward(x, w, target, "logits", dtype=x.dtype, **options)
     return torch.ops.flce.forward(*arguments)[4]
 
@@ -32,7 +32,7 @@ def saved_of(x, w, target, **options):
     vocab=[1, 7, 31, 33, 129, 1000],
 )
 def test_zeros_follow_the_columns_of_what_is_saved(device, kind, dtype, vocab):
-    """E or logits: no element is left as it was allocated."""
+    """E or logits: no element keeps its initial value."""
     case = cases.make_case(37, 24, vocab, dtype=dtype, device=device)
     target, options = case.target, {}
     if kind == "probabilities":
@@ -49,7 +49,7 @@ def test_zeros_follow_the_columns_of_what_is_saved(device, kind, dtype, vocab):
 
 
 def test_zeros_in_rows_that_are_skipped(cuda):
-    """Rows behind the last valid one are computed by no tile: sizes at which they are skipped."""
+    """No tile computes the rows after the last valid one, at sizes for which rows are skipped."""
     case = cases.make_case(3000, 128, 50257, dtype=BF16, device=cuda)
     target = torch.full_like(case.target, -100)
     target[:700] = case.target[:700]
@@ -61,7 +61,7 @@ def test_zeros_in_rows_that_are_skipped(cuda):
 @pytest.mark.parametrize("hidden", [24, 33, 64])
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_a_row_of_nan_stays_alone(device, save, hidden):
-    """Neither the row before it nor the one behind it has any of it."""
+    """The NaN reaches neither the preceding nor the following row."""
     case = cases.make_case(21, hidden, 129, dtype=BF16, device=device)
     case.input[5] = float("nan")
     x = case.input.clone().requires_grad_()
@@ -82,7 +82,7 @@ def test_a_row_of_nan_stays_alone(device, save, hidden):
     options=[{}, {"linear_bias": True}, {"label_smoothing": 0.1}],
 )
 def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel, options):
-    """Large enough for cuda_gemm to split what is over multiples of 8."""
+    """Large enough for cuda_gemm to split off the columns beyond a multiple of 8."""
     monkeypatch.setenv("FLCE_KERNEL", kernel)
     case = cases.make_case(*sizes, dtype=dtype, device=cuda)
     if options.get("linear_bias"):
@@ -90,7 +90,7 @@ def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel,
         case = case.with_options(linear_bias=bias)
     else:
         case = case.with_options(**options)
-    # Of a scaled loss: float16 has no normal numbers for dz of the mean.
+    # With a scaled loss: dz of the mean is below float16's normal numbers.
     upstream = {"grad_output": torch.tensor(2.0**14, device=cuda)}
     wide = case.to(torch.float64)
     truth = cases.outcome(flce.reference.linear_cross_entropy, wide, **upstream)
@@ -108,7 +108,7 @@ def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel,
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 @pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2049, 1027, 5001)])
 def test_sums_of_ragged_sizes(cuda, sizes, attribute):
-    """The weight's gradient added to the caller's, whose rows have no padding."""
+    """The weight's gradient is added to the caller's tensor, whose rows have no padding."""
     case = cases.make_case(*sizes, dtype=BF16, device=cuda)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
     truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
@@ -128,7 +128,8 @@ def test_sums_of_ragged_sizes(cuda, sizes, attribute):
 @ONLY
 @pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2100, 1028, 4096)])
 def test_no_slow_kernel_runs(monkeypatch, sizes):
-    """Of the GEMMs but the product only Hopper's own, and as many small ones as sizes are split."""
+    """Apart from the logits GEMM only Hopper's own kernels run, and one small GEMM for each
+    split size."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
     case = cases.make_case(*sizes, dtype=BF16, device="cuda")
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
@@ -138,5 +139,5 @@ def test_no_slow_kernel_runs(monkeypatch, sizes):
 
     call()
     fast, product, slow = launches(call, "nvjet", "logits_gemm_sm90", "gemm")
-    # dX and dW each have a part of the last columns, of whatever kernel, where V is ragged.
+    # If V is ragged, dX and dW each have one GEMM for the last columns, with any kernel.
     assert fast >= 2 and product == 2 and slow <= (2 if sizes[2] % 8 else 0)

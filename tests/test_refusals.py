@@ -1,4 +1,4 @@
-"""Every refusal names the argument, what was expected and what came, and touches nothing."""
+"""Every refusal names the argument, what was expected and what came, and modifies nothing."""
 
 import math
 
@@ -31,7 +31,7 @@ def sparse(*shape, **options):
     return lambda device: torch.ones(*shape, device=device, **options).to_sparse()
 
 
-# Argument, what it is given, the error, and what the message says besides the argument's name.
+# Argument, its value, the error, and what the message contains besides the argument's name.
 REFUSALS = [
     ("input", ones(TOKENS, HIDDEN, dtype=torch.int64), TypeError, ["float32", "int64"]),
     ("input", ones(TOKENS, HIDDEN, dtype=torch.complex64), TypeError, ["float32", "complex64"]),
@@ -176,7 +176,7 @@ WHOLE = offsets(0, TOKENS, dtype=torch.int32)
 PROBABLE = {"target": probabilities}
 NONE, SUM = {"reduction": value("none")}, {"reduction": value("sum")}
 SHIFTED = {"shift": value(1)}
-# As REFUSALS, with what else the call has: each argument would do without it.
+# As REFUSALS, with the other arguments of the call: each value is valid without them.
 COMBINED_REFUSALS = [
     ("num_items", value(7), NONE, ValueError, ["None", "'none'", "7"]),
     ("num_items", value(7), SUM, ValueError, ["None", "'sum'", "7"]),
@@ -204,7 +204,7 @@ COMBINED_REFUSALS = [
 
 
 def raised(error, call):
-    """The message of the error; no GEMM may have been asked for."""
+    """The message of the error; checks that no GEMM ran."""
     before = torch.ops.flce.gemm_count()
     with pytest.raises(error) as caught:
         call()
@@ -224,8 +224,8 @@ def test_refusal(device, name, given, error, words):
     assert "expected" in message
     for word in words:
         assert word in message, message
-    # The same call with the argument put right goes through: the argument was the reason. And it
-    # is refused behind that too, though the calls look alike.
+    # The same call with a valid argument succeeds, so the argument was the reason. And it is
+    # refused again after that, although a similar call is now in the cache.
     flce.linear_cross_entropy(**arguments(device)).backward()
     assert raised(error, lambda: flce.linear_cross_entropy(**call)) == message
 
@@ -246,7 +246,7 @@ def test_combined_refusal(device, name, given, others, error, words):
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_shift_and_probabilities_of_three_dimensions(device, k):
-    """Where the shape would allow the shift."""
+    """Also where the shape would permit the shift."""
     x = torch.randn(2, TOKENS, HIDDEN, device=device)
     w = torch.randn(VOCAB, HIDDEN, device=device)
     t = torch.full((2, TOKENS, VOCAB), 1.0 / VOCAB, device=device)
@@ -259,7 +259,7 @@ def test_shift_and_probabilities_of_three_dimensions(device, k):
     ["linear_weight", "target", "linear_bias", "weight", "token_weight", "temperature"],
 )
 def test_other_device(device, name):
-    """A tensor elsewhere is refused by name (the meta device is elsewhere for everyone)."""
+    """A tensor on another device is refused by name (the meta device differs from every other)."""
     call = arguments(device)
     call["linear_bias"] = torch.ones(VOCAB, device=device)
     call["weight"] = torch.ones(VOCAB, device=device)
@@ -304,7 +304,7 @@ def test_a_bias_of_another_dtype_names_each_once(device, dtype, bias, expected):
 @pytest.mark.parametrize("bad", [VOCAB, -1, -101, 2**40, -(2**40)])
 @pytest.mark.parametrize("function", ["linear_cross_entropy", "cross_entropy"])
 def test_target_out_of_range_on_the_cpu(function, bad):
-    """Row, value and range, before any work."""
+    """The message names row, value and range, before any work."""
     call = arguments("cpu")
     call["target"][4] = bad
     if function == "cross_entropy":
@@ -317,7 +317,7 @@ def test_target_out_of_range_on_the_cpu(function, bad):
 
 
 def test_out_of_range_is_relative_to_ignore_index():
-    """-100 is a bad target where another value is the ignored one."""
+    """-100 is out of range if ignore_index has another value."""
     call = arguments("cpu")
     call["target"][4] = -100
     flce.linear_cross_entropy(**call)
@@ -380,7 +380,7 @@ def test_cross_entropy_with_probabilities():
 
 
 def test_logprobs_of_probabilities(device):
-    """There is no class whose log-probability it would be."""
+    """Probabilities do not determine one class whose log-probability to return."""
     x, w, _ = arguments(device).values()
     message = raised(
         (TypeError, ValueError), lambda: flce.linear_logprobs(x, w, probabilities(device))
@@ -409,7 +409,7 @@ def test_logprobs_refuse_grads(device):
     ],
 )
 def test_modules_refuse_when_they_are_made(module, name, given):
-    """Not at the first step of a long job."""
+    """At construction, not at the first step of a long job."""
     with pytest.raises(ValueError, match=f"{name}: expected .* got .*{given}"):
         getattr(flce, module)(HIDDEN, VOCAB, **{name: given})
 
@@ -445,7 +445,7 @@ def test_plan_refuses_what_the_call_would(name, given, error):
 
 
 def test_errors_leave_the_engine_usable(device):
-    """After a refusal deep in the engine the next call is right."""
+    """After a refusal inside the engine the next call is right."""
     with pytest.raises(ValueError):
         flce.linear_cross_entropy(**arguments(device), max_memory=1)
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float32, device=device)

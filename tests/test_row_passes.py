@@ -1,6 +1,5 @@
-"""The row passes from one column to more than a GPU's cache holds of a row: probabilities of every
-dtype, float16, and what the strategies make of the same row.
-"""
+"""The row passes from one column to rows larger than a GPU's cache: probabilities of every
+dtype, float16, and agreement between strategies."""
 
 import cases
 import pytest
@@ -13,7 +12,8 @@ LARGE = (32000, 50257, 128256, 300001)
 TOKENS, HIDDEN = 24, 64
 WANTS = ("input", "linear_weight")
 T_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of two ways to the same number: a gradient row rounds to 16 bits, where a few of them part.
+# Tolerance between two strategies: gradient rows are rounded to 16 bits, where a few of them
+# differ.
 AGREEMENT = {torch.float32: 2e-5, torch.bfloat16: 1e-3, torch.float16: 5e-4}
 
 
@@ -27,7 +27,7 @@ def make(device, vocab, dtype=torch.bfloat16, **knobs):
 
 
 def soften(case, dtype, sharp=0.5):
-    """Probabilities between the uniform ones and the class itself, some of them 0."""
+    """Probabilities between uniform and one-hot, some of them 0."""
     vocab = case.linear_weight.shape[0]
     t = torch.rand(TOKENS, vocab, generator=cases.generator(3)).to(case.input.device)
     t = t.masked_fill_(t < 0.3, 0.0) * ((1 - sharp) / vocab)
@@ -57,7 +57,7 @@ def agree(once, twice, dtype, gradients=None):
         error = (value.double() - expected).norm()
         assert error <= limit * max(expected.norm(), 1e-3), (
             name
-        )  # of one class it is rounding alone
+        )  # with one class it is only rounding error
 
 
 @cases.pairwise(vocab=SMALL + LARGE, t_dtype=T_DTYPES, save=cases.SAVES)
@@ -87,7 +87,7 @@ def test_probabilities_with_every_option(device, vocab, dtype):
 
 @cases.pairwise(vocab=SMALL + LARGE, dtype=list(AGREEMENT), bound=[None, TOKENS - TOKENS // 3])
 def test_classes_with_every_option(device, vocab, dtype, bound):
-    """Softcap with smoothing is of form dz; every third row is ignored and holds NaN."""
+    """Softcap with smoothing has form dz; every third row is ignored and contains NaN."""
     skip_long_rows(device, vocab)
     case = cases.ignore_some(make(device, vocab, dtype, bias=True), every=3)
     case = case.with_options(**every_option(device, vocab))
@@ -104,15 +104,15 @@ def test_float16_reads_once(device, vocab):
         cases.outcome(flce.linear_cross_entropy, case, wants=WANTS, save=save)
         for save in ("grads", "stats")
     )
-    # Of 300001 classes most p / 16 lie below float16's normal numbers, whose spacing of 2^-24 alone
-    # makes an error of 6e-4 in dX; eager's is 1.0e-3.
+    # With 300001 classes most p / 16 are below float16's normal numbers: their spacing of 2^-24
+    # alone makes an error of 6e-4 in dX; eager's is 1.0e-3.
     agree(once, twice, torch.float16, gradients=1e-3 if vocab > 2**17 else None)
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("vocab", SMALL + LARGE)
 def test_smoothing(device, vocab, save):
-    """Without class weights a row kernel of its own, and all rows of dW."""
+    """Smoothing without class weights has its own row kernel, and affects all rows of dW."""
     skip_long_rows(device, vocab)
     case = cases.ignore_some(make(device, vocab)).with_options(label_smoothing=0.2)
     yardstick = cases.Yardstick(case, wants=WANTS, cancels=True)
@@ -122,7 +122,7 @@ def test_smoothing(device, vocab, save):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("vocab", [129, 50257, 128256])
 def test_masked_columns(device, vocab, save):
-    """Whole parts of a row at -inf, with probability 0: they add nothing, and get no gradient."""
+    """Whole spans of a row are -inf, with probability 0: they add nothing and get no gradient."""
     skip_long_rows(device, vocab)
     case = soften(make(device, vocab), torch.bfloat16)
     bias = torch.zeros(vocab, device=device)
@@ -159,14 +159,14 @@ def test_bad_logits_stay_in_their_row(device, vocab, bad, save):
     others = torch.arange(TOKENS, device=device) != 5
     assert broken["loss"].isnan()
     assert broken["input"][5].isnan().all()
-    # Not bit for bit: a CPU's product may sum a tile with a bad row in another order.
+    # Not bitwise: the CPU's GEMM may sum a tile with a bad row in another order.
     expected = clean["input"][others].double()
     assert cases.relative_error(broken["input"][others], expected) <= AGREEMENT[torch.bfloat16]
 
 
 @pytest.mark.parametrize("vocab", [1000, 50257, 128256])
 def test_runs_repeat_bit_for_bit(device, vocab):
-    """The order of a row's sums follows from the vocabulary alone."""
+    """The order of a row's sums depends on the vocabulary only."""
     skip_long_rows(device, vocab)
     case = soften(make(device, vocab), torch.bfloat16)
     knobs = {"wants": ("input",), "save": "grads", "return_lse": True, "return_entropy": True}
@@ -175,5 +175,5 @@ def test_runs_repeat_bit_for_bit(device, vocab):
         for budget in ("1GiB", "1GiB", 5 * vocab * 4 + 4096)
     )
     assert cases.same_bits(whole, again)
-    for name in ("lse", "entropy"):  # the product may sum in another order for fewer rows
+    for name in ("lse", "entropy"):  # the GEMM may sum in another order for fewer rows
         assert cases.relative_error(whole[name], parts[name].double()) <= 1e-5, name

@@ -1,4 +1,5 @@
-"""The options of the inner operators travel as two lists, which C++ and the fakes read alike."""
+"""The options of the inner operators are passed as two lists, which C++ and the fakes must read
+alike."""
 
 import contextlib
 import inspect
@@ -60,7 +61,7 @@ def test_modules_hold_the_table():
 
 
 def test_every_option_is_documented():
-    """In the docstring of the function, and in the README's call."""
+    """In the docstring of the function, and in the call in the README."""
     readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     call = readme[readme.index("flce.linear_cross_entropy(") : readme.index("loss.backward()")]
     named = re.findall(r"(\w+)=", call)
@@ -73,7 +74,7 @@ def test_every_option_is_documented():
     "number", [5e-324, 1e-320, 2.2250738585072014e-308, 1e-5, 0.1, 1 / 3, 1e16, 1e308]
 )
 def test_numbers_arrive_to_the_last_bit(number):
-    """One logit, 1, so that the loss is z_loss."""
+    """A single logit of 1, so that the loss is z_loss."""
     options = {"dtype": torch.float64, "z_loss": number, "reduction": "sum", "grads": (False,) * 3}
     loss, *_ = torch.ops.flce.forward(*raw.forward(ONE, ONE, ZERO, "nothing", **options))
     assert loss.item() == number
@@ -138,7 +139,8 @@ def described(outputs):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_fakes_give_what_the_operator_gives(device, dtype, kind):
-    """Shapes, dtypes, which outputs there are: strategy.py and autograd.py against plan.c."""
+    """Shapes, dtypes and presence of the outputs: strategy.py and autograd.py compared with
+    plan.c."""
     x, w = (
         torch.randn(6, 8, dtype=dtype, device=device),
         torch.randn(21, 8, device=device).to(dtype),

@@ -1,4 +1,5 @@
-"""What was found for a call's signature serves later ones; whatever differs is found again."""
+"""The result cached for a call's signature is reused by later calls; any difference leads to a
+new one."""
 
 import pytest
 import torch
@@ -106,7 +107,8 @@ def test_grad_mode_autocast_and_environment_are_read_each_time(monkeypatch):
 
 
 def test_refusals_stay():
-    """What an equal value of another type or a tensor changed in place would be refused for."""
+    """After a valid call, an equal value of another type, or a tensor changed in place, is
+    still refused."""
     call = draw("cpu") | {"ignore_index": 1}
     check(call | {"target": call["target"].clamp(min=2)})
     with pytest.raises(TypeError, match="ignore_index"):

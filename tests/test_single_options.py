@@ -1,7 +1,7 @@
-"""Each option by itself, against what it means said in other words.
+"""Each option by itself, compared with an equivalent formulation.
 
-test_options.py and test_properties.py have them in combination, against flce.reference;
-test_outputs.py has the outputs.
+test_options.py and test_properties.py test combinations against flce.reference; test_outputs.py
+tests the outputs.
 """
 
 import functools
@@ -56,7 +56,7 @@ def test_int32_targets_give_the_same_bits(device):
 @SAVES
 @pytest.mark.parametrize("k", [1, 2, 6])
 def test_shift(device, save, k):
-    """As if the last k positions of the input and the first k targets were cut off."""
+    """As if the last k positions of the input and the first k targets were removed."""
     x, w, y = cases.leaves(device, 3, 7)
     y[1, 4] = -100
     expected = F.cross_entropy(F.linear(x[:, :-k], w).flatten(0, 1), y[:, k:].flatten())
@@ -72,7 +72,7 @@ def test_shift(device, save, k):
 
 
 def test_shift_keeps_the_shape_of_the_target(device):
-    """Row outputs stand at the input's position, with nothing at the last."""
+    """Row outputs are at the input's position; the last k are empty."""
     x, w, y = cases.leaves(device, 2, 5)
     names = ("return_lse", "return_entropy", "return_predictions", "return_z_loss")
     options = {"reduction": "none", "z_loss": 0.1, **dict.fromkeys(names, True)}
@@ -97,7 +97,7 @@ def test_shift_leaves_row_options_where_they_are(device):
 
 
 def test_shift_of_int32_targets_with_a_wide_ignore_index(device):
-    """It marks the ends, though no int32 holds it."""
+    """ignore_index marks the sequence ends, although no int32 holds it."""
     x, w = torch.randn(2, 6, 8, device=device), torch.randn(11, 8, device=device)
     y = torch.randint(11, (2, 6), device=device, dtype=torch.int32)
     made = flce.linear_cross_entropy(x, w, y, shift=1, ignore_index=2**40)
@@ -113,7 +113,7 @@ def test_shift_past_the_sequence_leaves_nothing(device, k):
 
 @cases.pairwise(save=cases.SAVES, k=[1, 3], dtype=[torch.int32, torch.int64], batched=[False, True])
 def test_documents(device, save, k, dtype, batched):
-    """Packed documents: as a loop over them, each by itself; one is empty, one has a single token,
+    """Packed documents compared with a loop over them. One is empty, one has a single token,
     and the rows after the last belong to none."""
     bounds = [0, 9, 9, 10, 22, 27]
     x, w, y = cases.leaves(device, TOKENS)
@@ -133,7 +133,7 @@ def test_documents(device, save, k, dtype, batched):
     cases.assert_same(ours, sum(losses), (x, w))
 
 
-# ---- what a row's loss is divided by and multiplied with ----
+# ---- factors and denominators of a row's loss ----
 
 
 def items(given, device):
@@ -147,7 +147,7 @@ def items(given, device):
     ids=repr,
 )
 def test_num_items(device, save, given):
-    """The mean's denominator, of the z-loss too, whatever the class weights and ignored rows."""
+    """The mean's denominator, also of the z-loss, whatever the class weights and ignored rows."""
     x, w, y = cases.leaves(device, TOKENS)
     y[::3] = -100
     options = {"weight": cases.per_row(device, VOCAB), "z_loss": 0.05, "save": save}
@@ -167,7 +167,7 @@ def test_zero_items(device, save, given):
 @SAVES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int32], ids=str)
 def test_token_weight(device, save, dtype):
-    """Negative ones too, as in policy gradients; the mean's denominator does not see them."""
+    """Negative weights too, as in policy gradients; they do not change the mean's denominator."""
     x, w, y = cases.leaves(device, TOKENS)
     y[::5] = -100
     token_weight = torch.randint(-2, 3, (TOKENS,), generator=cases.generator(4)).to(device, dtype)
@@ -183,7 +183,7 @@ def test_token_weight(device, save, dtype):
 
 
 def test_z_loss_does_not_see_class_weights(device):
-    """Its mean is over the valid rows, that of the loss over their weights."""
+    """The z-loss is averaged over the number of valid rows, the loss over their class weights."""
     x, w, y = cases.leaves(device, TOKENS)
     class_weight = cases.per_row(device, VOCAB)
     options = {"z_loss": 0.3, "return_z_loss": True}
@@ -197,7 +197,7 @@ def test_z_loss_does_not_see_class_weights(device):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mean_over_weights_of_zero_is_torchs(device, smoothing):
-    """NaN, as F.cross_entropy has it: rows are there, but nothing to divide by."""
+    """NaN, as in F.cross_entropy: there are valid rows, but the denominator is 0."""
     x, w, y = cases.leaves(device, 4)
     options = {"weight": torch.zeros(VOCAB, device=device).double(), "label_smoothing": smoothing}
     assert F.cross_entropy(F.linear(x, w), y, **options).isnan()
@@ -231,7 +231,7 @@ def test_temperature_of_each_token(device, save):
 
 @pytest.mark.parametrize("make", [float, torch.tensor], ids=["number", "0-d"])
 def test_scalars_may_be_tensors(device, make):
-    """As torch's own functions take them; the bits are the same."""
+    """0-d tensors, as in torch's own functions; the results are bitwise equal."""
     x, w, y = cases.leaves(device, TOKENS)
     values = {"temperature": 0.5, "softcap": 8.0, "logit_scale": 0.25, "z_loss": 0.125}
     ours = flce.linear_cross_entropy(x, w, y, **{name: make(v) for name, v in values.items()})
@@ -244,8 +244,8 @@ def test_scalars_may_be_tensors(device, make):
 @SAVES
 @pytest.mark.parametrize("valid", [1, 8, 33, VOCAB])
 def test_valid_vocab(device, save, valid):
-    """The same bits as a head without the rows beyond, which get exactly zero gradients, NaN or
-    not; smoothing spreads over what is there."""
+    """Bitwise equal to a head without the padding rows, which get exactly zero gradients even
+    if they contain NaN; smoothing is spread over the existing classes."""
     x, w, y = cases.leaves(device, TOKENS)
     y %= valid
     bias, class_weight = cases.per_row(device, VOCAB), cases.per_row(device, VOCAB)
@@ -269,7 +269,7 @@ def test_valid_vocab(device, save, valid):
 
 
 def test_valid_vocab_of_probabilities(device):
-    """Columns beyond are not read."""
+    """Columns after the first valid_vocab are not read."""
     x, w, _ = cases.leaves(device, TOKENS)
     t = torch.randn(TOKENS, VOCAB, device=device, dtype=torch.float64).softmax(-1)
     t[:, 20:] = math.nan
@@ -288,7 +288,8 @@ def test_targets_beyond_the_valid_vocab_are_out_of_range():
 
 
 def mostly_ignored(device, tokens, share=0.6, dtype=torch.float64):
-    """A batch of which `share` is ignored, in a random order, and NaN there; and the valid rows."""
+    """A batch of which the fraction `share` is ignored, in random order, with NaN there; and
+    the valid rows."""
     x, w, y = cases.leaves(device, tokens, dtype=dtype)
     order = torch.randperm(tokens, generator=cases.generator(5)).to(device)
     ignored = order[: int(share * tokens)]
@@ -313,8 +314,8 @@ def test_valid_bound_changes_no_result(device, save, bound):
 
 @pytest.mark.parametrize("save", ["grads", "stats"])
 def test_ignored_rows_cost_no_products(device, save):
-    """As many chunks, so as many GEMMs, as a batch of the valid rows alone. On the CPU they are
-    always counted."""
+    """As many chunks, hence GEMMs, as a batch of the valid rows alone. The CPU always counts
+    them."""
     (x, w, y), kept = mostly_ignored(device, 100)
     alone = x.detach()[kept].clone().requires_grad_()
     knobs = {"save": save, "max_memory": 10 * (VOCAB + 3) * 8}
@@ -329,13 +330,14 @@ def test_ignored_rows_cost_no_products(device, save):
 
     few = gemms(alone, y[kept])
     assert gemms(x, y, bound) == few
-    # With no row ignored there are more: the count can tell.
+    # Without ignored rows there are more GEMMs, so the count can distinguish.
     assert gemms(x.detach().nan_to_num().requires_grad_(), torch.zeros_like(y)) >= 2 * few
 
 
 def test_memory_follows_the_valid_rows(device):
-    """save="grads" holds one chunk of logits: of the valid rows."""
-    # So many on CUDA that the products' scratch, which does not follow, is small beside them.
+    """save="grads" holds one chunk of logits, of valid rows only."""
+    # On CUDA so many rows that the GEMMs' scratch, which does not depend on them, is comparatively
+    # small.
     tokens = 100_000 if device == "cuda" else 400
     (x, w, y), kept = mostly_ignored(device, tokens, dtype=torch.float32)
     weight = w.detach().repeat(25, 1).requires_grad_()
@@ -363,7 +365,7 @@ def test_more_valid_rows_than_the_bound_are_refused_on_the_cpu():
 
 @SAVES
 def test_more_valid_rows_than_the_bound_are_nan_on_cuda(cuda, save):
-    """Never a silent cut."""
+    """Rows are never dropped silently."""
     (x, w, y), kept = mostly_ignored(cuda, TOKENS)
     loss = flce.linear_cross_entropy(x, w, y, valid_bound=len(kept) - 1, save=save)
     dx, dw = torch.autograd.grad(loss, (x, w))
@@ -377,7 +379,8 @@ def test_more_valid_rows_than_the_bound_are_nan_on_cuda(cuda, save):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("targets", ["classes", "probabilities"])
 def test_the_reference_is_cross_entropy(device, reduction, smoothing, targets):
-    """Where F.cross_entropy has the option, the reference has its numbers, the mean's included."""
+    """If F.cross_entropy has the option, the reference gives the same numbers, including the
+    mean."""
     x, w, y = cases.leaves(device, TOKENS)
     y[::4] = -100
     if targets == "probabilities":
@@ -392,7 +395,7 @@ def test_the_reference_is_cross_entropy(device, reduction, smoothing, targets):
 
 
 def test_reading_a_cpu_count_for_a_gpu(cuda):
-    """num_items from a data loader lies on the CPU; it may not make the call wait."""
+    """num_items from a data loader is a CPU tensor; it must not make the call synchronise."""
     (x, w, y), _ = mostly_ignored(cuda, TOKENS)
     x = x.detach().nan_to_num()
     torch.cuda.set_sync_debug_mode("error")
@@ -416,8 +419,8 @@ def with_a_weightless_class(device, rows):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
-    """A class of weight 0 adds nothing to the loss, as a target and to the smoothing's sum. The
-    truth is that of a logit so low that its probability is 0 as well."""
+    """A class of weight 0 adds nothing to the loss, neither as a target nor in the smoothing
+    sum. The truth is that of a logit so low that its probability is 0 as well."""
     case, weight = with_a_weightless_class(device, slice(3))
     fused = functools.partial(flce.linear_cross_entropy, save=save)
     results = []
@@ -443,7 +446,7 @@ def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weight_zero_hides_no_other_logit(device, bad):
-    """A row with a NaN, or an infinity above, is NaN, whatever its target's class weighs."""
+    """A row with a NaN or +inf is NaN, whatever the weight of its target's class."""
     case, weight = with_a_weightless_class(device, 3)
     x = case.input.detach().clone()
     x[3, 0] = bad

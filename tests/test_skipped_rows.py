@@ -1,4 +1,4 @@
-"""Rows that Hopper's kernels pass over without a bound: outputs, graphs, memory, another kernel."""
+"""Rows that Hopper's kernels skip without a bound: outputs, graphs, memory, another kernel."""
 
 import cases
 import pytest
@@ -8,7 +8,7 @@ from test_fused import BF16, draw, pytestmark  # noqa: F401  a mark of this modu
 
 import flce
 
-TOKENS, HIDDEN, VOCAB = 3000, 128, 50257  # enough logits for rows to be found
+TOKENS, HIDDEN, VOCAB = 3000, 128, 50257  # enough logits that skipping rows pays off
 
 
 def draw_masked(valid, seed=0):
@@ -75,9 +75,9 @@ def test_entropy(monkeypatch, valid):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_graphs_count_anew(monkeypatch, save):
-    """What a replay skips follows the targets of that replay."""
+    """The rows that a replay skips depend on the targets of that replay."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
-    assert save == "grads" or skips(save)  # the reduction of `skips` refuses "grads"
+    assert save == "grads" or skips(save)  # "grads" refuses the reduction in `skips`
     x, w, y, _ = draw_masked(900)
 
     def step():
@@ -107,7 +107,7 @@ def test_the_backward_may_have_another_kernel(monkeypatch, save, kernels):
 
 @pytest.mark.parametrize("hidden", [128, 4096])
 def test_the_peak_without_gradients(hidden):
-    """The copy of the valid rows of x is small, and the plan has it."""
+    """The copy of the valid rows of x is small, and the plan contains it."""
     tokens = 12000
     x, w, y = draw(tokens, hidden, VOCAB)
     no_gradients = {"grad_input": False, "grad_weight": False}

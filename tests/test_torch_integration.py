@@ -1,6 +1,6 @@
-"""flce with the rest of torch: copies, pickles, parametrization, tied weights, checkpoints, hooks,
-functional calls, inference, and the transforms that it refuses. More in test_autograd.py and
-test_library.py."""
+"""flce together with other parts of torch: copies, pickles, parametrization, tied weights,
+checkpoints, hooks, functional calls, inference, and the transforms that it refuses. See also
+test_autograd.py and test_library.py."""
 
 import copy
 import io
@@ -63,7 +63,7 @@ def linear(module):
 
 
 def eager(module, x, y):
-    """The module's loss by torch's own operations."""
+    """The module's loss computed by torch's own operations."""
     layer = linear(module)
     logits = module.logit_scale * F.linear(x, layer.weight, layer.bias)
     return F.cross_entropy(
@@ -86,7 +86,7 @@ def close(value, truth, tolerance=1e-11):
 @MAKERS
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_is_the_module(device, make, way, batch):
-    """Parameters, class weights and every option; and nothing is shared."""
+    """A copy has equal parameters, class weights and options, and shares no memory."""
     module = make(device, **SETTINGS)
     if way == "deepcopy":
         twin = copy.deepcopy(module)
@@ -118,13 +118,13 @@ def test_state_dict_through_a_file(device, make, batch):
     torch.save(module.state_dict(), file)
     file.seek(0)
     twin.load_state_dict(torch.load(file))
-    if make is make_head:  # its class weights are no part of what nn.Linear saves
+    if make is make_head:  # its class weights are not in the state_dict
         twin.class_weight = module.class_weight
     assert torch.equal(twin(*batch), module(*batch))
 
 
 def test_the_head_loads_what_a_linear_saved(device, batch):
-    """And the other way round: a checkpoint of a model does not know which head it had."""
+    """And the other way round: a model's checkpoint does not depend on which head it had."""
     factory = {"device": device, "dtype": torch.float64}
     plain = nn.Linear(HIDDEN, VOCAB, **factory)
     head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, ignore_index=-1, **factory)
@@ -136,7 +136,7 @@ def test_the_head_loads_what_a_linear_saved(device, batch):
     assert head.state_dict().keys() == plain.state_dict().keys()
 
 
-# ---- the weight made by other code ----
+# ---- weights computed by other code ----
 
 
 class Doubled(nn.Module):
@@ -155,7 +155,7 @@ class Masked(nn.Module):
 
 @MAKERS
 def test_parametrized_weight(device, make, batch):
-    """The loss uses the weight as parametrized; the gradient reaches what it is made of."""
+    """The loss uses the parametrized weight; the gradient reaches the original parameters."""
     module = make(device, **SETTINGS)
     mask = (torch.rand(VOCAB, HIDDEN, device=device) < 0.7).double()
     parametrize.register_parametrization(linear(module), "weight", Doubled())
@@ -202,8 +202,8 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 def test_tied_embedding(device, save):
-    """The gradient of the shared weight is the sum of both uses; a step of an optimizer is eager's,
-    and so are the next ones, in which save="grads" writes in its own memory only."""
+    """The gradient of the shared weight is the sum over both uses; the first optimizer step and
+    the next ones equal eager's, where save="grads" may overwrite only its own memory."""
     model = Tied(device, save)
     twin = copy.deepcopy(model)
     assert twin.head.weight is twin.embedding.weight
@@ -219,7 +219,8 @@ def test_tied_embedding(device, save):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        # Adam's first steps divide a gradient by its size: rounding of tiny ones shows.
+        # Adam's first steps divide a gradient by its size, which amplifies rounding errors of tiny
+        # ones.
         assert close(model.embedding.weight, twin.embedding.weight, 1e-6)
 
 
@@ -261,7 +262,7 @@ def test_checkpoint_around_layer_and_loss(device, reentrant, save, batch):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_several_outputs(device, reentrant, batch):
-    """lse and the rows' losses through one checkpoint: both carry gradients."""
+    """lse and the rows' losses through one checkpoint: both have gradients."""
     x, y = batch
     x.requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, device=device, dtype=torch.float64, requires_grad=True)
@@ -276,7 +277,7 @@ def test_checkpoint_around_several_outputs(device, reentrant, batch):
         loss, lse = outputs
         return torch.autograd.grad(loss.sum() + 0.1 * lse.square().sum(), (x, weight))
 
-    def backward(outputs):  # a reentrant checkpoint has no torch.autograd.grad
+    def backward(outputs):  # a reentrant checkpoint does not support torch.autograd.grad
         x.grad = weight.grad = None
         loss, lse = outputs
         (loss.sum() + 0.1 * lse.square().sum()).backward()
@@ -284,8 +285,8 @@ def test_checkpoint_around_several_outputs(device, reentrant, batch):
 
     expected = gradients(step(x, weight))
     got = backward(checkpoint(step, x, weight, use_reentrant=reentrant))
-    # A reentrant checkpoint's lse comes from a forward without gradients, whose sums have another
-    # order: the upstream gradient that is made of it may differ by a rounding.
+    # A reentrant checkpoint's lse comes from a forward without gradients, which sums in another
+    # order: the upstream gradient computed from it may differ by a rounding.
     for mine, truth in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, truth, rtol=1e-13, atol=1e-13)
 
@@ -294,7 +295,7 @@ def test_checkpoint_around_several_outputs(device, reentrant, batch):
 
 
 def test_hooks_change_what_the_head_sees_and_gives(device, batch):
-    """As adapters do: a hook before the call replaces the hidden states, one after it the loss."""
+    """As adapters do: a pre-hook replaces the hidden states, a post-hook the loss."""
     x, y = batch
     head = make_head(device, **SETTINGS)
     plain = head(2.0 * x, y)
@@ -311,8 +312,8 @@ def test_hooks_change_what_the_head_sees_and_gives(device, batch):
 
 
 def test_a_hook_that_gathers_the_weight(device, batch):
-    """ZeRO-3 fills the weight before the call and lets go of it afterwards: the loss must have what
-    its backward needs by then."""
+    """ZeRO-3 gathers the weight before the call and releases it afterwards: by then the loss
+    must have saved what its backward needs."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = make_head(device, **SETTINGS)
     expected = head(x, y)
@@ -351,8 +352,8 @@ def test_tensor_hooks_see_the_gradients(device, batch):
 
 
 def test_hooks_see_a_named_output(device, batch):
-    """Options for one call reach the loss through the Module's call; no hook turns what it gives
-    into a plain tuple, and gradients that come from two of its fields are in what a hook sees."""
+    """Options for one call reach the loss through the Module's call; hooks do not turn the
+    output into a plain tuple, and they see gradients from two of its fields."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = make_head(device, **SETTINGS)
     seen = []
@@ -374,7 +375,7 @@ def test_hooks_see_a_named_output(device, batch):
 
 @MAKERS
 def test_functional_call(device, make, batch):
-    """With other parameters than its own, which get the gradients."""
+    """With replaced parameters, which get the gradients."""
     module = make(device, **SETTINGS)
     own = module(*batch)
     others = {
@@ -420,7 +421,7 @@ def test_modules_without_gradients(device, make, mode, batch):
 
 
 def test_tensors_made_in_inference_mode(device, batch):
-    """They may be used outside of it: as hidden states that need no gradient."""
+    """They may be used outside inference mode, as hidden states that need no gradient."""
     head = make_head(device, **SETTINGS)
     with torch.inference_mode():
         hidden = batch[0] * 1.0
@@ -429,7 +430,7 @@ def test_tensors_made_in_inference_mode(device, batch):
 
 
 def test_what_carries_a_gradient(device, batch):
-    """loss, lse and entropy do; accuracy, predictions and the z-loss do not."""
+    """loss, lse and entropy require grad; accuracy, predictions and the z-loss do not."""
     x, y = batch
     head = make_head(device)
     output = flce.linear_cross_entropy(
@@ -462,7 +463,7 @@ def test_what_carries_a_gradient(device, batch):
 
 
 def refused_calls(x, w, y):
-    """Functions of x alone, by name: all of flce's public ones."""
+    """All public functions of flce, by name, as functions of x alone."""
     head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=x.device, dtype=x.dtype)
     return {
         "outputs": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).loss,
@@ -536,7 +537,7 @@ def test_forward_mode_says_what_to_use(refused, transform):
 
 
 def test_create_graph_says_what_to_use(refused):
-    """Refused at the first backward: to a second one the gradient would be a constant."""
+    """Refused at the first backward: in a second one the gradient would be a constant."""
     function, x = refused
     x = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="double backward .*use"):
@@ -559,7 +560,7 @@ def test_functional_call_in_a_transform_is_refused(device, batch):
 
 @MAKERS
 def test_modules_without_the_newer_options(device, make, batch):
-    """As pickle gives a Module that an earlier version wrote: attributes are missing."""
+    """A Module as unpickled from an earlier version: newer attributes are missing."""
     x, y = batch
     module = make(device, ignore_index=-1)
     expected = module(x, y)

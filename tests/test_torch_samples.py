@@ -1,8 +1,8 @@
-"""torch's own sample inputs of nn.functional.linear_cross_entropy, through flce.
+"""torch's own sample inputs of nn.functional.linear_cross_entropy, run through flce.
 
-Each sample runs on both with the same arguments, options= and ignore_index=None included. The one
-documented difference that they meet: a mean over no valid target is 0 here and NaN in torch. (The
-other, a float32 loss for 16-bit operands, does not arise in the dtypes compared.)
+Each sample runs with both, with the same arguments, including options= and ignore_index=None. One
+documented difference occurs: a mean over no valid target is 0 here and NaN in torch. (The other, a
+float32 loss for 16-bit operands, does not occur in the dtypes compared.)
 """
 
 import warnings
@@ -65,7 +65,7 @@ def test_samples(device, dtype, variant):
     checked = 0
     for sample in VARIANTS[variant].sample_inputs(device, dtype, requires_grad=True):
         with warnings.catch_warnings():
-            # torch says that it leaves the chunked path; the values are the same.
+            # torch warns that it leaves the chunked path; the values are the same.
             warnings.filterwarnings("ignore", message="linear_cross_entropy: ``options`` ignored")
             theirs = value_and_gradients(F.linear_cross_entropy, sample)
         ours = value_and_gradients(flce.compat.torch.linear_cross_entropy, sample)
@@ -78,5 +78,5 @@ def test_samples(device, dtype, variant):
 
 
 def test_every_variant_is_there():
-    """A renamed table must not turn this file into one that checks nothing."""
+    """If torch renames its table, this test fails instead of the file testing nothing."""
     assert {"plain", "chunked", "chunked_none"} <= VARIANTS.keys()

@@ -1,4 +1,4 @@
-"""flce.tune: what it refuses, its file, and on a GPU that its choice is taken and is right."""
+"""flce.tune: refusals, its file, and on a GPU that its choice is used and correct."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ import flce
 
 tune = importlib.import_module("flce.tune")  # flce.tune is the function
 TOKENS, HIDDEN, VOCAB = 300, 64, 1000
-BUDGET = 130 * 1024 * 4  # chunks of 128 rows, and one of 44; a row has whole 128 bytes
+BUDGET = 130 * 1024 * 4  # chunks of 128 rows and one of 44; a row is a multiple of 128 bytes
 HEADER = Path(__file__).parents[1] / "csrc" / "cuda" / "gemm" / "gemm.cuh"
 
 
@@ -25,7 +25,7 @@ ALGORITHM = " ".join("2" * 10)
 
 
 def product(gpu="A GPU 1", **changes):
-    """A product's line."""
+    """The line of a GEMM."""
     numbers = dict.fromkeys(tune.PRODUCT, 1) | changes
     return " ".join(map(str, [*numbers.values(), gpu]))
 
@@ -71,7 +71,8 @@ CORRUPT = {
 
 
 def test_numbers_are_those_of_the_header():
-    """PRODUCT names the fields of the C struct in their order; an algorithm has as many as its."""
+    """PRODUCT lists the fields of the C struct in order; an algorithm has as many numbers as
+    its struct."""
     if not HEADER.exists():
         pytest.skip("installed without its sources")
     text = HEADER.read_text(encoding="utf-8")
@@ -129,7 +130,7 @@ def test_a_corrupt_file_is_named(corrupt, monkeypatch):
 
 
 def test_no_file_is_read_that_nobody_named(tmp_path, monkeypatch):
-    """Choices change bits: a user's cache is none of the files that are looked for."""
+    """Choices change bits: a cache of the user is not read unless FLCE_TUNE_FILE names it."""
     looked = []
     monkeypatch.setattr(tune, "read", looked.append)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -178,7 +179,7 @@ def products(device, dtype=torch.bfloat16, bias=False, **knobs):
 
 
 def taken(line):
-    """The algorithm that is taken for a product, and all that could be."""
+    """The algorithm in use for a GEMM, and all candidates."""
     (_, index), algorithms = tune.candidates_of(line, torch.device("cuda", 0))
     return algorithms[index], algorithms
 
@@ -188,7 +189,7 @@ def use(line, algorithm):
 
 
 def restore(lines):
-    """The shipped choice again, for the tests that follow."""
+    """Selects the default algorithms again, for the tests that follow."""
     for line in lines:
         (shipped, _), algorithms = tune.candidates_of(line, torch.device("cuda", 0))
         use(line, algorithms[shipped])
@@ -196,10 +197,8 @@ def restore(lines):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_products_of_a_step(cuda, save, monkeypatch):
-    """Whole chunks and the last; dW is written by the first chunk and added to by the others."""
-    monkeypatch.setenv(
-        "FLCE_KERNEL", "gemm"
-    )  # the fused kernel's logits are no product of cuBLASLt
+    """Full chunks and the last one; the first chunk writes dW and the others add to it."""
+    monkeypatch.setenv("FLCE_KERNEL", "gemm")  # the fused kernel's logits GEMM is not cuBLASLt's
     made = [tune.numbers_of(line) for line in products(cuda, save=save)]
     seen = {(p["m"], p["n"], p["k"], p["accumulate"]) for p in made}
     last = TOKENS - 2 * 128
@@ -222,7 +221,7 @@ def view(memory, rows, cols, pitch, transposed):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_candidate_is_right(cuda, dtype, bias):
-    """Also those that split the sum: no candidate loses more than one rounding of the result."""
+    """Also split-k algorithms: no candidate loses more than one rounding of the result."""
     device = torch.device(cuda, 0)
     for line in products(cuda, dtype, bias):
         p = tune.numbers_of(line)
@@ -247,12 +246,12 @@ def test_every_candidate_is_right(cuda, dtype, bias):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_another_choice_is_taken_and_right(cuda, save):
-    """The last candidate of every product, not the first: it is in force, and nothing else is."""
+    """The last candidate of every GEMM, not the first: it is used, and no other changes."""
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, std=4.0)
     knobs = {"save": save, "max_memory": BUDGET}
     truth = cases.chunked_truth(case, TOKENS)
     lines = products(cuda, **knobs)
-    cases.outcome(flce.linear_cross_entropy, case, **knobs)  # fills the cache
+    cases.outcome(flce.linear_cross_entropy, case, **knobs)  # fills the cache of algorithms
     try:
         for line in lines:
             use(line, taken(line)[1][-1])
@@ -276,7 +275,7 @@ def test_a_choice_that_is_no_candidate_is_passed_over(cuda):
 
 
 def test_tune_keeps_and_saves(cuda, tmp_path):
-    """The choice holds here at once and in a new process, which reads the file."""
+    """The choice is used here at once, and in a new process that reads the file."""
     path = tmp_path / "folder" / "gemm.json"
     made = flce.tune(TOKENS, HIDDEN, VOCAB, save="grads", max_memory=BUDGET, path=str(path))
     lines = products(cuda)
@@ -288,7 +287,7 @@ def test_tune_keeps_and_saves(cuda, tmp_path):
             assert taken(line)[0] == t.algorithm
             assert 0 < t.best_ms <= t.shipped_ms and t.candidates >= 1
         assert tune.read(str(path)) == {t.product: t.algorithm for t in made.products}
-        # Other algorithms than the shipped ones, so that the new process has something to show.
+        # Other algorithms than the default ones, so that the new process shows a difference.
         tune.write(str(path), {line: taken(line)[1][-1] for line in lines})
         code = (
             "import flce, torch, sys\n"
@@ -323,7 +322,7 @@ def test_nothing_is_saved_without_a_file(cuda, tmp_path, monkeypatch):
 
 
 def test_capture_refuses(cuda):
-    """tune waits: an error before it does anything, and the capture goes on."""
+    """tune synchronises: it raises before it does anything, and the capture continues."""
     x = torch.ones(8, device=cuda)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -335,7 +334,7 @@ def test_capture_refuses(cuda):
 
 
 def test_threads_do_not_share_descriptors(cuda):
-    """Two threads with biases of their own, the same products, each on its stream."""
+    """Two threads with different biases run the same GEMMs, each on its stream."""
     made = [
         cases.make_case(64, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, bias=True, seed=seed)
         for seed in (1, 2)

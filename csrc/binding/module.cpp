@@ -1,4 +1,5 @@
-// The Python module: its import runs the registrations of the operators. And facts of the build.
+/* The Python module. Importing it runs the registrations of the operators; it also exports facts
+ * about the build. */
 #include <Python.h>
 
 #include <cstdlib>
@@ -14,14 +15,16 @@ std::string cpu_variant() {
   return flce_cpu_variant();
 }
 
-// The CUDA library's own description, or what was looked for and why it does not serve.
+/* The CUDA library's description of itself, or which file was searched for and why it cannot be
+ * used. */
 std::string cuda_describe() {
   const CudaLibrary& library = cuda_library();
   if (!library.error.empty()) return "not loaded: " + library.path + ": " + library.error;
   return library.path + "\n" + library.describe();
 }
 
-// A call looks at two variables; os.environ takes 5 us for one that is not set.
+/* getenv for Python: a call reads two variables, and os.environ takes 5 us for one that is not
+ * set. */
 PyObject* get_variable(PyObject*, PyObject* name) {
   PyObject* bytes = PyUnicode_EncodeFSDefault(name);
   if (!bytes) return nullptr;

@@ -1,6 +1,7 @@
-// The binding: schemas, boxing, checks, status -> error. With op_options.h, op_outputs.h,
-// op_tune.cpp, module.cpp and torch_device.h the only C++ and the only code that includes torch,
-// through its stable ABI alone, so that one build serves every torch >= 2.10.
+/* The operators: schemas, boxing, argument checks, status -> error. Together with op_options.h,
+ * op_outputs.h, op_tune.cpp, module.cpp and torch_device.h this is the only C++ and the only code
+ * that includes torch. It uses torch's stable ABI only, so one build works with every torch >=
+ * 2.10. */
 #include <tuple>
 
 #include "binding/op_options.h"
@@ -10,13 +11,14 @@ namespace {
 
 // ---- tensors of the loss ----
 
-// The tensors of the loss beside the operands; every operator has them in this order.
+/* The tensors of the loss other than the operands; every operator takes them in this order. */
 struct LossTensors {
   Tensor target;
   OptionalTensor weight, token_weight, temperature, num_items;
 };
 
-// Checks them against the sizes of the problem, completes it and `tensors`.
+/* Checks the tensors of the loss against the sizes of the problem, and sets the fields of `problem`
+ * and `tensors` that follow from them. */
 void bind_loss(const LossTensors& given, DeviceId id, flce_problem* problem,
                flce_tensors* tensors) {
   flce_dtype stat = flce_stat_dtype(problem->dtype);
@@ -42,7 +44,8 @@ void bind_loss(const LossTensors& given, DeviceId id, flce_problem* problem,
   tensors->num_items = optional_pointer("num_items", given.num_items, {}, stat, id);
 }
 
-// Rows to compute: on the CPU those that are not ignored, on a GPU all, or the caller's bound.
+/* The number of rows to compute: on the CPU the rows that are not ignored; on a GPU the caller's
+ * bound, or all rows. */
 int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors, DeviceId id,
                         std::optional<int64_t> bound) {
   int64_t tokens = problem.tokens;
@@ -68,20 +71,22 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
 
 // ---- linear cross entropy ----
 
-// Behind the tensors of forward and backward, and of plan.
+/* The arguments after the tensors in the schemas of forward, backward and plan. */
 #define SETTINGS "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers"
+/* The arguments after the tensors, parsed. */
 struct Settings {
   std::optional<int64_t> valid_vocab, rows;
   Options options;
 };
 
+/* input [N, H], linear_weight [V, H] and linear_bias [V]. */
 struct Operands {
   Tensor input, linear_weight;
   OptionalTensor linear_bias;
 };
 
-// Checks the operands against each other, completes the problem with their sizes and the tensors
-// with their memory.
+/* Checks the operands against each other; sets the sizes in `problem` and the data pointers in
+ * `tensors`. */
 void bind_operands(const Operands& given, const LossTensors& loss, const Settings& settings,
                    flce_problem* problem, flce_tensors* tensors) {
   const Tensor &input = given.input, &linear_weight = given.linear_weight;
@@ -118,7 +123,8 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
   problem->rows = rows_to_compute(*problem, *tensors, id, settings.rows);
 }
 
-// Half of what the logits take now, where that still holds a row.
+/* Text that suggests a max_memory of half the current logits buffer, if that still holds one
+ * row. */
 std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   int64_t logits = plan.buffers[FLCE_BUF_LOGITS].bytes + plan.buffers[FLCE_BUF_SAVED].bytes;
   int64_t smaller = (logits < problem.max_memory ? logits : problem.max_memory) / 2;
@@ -130,14 +136,15 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
-// [rows][pitch] of what save=logits keeps, rows as the operator's caller has set them.
+/* The shape [rows][leading dimension] of what save="logits" keeps, with the rows that the
+ * operator's caller has given. */
 std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
                                  std::optional<int64_t> rows) {
   return {rows.value_or(problem.tokens), plan.saved_pitch};
 }
 
-// A caller that could not count the valid rows (torch.compile on the CPU) has rows to spare; no
-// output is left undefined.
+/* A caller that could not count the valid rows (torch.compile on the CPU) allocates more rows than
+ * are computed. The others are set to 0, so that no output is undefined. */
 void zero_unused_rows(const Device& device, const flce_problem& problem, const flce_plan& plan,
                       const Tensor& saved) {
   int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
@@ -199,8 +206,9 @@ Gradients run_backward(const Device& device, const flce_problem& problem, const 
   return gradients;
 }
 
-// What a forward left for its backward, and the upstream gradients. grad_stats holds those of lse
-// and entropy in their rows; the others have none.
+/* Binds what a forward saved for its backward, and the upstream gradients. grad_stats holds the
+ * gradients of lse and entropy in the rows of these statistics; the other statistics have no
+ * gradient. */
 void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, const Tensor& stats,
                 const Tensor& scalars, const flce_problem& problem, DeviceId id,
                 flce_tensors* tensors) {
@@ -221,7 +229,7 @@ void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, con
     tensors->grad_entropy = rows_of_stats + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
 }
 
-// The caller's gradient of the weight, for dW to be added to.
+/* Binds the caller's gradient tensor of the weight, to which dW is added. */
 void bind_added(const Tensor& grad_weight, DeviceId id, flce_problem* problem,
                 flce_tensors* tensors) {
   const char* name = "grad_weight_into";
@@ -234,7 +242,7 @@ void bind_added(const Tensor& grad_weight, DeviceId id, flce_problem* problem,
   tensors->grad_weight = grad_weight.mutable_data_ptr();
 }
 
-// What a forward left for its backward, and the upstream gradients.
+/* What a forward saved for its backward, and the upstream gradients. */
 struct Kept {
   Tensor grad_output;
   OptionalTensor grad_stats;
@@ -242,7 +250,7 @@ struct Kept {
   OptionalTensor saved;
 };
 
-// `added`: the caller's gradient of the weight, or none for one of our own.
+/* `added`: the caller's gradient tensor of the weight, to which dW is added; none: allocate one. */
 Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Operands& operands,
                          const LossTensors& loss, const Settings& settings) {
   flce_problem problem = settings.options.problem;
@@ -292,8 +300,8 @@ std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARG
   return {made.input, made.weight, made.bias};
 }
 
-// torch functionalizes no operator that writes to an argument and may return none: an undefined
-// tensor, which is None in Python as well.
+/* torch cannot functionalize an operator that writes to an argument and returns an optional tensor,
+ * so a missing gradient is an undefined tensor, which is None in Python as well. */
 Tensor or_undefined(const OptionalTensor& made) {
   return made ? *made : Tensor();
 }
@@ -303,7 +311,7 @@ std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUM
   return {or_undefined(made.input), or_undefined(made.bias)};
 }
 
-// ---- scaling of gradients that the forward made ----
+/* ---- scaling of gradients made by the forward ---- */
 
 flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, DeviceId id) {
   flce_dtype dtype = to_dtype(grad.scalar_type(), name);

@@ -1,5 +1,6 @@
-// The options of the operators, which arrive as a list of integers and one of numbers. A list costs
-// the dispatcher less than its items as arguments (benchmarks/NOTES.md, 2026-11-22).
+/* The options of the operators, which are passed as a list of integers and a list of floating-point
+ * numbers. A list costs the dispatcher less time than its items as single arguments
+ * (benchmarks/NOTES.md, 2026-11-22). */
 #ifndef FLCE_OP_OPTIONS_H
 #define FLCE_OP_OPTIONS_H
 
@@ -7,8 +8,7 @@
 
 namespace {
 
-// The slots of both lists in their order; flce/options.py packs them, and a test compares the
-// names.
+/* The slots of both lists, in order. flce/options.py packs them; a test compares the names. */
 #define FLCE_INTEGERS(SLOT)                                                               \
   SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save), \
       SLOT(max_memory), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions),        \
@@ -17,9 +17,9 @@ namespace {
 #define FLCE_NUMBERS(SLOT) \
   SLOT(label_smoothing), SLOT(softcap), SLOT(logit_scale), SLOT(temperature), SLOT(z_loss)
 
-// Of the shapes that a forward leaves to its backward: raised when they change for the same
-// options, so that a compiled graph of an earlier build, which torch keeps on disk, is not run with
-// this one.
+/* Version of the shapes of the tensors that a forward saves for its backward. Raise it when they
+ * change for the same options: torch keeps compiled graphs on disk, and a graph compiled with an
+ * earlier build must not run with this one. */
 constexpr int64_t kLayout = 1;
 
 #define FLCE_SLOT(name) name
@@ -39,7 +39,7 @@ inline std::string option_names() {
   return names;
 }
 
-// Reads the lists, checked for their lengths and each slot for its range.
+/* Reads the two lists; checks their lengths and the range of each slot. */
 class OptionReader {
  public:
   OptionReader(const std::vector<int64_t>& integers, const std::vector<double>& numbers)
@@ -54,7 +54,7 @@ class OptionReader {
   flce_dtype dtype(IntegerSlot slot) const {
     return static_cast<flce_dtype>(choice(slot, FLCE_F16 + 1));
   }
-  // One of `count` values from 0 on.
+  /* An integer in [0, count), the index of one of `count` choices. */
   int64_t choice(IntegerSlot slot, int64_t count) const {
     int64_t value = integer(slot);
     if (value < 0 || value >= count)
@@ -75,7 +75,7 @@ class OptionReader {
   const std::vector<double>& numbers_;
 };
 
-// What all operators have: the loss and its outputs.
+/* Reads the options that all operators have: those of the loss and its outputs. */
 inline void read_loss(const OptionReader& read, flce_problem* problem) {
   problem->reduction =
       static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, FLCE_SUM + 1));
@@ -88,7 +88,7 @@ inline void read_loss(const OptionReader& read, flce_problem* problem) {
   problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
 }
 
-// The options that forward, backward and plan share: a problem without its sizes.
+/* The options shared by forward, backward and plan: an flce_problem without its sizes. */
 struct Options {
   flce_problem problem;
   bool allow_tf32;

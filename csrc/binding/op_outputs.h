@@ -1,4 +1,4 @@
-// The tensors that linear cross entropy's operators give.
+/* The tensors that the operators of linear cross entropy return, and their allocation. */
 #ifndef FLCE_OP_OUTPUTS_H
 #define FLCE_OP_OUTPUTS_H
 
@@ -6,12 +6,13 @@
 
 namespace {
 
-// Those that nobody wants are none: an allocator takes its time for an empty tensor too.
+/* A gradient that is not wanted is nullopt instead of an empty tensor, because allocating an empty
+ * tensor takes time too. */
 struct Gradients {
   OptionalTensor input, weight, bias;
 };
 
-// Tensors for the wanted gradients that this pass makes.
+/* Allocates the wanted gradients that this pass computes. */
 Gradients allocate_gradients(const Device& device, const flce_problem& problem,
                              const flce_plan& plan, flce_tensors* tensors) {
   auto make = [&](std::vector<int64_t> sizes, flce_dtype dtype, const char* name, void** pointer) {
@@ -38,7 +39,7 @@ Tensor allocate_loss(const Device& device, const flce_problem& problem, flce_ten
   return loss;
 }
 
-// What a forward gives beside the loss and what its strategy keeps.
+/* What a forward returns in addition to the loss and to what its strategy saves. */
 struct Statistics {
   OptionalTensor stats, scalars, predictions;
 };

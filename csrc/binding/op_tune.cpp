@@ -1,4 +1,5 @@
-// Operators behind flce.tune: the recorded products, their candidates, the time of one, the choice.
+/* The operators that flce.tune calls: list the recorded GEMMs, list a GEMM's candidate algorithms,
+ * time one, select one. */
 #include "binding/torch_device.h"
 
 namespace {
@@ -8,14 +9,15 @@ Device cuda_device(int64_t index) {
 }
 
 const flce_cuda_tuning& tuning() {
-  return *cuda_library().tuning();  // a Device was opened, so the library is there
+  return *cuda_library().tuning(); /* a Device has been opened, so the library is loaded */
 }
 
 void check_tuning(flce_status status) {
   if (status != FLCE_OK) check(flce_fail(status, "%s", tuning().last_error()));
 }
 
-// The text of a function that writes it and its length, asked for twice as plan's is.
+/* Calls a function that writes a text and its length, first for the length and then for the text,
+ * as for the plan's text. */
 template <typename Write>
 std::string text_of(Write write) {
   int64_t length = 0;
@@ -46,7 +48,7 @@ std::string gemm_candidates(int64_t device_index, std::string product) {
   });
 }
 
-// flce/tune.py sees to the sizes of the memory.
+/* flce/tune.py ensures that the tensors have the sizes that the GEMM needs. */
 double gemm_time(Tensor a, Tensor b, Tensor c, std::optional<Tensor> bias, Tensor workspace,
                  std::string product, int64_t candidate, int64_t repeats) {
   Device device(device_of(a), false);
@@ -60,7 +62,7 @@ double gemm_time(Tensor a, Tensor b, Tensor c, std::optional<Tensor> bias, Tenso
   return milliseconds;
 }
 
-// Without a CUDA library there are no products to choose for. Opens no device.
+/* Without a CUDA library there are no GEMMs to select algorithms for. Opens no device. */
 void gemm_use(std::string lines) {
   const CudaLibrary& library = cuda_library();
   if (library.error.empty()) check_tuning(tuning().use(lines.c_str()));

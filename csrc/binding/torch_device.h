@@ -1,5 +1,5 @@
-// What the operators need of torch: errors, dtypes, devices, allocation, checks. Only op.cpp, its
-// headers op_options.h and op_outputs.h, op_tune.cpp and module.cpp include it.
+/* What the operators need of torch: errors, dtypes, devices, allocation, argument checks. Included
+ * by op.cpp, its headers op_options.h and op_outputs.h, op_tune.cpp and module.cpp only. */
 #ifndef FLCE_TORCH_DEVICE_H
 #define FLCE_TORCH_DEVICE_H
 
@@ -30,8 +30,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 // ---- errors ----
 
-// Becomes Python's MemoryError; flce/autograd.py turns that into torch.OutOfMemoryError, which the
-// stable ABI cannot raise.
+/* Becomes a MemoryError in Python. flce/autograd.py turns that into torch.OutOfMemoryError, which
+ * the stable ABI cannot raise. */
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
@@ -61,7 +61,7 @@ inline std::vector<int64_t> shape_of(const Tensor& tensor) {
   return shape;
 }
 
-// ---- types ----
+/* ---- dtypes ---- */
 
 inline flce_dtype to_dtype(ScalarType type, const char* argument) {
   switch (type) {
@@ -119,7 +119,7 @@ inline Tensor matrix_view(const void* data, int64_t rows, int64_t cols, int64_t 
   return Tensor(handle);
 }
 
-// The CPU's products are torch's own (MKL, oneDNN).
+/* The GEMM of the CPU backend is torch's own (MKL, oneDNN). */
 inline flce_status torch_gemm(void*, const flce_gemm* gemm) {
   if (gemm->m == 0 || gemm->n == 0) return FLCE_OK;
   if (gemm->c_dtype != gemm->dtype)
@@ -143,8 +143,8 @@ inline void torch_parallel(int64_t begin, int64_t end, int64_t grain, flce_range
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, context));
 }
 
-// libflce_cuda.so lies beside this module; it is opened when the first CUDA tensor arrives, or when
-// there are tuned products to hand it.
+/* libflce_cuda.so, in the directory of this module. It is loaded when the first CUDA tensor
+ * arrives, or when there are tuned algorithms to pass to it. */
 struct CudaLibrary {
   std::string path, error;
   flce_cuda_backend_fn open = nullptr;
@@ -177,7 +177,8 @@ inline const CudaLibrary& cuda_library() {
   return library;
 }
 
-// A backend's table for the device of a call, and the guard that makes this device the current one.
+/* The backend of a call's device, together with the guard that makes this device the current
+ * one. */
 class Device {
  public:
   Device(DeviceId id, bool allow_tf32) : id_(id) {
@@ -221,7 +222,7 @@ class Device {
     return plan;
   }
 
-  // A new contiguous tensor; `buffer` is for the error.
+  /* A new contiguous tensor; `buffer` is its name in an out-of-memory error. */
   Tensor allocate(const std::vector<int64_t>& sizes, flce_dtype dtype, const char* buffer) const {
     return empty(sizes, to_scalar_type(dtype), flce_size_of(dtype), buffer);
   }
@@ -307,7 +308,8 @@ inline void expect_like(const char* name, const Tensor& tensor, const std::vecto
   expect_same_device(name, tensor, id);
 }
 
-// An optional tensor of statistics' dtype.
+/* The data pointer of an optional tensor of the stat dtype, after its checks; NULL if there is no
+ * tensor. */
 inline const void* optional_pointer(const char* name, const OptionalTensor& tensor,
                                     const std::vector<int64_t>& shape, flce_dtype stat,
                                     DeviceId id) {

@@ -1,4 +1,5 @@
-/* The CPU backend's table, and the choice of its kernels. */
+/* The function table and the facts of the CPU backend, and the run-time choice of its kernels by
+ * instruction set. */
 #include "cpu/cpu.h"
 
 #include <stdlib.h>
@@ -10,7 +11,7 @@ typedef struct variant {
   const flce_block_kernels* (*block_kernels)(flce_dtype stat, flce_dtype dtype);
 } variant;
 
-/* Slowest first; those that this processor runs are a prefix. */
+/* Slowest first. The variants that this processor supports are a prefix of the array. */
 static const variant variants[] = {
     {"scalar", flce_scalar_row_kernels, flce_scalar_block_kernels},
 #if FLCE_CPU_X86
@@ -33,7 +34,8 @@ static int supported_variants(void) {
 #endif
 }
 
-/* The best variant, or the one that FLCE_CPU_VARIANT names; NULL where that cannot run here. */
+/* The fastest supported variant, or the one that FLCE_CPU_VARIANT names; NULL if that one is
+ * unknown or not supported. */
 static const variant* choose_variant(void) {
   int supported = supported_variants();
   const char* wanted = getenv("FLCE_CPU_VARIANT");
@@ -85,9 +87,9 @@ static flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
-  /* torch's CPU products write the operands' dtype; float16 ones are slow there. oneDNN's bfloat16
-   * product on AMX multiplies what follows the k elements of a row of A, up to the next 32, by
-   * zeros: a NaN there is one in the result. */
+  /* torch's CPU GEMMs write the operands' dtype, and its float16 GEMM is slow. oneDNN's bfloat16
+   * GEMM on AMX reads each row of A up to the next multiple of 32 elements beyond k and multiplies
+   * the excess by zeros, so a NaN there becomes a NaN in the result. Hence the alignments. */
   *out = (flce_facts){.gemm_writes_f32 = false,
                       .gemm_f16 = false,
                       .row_alignment = FLCE_AMX_DEPTH * 2,

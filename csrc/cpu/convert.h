@@ -1,4 +1,4 @@
-/* One element of any dtype to and from double, in portable C. */
+/* Conversion of one element of any dtype to and from double, in portable C. */
 #ifndef FLCE_CPU_CONVERT_H
 #define FLCE_CPU_CONVERT_H
 
@@ -23,7 +23,7 @@ static inline float flce_from_bf16(uint16_t half) {
 }
 
 static inline uint16_t flce_to_bf16(float value) {
-  if (value != value) return 0x7fc0; /* the rounding below could carry a NaN over to -0 */
+  if (value != value) return 0x7fc0; /* the rounding below could turn a NaN into -0 */
   uint32_t bits = flce_bits_of(value);
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -40,9 +40,11 @@ static inline uint16_t flce_to_f16(float value) {
   uint32_t bits = flce_bits_of(value);
   uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-  if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and up round to inf */
+  if (magnitude >= 0x477ff000)
+    return (uint16_t)(sign | 0x7c00); /* 65520 and above rounds to infinity */
   if (magnitude < 0x38800000) {
-    /* Subnormal in float16: beside 0.5 a float's last bit is 2^-24, so this addition rounds. */
+    /* Subnormal in float16: adding 0.5, whose last float32 bit is 2^-24, rounds to a multiple of
+     * the smallest float16 subnormal. */
     float shifted = flce_float_of(magnitude) + 0.5f;
     return (uint16_t)(sign | (flce_bits_of(shifted) - flce_bits_of(0.5f)));
   }

@@ -1,15 +1,16 @@
-/* What the files of the CPU backend share: the chosen kernels, work over threads, and the functions
- * of the backend table by the file that holds them. */
+/* Shared by the files of the CPU backend: access to the chosen kernels, the parallel loop, and the
+ * functions of the backend table, grouped by the file that defines them. */
 #ifndef FLCE_CPU_CPU_H
 #define FLCE_CPU_CPU_H
 
 #include "cpu/simd/row_kernels.h"
 
-/* Elements that one thread should at least have: below, handing the work over costs more. */
+/* The minimum number of elements for a thread: with fewer, starting the thread costs more than it
+ * saves. */
 enum { FLCE_GRAIN = 32768 };
 
-/* A block of sums on a thread's stack: values of any dtype pass through it on their way from one
- * dtype to another. */
+/* Elements of the accumulator block on a thread's stack, through which values pass when they are
+ * converted from one dtype to another. */
 enum { FLCE_BLOCK = 1024 };
 typedef union flce_sums {
   double wide[FLCE_BLOCK];
@@ -23,7 +24,7 @@ static inline int64_t flce_blocks(int64_t count) {
   return (count + FLCE_BLOCK - 1) / FLCE_BLOCK;
 }
 
-/* Row r of a pass has its vectors at this index; -1 stands for no row. */
+/* The index of row r of a pass in the rows' vectors; -1 if row r is unused. */
 static inline int64_t flce_row_index(const flce_rows* rows, int64_t r) {
   return rows->index ? rows->index[r] : r;
 }
@@ -43,13 +44,14 @@ static inline flce_row_kind flce_row_kind_at(const flce_rows* rows, int64_t i) {
   return y >= 0 && y < rows->vocab ? FLCE_ROW_VALID : FLCE_ROW_OUT_OF_RANGE;
 }
 
-/* backend.c. FLCE_UNSUPPORTED names the types where there is no kernel; a FLCE_CPU_VARIANT that is
- * unknown here gives FLCE_INVALID_ARGUMENT. */
+/* backend.c. They return FLCE_UNSUPPORTED, with the dtypes in the message, if there is no such
+ * kernel, and FLCE_INVALID_ARGUMENT if FLCE_CPU_VARIANT names a variant that is unknown or not
+ * supported here. */
 flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kernels);
 flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
                                    const flce_block_kernels** kernels);
-/* fn over [0, count) in parts of at least FLCE_GRAIN elements, `width` elements an index. What is
- * computed for an index may not depend on the part that it falls in. */
+/* Runs fn over [0, count) in ranges of at least FLCE_GRAIN elements; an index has `width` elements.
+ * The result of an index must not depend on the range that it falls in. */
 void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
 
 /* gemm.c */

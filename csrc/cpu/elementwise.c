@@ -1,4 +1,5 @@
-/* fill, cast, add_block and scale_grads: elementwise passes, block by block. */
+/* Backend functions `fill`, `cast`, `add_block` and `scale_grads`: elementwise passes, block by
+ * block. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
@@ -10,7 +11,7 @@ flce_status flce_cpu_fill(void* self, void* data, int byte, int64_t bytes) {
   return FLCE_OK;
 }
 
-/* ---- out = factor in ---- */
+/* ---- out = factor * in ---- */
 
 typedef struct scale_job {
   const flce_block_kernels *in_kernels, *out_kernels;
@@ -18,7 +19,7 @@ typedef struct scale_job {
   const void* in;
   flce_dtype out_dtype, in_dtype;
   double factor;
-  int64_t count;
+  int64_t count; /* elements */
 } scale_job;
 
 static void scale_range(int64_t begin, int64_t end, void* context) {
@@ -35,7 +36,7 @@ static void scale_range(int64_t begin, int64_t end, void* context) {
 static flce_status scale(void* self, scale_job* job) {
   bool wide = job->in_dtype == FLCE_F64 || job->out_dtype == FLCE_F64;
   flce_dtype stat = wide ? FLCE_F64 : FLCE_F32;
-  /* Two tensors without elements share the pointer NULL. */
+  /* Without elements both pointers may be NULL, hence equal, without being an in-place cast. */
   if (job->count > 0 && job->out == job->in && job->out_dtype != job->in_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "expected one dtype in place, got %s for %s",
                      flce_dtype_name(job->out_dtype), flce_dtype_name(job->in_dtype));
@@ -46,8 +47,8 @@ static flce_status scale(void* self, scale_job* job) {
 }
 
 flce_status flce_cpu_cast(void* self, const flce_cast_args* call) {
-  bool whole = call->out_pitch == call->cols &&
-               call->in_pitch == call->cols; /* then all call->rows are one */
+  /* Both are contiguous: one pass over all rows. */
+  bool whole = call->out_pitch == call->cols && call->in_pitch == call->cols;
   int64_t size = flce_size_of(call->out_dtype), padding = (call->out_pitch - call->cols) * size;
   for (int64_t r = 0; r < (whole ? 1 : call->rows); r++) {
     scale_job job = {.out = flce_at(call->out, call->out_dtype, r * call->out_pitch),
@@ -90,7 +91,7 @@ typedef struct add_job {
   void* accum;
   const void* block;
   flce_dtype accum_dtype, dtype;
-  int64_t pitch, cols;
+  int64_t pitch, cols; /* leading dimension of `block`; columns of both */
 } add_job;
 
 static void add_range(int64_t begin, int64_t end, void* context) {

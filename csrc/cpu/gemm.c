@@ -1,21 +1,25 @@
-/* gemm: calls the caller's GEMM (torch's), in blocks where that is faster. */
+/* Backend function `gemm`: calls the GEMM that the binding passes in (torch's), in column blocks if
+ * that is faster. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
 #include <math.h>
 
-/* Columns of a block, and the size of W (bytes) from which on its blocks are worth a call each. */
+/* Columns of a block, and the minimum size of W in bytes for which separate calls for its blocks
+ * pay off. */
 enum { GEMM_BLOCK_COLUMNS = 512, GEMM_BLOCKED_BYTES = 32 << 20 };
 
-/* MKL packs all of W^T before it multiplies; a W beyond the caches then goes through memory three
- * times, which a chunk's few rows cannot hide (152 x 768 x 50257: 33 % of the time). In blocks the
- * packed part stays in the cache. float32 only: oneDNN's bfloat16 product gains nothing. */
+/* MKL packs all of W^T before it multiplies. If W exceeds the caches it then passes through memory
+ * three times, which the few rows of a chunk cannot hide (152 x 768 x 50257: 33 % of the time).
+ * With blocks the packed part stays in the cache. For float32 only: oneDNN's bfloat16 GEMM gains
+ * nothing. */
 static bool is_worth_blocking(const flce_gemm* product) {
   return product->transpose_b && product->dtype == FLCE_F32 &&
          product->n * product->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
 }
 
-/* Whether all is finite that AMX reads behind row i of A: its padding, then the next row. */
+/* Whether everything that AMX reads after row i of A (the row's padding, then the next row) is
+ * finite. */
 static bool row_tail_is_finite(const flce_gemm* g, int64_t i) {
   int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;
   if (i == g->m - 1 && end > g->pitch_a) end = g->pitch_a;
@@ -24,9 +28,8 @@ static bool row_tail_is_finite(const flce_gemm* g, int64_t i) {
   return true;
 }
 
-/* Sets the rows of the result to NaN that AMX would: it multiplies what follows a row of A by
- * zeros.
- */
+/* Sets to NaN the result rows for which AMX would give NaN: it multiplies what follows a row of A
+ * by zeros. Used with FLCE_POISON=1. */
 static void emulate_amx_overread(const flce_gemm* g) {
   if (g->dtype != FLCE_BF16 || g->transpose_a) return;
   for (int64_t i = 0; i < g->m; i++)

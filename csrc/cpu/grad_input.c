@@ -1,4 +1,5 @@
-/* scale_rows and finish_grad_input: rows of x before the GEMM of dW, rows of dX after its GEMM. */
+/* Backend functions `scale_rows` (scales rows of x before the GEMM of dW) and `finish_grad_input`
+ * (finishes rows of dX after its GEMM). */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
@@ -8,8 +9,8 @@
 typedef struct scale_rows_job {
   const flce_block_kernels* kernels;
   void* out;
-  const void *x, *coef;
-  const int64_t* index;
+  const void *x, *coef; /* x: [N, hidden]; coef: a factor for each row */
+  const int64_t* index; /* rows of x to gather; NULL: all */
   flce_dtype dtype, stat;
   int64_t out_pitch, hidden;
 } scale_rows_job;
@@ -58,13 +59,13 @@ flce_status flce_cpu_scale_rows(void* self, const flce_scale_rows_args* call) {
 typedef struct grad_input_job {
   const flce_block_kernels *dx_kernels, *d_kernels, *w_kernels, *stat_kernels;
   void* dx;
-  const void *d, *w, *wsum;
+  const void *d, *w, *wsum; /* the GEMM's result; W; sum_j w_j W_j, for smoothing */
   flce_dtype dx_dtype, d_dtype, dtype, stat;
   const flce_rows* rows;
-  int64_t hidden, cols; /* of D, W and wsum; of dX */
+  int64_t hidden, cols; /* hidden: columns of D, W and wsum; cols: columns of dX */
 } grad_input_job;
 
-/* dX[i] from row r of D. */
+/* Computes row i of dX from row r of D. */
 static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
   const flce_rows* rows = job->rows;
   int64_t pitch = rows->stat_pitch, hidden = job->hidden, cols = job->cols;

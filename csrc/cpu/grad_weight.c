@@ -1,5 +1,5 @@
-/* finish_grad_weight and finish_grad_bias: the exact target terms of dW and db, label smoothing's,
- * and the one rounding, after the GEMMs. */
+/* Backend functions `finish_grad_weight` and `finish_grad_bias`: after the GEMMs they add the exact
+ * target terms of dW and db and those of label smoothing, and round once to the output dtype. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 #include "cpu/target_order.h"
@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-/* The first key of `target` or beyond. */
+/* Index of the first key whose target is `target` or larger (binary search). */
 static int64_t first_key(const int64_t* keys, int64_t count, int64_t target) {
   int64_t low = 0, high = count;
   while (low < high) {
@@ -30,11 +30,11 @@ typedef struct grad_weight_job {
   void* dw;
   const void *accum, *x, *coef_target, *xsum, *class_weight;
   flce_dtype dw_dtype, accum_dtype, dtype, stat;
-  const int64_t* keys;
-  int64_t count, hidden;
+  const int64_t* keys;   /* tokens ordered by target (target_order.h) */
+  int64_t count, hidden; /* number of keys; columns of dW */
 } grad_weight_job;
 
-/* Columns [h, next) of row j; its tokens are keys [begin, end). */
+/* Finishes columns [h, next) of row j of dW; the tokens with target j are keys [begin, end). */
 static void grad_weight_block(const grad_weight_job* job, int64_t j, int64_t begin, int64_t end,
                               int64_t h, int64_t next) {
   int64_t count = next - h, hidden = job->hidden;
@@ -55,7 +55,7 @@ static void grad_weight_block(const grad_weight_job* job, int64_t j, int64_t beg
   job->dw_kernels->narrow(flce_at(job->dw, job->dw_dtype, j * hidden + h), &sums, count);
 }
 
-/* Every row: [begin, end) are rows. */
+/* For passes over every row of dW: [begin, end) are row indices. */
 static void all_rows_range(int64_t begin, int64_t end, void* context) {
   const grad_weight_job* job = context;
   int64_t k = first_key(job->keys, job->count, begin);
@@ -69,8 +69,9 @@ static void all_rows_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-/* Rows with tokens: index (column block) * count + key, which balances over tokens. The part in
- * which the first key of a row lies does that row, so one thread sums it, in order. */
+/* For passes over the rows of dW that are the target of some token: an index is (column block) *
+ * count + key, so that the work is split evenly over tokens. The range that holds the first key of
+ * a row does the whole row: one thread sums it, in a fixed order. */
 static void target_rows_range(int64_t begin, int64_t end, void* context) {
   const grad_weight_job* job = context;
   for (int64_t index = begin; index < end; index++) {

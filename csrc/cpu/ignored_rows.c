@@ -1,4 +1,5 @@
-/* compact_rows and blank_rows: which rows are computed, and the results of those that are not. */
+/* Backend functions `compact_rows` (lists the rows that are computed) and `blank_rows` (stores the
+ * results of the ignored rows, which are not). */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 

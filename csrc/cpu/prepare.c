@@ -1,4 +1,5 @@
-/* prepare: the scalars of a call (enum flce_scalar), from its targets and weights. */
+/* Backend function `prepare`: computes the scalars of a call (enum flce_scalar) from its targets,
+ * class weights and row factors, and checks the targets. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
@@ -17,8 +18,8 @@ static flce_status check_targets(const flce_problem* problem, const int64_t* tar
   return FLCE_OK;
 }
 
-/* The power of two u with u * largest in (2^(high - 1), 2^high], as far as a float holds it; 1 for
- * none. */
+/* The power of two u for which u * largest lies in (2^(high - 1), 2^high], limited to 2^127
+ * (float32). 1 if `largest` is 0, infinite or NaN. */
 static double unit_for(double largest, int high) {
   if (!(largest > 0.0) || isinf(largest)) return 1.0;
   int exponent;
@@ -27,12 +28,12 @@ static double unit_for(double largest, int high) {
   return ldexp(1.0, power > 127 ? 127 : power);
 }
 
-/* Over the valid rows and over the vocabulary. */
+/* Sums and maxima over the valid rows and over the vocabulary. */
 typedef struct totals {
-  int64_t valid;
-  double target_weight; /* sum of the targets' class weights */
-  double class_weight, largest_class_weight;
-  double largest_share; /* of token weight / temperature */
+  int64_t valid;        /* rows that are not ignored */
+  double target_weight; /* sum of the class weights of the valid rows' targets */
+  double class_weight, largest_class_weight; /* sum over the vocabulary; largest magnitude */
+  double largest_share; /* largest |token weight| / temperature of a valid row */
 } totals;
 
 static totals make_totals(const flce_problem* problem, const flce_tensors* tensors,
@@ -59,7 +60,7 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
   return sums;
 }
 
-/* Of rows that are not ignored; NaN where one has it. */
+/* The largest |x| of the rows that are not ignored; NaN if one of them holds a NaN. */
 static double largest_input(const flce_problem* problem, const flce_tensors* tensors) {
   double largest = 0.0;
   for (int64_t i = 0; i < problem->tokens; i++) {
@@ -76,7 +77,8 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
                              void* order, bool holds_weight, bool overlaps) {
   (void)overlaps;
   flce_dtype stat = flce_stat_dtype(problem->dtype);
-  const flce_row_kernels* kernels; /* refuses a variant that cannot run before any work */
+  const flce_row_kernels*
+      kernels; /* not used: refuses an unsupported FLCE_CPU_VARIANT before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
   if (!problem->has_probabilities) FLCE_TRY(check_targets(problem, tensors->target));
   totals sums = make_totals(problem, tensors, stat);

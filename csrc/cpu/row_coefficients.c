@@ -1,4 +1,5 @@
-/* row_coefficients: a row's factors for the gradients, from its statistics (enum flce_coef_row). */
+/* Backend function `row_coefficients`: computes the factors of each row's gradient (enum
+ * flce_coef_row) from its statistics and the upstream gradients. */
 #include "cpu/row_pass.h"
 
 #include <math.h>

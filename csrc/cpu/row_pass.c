@@ -1,4 +1,4 @@
-/* What the row passes share: the choice of kernels and path, and rows that are filled or padded. */
+/* Shared by the row passes: choice of kernels and path, and rows that are filled or padded. */
 #include "cpu/row_pass.h"
 
 #include "loss.h"

@@ -1,4 +1,5 @@
-/* grad_rows: the gradient with respect to a row's logits, from the logits or from exp rows. */
+/* Backend function `grad_rows`: the gradient with respect to a row's logits, from the logits or
+ * from rows of exp(l - c). */
 #include "cpu/row_pass.h"
 
 #include "loss.h"
@@ -57,7 +58,7 @@ static void grad_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-/* What exp rows hold cannot give the gradient. */
+/* Refuses the options whose gradient cannot be computed from exp(l - c) alone. */
 static flce_status check_exp(const row_pass* pass) {
   const flce_rows* rows = pass->rows;
   if (flce_caps_logits(&rows->options) || rows->probabilities)

@@ -1,8 +1,9 @@
-/* stat_rows and exp_rows: the statistics of a row's logits, its loss, and E = exp(l - c). The rows
- * that rows_general.c takes are transformed there; this file has the others, and what is stored.
+/* Backend functions `stat_rows` and `exp_rows`: the statistics of a row's logits, its loss, and E =
+ * exp(l - c). This file holds the plain path (l = z + bias) and the storing of results for both
+ * paths; the general path is in rows_general.c.
  *
- * A thread takes whole rows, and a row's sums run in one order, so no result depends on the number
- * of threads. Row scalars are doubles here, rounded where they are stored. */
+ * A thread processes whole rows, and the sums of a row run in one order, so no result depends on
+ * the number of threads. Row scalars are double and are rounded when they are stored. */
 #include "cpu/row_pass.h"
 
 #include <math.h>
@@ -27,7 +28,7 @@ static double exp_span(const row_pass* pass, void* out, const void* z, double of
                                 row_from(pass, pass->rows->bias, begin), offset, end - begin);
 }
 
-/* exp over [begin, end) without column `skip`; returns the sum of what is left. */
+/* As exp_span over [begin, end), without column `skip`; returns the sum over the other columns. */
 static double exp_span_without(const row_pass* pass, void* out, const void* z, double offset,
                                int64_t begin, int64_t end, int64_t skip) {
   if (skip < begin || skip >= end) return exp_span(pass, out, z, offset, begin, end);
@@ -35,8 +36,8 @@ static double exp_span_without(const row_pass* pass, void* out, const void* z, d
          exp_span(pass, out, z, offset, skip + 1, end);
 }
 
-/* One reading of the row from memory: each span is read for its maximum and again, from the cache,
- * for its sum; the sum so far is scaled when the maximum grows. */
+/* Reads the row from memory once (online softmax): each span is read for its maximum and again,
+ * from the cache, for its sum of exp. The sum so far is rescaled when the maximum grows. */
 static double online_sum(const row_pass* pass, const void* z, int64_t target, double* offset) {
   int64_t vocab = pass->rows->vocab;
   double largest = -INFINITY, sum = 0.0;
@@ -47,7 +48,8 @@ static double online_sum(const row_pass* pass, const void* z, int64_t target, do
       sum *= exp(largest - top);
       largest = top;
     }
-    /* Without a finite logit yet any shift does, but for -inf - -inf, which would be NaN. */
+    /* While all logits are -inf any finite shift is correct; the shift -inf would give -inf - -inf
+     * = NaN. */
     double shift = largest == -INFINITY ? 0.0 : largest;
     sum += exp_span_without(pass, NULL, z, shift, begin, end, target);
   }
@@ -55,7 +57,8 @@ static double online_sum(const row_pass* pass, const void* z, int64_t target, do
   return sum;
 }
 
-/* Two readings; out may be z, so that what is needed of z is read before. */
+/* Reads the row twice and writes exp. `out` may alias z, so everything that is needed of z is read
+ * before it is overwritten. */
 static double written_sum(const row_pass* pass, void* out, const void* z, int64_t target,
                           double offset) {
   int64_t vocab = pass->rows->vocab;
@@ -68,7 +71,7 @@ static double written_sum(const row_pass* pass, void* out, const void* z, int64_
   return sum;
 }
 
-/* The sum of w_j (offset - z_j) over the columns of [begin, end) that have a weight. */
+/* sum_j w_j (offset - z_j) over the columns of [begin, end) whose weight is not 0. */
 static double weighted_gap(const row_pass* pass, const void* z, double offset, int64_t begin,
                            int64_t end) {
   double sum = 0.0;
@@ -79,7 +82,7 @@ static double weighted_gap(const row_pass* pass, const void* z, double offset, i
   return sum;
 }
 
-/* sum_j w_j (offset - z_j), for smoothing. */
+/* sum_j w_j (offset - z_j) over the row, for label smoothing. */
 static double weighted_gap_sum(const row_pass* pass, const void* z, double offset) {
   const flce_rows* rows = pass->rows;
   double sum = 0.0;
@@ -88,7 +91,8 @@ static double weighted_gap_sum(const row_pass* pass, const void* z, double offse
     double part = pass->kernels->weighted_gap(
         flce_const_at(z, pass->dtype, begin), row_from(pass, rows->bias, begin),
         row_from(pass, rows->class_weight, begin), offset, end - begin);
-    /* A class of weight 0 adds nothing, where its logit is -inf too. */
+    /* A class of weight 0 adds nothing, also if its logit is -inf: a NaN sum is computed again
+     * without such classes. */
     sum += isnan(part) && rows->class_weight ? weighted_gap(pass, z, offset, begin, end) : part;
   }
   return sum;
@@ -102,7 +106,8 @@ static void store_stats(const flce_rows* rows, flce_dtype stat, int64_t i,
     flce_store(rows->stats, stat, k * rows->stat_pitch + i, values[k]);
 }
 
-/* What is kept of a row that is ignored (value 0) or out of range (value NaN). */
+/* Stores the statistics of a row that is ignored (value 0) or whose target is out of range (value
+ * NaN). */
 void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value) {
   double values[FLCE_STAT_ROWS];
   flce_fill(values, FLCE_F64, value, FLCE_STAT_ROWS);
@@ -111,7 +116,7 @@ void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, dou
   if (rows->predictions) rows->predictions[i] = -1;
 }
 
-/* z + bias as it is, target a class: the kernels of z's own dtype. */
+/* The plain path: l = z + bias and a class target; runs the row kernels of z's own dtype. */
 static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sums) {
   const flce_rows* rows = pass->rows;
   const void* z = row_z(pass, r);
@@ -129,19 +134,21 @@ static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sum
   if (pass->write_exp) sums->rest = written_sum(pass, row_out(pass, r), z, y, sums->offset);
 }
 
-/* A class of weight 0 adds nothing, where its logit is -inf too; a NaN stays. */
+/* A class of weight 0 gives the loss 0, also if its logit is -inf; a NaN is kept. */
 static double hard_loss(double factor, double nll) {
   return factor == 0.0 && nll == (double)INFINITY ? 0.0 : factor * nll;
 }
 
-/* y: -1 for probabilities. */
+/* Computes and stores the results of row i. y: the class target, -1 if the target is
+ * probabilities. */
 static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums* sums) {
   const flce_rows* rows = pass->rows;
   const flce_loss* options = &rows->options;
   double e_y = y >= 0 ? exp(sums->l_y - sums->offset) : 0.0, sum = sums->rest + e_y;
   double log_sum = log(sum), nll = 0.0, loss = sums->weighted_gap + sums->weight_sum * log_sum;
   if (y >= 0) {
-    /* Near a certain target ln S - (l_y - c) would cancel; log1p keeps the smallest losses. */
+    /* If the target's probability is near 1, ln S - (l_y - c) cancels; log1p keeps small losses
+     * accurate. */
     nll = sums->rest <= e_y ? log1p(sums->rest / e_y) : log_sum + (sums->offset - sums->l_y);
     double factor = row_factor(rows->class_weight, pass->stat, y);
     loss += hard_loss((1.0 - options->label_smoothing) * factor, nll);
@@ -149,7 +156,7 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
   double lse = sums->offset + log_sum, entropy = 0.0;
   if (options->z_loss != 0.0)
     loss += options->z_loss * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_Z_SHARE) * lse * lse;
-  if (rows->wants_entropy) { /* both terms are positive */
+  if (rows->wants_entropy) { /* both terms are positive: no cancellation */
     double others = sums->largest == y ? sums->tail : sums->tail + e_y;
     double entropy_sum =
         e_y == 0.0 ? sums->entropy_sum : sums->entropy_sum + e_y * (sums->l_y - sums->offset);
@@ -171,7 +178,7 @@ static void stat_row(const row_pass* pass, int64_t r) {
   const flce_rows* rows = pass->rows;
   int64_t i = flce_row_index(rows, r);
   flce_row_kind kind = flce_row_kind_at(rows, i);
-  if (kind != FLCE_ROW_VALID) { /* z is not read */
+  if (kind != FLCE_ROW_VALID) { /* the logits of such a row are not read */
     double value = kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0;
     if (kind != FLCE_ROW_ABSENT) flce_cpu_blank_stats(rows, pass->stat, i, value);
     if (pass->write_exp) flce_cpu_fill_row(pass, r, value);
@@ -217,7 +224,8 @@ flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows) {
 
 flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows) {
   flce_rows exp_view = *rows;
-  exp_view.coef = NULL; /* rows of exp, whatever the caller's view holds for a gradient */
+  exp_view.coef =
+      NULL; /* exp_rows writes exp, even if the caller's view has coefficients for a gradient */
   row_pass pass;
   FLCE_TRY(make_stat_pass(&exp_view, true, &pass));
   if (rows->probabilities)

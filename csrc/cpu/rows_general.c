@@ -1,39 +1,40 @@
-/* The row passes where l is not z + bias (scale, softcap, temperature), where the targets are
- * probabilities, or where entropy or predictions are wanted.
+/* The general path of the row passes: rows whose final logit l is not z + bias (logit scale,
+ * softcap, temperature), whose targets are probabilities, or for which entropy or predictions are
+ * wanted.
  *
- * A row is taken span by span: l goes into a buffer of the stat dtype that stays in L1, on which
- * the kernels of that dtype work as they do on logits. The target's column is kept out of the sums
- * as in the plain path. */
+ * A row is processed span by span: l is written to a buffer of the stat dtype that stays in L1, and
+ * the row kernels of that dtype then run on the buffer as they would on logits. As in the plain
+ * path, the sums leave out the target's column. */
 #include "cpu/row_pass.h"
 
 #include <float.h>
 #include <math.h>
 #include <string.h>
 
-/* stat is a constant at every call: inlined, the switches vanish. */
+/* `stat` is a constant in every call, so inlining removes the switches on it. */
 #define INLINE static inline __attribute__((always_inline))
 #define BY_STAT(stat, function, ...) \
   ((stat) == FLCE_F64 ? function(FLCE_F64, __VA_ARGS__) : function(FLCE_F32, __VA_ARGS__))
 
+/* FLCE_SPAN values of the stat dtype. */
 typedef union span {
   double wide[FLCE_SPAN];
   float narrow[FLCE_SPAN];
 } span;
 
-/* z + bias -> l of a row: outer_scale * tanh(inner_scale * (z + bias)), or outer_scale * (z + bias)
- * without softcap.
- */
+/* How l follows from z + bias in one row: outer_scale * tanh(inner_scale * (z + bias)) with
+ * softcap, outer_scale * (z + bias) without. */
 typedef struct row_map {
-  bool capped;
+  bool capped; /* whether there is a softcap */
   double inner_scale, outer_scale;
 } row_map;
 
-/* Columns [begin, begin + count) of a row. */
+/* One span: columns [begin, begin + count) of a row. */
 typedef struct row_part {
   int64_t begin, count;
-  span l, slope; /* slope: where the row is capped */
-  span e;        /* exp(l - c), then what goes out */
-  span t;        /* probabilities */
+  span l, slope; /* final logits; dl / d(z + bias) up to a factor, with softcap only */
+  span e;        /* exp(l - c), overwritten by the gradient */
+  span t;        /* target probabilities, in the stat dtype */
 } row_part;
 
 static row_map make_map(const row_pass* pass, int64_t i) {
@@ -46,8 +47,9 @@ static row_map make_map(const row_pass* pass, int64_t i) {
                    .outer_scale = options->softcap / temperature};
 }
 
-/* tanh and 1 - tanh^2 both come from exp(-2 |u|), where tanh^2 near 1 would cancel. Near 0 that
- * cancels in tanh itself: there float64 has libm's. */
+/* Computes tanh and 1 - tanh^2 from exp(-2 |u|): 1 - tanh^2 taken directly would cancel where
+ * tanh^2 is near 1. Near u = 0 the formula for tanh itself cancels, so float64 uses libm's tanh
+ * there. */
 static void cap_doubles(double* l, double* slope, const row_map* map, int64_t count) {
   for (int64_t j = 0; j < count; j++) {
     double u = map->inner_scale * l[j], e = exp(-2.0 * fabs(u));
@@ -57,8 +59,9 @@ static void cap_doubles(double* l, double* slope, const row_map* map, int64_t co
   }
 }
 
-/* The same on vectors: exp is the kernel's, and below 1/4 tanh is its series, whose first term left
- * out is less than 3e-10 of it. No loop has a branch, so that the compiler vectorizes them. */
+/* The float32 version, vectorized: exp is the row kernel's, and for |tanh u| below tanh(1/4) tanh
+ * is its power series, truncated with a relative error below 3e-10. No loop has a branch, so that
+ * the compiler can vectorize it. */
 static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float* restrict slope,
                        float* restrict e, const row_map* map, int64_t count) {
   float inner_scale = (float)map->inner_scale, outer_scale = (float)map->outer_scale;
@@ -79,12 +82,12 @@ static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float
     e[j] = copysignf(1.0f - 2.0f * e[j] * share, u);
   }
   for (int64_t j = 0; j < count; j++) {
-    uint32_t near = -(uint32_t)(fabsf(e[j]) < 0.245f); /* tanh(1/4); all bits or none */
+    uint32_t near = -(uint32_t)(fabsf(e[j]) < 0.245f); /* tanh(1/4); the mask is all ones or 0 */
     l[j] = outer_scale * flce_float_of((flce_bits_of(l[j]) & near) | (flce_bits_of(e[j]) & ~near));
   }
 }
 
-/* l and slope of columns [begin, end) into `part`. */
+/* Writes l and slope of columns [begin, end) to `part`. */
 static void transform(const row_pass* pass, const row_map* map, const void* z, int64_t begin,
                       int64_t end, row_part* part) {
   const void* bias = row_from(pass, pass->rows->bias, begin);
@@ -116,12 +119,13 @@ static bool has_column(const row_part* part, int64_t j) {
   return j >= part->begin && j < part->begin + part->count;
 }
 
-/* ---- sums ---- */
+/* ---- statistics ---- */
 
-enum { NO_COLUMN = -2 }; /* nor the -1 of a missing class target */
+enum { NO_COLUMN = -2 }; /* different from -1, the missing class target */
 
-/* Sums that were taken with c become those with `top`; before the first logit above -inf they were
- * taken with 0 and hold no exp. What was the largest joins the tail. */
+/* Rescales sums taken relative to the offset c so that they are relative to `top`. Before the first
+ * logit above -inf the offset used was 0 and the sums hold no exp. The previous largest column,
+ * which had been left out of the tail, is added to it. */
 static void raise_offset(row_sums* sums, double top, int64_t y) {
   bool first = sums->offset == -INFINITY;
   double rise = top - (first ? 0.0 : sums->offset), factor = first ? 0.0 : exp(-rise);
@@ -146,8 +150,8 @@ static double exp_sum(const row_pass* pass, const row_part* part, double shift, 
                                   end - first);
 }
 
-/* In double throughout: the terms of a small entropy are small ones beside larger ones. A term that
- * is 0 adds nothing, also where l is -inf. */
+/* Accumulates in double, because a small entropy is a sum of small terms and much larger ones. A
+ * term with e = 0 is skipped: there l may be -inf, and 0 * -inf is NaN. */
 INLINE void add_entropy_sum(flce_dtype stat, const row_part* part, double shift, row_sums* sums) {
   for (int64_t j = 0; j < part->count; j++) {
     double e = flce_load(&part->e, stat, j);
@@ -173,7 +177,7 @@ static void add_exp(const row_pass* pass, int64_t y, double shift, row_part* par
   }
 }
 
-/* Columns that the target leaves out add nothing, also where l is -inf. */
+/* Columns of target weight 0 are skipped: there l may be -inf, and 0 * -inf is NaN. */
 INLINE void add_weighted_gap(flce_dtype stat, const row_pass* pass, const row_part* part,
                              double shift, row_sums* sums) {
   const flce_rows* rows = pass->rows;
@@ -219,10 +223,10 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
 
 /* ---- gradient ---- */
 
-/* Of one row: enum flce_coef_row, and its statistics. */
+/* The coefficients (enum flce_coef_row) and statistics of one row. */
 typedef struct row_terms {
-  double offset, row, entropy, smooth, soft;
-  double mean_logit; /* m - c */
+  double offset, row, entropy, smooth, soft; /* c; the coefficients of these names */
+  double mean_logit;                         /* m - c, with m the mean logit under the softmax */
   bool capped;
 } row_terms;
 
@@ -234,20 +238,21 @@ static row_terms make_terms(const row_pass* pass, const row_map* map, int64_t i)
   terms.entropy = row_coef(pass, FLCE_COEF_ENTROPY, i);
   terms.smooth = row_coef(pass, FLCE_COEF_SMOOTH, i);
   terms.soft = row_coef(pass, FLCE_COEF_SOFT, i);
-  /* log S from 1 / S: lse - c would carry the rounding of a large lse. */
+  /* log S is computed from 1 / S, because lse - c would carry the rounding error of a large lse. */
   if (terms.entropy != 0.0)
     terms.mean_logit =
         -log(row_stat(pass, FLCE_STAT_INV_SUM, i)) - row_stat(pass, FLCE_STAT_ENTROPY, i);
   return terms;
 }
 
-/* e (ROW + ENTROPY (m - l)); 0 where e is, also where l is -inf. */
+/* e (ROW + ENTROPY (m - l)), or 0 if e is 0: there l may be -inf. */
 INLINE double pushed(const row_terms* terms, double e, double l) {
   return e == 0.0 ? 0.0
                   : e * (terms->row + terms->entropy * (terms->mean_logit + (terms->offset - l)));
 }
 
-/* The gradient over e. Denormals make a GEMM many times slower: they become 0. */
+/* Overwrites part->e with the gradient. Subnormal results become 0, because they make a GEMM many
+ * times slower. */
 INLINE void combine(flce_dtype stat, const row_pass* pass, const row_terms* terms, row_part* part) {
   const void* weight = row_from(pass, pass->rows->class_weight, part->begin);
   double smallest = stat == FLCE_F64 ? DBL_MIN : (double)FLT_MIN;
@@ -266,7 +271,8 @@ INLINE void combine(flce_dtype stat, const row_pass* pass, const row_terms* term
   }
 }
 
-/* The target's own column. */
+/* The gradient of the target's own column, which starts from the coefficient FLCE_COEF_TARGET,
+ * because p - 1 would cancel. */
 static double own_gradient(const row_pass* pass, const row_terms* terms, const row_part* part,
                            int64_t i, int64_t y) {
   double l = flce_load(&part->l, pass->stat, y - part->begin);

@@ -1,4 +1,4 @@
-/* reduce and column_sum: sums in a fixed order, block by block. */
+/* Backend functions `reduce` and `column_sum`: sums in a fixed order, block by block. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
@@ -15,7 +15,8 @@ flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t c
 
 enum {
   GROUP_ROWS = 256
-}; /* rows summed on their own before they join: a shorter chain of errors */
+}; /* rows that are summed on their own before the partial sums are added: it shortens the chain of
+      rounding errors */
 
 typedef struct column_job {
   const flce_block_kernels *kernels, *stat_kernels;

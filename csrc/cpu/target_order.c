@@ -1,4 +1,5 @@
-/* order_targets: the tokens grouped by target, in a fixed order. */
+/* Backend function `order_targets`: sorts the tokens by target class, in a fixed order, for the
+ * target terms of dW and db. */
 #include "cpu/target_order.h"
 
 #include "cpu/cpu.h"
@@ -11,8 +12,8 @@ int64_t flce_cpu_order_bytes(int64_t tokens) {
   return (1 + 2 * tokens) * (int64_t)sizeof(int64_t);
 }
 
-/* Radix sort by the target's digits, lowest first. It is stable and the keys come in the order of
- * the tokens, so the tokens need no pass. */
+/* Radix sort on the bits of the target, lowest digit first. It is stable, and the keys arrive in
+ * token order, so the token bits need no pass. */
 static void sort_keys(int64_t* keys, int64_t* spare, int64_t count, int64_t vocab) {
   enum { DIGITS = 1 << DIGIT_BITS };
   int64_t *from = keys, *to = spare;

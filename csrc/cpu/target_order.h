@@ -1,12 +1,12 @@
-/* The format of the tokens ordered by target, which target_order.c makes and grad_weight.c reads.
- */
+/* The memory format of the tokens ordered by target, which target_order.c writes and grad_weight.c
+ * reads. */
 #ifndef FLCE_CPU_TARGET_ORDER_H
 #define FLCE_CPU_TARGET_ORDER_H
 
 #include <stdint.h>
 
-/* order: [0] the count, [1 .. count] keys target << 32 | token, ascending; then as much again, for
- * the sort. */
+/* Layout of `order`, int64: [0] is the count; [1 .. count] are the keys target << 32 | token,
+ * ascending; `tokens` further elements are scratch for the sort. */
 enum { FLCE_TOKEN_BITS = 32 };
 
 static inline int64_t key_target(int64_t key) {

@@ -1,7 +1,7 @@
-"""The calls of other implementations, computed by flce: `liger`, `cce` and `torch`.
+"""The interfaces of other implementations, computed by flce: `liger`, `cce` and `torch`.
 
-Each module has the names, argument orders and returns of the package it stands for, so that moving
-over is a change of an import. Where a result differs, its docstring says so.
+Each module has the names, argument orders and return values of the package it replaces, so that
+migrating means changing an import. Its docstring lists the results that differ.
 """
 
 from . import cce, liger, torch

@@ -1,6 +1,6 @@
 """cut_cross_entropy.linear_cross_entropy and LinearCrossEntropy (Apple's CCE, 25.6).
 
-Arguments, their order and what is returned are CCE's. What differs:
+Arguments, their order and return values are CCE's. Differences:
 
 - The mean over no valid token is 0 (CCE: NaN, and an error in the backward); so it is over no rows
   (CCE: an error).
@@ -26,7 +26,7 @@ IMPLS = (
     "cce_kahan_full_e",
     "cce_kahan_full_c_full_e",
 )
-# These sum the gradient of c in float32, whatever accum_c_fp32 says.
+# These sum the gradient of c in float32, regardless of accum_c_fp32.
 _FP32_IMPLS = IMPLS[2:]
 
 
@@ -58,10 +58,10 @@ def linear_cross_entropy(
         ignore_index, reduction: as F.cross_entropy.
         softcap: logits become softcap * tanh(logits / softcap); None for none.
         shift: k >= 0, or a bool: position t has the target of t + k, and the last k none.
-        return_lse: return the logsumexp of each token's logits beside the loss, differentiable.
+        return_lse: also return the logsumexp of each token's logits; it is differentiable.
         filter_eps, filter_e_grad, filter_c_grad, accum_e_fp32: no effect.
         accum_c_fp32: sum the gradient of c in float32 for 16-bit operands.
-        impl: one of `IMPLS`, or an enum member of such a name. All run the same code; those but
+        impl: one of `IMPLS`, or an enum member with such a name. All run the same code; all except
             "cce" and "torch_compile" set accum_c_fp32, as in CCE.
         vocab_parallel_options: must be None.
 
@@ -84,7 +84,8 @@ def linear_cross_entropy(
     shift = _check_shift(shift, targets)
     wide = c.dtype == torch.float64
     exact_c = (accum_c_fp32 or _impl_name(impl) in _FP32_IMPLS) and not wide
-    # flce shifts along the second to last dimension of three or more: one sequence is a batch of 1.
+    # flce shifts along the second to last dimension of an input with three or more: a single
+    # sequence becomes a batch of 1.
     alone = shift > 0 and targets.dim() == 1
     if alone:
         e, targets = e.unsqueeze(0), targets.unsqueeze(0)
@@ -107,7 +108,7 @@ def linear_cross_entropy(
 
 
 def _without_tail(rows, shift, alone):
-    """(..., T) -> (..., T - shift): the positions that have a target."""
+    """(..., T) -> (..., T - shift): only the positions that have a target."""
     rows = rows[..., : rows.shape[-1] - shift]
     return rows.squeeze(0) if alone else rows
 

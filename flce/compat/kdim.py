@@ -1,6 +1,5 @@
-"""Weights of more than two dimensions, as torch.nn.functional.linear_cross_entropy takes them: a
-loss at each of several positions of one input row.
-"""
+"""Weights with more than two dimensions, as in torch.nn.functional.linear_cross_entropy: one
+loss at each of several positions of an input row."""
 
 import math
 
@@ -15,9 +14,9 @@ from ..validate import check_tensor
 def k_dimensional(input, linear_weight, target, *, linear_bias, weight, reduction, **options):
     """The loss of C classes at d1 ... dK positions.
 
-    One call for each of the D = d1 ... dK positions, over a contiguous copy of the (C, H) part of
-    the weight that belongs to it; the whole weight's gradient is put together once. What the
-    positions keep for the backward adds up: each gets a D-th of `max_memory`.
+    One call for each of the D = d1 ... dK positions, with a contiguous copy of its (C, H) slice of
+    the weight; the gradient of the whole weight is assembled once. Tensors saved for the backward
+    add up over positions, so each position gets 1/D of `max_memory`.
 
     Args:
         input: shape (N, H).
@@ -91,18 +90,18 @@ def _check_shapes(input, linear_weight, target, linear_bias, weight):
 
 
 def _positions(input, linear_weight, target, linear_bias, shape):
-    """For each position input, weight, target and bias of its call."""
+    """Yields input, weight, target and bias of the call for each position."""
     count = math.prod(shape[1:])
     classes, hidden = linear_weight.shape[0], linear_weight.shape[-1]
-    # unbind, not indexing: its backward puts the parts together once, where indexing's would make
-    # a zero gradient of the whole weight for each position.
+    # unbind instead of indexing: its backward assembles the slices once, whereas indexing would
+    # allocate a zero gradient of the whole weight for each position.
     parts = linear_weight.reshape(classes, count, hidden).unbind(1)
     biases = [None] * count
     if linear_bias is not None:
         biases = linear_bias.reshape(classes, count).unbind(1)
     rows = target.reshape(*target.shape[: target.dim() - len(shape) + 1], count).unbind(-1)
     for part, row, bias in zip(parts, rows, biases, strict=True):
-        # One position's copy at a time: the call keeps what its own backward needs.
+        # One position's copy at a time: the call saves what its own backward needs.
         yield (
             input,
             part.contiguous(),
@@ -112,32 +111,34 @@ def _positions(input, linear_weight, target, linear_bias, shape):
 
 
 def _share_of_memory(max_memory, linear_weight, shape):
-    """A position's part of the budget, at least a row of its logits."""
+    """One position's part of the memory bound, at least one row of its logits."""
     if max_memory is None and torch.compiler.is_compiling():
-        return None  # the device's memory cannot be asked for in a trace: each position has it all
+        return None  # cannot query memory while tracing: each position gets all of it
     whole = resolve_max_memory(max_memory, linear_weight.device)
-    row = 8 * (linear_weight.shape[0] + 15)  # of float64, the widest, padded to 128 bytes
+    row = 8 * (linear_weight.shape[0] + 15)  # bytes of float64, padded to 128 bytes
     return max(whole // math.prod(shape[1:]), row)
 
 
 def _denominator(target, weight, ignore_index, rows, stat):
-    """What F.cross_entropy's mean divides by, as a 0-d tensor; sums of weights in `stat`."""
+    """The denominator of F.cross_entropy's mean, as a 0-d tensor; sums of weights in `stat`."""
     if target.is_floating_point():
         return torch.full((), rows, dtype=torch.int64, device=target.device)
     is_valid = target != ignore_index
     count = is_valid.sum()
     if weight is None:
         return count
-    # A target out of range is the call's to refuse: here it must only not be read.
+    # The call itself refuses a target out of range; here it must only not be read out of bounds.
     classes = target.clamp(0, len(weight) - 1)
     factors = weight.detach()[classes]
     total = factors.to(stat).masked_fill(~is_valid, 0.0).sum()
-    # As num_items 0 gives 0: so it shall for no valid row, but weights of 0 are 0/0, as torch's.
+    # num_items 0 gives the loss 0, which is right if there is no valid row; class weights that sum
+    # to 0 give 0/0 = NaN, as in torch.
     return total.masked_fill((total == 0) & (count > 0), math.nan)
 
 
 def _of_no_position(input, linear_weight, shape, reduction):
-    """The loss over no places; its gradients are zeros."""
+    """The loss over no positions; its gradients are zeros."""
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    zero = (input[:0].sum() + linear_weight.sum()).to(wide)  # sums of nothing
+    # Sums without elements: both operands are in the graph.
+    zero = (input[:0].sum() + linear_weight.sum()).to(wide)
     return zero.expand(shape).clone() if reduction == "none" else zero

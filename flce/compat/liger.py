@@ -1,15 +1,16 @@
 """The fused linear cross entropy of liger-kernel 0.8: Module, function and autograd Function.
 
-Arguments, their order and what is returned are Liger's, read in 0.8.2 and 0.8.5. What differs:
+Arguments, their order and return values are Liger's, checked against 0.8.2 and 0.8.5. Differences:
 
 - The gradient of a frozen input does not switch off those of weight and bias.
 - The returned z-loss is float32 (Liger: the input's dtype for "none" and a sum of it otherwise).
 - Accuracy over no valid token is 0 (Liger: NaN); so is the loss over no rows (Liger: an error).
 - A target out of range is an error or NaN (flce.linear_cross_entropy); Liger's Triton kernels for
   this loss do not check it, its CuTe and cuTile ones do (docs/semantics.md).
-- accum_dtype: the weight's gradient is summed in the operands' dtype where that holds every number
-  of accum_dtype, else in float32 for 16-bit operands. float64 for float32 operands is refused.
-- Every output but the loss is detached (in Liger they hang in the graph and give no gradient).
+- accum_dtype: the weight's gradient is summed in the operands' dtype if that represents every
+  number of accum_dtype, else in float32 for 16-bit operands. float64 for float32 operands is
+  refused.
+- Every output but the loss is detached (Liger's are in the graph but give no gradient).
 - A backward may be repeated and the graph kept: nothing that autograd saved is overwritten.
 
 A bias of another dtype is promoted with input's, as in Liger; its gradient has the bias's dtype.
@@ -31,13 +32,13 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclasses.dataclass
 class CrossEntropyOutput(abc.ABC):
-    """What a call gives that asks for more than the loss; None for what was not asked.
+    """The result of a call that asks for more than the loss; None for what was not asked for.
 
-    loss and z_loss: shape (), or (N,) for reduction="none". token_accuracy: shape (), or a 1 or 0
-    for each token, shape (N,), for "none". predicted_tokens: int64, shape (N,), -1 where ignored.
+    loss and z_loss: shape (), or (N,) for reduction="none". token_accuracy: shape (), or 1 or 0 for
+    each token, shape (N,), for "none". predicted_tokens: int64, shape (N,), -1 where ignored.
 
-    Where liger_kernel.transformers is imported a call gives Liger's own class instead, which has
-    these fields and is an instance of this one too.
+    If liger_kernel.transformers is imported, a call returns Liger's own class instead, which has
+    these fields and counts as a subclass of this one (__subclasshook__).
     """
 
     loss: torch.Tensor
@@ -80,14 +81,15 @@ def liger_fused_linear_cross_entropy(
         lse_square_scale: adds this times lse^2 to a token's loss; under "mean" divided by the
             number of valid tokens, never by class weights.
         softcap: logits become softcap * tanh(logits / softcap); None for none.
-        return_z_loss: return that part of the loss beside it, detached.
-        accum_dtype: dtype in which the weight's gradient is summed; where flce has no such sum, it
-            takes one that is at least as exact (see the module). None: the operands' own.
+        return_z_loss: also return that part of the loss, detached.
+        accum_dtype: dtype in which the weight's gradient is summed; if flce does not support it, a
+            dtype that is at least as exact is used (see the module). None: the operands' own.
         use_token_scaling: each token's loss, z-loss included, times the detached probability that
-            the model gives its target; denominators stay. It takes memory as reduction="none"
-            does; with class weights, smoothing or z-loss it takes one more forward instead.
-        return_token_accuracy, return_predicted_tokens: return these beside the loss.
-        chunk_mem_const: Liger's chunk size (0.8.5). No effect: flce's `max_memory` has its place.
+            the model gives its target; denominators do not change. It takes memory as
+            reduction="none" does; with class weights, smoothing or z-loss it takes one more forward
+            instead.
+        return_token_accuracy, return_predicted_tokens: also return these.
+        chunk_mem_const: Liger's chunk size (0.8.5). No effect: flce has `max_memory` instead.
 
     Returns:
         The loss, float32 (float64 for float64); or a CrossEntropyOutput where a return_* is set.
@@ -125,9 +127,10 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """`apply` of liger_kernel.ops.LigerFusedLinearCrossEntropyFunction, by position.
+    """The `apply` of liger_kernel.ops.LigerFusedLinearCrossEntropyFunction, with positional
+    arguments.
 
-    It is no autograd.Function of its own: flce's operators stand behind it.
+    It is not an autograd.Function: it calls flce's operators.
     """
 
     supports_inner_impl_dispatch = True
@@ -153,7 +156,7 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode=None,
         chunk_mem_const=1,
     ):
-        """Arguments as `liger_fused_linear_cross_entropy`; always the four (loss, z_loss,
+        """Arguments as `liger_fused_linear_cross_entropy`; always returns (loss, z_loss,
         token_accuracy, predicted_tokens), None for what was not asked. `ce_impl` and `ce_mode`,
         which choose among Liger's kernels, must be None."""
         for name, value in (("ce_impl", ce_impl), ("ce_mode", ce_mode)):
@@ -184,8 +187,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     """liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss.
 
     Args:
-        As `liger_fused_linear_cross_entropy`. `ce_weight` is an attribute, no buffer, as in Liger:
-        it has to be on the device of the call, and the state_dict is empty.
+        As `liger_fused_linear_cross_entropy`. `ce_weight` is an attribute and not a buffer, as in
+        Liger: it must be on the device of the call, and the state_dict is empty.
 
     Raises:
         ValueError: reduction, label_smoothing or softcap is none of the allowed values.
@@ -227,7 +230,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, lin_weight, _input, target, bias=None):
-        """The loss, or a CrossEntropyOutput; the weight (V, H) comes first, then (N, H), (N,)."""
+        """The loss, or a CrossEntropyOutput. Argument order: weight (V, H), input (N, H),
+        target (N,)."""
         return liger_fused_linear_cross_entropy(
             _input,
             lin_weight,
@@ -248,10 +252,11 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 
 def _output_class():
-    """Liger's CrossEntropyOutput where Liger is imported, else ours.
+    """Liger's CrossEntropyOutput if Liger is imported, else ours.
 
-    Liger's models ask by isinstance for their own class; they may call this module in place of
-    `liger_kernel.transformers.functional.liger_fused_linear_cross_entropy`. Nothing is imported.
+    Liger's models check isinstance against their own class; they may call this module in place of
+    `liger_kernel.transformers.functional.liger_fused_linear_cross_entropy`. Nothing is imported
+    here.
     """
     functional = sys.modules.get("liger_kernel.transformers.functional")
     theirs = getattr(functional, "CrossEntropyOutput", None)
@@ -279,7 +284,8 @@ def _outputs(
     return_predicted_tokens,
     **same,
 ):
-    """The CrossEntropyOutput of a call; `same` are the options that flce has under Liger's name."""
+    """The CrossEntropyOutput of a call; `same`: the options that have the same name in flce and
+    Liger."""
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         raise TypeError(f"target: expected class indices, as Liger has them, got {target.dtype}")
     if same["ignore_index"] is None:
@@ -288,7 +294,7 @@ def _outputs(
     asked = {
         "return_z_loss": return_z_loss,
         "return_accuracy": return_token_accuracy and not per_token,
-        # The accuracy of single tokens is whether their predictions are right.
+        # The accuracy of a single token is whether its prediction is right.
         "return_predictions": return_predicted_tokens or (return_token_accuracy and per_token),
     }
     options = {
@@ -322,9 +328,10 @@ def _is_float(tensor):
 
 
 def _promoted(bias, input):
-    """A narrower bias in the dtype of its sum with the logits, exactly; its gradient is cast back.
+    """A bias of a narrower dtype, converted exactly to the dtype of its sum with the logits;
+    autograd casts its gradient back.
 
-    What is no tensor of a floating dtype stays, for flce to refuse by its name.
+    Anything but a floating tensor is returned unchanged, for flce to refuse by name.
     """
     if not (_is_float(bias) and _is_float(input)):
         return bias
@@ -340,17 +347,17 @@ def _sum_dtype(accum_dtype, input):
         operand = autocast_dtype(input.device.type) or operand
     if torch.promote_types(operand, accum_dtype) == operand:
         return None
-    # float64 too: Liger rounds each chunk's dW of 16-bit operands to 16 bits before it adds that in
-    # float64, an error above that of a sum in float32.
+    # Also for float64: Liger rounds each chunk's dW of 16-bit operands to 16 bits before it adds it
+    # in float64, which is a larger error than that of a float32 sum.
     return torch.float32 if operand.itemsize == 2 else accum_dtype
 
 
 def _scaled(input, head, target, **options):
-    """The loss with each token's times the detached probability of its target."""
+    """The loss with each token's loss multiplied by the detached probability of its target."""
     if options["weight"] is None and not options["label_smoothing"] and not options.get("z_loss"):
         return _scaled_plain(input, head, target, **options)
-    # Class weights, smoothing and z-loss hide the probability in a row's loss: it takes a forward
-    # of its own.
+    # With class weights, smoothing or z-loss the probability cannot be recovered from a row's loss,
+    # so it takes a forward of its own.
     plain = ("linear_bias", "softcap", "ignore_index")
     with torch.no_grad():
         nll = flce.linear_cross_entropy(
@@ -360,7 +367,8 @@ def _scaled(input, head, target, **options):
 
 
 def _scaled_plain(input, head, target, *, reduction, **options):
-    """The same where a row's loss is -log of the probability: one call for each row's loss."""
+    """As _scaled if a row's loss is -log of the probability: one call with reduction="none"
+    suffices."""
     output = flce.linear_cross_entropy(input, head, target, reduction="none", **options)
     is_tuple = isinstance(output, tuple)
     rows = output.loss if is_tuple else output
@@ -368,7 +376,7 @@ def _scaled_plain(input, head, target, *, reduction, **options):
     z_loss = output.z_loss if is_tuple else None
     if reduction != "none":
         loss = loss.sum()
-        z_loss = None if z_loss is None else z_loss.sum()  # of zeros
+        z_loss = None if z_loss is None else z_loss.sum()  # the z-loss of rows that are all zeros
     if reduction == "mean":
         loss = loss / (target != options["ignore_index"]).sum().clamp(min=1)
     return output._replace(loss=loss, z_loss=z_loss) if is_tuple else loss

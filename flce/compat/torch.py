@@ -1,4 +1,5 @@
-"""torch.nn.functional.linear_cross_entropy and torch.nn.LinearCrossEntropyLoss (torch 2.13)."""
+"""Replacements for torch.nn.functional.linear_cross_entropy and torch.nn.LinearCrossEntropyLoss
+(torch 2.13)."""
 
 import math
 
@@ -35,8 +36,8 @@ def linear_cross_entropy(
         weight: a factor for each class, shape (C,), or None.
         reduction, label_smoothing: as F.cross_entropy.
         ignore_index: None means -100 for class indices; it must be None for probabilities.
-        options: torch.nn.LinearCrossEntropyOptions or None; they give accum_dtype and
-            max_memory, as `flce.linear_cross_entropy` has it.
+        options: torch.nn.LinearCrossEntropyOptions or None; accum_dtype and max_memory of
+            `flce.linear_cross_entropy` are derived from them.
 
     Returns:
         The loss, shape () or that of class indices for "none".
@@ -71,7 +72,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
-    """torch.nn.LinearCrossEntropyLoss: its constructor, its state_dict, its call.
+    """A replacement for torch.nn.LinearCrossEntropyLoss: same constructor, state_dict and call.
 
     Args:
         in_features: H.
@@ -82,7 +83,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         reduction, weight, ignore_index, label_smoothing, options: as in `linear_cross_entropy`.
 
     Shape: input (H,) or (N, H), target and output as in `linear_cross_entropy`. `linear` is an
-    nn.Linear(H, C d1 ... dK), as torch stores it.
+    nn.Linear(H, C d1 ... dK), as in torch.
     """
 
     def __init__(

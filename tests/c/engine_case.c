@@ -1,3 +1,4 @@
+/* Implements engine_case.h: the definition in double, a run of the engine, and the comparison. */
 #include "engine_case.h"
 
 #include <stdio.h>
@@ -25,7 +26,7 @@ setting make_setting(flce_dtype dtype, flce_save save) {
                   .has_bias = true,
                   .loss = {.ignore_index = IGNORE_INDEX, .logit_scale = 1.0, .temperature = 1.0},
                   .max_memory = 1 << 20},
-      .entropy_sum = 2.0};
+      .std = 2.0};
 }
 
 flce_dtype stat_of(const setting* s) {
@@ -42,9 +43,9 @@ static double class_weight(const setting* s, const model* m, int64_t j) {
   return optional(s->problem.has_class_weight, m->class_weight, stat_of(s), j);
 }
 
-/* A row: its logits, their slopes by z, the gradient and the magnitudes of its terms. The logits
- * are wider than what is tested, where the machine has that: of large ones exp shows every
- * rounding. */
+/* A row: its logits, their slopes with respect to z, the gradient and the magnitudes of its terms.
+ * The logits use a wider type than what is tested, if the machine has one: exp of large logits
+ * shows every rounding. */
 typedef struct row {
   long double *l, lse;
   double *slope, *dz, *size;
@@ -73,8 +74,8 @@ static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
     r->entropy += (double)(expl(r->l[j] - r->lse) * (r->lse - r->l[j]));
 }
 
-/* The row's loss, and its gradient for k of the loss, g_lse of the lse, g_entropy of the entropy;
- * z_share: the z-loss's factor over the loss's. */
+/* The row's loss, and its gradient for upstream gradients k of the loss, g_lse of lse, g_entropy of
+ * the entropy; z_share: the z-loss's factor relative to the loss's. */
 static void row_loss(const setting* s, const model* m, int64_t i, double k, double g_lse,
                      double g_entropy, double z_share, row* r) {
   const flce_problem* p = &s->problem;
@@ -125,7 +126,7 @@ static bool is_ignored(const setting* s, const model* m, int64_t i) {
   return !s->problem.has_probabilities && m->target[i] == IGNORE_INDEX;
 }
 
-/* What dW is added to: its own terms among those of dW. */
+/* The initial content of the tensor that dW is added to; its magnitudes count among dW's terms. */
 static void make_start(const setting* s, model* m) {
   const flce_problem* p = &s->problem;
   int64_t used = p->vocab * p->hidden, all = p->weight_rows * p->hidden;
@@ -154,7 +155,8 @@ static void make_expected(const setting* s, model* m) {
   bool mean = p->reduction == FLCE_MEAN, none = p->reduction == FLCE_NONE;
   double denominator = s->num_items ? flce_load(m->num_items, stat, 0) : weights;
   double factor = !mean ? 1.0 : denominator > 0.0 ? 1.0 / denominator : 0.0;
-  double z_share = mean && !s->num_items ? weights / count : 1.0; /* the z-loss has a plain mean */
+  double z_share = mean && !s->num_items ? weights / count
+                                         : 1.0; /* the z-loss is averaged over the number of rows */
   for (int64_t i = 0; i < p->tokens; i++) {
     if (is_ignored(s, m, i)) continue;
     make_logits(s, m, i, &r);
@@ -174,7 +176,7 @@ model make_model(const setting* s) {
   int64_t n = p->tokens, h = p->hidden, v = p->weight_rows;
   flce_dtype stat = stat_of(s);
   model m = {.x = test_fill_normal(p->input_dtype, n * h, 1.0),
-             .w = test_fill_normal(p->weight_dtype, v * h, s->entropy_sum / sqrt((double)h)),
+             .w = test_fill_normal(p->weight_dtype, v * h, s->std / sqrt((double)h)),
              .bias = test_fill_normal(p->bias_dtype, v, 0.5),
              .class_weight = test_buffer(stat, v),
              .grad_output = test_buffer(stat, n + 1),
@@ -196,16 +198,16 @@ model make_model(const setting* s) {
     flce_store(m.token_weight, stat, i, i == 4 ? 0.0 : test_uniform(0.25, 2.0));
     flce_store(m.temperature, stat, i, test_uniform(0.5, 2.0));
     m.target[i] = (int64_t)(test_random() % (uint64_t)p->vocab);
-    if (s->peaked) /* x points at its target's row of W: a tiny loss */
+    if (s->peaked) /* x is parallel to its target's row of W: a tiny loss */
       for (int64_t k = 0; k < h; k++)
         flce_store(m.x, p->input_dtype, i * h + k,
                    16.0 * flce_load(m.w, p->weight_dtype, m.target[i] * h + k));
     if (p->has_probabilities || (!s->all_ignored && i % 5 != 3)) continue;
     m.target[i] = IGNORE_INDEX;
-    /* NaN in an ignored row must not be seen anywhere; the definition never reads it. */
+    /* NaN in an ignored row must not reach any result; the definition never reads it. */
     for (int64_t k = 0; k < h; k++) flce_store(m.x, p->input_dtype, i * h + k, NAN);
   }
-  /* Padding is not read: NaN there must not be seen either. */
+  /* Padding rows of W are not read: NaN there must not reach any result either. */
   for (int64_t j = p->vocab; j < v; j++) {
     flce_store(m.bias, p->bias_dtype, j, NAN);
     flce_store(m.class_weight, stat, j, NAN);
@@ -235,7 +237,7 @@ void* plan_buffer(const flce_plan* plan, flce_buffer_id id) {
   int64_t bytes = plan->buffers[id].bytes;
   if (bytes == 0 || !(plan->buffers[id].lifetime & FLCE_OUTPUT)) return NULL;
   void* buffer = malloc((size_t)bytes);
-  memset(buffer, 0xff, (size_t)bytes); /* NaN in every dtype: nothing may be read before written */
+  memset(buffer, 0xff, (size_t)bytes); /* NaN in every dtype: a read before the first write shows */
   return buffer;
 }
 
@@ -245,7 +247,7 @@ void* workspace(int64_t bytes) {
   return buffer;
 }
 
-/* The tensor of dW: our own, or the caller's with what it holds. */
+/* The tensor of dW: a new one, or the caller's with its initial content. */
 static void* weight_buffer(const setting* s, const model* m, const flce_plan* plan) {
   const flce_problem* p = &s->problem;
   if (!p->adds_grad_weight) return plan_buffer(plan, FLCE_BUF_GRAD_WEIGHT);
@@ -254,7 +256,7 @@ static void* weight_buffer(const setting* s, const model* m, const flce_plan* pl
   return memcpy(malloc(bytes), m->start, bytes);
 }
 
-/* save=grads: what op.cpp does in a backward. */
+/* save=grads: what op.cpp runs in a backward. */
 static void scale_gradients(const flce_backend* b, const setting* s, run* r, const void* g) {
   const flce_problem* p = &s->problem;
   flce_dtype stat = stat_of(s);
@@ -299,7 +301,7 @@ run run_all(const setting* s, const model* m, int threads) {
     plain_fused(&b, &facts);
     facts.skips_rows = s->skips;
     if (s->skips) {
-      facts.hidden_alignment = 8; /* H is no multiple of it */
+      facts.hidden_alignment = 8; /* H is not a multiple of it */
       facts.gemm_f16 = true;      /* float16 is not widened */
     }
   }
@@ -342,13 +344,14 @@ void free_run(run* r) {
 
 /* ---- comparison ---- */
 
-/* Steps of rounding that an element passes through: logits, E, products, sums. The products' dtype
- * rounds the logits on the CPU, so that their size enters every error there. */
+/* Number of roundings that an element passes through: logits, E, GEMMs, sums. On the CPU the logits
+ * are rounded to the GEMMs' dtype, so their size is part of every error there. */
 static double error_of(const setting* s, const run* r) {
-  double logits = 1.0 + 4.0 * s->entropy_sum;
+  double logits = 1.0 + 4.0 * s->std;
   double rounding = test_epsilon(r->plan.dtype);
-  if (s->peaked) logits += 32.0 * s->entropy_sum * s->entropy_sum; /* x = 16 W_y */
-  /* The plain GEMM sums in double, so that a float64 logit has a rounding a term, others one. */
+  if (s->peaked) logits += 32.0 * s->std * s->std; /* x = 16 W_y */
+  /* The plain GEMM sums in double: a float64 logit has one rounding per term, others have one in
+   * all. */
   if (r->plan.dtype == FLCE_F64) logits *= sqrt((double)s->problem.hidden);
   const flce_loss* o = &s->problem.loss;
   logits *= fmax(1.0, fabs(o->logit_scale) / o->temperature * (s->temperature ? 2.0 : 1.0));
@@ -382,7 +385,7 @@ void compare(const setting* s, const run* r, const char* name, const void* actua
   CHECK(actual != NULL, "%s is missing, %s", name, text);
   if (!actual) return;
   double error = error_of(s, r) + 2.0 * test_epsilon(dtype), worst = 0.0;
-  /* An E that underflows is 0; its factor would have been a sum of x or W, some hundreds here. */
+  /* An E that underflows is 0; its factor would have been a sum of x or W, here some hundreds. */
   double underflow = test_tiny(dtype) + 1000.0 * test_tiny(stat_of(s));
   int64_t wrong = -1;
   for (int64_t k = 0; k < count; k++) {
@@ -396,7 +399,7 @@ void compare(const setting* s, const run* r, const char* name, const void* actua
         worst, error, text);
 }
 
-/* Zeros follow the columns of what is saved. */
+/* Zeros follow the columns of the saved tensor. */
 static void check_padding(const setting* s, const run* r, const char* text) {
   const flce_plan* plan = &r->plan;
   if (plan->save != FLCE_SAVE_LOGITS) return;

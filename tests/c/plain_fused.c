@@ -1,5 +1,5 @@
-/* The functions of a table that only a GPU has, by their definitions: products and row passes of
- * the CPU's. */
+/* The backend functions that only the CUDA backend has, by their definitions: GEMMs and row passes
+ * of the CPU backend. */
 #include "engine_case.h"
 
 #include <stdlib.h>
@@ -7,8 +7,8 @@
 
 enum { PRODUCT_ROW_BYTES = 24, PRODUCT_TILE_ROWS = 16, WEIGHT_PARTS = 3 };
 
-/* That rows->wsum is what the contract says, where it is given: `rows` are of the product `gemm`.
- */
+/* Checks rows->wsum, if it is given, against its definition in backend.h; `rows` belong to the GEMM
+ * `gemm`. */
 static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
   const flce_loss* o = &rows->options;
   CHECK(o->label_smoothing > 0.0 && o->softcap == 0.0 && !rows->bias, "wsum is of no use here");
@@ -26,8 +26,8 @@ static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
   }
 }
 
-/* fused_logits and fused_statistics by their definition: the product, then a row pass. It is the
- * second that does both: what the first leaves stays as it is until then. */
+/* fused_logits and fused_statistics by their definition: the GEMM, then a row pass. Both happen in
+ * fused_statistics; fused_logits leaves its output untouched. */
 static flce_status plain_fused_logits(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                       void* scratch) {
   (void)self;
@@ -67,7 +67,7 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   return b.row_coefficients(b.self, rows, &none, factor, coef);
 }
 
-/* grad_weight_gemm by its definition: the product, then column sums, of every third row each. */
+/* grad_weight_gemm by its definition: the GEMM, then column sums, of every third row each. */
 static flce_status plain_grad_weight_gemm(void* self, const flce_gemm* gemm, const int64_t* index,
                                           const void* coef, void* sums, bool adds_sums) {
   flce_backend b;

@@ -1,3 +1,4 @@
+/* Implements row_case.h: random inputs of the row passes and their results by definition. */
 #include "row_case.h"
 
 #include <stdlib.h>
@@ -10,7 +11,7 @@ const int64_t row_case_index[GATHERED] = {5, -1, IGNORED, 0, WRONG, 7, 3, -1};
 static double draw_logit(const setting* s, int64_t i, int64_t j, int64_t peak) {
   double top = 4.0 * (double)(i + 1);
   switch (s->kind) {
-    case PEAKED: /* wins by more and more */
+    case PEAKED: /* the target leads by more and more */
       return test_normal() + (j == peak ? top / s->loss.logit_scale : 0.0);
     case EXTREME:
       return test_uniform(-200.0, 200.0);
@@ -27,7 +28,7 @@ static void* draw_factors(flce_dtype stat, int64_t count) {
   return factors;
 }
 
-/* Probabilities of a token; where the logit is masked there is none. */
+/* Probabilities of a token; 0 where the logit is masked. */
 static void draw_probabilities(const setting* s, data* d, int64_t i) {
   double *t = test_doubles(s->vocab), total = 0.0;
   for (int64_t j = 0; j < s->vocab; j++) {
@@ -145,7 +146,7 @@ static void define_loss(const setting* s, const data* d, int64_t i, truth* t) {
   t->loss_size *= token;
 }
 
-/* Of kFactor g loss + g_lse lse + g_entropy entropy by z. */
+/* The gradient of kFactor g loss + g_lse lse + g_entropy entropy with respect to z. */
 static void define_gradient(const setting* s, const data* d, int64_t i, truth* t) {
   double k = kFactor * flce_load(d->g, d->stat, i) *
              optional(s->token_weight, d->token_weight, d->stat, i, 1.0);

@@ -1,13 +1,13 @@
-/* Inputs of the row passes with every option, and what they are by definition. */
+/* Inputs of the row passes with every option, and their results by definition. */
 #ifndef FLCE_TESTS_ROW_CASE_H
 #define FLCE_TESTS_ROW_CASE_H
 
 #include "test.h"
 
-/* Between two rows lie PAD elements, of which a pass writes ZEROS. */
+/* PAD elements separate two rows; a pass writes the first ZEROS of them. */
 enum { TOKENS = 8, IGNORED = 2, WRONG = 6, IGNORE_INDEX = -7, PAD = 3, ZEROS = 1 };
 
-/* Tokens 1 and 4 are left out: nothing of theirs may be written. */
+/* With gathered rows tokens 1 and 4 are omitted: none of their results may be written. */
 enum { GATHERED = 8 };
 extern const int64_t row_case_index[GATHERED];
 
@@ -19,7 +19,7 @@ typedef struct setting {
   int kind;
   flce_loss loss;
   bool bias, class_weight, token_weight, temperature, probabilities, entropy, gathered, in_place;
-  bool upstream; /* gradients from lse and, where it is wanted, from the entropy */
+  bool upstream; /* gradients from lse and, if it is wanted, from the entropy */
   flce_dtype probabilities_dtype;
 } setting;
 
@@ -31,7 +31,7 @@ typedef struct data {
   int64_t target[TOKENS];
 } data;
 
-/* Of the scalars: Z_SHARE, and INV_DENOM as the factor of the loss's gradient. */
+/* Values of scalars: Z_SHARE, and INV_DENOM, the factor of the loss's gradient. */
 static const double kZShare = 0.75, kFactor = 0.5;
 
 #define WHERE                                                                               \
@@ -49,7 +49,7 @@ static inline int64_t token_of(const setting* s, int64_t r) {
   return s->gathered ? row_case_index[r] : r;
 }
 
-/* Element i, or `absent` where the vector is not given. */
+/* Element i, or `absent` if the vector is not given. */
 static inline double optional(bool given, const void* vector, flce_dtype stat, int64_t i,
                               double absent) {
   return given ? flce_load(vector, stat, i) : absent;
@@ -59,7 +59,7 @@ static inline bool has_target(const setting* s) {
   return !s->probabilities;
 }
 
-/* Not a row of numbers: no token, ignored, out of range. */
+/* Whether token i has no results: it is missing, ignored or out of range. */
 static inline bool is_blank(const setting* s, int64_t i) {
   return i < 0 || (has_target(s) && (i == IGNORED || i == WRONG));
 }
@@ -67,18 +67,19 @@ static inline bool is_blank(const setting* s, int64_t i) {
 data make_data(const setting* s);
 void free_data(data* d);
 
-/* Row r in double. */
+/* The definition's results for row r, in double. */
 typedef struct truth {
-  double *z, *l, *slope, *p, *q, *w; /* of every column; slope = dl/dz, q without a class target */
-  double *dz, *size;                 /* the gradient, and the magnitudes of its terms */
+  double *z, *l, *slope, *p, *q,
+      *w;            /* for every column; slope = dl/dz, q: target weights without a class target */
+  double *dz, *size; /* the gradient, and the magnitudes of its terms */
   double c, lse, sum, nll, entropy, weight_sum, loss, loss_size;
-  double error; /* of an exp, relatively; of an l, absolutely */
+  double error; /* relative error of an exp; absolute error of an l */
   int64_t largest;
 } truth;
 
 truth make_truth(const setting* s, const data* d, int64_t r);
 void free_truth(truth* t);
-/* The definition's gradient is that of its loss, by differences. */
+/* Checks the definition's gradient against finite differences of its loss. */
 void check_truth(const setting* s, const data* d);
 
 #endif

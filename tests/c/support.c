@@ -1,3 +1,5 @@
+/* Implements test.h: checks, random data, a plain GEMM, and parallel loops on one and three
+ * threads. */
 #include "test.h"
 
 #include <float.h>
@@ -49,7 +51,8 @@ double test_uniform(double low, double high) {
   return low + (high - low) * (double)(test_random() >> 11) * 0x1p-53;
 }
 
-/* Sums of four uniform numbers, of 16 bits each: log and cos took most of some tests' time. */
+/* Normal by summing four uniform numbers of 16 bits each: with log and cos this took most of some
+ * tests' time. */
 double test_normal(void) {
   uint64_t bits = test_random();
   double sum = 0.0;
@@ -90,8 +93,8 @@ double test_tiny(flce_dtype dtype) {
 
 /* ---- GEMM ---- */
 
-/* As AMX does for bfloat16: what follows the k elements of a row of A, up to the next 32 of them,
- * is read and multiplied by zeros. Behind the last row nothing is. */
+/* What AMX adds for bfloat16: it reads each row of A up to the next multiple of 32 elements beyond
+ * k and multiplies the excess by zeros. After the last row nothing is read. */
 static double padding_times_zero(const flce_gemm* g, int64_t i) {
   if (g->dtype != FLCE_BF16 || g->transpose_a) return 0.0;
   int64_t end = (g->k + FLCE_AMX_DEPTH - 1) / FLCE_AMX_DEPTH * FLCE_AMX_DEPTH;
@@ -131,7 +134,7 @@ typedef struct part {
   void* context;
 } part;
 
-/* Two threads besides the caller's, which live until the process ends. */
+/* Two threads in addition to the caller's; they live until the process ends. */
 enum { THREADS = 3 };
 static struct {
   pthread_once_t once;
@@ -162,15 +165,15 @@ static void start_pool(void) {
   }
 }
 
-/* Of 16 ranges one, entropy_sum over the calls of each function, takes real threads: to meet costs
- * far more than a range of a test does. */
+/* Whether a range runs on real threads: 1 of 16 calls for each function, because synchronising them
+ * costs far more than a test's range. */
 static bool takes_threads(void) {
   static uint64_t ranges;
   return ranges++ * 0x9e3779b97f4a7c15u >> 60 == 0;
 }
 
-/* Three parts whatever the grain, 1/6, 2/6, 3/6 of the range: on three threads, or one after the
- * other, the last one first. */
+/* Splits the range in three parts (1/6, 2/6, 3/6), whatever the grain: on three threads, or one
+ * after the other from the last one on. */
 static void threaded_for(int64_t begin, int64_t end, int64_t grain, flce_range_fn fn,
                          void* context) {
   (void)grain;

@@ -1,5 +1,5 @@
-/* The whole path, plan to gradients, on the CPU backend with a plain GEMM, against a definition in
- * double: strategies, options, chunks, wanted gradients, dtypes, refusals. */
+/* The whole path, from plan to gradients, on the CPU backend with a plain GEMM, compared with a
+ * definition in double: strategies, options, chunks, wanted gradients, dtypes, refusals. */
 #include "engine_case.h"
 
 #include <stdio.h>
@@ -24,7 +24,7 @@ static void test_options(void) {
   }
 }
 
-/* The options of the loss together, rows of W that are padding, rows that are gathered. */
+/* The options of the loss together, with padding rows of W and gathered rows. */
 static void test_loss_options(void) {
   static const flce_loss losses[] = {
       {.logit_scale = 0.5, .temperature = 1.0, .z_loss = 0.125},
@@ -64,7 +64,8 @@ static void test_loss_options(void) {
   }
 }
 
-/* Only the rows that are not ignored, as many as there are or a bound: the same numbers. */
+/* Only the rows that are not ignored are computed, by their exact number or a bound: same
+ * results. */
 static void test_gathered(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_BF16; dtype++) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
@@ -98,7 +99,7 @@ static void test_gathered(void) {
   for (s.problem.rows = 0; s.problem.rows < 3; s.problem.rows++) test_setting(&s);
 }
 
-/* Where nobody reads the statistics they are workspace, and nothing else changes. */
+/* Statistics that are not needed after the forward are workspace; nothing else changes. */
 static void test_statistics_that_nobody_reads(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
@@ -119,7 +120,7 @@ static void test_statistics_that_nobody_reads(void) {
   }
 }
 
-/* With save=grads the backward reads them where float16's gradients are held in a unit. */
+/* With save=grads the backward reads the statistics if float16 gradients are kept in a unit. */
 static void test_statistics_of_the_backward(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int f16 = 0; f16 < 2; f16++) {
@@ -132,7 +133,7 @@ static void test_statistics_of_the_backward(void) {
   }
 }
 
-/* Budgets from one row of logits up: a ragged last chunk, one chunk, one row. */
+/* Memory bounds from one row of logits up: a short last chunk, one chunk, one row. */
 static void test_chunks(void) {
   static const int64_t rows[] = {1, 2, 7, 8, 9, 16, 22, 23, 24};
   for (int dtype = FLCE_F64; dtype <= FLCE_BF16; dtype++) {
@@ -178,8 +179,8 @@ static void test_wanted(void) {
   }
 }
 
-/* dW is added to the caller's: where products sum in it, where blocks of them are added to it, and
- * where a sum of its own is added at the end. */
+/* dW is added to the caller's tensor: GEMMs sum into it, blocks of dW are added to it, or a
+ * separate sum is added at the end. */
 static void test_added(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
@@ -205,7 +206,7 @@ static void test_added(void) {
       for (s.problem.rows = 0; s.problem.rows < 3; s.problem.rows++) test_setting(&s);
     }
   }
-  /* Autocast: products in bfloat16 into a float32 gradient. */
+  /* Autocast: bfloat16 GEMMs into a float32 gradient. */
   setting s = make_setting(FLCE_BF16, FLCE_SAVE_STATS);
   s.problem.input_dtype = s.problem.weight_dtype = s.problem.bias_dtype = FLCE_F32;
   s.problem.adds_grad_weight = true;
@@ -239,7 +240,7 @@ static void test_edges(void) {
   }
 }
 
-/* Autocast: x and W in float32, products in bfloat16; dW in float32 from a float32 sum. */
+/* Autocast: x and W in float32, GEMMs in bfloat16; dW in float32 from a float32 sum. */
 static void test_autocast(void) {
   for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
     setting s = make_setting(FLCE_BF16, (flce_save)save);
@@ -253,7 +254,7 @@ static void test_autocast(void) {
   }
 }
 
-/* A loss far below what 1 - p holds, and its gradient, which 16 bits of p - 1 would lose. */
+/* A loss far below the resolution of 1 - p, and its gradient, which p - 1 in 16 bits would lose. */
 static void test_tiny_loss(void) {
   float x[] = {1.0f}, w[] = {0.0f, 40.0f}, loss, dx, dw[2], one = 1.0f;
   int64_t target[] = {1};
@@ -338,7 +339,7 @@ static void test_plan(void) {
   CHECK(flce_plan_text(&plan, NULL, 0) == length, "no buffer");
 }
 
-/* The copy of gathered rows counts in the budget, and stays small without one. */
+/* The copy of gathered rows counts towards max_memory, and stays small without a bound. */
 static void test_plan_of_gathered_rows(void) {
   setting s = make_setting(FLCE_F32, FLCE_SAVE_NOTHING);
   flce_problem* p = &s.problem;
@@ -387,7 +388,7 @@ static int64_t rows_of_chunks(int64_t tokens, int64_t hidden, int64_t vocab, boo
   return save == FLCE_SAVE_STATS ? plan.backward_chunk_rows : plan.chunk_rows;
 }
 
-/* 26 x 8 tiles of dX leave a second wave of 132 half empty, 16 x 8 fill one. */
+/* 26 x 8 tiles of dX leave half of a second wave of 132 empty; 16 x 8 fill one wave. */
 static void test_chunks_fill_waves(void) {
   CHECK(rows_of_chunks(16384, 2048, 151936, true, FLCE_SAVE_GRADS, 0) == 2048, "two waves");
   CHECK(rows_of_chunks(16384, 2048, 151936, true, FLCE_SAVE_STATS, 0) == 2048, "in the backward");
@@ -404,16 +405,16 @@ static void expect_refusal(const setting* s, const char* part) {
   CHECK(strstr(flce_last_error(), part), "the sentence: %s; expected %s", flce_last_error(), part);
 }
 
-/* Without a bound of the caller's a loop takes smaller chunks, whole tiles of them, where another
- * chunk's launches cost less than 1 % of all. */
+/* Without max_memory the engine uses smaller chunks, of whole tiles, if the launches of one more
+ * chunk cost less than 1 % of the total. */
 static void test_small_chunks(void) {
   const struct {
     int64_t tokens, hidden, vocab, least, most;
   } cases[] = {
       {8192, 4096, 128256, 2048, 2048},
       {65536, 4096, 128256, 2048, 2048}, /* whatever the number of tokens */
-      {32768, 768, 128256, 2560, 8192},  /* with fewer features a chunk has less to do */
-      {8192, 4096, 32000, 8192, 8192},   /* with fewer classes too */
+      {32768, 768, 128256, 2560, 8192},  /* with smaller H a chunk has less work */
+      {8192, 4096, 32000, 8192, 8192},   /* with smaller V too */
       {512, 64, 1000, 512, 512},
   };
   const flce_facts facts = {.gemm_writes_f32 = true,

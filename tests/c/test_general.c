@@ -1,6 +1,6 @@
 /* The row passes with every option: logit scale, softcap, temperatures, z-loss, token weights,
- * probabilities, entropy, predictions, gathered rows, gradients from lse and entropy. Against the
- * definition in double, whose gradient is itself held against differences of its loss. */
+ * probabilities, entropy, predictions, gathered rows, gradients from lse and entropy. Compared with
+ * a definition in double, whose gradient is checked against finite differences of its loss. */
 #include "row_case.h"
 
 #include <stdio.h>
@@ -115,7 +115,7 @@ static void check_stat(const setting* s, const data* d, const result* r, enum fl
         (int)k, actual, expected, WHERE_VALUES(s, i));
 }
 
-/* The computed l of two columns may tie where the exact ones do not. */
+/* The computed l of two columns may be equal if the exact ones are not. */
 static void check_prediction(const setting* s, const data* d, const result* r, const truth* t,
                              int64_t i) {
   int64_t j = r->predictions[i];
@@ -137,7 +137,7 @@ static void check_row_stats(const setting* s, const data* d, const result* r, in
   check_stat(s, d, r, FLCE_STAT_OFFSET, i, t.c, relative);
   check_stat(s, d, r, FLCE_STAT_INV_SUM, i, 1.0 / t.sum, 2.0 * relative / t.sum);
   check_stat(s, d, r, FLCE_STAT_NLL, i, has_target(s) ? t.nll : 0.0, relative * t.nll + tiny);
-  /* An exp that underflows would be multiplied by a c - l of up to 90, with float64 up to 800. */
+  /* An exp that underflows would be multiplied by c - l, up to 90, in float64 up to 800. */
   check_stat(s, d, r, FLCE_STAT_ENTROPY, i, s->entropy ? t.entropy : 0.0,
              2.0 * relative * t.entropy + 800.0 * tiny);
   check_stat(s, d, r, FLCE_STAT_WEIGHT_SUM, i, s->probabilities ? t.weight_sum : 0.0,
@@ -156,7 +156,7 @@ static bool is_like(double actual, double expected) {
   return isnan(expected) ? isnan(actual) : actual == expected;
 }
 
-/* Rows that were not computed: ignored, out of range, and tokens that the index leaves out. */
+/* Rows that are not computed: ignored, out of range, and tokens that the index omits. */
 static void check_blank(const setting* s, const data* d, const result* r, int64_t i,
                         double expected, bool coef) {
   bool right = is_like(flce_load(r->loss, d->stat, i), expected);
@@ -200,7 +200,7 @@ static void check_out(const setting* s, const data* d, const result* r, int pass
         expected = (pass == EXP ? 1.0 : kExpScale) * t.p[j] * t.sum * t.slope[j] / unit;
         size = 2.0 * expected;
       }
-      /* An exp that underflows would be multiplied by up to this, and by c - l. */
+      /* An exp that underflows would be multiplied by up to this factor, and by c - l. */
       double floor = 2e5 * test_tiny(d->stat) + test_tiny(s->dtype);
       double tolerance = 2.0 * t.error * size + test_epsilon(s->dtype) * fabs(expected) + floor;
       bool right = blank ? is_like(actual, expected) : test_close(actual, expected, tolerance);
@@ -261,7 +261,7 @@ static setting make_setting(int dtype, int64_t vocab, int kind, int loss, uint64
                .upstream = bits & 256,
                .probabilities_dtype = (flce_dtype)(bits >> 9 & 3)};
   s.loss.ignore_index = IGNORE_INDEX;
-  /* A masked logit has an infinite loss in a smoothed target. */
+  /* With a masked logit the loss of a smoothed target is infinite. */
   if (kind == MASKED && s.loss.softcap == 0.0) s.loss.label_smoothing = 0.0;
   return s;
 }
@@ -278,19 +278,19 @@ static void test_grid(void) {
           }
 }
 
-/* Options one by one, so that none hides behind another. */
+/* Options one by one, so that none conceals an error of another. */
 static void test_single_options(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_BF16; dtype++)
     for (int loss = 0; loss < LOSSES; loss++)
       for (int bit = 0; bit < 9; bit++)
         for (int kind = FLAT; kind <= PEAKED; kind++) {
-          uint64_t upstream = bit == 5 ? 256 : 0; /* the entropy's gradient with the entropy */
+          uint64_t upstream = bit == 5 ? 256 : 0; /* with the entropy also its gradient */
           setting s = make_setting(dtype, 67, kind, loss, (uint64_t)1 << bit | upstream);
           test_setting(&s);
         }
 }
 
-/* The lowest of equal largest logits, at every position in a span and beyond it. */
+/* The lowest column of several equal largest logits, at every position in a span and beyond it. */
 static void test_predictions(void) {
   enum { V = 5000 };
   static const int64_t columns[] = {0, 1, 15, 16, 2047, 2048, 4095, 4096, 4999};

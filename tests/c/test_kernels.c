@@ -1,4 +1,4 @@
-/* Conversions and the kernels by themselves: every variant against libm and the scalar code. */
+/* Conversions and single kernels: every variant compared with libm and the scalar code. */
 #include "cpu/cpu.h"
 #include "test.h"
 
@@ -7,11 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The nearest value of a 16-bit type, ties to even, by comparing with both neighbours in double. */
+/* Whether `half` is the nearest value of a 16-bit dtype, ties to even; compares with both
+ * neighbours in double. */
 static bool rounds_right(float value, uint16_t half, float (*widen)(uint16_t)) {
   if (isnan(value)) return isnan(widen(half));
   double here = widen(half), error = fabs((double)value - here);
-  if (isinf(here)) { /* as far from the largest finite value as half a step, or beyond */
+  if (isinf(here)) { /* correct from half a step above the largest finite value on */
     uint16_t below = (uint16_t)(half - 1), next = (uint16_t)(half - 2);
     double last = widen(below), step = fabs(last - widen(next));
     return fabs((double)value) >= fabs(last) + step / 2 && (value < 0) == (here < 0);
@@ -98,7 +99,7 @@ static void test_exp(void) {
   }
   printf("%s: exp is within %.3f ulp\n", flce_cpu_variant(), worst);
   CHECK(worst <= 1.5, "%s: exp is off by %g ulp", flce_cpu_variant(), worst);
-  /* A lane adds at most BATCH / 32 terms, each with half a unit of rounding. */
+  /* A lane adds at most BATCH / 32 terms, each with half a ulp of rounding. */
   CHECK(worst_sum <= (BATCH / 32 + 4) * 0x1p-24, "%s: the sum of exp is off by %g",
         flce_cpu_variant(), worst_sum);
   CHECK(unflushed == 0, "%s: %lld denormals", flce_cpu_variant(), (long long)unflushed);
@@ -110,7 +111,7 @@ static void test_exp(void) {
         "%s: exp of -inf, NaN, -0, 0, -1e30, -87.4", flce_cpu_variant());
 }
 
-/* narrow gives the bits of the scalar code for any float. */
+/* narrow is bitwise equal to the scalar code for any float. */
 static void test_narrow(void) {
   enum { COUNT = 20011 };
   static float in[COUNT];
@@ -134,7 +135,7 @@ static void test_narrow(void) {
   }
 }
 
-/* scaled and axpy for each length of tail, against double. */
+/* scaled and axpy for each length of tail, compared with double. */
 static void test_blocks(flce_dtype stat, flce_dtype dtype) {
   const flce_block_kernels* kernels = block_kernels(stat, dtype);
   double tolerance = 8.0 * test_epsilon(stat);

@@ -1,5 +1,5 @@
-/* The passes around the GEMMs, called one by one: sums, scaling, the finishing of dX, dW and db.
- * Every variant, one and three threads, against double. */
+/* The passes before and after the GEMMs, called one by one: sums, scaling, finishing dX, dW and db.
+ * Every variant, one and three threads, compared with double. */
 #include "test.h"
 
 #include <stdio.h>
@@ -8,14 +8,14 @@
 
 enum { TOKENS = 300, VOCAB = 37, IGNORE_INDEX = -1 };
 
-/* Below, at and above the block that the passes work in, and two blocks and a tail. */
+/* Below, equal to and above the block size of the passes, and two blocks with a tail. */
 static const int64_t kWidths[] = {1, 7, 64, 1024, 1025, 2100};
 enum { WIDTHS = sizeof kWidths / sizeof *kWidths };
 
 static flce_cpu cpus[2];
 static flce_backend backends[2];
 
-/* Operand types as the engine combines them: the products' own, the sums', the gradient's. */
+/* Dtype combinations that the engine uses: of the GEMMs, of the sums, of the gradients. */
 typedef struct types {
   flce_dtype dtype, accum, grad;
 } types;
@@ -34,8 +34,8 @@ static void make_targets(int64_t* target) {
   for (int64_t i = 0; i < TOKENS; i++) {
     target[i] = (int64_t)(test_random() % VOCAB);
     if (i % 11 == 3) target[i] = IGNORE_INDEX;
-    if (i % 3 == 0) target[i] = 5;     /* one long segment */
-    if (target[i] == 6) target[i] = 7; /* one empty one */
+    if (i % 3 == 0) target[i] = 5;     /* one long segment of equal targets */
+    if (target[i] == 6) target[i] = 7; /* one class without tokens */
   }
 }
 
@@ -127,7 +127,7 @@ static void test_cast_and_scale(const types* t, int64_t width) {
   }
 }
 
-/* Rows of another pitch, and zeros behind them. */
+/* Rows with another leading dimension, and zeros after them. */
 static void test_cast_rows(const types* t, int64_t width) {
   enum { ROWS = 5, IN_PAD = 2, OUT_PAD = 3 };
   int64_t in_pitch = width + IN_PAD, out_pitch = width + OUT_PAD;
@@ -183,11 +183,13 @@ static void test_add_block(const types* t, int64_t width) {
 
 static void test_column_sum(const types* t, int64_t width, bool weighted, bool accumulate) {
   flce_dtype stat = flce_stat_dtype(t->dtype);
-  int64_t pitch = width + 5, rows = TOKENS; /* more than the rows that are summed on their own */
+  int64_t pitch = width + 5,
+          rows = TOKENS; /* more rows than are summed on their own (GROUP_ROWS) */
   void* a = test_fill_normal(t->dtype, (rows - 1) * pitch + width, 1.0);
   void *weights = test_fill_normal(stat, rows, 1.0), *start = test_fill_normal(stat, width, 1.0);
   flce_store(weights, stat, 9, 0.0);
-  if (weighted) flce_store(a, t->dtype, 9 * pitch, NAN); /* weight 0: adds nothing */
+  if (weighted)
+    flce_store(a, t->dtype, 9 * pitch, NAN); /* in a row of weight 0, which adds nothing */
   double *expected = test_doubles(width), *tolerance = test_doubles(width);
   for (int64_t h = 0; h < width; h++) {
     expected[h] = accumulate ? flce_load(start, stat, h) : 0.0;
@@ -254,7 +256,7 @@ static void test_scale_rows(const types* t, int64_t width, bool scaled, bool gat
   free(x), free(coef), free(expected), free(tolerance), free(out);
 }
 
-/* That `scaled`, by finish_grad_input, is coef x. */
+/* Checks that `scaled`, written by finish_grad_input, is coef x. */
 static void check_scaled(const types* t, const void* scaled, const void* x, const flce_rows* rows,
                          int64_t width) {
   int64_t count = rows->rows * width;
@@ -288,7 +290,7 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
       tolerance[i * width + h] = 4.0 * test_epsilon(stat) * (fabs(a) + fabs(b) + fabs(c));
     }
   }
-  flce_store(d, t->accum, 2 * width, NAN); /* of the ignored row */
+  flce_store(d, t->accum, 2 * width, NAN); /* in the ignored row */
   void *x = test_fill_normal(t->dtype, count, 1.0), *scaled = test_buffer(t->dtype, count);
   flce_store(x, t->dtype, 2 * width, NAN);
   flce_store(coef, stat, 2, 0.0);
@@ -298,7 +300,7 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
                     .options = {.ignore_index = IGNORE_INDEX},
                     .stat_pitch = ROWS,
                     .coef = coef};
-  for (int run = 0; run < 4; run++) { /* threads, in place */
+  for (int run = 0; run < 4; run++) { /* 1 and 3 threads; in place or not */
     const flce_backend* backend = &backends[run & 1];
     if (run >= 2 && t->accum != t->grad) break;
     void* dx = run >= 2 ? copy_of(d, t->accum, count) : test_buffer(t->grad, count);
@@ -330,7 +332,8 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
   free(expected), free(tolerance);
 }
 
-/* Gathered rows, and rows that only need their order and type: coef NULL. dX is narrower than D. */
+/* Gathered rows, and rows that are only reordered and converted (coef NULL). dX has fewer columns
+ * than D. */
 static void test_grad_input_of_rows(const types* t, int64_t width, bool with_coef, bool gathered) {
   enum { ROWS = 6, PICKED = 4, UNTOUCHED = 7 };
   static const int64_t index[PICKED] = {5, -1, 0, 4}, own[ROWS] = {0, 1, 2, 3, 4, 5};
@@ -379,7 +382,7 @@ static void test_grad_input_of_rows(const types* t, int64_t width, bool with_coe
                                                   .scaled_x = with_coef ? scaled : NULL,
                                                   .hidden = width,
                                                   .cols = cols}));
-    bool nan = true; /* of the row out of range */
+    bool nan = true; /* the row out of range is NaN */
     for (int64_t h = 0; h < cols; h++) {
       nan &= isnan(flce_load(dx, t->grad, 4 * cols + h));
       flce_store(dx, t->grad, 4 * cols + h, expected[4 * cols + h]);
@@ -475,7 +478,7 @@ static void test_finish_grad_weight(const types* t, int64_t width, int options) 
   run_weight(&c, false);
   if (t->accum == t->grad) run_weight(&c, true);
 
-  /* db is a dW of one column whose x is 1. */
+  /* db equals a dW with one column and x = 1. */
   if (width == 1 && t->accum == c.stat) {
     for (int64_t i = 0; i < TOKENS; i++) flce_store(c.x, t->dtype, i, 1.0);
     expect_weight(&c);

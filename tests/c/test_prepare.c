@@ -1,5 +1,5 @@
-/* What comes before the logits: the scalars and checks of prepare, the rows that are worth
- * computing and what the others give, and the tokens' order by target. */
+/* What runs before the logits: scalars and checks of prepare, which rows are computed and the
+ * results of the others, and the tokens' order by target. */
 #include "test.h"
 
 #include <stdlib.h>
@@ -15,9 +15,9 @@ typedef struct prepare_case {
   int64_t tokens;
   flce_loss loss;
   bool probabilities;
-  /* NULL: absent; of the 3 classes, of the 4 tokens, one */
+  /* Weights of the 3 classes, factors of the 4 tokens, one num_items; NULL: absent. */
   const double *weight, *token_weight, *temperature, *num_items;
-  double expected[5]; /* valid, 1 / denominator, weights, unit, z share */
+  double expected[5]; /* valid rows, 1 / denominator, sum of class weights, unit, z share */
 } prepare_case;
 
 static void* stored(const double* values, flce_dtype stat, int64_t count) {
@@ -68,7 +68,7 @@ static void check_scalars(const prepare_case* c) {
 static void test_prepare(void) {
   static const double weight[] = {0.5, 8.0, 3.0}, heavy[] = {1.0, -0x1.8p127, 1.0},
                       none[] = {0.0, 0.0, 0.0}, items[] = {10.0}, no_items[] = {0.0};
-  /* The third token is ignored: its weight and temperature must not count. */
+  /* The third token is ignored: its weight and temperature must have no effect. */
   static const double token_weight[] = {1.0, -6.0, 1e6, 2.0}, temperature[] = {0.5, 4.0, 1e-6, 4.0};
   flce_loss plain = {.logit_scale = 1.0, .temperature = 1.0};
   flce_loss scaled = {.logit_scale = -3.0, .temperature = 2.0, .z_loss = 0.25};
@@ -130,7 +130,7 @@ static void test_prepare_refusals(void) {
 
 /* ---- rows to compute ---- */
 
-/* ignore_index: a class too, which then is none. */
+/* ignore_index may be a class, which then is never a target. */
 static void test_compact_rows(int64_t ignore_index) {
   int64_t target[TOKENS], valid = 0;
   for (int64_t i = 0; i < TOKENS; i++)
@@ -163,7 +163,7 @@ static double blank_stat(const flce_rows* rows, int k, int64_t i) {
 static void test_blank_rows(void) {
   enum { ROWS = 4, HIDDEN = 3 };
   int64_t target[ROWS] = {2, IGNORE_INDEX, VOCAB, 0};
-  for (int run = 0; run < 4; run++) { /* too many valid rows, dx */
+  for (int run = 0; run < 4; run++) { /* too many valid rows; with and without dx */
     bool spoilt = run & 1, with_dx = run & 2;
     float stats[FLCE_STAT_ROWS * ROWS], loss[ROWS], dx[ROWS * HIDDEN], scalars[FLCE_SCALAR_COUNT];
     int64_t predictions[ROWS];
@@ -222,8 +222,8 @@ static void test_order(void) {
       sorted &= target[order[k] & UINT32_MAX] == order[k] >> 32;
     }
     CHECK(sorted, "order of vocab %lld", (long long)vocabs[v]);
-    int64_t* again =
-        malloc((size_t)facts.order_bytes); /* by prepare, in a problem without faults */
+    int64_t* again = malloc((size_t)facts.order_bytes); /* prepare requires valid targets: it orders
+                                                           those of an unchanged problem */
     double scalars[FLCE_SCALAR_COUNT];
     for (int64_t i = 0; i < TOKENS; i++)
       if (target[i] == vocabs[v]) target[i] = IGNORE_INDEX;

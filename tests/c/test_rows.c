@@ -1,15 +1,16 @@
-/* The row passes of every variant against a definition in double: statistics, loss, E, gradient
- * rows and coefficients; tails, dtypes, pitches, in place, ignored rows, threads. */
+/* The row passes of every variant compared with a definition in double: statistics, loss, E,
+ * gradient rows and coefficients; tails, dtypes, leading dimensions, in place, ignored rows,
+ * threads. */
 #include "test.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Between two rows lie PAD elements, of which a pass writes ZEROS. */
+/* PAD elements separate two rows; a pass writes the first ZEROS of them. */
 enum { ROWS = 7, IGNORED_ROW = 2, IGNORE_INDEX = -100, PAD = 3, ZEROS = 2, SENTINEL = 0x5a };
 
-/* Shapes of a row of logits. */
+/* Distributions of a row's logits. */
 enum { FLAT, PEAKED, EXTREME, MASKED, GAP, KINDS };
 
 typedef struct setting {
@@ -27,27 +28,27 @@ typedef struct data {
   int64_t target[ROWS];
 } data;
 
-/* What a pass writes. */
+/* The outputs of a pass. */
 typedef struct result {
   void *out, *stats, *loss, *coef;
 } result;
 
-/* A row in double. */
+/* The definition of a row's results, in double. */
 typedef struct truth {
   double *logit, *e, c, rest, sum, nll, loss;
-  double rest_error; /* of rest, relatively: a difference z - c is rounded before exp */
+  double rest_error; /* relative error of rest: a difference z - c is rounded before exp */
 } truth;
 
 static double draw_logit(const setting* s, int64_t row, int64_t j, int64_t target) {
   static const double weighted_gaps[] = {80.0, 90.0, 1000.0};
   switch (s->kind) {
-    case PEAKED: /* the target wins in even rows, by more and more */
+    case PEAKED: /* the target leads in even rows, by more and more */
       return test_normal() + (j == target && row % 2 == 0 ? 5.0 * (double)(row + 1) : 0.0);
     case EXTREME:
       return test_uniform(-1000.0, 1000.0);
     case MASKED:
       return j != target && test_random() % 3 == 0 ? -INFINITY : 4.0 * test_normal();
-    case GAP: /* z_max - z_y; float16 holds these */
+    case GAP: /* values of z_max - z_y, all representable in float16 */
       return j == target ? -weighted_gaps[row % 3] : 0.25 * (double)(j % 2);
     default:
       return test_normal();
@@ -109,7 +110,7 @@ static truth make_truth(const setting* s, const data* d, int64_t i) {
     total += weight_of(s, d, j);
     weighted_gap += weight_of(s, d, j) * (t.c - t.logit[j]);
   }
-  /* Terms that one accumulator adds up, at most. */
+  /* The largest number of terms that one accumulator adds. */
   double chain = d->stat == FLCE_F64 ? (double)v : (double)(v < 2048 ? v : 2048) / 32.0;
   t.rest_error = t.rest > 0.0 ? 2.0 * t.rest_error / t.rest : 1.0;
   t.rest_error = test_epsilon(d->stat) * (t.rest_error + chain);
@@ -197,14 +198,14 @@ static void check_stats(const setting* s, const data* d, const result* r) {
           "statistics without an option, " WHERE, WHERE_VALUES(s, i));
     CHECK(test_close(inv_sum, 1.0 / t.sum, error / t.sum), "inv_sum %.9g, expected %.9g, " WHERE,
           inv_sum, 1.0 / t.sum, WHERE_VALUES(s, i));
-    /* All terms of the loss are positive. */
+    /* All terms of the loss are positive, so the bound is relative. */
     CHECK(test_close(loss, t.loss, 2.0 * error * t.loss + 8.0 * tiny),
           "loss %.9g, expected %.9g, " WHERE, loss, t.loss, WHERE_VALUES(s, i));
     free_truth(&t);
   }
 }
 
-/* Zeros follow a row's columns; the elements behind them are the caller's. */
+/* Zeros follow a row's columns; the elements after them must be unchanged. */
 static bool pad_is_right(const setting* s, const data* d, const result* r) {
   int64_t size = flce_size_of(s->dtype);
   for (int64_t i = 0; i < ROWS; i++) {
@@ -219,12 +220,13 @@ static double out_of(const setting* s, const data* d, const result* r, int64_t i
   return flce_load(r->out, s->dtype, i * d->pitch + j);
 }
 
-/* What slows a GEMM down. float16 is widened before its products, where it has none. */
+/* Whether a value is subnormal and would slow a GEMM down. float16 is excluded: it is widened
+ * before its GEMMs. */
 static bool denormal(const setting* s, double value) {
   return s->dtype != FLCE_F16 && value != 0.0 && fabs(value) < test_tiny(s->dtype);
 }
 
-/* out = scale * exp(z - c), the target's column 0 where it is hidden. */
+/* out = scale * exp(z - c), with 0 in the target's column if it is hidden. */
 static void check_exp(const setting* s, const data* d, const result* r, double scale, bool hidden) {
   CHECK(pad_is_right(s, d, r), "pad, " WHERE, WHERE_VALUES(s, 0));
   for (int64_t i = 0; i < ROWS; i++) {
@@ -279,7 +281,8 @@ static void check_gradient(const setting* s, const data* d, const result* r) {
   }
 }
 
-/* Runs a pass serially and on three threads; the bits must be the same. Gives the serial result. */
+/* Runs a pass serially and on three threads; the results must be bitwise equal. Returns the serial
+ * result. */
 enum { STATS, EXP, SCALED_EXP, GRADIENT, GRADIENT_OF_EXP };
 static const double kScale = 64.0;
 
@@ -334,9 +337,10 @@ static result run_both(const setting* s, const data* d, int pass) {
 static void test_setting(const setting* s) {
   data d = make_data(s);
   for (int pass = STATS; pass <= GRADIENT_OF_EXP; pass++) {
-    /* Held in 16 bits first, exp has two roundings more than the tolerance of one pass. */
+    /* exp saved in 16 bits has two more roundings than the tolerance of one pass. */
     if (pass == GRADIENT_OF_EXP && flce_size_of(s->dtype) == 2) continue;
-    if (pass == GRADIENT_OF_EXP && s->kind != FLAT) continue; /* exp that underflows is gone */
+    if (pass == GRADIENT_OF_EXP && s->kind != FLAT)
+      continue; /* exp that underflows cannot be recovered */
     result r = run_both(s, &d, pass);
     check_stats(s, &d, &r);
     if (pass == EXP) check_exp(s, &d, &r, 1.0, true);
@@ -347,7 +351,7 @@ static void test_setting(const setting* s) {
   free_data(&d);
 }
 
-/* 16-bit exp rows, times kScale, read back: each entry is that of the entry's own formula. */
+/* Reads back 16-bit rows of exp times kScale: each entry must follow the formula for that entry. */
 static void test_linear(flce_dtype dtype) {
   setting s = {.dtype = dtype, .vocab = 77, .kind = FLAT, .weight = true, .smoothing = 0.25};
   data d = make_data(&s);
@@ -372,7 +376,7 @@ static void test_linear(flce_dtype dtype) {
   free_data(&d);
 }
 
-/* Rows longer than the span that is summed at a time, and a row without any finite logit. */
+/* Rows longer than the span that is summed at a time, and a row without a finite logit. */
 static void test_bad_rows(flce_dtype dtype) {
   setting s = {.dtype = dtype, .vocab = 5000, .kind = FLAT};
   data d = make_data(&s);
@@ -383,7 +387,8 @@ static void test_bad_rows(flce_dtype dtype) {
   }
   flce_store(d.z, dtype, 4 * d.pitch + 4999, NAN);
   d.target[3] = 4700;
-  d.target[5] = s.vocab; /* not seen by prepare here: the row must be NaN, nothing read beyond */
+  d.target[5] =
+      s.vocab; /* not checked by prepare here: the row must be NaN, without reads out of bounds */
   d.target[6] = -1;
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
@@ -448,7 +453,8 @@ int main(void) {
       for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++)
         for (int kind = 0; kind < KINDS; kind++)
           for (int options = 0; options < 4; options++) {
-            /* An infinite logit makes the smoothed loss infinite: not a case of numbers. */
+            /* An infinite logit makes the smoothed loss infinite, which cannot be compared
+             * numerically. */
             bool smooth = (options & 2) && kind != MASKED;
             setting s = {.dtype = (flce_dtype)dtype,
                          .vocab = vocabs[v],

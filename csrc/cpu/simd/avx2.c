@@ -1,4 +1,5 @@
-/* The kernels in AVX2 with FMA and F16C: 8 floats a register, tails by way of a buffer. */
+/* The row and block kernels in AVX2 with FMA and F16C: 8 floats per register; partial vectors go
+ * through a stack buffer. */
 #include "cpu/simd/row_kernels.h"
 
 #if FLCE_CPU_X86
@@ -44,7 +45,7 @@ INLINE vec vec_round(vec x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* 2^n as a number made of its bits: n is -126 to 0 in the lanes that the mask keeps. */
+/* 2^n is built from its bit pattern; n is in [-126, 0] in the lanes that the mask keeps. */
 INLINE vec vec_scale(vec p, vec n, vec x, float lowest) {
   __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   vec power = _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));

@@ -1,4 +1,4 @@
-/* The kernels in AVX-512: 16 floats a register, masked tails. */
+/* The row and block kernels in AVX-512: 16 floats per register; partial vectors use masks. */
 #include "cpu/simd/row_kernels.h"
 
 #if FLCE_CPU_X86

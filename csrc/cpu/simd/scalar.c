@@ -1,13 +1,13 @@
-/* The kernels in plain C: the definition that the vector kernels are tested against, and what other
- * processors run. Values travel as double; where the stat dtype is float they are rounded to it
- * after every step, as a vector lane is. */
+/* The row and block kernels in plain C: the reference for the tests of the vector kernels, and the
+ * implementation for other processors. Values are held in double; if the stat dtype is float32,
+ * they are rounded to it after every step, as in a vector lane. */
 #include "cpu/convert.h"
 #include "cpu/simd/row_kernels.h"
 
 #include <float.h>
 #include <math.h>
 
-/* dtype is a constant at every call: inlined, the switches vanish. */
+/* `dtype` is a constant in every call, so inlining removes the switches on it. */
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE double logit(const void* z, flce_dtype dtype, const void* bias, int64_t j) {

@@ -1,25 +1,29 @@
-/* The kernels of float32, bfloat16 and float16 over a vector type, written once. avx2.c and
- * avx512.c include this after they have defined, for their registers:
+/* The kernels of float32, bfloat16 and float16, written once over a vector type. avx2.c and
+ * avx512.c include this file after they have defined, for their registers:
  *
  *   vec, LANES, VARIANT(name), INLINE
- *   vec_set, vec_add, vec_sub, vec_mul, vec_max (second operand where the first is NaN)
+ *   vec_set, vec_add, vec_sub, vec_mul
+ *   vec_max: returns the second operand if the first is NaN
  *   vec_fma(a, b, c) = a b + c, vec_fnma(a, b, c) = c - a b
- *   vec_flush: 0 in place of magnitudes below FLT_MIN, NaN stays
+ *   vec_flush: 0 in place of magnitudes below FLT_MIN; keeps NaN
  *   vec_round: to the nearest integer
- *   vec_scale(p, n, x, lowest) = p 2^n for integers n from -126 to 0; 0 where x < lowest
+ *   vec_scale(p, n, x, lowest) = p 2^n for integers n in [-126, 0]; 0 if x < lowest
  *   vec_load(data, dtype, j), vec_store(data, dtype, j, x)
- *   vec_load_part(data, dtype, j, count, fill), vec_store_part(data, dtype, j, x, count): the first
- *   count < LANES lanes; no byte beyond them is touched, lanes beyond them read as fill
+ *   vec_load_part(data, dtype, j, count, fill), vec_store_part(data, dtype, j, x, count): the
+ *   first count < LANES lanes; no byte beyond them is accessed, and the other lanes load as
+ *   `fill`
  *
- * dtype, and whether an optional pointer is NULL, are constants at every call: inlined, the tests
- * vanish. The main loops keep four independent accumulators to cover the latency of an addition. */
+ * In every call the dtype, and whether an optional pointer is NULL, are constants, so inlining
+ * removes the tests on them. The main loops keep four independent accumulators to hide the latency
+ * of an addition. */
 
 enum { UNROLL = 4 };
 
-/* exp(x) for x <= 0; 0 below ln(FLT_MIN), -inf among them, whatever was computed there; NaN stays.
- * exp(x) = 2^n exp(r), n = round(x log2 e), |r| <= ln 2 / 2, ln 2 in two parts so that n times the
- * first is exact. The polynomial is within 4e-9 of exp(r), relatively (least maximum, first two
- * coefficients held at 1), so what is left is rounding: less than 1.5 ulp, tested. */
+/* exp(x) for x <= 0. Returns 0 below ln(FLT_MIN), including -inf, whatever the lanes computed
+ * there; keeps NaN. exp(x) = 2^n exp(r) with n = round(x log2 e) and |r| <= ln 2 / 2; ln 2 is split
+ * in two parts such that n times the first is exact. The polynomial is a minimax fit with the first
+ * two coefficients fixed at 1 and a relative error below 4e-9, so the error is mostly rounding:
+ * less than 1.5 ulp, which is tested. */
 INLINE vec vec_exp(vec x) {
   vec n = vec_round(vec_mul(x, vec_set(0x1.715476p+0f)));
   vec r = vec_fnma(n, vec_set(0x1.62e4p-1f), x);
@@ -117,7 +121,7 @@ INLINE double weighted_gap_of(const void* z, flce_dtype dtype, const void* bias,
     }
   }
   for (; j < count; j += LANES) {
-    /* Lanes past the end hold the offset itself: they add 0. */
+    /* Lanes beyond the end hold `offset` itself, so they add 0. */
     vec x = logit_upto(z, dtype, bias, j, count - j, (float)offset);
     vec w = weight ? load_upto(weight, FLCE_F32, j, count - j, 0.0f) : one;
     sum[0] = vec_fma(w, vec_sub(top, x), sum[0]);
@@ -125,7 +129,8 @@ INLINE double weighted_gap_of(const void* z, flce_dtype dtype, const void* bias,
   return sum_lanes(sum);
 }
 
-/* No sum runs through the loops below, so the processor overlaps their iterations by itself. */
+/* The loops below carry no sum from one iteration to the next, so the processor overlaps iterations
+ * without unrolling. */
 
 INLINE vec gradient(vec e, vec factor, const void* weight, vec smooth, int64_t j, int64_t count) {
   vec product = vec_mul(factor, e);
@@ -228,8 +233,8 @@ KERNELS(f32, FLCE_F32)
 KERNELS(bf16, FLCE_BF16)
 KERNELS(f16, FLCE_F16)
 
-/* float64 stays with libm: it is there for checks against a reference, where an exp within half a
- * unit is worth more than its time. */
+/* float64 has the scalar kernels with libm's exp: it is meant for checks against a reference, where
+ * an error within half a ulp matters more than time. */
 const flce_row_kernels* VARIANT(row_kernels)(flce_dtype dtype) {
   switch (dtype) {
     case FLCE_F64:
