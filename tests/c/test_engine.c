@@ -233,7 +233,7 @@ static void test_edges(void) {
       s = base;
       s.problem.vocab = s.problem.weight_rows = 300;
       s.problem.hidden = 40;
-      s.entropy_sum = 4.0;
+      s.std = 4.0;
       s.peaked = true;
       test_setting(&s);
     }
