@@ -98,8 +98,7 @@ def plan(
         device: "cpu", "cuda" or a torch.device; a CUDA device must be present.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one; its gradient is then wanted.
-        probabilities: the dtype of targets that are probabilities; True for `dtype`. Probabilities
-            in bfloat16, aligned to 16 bytes, may need less memory than others.
+        probabilities: the dtype of targets that are probabilities; True for `dtype`.
         valid_bound: the number of rows to compute, or None for all.
         grad_input, grad_weight: whether they are wanted; without them and `bias`: no_grad.
         accumulate_into: as in `linear_cross_entropy`, for a .grad that exists already, or for a
