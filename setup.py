@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
 
 INCLUDE = "csrc"  # the sources name headers by their path from here
@@ -85,6 +86,13 @@ def build_cuda(library, nvcc, header):
     subprocess.run([nvcc, *link, "-o", str(library), *objects], check=True)
 
 
+class BuildCore(build_clib):
+    def build_libraries(self, libraries):
+        for name, _ in libraries:  # ar adds to an archive, which would keep objects of old sources
+            Path(self.build_clib, f"lib{name}.a").unlink(missing_ok=True)
+        super().build_libraries(libraries)
+
+
 class Build(build_ext):
     def run(self):
         super().run()
@@ -137,6 +145,6 @@ if __name__ == "__main__":  # tests/check_kernels.py imports the rest
     setup(
         libraries=[("flce_core", CORE_LIBRARY)],
         ext_modules=[MODULE],
-        cmdclass={"build_ext": Build},
+        cmdclass={"build_clib": BuildCore, "build_ext": Build},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
