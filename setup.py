@@ -50,7 +50,7 @@ def arch_flags(nvcc):
 def compile_cuda_source(source, command):
     """The object of a source, made unless this very command made one since a file changed."""
     digest = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
-    out = Path("build/cuda", f"{Path(source).stem}-{digest}.o")
+    out = Path("build/cuda", f"{source.replace(os.sep, '-')}-{digest}.o")
     newest = max(os.path.getmtime(path) for path in (source, *HEADERS))
     if not out.exists() or out.stat().st_mtime < newest:
         out.parent.mkdir(parents=True, exist_ok=True)

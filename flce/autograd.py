@@ -12,7 +12,7 @@ from .strategy import gemm_dtype, row_pitch, saved_dtype, stat_dtype
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
 
-# Indices in enum flce_stat_row and enum flce_scalar of csrc/flce.h and csrc/backend.h.
+# Indices in enum flce_stat_row and enum flce_scalar of csrc/backend.h.
 STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
 SCALAR_VALID, _SCALARS = 0, 7
 

@@ -149,7 +149,7 @@ def plan(
         weight_dtype,
         weight_dtype if bias else None,
         added if call.accumulates else None,
-        probabilities or None,
+        bool(probabilities),
         *call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))[1],
     )
     fields = dict(re.findall(r"(\w+)=(\S+)", text))

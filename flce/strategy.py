@@ -144,15 +144,15 @@ def rows_to_compute(target, valid_bound, ignore_index):
             expected = "None with probabilities, of which no row is ignored"
             refuse("valid_bound", expected, repr(valid_bound))
         return None
-    if isinstance(valid_bound, str):
-        valid_bound = int((target != ignore_index).sum())  # synchronises with the device
     # Without values to count (compile, export) the operator counts them itself.
     counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
     if valid_bound is None and not counts:
         return None
-    if counts or checks_targets(target.device):
-        valid = int((target != ignore_index).sum())
-        if valid_bound is not None and valid > valid_bound:
+    if counts or isinstance(valid_bound, str) or checks_targets(target.device):
+        valid = int((target != ignore_index).sum())  # synchronises with the device
+        if isinstance(valid_bound, str):
+            valid_bound = valid
+        elif valid_bound is not None and valid > valid_bound:
             expected = f"at least {valid}, the number of rows that are not ignored"
             refuse("valid_bound", expected, valid_bound)
     # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.

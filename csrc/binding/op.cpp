@@ -419,7 +419,7 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
 std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::string device_type,
                  int64_t device_index, ScalarType input_dtype, ScalarType weight_dtype,
                  std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
-                 std::optional<ScalarType> probabilities, std::optional<int64_t> valid_vocab,
+                 bool has_probabilities, std::optional<int64_t> valid_vocab,
                  std::optional<int64_t> rows, std::vector<int64_t> integers,
                  std::vector<double> numbers) {
   Options given = read_options(integers, numbers);
@@ -429,7 +429,7 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
   problem.weight_rows = weight_rows;
   problem.vocab = valid_vocab.value_or(weight_rows);
   problem.rows = rows.value_or(tokens);
-  problem.has_probabilities = probabilities.has_value();
+  problem.has_probabilities = has_probabilities;
   problem.input_dtype = to_dtype(input_dtype, "input_dtype");
   problem.weight_dtype = to_dtype(weight_dtype, "weight_dtype");
   problem.has_bias = bias_dtype.has_value();
@@ -476,7 +476,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
       "plan(int tokens, int hidden, int weight_rows, str device_type, int device_index, "
       "ScalarType input_dtype, ScalarType weight_dtype, ScalarType? bias_dtype, "
       "ScalarType? added_dtype, "
-      "ScalarType? probabilities, " SETTINGS ") -> str");
+      "bool has_probabilities, " SETTINGS ") -> str");
 }
 
 static void implement(torch::stable::detail::StableLibrary& m) {

@@ -30,7 +30,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 // ---- errors ----
 
-/* Becomes a MemoryError in Python. flce/autograd.py turns that into torch.OutOfMemoryError, which
+/* Becomes a MemoryError in Python. flce/autograd.py raises torch.OutOfMemoryError instead, which
  * the stable ABI cannot raise. */
 class OutOfMemory : public std::bad_alloc {
  public:

@@ -1,5 +1,5 @@
-/* Shared by engine.c and cross_entropy.c: the pointers of a call, and helpers that turn them into
- * the arguments of a backend's row passes. Not for other files. */
+/* Shared by engine.c, gradients.c and cross_entropy.c: the pointers of a call and of a chunk, and
+ * helpers that make the arguments of a backend's functions from them. Not for other files. */
 #ifndef FLCE_ENGINE_H
 #define FLCE_ENGINE_H
 

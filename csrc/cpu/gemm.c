@@ -13,9 +13,9 @@ enum { GEMM_BLOCK_COLUMNS = 512, GEMM_BLOCKED_BYTES = 32 << 20 };
  * three times, which the few rows of a chunk cannot hide (152 x 768 x 50257: 33 % of the time).
  * With blocks the packed part stays in the cache. For float32 only: oneDNN's bfloat16 GEMM gains
  * nothing. */
-static bool is_worth_blocking(const flce_gemm* product) {
-  return product->transpose_b && product->dtype == FLCE_F32 &&
-         product->n * product->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
+static bool is_worth_blocking(const flce_gemm* g) {
+  return g->transpose_b && g->dtype == FLCE_F32 &&
+         g->n * g->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
 }
 
 /* Whether everything that AMX reads after row i of A (the row's padding, then the next row) is
@@ -37,23 +37,23 @@ static void emulate_amx_overread(const flce_gemm* g) {
       flce_fill(flce_at(g->c, g->c_dtype, i * g->pitch_c), g->c_dtype, NAN, g->n);
 }
 
-flce_status flce_cpu_gemm(void* self, const flce_gemm* product, void* workspace,
+flce_status flce_cpu_gemm(void* self, const flce_gemm* g, void* workspace,
                           int64_t workspace_bytes) {
   (void)workspace;
   (void)workspace_bytes;
   const flce_cpu* cpu = self;
-  if (product->m == 0 || product->n == 0) return FLCE_OK;
-  if (!is_worth_blocking(product)) {
-    FLCE_TRY(cpu->gemm(cpu->gemm_context, product));
-    if (flce_poisons()) emulate_amx_overread(product);
+  if (g->m == 0 || g->n == 0) return FLCE_OK;
+  if (!is_worth_blocking(g)) {
+    FLCE_TRY(cpu->gemm(cpu->gemm_context, g));
+    if (flce_poisons()) emulate_amx_overread(g);
     return FLCE_OK;
   }
-  for (int64_t j = 0; j < product->n; j += GEMM_BLOCK_COLUMNS) {
-    int64_t left = product->n - j;
-    flce_gemm block = *product;
+  for (int64_t j = 0; j < g->n; j += GEMM_BLOCK_COLUMNS) {
+    int64_t left = g->n - j;
+    flce_gemm block = *g;
     block.n = left < GEMM_BLOCK_COLUMNS ? left : GEMM_BLOCK_COLUMNS;
-    block.b = (const float*)product->b + j * product->pitch_b;
-    block.c = (float*)product->c + j;
+    block.b = (const float*)g->b + j * g->pitch_b;
+    block.c = (float*)g->c + j;
     FLCE_TRY(cpu->gemm(cpu->gemm_context, &block));
   }
   return FLCE_OK;

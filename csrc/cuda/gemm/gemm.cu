@@ -1,4 +1,4 @@
-/* The gemm function of the CUDA backend: splits ragged sizes, looks up the cached algorithm and
+/* The gemm function of the CUDA backend: splits ragged sizes, finds the cached algorithm and
  * descriptors of a GEMM, and launches it. The choice of an algorithm is in heuristics.cu. */
 #include "cuda/gemm/gemm.cuh"
 

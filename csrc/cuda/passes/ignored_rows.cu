@@ -89,7 +89,7 @@ __global__ void blank_grad_input(const __grid_constant__ flce_rows r, int64_t bo
 
 static flce_status blank_grad_input_rows(void* self, const flce_rows* r, int64_t bound, void* dx,
                                          flce_dtype dx_dtype, int64_t hidden) {
-  if (r->rows == 0 || hidden == 0) return FLCE_OK;
+  if (hidden == 0) return FLCE_OK;
   FLCE_TRY(check_grid(r->rows, "blank_rows"));
   const bool aligned = hidden % 8 == 0 && is_aligned(dx, 16);
   const int threads = threads_for(ceil_div(hidden, aligned ? 8 : 1), 512);

@@ -35,7 +35,7 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
 }
 
 /* The specialised kernels need scale > 0: a negative one makes the smallest z the largest l and
- * turns hidden logits (-inf) into +inf, and 0 turns them into NaN. */
+ * makes hidden logits (-inf) +inf, and 0 makes them NaN. */
 static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   const row_args args = make_args(r);
   fused_params params = {};

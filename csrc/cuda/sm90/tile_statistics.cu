@@ -80,8 +80,9 @@ struct TileSums {
   double rest, weighted_gap, weight_sum, entropy_sum;
 };
 
-/* Turns the sums over log2_l into sums over l, and changes their reference to the target's l, or to
- * 0 where that is not finite. `reference` is the log2_l to which the tiles' sums are relative. */
+/* Converts the sums over log2_l to sums over l, and changes their reference to the target's l, or
+ * to 0 where that is not finite. `reference` is the log2_l to which the tiles' sums are relative.
+ */
 __device__ __forceinline__ void set_references(const row_args& p, const fused_scratch& s,
                                                float reference, float l_target,
                                                const TileSums& tiles, RowSums<float>& sums) {
