@@ -230,10 +230,6 @@ def _register(name, function, operands, options):
 
 
 _of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}
-_register(
-    "linear_cross_entropy",
-    linear_cross_entropy_of,
-    "Tensor input, Tensor linear_weight, Tensor target",
-    OPTIONS,
-)
+_operands = "Tensor input, Tensor linear_weight, Tensor target"
+_register("linear_cross_entropy", linear_cross_entropy_of, _operands, OPTIONS)
 _register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

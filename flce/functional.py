@@ -14,7 +14,8 @@ _SCALARS = ("ignore_index", *NUMBERS)
 
 def _call(name, operands, settings):
     """The loss, or the loss with the wanted outputs: directly, or through the composite
-    operator if the call is traced or transformed."""
+    operator if the call is traced or transformed. `settings`: the options by name; modified here,
+    and listed by the callers because torch.compile cannot trace locals() before torch 2.13."""
     _as_numbers(settings, operands[0])
     returns = [settings[option] for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
@@ -64,21 +65,6 @@ def _as_numbers(settings, first):
             # A GPU's or a traced value cannot become a number: each row gets the tensor.
             rows = value.expand(first.shape[:-1]) if is_scalar else value
             settings.update(temperature=1.0, token_temperature=rows)
-
-
-def _linear_loss(input, linear_weight, target, settings):
-    """`settings`: all arguments of linear_cross_entropy by name; some are modified here."""
-    if settings["options"] is not None:
-        validate.check_tensor("linear_weight", linear_weight)
-        for name, value in from_torch_options(settings["options"], linear_weight).items():
-            if settings[name] is None:
-                settings[name] = value
-    if settings["accumulate_into"] is not None:
-        validate.check_tensor("linear_weight", linear_weight)
-        validate.check_choices(settings)
-        if not (torch.is_grad_enabled() and linear_weight.requires_grad):
-            settings["accumulate_into"] = None  # no gradient is wanted: nothing to accumulate
-    return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
 
 def linear_cross_entropy(
@@ -194,7 +180,28 @@ def linear_cross_entropy(
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
             or autograd.grad of linear_weight.
     """
-    return _linear_loss(input, linear_weight, target, locals())
+    settings = dict(
+        linear_bias=linear_bias, weight=weight, reduction=reduction,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, options=options,
+        softcap=softcap, logit_scale=logit_scale, temperature=temperature, z_loss=z_loss,
+        token_weight=token_weight, num_items=num_items, shift=shift, cu_seqlens=cu_seqlens,
+        valid_vocab=valid_vocab, valid_bound=valid_bound, accum_dtype=accum_dtype,
+        logits_dtype=logits_dtype, save=save, max_memory=max_memory,
+        accumulate_into=accumulate_into, return_lse=return_lse,
+        return_entropy=return_entropy, return_accuracy=return_accuracy,
+        return_predictions=return_predictions, return_z_loss=return_z_loss,
+    )  # fmt: skip
+    if options is not None:
+        validate.check_tensor("linear_weight", linear_weight)
+        for name, value in from_torch_options(options, linear_weight).items():
+            if settings[name] is None:
+                settings[name] = value
+    if accumulate_into is not None:
+        validate.check_tensor("linear_weight", linear_weight)
+        validate.check_choices(settings)
+        if not (torch.is_grad_enabled() and linear_weight.requires_grad):
+            settings["accumulate_into"] = None  # no gradient is wanted: nothing to accumulate
+    return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
 
 def cross_entropy(
@@ -235,7 +242,15 @@ def cross_entropy(
 
     Raises: as `linear_cross_entropy`.
     """
-    return _call("cross_entropy", (logits, target), locals())
+    settings = dict(
+        weight=weight, reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
+        temperature=temperature, z_loss=z_loss, token_weight=token_weight,
+        num_items=num_items, return_lse=return_lse, return_entropy=return_entropy,
+        return_accuracy=return_accuracy, return_predictions=return_predictions,
+        return_z_loss=return_z_loss,
+    )  # fmt: skip
+    return _call("cross_entropy", (logits, target), settings)
 
 
 def linear_logprobs(
@@ -277,5 +292,12 @@ def linear_logprobs(
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
-    output = linear_cross_entropy(**locals(), reduction="none", return_entropy=True)
+    output = linear_cross_entropy(
+        input, linear_weight, target, reduction="none", return_entropy=True,
+        linear_bias=linear_bias, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, temperature=temperature, shift=shift,
+        cu_seqlens=cu_seqlens, valid_vocab=valid_vocab, valid_bound=valid_bound,
+        accum_dtype=accum_dtype, logits_dtype=logits_dtype, save=save,
+        max_memory=max_memory,
+    )  # fmt: skip
     return -output.loss, output.entropy

@@ -139,19 +139,11 @@ def plan(
         *linear_values(options),
     )
     added = weight_dtype if accumulate_into == "grad" else strategy.stat_dtype(weight_dtype)
-    text = torch.ops.flce.plan(
-        tokens,
-        hidden,
-        vocab,
-        device.type,
-        device.index or 0,
-        input_dtype,
-        weight_dtype,
-        weight_dtype if bias else None,
-        added if call.accumulates else None,
-        bool(probabilities),
-        *call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))[1],
-    )
+    sizes = tokens, hidden, vocab, device.type, device.index or 0
+    bias_dtype, added_dtype = weight_dtype if bias else None, added if call.accumulates else None
+    dtypes = input_dtype, weight_dtype, bias_dtype, added_dtype
+    _, arguments = call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))
+    text = torch.ops.flce.plan(*sizes, *dtypes, bool(probabilities), *arguments)
     fields = dict(re.findall(r"(\w+)=(\S+)", text))
     fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
     buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}

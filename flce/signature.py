@@ -125,20 +125,18 @@ def _settings(given, scalars, wanted, dtype, leaves, **others):
     stat = strategy.stat_dtype(dtype)
     accum_dtype = validate.check_dtype("accum_dtype", given["accum_dtype"], dtype, stat)
     logits_dtype = validate.check_dtype("logits_dtype", given["logits_dtype"], dtype, stat)
-    values = (
-        given
-        | scalars
-        | others
-        | {
-            "rows": None,
-            "dtype": dtype,
-            "accum_dtype": accum_dtype or dtype,
-            "logits_dtype": logits_dtype or stat,
-            "wants_entropy": wanted.entropy,
-            "wants_predictions": wanted.accuracy or wanted.predictions,
-            "wants_statistics": wanted.lse or wanted.entropy or wanted.accuracy or wanted.z_loss,
-        }
-    )
+    values = {
+        **given,
+        **scalars,
+        **others,
+        "rows": None,
+        "dtype": dtype,
+        "accum_dtype": accum_dtype or dtype,
+        "logits_dtype": logits_dtype or stat,
+        "wants_entropy": wanted.entropy,
+        "wants_predictions": wanted.accuracy or wanted.predictions,
+        "wants_statistics": wanted.lse or wanted.entropy or wanted.accuracy or wanted.z_loss,
+    }
     for name, leaf in zip(GRADIENTS, leaves, strict=True):
         values[name] = leaf is not None and leaf.requires_grad
     return Settings(*(values[name] for name in Settings._fields))

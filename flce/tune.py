@@ -79,13 +79,8 @@ def tune(
     input_dtype=None,
     weight_dtype=None,
     bias=False,
-    reduction="mean",
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
     path=None,
-    **others,
+    **options,
 ):
     """Times every cuBLASLt algorithm of each GEMM that a call of these sizes runs, on this GPU.
 
@@ -101,10 +96,9 @@ def tune(
         device: a CUDA device; None for the current one.
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one.
-        reduction, accum_dtype, logits_dtype, save, max_memory: as in `linear_cross_entropy`.
         path: the file to add the choices to; None for that of FLCE_TUNE_FILE. "", or neither,
             keeps them in this process only.
-        **others: further options of `linear_cross_entropy` that the calls have.
+        **options: the options of `linear_cross_entropy` that the calls have.
 
     Returns:
         A `Tuning`; `print` it for a table of the GEMMs, milliseconds before and after.
@@ -120,8 +114,6 @@ def tune(
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         refuse("device", "a CUDA device", f"{device}; the CPU's products are torch's own")
-    knobs = {"reduction": reduction, "accum_dtype": accum_dtype, "logits_dtype": logits_dtype}
-    knobs |= {"save": save, "max_memory": max_memory, **others}
     types = (dtype, input_dtype or dtype, weight_dtype or dtype)
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
@@ -133,7 +125,7 @@ def tune(
         path = _file(path)
         if path is not None:
             write(path, {})  # checks that the file is writable and valid before the work
-        lines = products_of((tokens, hidden, vocab), types, bias, device, knobs)
+        lines = products_of((tokens, hidden, vocab), types, bias, device, options)
         tuned = tuple(_tune_product(line, device) for line in lines)
     choices = {one.product: one.algorithm for one in tuned}
     use(choices)
@@ -142,7 +134,7 @@ def tune(
     return Tuning(tuned, path)
 
 
-def products_of(sizes, types, bias, device, knobs):
+def products_of(sizes, types, bias, device, options):
     """The lines of the GEMMs that one step runs. `types`: of GEMMs, input, linear_weight."""
     tokens, hidden, vocab = sizes
     dtype, input_dtype, weight_dtype = types
@@ -153,16 +145,16 @@ def products_of(sizes, types, bias, device, knobs):
         w = torch.randn(vocab, hidden, dtype=weight_dtype, **given)
         w = w.div_(math.sqrt(hidden)).requires_grad_()
         b = torch.zeros(vocab, dtype=weight_dtype, device=device).requires_grad_() if bias else None
-        y = torch.randint(knobs.get("valid_vocab") or vocab, (tokens,), **given)
+        y = torch.randint(options.get("valid_vocab") or vocab, (tokens,), **given)
         # An existing .grad, as every step but the first finds it.
-        if knobs.get("accumulate_into") == "grad":
+        if options.get("accumulate_into") == "grad":
             w.grad = torch.zeros_like(w)
-        if knobs.get("accumulate_into") == "main_grad":
+        if options.get("accumulate_into") == "main_grad":
             w.main_grad = torch.zeros_like(w, dtype=torch.float32)
         inner.gemm_record(device.index)
         try:
             with torch.autocast("cuda", dtype=dtype, enabled=len(set(types)) > 1):
-                made = linear_cross_entropy(x, w, y, linear_bias=b, **knobs)
+                made = linear_cross_entropy(x, w, y, linear_bias=b, **options)
             getattr(made, "loss", made).sum().backward()
         finally:
             lines = inner.gemm_recorded(device.index).splitlines()
