@@ -83,6 +83,26 @@ def fused_contestants(problem, options):
     return entries
 
 
+def sampled_contestants(options):
+    """gradient="sampled" with each eps and budget."""
+    entries = {}
+    for text in options.sampled:
+        for budget in options.budget:
+            settings = {"gradient": "sampled", "gradient_eps": power(text)}
+            label = f"flce sampled {text}" + (f" {budget}" if budget != "default" else "")
+            facts = {"kind": "flce", "gradient_eps": settings["gradient_eps"], "budget": budget}
+            if budget != "default":
+                settings["max_memory"] = budget
+            entries[label] = fused(**settings), facts
+    return entries
+
+
+def power(text):
+    """The number that "2^-6" or "0.1" says."""
+    base, caret, exponent = text.partition("^")
+    return float(base) ** float(exponent) if caret else float(text)
+
+
 def peer_contestants(problem, options, fail):
     entries = {}
     for name in options.peers:
@@ -96,7 +116,8 @@ def peer_contestants(problem, options, fail):
 def contestants(problem, options, fail):
     """(function of (problem, pass), facts) by label: the bare GEMMs, flce, the peers."""
     entries = {FLOOR: (problems.bare_products, {"kind": "floor"})}
-    losses = fused_contestants(problem, options) | peer_contestants(problem, options, fail)
+    losses = fused_contestants(problem, options) | sampled_contestants(options)
+    losses |= peer_contestants(problem, options, fail)
     for label, (loss_of, facts) in losses.items():
         entries[label] = functools.partial(run_pass, loss_of), facts
     return entries
@@ -214,6 +235,9 @@ def add_contestants(parser):
     parser.add_argument("--save", nargs="+", default=["auto"], help="auto logits grads stats")
     parser.add_argument(
         "--budget", nargs="+", default=["default"], help="max_memory, such as 32MiB; or default"
+    )
+    parser.add_argument(
+        "--sampled", nargs="+", default=[], metavar="EPS", help="sampled gradients, such as 2^-6"
     )
     parser.add_argument(
         "--logits-dtype",

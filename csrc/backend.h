@@ -267,6 +267,65 @@ typedef struct flce_add_block_args {
   int64_t cols;           /* of accum */
 } flce_add_block_args;
 
+/* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at
+ * token 0 and first_token is 0. */
+typedef struct flce_sample_rows_args {
+  const flce_rows* rows; /* target, index, out (E), stats and stat_pitch are read */
+  int32_t* lists;        /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;            /* flce_problem.gradient_eps */
+  const int64_t* seed;   /* [1] */
+  int64_t first_token;   /* see above */
+} flce_sample_rows_args;
+
+typedef struct flce_sampled_input_args {
+  void* dx;              /* [][cols] dx_dtype, indexed as the vectors of `rows` */
+  const flce_rows* rows; /* target, index, coef and stat_pitch are read */
+  const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;            /* flce_problem.gradient_eps */
+  const void* w;         /* [V][hidden] dtype */
+  const void* wsum;      /* [hidden] stat dtype, or NULL */
+  flce_dtype dx_dtype;   /* of dx */
+  flce_dtype dtype;      /* of w */
+  int64_t hidden;        /* leading dimension of w */
+  int64_t cols;          /* columns of dx */
+} flce_sampled_input_args;
+
+typedef struct flce_order_samples_args {
+  void* order;           /* facts.sample_bytes */
+  const flce_rows* rows; /* index, coef, stat_pitch and vocab are read */
+  const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;            /* flce_problem.gradient_eps */
+  int64_t hidden;        /* that facts.sample_bytes was computed for */
+} flce_order_samples_args;
+
+typedef struct flce_sampled_weight_args {
+  void* dw;                 /* [vocab][cols] dw_dtype */
+  const void* x;            /* [N][hidden] dtype */
+  void* order;              /* of order_samples */
+  const void* xsum;         /* [hidden] stat dtype, or NULL */
+  const void* class_weight; /* [vocab] stat dtype, or NULL for ones */
+  double eps;               /* flce_problem.gradient_eps */
+  flce_dtype dw_dtype;      /* of dw */
+  flce_dtype dtype;         /* of x */
+  int64_t rows;             /* whose lists were ordered */
+  int64_t vocab;            /* rows of dw */
+  int64_t hidden;           /* leading dimension of x */
+  int64_t cols;             /* columns of dw */
+  bool adds;                /* adds to dw, of which only the rows that change are written */
+} flce_sampled_weight_args;
+
+typedef struct flce_sampled_bias_args {
+  void* db;                 /* [vocab] db_dtype */
+  const void* order;        /* of order_samples */
+  const void* smooth_total; /* [1] stat: the sum of coef_smooth; or NULL */
+  const void* class_weight; /* [vocab] stat, or NULL for ones */
+  double eps;               /* flce_problem.gradient_eps */
+  flce_dtype db_dtype;      /* of db */
+  int64_t rows;             /* whose lists were ordered */
+  int64_t vocab;            /* elements of db */
+  int64_t hidden;           /* as in flce_order_samples_args */
+} flce_sampled_bias_args;
+
 /* The functions of a backend. `self` is flce_backend.self. All but `facts` queue work in order;
  * none waits for the device. A combination of dtypes or pointers without a kernel is refused with
  * FLCE_UNSUPPORTED. Sizes may be 0: then nothing is done. */
@@ -389,6 +448,23 @@ struct flce_backend {
   /* accum[rows][cols] += block[rows][pitch], computed in accum_dtype's stat dtype. For GEMMs that
    * cannot add to the accumulator, and for adding dW to the caller's gradient. */
   flce_status (*add_block)(void* self, const flce_add_block_args* call);
+  /* ---- save=samples (flce.h); the stat dtype is float32 ---- */
+
+  /* Draws the lists of a chunk's rows from their E and statistics. */
+  flce_status (*sample_rows)(void* self, const flce_sample_rows_args* call);
+  /* dX of the computed rows. For row r and its token i: dX[i] = ROW[i] sum_m value_m W[class_m] +
+   * TARGET[i] W[y_i] - SMOOTH[i] wsum, over the pairs m of its list, summed in float32 and rounded
+   * once. Rows that are not valid: as finish_grad_input. */
+  flce_status (*sampled_grad_input)(void* self, const flce_sampled_input_args* call);
+  /* Sorts the entries of all lists by class, within a class by row, and computes their factors:
+   * ROW[i] value, for the target's entry TARGET[i]. The format of `order` is the backend's own. */
+  flce_status (*order_samples)(void* self, const flce_order_samples_args* call);
+  /* dW: out_j = sum of factor x[i] over the entries of class j - w_j xsum, plus dw_j if `adds`,
+   * summed in float32 in a fixed order and rounded once. */
+  flce_status (*sampled_grad_weight)(void* self, const flce_sampled_weight_args* call);
+  /* db: out_j = sum of the factors of the entries of class j - w_j smooth_total[0]. */
+  flce_status (*sampled_grad_bias)(void* self, const flce_sampled_bias_args* call);
+
   /* out = in * grad_output[0] * [scalars: INV_DENOM / unit], for each of `number` arrays, at most
    * FLCE_GRADIENTS. The unit is WEIGHT_UNIT if `in` is float16, else UNIT. scalars NULL: the factor
    * is grad_output[0] alone. Both have the dtype `stat`. Nothing is written if out is in and the

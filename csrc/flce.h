@@ -85,6 +85,8 @@ typedef enum flce_save {
   FLCE_SAVE_LOGITS,  /* E or z, [rows][V]; the backward runs the two gradient GEMMs */
   FLCE_SAVE_GRADS,   /* the gradients for grad_output = 1; the backward scales them */
   FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
+  FLCE_SAVE_SAMPLES, /* the sampled gradient: lists of entries of E; the backward gathers with
+                        them the rows of W and x, without a GEMM */
 } flce_save;
 const char* flce_save_name(flce_save save);
 
@@ -96,6 +98,39 @@ const char* flce_save_name(flce_save save);
  * where the gradient is not a row factor times E: probability targets, softcap with label
  * smoothing, the gradient of the entropy. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
+
+/* ---- samples (docs/sampled.md) ----
+ *
+ * With save=samples the gradient GEMMs are replaced by gathers: a row's E_ij, j != y, are replaced
+ * by an unbiased sparse estimate. With S_i = sum_j exp(l_ij - c_i), each class has the probability
+ * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i). The draw is
+ * systematic: with F the prefix sums of q, in fixed point of FLCE_SAMPLE_BITS bits, and one uniform
+ * number u_i for the row, class j is kept if some integer m has F_{j-1} <= m + u_i < F_j. u_i is
+ * the first output word of Philox4x32-10 of key seed and counter i, i the token's number.
+ *
+ * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
+ * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
+ * its value in float32. What follows is not written. y is -1 and n is 0 if the row is ignored or
+ * absent; both are 0 if the target is out of range: the row's factors are NaN. */
+
+/* Below it is the fixed point of the prefix sums. A multiprocessor's warp adds 256 of them in 32
+ * bits. */
+enum { FLCE_SAMPLE_BITS = 23 };
+
+/* The range of eps, and the most classes that can be sampled. */
+#define FLCE_LEAST_EPS 0x1p-12
+enum { FLCE_SAMPLE_CLASSES = 1 << 20 };
+
+/* An upper bound of n: sum_j q_ij rounded up, where E may be rounded to bfloat16 and q to the fixed
+ * point. */
+static inline int64_t flce_most_samples(double eps) {
+  return (int64_t)(1.00390625 / (eps > FLCE_LEAST_EPS ? eps : FLCE_LEAST_EPS)) + 2;
+}
+
+/* Leading dimension of the lists, in int32: a multiple of 128 bytes. */
+static inline int64_t flce_sample_pitch(double eps) {
+  return (2 * (flce_most_samples(eps) + 1) + 31) / 32 * 32;
+}
 
 /* The scalar parameters of the loss. Its tensors are in flce_tensors. */
 typedef struct flce_loss {
@@ -131,6 +166,7 @@ typedef struct flce_problem {
   flce_dtype logits_dtype;
   flce_reduction reduction; /* of the row losses */
   flce_save save;           /* what the forward keeps for the backward */
+  double gradient_eps;      /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
   bool want_grad_input,     /* dX is needed */
       want_grad_weight,     /* dW is needed */
       want_grad_bias;       /* db is needed */
@@ -192,6 +228,7 @@ typedef struct flce_facts {
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
   int64_t column_sum_bytes;     /* scratch of column_sum for V or H columns, whichever is more */
+  int64_t sample_bytes;         /* scratch and result of order_samples; 0 unless save=samples */
 } flce_facts;
 
 /* ---- plan ---- */
@@ -207,7 +244,9 @@ typedef enum flce_buffer_id {
   /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar. An output if the plan keeps_statistics, else
    * part of the workspace. */
   FLCE_BUF_SCALARS,
-  FLCE_BUF_SAVED,       /* [rows][saved_pitch] saved_dtype: save=logits keeps E or z in it */
+  /* [rows][saved_pitch]: save=logits keeps E or z in it, saved_dtype; save=samples the lists,
+   * int32. */
+  FLCE_BUF_SAVED,
   FLCE_BUF_PREDICTIONS, /* [N] int64 */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
   /* [weight_rows][H] grad_weight_dtype. Absent if dW is added to the caller's. */
@@ -246,6 +285,7 @@ typedef enum flce_buffer_id {
    * sum_i c_i, where c is FLCE_COEF_SMOOTH. */
   FLCE_BUF_SMOOTH,
   FLCE_BUF_ORDER,      /* tokens sorted by target (order_targets) */
+  FLCE_BUF_SAMPLES,    /* the sampled entries ordered by class (order_samples) */
   FLCE_BUF_COLUMN_SUM, /* scratch of column_sum */
   FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,       /* scratch of a GEMM */
@@ -268,8 +308,11 @@ typedef struct flce_buffer {
 typedef struct flce_plan {
   flce_save save;   /* flce_problem.save */
   flce_form form;   /* what the gradient GEMMs read */
-  flce_dtype dtype; /* of the GEMM operands, of E and of dz */
-  int64_t rows;     /* to compute: flce_problem.rows */
+  flce_dtype dtype; /* of the GEMM operands and of dz */
+  /* Of E: dtype, but bfloat16 where samples are drawn from it for float16, whose range cannot hold
+   * E. */
+  flce_dtype exp_dtype;
+  int64_t rows; /* to compute: flce_problem.rows */
   /* H, zero-padded to hidden_alignment: the leading dimension of x, W and every [][H] buffer of the
    * workspace. */
   int64_t hidden;
@@ -288,17 +331,18 @@ typedef struct flce_plan {
   int64_t bias_parts; /* rows of FLCE_BUF_DB_PARTS if grad_weight_gemm makes dW and db, else 0 */
   int64_t chunk_rows, /* rows of a chunk of the forward */
       chunks;         /* chunks of the forward */
-  int64_t backward_chunk_rows, /* rows of a chunk of the backward's loop; 0 for save=grads */
-      backward_chunks;         /* chunks of the backward's loop; 0 for save=grads */
-  flce_dtype z_dtype;          /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
-  flce_dtype saved_dtype;      /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
-  bool gemm_adds_bias;         /* the logits GEMM or fused_logits adds b; the row passes do not */
-  bool saves_exp;              /* FLCE_BUF_SAVED holds E, else z */
-  bool z_in_saved;       /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
-  bool keeps_statistics; /* stats and scalars are read after the forward */
-  int64_t z_pitch,       /* of the logits, elements of z_dtype */
-      out_pitch,         /* of E and dz, elements of dtype; columns from vocab on are 0 */
-      saved_pitch;       /* of FLCE_BUF_SAVED, elements of saved_dtype */
+  /* Rows of a chunk of the backward's loop, and its chunks; 0 for save=grads and save=samples,
+   * which have none. */
+  int64_t backward_chunk_rows, backward_chunks;
+  flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
+  flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
+  bool gemm_adds_bias;    /* the logits GEMM or fused_logits adds b; the row passes do not */
+  bool saves_exp;         /* FLCE_BUF_SAVED holds E, else z */
+  bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
+  bool keeps_statistics;  /* stats and scalars are read after the forward */
+  int64_t z_pitch,        /* of the logits, elements of z_dtype */
+      out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
+      saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
   flce_dtype grad_input_dtype, /* of FLCE_BUF_GRAD_INPUT */
       grad_weight_dtype,       /* of FLCE_BUF_GRAD_WEIGHT, or of the caller's grad_weight */
       grad_bias_dtype;         /* of FLCE_BUF_GRAD_BIAS */
@@ -344,6 +388,7 @@ typedef struct flce_tensors {
   const void* token_weight;       /* [N] stat dtype, or NULL */
   const void* temperature;        /* [N] stat dtype, or NULL */
   const void* num_items;          /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
+  const int64_t* seed;            /* [1], save=samples: of the draw, read by the forward */
   void* loss;                     /* [1], or [N] for FLCE_NONE; stat dtype */
   /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. Not accessed
    * unless the plan keeps_statistics. */
@@ -351,7 +396,7 @@ typedef struct flce_tensors {
   /* [FLCE_SCALAR_COUNT] stat dtype. Written by the forward, read by the backward. Not accessed
    * unless the plan keeps_statistics. */
   void* scalars;
-  /* [rows][saved_pitch] saved_dtype. With save=logits written by the forward, read by the
+  /* [rows][saved_pitch]. With save=logits and save=samples written by the forward, read by the
    * backward. */
   void* saved;
   void* predictions; /* [N] int64 */
@@ -372,8 +417,8 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
                          const flce_plan* plan, const flce_tensors* tensors);
 flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
                           const flce_plan* plan, const flce_tensors* tensors);
-/* FLCE_INVALID_ARGUMENT unless the plan's save is logits or stats: only these have a backward loop.
- * flce_backward() calls it too. */
+/* FLCE_INVALID_ARGUMENT unless the plan's save is logits, stats or samples: only these have a
+ * backward. flce_backward() calls it too. */
 flce_status flce_check_backward(const flce_plan* plan);
 
 /* GEMMs that the engine has requested from backends since the process started. */

@@ -36,6 +36,8 @@ LOCAL_BYTES = {
     "logits_gemm_sm90<(Kind)4, (FusedResult)0, false, true>": 116,
     "logits_gemm_sm90<(Kind)4, (FusedResult)0, true, true>": 156,
     "logits_gemm_sm90<(Kind)4, (FusedResult)2, false, true>": 132,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)1, false, true>": 344,
+    "logits_gemm_sm90<(Kind)4, (FusedResult)1, true, true>": 360,
     "logits_gemm_sm90<(Kind)5, (FusedResult)0, false, true>": 132,
     "logits_gemm_sm90<(Kind)5, (FusedResult)0, true, true>": 268,
     "logits_gemm_sm90<(Kind)5, (FusedResult)2, false, true>": 168,
@@ -51,6 +53,7 @@ CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 DEPENDENT = {
     *("find_row_offsets", "tile_statistics", "row_coefficients", "scale_rows", "finish_grad_input"),
     *("scale_elements", "finish_touched_rows"),
+    *("sample_rows", "sampled_grad_input", "sampled_grad_weight"),
     *("logits_gemm_sm90", "grad_weight_gemm_sm90"),
 }
 OVERLAPPING = {"prepare_call", "reduce_values"}  # these read before they wait

@@ -136,8 +136,8 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
-/* The shape [rows][leading dimension] of what save="logits" keeps, with the rows that the
- * operator's caller has given. */
+/* The shape [rows][leading dimension] of what save="logits" and save="samples" keep, with the rows
+ * that the operator's caller has given. */
 std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
                                  std::optional<int64_t> rows) {
   return {rows.value_or(problem.tokens), plan.saved_pitch};
@@ -162,8 +162,10 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
                           std::optional<int64_t> rows, flce_tensors* tensors) {
   Statistics made = allocate_statistics(device, problem, plan.keeps_statistics, tensors);
   OptionalTensor saved;
-  if (plan.save == FLCE_SAVE_LOGITS) {
-    saved = device.allocate(saved_shape(problem, plan, rows), plan.saved_dtype, "saved");
+  if (plan.save == FLCE_SAVE_LOGITS || plan.save == FLCE_SAVE_SAMPLES) {
+    std::vector<int64_t> shape = saved_shape(problem, plan, rows);
+    saved = plan.save == FLCE_SAVE_LOGITS ? device.allocate(shape, plan.saved_dtype, "saved")
+                                          : device.allocate_lists(shape, "saved");
     tensors->saved = saved->mutable_data_ptr();
     zero_unused_rows(device, problem, plan, *saved);
   }
@@ -177,17 +179,32 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
           saved, gradients.input, gradients.weight, gradients.bias};
 }
 
+/* Binds the seed of the draw, which save="samples" needs. */
+void bind_seed(const OptionalTensor& seed, const flce_problem& problem, DeviceId id,
+               flce_tensors* tensors) {
+  if (problem.save != FLCE_SAVE_SAMPLES) return;
+  if (!seed) throw std::invalid_argument("seed: expected a tensor with save=\"samples\", got None");
+  if (seed->numel() != 1)
+    throw std::invalid_argument("seed: expected one element, got shape " +
+                                shape_text(shape_of(*seed)));
+  expect_type("seed", *seed, ScalarType::Long, "int64");
+  expect_same_device("seed", *seed, id);
+  tensors->seed = static_cast<const int64_t*>(seed->const_data_ptr());
+}
+
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
                       OptionalTensor weight, OptionalTensor token_weight,
                       OptionalTensor token_temperature, OptionalTensor num_items,
-                      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
-                      std::vector<int64_t> integers, std::vector<double> numbers) {
+                      OptionalTensor seed, std::optional<int64_t> valid_vocab,
+                      std::optional<int64_t> rows, std::vector<int64_t> integers,
+                      std::vector<double> numbers) {
   Settings settings = {valid_vocab, rows, read_options(integers, numbers)};
   flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands({input, linear_weight, linear_bias},
                 {target, weight, token_weight, token_temperature, num_items}, settings, &problem,
                 &tensors);
+  bind_seed(seed, problem, device_of(input), &tensors);
   Device device(device_of(input), settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   try {
@@ -271,6 +288,13 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
       throw std::invalid_argument("saved: expected a tensor with save=\"logits\", got None");
     expect_like("saved", *kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
                 id);
+  }
+  if (plan.save == FLCE_SAVE_SAMPLES) {
+    if (!kept.saved)
+      throw std::invalid_argument("saved: expected a tensor with save=\"samples\", got None");
+    expect_shape("saved", *kept.saved, saved_shape(problem, plan, settings.rows));
+    expect_type("saved", *kept.saved, ScalarType::Int, "int32");
+    expect_same_device("saved", *kept.saved, id);
   }
   try {
     return run_backward(device, problem, plan, &tensors);
@@ -453,7 +477,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
-      "Tensor? num_items, " SETTINGS
+      "Tensor? num_items, Tensor? seed, " SETTINGS
       ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
       "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA

@@ -9,18 +9,19 @@
 namespace {
 
 /* The slots of both lists, in order. flce/options.py packs them; a test compares the names. */
-#define FLCE_INTEGERS(SLOT)                                                               \
-  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save), \
-      SLOT(max_memory), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions),        \
-      SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input), SLOT(grad_weight),    \
+#define FLCE_INTEGERS(SLOT)                                                                        \
+  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),          \
+      SLOT(max_memory), SLOT(gradient), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions), \
+      SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input), SLOT(grad_weight),             \
       SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
-#define FLCE_NUMBERS(SLOT) \
-  SLOT(label_smoothing), SLOT(softcap), SLOT(logit_scale), SLOT(temperature), SLOT(z_loss)
+#define FLCE_NUMBERS(SLOT)                                                                  \
+  SLOT(label_smoothing), SLOT(softcap), SLOT(logit_scale), SLOT(temperature), SLOT(z_loss), \
+      SLOT(gradient_eps)
 
 /* Version of the shapes of the tensors that a forward saves for its backward. Raise it when they
  * change for the same options: torch keeps compiled graphs on disk, and a graph compiled with an
  * earlier build must not run with this one. */
-constexpr int64_t kLayout = 1;
+constexpr int64_t kLayout = 2;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
@@ -109,7 +110,14 @@ inline Options read_options(const std::vector<int64_t>& integers,
       read.dtype(IntegerSlot::dtype);
   problem.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
   problem.logits_dtype = read.dtype(IntegerSlot::logits_dtype);
-  problem.save = static_cast<flce_save>(read.choice(IntegerSlot::save, FLCE_SAVE_STATS + 1));
+  problem.save = static_cast<flce_save>(read.choice(IntegerSlot::save, FLCE_SAVE_SAMPLES + 1));
+  problem.gradient_eps = read.number(NumberSlot::gradient_eps);
+  bool samples = problem.save == FLCE_SAVE_SAMPLES, keeps = problem.save != FLCE_SAVE_NOTHING;
+  if (keeps && read.flag(IntegerSlot::gradient) != samples)
+    throw std::invalid_argument(
+        std::string("save: expected ") +
+        (samples ? "another with gradient=\"exact\"" : "\"samples\" with gradient=\"sampled\"") +
+        ", got \"" + flce_save_name(problem.save) + "\"");
   problem.max_memory = read.integer(IntegerSlot::max_memory);
   problem.saves_memory = read.flag(IntegerSlot::saves_memory);
   problem.want_grad_input = read.flag(IntegerSlot::grad_input);

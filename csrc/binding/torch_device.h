@@ -231,6 +231,11 @@ class Device {
     return empty(sizes, ScalarType::Long, sizeof(int64_t), buffer);
   }
 
+  /* int32, for the lists of samples. */
+  Tensor allocate_lists(const std::vector<int64_t>& sizes, const char* buffer) const {
+    return empty(sizes, ScalarType::Int, sizeof(int32_t), buffer);
+  }
+
   Tensor allocate_bytes(int64_t bytes, const char* buffer) const {
     return empty({bytes}, ScalarType::Byte, 1, buffer);
   }
@@ -252,7 +257,8 @@ class Device {
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                  code, id_.type, id_.index, &handle) == AOTI_TORCH_SUCCESS) {
       Tensor tensor(handle);
-      const int poison = type == ScalarType::Long ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
+      const bool integers = type == ScalarType::Long || type == ScalarType::Int;
+      const int poison = integers ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
       if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
       return tensor;
     }

@@ -81,8 +81,9 @@ static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce
 
 /* E or dz overwrites the logits; each row starts at the address of its row of logits. */
 static void set_out_in_place(const engine* e, flce_rows* view) {
-  int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(e->plan->dtype);
-  set_out(view, (void*)view->z, e->plan->dtype, view->z_pitch * ratio, e->plan->out_pitch);
+  flce_dtype dtype = e->plan->form == FLCE_FORM_EXP ? e->plan->exp_dtype : e->plan->dtype;
+  int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(dtype);
+  set_out(view, (void*)view->z, dtype, view->z_pitch * ratio, e->plan->out_pitch);
 }
 
 static void* saved_rows(const engine* e, int64_t first) {
@@ -141,14 +142,15 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
 }
 
 /* The first call of the fused logits GEMM. It writes E (form exp) or z (form dz) for the strategies
- * that read them, save=logits and save=grads. */
+ * that read them, save=logits, save=grads and save=samples. */
 static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
-  bool keeps = saves || gradients, exp_form = plan->form == FLCE_FORM_EXP;
+  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES;
+  bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(logits_product(e, c, gemm));
   if (keeps && exp_form)
-    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->dtype,
+    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->exp_dtype,
             plan->out_pitch, plan->out_pitch);
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
@@ -178,9 +180,8 @@ static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* 
   return FLCE_OK;
 }
 
-/* Computes the chunk's coef. The vectors of `upstream` start at token 0. */
-static flce_status coefficients(const engine* e, const chunk* c, flce_upstream upstream,
-                                const void* factor) {
+flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream upstream,
+                              const void* factor) {
   if (!e->plan->gathers) {
     upstream.loss = from(upstream.loss, upstream.loss_stride * c->first, e->stat);
     upstream.lse = from(upstream.lse, c->first, e->stat);
@@ -217,7 +218,7 @@ static flce_status pass_rows(const engine* e, chunk* c) {
 
 /* save=grads: the gradients of a chunk for grad_output = 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
-  if (!e->plan->fuses_rows) FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
+  if (!e->plan->fuses_rows) FLCE_TRY(flce_coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -264,6 +265,7 @@ static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
     FLCE_TRY(logits_gemm(e, c));
     FLCE_TRY(pass_rows(e, c));
   }
+  if (plan->save == FLCE_SAVE_SAMPLES) return flce_sample_chunk(e, c);
   return gradients ? forward_gradients(e, c) : FLCE_OK;
 }
 
@@ -322,9 +324,11 @@ static flce_status backward_rows(const engine* e, chunk* c) {
 }
 
 flce_status flce_check_backward(const flce_plan* plan) {
-  if (plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS) return FLCE_OK;
+  if (plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS ||
+      plan->save == FLCE_SAVE_SAMPLES)
+    return FLCE_OK;
   return flce_fail(FLCE_INVALID_ARGUMENT,
-                   "save: expected \"logits\" or \"stats\" in a backward, got \"%s\"",
+                   "save: expected \"logits\", \"stats\" or \"samples\" in a backward, got \"%s\"",
                    flce_save_name(plan->save));
 }
 
@@ -332,16 +336,22 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
                           const flce_plan* plan, const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
   engine e;
-  bool needs_bias = plan->save == FLCE_SAVE_STATS || (!plan->saves_exp && !plan->gemm_adds_bias);
+  bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
+  bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
   FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e));
   FLCE_TRY(flce_sum_weight(&e));
   FLCE_TRY(flce_begin_gradients(&e));
   flce_upstream upstream = upstream_of(&e);
+  if (plan->save == FLCE_SAVE_SAMPLES) {
+    chunk all = open_chunk(&e, 0, problem->rows, plan->backward_gathered_x);
+    FLCE_TRY(flce_coefficients(&e, &all, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
+    return flce_sampled_gradients(&e, &all);
+  }
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
-    FLCE_TRY(coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
+    FLCE_TRY(flce_coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
     FLCE_TRY(backward_rows(&e, &c));
     FLCE_TRY(flce_chunk_gradients(&e, &c));
   }

@@ -114,6 +114,9 @@ static inline const void* rows_of_input(const engine* e, const chunk* c) {
 /* engine.c */
 void flce_count_gemm(void);
 flce_status flce_run_gemm(const engine* e, flce_gemm gemm);
+/* Computes the chunk's coef. The vectors of `upstream` start at token 0. */
+flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream upstream,
+                              const void* factor);
 
 /* gradients.c */
 /* Label smoothing's sum of W, before the first chunk. */
@@ -122,7 +125,16 @@ flce_status flce_sum_weight(const engine* e);
 flce_status flce_begin_gradients(const engine* e);
 /* Adds the chunk's part to dX, dW and db. */
 flce_status flce_chunk_gradients(const engine* e, const chunk* c);
+/* Label smoothing's sums over the rows, weighted with FLCE_COEF_SMOOTH: of x, and of ones. NULL
+ * without smoothing, and where no gradient needs them. */
+flce_status flce_sum_smooth(const engine* e, void** xsum, void** total);
 /* The terms that no GEMM makes, after the last chunk. */
 flce_status flce_finish_gradients(const engine* e);
+
+/* samples.c */
+/* Draws the lists of the chunk's rows from its E. */
+flce_status flce_sample_chunk(const engine* e, const chunk* c);
+/* dX, dW and db from the lists. `all`: all computed rows as one chunk, with its coef. */
+flce_status flce_sampled_gradients(const engine* e, const chunk* all);
 
 #endif

@@ -221,15 +221,35 @@ flce_status flce_begin_gradients(const engine* e) {
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
          problem->vocab * e->plan->hidden * flce_size_of(e->plan->accum_dtype));
-  if (problem->want_grad_bias && no_chunks)
+  if (problem->want_grad_bias && no_chunks && buffer(e, FLCE_BUF_DB_ACCUM))
     CALL(e, fill, buffer(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
+  return FLCE_OK;
+}
+
+flce_status flce_sum_smooth(const engine* e, void** xsum, void** total) {
+  const flce_problem* problem = e->problem;
+  int64_t n = problem->tokens, h = e->plan->hidden;
+  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
+  const void* coef = at(buffer(e, FLCE_BUF_COEF), FLCE_COEF_SMOOTH * n, e->stat);
+  *xsum = smooth && problem->want_grad_weight ? at(smooth, h, e->stat) : NULL;
+  *total = smooth && problem->want_grad_bias ? at(smooth, 2 * h, e->stat) : NULL;
+  if (*xsum)
+    CALL(e, column_sum,
+         &(flce_column_sum_args){.out = *xsum,
+                                 .a = e->input,
+                                 .a_dtype = e->plan->dtype,
+                                 .pitch = h,
+                                 .rows = n,
+                                 .cols = h,
+                                 .weights = coef,
+                                 .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+  if (*total) CALL(e, reduce, *total, coef, n, NULL, e->stat, false);
   return FLCE_OK;
 }
 
 /* What the terms after the loop over chunks are made of. */
 typedef struct final_terms {
   const void* coef_target; /* [N] stat dtype; NULL in form dz */
-  const void* coef_smooth; /* [N] stat dtype */
   const void* order;       /* tokens ordered by target */
   void* xsum;              /* [H] stat dtype, label smoothing's sum of x; NULL without */
   void* smooth_total;      /* [1] stat dtype, the sum of coef_smooth; NULL without */
@@ -243,16 +263,6 @@ static flce_status finish_weight(const engine* e, const final_terms* terms) {
   void *out = e->tensors->grad_weight, *accum = dw_accum(e);
   bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
   bool in_accum = added || padded;
-  if (terms->xsum)
-    CALL(e, column_sum,
-         &(flce_column_sum_args){.out = terms->xsum,
-                                 .a = e->input,
-                                 .a_dtype = plan->dtype,
-                                 .pitch = h,
-                                 .rows = e->problem->tokens,
-                                 .cols = h,
-                                 .weights = terms->coef_smooth,
-                                 .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
   CALL(e, finish_grad_weight,
        &(flce_grad_weight_args){.dw = in_accum ? accum : out,
                                 .dw_dtype = in_accum ? plan->accum_dtype : plan->grad_weight_dtype,
@@ -302,8 +312,6 @@ static flce_status finish_bias(const engine* e, const final_terms* terms) {
                                  .rows = plan->bias_parts,
                                  .cols = v,
                                  .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
-  if (terms->smooth_total)
-    CALL(e, reduce, terms->smooth_total, terms->coef_smooth, n, NULL, e->stat, false);
   CALL(e, finish_grad_bias,
        &(flce_grad_bias_args){.db = e->tensors->grad_bias,
                               .db_dtype = plan->grad_bias_dtype,
@@ -321,15 +329,11 @@ static flce_status finish_bias(const engine* e, const final_terms* terms) {
 flce_status flce_finish_gradients(const engine* e) {
   const flce_problem* problem = e->problem;
   if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
-  int64_t n = problem->tokens, h = e->plan->hidden;
   const void* coef = buffer(e, FLCE_BUF_COEF);
-  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
-  final_terms terms = {.coef_target = exp_form ? at(coef, FLCE_COEF_TARGET * n, e->stat) : NULL,
-                       .coef_smooth = at(coef, FLCE_COEF_SMOOTH * n, e->stat),
-                       .order = buffer(e, FLCE_BUF_ORDER),
-                       .xsum = smooth ? at(smooth, h, e->stat) : NULL,
-                       .smooth_total = smooth ? at(smooth, 2 * h, e->stat) : NULL};
+  final_terms terms = {.order = buffer(e, FLCE_BUF_ORDER)};
+  if (exp_form) terms.coef_target = at(coef, FLCE_COEF_TARGET * problem->tokens, e->stat);
+  FLCE_TRY(flce_sum_smooth(e, &terms.xsum, &terms.smooth_total));
   if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &terms));
   if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &terms));
   return FLCE_OK;

@@ -24,6 +24,12 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
+/* True if the backward runs the engine: it does more than to scale gradients. */
+static bool has_backward(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS ||
+         plan->save == FLCE_SAVE_SAMPLES;
+}
+
 /* True if the forward computes only statistics: it keeps neither logits nor gradients. */
 static bool only_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
@@ -69,6 +75,29 @@ static flce_status check_added(const flce_problem* problem) {
                    flce_dtype_name(added));
 }
 
+static flce_status check_samples(const flce_problem* problem) {
+  if (problem->save != FLCE_SAVE_SAMPLES) return FLCE_OK;
+  if (!(problem->gradient_eps >= FLCE_LEAST_EPS && problem->gradient_eps <= 1.0))
+    return flce_fail(FLCE_INVALID_ARGUMENT, "gradient_eps: expected 2^-12 to 1, got %g",
+                     problem->gradient_eps);
+  if (problem->has_probabilities)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "target: expected classes with save=\"samples\", got probabilities");
+  if (flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "label_smoothing: expected 0 with a softcap and save=\"samples\", got %g: its "
+                     "gradient has an entry for every class",
+                     problem->loss.label_smoothing);
+  if (problem->dtype == FLCE_F64)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected another than \"samples\" with float64 operands");
+  if (problem->vocab > FLCE_SAMPLE_CLASSES)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "vocab: expected at most %d with save=\"samples\", got %lld",
+                     FLCE_SAMPLE_CLASSES, (long long)problem->vocab);
+  return FLCE_OK;
+}
+
 static flce_status check_problem(const flce_problem* problem) {
   if (problem->tokens < 0 || problem->hidden < 1 || problem->vocab < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
@@ -88,6 +117,7 @@ static flce_status check_problem(const flce_problem* problem) {
                      "\"grads\", which holds gradients "
                      "of one scalar");
   FLCE_TRY(check_added(problem));
+  FLCE_TRY(check_samples(problem));
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   if (problem->accum_dtype != problem->dtype && problem->accum_dtype != stat)
     return flce_fail(FLCE_INVALID_ARGUMENT, "accum_dtype: expected %s or %s, got %s",
@@ -183,12 +213,14 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
 }
 
 /* True if the backward of this plan may get a gradient of the entropy. With save=grads it does not:
- * such a gradient is computed by a backward of save=stats. */
+ * such a gradient is computed by a backward of save=stats. Samples give none. */
 static bool differentiates_entropy(const flce_problem* problem) {
-  return problem->wants_entropy && problem->save != FLCE_SAVE_GRADS && makes_gradients(problem);
+  bool excluded = problem->save == FLCE_SAVE_GRADS || problem->save == FLCE_SAVE_SAMPLES;
+  return problem->wants_entropy && !excluded && makes_gradients(problem);
 }
 
 static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
+  if (problem->save == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
   bool slope_of_all = flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0;
   bool dz = dtype == FLCE_F16 || problem->has_probabilities || slope_of_all ||
             differentiates_entropy(problem);
@@ -205,6 +237,11 @@ static bool needs_logits(const flce_problem* problem) {
 /* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
  * it has half the bytes of float32 logits. */
 static void choose_saved(const flce_problem* problem, flce_plan* plan) {
+  if (plan->save == FLCE_SAVE_SAMPLES) {
+    plan->saved_dtype = FLCE_F32; /* the lists: int32 has its size */
+    plan->saved_pitch = flce_sample_pitch(problem->gradient_eps);
+    return;
+  }
   plan->saves_exp = plan->form == FLCE_FORM_EXP || !needs_logits(problem);
   plan->saved_dtype = plan->saves_exp ? plan->dtype : plan->z_dtype;
   plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
@@ -214,7 +251,7 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
  * (FLCE_SCALAR_UNIT). */
 static bool backward_reads_statistics(const flce_plan* plan) {
   bool held_in_units = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
-  return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS || held_in_units;
+  return has_backward(plan) || held_in_units;
 }
 
 static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,
@@ -241,8 +278,10 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->form = choose_form(problem, plan->dtype);
-  plan->z_dtype =
-      gemm_writes(plan, facts, problem->logits_dtype) ? problem->logits_dtype : plan->dtype;
+  bool narrow = plan->form == FLCE_FORM_EXP && plan->dtype == FLCE_F16;
+  plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
+  flce_dtype wanted = narrow ? FLCE_F32 : problem->logits_dtype;
+  plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
@@ -250,7 +289,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->gathers = problem->rows < problem->tokens || finds;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
-  if (makes_e) plan->z_dtype = plan->dtype;
+  if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
   bool fused_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
@@ -275,8 +314,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool both = problem->want_grad_weight && problem->want_grad_bias;
   plan->bias_parts = both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
   int64_t block = DW_BLOCK_BYTES / (plan->hidden * flce_size_of(plan->dtype));
-  plan->dw_block_rows =
-      adds_itself ? 0 : min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+  bool has_gemm = plan->save != FLCE_SAVE_SAMPLES && !adds_itself;
+  plan->dw_block_rows = has_gemm ? min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block) : 0;
 }
 
 static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t bytes) {
@@ -295,7 +334,7 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   unsigned kept = plan->keeps_statistics ? both : FLCE_IN_FORWARD;
   add(plan, FLCE_BUF_STATS, kept, FLCE_STAT_ROWS * n * stat);
   add(plan, FLCE_BUF_SCALARS, kept, FLCE_SCALAR_COUNT * stat);
-  if (plan->save == FLCE_SAVE_LOGITS)
+  if (plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_SAMPLES)
     add(plan, FLCE_BUF_SAVED, both,
         problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));
   if (problem->wants_predictions)
@@ -348,9 +387,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
   int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
-  bool again = plan->save == FLCE_SAVE_LOGITS ||
-               plan->save == FLCE_SAVE_STATS; /* there is a backward loop */
-  unsigned both = FLCE_IN_FORWARD | (again ? FLCE_IN_BACKWARD : 0);
+  unsigned both = FLCE_IN_FORWARD | (has_backward(plan) ? FLCE_IN_BACKWARD : 0);
   bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
   bool z_again = plan->save == FLCE_SAVE_STATS;
   bool no_z = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
@@ -384,12 +421,18 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   if (!makes_gradients(problem)) return;
   int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype)), e = flce_size_of(plan->dtype);
-  bool in_forward = plan->save == FLCE_SAVE_GRADS;
+  bool in_forward = plan->save == FLCE_SAVE_GRADS, samples = plan->save == FLCE_SAVE_SAMPLES;
   unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t rows = in_forward ? plan->chunk_rows : plan->backward_chunk_rows;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
+  if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
+  if (smooth || (problem->want_grad_bias && !samples))
+    add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
+  if (samples && (problem->want_grad_weight || problem->want_grad_bias))
+    add(plan, FLCE_BUF_SAMPLES, where, facts->sample_bytes);
+  if (samples) return;
   bool padded = h != problem->hidden;
   bool own_dx = plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers || padded;
   if (problem->want_grad_input && own_dx)
@@ -405,9 +448,6 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
     add(plan, FLCE_BUF_DB_PARTS, where, plan->bias_parts * v * stat);
     if (plan->gathers && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
   }
-  if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
-  if (smooth || problem->want_grad_bias)
-    add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
   if (exp_form && (problem->want_grad_weight || problem->want_grad_bias))
     add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
 }
@@ -431,8 +471,7 @@ static void assign_offsets(flce_plan* plan) {
     if (pass == 1) plan->forward_workspace_bytes = next;
     if (pass == 2) plan->backward_workspace_bytes = next;
   }
-  bool backward_runs = plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS;
-  if (!backward_runs) plan->backward_workspace_bytes = 0;
+  if (!has_backward(plan)) plan->backward_workspace_bytes = 0;
   plan->forward_peak_bytes = plan->forward_workspace_bytes;
   plan->backward_peak_bytes = plan->backward_workspace_bytes;
   for (int id = 0; id < FLCE_BUF_COUNT; id++) {

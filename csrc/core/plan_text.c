@@ -33,6 +33,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_DB_PARTS] = "db_parts",
       [FLCE_BUF_SMOOTH] = "smooth",
       [FLCE_BUF_ORDER] = "order",
+      [FLCE_BUF_SAMPLES] = "samples",
       [FLCE_BUF_COLUMN_SUM] = "column_sum",
       [FLCE_BUF_FUSED] = "fused",
       [FLCE_BUF_GEMM] = "gemm_workspace",

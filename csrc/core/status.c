@@ -88,6 +88,8 @@ const char* flce_save_name(flce_save save) {
       return "grads";
     case FLCE_SAVE_STATS:
       return "stats";
+    case FLCE_SAVE_SAMPLES:
+      return "samples";
   }
   return "unknown strategy";
 }

@@ -97,6 +97,8 @@ static flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_
                       .hidden_alignment = 1,
                       .order_bytes = flce_cpu_order_bytes(problem->tokens),
                       .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
+  if (problem->save == FLCE_SAVE_SAMPLES)
+    out->sample_bytes = flce_cpu_sample_bytes(problem->rows, problem->vocab, problem->gradient_eps);
   return FLCE_OK;
 }
 
@@ -123,5 +125,10 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .finish_grad_weight = flce_cpu_finish_grad_weight,
                             .finish_grad_bias = flce_cpu_finish_grad_bias,
                             .add_block = flce_cpu_add_block,
+                            .sample_rows = flce_cpu_sample_rows,
+                            .sampled_grad_input = flce_cpu_sampled_grad_input,
+                            .order_samples = flce_cpu_order_samples,
+                            .sampled_grad_weight = flce_cpu_sampled_grad_weight,
+                            .sampled_grad_bias = flce_cpu_sampled_grad_bias,
                             .scale_grads = flce_cpu_scale_grads};
 }

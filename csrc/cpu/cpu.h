@@ -107,4 +107,16 @@ flce_status flce_cpu_finish_grad_input(void* self, const flce_grad_input_args* c
 flce_status flce_cpu_finish_grad_weight(void* self, const flce_grad_weight_args* call);
 flce_status flce_cpu_finish_grad_bias(void* self, const flce_grad_bias_args* call);
 
+/* sample_rows.c */
+flce_status flce_cpu_sample_rows(void* self, const flce_sample_rows_args* call);
+
+/* sample_order.c */
+int64_t flce_cpu_sample_bytes(int64_t rows, int64_t vocab, double eps);
+flce_status flce_cpu_order_samples(void* self, const flce_order_samples_args* call);
+
+/* sampled_grads.c */
+flce_status flce_cpu_sampled_grad_input(void* self, const flce_sampled_input_args* call);
+flce_status flce_cpu_sampled_grad_weight(void* self, const flce_sampled_weight_args* call);
+flce_status flce_cpu_sampled_grad_bias(void* self, const flce_sampled_bias_args* call);
+
 #endif

@@ -56,7 +56,10 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
   facts->gemm_f16 = true;
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);
-  facts->compact_bytes = 0;
+  facts->compact_bytes = facts->sample_bytes = 0;
+  if (problem->save == FLCE_SAVE_SAMPLES) {
+    FLCE_TRY(cuda_sample_bytes(problem, &facts->sample_bytes));
+  }
   FLCE_TRY(cuda_sm90_facts(10 * major + minor, problem, facts));
   if (problem->rows < problem->tokens || facts->skips_rows) { /* rows may be gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
@@ -96,6 +99,11 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .finish_grad_weight = cuda_finish_grad_weight,
       .finish_grad_bias = cuda_finish_grad_bias,
       .add_block = cuda_add_block,
+      .sample_rows = cuda_sample_rows,
+      .sampled_grad_input = cuda_sampled_grad_input,
+      .order_samples = cuda_order_samples,
+      .sampled_grad_weight = cuda_sampled_grad_weight,
+      .sampled_grad_bias = cuda_sampled_grad_bias,
       .scale_grads = cuda_scale_grads,
   };
   *backend = table;

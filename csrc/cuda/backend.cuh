@@ -66,6 +66,18 @@ flce_status cuda_finish_grad_input(void* self, const flce_grad_input_args* call)
 flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* call);
 flce_status cuda_finish_grad_bias(void* self, const flce_grad_bias_args* call);
 
+/* samples/sample_rows.cu */
+flce_status cuda_sample_rows(void* self, const flce_sample_rows_args* call);
+
+/* samples/sample_order.cu */
+flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes);
+flce_status cuda_order_samples(void* self, const flce_order_samples_args* call);
+
+/* samples/sampled_grads.cu */
+flce_status cuda_sampled_grad_input(void* self, const flce_sampled_input_args* call);
+flce_status cuda_sampled_grad_weight(void* self, const flce_sampled_weight_args* call);
+flce_status cuda_sampled_grad_bias(void* self, const flce_sampled_bias_args* call);
+
 /* sm90/select.cu */
 /* Sets the facts of the sm_90a kernels: fused_*, skips_rows, bias_parts. They are 0 or false where
  * the compute capability (90 for 9.0), FLCE_KERNEL or the problem rules the kernels out; skips_rows

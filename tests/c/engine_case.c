@@ -319,6 +319,7 @@ run run_all(const setting* s, const model* m, int threads) {
                        .token_weight = s->token_weight ? m->token_weight : NULL,
                        .temperature = s->temperature ? m->temperature : NULL,
                        .num_items = s->num_items ? m->num_items : NULL,
+                       .seed = &s->seed,
                        .predictions = plan_buffer(&r.plan, FLCE_BUF_PREDICTIONS),
                        .loss = plan_buffer(&r.plan, FLCE_BUF_LOSS),
                        .stats = plan_buffer(&r.plan, FLCE_BUF_STATS),

@@ -14,6 +14,7 @@ typedef struct setting {
   bool upstream; /* gradients from lse and, if it is wanted, from the entropy */
   bool fused;    /* the backend has fused_logits and grad_weight_gemm */
   bool skips;    /* fused_logits and grad_weight_gemm skip rows */
+  int64_t seed;  /* of save=samples */
 } setting;
 
 /* Inputs, and the loss and gradients by definition. */

@@ -61,6 +61,20 @@ struct RowStatistics {
   S lse, nll, inv_sum, slope, weight_sum;
 };
 
+/* ROW, TARGET and SMOOTH of a row (enum flce_coef_row); 1, 0, 0 without coef. */
+template <typename S>
+struct RowFactors {
+  S row, target, smooth;
+};
+
+template <typename S>
+__device__ __forceinline__ RowFactors<S> factors_of(const flce_rows& r, int64_t at) {
+  if (!r.coef) return {1, 0, 0};
+  const S* coef = (const S*)r.coef + at;
+  return {coef[FLCE_COEF_ROW * r.stat_pitch], coef[FLCE_COEF_TARGET * r.stat_pitch],
+          coef[FLCE_COEF_SMOOTH * r.stat_pitch]};
+}
+
 /* Whether blank_rows writes row `at`, and which value: 0 if it is ignored, else NaN. A row that is
  * not ignored is NaN if more rows are valid than `bound` or INV_DENOM is NaN. The count of valid
  * rows and `bound` are rounded to S in the same way, so a bound that holds is never exceeded by

@@ -31,20 +31,6 @@ typedef struct grad_input_args {
       cols;       /* elements of a row of dX */
 } grad_input_args;
 
-/* ROW, TARGET and SMOOTH of a row (enum flce_coef_row); 1, 0, 0 without coef. */
-template <typename S>
-struct RowFactors {
-  S row, target, smooth;
-};
-
-template <typename S>
-__device__ __forceinline__ RowFactors<S> factors_of(const flce_rows& r, int64_t at) {
-  if (!r.coef) return {1, 0, 0};
-  const S* coef = (const S*)r.coef + at;
-  return {coef[FLCE_COEF_ROW * r.stat_pitch], coef[FLCE_COEF_TARGET * r.stat_pitch],
-          coef[FLCE_COEF_SMOOTH * r.stat_pitch]};
-}
-
 /* v = elements [h, h + N) of a valid row of dX, from that row of D and the target's row of W. */
 template <typename T, int N, typename S = stat_t<T>>
 __device__ __forceinline__ void grad_input_part(const grad_input_args& p, int64_t at,

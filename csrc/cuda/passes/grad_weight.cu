@@ -3,24 +3,11 @@
  * order (target_order.cuh) and summed in that order, without atomics. */
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
+#include "cuda/common/sorted_keys.cuh"
 #include "cuda/common/vectors.cuh"
 #include "cuda/passes/target_order.cuh"
 
 enum { kBiasThreads = 256 };
-
-/* The first position of the sorted `keys` whose key is >= `key`. */
-__device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tokens, uint32_t key) {
-  int64_t low = 0, high = tokens;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (keys[middle] < key) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 /* ---- dW ---- */
 

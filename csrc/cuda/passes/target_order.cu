@@ -2,16 +2,11 @@
  * are sorted by the kernel of prepare.cu. */
 #include "cuda/passes/target_order.cuh"
 
+#include "cuda/common/sorted_keys.cuh"
+
 #include <cub/device/device_radix_sort.cuh>
 
 enum { kKeyThreads = 256 };
-
-/* The number of bits of the keys, which are 0 to vocab. */
-static int key_bits(int64_t vocab) {
-  int bits = 1;
-  while ((vocab >> bits) != 0) bits++;
-  return bits;
-}
 
 /* The sort is stable, so tokens ascend within a key. With scratch NULL it only sets
  * *scratch_bytes. */

@@ -343,13 +343,14 @@ enum {
   kHalfLogitKernel = 18,
   kHalfSoftKernel,
   kHalfSoftLogitKernel = 21,
-  kKernels
+  kHalfExpKernel,
+  kKernels = 24
 };
 
 /* Indexed by kernel_of. bfloat16: E + 2 REPEAT + 4 (0 plain, 1 biased, 2 general); then the general
- * one that writes z; then those of probabilities by REPEAT, and theirs that writes z. float16 is
- * always in form dz, so no kernel of it writes E: the general ones by REPEAT, theirs that writes z,
- * and the same for probabilities. */
+ * one that writes z; then those of probabilities by REPEAT, and theirs that writes z. float16: the
+ * general ones by REPEAT, theirs that writes z, the same for probabilities, and the general ones
+ * that write E, in bfloat16, by REPEAT. */
 static const logits_gemm_kernel g_kernels[kKernels] = {
     logits_gemm_sm90<kPlain, kNoResult, false>,
     logits_gemm_sm90<kPlain, kExpResult, false>,
@@ -373,12 +374,15 @@ static const logits_gemm_kernel g_kernels[kKernels] = {
     logits_gemm_sm90<kSoft, kNoResult, false, true>,
     logits_gemm_sm90<kSoft, kNoResult, true, true>,
     logits_gemm_sm90<kSoft, kLogitResult, false, true>,
+    logits_gemm_sm90<kGeneral, kExpResult, false, true>,
+    logits_gemm_sm90<kGeneral, kExpResult, true, true>,
 };
 
 static int kernel_of(const fused_params* params, FusedResult result, bool repeat) {
   const bool soft = params->probabilities != NULL;
   if (params->half) {
     if (result == kLogitResult) return soft ? kHalfSoftLogitKernel : kHalfLogitKernel;
+    if (result == kExpResult) return kHalfExpKernel + repeat;
     return (soft ? kHalfSoftKernel : kHalfKernel) + repeat;
   }
   if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;

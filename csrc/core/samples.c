@@ -1,0 +1,83 @@
+/* save=samples: draws the lists of the rows in the forward, and makes the gradients from them in
+ * the backward. */
+#include "core/engine.h"
+
+/* The lists from a computed row on. */
+static int32_t* lists_from(const engine* e, int64_t row) {
+  return (int32_t*)e->tensors->saved + row * e->plan->saved_pitch;
+}
+
+flce_status flce_sample_chunk(const engine* e, const chunk* c) {
+  CALL(e, sample_rows,
+       &(flce_sample_rows_args){.rows = &c->view,
+                                .lists = lists_from(e, c->first),
+                                .eps = e->problem->gradient_eps,
+                                .seed = e->tensors->seed,
+                                .first_token = e->plan->gathers ? 0 : c->first});
+  return FLCE_OK;
+}
+
+static flce_status input_from_samples(const engine* e, const flce_rows* rows) {
+  CALL(e, sampled_grad_input,
+       &(flce_sampled_input_args){.dx = e->tensors->grad_input,
+                                  .dx_dtype = e->plan->grad_input_dtype,
+                                  .rows = rows,
+                                  .lists = lists_from(e, 0),
+                                  .eps = e->problem->gradient_eps,
+                                  .w = e->linear_weight,
+                                  .dtype = e->plan->dtype,
+                                  .wsum = buffer(e, FLCE_BUF_SMOOTH),
+                                  .hidden = e->plan->hidden,
+                                  .cols = e->problem->hidden});
+  return FLCE_OK;
+}
+
+static flce_status weight_from_samples(const engine* e, const flce_rows* rows, const void* xsum) {
+  CALL(e, sampled_grad_weight,
+       &(flce_sampled_weight_args){.dw = e->tensors->grad_weight,
+                                   .dw_dtype = e->plan->grad_weight_dtype,
+                                   .x = e->input,
+                                   .dtype = e->plan->dtype,
+                                   .order = buffer(e, FLCE_BUF_SAMPLES),
+                                   .xsum = xsum,
+                                   .class_weight = e->tensors->class_weight,
+                                   .eps = e->problem->gradient_eps,
+                                   .rows = rows->rows,
+                                   .vocab = e->problem->vocab,
+                                   .hidden = e->plan->hidden,
+                                   .cols = e->problem->hidden,
+                                   .adds = e->problem->adds_grad_weight});
+  return FLCE_OK;
+}
+
+static flce_status bias_from_samples(const engine* e, const flce_rows* rows, const void* total) {
+  CALL(e, sampled_grad_bias,
+       &(flce_sampled_bias_args){.db = e->tensors->grad_bias,
+                                 .db_dtype = e->plan->grad_bias_dtype,
+                                 .order = buffer(e, FLCE_BUF_SAMPLES),
+                                 .smooth_total = total,
+                                 .class_weight = e->tensors->class_weight,
+                                 .eps = e->problem->gradient_eps,
+                                 .rows = rows->rows,
+                                 .vocab = e->problem->vocab,
+                                 .hidden = e->plan->hidden});
+  return FLCE_OK;
+}
+
+flce_status flce_sampled_gradients(const engine* e, const chunk* all) {
+  const flce_problem* problem = e->problem;
+  flce_rows rows = all->view;
+  rows.coef = all->coef;
+  if (problem->want_grad_input) FLCE_TRY(input_from_samples(e, &rows));
+  if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
+  void *xsum, *total;
+  FLCE_TRY(flce_sum_smooth(e, &xsum, &total));
+  CALL(e, order_samples,
+       &(flce_order_samples_args){.order = buffer(e, FLCE_BUF_SAMPLES),
+                                  .rows = &rows,
+                                  .lists = lists_from(e, 0),
+                                  .eps = problem->gradient_eps,
+                                  .hidden = e->plan->hidden});
+  if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
+  return problem->want_grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
+}

@@ -1,0 +1,55 @@
+/* Backend function `sample_rows`: draws the entries of each row's list from its E (flce.h). */
+#include "cpu/convert.h"
+#include "cpu/cpu.h"
+#include "random.h"
+
+#include <math.h>
+
+typedef struct sample_job {
+  const flce_sample_rows_args* call;
+  int64_t pitch, most; /* of a list: int32, and pairs after the first */
+} sample_job;
+
+/* Draws row r of the chunk, token i of the vectors, into its list. */
+static void sample_row(const sample_job* job, int64_t r, int64_t i, int32_t* list) {
+  const flce_sample_rows_args* call = job->call;
+  const flce_rows* rows = call->rows;
+  const int64_t one = INT64_C(1) << FLCE_SAMPLE_BITS;
+  float inv_sum = ((const float*)rows->stats)[FLCE_STAT_INV_SUM * rows->stat_pitch + i];
+  float inverse = inv_sum * (float)(1.0 / call->eps), threshold = (float)call->eps / inv_sum;
+  uint32_t random = flce_philox((uint64_t)call->seed[0], (uint64_t)(call->first_token + i));
+  int64_t drawn = random >> (32 - FLCE_SAMPLE_BITS), sum = 0;
+  int32_t count = 0;
+  const void* e = flce_const_at(rows->out, rows->out_dtype, r * rows->out_pitch);
+  for (int64_t j = 0; j < rows->vocab && count < job->most; j++) {
+    float value = (float)flce_load(e, rows->out_dtype, j);
+    sum += lrintf(fminf(value * inverse, 1.0f) * (float)one);
+    if (sum <= drawn) continue;
+    drawn += one;
+    count++;
+    list[2 * count] = (int32_t)j;
+    list[2 * count + 1] = (int32_t)flce_bits_of(value < threshold ? threshold : value);
+  }
+  list[0] = (int32_t)rows->target[i];
+  list[1] = count;
+}
+
+static void sample_range(int64_t begin, int64_t end, void* context) {
+  const sample_job* job = context;
+  const flce_rows* rows = job->call->rows;
+  for (int64_t r = begin; r < end; r++) {
+    int64_t i = flce_row_index(rows, r);
+    int32_t* list = job->call->lists + r * job->pitch;
+    flce_row_kind kind = flce_row_kind_at(rows, i);
+    list[0] = kind == FLCE_ROW_OUT_OF_RANGE ? 0 : -1;
+    list[1] = 0;
+    if (kind == FLCE_ROW_VALID) sample_row(job, r, i, list);
+  }
+}
+
+flce_status flce_cpu_sample_rows(void* self, const flce_sample_rows_args* call) {
+  sample_job job = {
+      .call = call, .pitch = flce_sample_pitch(call->eps), .most = flce_most_samples(call->eps)};
+  flce_cpu_parallel(self, call->rows->rows, call->rows->vocab, sample_range, &job);
+  return FLCE_OK;
+}

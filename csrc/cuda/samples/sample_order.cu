@@ -1,0 +1,108 @@
+/* order_samples: sorts the entries of all lists by class with CUB, computes their factors, and
+ * finds where each class begins. */
+#include "cuda/samples/sample_order.cuh"
+
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/row_status.cuh"
+#include "cuda/common/sorted_keys.cuh"
+
+#include <cub/device/device_radix_sort.cuh>
+
+enum { kOrderThreads = 256 };
+
+/* The sort is stable, so slots, and with them rows, ascend within a class. With scratch NULL it
+ * only sets *scratch_bytes. */
+static flce_status sort_slots(const sample_order* o, void* scratch, size_t* scratch_bytes,
+                              int64_t vocab, cudaStream_t stream) {
+  return check_cuda(
+      cub::DeviceRadixSort::SortPairs(scratch, *scratch_bytes, o->keys_in, o->keys, o->slots_in,
+                                      o->slots, (int)o->count, 0, key_bits(vocab), stream),
+      "order_samples: sort");
+}
+
+/* The last answer is cached, as in cuda_order_bytes. */
+flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes) {
+  static thread_local int64_t known_count = -1, known_vocab = -1, known_scratch = 0;
+  static thread_local int known_device = -1;
+  const sample_order o = view_sample_order(NULL, problem->rows, problem->gradient_eps,
+                                           problem->vocab, ceil_div(problem->hidden, 8) * 8);
+  if (o.count > INT32_MAX) {
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "gradient_eps: expected at most %d samples of all rows, got up to %lld; take "
+                     "a larger one",
+                     INT32_MAX, (long long)o.count);
+  }
+  int device;
+  FLCE_TRY(check_cuda(cudaGetDevice(&device), "sample_bytes"));
+  if (device != known_device || o.count != known_count || problem->vocab != known_vocab) {
+    size_t scratch = 0;
+    FLCE_TRY(sort_slots(&o, NULL, &scratch, problem->vocab, NULL));
+    known_scratch = (int64_t)scratch;
+    known_device = device;
+    known_count = o.count;
+    known_vocab = problem->vocab;
+  }
+  *bytes = o.bytes + known_scratch;
+  return FLCE_OK;
+}
+
+/* A thread for each slot of each list. */
+__global__ void __launch_bounds__(kOrderThreads)
+    make_sample_keys(sample_order o, const int32_t* lists, int pitch, int slots, uint32_t vocab) {
+  const int64_t position = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
+  if (position >= o.count) return;
+  const int slot = (int)(position % slots);
+  const int2* list = (const int2*)(lists + position / slots * pitch);
+  const int2 head = list[0];
+  const bool used = slot == 0 ? head.x >= 0 : slot <= head.y;
+  o.keys_in[position] = used ? (uint32_t)list[slot].x : vocab;
+  o.slots_in[position] = (uint32_t)position;
+}
+
+/* The factor of the sorted entry at `position` and its token; a thread for each. */
+__device__ __forceinline__ int2 entry_at(const sample_order& o, const flce_rows& r,
+                                         const int32_t* lists, int pitch, int slots,
+                                         int64_t position) {
+  const int64_t where = o.slots[position], row = where / slots;
+  const int slot = (int)(where % slots);
+  const int64_t at = vectors_at(r, row);
+  const float* coef = (const float*)r.coef + at;
+  const float value = __int_as_float(((const int2*)(lists + row * pitch))[slot].y);
+  const float factor = slot == 0 ? coef[FLCE_COEF_TARGET * r.stat_pitch]
+                                 : coef[FLCE_COEF_ROW * r.stat_pitch] * value;
+  return make_int2((int)at, __float_as_int(factor));
+}
+
+/* Threads 0 to count - 1 write the entries, the next vocab + 1 where the classes begin. */
+__global__ void __launch_bounds__(kOrderThreads)
+    make_sample_entries(sample_order o, const __grid_constant__ flce_rows r, const int32_t* lists,
+                        int pitch, int slots) {
+  const int64_t position = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
+  if (position < o.count) {
+    if (o.keys[position] >= r.vocab) return;
+    o.entries[position] = entry_at(o, r, lists, pitch, slots, position);
+    return;
+  }
+  const int64_t j = position - o.count;
+  if (j <= r.vocab) o.starts[j] = (uint32_t)lower_bound(o.keys, o.count, (uint32_t)j);
+}
+
+flce_status cuda_order_samples(void* self, const flce_order_samples_args* call) {
+  const flce_rows* r = call->rows;
+  const sample_order o = view_sample_order(call->order, r->rows, call->eps, r->vocab, call->hidden);
+  const int pitch = (int)flce_sample_pitch(call->eps), slots = (int)sample_slots(call->eps);
+  if (o.count > 0) {
+    make_sample_keys<<<(unsigned)ceil_div(o.count, kOrderThreads), kOrderThreads, 0,
+                       stream_of(self)>>>(o, call->lists, pitch, slots, (uint32_t)r->vocab);
+    FLCE_LAUNCHED("order_samples");
+    size_t scratch_bytes = 0;
+    FLCE_TRY(sort_slots(&o, NULL, &scratch_bytes, r->vocab, NULL));
+    FLCE_TRY(sort_slots(&o, o.scratch, &scratch_bytes, r->vocab, stream_of(self)));
+  }
+  const unsigned blocks = (unsigned)ceil_div(o.count + r->vocab + 1, kOrderThreads);
+  make_sample_entries<<<blocks, kOrderThreads, 0, stream_of(self)>>>(o, *r, call->lists, pitch,
+                                                                     slots);
+  FLCE_LAUNCHED("order_samples");
+  return FLCE_OK;
+}

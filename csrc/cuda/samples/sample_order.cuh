@@ -1,0 +1,59 @@
+/* The memory of the sampled entries ordered by class: sample_order.cu writes it, sampled_grads.cu
+ * reads it. */
+#ifndef FLCE_CUDA_SAMPLES_SAMPLE_ORDER_CUH
+#define FLCE_CUDA_SAMPLES_SAMPLE_ORDER_CUH
+
+#include "cuda/common/types.cuh"
+
+/* Every list has slots for its target and for the most samples. Slots without an entry get the key
+ * vocab, so they are last in the order. */
+static inline int64_t sample_slots(double eps) {
+  return flce_most_samples(eps) + 1;
+}
+
+/* dW sums a class whose entries lie in one piece of the order at once. The others, such as the
+ * frequent classes, are summed piece by piece, so that no block has more than a piece to add. About
+ * kPieces pieces bound the memory of their sums. */
+static inline int64_t piece_size(int64_t count) {
+  const int64_t kPieces = 1024, kLeast = 512;
+  return max_of(kLeast, ceil_div(count, kPieces));
+}
+
+/* The parts of `order`, 256-byte aligned; `count` is the number of slots. */
+typedef struct sample_order {
+  int64_t count, pieces;
+  uint32_t *keys, /* [count] sorted classes */
+      *slots,     /* [count] the slots of `keys`, list by list */
+      *keys_in,   /* [count] classes of slots 0 to count - 1 */
+      *slots_in;  /* [count] 0 to count - 1 */
+  int2* entries;  /* [count] token and factor (float32 bits); in the memory of keys_in, slots_in */
+  uint32_t* starts; /* [vocab + 1] the entries of class j are [starts[j], starts[j + 1]) */
+  float* part_sums; /* [2 pieces][hidden] sums of a piece's first and of its last class */
+  void* scratch;    /* CUB's */
+  int64_t bytes;    /* before scratch */
+} sample_order;
+
+static inline sample_order view_sample_order(const void* memory, int64_t rows, double eps,
+                                             int64_t vocab, int64_t hidden) {
+  char* next = (char*)memory;
+  const auto take = [&next](int64_t bytes) {
+    char* taken = next;
+    next += ceil_div(bytes, 256) * 256;
+    return taken;
+  };
+  sample_order o;
+  o.count = rows * sample_slots(eps);
+  o.pieces = ceil_div(o.count, piece_size(o.count));
+  o.keys = (uint32_t*)take(4 * o.count);
+  o.slots = (uint32_t*)take(4 * o.count);
+  o.keys_in = (uint32_t*)take(4 * o.count);
+  o.slots_in = (uint32_t*)take(4 * o.count);
+  o.entries = (int2*)o.keys_in;
+  o.starts = (uint32_t*)take(4 * (vocab + 1));
+  o.part_sums = (float*)take(8 * o.pieces * hidden);
+  o.scratch = next;
+  o.bytes = next - (char*)memory;
+  return o;
+}
+
+#endif

@@ -1,0 +1,153 @@
+/* save=samples: the random numbers, the lists by their definition, and the mean of the gradients
+ * over seeds. */
+#include "engine_case.h"
+#include "random.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Outputs of Random123's kat_vectors. */
+static void test_philox(void) {
+  CHECK(flce_philox(0, 0) == 0x6627e8d5u, "philox of zeros is %08x", flce_philox(0, 0));
+  CHECK(flce_philox(1, 0) != flce_philox(0, 0) && flce_philox(0, 1) != flce_philox(0, 0) &&
+            flce_philox(INT64_C(1) << 32, 0) != flce_philox(1, 0) &&
+            flce_philox(0, INT64_C(1) << 32) != flce_philox(0, 1),
+        "a word of the seed or of the counter does not count");
+}
+
+static setting sampled_setting(flce_dtype dtype, double eps) {
+  setting s = make_setting(dtype, FLCE_SAVE_SAMPLES);
+  s.problem.gradient_eps = eps;
+  return s;
+}
+
+/* The means over seeds of dX, dW and db, and their largest distance from the exact gradients in
+ * standard errors. An entry that hardly ever is drawn has no normal distribution, so a part of the
+ * size of its terms is allowed too. */
+typedef struct means {
+  double *sum, *square;
+  int64_t count;
+} means;
+
+static means open_means(int64_t count) {
+  return (means){test_doubles(count), test_doubles(count), count};
+}
+
+static void add_values(means* m, const void* values, flce_dtype dtype, const double* exact) {
+  for (int64_t k = 0; k < m->count; k++) {
+    double off = flce_load(values, dtype, k) - exact[k];
+    m->sum[k] += off;
+    m->square[k] += off * off;
+  }
+}
+
+static void close_means(means* m, const char* name, double seeds, double rounding,
+                        const double* size, const char* text) {
+  double worst = 0.0;
+  for (int64_t k = 0; k < m->count; k++) {
+    double mean = m->sum[k] / seeds, variance = m->square[k] / seeds - mean * mean;
+    double error = sqrt(fmax(variance, 0.0) / seeds) + (0.004 + rounding) * size[k];
+    worst = fmax(worst, error > 0.0 ? fabs(mean) / error : fabs(mean) > 0.0 ? INFINITY : 0.0);
+  }
+  CHECK(worst <= 5.0, "the mean of %s is off by %g standard errors, %s", name, worst, text);
+  free(m->sum), free(m->square);
+}
+
+static void check_same(const setting* s, const model* m, const run* serial, const char* text) {
+  const flce_plan* plan = &serial->plan;
+  run threaded = run_all(s, m, 3);
+  const flce_buffer_id made[] = {FLCE_BUF_GRAD_INPUT, FLCE_BUF_GRAD_WEIGHT, FLCE_BUF_GRAD_BIAS};
+  const void* one[] = {serial->t.grad_input, serial->t.grad_weight, serial->t.grad_bias};
+  const void* other[] = {threaded.t.grad_input, threaded.t.grad_weight, threaded.t.grad_bias};
+  for (int k = 0; k < 3; k++)
+    CHECK(!one[k] || test_same(one[k], other[k], plan->buffers[made[k]].bytes),
+          "threads change gradient %d, %s", k, text);
+  free_run(&threaded);
+}
+
+static void test_means(setting s) {
+  enum { SEEDS = 300 };
+  const flce_problem* p = &s.problem;
+  model m = make_model(&s);
+  means dx = open_means(p->tokens * p->hidden), dw = open_means(p->weight_rows * p->hidden),
+        db = open_means(p->weight_rows);
+  double rounding = 4.0 * test_epsilon(p->dtype);
+  char text[600] = "";
+  for (s.seed = 0; s.seed < SEEDS; s.seed++) {
+    run r = run_all(&s, &m, 1);
+    describe(&s, &r, text, sizeof text);
+    CHECK(r.backward_gemms == 0, "a GEMM in the backward, %s", text);
+    add_values(&dx, r.t.grad_input, r.plan.grad_input_dtype, m.dx);
+    add_values(&dw, r.t.grad_weight, r.plan.grad_weight_dtype, m.dw);
+    if (p->want_grad_bias) add_values(&db, r.t.grad_bias, r.plan.grad_bias_dtype, m.db);
+    if (s.seed == 0) check_same(&s, &m, &r, text);
+    free_run(&r);
+  }
+  close_means(&dx, "dX", SEEDS, rounding, m.dx_size, text);
+  close_means(&dw, "dW", SEEDS, rounding, m.dw_size, text);
+  if (p->want_grad_bias) close_means(&db, "db", SEEDS, rounding, m.db_size, text);
+  free_model(&m);
+}
+
+static void test_options(void) {
+  const flce_dtype dtypes[] = {FLCE_F32, FLCE_BF16, FLCE_F16};
+  for (int d = 0; d < 3; d++) {
+    test_means(sampled_setting(dtypes[d], 0x1p-4));
+    setting s = sampled_setting(dtypes[d], 0x1p-3);
+    s.problem.loss.label_smoothing = 0.2;
+    s.problem.loss.z_loss = 0.1;
+    s.problem.has_class_weight = s.token_weight = true;
+    s.temperature = s.problem.has_temperature = true;
+    s.problem.reduction = FLCE_NONE;
+    s.upstream = true;
+    s.problem.max_memory = 5 * 67 * 4 + 512; /* several chunks */
+    test_means(s);
+    s = sampled_setting(dtypes[d], 0x1p-2);
+    s.problem.loss.softcap = 3.0;
+    s.problem.loss.logit_scale = 1.5;
+    s.problem.rows = 19; /* gathered */
+    s.problem.weight_rows = 70;
+    test_means(s);
+  }
+}
+
+static void test_added(void) {
+  setting s = sampled_setting(FLCE_F32, 0x1p-4);
+  s.problem.adds_grad_weight = true;
+  s.problem.added_dtype = FLCE_F32;
+  test_means(s);
+}
+
+/* The lists of one row against the definition. */
+static void test_lists(double eps) {
+  setting s = sampled_setting(FLCE_F32, eps);
+  model m = make_model(&s);
+  for (s.seed = 0; s.seed < 20; s.seed++) {
+    run r = run_all(&s, &m, 1);
+    int64_t pitch = flce_sample_pitch(eps), most = 0;
+    CHECK(pitch == r.plan.saved_pitch, "the lists have another pitch than the plan says");
+    for (int64_t i = 0; i < s.problem.tokens; i++) {
+      const int32_t* list = (const int32_t*)r.t.saved + i * pitch;
+      bool ignored = m.target[i] == IGNORE_INDEX, ascends = true;
+      CHECK(list[0] == (ignored ? -1 : (int32_t)m.target[i]), "list of token %lld", (long long)i);
+      for (int32_t k = 1; k <= list[1]; k++)
+        ascends &= list[2 * k] != list[0] && (k == 1 || list[2 * k] > list[2 * k - 2]);
+      CHECK(ascends && (!ignored || list[1] == 0), "classes of token %lld", (long long)i);
+      most = list[1] > most ? list[1] : most;
+    }
+    CHECK(most <= (int64_t)ceil(1.0 / eps) && most > 0, "%lld entries", (long long)most);
+    free_run(&r);
+  }
+  free_model(&m);
+}
+
+int main(void) {
+  test_seed(7);
+  test_philox();
+  for (int index = 0; test_next_variant(&index);) test_lists(0x1p-4);
+  test_lists(1.0);
+  test_lists(0x1p-12);
+  test_options();
+  test_added();
+  return test_verdict();
+}
