@@ -7,7 +7,7 @@ arguments alone. The operators that users call are in flce/composite.py.
 import torch
 
 from .options import GRADIENTS, Settings
-from .strategy import gemm_dtype, row_pitch, saved_dtype, stat_dtype
+from .strategy import gemm_dtype, row_pitch, sample_pitch, saved_dtype, stat_dtype
 
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
@@ -51,19 +51,20 @@ def _fake_loss(rows, settings, dtype, keeps_statistics=True):
 
 
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
-    settings, device_type = Settings.of_arguments(*rest[4:]), input.device.type
+    settings, device_type = Settings.of_arguments(*rest[5:]), input.device.type
     makes_grads = settings.save == "grads"
     keeps_statistics = (  # as in plan.c: keeps_statistics
         settings.wants_statistics
-        or settings.save in ("logits", "stats")
+        or settings.save in ("logits", "stats", "samples")
         or (makes_grads and _holds_units(device_type, settings.dtype))
     )
     loss = _fake_loss(input, settings, stat_dtype(settings.dtype), keeps_statistics)
-    saved = None
+    saved, rows = None, input.shape[0] if settings.rows is None else settings.rows
+    if settings.save == "samples":
+        saved = input.new_empty((rows, sample_pitch(settings.gradient_eps)), dtype=torch.int32)
     if settings.save == "logits":
         dtype = saved_dtype(settings, device_type, target.is_floating_point())
         vocab = linear_weight.shape[0] if settings.valid_vocab is None else settings.valid_vocab
-        rows = input.shape[0] if settings.rows is None else settings.rows
         saved = input.new_empty((rows, row_pitch(vocab, dtype, device_type)), dtype=dtype)
     wanted = [want and makes_grads for want in settings.gradients]
     return *loss, saved, *_fake_gradients(input, linear_weight, linear_bias, settings, wanted)
@@ -143,6 +144,13 @@ class _Refuse(torch.autograd.Function):
         _refuse_double_backward()
 
 
+def refuse_entropy_gradient(_):
+    raise RuntimeError(
+        'return_entropy: its gradient is not sampled; use gradient="exact" to differentiate the '
+        "entropy, or detach() it"
+    )
+
+
 def _once_only(make):
     """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which returns the
     first-order gradients; grad_stats is None if neither lse nor entropy has a gradient.
@@ -185,7 +193,8 @@ class Forward(torch.autograd.Function):
     """The Function of flce::forward: takes its outputs `made`, returns `count` of them (_returned).
 
     `constants`: the operator's tensors without a gradient, except num_items, which has already
-    become one of the scalars. `accumulator`: accumulate.Accumulator of linear_weight, or None.
+    become one of the scalars, and the seed, which has become the samples. `accumulator`:
+    accumulate.Accumulator of linear_weight, or None.
     """
 
     @staticmethod
@@ -290,7 +299,7 @@ class CrossEntropyForward(torch.autograd.Function):
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
-    constants, settings = (target, *rest[:3]), Settings.of_arguments(*rest[4:])
+    constants, settings = (target, *rest[:3]), Settings.of_arguments(*rest[5:])
     leaves = (input, linear_weight, linear_bias)
     return Forward.apply(*leaves, made, None, settings, constants, None)
 

@@ -104,6 +104,8 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
         outputs[1] = stats[autograd.STAT_LSE].reshape(shape)
     if wanted.entropy:
         outputs[2] = stats[autograd.STAT_ENTROPY].reshape(shape)
+        if settings.gradient == "sampled" and outputs[2].requires_grad:
+            outputs[2].register_hook(autograd.refuse_entropy_gradient)
     if wanted.accuracy:
         # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
@@ -155,7 +157,11 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
-    operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items)
+    seed, samples = settings["gradient_seed"], resolved.save == "samples"
+    if samples or seed is not None:
+        seed = validate.seed_tensor(seed, input)
+    seed = seed if samples else None
+    operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items, seed)
     made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
         count = 1 + call.differentiates_outputs

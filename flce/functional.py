@@ -35,6 +35,8 @@ def _through_operator(name, operands, settings, wanted):
         settings["num_items"] = validate.num_items_tensor(
             settings["num_items"], settings["reduction"], torch.float64, operands[0]
         )
+    if settings.get("gradient_seed") is not None:
+        settings["gradient_seed"] = validate.seed_tensor(settings["gradient_seed"], operands[0])
     if settings.get("max_memory") is not None:
         settings["max_memory"] = parse_bytes(settings["max_memory"])
     if isinstance(bound := settings.get("valid_bound"), str):
@@ -55,7 +57,7 @@ def _as_numbers(settings, first):
     """
     settings["token_temperature"] = None
     for name in _SCALARS:
-        if not isinstance(value := settings[name], torch.Tensor):
+        if not isinstance(value := settings.get(name), torch.Tensor):
             continue
         is_scalar = value.dim() == 0
         is_known = is_scalar and value.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -93,6 +95,9 @@ def linear_cross_entropy(
     save="auto",
     max_memory=None,
     accumulate_into=None,
+    gradient="exact",
+    gradient_eps=2**-6,
+    gradient_seed=None,
     return_lse=False,
     return_entropy=False,
     return_accuracy=False,
@@ -151,9 +156,10 @@ def linear_cross_entropy(
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
-            the backward recomputes the logits) or "auto": grads for a scalar loss on CUDA if
-            max_memory is not given; else logits if they fit max_memory, grads for a scalar loss,
-            and stats otherwise. docs/memory.md has the rule in full.
+            the backward recomputes the logits), "samples" (with gradient="sampled", which has no
+            other) or "auto": grads for a scalar loss on CUDA if max_memory is not given; else
+            logits if they fit max_memory, grads for a scalar loss, and stats otherwise.
+            docs/memory.md has the rule in full.
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
             then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
@@ -162,6 +168,11 @@ def linear_cross_entropy(
             attribute of linear_weight itself, a leaf, and returns none: saves V H elements and one
             pass. "grad" is created if it is None; "main_grad" must exist and may be float32. If
             the parameter has grad_added_to_main_grad, it is set to True. Not with save="grads".
+        gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
+            bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
+            1. Not for float64 operands, nor for probabilities.
+        gradient_seed: what is drawn: an int64, as an int or a tensor of one element on input's
+            device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
             outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
             loss's; with save="grads" the backward then recomputes all gradients.
@@ -178,7 +189,7 @@ def linear_cross_entropy(
         torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
             MemoryError).
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
-            or autograd.grad of linear_weight.
+            or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled".
     """
     settings = dict(
         linear_bias=linear_bias, weight=weight, reduction=reduction,
@@ -187,9 +198,10 @@ def linear_cross_entropy(
         token_weight=token_weight, num_items=num_items, shift=shift, cu_seqlens=cu_seqlens,
         valid_vocab=valid_vocab, valid_bound=valid_bound, accum_dtype=accum_dtype,
         logits_dtype=logits_dtype, save=save, max_memory=max_memory,
-        accumulate_into=accumulate_into, return_lse=return_lse,
-        return_entropy=return_entropy, return_accuracy=return_accuracy,
-        return_predictions=return_predictions, return_z_loss=return_z_loss,
+        accumulate_into=accumulate_into, gradient=gradient, gradient_eps=gradient_eps,
+        gradient_seed=gradient_seed, return_lse=return_lse, return_entropy=return_entropy,
+        return_accuracy=return_accuracy, return_predictions=return_predictions,
+        return_z_loss=return_z_loss,
     )  # fmt: skip
     if options is not None:
         validate.check_tensor("linear_weight", linear_weight)
@@ -271,16 +283,20 @@ def linear_logprobs(
     logits_dtype=None,
     save="auto",
     max_memory=None,
+    gradient="exact",
+    gradient_eps=2**-6,
+    gradient_seed=None,
 ):
     """log p_y and the entropy of each row, for policy-gradient training.
 
     Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
-    with save="stats").
+    with save="stats"); with gradient="sampled" logprobs alone is, and they come from two gathers.
 
     Args:
         input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, temperature, shift,
-            cu_seqlens, valid_vocab, valid_bound, accum_dtype, logits_dtype, save, max_memory: as
-            in `linear_cross_entropy`; save="grads" requires a scalar loss and is refused here.
+            cu_seqlens, valid_vocab, valid_bound, accum_dtype, logits_dtype, save, max_memory,
+            gradient, gradient_eps, gradient_seed: as in `linear_cross_entropy`; save="grads"
+            requires a scalar loss and is refused here.
         target: class indices, shape (...), int64 or int32.
 
     Returns:
@@ -298,6 +314,7 @@ def linear_logprobs(
         logit_scale=logit_scale, temperature=temperature, shift=shift,
         cu_seqlens=cu_seqlens, valid_vocab=valid_vocab, valid_bound=valid_bound,
         accum_dtype=accum_dtype, logits_dtype=logits_dtype, save=save,
-        max_memory=max_memory,
+        max_memory=max_memory, gradient=gradient, gradient_eps=gradient_eps,
+        gradient_seed=gradient_seed,
     )  # fmt: skip
     return -output.loss, output.entropy

@@ -59,8 +59,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
         reduction, weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
-            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into: as in
-            `linear_cross_entropy`.
+            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into,
+            gradient, gradient_eps: as in `linear_cross_entropy`.
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
     nn.Linear(H, V).

@@ -12,7 +12,8 @@ import torch
 
 # In the order of the enums in csrc/flce.h.
 REDUCTIONS = ("none", "mean", "sum")
-SAVES = ("nothing", "logits", "grads", "stats")
+SAVES = ("nothing", "logits", "grads", "stats", "samples")
+GRADIENT_KINDS = ("exact", "sampled")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 INTEGER, NUMBER = "integer", "number"  # which list of the inner operators holds an option
@@ -69,6 +70,12 @@ OPTIONS = {
     "save": Option("auto", "str", INTEGER, of_module=True),
     "max_memory": Option(None, "int?", INTEGER, of_module=True),
     "accumulate_into": Option(None, of_module=True),
+    "gradient": Option("exact", "str", INTEGER, of_module=True),
+    "gradient_eps": _number(
+        2**-6, lambda value: 2**-12 <= value <= 1.0, "from 2**-12 to 1"
+    )._replace(of_logits=False),
+    # Not of a Module: a fixed seed would repeat one draw in every step.
+    "gradient_seed": Option(None, "Tensor?"),
 }
 
 
@@ -77,7 +84,8 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
 
     loss: shape (), or (...) for reduction="none"; differentiable.
     lse: logsumexp of each row's logits, shape (...); differentiable; 0 where ignored.
-    entropy: of each row's softmax, in nats, shape (...); differentiable; 0 where ignored.
+    entropy: of each row's softmax, in nats, shape (...); 0 where ignored; differentiable, but not
+    with gradient="sampled".
     accuracy: the share of valid rows whose largest logit is the target's, shape (); 0 if there are
     none. predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
     z_loss: the part z_loss lse^2 of the loss, with the same reduction; detached.
@@ -106,12 +114,12 @@ def defaults(having=None):
 
 
 # Raise it together with kLayout of csrc/binding/op_options.h.
-LAYOUT = 1
+LAYOUT = 2
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # Slots after the options, derived from outputs, tensors and torch's global settings.
 _FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
 _FLAGS += (*GRADIENTS, "allow_tf32")
-_CODES = {"reduction": REDUCTIONS, "save": SAVES}
+_CODES = {"reduction": REDUCTIONS, "save": SAVES, "gradient": GRADIENT_KINDS}
 _CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
 _CODES |= dict.fromkeys(_FLAGS, (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)

@@ -87,6 +87,8 @@ def plan(
     save="auto",
     max_memory=None,
     accumulate_into=None,
+    gradient="exact",
+    gradient_eps=2**-6,
     grad_input=True,
     grad_weight=True,
 ):
@@ -104,8 +106,8 @@ def plan(
         accumulate_into: as in `linear_cross_entropy`, for a .grad that exists already, or for a
             float32 .main_grad.
         reduction, label_smoothing, softcap, valid_vocab, return_lse, return_entropy,
-            return_predictions, accum_dtype, logits_dtype, save, max_memory: as in
-            `linear_cross_entropy`.
+            return_predictions, accum_dtype, logits_dtype, save, max_memory, gradient,
+            gradient_eps: as in `linear_cross_entropy`.
 
     Raises:
         TypeError, ValueError: what the call itself would refuse.

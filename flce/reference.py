@@ -24,6 +24,9 @@ def linear_cross_entropy(
     shift=0,
     cu_seqlens=None,
     valid_vocab=None,
+    gradient="exact",
+    gradient_eps=2**-6,
+    gradient_seed=None,
     **loss,
 ):
     """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)` with flce's options.
@@ -33,6 +36,9 @@ def linear_cross_entropy(
     gradient; and a mean over no rows, or over 0 items, is 0 instead of NaN. The results have the
     dtype that flce returns: float64 for float64, float32 for the others. `loss`: the other options
     of `cross_entropy`; options that select how flce computes, such as `save`, are ignored.
+
+    gradient="sampled" is for class targets. It gives the gradients that flce gives for the same
+    `gradient_seed`, an int, in the dtype of the call; None draws a seed as flce does.
     """
     loss = {name: value for name, value in loss.items() if name not in _HOW}
     target = shifted(target, shift, cu_seqlens, ignore_index)
@@ -43,7 +49,13 @@ def linear_cross_entropy(
         weight = None if weight is None else weight[:valid_vocab]
         target = target[..., :valid_vocab] if target.is_floating_point() else target
     logits = F.linear(kept, linear_weight, linear_bias)
-    return cross_entropy(logits, target, weight=weight, ignore_index=ignore_index, **loss)
+    loss.update(weight=weight, ignore_index=ignore_index)
+    if gradient == "sampled":
+        seed = gradient_seed
+        if seed is None:
+            seed = torch.randint(2**63 - 1, (), device=input.device)
+        loss.update(sampling=(gradient_eps, int(seed)))
+    return cross_entropy(logits, target, **loss)
 
 
 def cross_entropy(
@@ -65,12 +77,17 @@ def cross_entropy(
     return_accuracy=False,
     return_predictions=False,
     return_z_loss=False,
+    sampling=None,
 ):
-    """`F.cross_entropy` of logits (..., V), classes last, with the same differences."""
+    """`F.cross_entropy` of logits (..., V), classes last, with the same differences.
+
+    sampling: (gradient_eps, gradient_seed) of a sampled gradient, or None.
+    """
     cut = ignored(target, ignore_index)
     # Ignored rows become finite; they do not contribute.
     kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)
-    logits = final_logits(kept, cut, softcap, logit_scale, temperature)
+    scales = (softcap, logit_scale, temperature)
+    logits = final_logits(kept, cut, *scales)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
     def reduced(rows, denominator):
@@ -88,6 +105,13 @@ def cross_entropy(
 
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
+    if sampling is not None:
+        derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, scales, *sampling)
+        sampled = _WithDerivative.apply(kept, lse, derivative.masked_fill(cut.unsqueeze(-1), 0.0))
+        # The same value. The row's loss has lse times this factor; its other terms have no p.
+        factor = _factor_of_lse(logits, target.masked_fill(cut, 0), weight, label_smoothing)
+        rows = rows + factor * (sampled - lse)
+        lse = sampled
     z_part = reduced(z_loss * lse.square(), (~cut).sum())
     loss = reduced(rows, denominator(target, weight, cut, stat)) + z_part
     wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
@@ -129,6 +153,85 @@ def final_logits(logits, cut, softcap, logit_scale, temperature):
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
         temperature = temperature.to(logits.dtype).masked_fill(cut, 1.0).unsqueeze(-1)
     return logits / temperature
+
+
+# ---- the sampled gradient ----
+
+
+def philox(key, counter):
+    """Philox4x32-10 (Salmon et al., SC 2011): the four output words, int64 tensors below 2^32.
+    `key`: two ints; `counter`: four int64 tensors or ints, all of them below 2^32."""
+    mask = 0xFFFFFFFF
+
+    def product(factor, word):
+        """The high and low word of a product, by halves: it may not fit into int64."""
+        low, high = factor * (word & 0xFFFF), factor * (word >> 16)
+        return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & mask
+
+    a, b, c, d = counter
+    for turn in range(10):
+        first = (key[0] + turn * 0x9E3779B9) & mask
+        second = (key[1] + turn * 0xBB67AE85) & mask
+        high_a, low_a = product(0xD2511F53, a)
+        high_c, low_c = product(0xCD9E8D57, c)
+        a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
+    return a, b, c, d
+
+
+def offsets_of_rows(rows, seed, device):
+    """u of docs/sampled.md, 23 random bits for each of `rows` rows."""
+    row = torch.arange(rows, device=device)
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    return philox(key, (row & 0xFFFFFFFF, row >> 32, 0, 0))[0] >> 9
+
+
+@torch.no_grad()
+def sampled_derivative(z, target, cut, scales, eps, seed):
+    """The estimate of d lse / d z (..., V), computed in float64; docs/sampled.md has the formulas.
+
+    z: the linear layer's logits (..., V); `target` (...): classes; `cut`, `scales`: the arguments
+    of `final_logits` after the logits.
+    """
+    z = z.double().detach()
+    softcap, logit_scale, temperature = scales
+    share = final_logits(z, cut, *scales).softmax(dim=-1)  # E / S
+    if softcap is not None:
+        share = share * (1.0 - torch.tanh(logit_scale * z / softcap).square())
+    share = share.reshape(-1, share.shape[-1])
+    fixed = (share / eps).clamp(max=1.0).mul(2.0**23).round().to(torch.int64)
+    at_target = target.reshape(-1, 1).long()
+    fixed.scatter_(-1, at_target, 0)
+    end = fixed.cumsum(dim=-1)
+    offset = offsets_of_rows(len(end), seed, z.device).unsqueeze(-1)
+    # The number of m with m 2^23 + u below the end, and below the begin, of a class.
+    below, below_begin = ((edge - offset + 2**23 - 1) >> 23 for edge in (end, end - fixed))
+    made = share.clamp(min=eps).masked_fill(below == below_begin, 0.0)
+    made = made.scatter(-1, at_target, share.gather(-1, at_target)).reshape(z.shape)
+    # The scales without the softcap, whose slope is part of the shares.
+    return final_logits(logit_scale * made, cut, None, 1.0, temperature)
+
+
+class _WithDerivative(torch.autograd.Function):
+    """The value `lse` (...), whose derivative by `z` (..., V) is `derivative`."""
+
+    @staticmethod
+    def forward(ctx, z, lse, derivative):
+        ctx.save_for_backward(derivative.to(z.dtype))
+        return lse.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (derivative,) = ctx.saved_tensors
+        return grad.unsqueeze(-1).to(derivative.dtype) * derivative, None, None
+
+
+def _factor_of_lse(logits, target, weight, label_smoothing):
+    """What a row's cross entropy with class targets multiplies lse by, a number or (...)."""
+    if weight is None:
+        return 1.0
+    weight = weight.to(logits.dtype)
+    own = (1.0 - label_smoothing) * weight[target.long()]
+    return own + label_smoothing / logits.shape[-1] * weight.sum()
 
 
 def shifted(target, shift, cu_seqlens, ignore_index):

@@ -17,10 +17,10 @@ from torch.compiler import is_compiling
 
 from . import strategy, validate
 from ._C import getenv
-from .options import GRADIENTS, NUMBERS, OPTIONS, Settings, Wanted, defaults
+from .options import GRADIENTS, OPTIONS, Settings, Wanted, defaults
 
 # The options that are part of a signature: their values are in the cache key.
-_LOGITS_NAMES = ("reduction", "ignore_index", *NUMBERS)
+_LOGITS_NAMES = tuple(name for name, row in OPTIONS.items() if row.slot and row.of_logits)
 _LINEAR_NAMES = (
     *(name for name, option in OPTIONS.items() if option.slot),
     *("valid_vocab", "accumulate_into"),
@@ -163,6 +163,9 @@ def linear_signature(around, wanted, operands, tensors, *values):
     if given["valid_vocab"] is not None:
         vocab = validate.check_integer("valid_vocab", given["valid_vocab"], 1, vocab)
     dtype = validate.compute_dtype(*operands, autocast)
+    if given["gradient"] == "sampled" and (has_probabilities or dtype == torch.float64):
+        which = "probabilities as target" if has_probabilities else "float64 operands"
+        validate.refuse("gradient", f'"exact" with {which}', '"sampled"')
     settings = _settings(
         given,
         scalars,
@@ -180,7 +183,7 @@ def linear_signature(around, wanted, operands, tensors, *values):
 @_once_a_signature
 def logits_signature(around, wanted, logits, tensors, *values):
     """As linear_signature, for given logits; `values`: the result of `logits_values`."""
-    given = dict(zip(_LOGITS_NAMES, values, strict=True))
+    given = defaults() | dict(zip(_LOGITS_NAMES, values, strict=True))
     (logits,) = _metas([logits])
     validate.check_choices(given)
     scalars = validate.check_scalars(given)
@@ -191,7 +194,7 @@ def logits_signature(around, wanted, logits, tensors, *values):
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
     leaves = (logits if around[0] else None, None, None)
     unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
-    settings = _settings(defaults() | given, scalars, wanted, logits.dtype, leaves, **unused)
+    settings = _settings(given, scalars, wanted, logits.dtype, leaves, **unused)
     return Signature(settings, wanted, logits, has_probabilities, vocab)
 
 

@@ -84,6 +84,11 @@ def _row_bytes(vocab, dtype, device_type):
     return row_pitch(vocab, dtype, device_type) * dtype.itemsize
 
 
+def sample_pitch(eps):
+    """The width of a row of what save="samples" keeps, in int32 (plan.c: sample_pitch)."""
+    return (2 * (math.floor(1.00390625 / eps) + 3) + 31) // 32 * 32
+
+
 def saved_dtype(settings, device_type, has_probabilities):
     """The dtype of what save="logits" keeps: E, or z if dz is no row factor times E and cannot
     be computed from E (plan.c: choose_form, choose_saved)."""
@@ -103,6 +108,8 @@ def resolve_save(call, rows):
     settings, device_type = call.settings, call.rows.device.type
     if not call.differentiable:
         return "nothing"
+    if settings.gradient == "sampled":
+        return "samples"
     if settings.save != "auto":
         return settings.save
     operand, logits = gemm_dtype(device_type, settings.dtype), _logits_dtype(settings, device_type)

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._C import getenv
-from .options import DTYPES, NUMBERS, OPTIONS, REDUCTIONS, SAVES
+from .options import DTYPES, GRADIENT_KINDS, NUMBERS, OPTIONS, REDUCTIONS, SAVES
 
 _SAVES = ("auto", *SAVES[1:])
 _ATTRIBUTES = ("grad", "main_grad")  # attributes of a parameter that accumulate_into may name
@@ -48,14 +48,20 @@ def check_scalars(given):
 
 def check_choices(given):
     """Checks the options that are one of a few texts, and whether they can be combined."""
-    reduction, save = given["reduction"], given.get("save", "auto")
-    accumulate_into = given.get("accumulate_into")
+    reduction, save, gradient = given["reduction"], given["save"], given["gradient"]
+    accumulate_into = given["accumulate_into"]
     if reduction not in REDUCTIONS:
         refuse("reduction", f"one of {REDUCTIONS}", repr(reduction))
     if save not in _SAVES:
         refuse("save", f"one of {_SAVES}", repr(save))
     if accumulate_into is not None and accumulate_into not in _ATTRIBUTES:
         refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(accumulate_into))
+    if gradient not in GRADIENT_KINDS:
+        refuse("gradient", f"one of {GRADIENT_KINDS}", repr(gradient))
+    if gradient == "sampled" and save not in ("auto", "samples"):
+        refuse("save", '"samples" or "auto" with gradient="sampled"', repr(save))
+    if gradient == "exact" and save == "samples":
+        refuse("save", 'gradient="sampled" with "samples"', 'gradient="exact"')
     if save == "grads" and reduction == "none":
         expected = '"logits", "stats" or "auto" with reduction="none"'
         refuse("save", expected, '"grads", which holds the gradients of one scalar')
@@ -84,6 +90,21 @@ def check_integer(name, value, low, high=None):
     if value < low or (high is not None and value > high):
         refuse(name, bounds, value)
     return value
+
+
+def seed_tensor(seed, first):
+    """gradient_seed as a 0-d tensor on `first`'s device, drawn if None; does not synchronise."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (), device=first.device)
+    if not isinstance(seed, torch.Tensor):
+        check_integer("gradient_seed", seed, -(2**63), 2**63 - 1)
+        return torch.full((), seed, dtype=torch.int64, device=first.device)
+    check_tensor("gradient_seed", seed)
+    if seed.dtype != torch.int64 or seed.numel() != 1:
+        got = f"shape {tuple(seed.shape)} and dtype {seed.dtype}"
+        refuse("gradient_seed", "an int, None or a torch.int64 tensor of one element", got)
+    check_same_device("gradient_seed", seed, "input", first)
+    return seed.reshape(())
 
 
 def num_items_tensor(num_items, reduction, stat, first):

@@ -5,7 +5,7 @@ import torch
 from flce.options import Settings
 from flce.strategy import stat_dtype
 
-TENSORS = 8  # of flce::forward: input ... num_items
+TENSORS = 9  # of flce::forward: input ... num_items, seed
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
 
 
@@ -23,6 +23,8 @@ def settings(
     wants_predictions=False,
     wants_statistics=False,
     max_memory=1 << 20,
+    gradient="exact",
+    gradient_eps=2**-6,
     grads=(True, True, False),
     dtype=torch.float32,
 ):
@@ -37,6 +39,7 @@ def settings(
         logits_dtype=stat_dtype(dtype),
         save=save,
         max_memory=max_memory,
+        gradient=gradient,
         dtype=dtype,
         wants_entropy=wants_entropy,
         wants_predictions=wants_predictions,
@@ -51,11 +54,12 @@ def settings(
         logit_scale=1.0,
         temperature=temperature,
         z_loss=z_loss,
+        gradient_eps=gradient_eps,
     ).arguments()
 
 
-def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, **rest):
-    return (x, w, target, bias, weight, token_weight, None, None, *settings(save, **rest))
+def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, seed=None, **rest):
+    return (x, w, target, bias, weight, token_weight, None, None, seed, *settings(save, **rest))
 
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
@@ -72,7 +76,7 @@ def backward(arguments, made, grad_output, grad_stats=None, **changed):
         "saved": saved,
         **changed,
     }
-    operands = arguments[: TENSORS - 1]
+    operands = arguments[: TENSORS - 2]
     kept = (given["stats"], given["scalars"], given["saved"])
     return (given["grad_output"], given["grad_stats"], *operands, *kept, *arguments[TENSORS:])
 

@@ -85,7 +85,7 @@ def test_numbers_arrive_to_the_last_bit(number):
 def test_integers_arrive(number):
     arguments = raw.settings("nothing", max_memory=number)
     assert Settings.of_arguments(*arguments).max_memory == number
-    torch.ops.flce.forward(ONE.float(), ONE.float(), ZERO, *(None,) * 5, *arguments)
+    torch.ops.flce.forward(ONE.float(), ONE.float(), ZERO, *(None,) * 6, *arguments)
 
 
 def test_settings_come_back():

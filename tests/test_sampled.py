@@ -1,0 +1,324 @@
+"""gradient="sampled": flce against the reference with the same seed, the mean in 16 bits,
+accumulation and graphs that are kept.
+
+The float32 of a device rounds differently from the reference's float64, so now and then another
+class is drawn: `agree` bounds how often.
+"""
+
+import math
+
+import cases
+import pytest
+import torch
+from sampled_case import HIDDEN, SAMPLED, SEEDS, TOKENS, VOCAB, make, sampled, upstream_of
+from torch.utils.checkpoint import checkpoint
+
+import flce
+from flce import reference
+
+
+def agree(ours, truth, case):
+    """Compares float32 gradients row by row. Where a prefix sum lies within its rounding of a
+    point that is drawn, a neighbouring class may be taken: a row of input's gradient differs then,
+    and two of the weight's."""
+    tokens, vocab = case.target.numel(), case.linear_weight.shape[0]
+    largest = case.input.nan_to_num().abs().max() * case.linear_weight.abs().sum(-1).max()
+    tolerance = cases.FLOORS[torch.float32][1] + 2.0**-24 * largest.item()
+    drawn = 1 + math.ceil(tokens * min(0.5, 4e-5 * vocab))
+    for name in cases.GRADIENTS:
+        if name not in truth:
+            continue
+        got, expected = ours[name].double(), truth[name]
+        assert got.shape == expected.shape
+        width = 1 if name == "linear_bias" else expected.shape[-1]
+        error = (got - expected).reshape(-1, width).norm(dim=-1)
+        size = expected.reshape(-1, width).norm(dim=-1)
+        differs = ~(error <= tolerance * (size + size.mean()))
+        allowed = drawn if name == "input" else 2 * drawn
+        assert differs.sum() <= allowed, f"{name}: {differs.nonzero().flatten().tolist()}"
+
+
+def compare(case, *, eps=2**-6, seed=7, upstream=None, **call):
+    """Checks the loss and the outputs against the exact call's, the gradients against the
+    reference's; returns them."""
+    upstream = upstream or upstream_of("mean")
+    upstream = {name: one.to(case.input.device) for name, one in upstream.items()}
+    given = {**sampled(seed, eps), "upstream": upstream}
+    ours = cases.outcome(flce.linear_cross_entropy, case, **given, **call)
+    exact = {**given, "gradient": "exact", "save": "logits"}
+    exact = cases.outcome(flce.linear_cross_entropy, case, **exact, **call)
+    assert ours.keys() == exact.keys()
+    # Other chunks, or the entropy's own kernels, may order a row's sums differently.
+    same_kernels = call.get("max_memory") is None and "return_entropy" not in call
+    for name, value in exact.items():
+        assert ours[name].dtype == value.dtype
+        if name == "predictions" or (name == "loss" and same_kernels):
+            assert torch.equal(ours[name], value)
+        elif name not in cases.GRADIENTS:
+            torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+    wide = case.to(torch.float64)
+    agree(ours, cases.outcome(reference.linear_cross_entropy, wide, **given, **call), case)
+    return ours
+
+
+SCALES = {
+    "plain": {},
+    "softcap": {"softcap": 3.0},
+    "negative": {"softcap": 5.0, "logit_scale": -1.5, "temperature": 0.7},
+    "rows": {"logit_scale": 0.5, "temperature": "rows"},
+}
+WEIGHTS = {"none": (), "class": ("weight",), "token": ("token_weight",)}
+WEIGHTS["both"] = ("weight", "token_weight")
+BUDGET = 10 * (VOCAB + 3) * 4
+
+
+def options_of(device, scales, weights):
+    vectors = {
+        "weight": 0.5 + torch.rand(VOCAB, generator=cases.generator(4)),
+        "token_weight": torch.randn(TOKENS, generator=cases.generator(5)),
+    }
+    options = {**SCALES[scales], **{name: vectors[name] for name in WEIGHTS[weights]}}
+    if options.get("temperature") == "rows":
+        options["temperature"] = 0.5 + torch.rand(TOKENS, generator=cases.generator(6))
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+
+
+@cases.pairwise(
+    eps=[2**-6, 2**-2, 0.3, 2**-12, 1.0],
+    std=[1.0, 3.0, 20.0],
+    reduction=["none", "mean", "sum"],
+    smoothing=[0.0, 0.1, 1.0],
+    scales=list(SCALES),
+    weights=list(WEIGHTS),
+    z_loss=[0.0, 0.05],
+    ignore=[False, True],
+    bias=[False, True],
+    valid_vocab=[None, 100],
+    budget=[None, BUDGET],
+)
+def test_combinations(
+    device, eps, std, reduction, smoothing, scales, weights, z_loss, ignore, bias, valid_vocab,
+    budget,
+):  # fmt: skip
+    case = make(device, std=std, bias=bias)
+    if valid_vocab is not None:
+        case.target.clamp_(max=valid_vocab - 1)
+    case = cases.ignore_some(case) if ignore else case
+    case = case.with_options(
+        reduction=reduction,
+        label_smoothing=smoothing,
+        z_loss=z_loss,
+        valid_vocab=valid_vocab,
+        **options_of(device, scales, weights),
+    )
+    made = compare(case, eps=eps, upstream=upstream_of(reduction), max_memory=budget)
+    if valid_vocab is not None:
+        assert not made["linear_weight"][valid_vocab:].any()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 31, 33, 257, 1021, 4099])
+@pytest.mark.parametrize("std", [0.0, 1.0, 8.0])
+def test_vocabularies_of_any_size(device, vocab, std):
+    case = make(device, std=max(std, 1.0), vocab=vocab, bias=False)
+    if std == 0.0:
+        case.linear_weight.zero_()
+    compare(case, upstream=upstream_of("none"), reduction="none", eps=2**-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 600])
+def test_any_number_of_rows(device, tokens):
+    compare(make(device, tokens=tokens, std=1.0))
+    compare(cases.ignore_some(make(device, tokens=tokens), every=2), max_memory=BUDGET)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_no_valid_rows(device, ignore):
+    case = make(device)
+    if ignore:
+        case = cases.ignore_some(case, every=1)
+    else:
+        case.input, case.target = case.input[:0], case.target[:0]
+    made = cases.outcome(flce.linear_cross_entropy, case, **sampled(3))
+    assert all(tensor.count_nonzero() == 0 for tensor in made.values())
+
+
+def test_all_classes_above_eps_give_the_exact_gradient(device):
+    """Every class is kept then: the draw makes no difference."""
+    case = make(device, std=0.1, vocab=31)
+    yardstick = cases.Yardstick(case)
+    for seed in (1, 2):
+        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-12)))
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**32])
+def test_seeds_of_64_bits(device, seed):
+    compare(make(device), seed=seed)
+
+
+@pytest.mark.parametrize("num_items", [7, 2.5, "tensor", 0])
+def test_num_items(device, num_items):
+    given = torch.tensor(11.0, device=device) if num_items == "tensor" else num_items
+    compare(cases.ignore_some(make(device)).with_options(z_loss=0.1), num_items=given)
+
+
+@pytest.mark.parametrize("bound", ["count", 0, 3])
+def test_valid_bound(device, bound):
+    """A row's draw depends on its position among all rows, not among those that are computed."""
+    case = cases.ignore_some(make(device))
+    valid = int((case.target != -100).sum())
+    compare(case, valid_bound=bound if bound == "count" else valid + bound)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_shift(device, documents):
+    case = make(device, tokens=36)
+    case.input, case.target = case.input.reshape(3, 12, HIDDEN), case.target.reshape(3, 12)
+    if documents:
+        case.options["cu_seqlens"] = torch.tensor([0, 5, 12, 30, 36], device=device)
+    compare(case, shift=1)
+
+
+@pytest.mark.parametrize("outputs", [("lse",), ("loss", "lse")])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_gradient_of_lse(device, outputs, reduction):
+    random = cases.generator(9)
+    case = cases.ignore_some(make(device)).with_options(softcap=5.0, label_smoothing=0.1)
+    scalar = reduction == "mean"
+    upstream = {
+        name: torch.randn(() if scalar and name == "loss" else TOKENS, generator=random)
+        for name in outputs
+    }
+    compare(
+        case, upstream=upstream, reduction=reduction, return_lse=True, return_entropy=True,
+        return_accuracy=True, return_predictions=True, return_z_loss=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wants",
+    [("input",), ("linear_weight",), ("linear_bias",), ("input", "linear_weight")],
+    ids="-".join,
+)
+def test_frozen_parts(device, wants):
+    """What is wanted has the same bits as with all gradients."""
+    case = cases.ignore_some(make(device))
+    every = cases.outcome(flce.linear_cross_entropy, case, **sampled(5))
+    made = compare(case, wants=wants, upstream={"loss": torch.tensor(1.0)}, seed=5)
+    assert cases.same_bits(made, {name: every[name] for name in made})
+
+
+# ---- 16-bit operands: the mean ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", ["plain", "smoothing", "softcap"])
+def test_the_mean_is_the_exact_gradient(device, dtype, options):
+    """Over 4,096 seeds, within 4.5 standard errors and the rounding of the dtype."""
+    options = {
+        "plain": {},
+        "smoothing": {"label_smoothing": 0.1, "z_loss": 0.02},
+        "softcap": {"softcap": 4.0, "temperature": 0.8},
+    }[options]
+    case = make(device, dtype, tokens=8, vocab=40).with_options(**options)
+    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64))
+    total = dict.fromkeys(cases.GRADIENTS, 0.0)
+    squares = dict.fromkeys(cases.GRADIENTS, 0.0)
+    for seed in range(SEEDS):
+        made = cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-4))
+        for name in total:
+            total[name] = total[name] + made[name].double()
+            squares[name] = squares[name] + made[name].double().square()
+    for name in total:
+        mean = total[name] / SEEDS
+        deviation = (squares[name] / SEEDS - mean.square()).clamp(min=0.0).sqrt()
+        assert deviation.any()
+        size = truth[name].abs().max()
+        limit = 4.5 * deviation / math.sqrt(SEEDS) + cases.FLOORS[dtype][1] * size
+        error = (mean - truth[name]).abs()
+        assert (error <= limit).all(), (error / limit).max()
+
+
+def test_autocast(device):
+    case = make(device)
+    with torch.autocast(device, torch.bfloat16):
+        first, again, other = (
+            cases.outcome(flce.linear_cross_entropy, case, **sampled(seed)) for seed in (3, 3, 4)
+        )
+    assert cases.same_bits(first, again) and not cases.same_bits(first, other)
+    assert all(made.dtype == torch.float32 for made in first.values())
+
+
+# ---- accumulation, graphs that are kept ----
+
+
+@cases.pairwise(
+    attribute=["grad", "main_grad"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    reduction=["mean", "none"],
+    begins=[None, "zeros", "values"],
+    accum_dtype=[None, torch.float32],
+)
+def test_accumulation(device, attribute, dtype, reduction, begins, accum_dtype):
+    if begins is None and attribute == "main_grad":
+        begins = "values"  # main_grad must exist
+    case = cases.ignore_some(make(device, dtype))
+    call = {**sampled(4), "reduction": reduction, "accum_dtype": accum_dtype}
+    upstream = upstream_of(reduction)["loss"].to(device)
+    plain = cases.outcome(flce.linear_cross_entropy, case, **call, grad_output=upstream)
+    weight = case.linear_weight.clone().requires_grad_()
+    held = torch.float32 if attribute == "main_grad" else dtype
+    before = torch.zeros_like(weight, dtype=held)
+    if begins == "values":
+        before = torch.randn(VOCAB, HIDDEN, generator=cases.generator(8)).to(device, held)
+    if begins is not None:
+        setattr(weight, attribute, before.clone())
+    x = case.input.clone().requires_grad_()
+    for times in (1, 2):
+        loss = flce.linear_cross_entropy(
+            x, weight, case.target, accumulate_into=attribute, **case.options, **call
+        )
+        loss.backward(upstream)
+        added = getattr(weight, attribute)
+        assert added.dtype == held
+        expected = before.double() + times * plain["linear_weight"].double()
+        rounding = 8.0 * cases.LOGIT_ROUNDING[dtype]
+        largest = before.double().abs() + plain["linear_weight"].double().abs().max() * times
+        assert ((added.double() - expected).abs() <= rounding * largest).all()
+        if dtype != torch.float16:  # whose small gradients round to 0
+            untouched = ~plain["linear_weight"].any(dim=-1)
+            assert torch.equal(added[untouched], before[untouched])
+        if times == 1:
+            assert torch.equal(x.grad, plain["input"])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_kept_graph_gives_the_same_bits(device, reduction):
+    case = make(device)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    loss = flce.linear_cross_entropy(x, w, case.target, reduction=reduction, **SAMPLED)
+    upstream = upstream_of(reduction)["loss"].to(device)
+    first = torch.autograd.grad(loss, (x, w), upstream, retain_graph=True)
+    doubled = torch.autograd.grad(loss, (x, w), 2.0 * upstream, retain_graph=True)
+    again = torch.autograd.grad(loss, (x, w), upstream)
+    for one, two, three in zip(first, again, doubled, strict=True):
+        assert torch.equal(one, two) and torch.equal(2.0 * one, three)
+
+
+def test_a_checkpoint_draws_the_same(device):
+    case = make(device)
+
+    def step(wrap):
+        torch.manual_seed(12)
+        x = case.input.clone().requires_grad_()
+
+        def loss(x):
+            return flce.linear_cross_entropy(2.0 * x, case.linear_weight, case.target, **SAMPLED)
+
+        wrap(loss, x).backward()
+        return x.grad
+
+    plain = step(lambda loss, x: loss(x))
+    assert torch.equal(step(lambda loss, x: checkpoint(loss, x, use_reentrant=False)), plain)

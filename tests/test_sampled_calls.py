@@ -1,0 +1,336 @@
+"""gradient="sampled" beside the numbers: seeds, Modules, torch.compile, opcheck, fakes, CUDA
+graphs, refusals, the plan."""
+
+import math
+
+import cases
+import pytest
+import raw
+import torch
+import torch._dynamo.testing
+from sampled_case import HIDDEN, SAMPLED, TOKENS, VOCAB, make, sampled
+from test_settings import described
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flce
+from flce import reference
+from flce.strategy import sample_pitch
+
+# ---- seeds ----
+
+
+def test_equal_seeds_give_equal_bits(device):
+    case = make(device)
+
+    def run(seed):
+        return cases.outcome(flce.linear_cross_entropy, case, **sampled(seed))
+
+    first, other = run(5), run(6)
+    assert cases.same_bits(run(5), first)
+    assert torch.equal(other["loss"], first["loss"])
+    assert not any(torch.equal(other[name], first[name]) for name in cases.GRADIENTS)
+    for shape in ((), (1,), (1, 1)):
+        seed = torch.full(shape, 5, device=device)
+        assert cases.same_bits(run(seed), first)
+
+
+def test_without_a_seed_torchs_generator_draws(device):
+    case = make(device)
+
+    def run(seed=None):
+        return cases.outcome(flce.linear_cross_entropy, case, **sampled(seed))
+
+    torch.manual_seed(1)
+    first, second = run(), run()
+    assert not torch.equal(first["input"], second["input"])
+    torch.manual_seed(1)
+    assert cases.same_bits(run(), first) and cases.same_bits(run(), second)
+    torch.manual_seed(1)
+    assert cases.same_bits(run(torch.randint(2**63 - 1, (), device=device)), first)
+    made = cases.outcome(reference.linear_cross_entropy, case, **sampled(None))
+    assert made["input"].any()
+
+
+def test_nothing_is_drawn_that_is_not_used(device):
+    case = make(device)
+    place = torch.cuda if device == "cuda" else torch.random
+    before = place.get_rng_state()
+    with torch.no_grad():
+        flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **SAMPLED)
+    flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **SAMPLED)
+    cases.outcome(flce.linear_cross_entropy, case)
+    cases.outcome(flce.linear_cross_entropy, case, **sampled(3))
+    assert torch.equal(place.get_rng_state(), before)
+
+
+def test_modules_operators_and_logprobs(device):
+    case = make(device)
+    x, w, b = case.input.requires_grad_(), case.linear_weight, case.options["linear_bias"]
+    seed = torch.tensor(9, device=device)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss.sum(), x)[0]
+
+    given = {"linear_bias": b, **sampled(9, 2**-3)}
+    expected = gradient(flce.linear_cross_entropy(x, w, case.target, **given))
+    operator = torch.ops.flce.linear_cross_entropy
+    given["gradient_seed"] = seed
+    assert torch.equal(gradient(operator(x, w, case.target, **given)), expected)
+    held = {"device": device, "gradient": "sampled", "gradient_eps": 2**-3}
+    loss = flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, bias=True, **held)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, **held)
+    with torch.no_grad():
+        for linear in (loss.linear, head):
+            linear.weight.copy_(w)
+            linear.bias.copy_(b)
+    assert torch.equal(gradient(loss(x, case.target, gradient_seed=9)), expected)
+    assert torch.equal(gradient(head(x, case.target, gradient_seed=9)), expected)
+    assert "gradient='sampled', gradient_eps=0.125" in repr(head)
+    with pytest.raises(TypeError, match="gradient_seed"):
+        flce.LinearCrossEntropyHead(HIDDEN, VOCAB, gradient_seed=9)
+    made = flce.linear_logprobs(x, w, case.target, **given)
+    exact = flce.linear_logprobs(x, w, case.target, linear_bias=b)
+    torch.testing.assert_close(made, exact, rtol=1e-6, atol=1e-6)
+    given.update(reduction="none", return_entropy=True)
+    rows = flce.linear_cross_entropy(x, w, case.target, **given).loss
+    assert torch.equal(made[0], -rows) and torch.equal(gradient(made[0]), -gradient(rows))
+
+
+# ---- torch.compile, opcheck, fakes, CUDA graphs ----
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+def test_compile_with_a_seed(device, backend, kind):
+    torch._dynamo.reset()
+    case = make(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+    def step(x, w, seed):
+        return flce.linear_cross_entropy(2 * x, w, case.target, **sampled(seed)) * 3
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for seed in (3, 4, 5, 6):
+        given = torch.tensor(seed, device=device) if kind == "tensor" else seed
+        made = []
+        for function in (step, compiled):
+            x, w = case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
+            loss = function(x, w, given)
+            made.append((loss, *torch.autograd.grad(loss, (x, w))))
+        for ours, expected in zip(*made, strict=True):
+            assert cases.relative_error(ours.detach(), expected.detach().double()) <= 1e-6
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_without_a_seed(device, backend):
+    torch._dynamo.reset()
+    case = make(device)
+    x = case.input.requires_grad_()
+
+    def step(x):
+        return flce.linear_cross_entropy(x, case.linear_weight, case.target, **SAMPLED)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+
+    def run():
+        return torch.autograd.grad(compiled(x), x)[0]
+
+    run()
+    torch.manual_seed(2)
+    first, second = run(), run()
+    torch.manual_seed(2)
+    assert torch.equal(run(), first) and not torch.equal(first, second)
+
+
+def test_compiled_logprobs(device):
+    """A compiled backward gets zeros for an output without a gradient: the entropy is detached
+    inside."""
+    torch._dynamo.reset()
+    case = make(device)
+    x = case.input.requires_grad_()
+
+    def step(x, detaches):
+        logprobs, entropy = flce.linear_logprobs(x, case.linear_weight, case.target, **sampled(1))
+        return logprobs, entropy.detach() if detaches else entropy
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    made = [function(x, True) for function in (step, compiled)]
+    for ours, expected in zip(*made, strict=True):
+        assert torch.equal(ours, expected)
+    assert torch.autograd.grad(made[1][0].sum(), x)[0].any()
+    with pytest.raises(Exception, match="return_entropy: its gradient is not sampled"):
+        compiled(x, False)[0].sum().backward()
+
+
+def inner_call(device, eps=2**-6, **options):
+    case = make(device)
+    x, w, b = case.input, case.linear_weight, case.options["linear_bias"]
+    seed = torch.tensor(2, device=device)
+    given = {"bias": b, "seed": seed, "gradient": "sampled", "gradient_eps": eps, **options}
+    return raw.forward(x, w, case.target, "samples", grads=(True, True, True), **given)
+
+
+def test_opcheck(device):
+    case = make(device)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    given = {"gradient": "sampled", "gradient_seed": torch.tensor(2, device=device)}
+    inner = torch.ops.flce
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    forward = inner_call(device, reduction="none", wants_statistics=True)
+    made = inner.forward(*forward)
+    upstream = torch.rand_like(made[0])
+    backward = raw.backward(forward, made, upstream, torch.rand_like(made[1]))
+    for op, args, kwargs in (
+        (inner.linear_cross_entropy, (x, w, case.target), given),
+        (inner.linear_cross_entropy_outputs, (x, w, case.target), {**given, "return_lse": True}),
+        (inner.forward, forward, {}),
+        (inner.backward, backward, {}),
+        (inner.backward_into, (torch.randn_like(w).detach(), *backward), {}),
+    ):
+        torch.library.opcheck(op.default, args, kwargs, test_utils=tests)
+
+
+@pytest.mark.parametrize("rows", [None, 30])
+@pytest.mark.parametrize("eps", [1.0, 0.9, 0.3, 2**-6, 0.01, 1 / 3000, 2**-12])
+def test_fakes_give_what_the_operator_gives(device, eps, rows):
+    arguments = inner_call(device, eps, rows=rows)
+    if rows is not None:
+        arguments[2][rows:] = -100
+    made = torch.ops.flce.forward(*arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        faked = torch.ops.flce.forward(*arguments)
+    assert described(faked) == described(made)
+    assert described(made)[4] == ((rows or TOKENS, sample_pitch(eps)), torch.int32)
+
+
+def test_a_replayed_cuda_graph_draws_anew(cuda):
+    case = make(cuda, torch.bfloat16)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+
+    def step():
+        loss = flce.linear_cross_entropy(x, w, case.target, **SAMPLED)
+        return torch.autograd.grad(loss, (x, w))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+
+    def replay():
+        graph.replay()
+        return [grad.clone() for grad in grads]
+
+    torch.manual_seed(4)
+    first, second = replay(), replay()
+    assert not torch.equal(first[0], second[0])
+    torch.manual_seed(4)
+    assert all(torch.equal(*pair) for pair in zip(first, replay(), strict=True))
+
+
+# ---- refusals, the plan ----
+
+PROBABLE = torch.full((TOKENS, VOCAB), 1.0 / VOCAB)
+REFUSED = [
+    ({"gradient": "some"}, ValueError, "gradient: expected one of .*'sampled'.* got 'some'"),
+    ({"gradient_eps": 0.0}, ValueError, "gradient_eps: expected from 2.*12 to 1, got 0.0"),
+    ({"gradient_eps": 2**-13}, ValueError, "gradient_eps: expected from .* got 0.00012"),
+    ({"gradient_eps": 1.01}, ValueError, "gradient_eps: expected from .* got 1.01"),
+    ({"gradient_eps": math.nan}, ValueError, "gradient_eps: expected from .* got nan"),
+    ({"gradient_eps": "6"}, TypeError, "gradient_eps: expected a number, got str"),
+    ({"gradient_eps": None}, TypeError, "gradient_eps: expected a number, got NoneType"),
+    ({"gradient_seed": 1.0}, TypeError, "gradient_seed: expected an int from .* got 1.0"),
+    ({"gradient_seed": True}, TypeError, "gradient_seed: expected an int from .* got True"),
+    ({"gradient_seed": 2**63}, ValueError, "gradient_seed: expected an int from .* got 9223"),
+    ({"gradient_seed": torch.tensor(1.0)}, ValueError, "gradient_seed: .*int64.* got .*float32"),
+    ({"gradient_seed": torch.arange(2)}, ValueError, r"gradient_seed: .*one element.*got.*\(2,\)"),
+    ({"gradient_seed": torch.tensor(1, device="meta")}, ValueError, "gradient_seed: .* got meta"),
+    ({"save": "logits"}, ValueError, 'save: expected "samples" or "auto" .*sampled.* got \'log'),
+    ({"save": "grads"}, ValueError, 'save: expected "samples" or "auto" .*sampled.* got \'gr'),
+    ({"save": "stats"}, ValueError, 'save: expected "samples" or "auto" .*sampled.* got \'st'),
+    (
+        {"save": "samples", "gradient": "exact"},
+        ValueError,
+        'save: expected gradient="sampled" with "samples", got gradient="exact"',
+    ),
+    ({"target": PROBABLE}, ValueError, 'gradient: expected "exact" with probabilities as target'),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), REFUSED, ids=str)
+def test_refusals(device, given, error, message):
+    case = make(device, bias=False)
+    call = {"target": case.target, **SAMPLED, **given}
+    call["target"] = call["target"].to(device)
+    seed = call.get("gradient_seed")
+    if isinstance(seed, torch.Tensor) and seed.device.type == "cpu":
+        call["gradient_seed"] = seed.to(device)
+    x = case.input.requires_grad_()
+    with pytest.raises(error, match=message):
+        flce.linear_cross_entropy(x, case.linear_weight, **call)
+
+
+def test_float64_is_refused(device):
+    case = make(device, torch.float64)
+    with pytest.raises(ValueError, match='gradient: expected "exact" with float64 operands, got'):
+        flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **SAMPLED)
+
+
+def test_modules_and_the_plan_refuse_too():
+    sizes = {"tokens": 8, "hidden": 16, "vocab": 64, "device": "cpu"}
+    for given, match in (
+        ({"gradient": "some"}, "gradient: expected one of"),
+        ({"gradient_eps": 2.0}, "gradient_eps: expected from"),
+        ({"gradient": "sampled", "save": "stats"}, 'save: expected "samples" or "auto"'),
+    ):
+        with pytest.raises(ValueError, match=match):
+            flce.LinearCrossEntropyHead(HIDDEN, VOCAB, **given)
+        with pytest.raises(ValueError, match=match):
+            flce.plan(**sizes, **given)
+    with pytest.raises(ValueError, match="float64 operands"):
+        flce.plan(**sizes, dtype=torch.float64, **SAMPLED)
+    with pytest.raises(ValueError, match="probabilities"):
+        flce.plan(**sizes, probabilities=True, **SAMPLED)
+    with pytest.raises(TypeError, match="gradient"):
+        flce.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64), **SAMPLED)
+
+
+def test_the_gradient_of_the_entropy_is_refused(device):
+    case = make(device)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+
+    def call():
+        return flce.linear_cross_entropy(
+            x, w, case.target, return_entropy=True, return_lse=True, **sampled(1)
+        )
+
+    expected = torch.autograd.grad(call().loss, (x, w))
+    made = call()
+    loss = made.loss - 0.1 * made.entropy.detach().mean()
+    assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
+    made = call()
+    assert made.lse.requires_grad
+    message = 'return_entropy: its gradient is not sampled; use gradient="exact".* or detach'
+    for refused in (made.entropy.sum(), made.loss - 0.1 * made.entropy.mean()):
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.grad(refused, (x, w), retain_graph=True)
+    with torch.no_grad():
+        assert not call().entropy.requires_grad
+
+
+@pytest.mark.parametrize("accumulate_into", [None, "grad", "main_grad"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_plan_keeps_samples(device, reduction, accumulate_into):
+    sizes = (600, 64, 5000)
+    options = {"dtype": torch.bfloat16, "device": device, "reduction": reduction, **SAMPLED}
+    options["accumulate_into"] = accumulate_into
+    for save in ("auto", "samples"):
+        plan = flce.plan(*sizes, **options, save=save)
+        assert plan.save == "samples" and "save=samples" in str(plan)
+    assert flce.plan(*sizes, **options, grad_input=False, grad_weight=False).save == "nothing"
+    fine = flce.plan(*sizes, **options, gradient_eps=2**-10)
+    assert fine.peak_bytes > flce.plan(*sizes, **options).peak_bytes
