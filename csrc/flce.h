@@ -110,8 +110,8 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
- * its value in float32. What follows is not written. y is -1 and n is 0 if the row is ignored or
- * absent; both are 0 if the target is out of range: the row's factors are NaN. */
+ * its value in float32; zeros follow. y is -1 and n is 0 if the row is ignored or absent; both are
+ * 0 if the target is out of range: the row's factors are NaN. */
 
 /* Below it is the fixed point of the prefix sums. A multiprocessor's warp adds 256 of them in 32
  * bits. */

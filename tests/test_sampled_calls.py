@@ -295,6 +295,8 @@ def test_modules_and_the_plan_refuse_too():
         flce.plan(**sizes, dtype=torch.float64, **SAMPLED)
     with pytest.raises(ValueError, match="probabilities"):
         flce.plan(**sizes, probabilities=True, **SAMPLED)
+    with pytest.raises(ValueError, match="label_smoothing: expected 0 with a softcap and"):
+        flce.plan(**sizes, label_smoothing=0.1, softcap=3.0, **SAMPLED)
     with pytest.raises(TypeError, match="gradient"):
         flce.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64), **SAMPLED)
 

@@ -85,7 +85,7 @@ static flce_status check_samples(const flce_problem* problem) {
                      "target: expected classes with save=\"samples\", got probabilities");
   if (flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "label_smoothing: expected 0 with a softcap and save=\"samples\", got %g: its "
+                     "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %g: its "
                      "gradient has an entry for every class",
                      problem->loss.label_smoothing);
   if (problem->dtype == FLCE_F64)

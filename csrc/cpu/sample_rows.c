@@ -4,6 +4,7 @@
 #include "random.h"
 
 #include <math.h>
+#include <string.h>
 
 typedef struct sample_job {
   const flce_sample_rows_args* call;
@@ -41,8 +42,8 @@ static void sample_range(int64_t begin, int64_t end, void* context) {
     int64_t i = flce_row_index(rows, r);
     int32_t* list = job->call->lists + r * job->pitch;
     flce_row_kind kind = flce_row_kind_at(rows, i);
+    memset(list, 0, (size_t)job->pitch * sizeof *list);
     list[0] = kind == FLCE_ROW_OUT_OF_RANGE ? 0 : -1;
-    list[1] = 0;
     if (kind == FLCE_ROW_VALID) sample_row(job, r, i, list);
   }
 }
