@@ -15,7 +15,7 @@ static inline int64_t sample_slots(double eps) {
  * frequent classes, are summed piece by piece, so that no block has more than a piece to add. About
  * kPieces pieces bound the memory of their sums. */
 static inline int64_t piece_size(int64_t count) {
-  const int64_t kPieces = 1024, kLeast = 512;
+  const int64_t kPieces = 2048, kLeast = 256;
   return max_of(kLeast, ceil_div(count, kPieces));
 }
 

@@ -1,6 +1,9 @@
 /* sampled_grad_input, sampled_grad_weight and sampled_grad_bias: sums of rows of W by the lists of
- * the rows, and of rows of x by the entries of each class. The time is that of the scattered reads,
- * so a thread has several rows' loads in flight. Sums are in float32, in a fixed order. */
+ * the rows, and of rows of x by the entries of each class. Sums are in float32, in a fixed order.
+ *
+ * The time is that of scattered reads. A warp adds a slice of the columns, with several rows' loads
+ * in flight, and the slices are the slow dimension of the grid: the blocks that run at the same
+ * time read one slice of all rows, which stays in L2. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -8,30 +11,47 @@
 #include "cuda/common/vectors.cuh"
 #include "cuda/samples/sample_order.cuh"
 
-enum { kGatherThreads = 512, kGatherBatch = 8, kBiasThreads = 256 };
+enum {
+  kGatherThreads = 256,
+  kGatherWarps = kGatherThreads / kWarp,
+  kInputBatch = 8, /* rows of W whose loads a warp has in flight */
+  kBatch = 4,      /* the same of x */
+  kClasses = 8,    /* consecutive classes of a warp: their entries follow each other in the order */
+  kBiasThreads = 256,
+};
+constexpr unsigned kAllLanes = 0xffffffffu;
 
-/* sum += factor_m source[row_m][h .. h + N) over the pairs (row, float32 bits of the factor). */
+/* v = elements [column, column + N) of a row, 0 where `wanted` is false. */
 template <typename T, int N>
-__device__ __forceinline__ void add_rows(const int2* pairs, int count, const T* source,
-                                         int64_t pitch, int64_t h, float (&sum)[N]) {
-  for (int first = 0; first < count; first += kGatherBatch) {
-    float factor[kGatherBatch];
-    Vec<T, N> raw[kGatherBatch];
+__device__ __forceinline__ void load_part(const T* source, int64_t index, bool wanted,
+                                          Vec<T, N>& v) {
+  if (wanted) {
+    load_vec<false>(source + index, v);
+  } else {
 #pragma unroll
-    for (int b = 0; b < kGatherBatch; b++) {
-      const int2 pair = pairs[min(first + b, count - 1)];
-      factor[b] = __int_as_float(pair.y);
-      load_vec<false>(source + pair.x * pitch + h, raw[b]);
-    }
-#pragma unroll
-    for (int b = 0; b < kGatherBatch; b++) {
-      if (first + b >= count) break;
-      float v[N];
-      unpack(raw[b], v);
-#pragma unroll
-      for (int e = 0; e < N; e++) sum[e] = fmaf(factor[b], v[e], sum[e]);
-    }
+    for (int e = 0; e < N; e++) v.at[e] = from_stat<T>(0.0f);
   }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void add_scaled(float factor, const Vec<T, N>& raw, float (&sum)[N]) {
+  float v[N];
+  unpack(raw, v);
+#pragma unroll
+  for (int e = 0; e < N; e++) sum[e] = fmaf(factor, v[e], sum[e]);
+}
+
+/* load_any and store_any without float64, which is never sampled and whose vectors would take twice
+ * the registers. */
+template <int N>
+__device__ __forceinline__ void load_grad(const void* data, flce_dtype dtype, int64_t index,
+                                          float (&v)[N]) {
+  if (dtype != FLCE_F64) load_any<float, N>(data, dtype, index, v);
+}
+template <int N>
+__device__ __forceinline__ void store_grad(void* data, flce_dtype dtype, int64_t index,
+                                           const float (&v)[N]) {
+  if (dtype != FLCE_F64) store_any<float, N>(data, dtype, index, v);
 }
 
 /* ---- dX ---- */
@@ -44,52 +64,83 @@ typedef struct sampled_input_args {
   const int32_t* lists;
   flce_dtype dx_dtype;
   int pitch;            /* of the lists */
+  int lanes;            /* that load a slice of one row of W; the others load other rows' */
   int64_t hidden, cols; /* elements of a row of W, of dX */
 } sampled_input_args;
 
-/* v = elements [h, h + N) of a valid row of dX. */
+/* sum = the columns from `column` on of sum_m value_m W[class_m]. Each group of p.lanes lanes adds
+ * every 32 / p.lanes-th pair; then the groups' sums are added. */
 template <typename T, int N>
-__device__ __forceinline__ void input_elements(const sampled_input_args& p, const int2* list,
-                                               int2 head, const RowFactors<float>& factors,
-                                               int64_t h, float (&v)[N]) {
-  const T* w = (const T*)p.w;
-  Vec<T, N> raw;
-  load_vec<false>(w + head.x * p.hidden + h, raw);
-  add_rows<T, N>(list + 1, head.y, w, p.hidden, h, v);
-  float target[N];
-  unpack(raw, target);
+__device__ __forceinline__ void gather_list(const sampled_input_args& p, const int2* pairs,
+                                            int count, int64_t column, float (&sum)[N]) {
+  const int lane = threadIdx.x % kWarp, groups = kWarp / p.lanes, group = lane / p.lanes;
+  const bool inside = column < p.hidden;
+  for (int first = 0; first < count; first += kWarp) {
+    const int2 own = first + lane < count ? pairs[first + lane] : make_int2(0, 0);
+    for (int step = 0; step < p.lanes && first + step * groups < count; step += kInputBatch) {
+      float factor[kInputBatch];
+      Vec<T, N> raw[kInputBatch];
 #pragma unroll
-  for (int e = 0; e < N; e++) v[e] = factors.row * v[e] + factors.target * target[e];
-  if (!p.wsum) return;
+      for (int b = 0; b < kInputBatch; b++) {
+        const int m = (step + b) * groups + group;
+        const int j = __shfl_sync(kAllLanes, own.x, m);
+        factor[b] = __int_as_float(__shfl_sync(kAllLanes, own.y, m));
+        const bool wanted = inside && m < kWarp && first + m < count;
+        load_part((const T*)p.w, j * p.hidden + column, wanted, raw[b]);
+        if (!wanted) factor[b] = 0;
+      }
 #pragma unroll
-  for (int e = 0; e < N; e++) v[e] -= factors.smooth * ((const float*)p.wsum)[h + e];
-}
-
-/* One thread block for each row. */
-template <typename T, int N>
-__global__ void __launch_bounds__(kGatherThreads)
-    sampled_grad_input(const __grid_constant__ sampled_input_args p) {
-  pdl_wait();
-  const RowRef ref = row_ref_of(p.r, blockIdx.x);
-  if (ref.kind == kRowAbsent) return;
-  const int2* list = (const int2*)(p.lists + (int64_t)blockIdx.x * p.pitch);
-  const int2 head = list[0];
-  const RowFactors<float> factors = factors_of<float>(p.r, ref.at);
-  for (int64_t h = (int64_t)threadIdx.x * N; h < p.cols; h += (int64_t)blockDim.x * N) {
-    float v[N] = {};
-    if (ref.kind == kRowValid) {
-      input_elements<T, N>(p, list, head, factors, h, v);
-    } else {
-#pragma unroll
-      for (int e = 0; e < N; e++) v[e] = blank_of<float>(ref);
+      for (int b = 0; b < kInputBatch; b++) add_scaled(factor[b], raw[b], sum);
     }
-    store_any<float, N>(p.dx, p.dx_dtype, ref.at * p.cols + h, v);
+  }
+  for (int distance = p.lanes; distance < kWarp; distance *= 2) {
+#pragma unroll
+    for (int e = 0; e < N; e++) sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
   }
 }
 
-/* Threads of a block that does a row of `cols` elements, N at a time. */
-static int gather_threads(int64_t cols, int n) {
-  return threads_for(ceil_div(cols, n), kGatherThreads);
+/* One warp for a slice of a row. */
+template <typename T, int N>
+__global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
+    sampled_grad_input(const __grid_constant__ sampled_input_args p) {
+  pdl_wait();
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = (int64_t)blockIdx.x * kGatherWarps + threadIdx.x / kWarp;
+  const int64_t column = ((int64_t)blockIdx.y * p.lanes + lane % p.lanes) * N;
+  if (row >= p.r.rows) return;
+  const RowRef ref = row_ref_of(p.r, row);
+  if (ref.kind == kRowAbsent) return;
+  float v[N] = {};
+  if (ref.kind == kRowValid) {
+    const int2* list = (const int2*)(p.lists + row * p.pitch);
+    const int2 head = list[0];
+    Vec<T, N> raw;
+    load_part((const T*)p.w, head.x * p.hidden + column, column < p.hidden, raw);
+    gather_list<T, N>(p, list + 1, head.y, column, v);
+    const RowFactors<float> factors = factors_of<float>(p.r, ref.at);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] *= factors.row;
+    add_scaled(factors.target, raw, v);
+    if (p.wsum && column < p.hidden) {
+#pragma unroll
+      for (int e = 0; e < N; e++) v[e] -= factors.smooth * ((const float*)p.wsum)[column + e];
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = blank_of<float>(ref);
+  }
+  if (lane < p.lanes && column < p.cols) {
+    store_grad<N>(p.dx, p.dx_dtype, ref.at * p.cols + column, v);
+  }
+}
+
+/* The widest slice of W that leaves room in L2: a multiprocessor reaches half of an H100's 50 MB
+ * without a detour. */
+static int lanes_of(int64_t vocab, int64_t vector_bytes) {
+  const int64_t kSliceBytes = 20 << 20, kLeastLanes = 8;
+  int lanes = kWarp;
+  while (lanes > kLeastLanes && vocab * lanes * vector_bytes > kSliceBytes) lanes /= 2;
+  return lanes;
 }
 
 static flce_status no_gather(const char* what, flce_dtype dtype) {
@@ -97,24 +148,23 @@ static flce_status no_gather(const char* what, flce_dtype dtype) {
                    flce_dtype_name(dtype));
 }
 
-typedef void (*sampled_input_kernel)(const sampled_input_args);
+template <typename T, int N>
+static flce_status launch_input(void* self, sampled_input_args args, int64_t vocab) {
+  args.lanes = lanes_of(vocab, N * (int64_t)sizeof(T));
+  const dim3 blocks((unsigned)ceil_div(args.r.rows, kGatherWarps),
+                    (unsigned)ceil_div(args.cols, args.lanes * N));
+  return launch_dependent(self, sampled_grad_input<T, N>, blocks, kGatherThreads,
+                          "sampled_grad_input", args);
+}
 
-static sampled_input_kernel input_kernel_of(flce_dtype dtype, bool aligned) {
-  switch (dtype) {
-    case FLCE_F32:
-      return aligned ? sampled_grad_input<float, 8> : sampled_grad_input<float, 1>;
-    case FLCE_BF16:
-      return aligned ? sampled_grad_input<__nv_bfloat16, 8> : sampled_grad_input<__nv_bfloat16, 1>;
-    case FLCE_F16:
-      return aligned ? sampled_grad_input<__half, 8> : sampled_grad_input<__half, 1>;
-    default:
-      return NULL;
-  }
+template <typename T>
+static flce_status launch_sampled_input(void* self, const sampled_input_args& args, int64_t vocab,
+                                        bool vectors) {
+  return vectors ? launch_input<T, 8>(self, args, vocab) : launch_input<T, 1>(self, args, vocab);
 }
 
 flce_status cuda_sampled_grad_input(void* self, const flce_sampled_input_args* call) {
   if (call->rows->rows == 0 || call->cols == 0) return FLCE_OK;
-  FLCE_TRY(check_grid(call->rows->rows, "sampled_grad_input"));
   const sampled_input_args args = {*call->rows,
                                    call->dx,
                                    call->w,
@@ -122,14 +172,22 @@ flce_status cuda_sampled_grad_input(void* self, const flce_sampled_input_args* c
                                    call->lists,
                                    call->dx_dtype,
                                    (int)flce_sample_pitch(call->eps),
+                                   kWarp,
                                    call->hidden,
                                    call->cols};
-  const bool aligned =
+  const bool vectors =
       call->hidden % 8 == 0 && call->cols % 8 == 0 && both_aligned(call->dx, call->w);
-  const auto kernel = input_kernel_of(call->dtype, aligned);
-  if (!kernel) return no_gather("sampled_grad_input", call->dtype);
-  return launch_dependent(self, kernel, (unsigned)call->rows->rows,
-                          gather_threads(call->cols, aligned ? 8 : 1), "sampled_grad_input", args);
+  const int64_t vocab = call->rows->vocab;
+  switch (call->dtype) {
+    case FLCE_F32:
+      return launch_sampled_input<float>(self, args, vocab, vectors);
+    case FLCE_BF16:
+      return launch_sampled_input<__nv_bfloat16>(self, args, vocab, vectors);
+    case FLCE_F16:
+      return launch_sampled_input<__half>(self, args, vocab, vectors);
+    default:
+      return no_gather("sampled_grad_input", call->dtype);
+  }
 }
 
 /* ---- dW ---- */
@@ -141,110 +199,207 @@ typedef struct sampled_weight_args {
   const void* x;
   const float *xsum, *class_weight;
   flce_dtype dw_dtype;
-  int64_t piece; /* positions of a piece of the order */
+  unsigned piece; /* positions of a piece of the order */
   int64_t vocab, hidden, cols;
   bool adds;
 } sampled_weight_args;
 
-/* The positions that sum_pieces adds of a piece: of the class that continues from the piece before
- * (`first`), and of the class that begins here and continues in the next (`last`). */
-struct PieceParts {
-  int64_t first_begin, first_end, last_begin, last_end;
-};
+/* The entries at positions [first, first + kBatch) of x's rows, without those from `end` on. `own`:
+ * the lane's entry of the 32 that begin at `base`. */
+template <typename T, int N>
+__device__ __forceinline__ void load_entries(const sampled_weight_args& p, int2 own, unsigned base,
+                                             unsigned first, unsigned end, int64_t column,
+                                             float (&factor)[kBatch], Vec<T, N> (&raw)[kBatch]) {
+#pragma unroll
+  for (int b = 0; b < kBatch; b++) {
+    const int from = (int)(first - base) + b;
+    const int token = __shfl_sync(kAllLanes, own.x, from);
+    factor[b] = __int_as_float(__shfl_sync(kAllLanes, own.y, from));
+    load_part((const T*)p.x, token * p.hidden + column, first + b < end && column < p.hidden,
+              raw[b]);
+  }
+}
 
-__device__ __forceinline__ PieceParts parts_of(const sampled_weight_args& p, int64_t piece) {
-  const int64_t begin = piece * p.piece, end = min(begin + p.piece, p.o.count);
-  PieceParts parts = {begin, begin, end, end};
-  const uint32_t first = p.o.keys[begin], last = p.o.keys[end - 1];
-  if (first < p.vocab && p.o.starts[first] < begin) {
-    parts.first_end = min((int64_t)p.o.starts[first + 1], end);
+/* sum += the columns from `column` on of the entries at positions [begin, end). */
+template <typename T, int N>
+__device__ __forceinline__ void add_entries(const sampled_weight_args& p, unsigned begin,
+                                            unsigned end, int64_t column, float (&sum)[N]) {
+  const int lane = threadIdx.x % kWarp;
+  for (unsigned base = begin; base < end; base += kWarp) {
+    const int2 own = base + lane < end ? p.o.entries[base + lane] : make_int2(0, 0);
+    for (unsigned first = base; first < min(base + kWarp, end); first += kBatch) {
+      float factor[kBatch];
+      Vec<T, N> raw[kBatch];
+      load_entries<T, N>(p, own, base, first, end, column, factor, raw);
+#pragma unroll
+      for (int b = 0; b < kBatch; b++) add_scaled(factor[b], raw[b], sum);
+    }
   }
-  if (last < p.vocab && p.o.starts[last] >= begin && p.o.starts[last + 1] > end) {
-    parts.last_begin = p.o.starts[last];
-  }
-  return parts;
 }
 
 template <typename T, int N>
-__device__ __forceinline__ void store_part(const sampled_weight_args& p, int64_t part,
-                                           int64_t begin, int64_t end, int64_t h) {
+__device__ __forceinline__ void write_piece_part(const sampled_weight_args& p, int64_t part,
+                                                 unsigned begin, unsigned end, int64_t column) {
   if (begin == end) return;
   float sum[N] = {};
-  add_rows<T, N>(p.o.entries + begin, (int)(end - begin), (const T*)p.x, p.hidden, h, sum);
-  store_any<float, N>(p.o.part_sums, FLCE_F32, part * p.hidden + h, sum);
+  add_entries<T, N>(p, begin, end, column, sum);
+  if (column < p.hidden) {
+    store_any<float, N>(p.o.part_sums, FLCE_F32, part * p.hidden + column, sum);
+  }
 }
 
-/* The sums of the classes that lie in several pieces; one thread block for each piece. */
+/* The sums of the classes that lie in several pieces: part 2 k is of the class that continues from
+ * the piece before k, part 2 k + 1 of the class that begins in k and continues in the next. One
+ * warp for a slice of a piece. */
 template <typename T, int N>
-__global__ void __launch_bounds__(kGatherThreads)
+__global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
     sum_pieces(const __grid_constant__ sampled_weight_args p) {
-  const int64_t piece = blockIdx.x;
-  const PieceParts parts = parts_of(p, piece);
-  for (int64_t h = (int64_t)threadIdx.x * N; h < p.cols; h += (int64_t)blockDim.x * N) {
-    store_part<T, N>(p, 2 * piece, parts.first_begin, parts.first_end, h);
-    store_part<T, N>(p, 2 * piece + 1, parts.last_begin, parts.last_end, h);
+  const int64_t piece = (int64_t)blockIdx.x * kGatherWarps + threadIdx.x / kWarp;
+  const int64_t column = ((int64_t)blockIdx.y * kWarp + threadIdx.x % kWarp) * N;
+  if (piece >= p.o.pieces) return;
+  const unsigned begin = (unsigned)piece * p.piece;
+  const unsigned end = (unsigned)min((int64_t)begin + p.piece, p.o.count);
+  const uint32_t first = p.o.keys[begin], last = p.o.keys[end - 1];
+  if (first < p.vocab && p.o.starts[first] < begin) {
+    write_piece_part<T, N>(p, 2 * piece, begin, min(p.o.starts[first + 1], end), column);
+  }
+  if (last < p.vocab && p.o.starts[last] >= begin && p.o.starts[last + 1] > end) {
+    write_piece_part<T, N>(p, 2 * piece + 1, p.o.starts[last], end, column);
   }
 }
 
-/* sum += elements [h, h + N) of the parts of a class in pieces [first, last]. */
+/* Writes the columns from `column` on of class j's row of dW, and clears the sum. */
 template <int N>
-__device__ __forceinline__ void add_parts(const sampled_weight_args& p, int64_t first, int64_t last,
-                                          int64_t h, float (&sum)[N]) {
-  for (int64_t piece = first; piece <= last; piece++) {
-    const int64_t part = 2 * piece + (piece == first ? 1 : 0);
-    float v[N];
-    load_any<float, N>(p.o.part_sums, FLCE_F32, part * p.hidden + h, v);
-#pragma unroll
-    for (int e = 0; e < N; e++) sum[e] += v[e];
-  }
-}
-
-/* One thread block for each class. */
-template <typename T, int N>
-__global__ void __launch_bounds__(kGatherThreads)
-    sampled_grad_weight(const __grid_constant__ sampled_weight_args p) {
-  pdl_wait();
-  const int64_t j = blockIdx.x;
-  const int64_t begin = p.o.starts[j], end = p.o.starts[j + 1];
-  if (p.adds && begin == end && !p.xsum) return;
-  const int64_t first = begin / p.piece, last = (end - 1) / p.piece;
-  const float smooth = p.xsum ? (p.class_weight ? p.class_weight[j] : 1.0f) : 0.0f;
-  for (int64_t h = (int64_t)threadIdx.x * N; h < p.cols; h += (int64_t)blockDim.x * N) {
-    float v[N] = {};
-    if (begin < end && first == last) {
-      add_rows<T, N>(p.o.entries + begin, (int)(end - begin), (const T*)p.x, p.hidden, h, v);
-    } else if (begin < end) {
-      add_parts<N>(p, first, last, h, v);
-    }
+__device__ __forceinline__ void flush_class(const sampled_weight_args& p, int64_t j, bool is_empty,
+                                            int64_t column, float (&sum)[N]) {
+  if (column < p.cols && !(p.adds && is_empty && !p.xsum)) {
     if (p.xsum) {
+      const float weight = p.class_weight ? p.class_weight[j] : 1.0f;
 #pragma unroll
-      for (int e = 0; e < N; e++) v[e] -= smooth * p.xsum[h + e];
+      for (int e = 0; e < N; e++) sum[e] -= weight * p.xsum[column + e];
     }
     if (p.adds) {
       float old[N];
-      load_any<float, N>(p.dw, p.dw_dtype, j * p.cols + h, old);
+      load_grad<N>(p.dw, p.dw_dtype, j * p.cols + column, old);
 #pragma unroll
-      for (int e = 0; e < N; e++) v[e] += old[e];
+      for (int e = 0; e < N; e++) sum[e] += old[e];
     }
-    store_any<float, N>(p.dw, p.dw_dtype, j * p.cols + h, v);
+    store_grad<N>(p.dw, p.dw_dtype, j * p.cols + column, sum);
+  }
+#pragma unroll
+  for (int e = 0; e < N; e++) sum[e] = 0;
+}
+
+/* The classes of a warp: lane c holds where class first + c begins. */
+struct ClassRange {
+  int64_t first;
+  int count;
+  unsigned start;
+  __device__ __forceinline__ unsigned begin_of(int c) const {
+    return __shfl_sync(kAllLanes, start, c);
+  }
+};
+
+/* Adds the loaded entries from position `first` on to the classes that have them, and writes each
+ * class that ends in the batch. `c`: the class whose sum is open, with entries [begin, end). */
+template <typename T, int N>
+__device__ __forceinline__ void add_batch(const sampled_weight_args& p, const ClassRange& range,
+                                          unsigned first, unsigned batch_end, int last,
+                                          int64_t column, const float (&factor)[kBatch],
+                                          const Vec<T, N> (&raw)[kBatch], int& c, unsigned& begin,
+                                          unsigned& end, float (&sum)[N]) {
+  while (c < last) {
+#pragma unroll
+    for (int b = 0; b < kBatch; b++) {
+      if (first + b >= begin && first + b < min(end, batch_end)) add_scaled(factor[b], raw[b], sum);
+    }
+    if (end > batch_end) return;
+    flush_class(p, range.first + c, begin == end, column, sum);
+    begin = end;
+    c++;
+    end = range.begin_of(min(c + 1, last));
+  }
+}
+
+/* Classes [c, last) of the range, none of which lies in several pieces: their entries are one run
+ * of the order, so that the loads of a class are in flight while the one before is added. */
+template <typename T, int N>
+__device__ __forceinline__ void add_run(const sampled_weight_args& p, const ClassRange& range,
+                                        int c, int last, int64_t column) {
+  const int lane = threadIdx.x % kWarp;
+  const unsigned run_end = range.begin_of(last);
+  unsigned begin = range.begin_of(c), end = range.begin_of(c + 1), base = begin;
+  float sum[N] = {};
+  do { /* once if there are no entries: to write zeros */
+    const int2 own = base + lane < run_end ? p.o.entries[base + lane] : make_int2(0, 0);
+    unsigned first = base;
+    do {
+      float factor[kBatch];
+      Vec<T, N> raw[kBatch];
+      load_entries<T, N>(p, own, base, first, run_end, column, factor, raw);
+      add_batch<T, N>(p, range, first, min(first + kBatch, run_end), last, column, factor, raw, c,
+                      begin, end, sum);
+      first += kBatch;
+    } while (first < min(base + kWarp, run_end));
+    base += kWarp;
+  } while (base < run_end);
+}
+
+/* One warp for a slice of kClasses classes. */
+template <typename T, int N>
+__global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
+    sampled_grad_weight(const __grid_constant__ sampled_weight_args p) {
+  pdl_wait();
+  const int lane = threadIdx.x % kWarp;
+  const int64_t column = ((int64_t)blockIdx.y * kWarp + lane) * N;
+  ClassRange range;
+  range.first = ((int64_t)blockIdx.x * kGatherWarps + threadIdx.x / kWarp) * kClasses;
+  if (range.first >= p.vocab) return;
+  range.count = (int)min((int64_t)kClasses, p.vocab - range.first);
+  range.start = p.o.starts[range.first + min(lane, range.count)];
+  const unsigned next = __shfl_down_sync(kAllLanes, range.start, 1);
+  const bool splits =
+      lane < range.count && range.start < next && range.start / p.piece != (next - 1) / p.piece;
+  const unsigned split = __ballot_sync(kAllLanes, splits) | 1u << range.count;
+  for (int c = 0; c < range.count;) {
+    const int run = __ffs(split >> c) - 1;
+    if (run > 0) {
+      add_run<T, N>(p, range, c, c + run, column);
+      c += run;
+      continue;
+    }
+    const unsigned first = range.begin_of(c) / p.piece,
+                   last = (range.begin_of(c + 1) - 1) / p.piece;
+    float sum[N] = {};
+    for (unsigned piece = first; piece <= last && column < p.hidden; piece++) {
+      const int64_t part = 2 * (int64_t)piece + (piece == first ? 1 : 0);
+      float v[N];
+      load_any<float, N>(p.o.part_sums, FLCE_F32, part * p.hidden + column, v);
+#pragma unroll
+      for (int e = 0; e < N; e++) sum[e] += v[e];
+    }
+    flush_class(p, range.first + c, false, column, sum);
+    c++;
   }
 }
 
 template <typename T, int N>
 static flce_status launch_weight(void* self, const sampled_weight_args& args) {
-  const int threads = gather_threads(args.cols, N);
+  const unsigned slices = (unsigned)ceil_div(args.cols, kWarp * N);
   if (args.o.count > 0) {
-    sum_pieces<T, N><<<(unsigned)args.o.pieces, threads, 0, stream_of(self)>>>(args);
+    const dim3 blocks((unsigned)ceil_div(args.o.pieces, kGatherWarps), slices);
+    sum_pieces<T, N><<<blocks, kGatherThreads, 0, stream_of(self)>>>(args);
     FLCE_LAUNCHED("sampled_grad_weight");
   }
-  return launch_dependent(self, sampled_grad_weight<T, N>, (unsigned)args.vocab, threads,
+  const dim3 blocks((unsigned)ceil_div(args.vocab, kGatherWarps * kClasses), slices);
+  return launch_dependent(self, sampled_grad_weight<T, N>, blocks, kGatherThreads,
                           "sampled_grad_weight", args);
 }
 
 template <typename T>
 static flce_status launch_sampled_weight(void* self, const sampled_weight_args& args,
-                                         bool aligned) {
-  return aligned ? launch_weight<T, 8>(self, args) : launch_weight<T, 1>(self, args);
+                                         bool vectors) {
+  return vectors ? launch_weight<T, 8>(self, args) : launch_weight<T, 1>(self, args);
 }
 
 flce_status cuda_sampled_grad_weight(void* self, const flce_sampled_weight_args* call) {
@@ -257,20 +412,20 @@ flce_status cuda_sampled_grad_weight(void* self, const flce_sampled_weight_args*
                                     (const float*)call->xsum,
                                     (const float*)call->class_weight,
                                     call->dw_dtype,
-                                    piece_size(o.count),
+                                    (unsigned)piece_size(o.count),
                                     call->vocab,
                                     call->hidden,
                                     call->cols,
                                     call->adds};
-  const bool aligned =
+  const bool vectors =
       call->hidden % 8 == 0 && call->cols % 8 == 0 && both_aligned(call->dw, call->x);
   switch (call->dtype) {
     case FLCE_F32:
-      return launch_sampled_weight<float>(self, args, aligned);
+      return launch_sampled_weight<float>(self, args, vectors);
     case FLCE_BF16:
-      return launch_sampled_weight<__nv_bfloat16>(self, args, aligned);
+      return launch_sampled_weight<__nv_bfloat16>(self, args, vectors);
     case FLCE_F16:
-      return launch_sampled_weight<__half>(self, args, aligned);
+      return launch_sampled_weight<__half>(self, args, vectors);
     default:
       return no_gather("sampled_grad_weight", call->dtype);
   }
