@@ -43,7 +43,7 @@ KEPT = (4, 6, 8)  # entries a row are computed for 2^-4, 2^-6, 2^-8
 KEPT_ROWS = 2048
 DEFAULTS = {"adamw": {"lr": 1e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.3, "weight_decay": 0.0}}
 WIDTHS = {False: 512, True: 640}  # untied and tied: 51.9M and 50.3M parameters
-COLOURS = ("#222222", "#1f6fb4", "#d9660a", "#3a8f3a", "#8b5fbf", "#8a8a8a")
+COLOURS = {"exact": "#222222", "2^-8": "#3a8f3a", "2^-6": "#1f6fb4", "2^-4": "#d9660a"}
 
 
 # ---- corpus ----
@@ -318,10 +318,9 @@ def by_frequency(training, losses):
     `common_norm` is the norm of the rows' mean: what a push of all rows in one direction adds up
     to. `update` is the mean of |exp_avg| / sqrt(exp_avg_sq): Adam's step over the learning rate.
     """
-    counts, weight = training.corpus.counts, training.model.head
+    counts, weight, bins = training.corpus.counts, training.model.head, []
     state = training.optimizer.state[weight]
     targets = training.corpus.targets.flatten()
-    bins = []
     for lower, upper in zip(BINS, (*BINS[1:], math.inf), strict=True):
         chosen = (counts >= lower) & (counts < upper)
         if not chosen.any():
@@ -359,8 +358,7 @@ def parse_runs(text):
             eps = None if gradient == "exact" else float(base) ** int(exponent if power else 1)
             runs.append((gradient, eps, int(seed)))
         except ValueError:
-            message = f"expected runs such as exact:0 or 2^-6:1, got {part!r}"
-            raise argparse.ArgumentTypeError(message) from None
+            raise argparse.ArgumentTypeError(f"expected as exact:0,2^-6:1, got {part!r}") from None
     return runs
 
 
@@ -384,8 +382,8 @@ def store(path, runs):
 
 def expected_seconds(runs, chosen, facts):
     """The longest of the runs of this configuration on this GPU, 0 without one."""
-    wanted = chosen, facts.get("gpu")
-    same = (r for r in runs if (r["configuration"], r["machine"].get("gpu")) == wanted)
+    gpu = facts.get("gpu")
+    same = (r for r in runs if r["configuration"] == chosen and r["machine"].get("gpu") == gpu)
     return max((run["wall_s"] for run in same), default=0.0)
 
 
@@ -472,7 +470,8 @@ def table(gradients):
 
 def draw_curves(axes, gradients, curve):
     """The mean over seeds, and from the least to the most of them; `curve`: run -> (xs, ys)."""
-    for colour, (gradient, runs) in zip(COLOURS, gradients.items(), strict=False):
+    for gradient, runs in gradients.items():
+        colour = COLOURS.get(gradient, "#8a8a8a")
         steps = curve(runs[0])[0]
         columns = list(zip(*(curve(run)[1] for run in runs), strict=True))
         axes.plot(steps, list(map(statistics.mean, columns)), color=colour, label=gradient)
@@ -492,7 +491,7 @@ def validation_curve(run):
 def draw_final(axes, gradients):
     for place, (gradient, runs) in enumerate(gradients.items()):
         values = [final(run) for run in runs]
-        colour = COLOURS[place % len(COLOURS)]
+        colour = COLOURS.get(gradient, "#8a8a8a")
         axes.plot([place] * len(values), values, "o", color=colour, alpha=0.7, label=gradient)
         axes.hlines(statistics.mean(values), place - 0.3, place + 0.3, color=colour)
     axes.set_xticks(range(len(gradients)), gradients)
@@ -513,7 +512,7 @@ def draw(found):
         draw_curves(panels[1], gradients, validation_curve)
         draw_final(panels[2], gradients)
         panels[0].set_title(described(json.loads(text)), fontsize=9.5, loc="left")
-        panels[0].set(xlabel="step", ylabel="training loss, means of windows", yscale="log")
+        panels[0].set(xlabel="step", ylabel="training loss, means of windows")
         panels[0].legend(fontsize=8.5, frameon=False)
         panels[1].set(xlabel="step", ylabel="validation loss")
         panels[2].set(ylabel="validation loss at the end, each seed")

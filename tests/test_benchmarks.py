@@ -465,18 +465,22 @@ def sampled_training(scripts, tmp_path):
 
 def test_sampled_training(sampled_training):
     """Runs of one seed are equal; a record is continued, and not beyond the budget."""
-    status, (first, other) = sampled_training("--runs", "exact:0,exact:1")
+    final = sampled_training.script.final
+    status, (first, other, drawn) = sampled_training("--runs", "exact:0,exact:1,2^-2:0")
     assert not status and first["configuration"]["clip"]
     assert [one["step"] for one in first["validation"]] == [3, 6]
     assert first["validation"][0] != other["validation"][0]
+    assert drawn["validation"] != first["validation"]
+    assert final(drawn) == pytest.approx(final(first), rel=0.01) and drawn["eps"] == 0.25
     assert [one["at_least"] for one in first["classes"]][:2] == [0, 1]
     assert sum(one["classes"] for one in first["classes"]) == 97
     assert all(0 < one["update"] and 0 < one["second_moment"] for one in first["classes"])
     status, runs = sampled_training("--runs", "exact:0,exact:2", "--budget", "1e-9")
-    assert status == 3 and runs == [first, other]
+    assert status == 3 and runs == [first, other, drawn]
     sampled_training.record.unlink()
-    _, (again,) = sampled_training("--runs", "exact:0")
-    assert again["validation"] == first["validation"] and again["train"] == first["train"]
+    _, again = sampled_training("--runs", "exact:0,2^-2:0")
+    for one, before in zip(again, (first, drawn), strict=True):
+        assert one["validation"] == before["validation"] and one["train"] == before["train"]
 
 
 def test_sampled_training_options(sampled_training):
