@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 
+import numpy
 import pytest
 import torch
 
@@ -21,8 +22,8 @@ def scripts(monkeypatch):
     """Imports a script of benchmarks/ as if it were run there."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
-    for name in ("bench", "measure", "options", "peers", "plot", "problem", "train_loop"):
-        sys.modules.pop(name, None)
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def bench(scripts, tmp_path, *arguments):
@@ -441,3 +442,120 @@ def test_train_loop_misses_bars(scripts, tmp_path, monkeypatch):
         options = train_loop.parse_options(["--max-spread", "9"])
         row = {"growth_bytes": 0, "spread": 0.0, "loss": 1.0, name: bad}
         assert len(train_loop.missed_bars(row, options)) == 1
+
+
+TINY = "--width 16 --layers 1 --heads 2 --vocab 97 --batch 2 --sequence 8 --heldout 64"
+TINY += " --device cpu --steps 6 --evaluate 3 --warmup 2"
+
+
+@pytest.fixture
+def sampled_training(scripts, tmp_path):
+    """The script, run on a corpus of 4000 tokens; gives (exit status, runs of the record)."""
+    script, path = scripts("sampled_training"), tmp_path / "runs.json"
+    tokens = numpy.random.default_rng(0).zipf(1.5, 4000) - 1
+    numpy.save(tmp_path / "corpus.npy", numpy.minimum(tokens, 95).astype(numpy.uint16))
+
+    def run(*arguments):
+        common = ["--corpus", str(tmp_path / "corpus.npy"), "--json", str(path), *TINY.split()]
+        return script.main([*common, *arguments]), json.loads(path.read_text())["runs"]
+
+    run.script, run.record = script, path
+    return run
+
+
+def test_sampled_training(sampled_training):
+    """Runs of one seed are equal; a record is continued, and not beyond the budget."""
+    final = sampled_training.script.final
+    status, (first, other, drawn) = sampled_training("--runs", "exact:0,exact:1,2^-2:0")
+    assert not status and first["configuration"]["clip"]
+    assert [one["step"] for one in first["validation"]] == [3, 6]
+    assert first["validation"][0] != other["validation"][0]
+    assert drawn["validation"] != first["validation"]
+    assert final(drawn) == pytest.approx(final(first), rel=0.01) and drawn["eps"] == 0.25
+    assert [one["at_least"] for one in first["classes"]][:2] == [0, 1]
+    assert sum(one["classes"] for one in first["classes"]) == 97
+    assert all(0 < one["update"] and 0 < one["second_moment"] for one in first["classes"])
+    status, runs = sampled_training("--runs", "exact:0,exact:2", "--budget", "1e-9")
+    assert status == 3 and runs == [first, other, drawn]
+    sampled_training.record.unlink()
+    _, again = sampled_training("--runs", "exact:0,2^-2:0")
+    for one, before in zip(again, (first, drawn), strict=True):
+        assert one["validation"] == before["validation"] and one["train"] == before["train"]
+
+
+def test_sampled_training_options(sampled_training):
+    """Two micro-batches of one sequence are a batch of two; SGD has no second moments."""
+    choices = ["--runs", "exact:0", "--optimizer", "sgd", "--tied", "--no-clip"]
+    sampled_training(*choices)
+    status, (whole, parts) = sampled_training(*choices, "--batch", "1", "--accumulate", "2")
+    assert not status and parts["configuration"]["lr"] == 0.3
+    assert parts["train"] == pytest.approx(whole["train"], rel=1e-5)
+    assert parts["gradient_norm"] == pytest.approx(whole["gradient_norm"], rel=1e-4)
+    assert all("second_moment" not in one for one in parts["classes"])
+
+
+def test_sampled_training_draws_anew(sampled_training, monkeypatch):
+    """The options of a sampled gradient reach flce; no two micro-batches have one seed."""
+    flce, seen = sampled_training.script.flce, []
+    exact = flce.linear_cross_entropy
+
+    def recorded(*operands, gradient="exact", gradient_eps=None, gradient_seed=None, **settings):
+        if gradient == "sampled":
+            seen.append((gradient_eps, gradient_seed.item()))
+        return exact(*operands, **settings)
+
+    monkeypatch.setattr(flce, "linear_cross_entropy", recorded)
+    _, (one, other) = sampled_training("--runs", "exact:3,2^-6:3", "--accumulate", "2")
+    assert seen == [(2**-6, (3 << 32) + draw) for draw in range(12)]
+    assert one["validation"] == other["validation"] and other["eps"] == 2**-6
+
+
+def test_sampled_training_evaluates(sampled_training):
+    """Loss and expected entries of held-out tokens, against dense float64."""
+    script = sampled_training.script
+    sampled_training("--runs", "exact:0")
+    arguments = ["--corpus", str(sampled_training.record.with_name("corpus.npy")), *TINY.split()]
+    options = script.parse_options(arguments)
+    training = script.Training(options, script.Corpus(options), None, 0)
+    ids, targets = training.corpus.ids, training.corpus.targets
+    assert ids.shape == (8, 8) and torch.equal(ids.flatten()[1:], targets.flatten()[:-1])
+    with torch.no_grad():
+        logits = (training.model(ids).double() @ training.model.head.double().T).flatten(0, 1)
+        truth = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+        p = logits.softmax(1)
+    torch.testing.assert_close(script.evaluate(training).double(), truth, rtol=1e-5, atol=1e-6)
+    target = torch.nn.functional.one_hot(targets.flatten(), 97)
+    entries = (p * 16).clamp(max=1) * (1 - target)
+    kept = script.kept_entries(training)
+    assert kept["2^-4"] == pytest.approx(entries.sum(1).mean().item(), rel=1e-5)
+
+
+def test_sampled_training_runs_and_rates(scripts):
+    script = scripts("sampled_training")
+    assert script.parse_runs("exact:3,2^-6:0,0.25:1") == [
+        ("exact", None, 3),
+        ("2^-6", 2**-6, 0),
+        ("0.25", 0.25, 1),
+    ]
+    with pytest.raises(SystemExit):
+        script.parse_options(["--corpus", "x", "--runs", "exact"])
+    options = script.parse_options(["--corpus", "x"])
+    rates = script.rates(options)
+    assert rates[0].item() == pytest.approx(1e-5) and rates[99] == rates.max()
+    assert rates[-1].item() == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_sampled_training_plot(sampled_training, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    _, runs = sampled_training("--runs", "exact:0,exact:1")
+    better = [dict(run, gradient="2^-6", eps=2**-6) for run in runs]
+    for run in better:
+        run["validation"] = [dict(one, loss=one["loss"] - 0.5) for one in run["validation"]]
+    sampled_training.script.store(sampled_training.record, better + runs)
+    picture = tmp_path / "picture.png"
+    arguments = ["--plot", str(sampled_training.record), "--out", str(picture)]
+    assert not sampled_training.script.main(arguments)
+    assert picture.stat().st_size > 10_000
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in lines[1:]] == ["| exact", "| 2^-6"]
+    assert lines[2].endswith("| -0.5000 |")

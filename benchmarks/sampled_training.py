@@ -1,0 +1,598 @@
+#!/usr/bin/env python3
+"""Trains a decoder-only transformer with exact and with sampled gradients of the loss, on one GPU.
+
+A run is GRADIENT:SEED, GRADIENT is `exact` or the gradient_eps of gradient="sampled". Runs of one
+seed have the same initial weights and the same batches. The validation loss is exact in every run.
+
+    python benchmarks/sampled_training.py --make-corpus --corpus corpus.npy
+    python benchmarks/sampled_training.py --corpus corpus.npy --runs exact:0,2^-6:0 --json new.json
+    python benchmarks/sampled_training.py --plot new.json other.json --out docs/training.png
+
+The record is written after every run; a run that it already holds is skipped, so a command that
+was stopped, or that --budget stopped (exit status 3), continues when it is repeated.
+
+On CUDA the first steps run as they are, then one step is captured as a CUDA graph: batch, forward,
+backward, clipping, optimizer and the next learning rate, all read from tables on the device.
+"""
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import json
+import math
+import pathlib
+import statistics
+import sys
+import sysconfig
+import time
+
+import measure
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flce
+
+EAGER_STEPS = 3  # before the capture: they make the optimizer's state and load every kernel
+WINDOW = 50  # steps; the training curve holds the means of windows
+FINAL_RATE = 0.1  # the learning rate at the end, over its peak
+BINS = (0, 1, 10, 100, 1000, 10000)  # lower ends, in occurrences of a class in the training tokens
+KEPT = (4, 6, 8)  # entries a row are computed for 2^-4, 2^-6, 2^-8
+KEPT_ROWS = 2048
+DEFAULTS = {"adamw": {"lr": 1e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.3, "weight_decay": 0.0}}
+WIDTHS = {False: 512, True: 640}  # untied and tied: 51.9M and 50.3M parameters
+COLOURS = {"exact": "#222222", "2^-8": "#3a8f3a", "2^-6": "#1f6fb4", "2^-4": "#d9660a"}
+
+
+# ---- corpus ----
+
+
+def read_sources(limit):
+    """Distinct Python files of the standard library and of the installed packages, shuffled."""
+    folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
+    paths = sorted({path for folder in folders for path in pathlib.Path(folder).rglob("*.py")})
+    texts, size = {}, 0
+    for index in numpy.random.default_rng(0).permutation(len(paths)):
+        try:
+            text = paths[index].read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if len(text) <= 200_000 and text not in texts:
+            texts[text] = None
+            size += len(text)
+        if size >= limit:
+            break
+    return list(texts)
+
+
+def make_corpus(path, vocab, limit):
+    """At most `limit` tokens as uint16, by a BPE made from a fifth of the files."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # for this mode alone
+
+    texts = read_sources(5 * limit)  # characters; a token has about 3.6 of them
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts[: len(texts) // 5], trainer)
+    parts, count = [], 0
+    for text in texts:
+        parts.append(numpy.array(tokenizer.encode(text).ids, numpy.uint16))
+        count += len(parts[-1])
+        if count >= limit:
+            break
+    numpy.save(path, numpy.concatenate(parts)[:limit])
+    print(f"{path}: {min(count, limit)} tokens of {len(parts)} files")
+
+
+class Corpus:
+    """Tokens on the device; the last `heldout` of them are for validation."""
+
+    def __init__(self, options):
+        tokens = numpy.load(options.corpus)
+        heldout = options.heldout // options.sequence
+        split = len(tokens) - heldout * options.sequence - 1
+        if not (heldout > 0 and split > options.sequence + 1):
+            raise SystemExit(f"{options.corpus}: {len(tokens)} tokens are too few")
+        if not tokens.max() < options.vocab:
+            raise SystemExit(f"{options.corpus}: token {tokens.max()}, vocabulary {options.vocab}")
+        self.digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+        wide = torch.from_numpy(tokens.astype(numpy.int32))
+        self.counts = torch.bincount(wide[:split], minlength=options.vocab).to(options.device)
+        wide = wide.to(options.device)
+        self.train, rest = wide[:split], wide[split:].long()
+        self.ids = rest[:-1].view(heldout, options.sequence)
+        self.targets = rest[1:].view(heldout, options.sequence)
+
+
+# ---- model ----
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):  # (batch, sequence, width)
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, sequence, width / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class Transformer(nn.Module):
+    """Gives the last hidden states; `head`, (V, width), is the loss function's operand."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.tokens = nn.Embedding(options.vocab, options.width)
+        self.positions = nn.Embedding(options.sequence, options.width)
+        blocks = (Block(options.width, options.heads) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(options.width)
+        self.head = self.tokens.weight
+        if not options.tied:
+            self.head = nn.Parameter(torch.empty(options.vocab, options.width))
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, ids):  # (batch, sequence) -> (batch, sequence, width)
+        x = self.tokens(ids) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def precision(device):
+    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+
+
+# ---- training ----
+
+
+def rates(options):
+    """The learning rate of every step: linear warm-up times cosine."""
+    steps = torch.arange(options.steps, dtype=torch.float64)
+    cosine = 0.5 * (1 + torch.cos(math.pi * steps / options.steps))
+    warmup = torch.clamp((steps + 1) / options.warmup, max=1)
+    return (options.lr * warmup * (FINAL_RATE + (1 - FINAL_RATE) * cosine)).float()
+
+
+def make_optimizer(options, parameters, rate):
+    cuda = options.device == "cuda"
+    common = {"lr": rate, "weight_decay": options.weight_decay, "fused": cuda or None}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=0.9, **common)
+    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), capturable=cuda, **common)
+
+
+class Training:
+    """One run: model, optimizer, and the tables that a step reads at its index."""
+
+    def __init__(self, options, corpus, eps, seed):
+        self.options, self.corpus = options, corpus
+        device = options.device
+        torch.manual_seed(seed)
+        with torch.device(device):
+            self.model = Transformer(options)
+            self.index = torch.zeros(1, dtype=torch.int64)
+            self.losses, self.norms = torch.zeros(options.steps), torch.zeros(options.steps)
+            self.span = torch.arange(options.sequence + 1)
+            # Incremented behind every backward: each micro-batch has a draw of its own.
+            self.gradient_seed = torch.tensor(seed << 32)
+        sampled = {"gradient": "sampled", "gradient_eps": eps, "gradient_seed": self.gradient_seed}
+        self.settings = {} if eps is None else sampled
+        generator = torch.Generator().manual_seed(seed)
+        shape = (options.steps, options.accumulate, options.batch)
+        last = len(corpus.train) - options.sequence - 1
+        self.starts = torch.randint(last, shape, generator=generator).to(device)
+        self.rates = rates(options).to(device)
+        self.rate = self.rates[0].clone()
+        self.optimizer = make_optimizer(options, self.model.parameters(), self.rate)
+        self.graph, self.done = None, 0
+
+    def loss(self, ids, target, **settings):
+        with precision(self.options.device):
+            hidden = self.model(ids)
+            return flce.linear_cross_entropy(hidden, self.model.head, target, **settings)
+
+    def clip(self):
+        """The norm of all gradients, which have norm 1 afterwards if it was larger."""
+        if self.options.clip:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return nn.utils.get_total_norm([one.grad for one in self.model.parameters()])
+
+    def step(self):
+        """Reads and writes tensors of fixed addresses only, without synchronisation."""
+        self.rate.copy_(self.rates.index_select(0, self.index)[0])
+        starts = self.starts.index_select(0, self.index)[0]  # (accumulate, batch)
+        total = torch.zeros_like(self.losses[:1])
+        for micro in range(self.options.accumulate):
+            batch = self.corpus.train[starts[micro, :, None] + self.span].long()
+            loss = self.loss(batch[:, :-1], batch[:, 1:], **self.settings) / self.options.accumulate
+            loss.backward()
+            total += loss.detach()
+            self.gradient_seed += 1
+        norm = self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.index_copy_(0, self.index, total)
+        self.norms.index_copy_(0, self.index, norm.detach().view(1))
+        self.index += 1
+
+    def advance(self, steps):
+        for _ in range(steps):
+            if self.options.device == "cuda" and self.done == EAGER_STEPS:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                    self.step()
+            if self.graph:
+                self.graph.replay()
+            else:
+                self.step()
+            self.done += 1
+
+
+def synchronised(device):
+    """The host's clock, with the device's work done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def train(options, corpus, eps, seed):
+    """The record of one run."""
+    begin = synchronised(options.device)
+    training = Training(options, corpus, eps, seed)
+    validation, times = [], []
+    while training.done < options.steps:
+        # The eager steps and the capture are a part of their own: it is not timed.
+        stop = min(options.evaluate * (training.done // options.evaluate + 1), options.steps)
+        stop = min(EAGER_STEPS + 1, stop) if training.done <= EAGER_STEPS else stop
+        start, first = synchronised(options.device), training.done
+        training.advance(stop - first)
+        if first > EAGER_STEPS:
+            times.append((synchronised(options.device) - start) / (stop - first))
+        if stop % options.evaluate == 0 or stop == options.steps:
+            losses = evaluate(training)
+            validation.append({"step": stop, "loss": losses.double().mean().item()})
+            validation[-1]["kept"] = kept_entries(training)
+    seconds = statistics.median(times)
+    row = {
+        "parameters": sum(one.numel() for one in training.model.parameters()),
+        "validation": validation,
+        "window": WINDOW,
+        "train": windows(training.losses),
+        "gradient_norm": windows(training.norms),
+        "clipped_share": (training.norms > 1).double().mean().item(),
+        "classes": by_frequency(training, losses),
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": training.starts[0].numel() * options.sequence / seconds,
+    }
+    row["wall_s"] = synchronised(options.device) - begin
+    return row
+
+
+def windows(values):
+    return [part.mean().item() for part in values.double().cpu().split(WINDOW)]
+
+
+# ---- figures of a model ----
+
+
+@torch.no_grad()
+def evaluate(training):
+    """The exact loss of every held-out token."""
+    size = 4 * training.options.batch
+    pairs = zip(training.corpus.ids.split(size), training.corpus.targets.split(size), strict=True)
+    losses = [training.loss(ids, target, reduction="none").flatten() for ids, target in pairs]
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def kept_entries(training):
+    """The expected number of classes a row beside the target, for each of KEPT."""
+    rows = max(1, KEPT_ROWS // training.options.sequence)
+    target = training.corpus.targets[:rows].reshape(-1, 1)
+    with precision(training.options.device):
+        hidden = training.model(training.corpus.ids[:rows])
+        logits = F.linear(hidden, training.model.head).flatten(0, 1)
+    p = logits.float().softmax(1).scatter_(1, target, 0.0)
+    return {f"2^-{k}": (p * 2**k).clamp_(max=1.0).sum(1).mean().item() for k in KEPT}
+
+
+@torch.no_grad()
+def by_frequency(training, losses):
+    """Means over the classes of each bin of BINS: the head's rows, Adam's moments of them, and the
+    validation loss of their targets.
+
+    `common_norm` is the norm of the rows' mean: what a push of all rows in one direction adds up
+    to. `update` is the mean of |exp_avg| / sqrt(exp_avg_sq): Adam's step over the learning rate.
+    """
+    counts, weight, bins = training.corpus.counts, training.model.head, []
+    state = training.optimizer.state[weight]
+    targets = training.corpus.targets.flatten()
+    for lower, upper in zip(BINS, (*BINS[1:], math.inf), strict=True):
+        chosen = (counts >= lower) & (counts < upper)
+        if not chosen.any():
+            continue
+        rows, mine = weight[chosen].double(), chosen[targets]
+        row = {
+            "at_least": lower,
+            "classes": int(chosen.sum()),
+            "heldout_targets": int(mine.sum()),
+            "row_norm": rows.norm(dim=1).mean().item(),
+            "common_norm": rows.mean(0).norm().item(),
+        }
+        if mine.any():
+            row["validation"] = losses[mine].double().mean().item()
+        if "exp_avg_sq" in state:
+            first, second = (state[name][chosen].double() for name in ("exp_avg", "exp_avg_sq"))
+            row["second_moment"] = second.mean().item()
+            row["second_moment_root"] = second.sqrt().mean().item()
+            row["first_moment_norm"] = first.norm(dim=1).mean().item()
+            row["update"] = (first.abs() / (second.sqrt() + 1e-8)).mean().item()
+        bins.append(row)
+    return bins
+
+
+# ---- record ----
+
+
+def parse_runs(text):
+    """[(gradient, eps or None, seed)] of a list such as exact:0,2^-6:1."""
+    runs = []
+    for part in text.split(","):
+        gradient, _, seed = part.partition(":")
+        base, power, exponent = gradient.partition("^")
+        try:
+            eps = None if gradient == "exact" else float(base) ** int(exponent if power else 1)
+            runs.append((gradient, eps, int(seed)))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected as exact:0,2^-6:1, got {part!r}") from None
+    return runs
+
+
+def configuration(options, corpus):
+    names = "layers width heads vocab tied batch sequence accumulate steps warmup optimizer lr"
+    names += " weight_decay clip heldout evaluate"
+    chosen = {name: getattr(options, name) for name in names.split()}
+    return chosen | {"corpus": corpus.digest}
+
+
+def load_runs(paths):
+    return [run for path in paths for run in json.loads(path.read_text())["runs"]]
+
+
+def store(path, runs):
+    """Written beside and renamed: a process killed in between leaves the record of before."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    fresh.replace(path)
+
+
+def expected_seconds(runs, chosen, facts):
+    """The longest of the runs of this configuration on this GPU, 0 without one."""
+    gpu = facts.get("gpu")
+    same = (r for r in runs if r["configuration"] == chosen and r["machine"].get("gpu") == gpu)
+    return max((run["wall_s"] for run in same), default=0.0)
+
+
+def one_line(run):
+    kept = run["validation"][-1]["kept"].get(run["gradient"])
+    entries = f"  {kept:.1f} entries a row" if kept else ""
+    return (
+        f"{run['gradient']:>6}:{run['seed']}  validation {final(run):.4f}  "
+        f"training {run['train'][-1]:.4f}  step {run['step_ms']:.2f} ms  "
+        f"{run['tokens_per_s']:.0f} tokens/s  {run['wall_s']:.1f} s  "
+        f"norm above 1 in {run['clipped_share']:.0%} of steps{entries}"
+    )
+
+
+def run_all(options):
+    """Makes the runs that the record does not hold; False if the budget ended before the last."""
+    begin = time.perf_counter()
+    corpus = Corpus(options)
+    chosen, facts = configuration(options, corpus), measure.machine(options.device)
+    print(f"{measure.described(facts)}\n{described(chosen)}", flush=True)
+    runs = load_runs([options.json]) if options.json and options.json.exists() else []
+    for gradient, eps, seed in options.runs:
+        key = {"gradient": gradient, "eps": eps, "seed": seed, "configuration": chosen}
+        if any(key.items() <= run.items() for run in runs):
+            print(f"{gradient:>6}:{seed}  is in {options.json}")
+            continue
+        needed = 1.05 * expected_seconds(runs, chosen, facts)
+        if options.budget and time.perf_counter() - begin + needed > options.budget:
+            print(f"budget of {options.budget:g} s: not started from {gradient}:{seed} on")
+            return False
+        run = key | {"machine": measure.machine(options.device)}
+        run |= train(options, corpus, eps, seed)
+        runs.append(run)
+        if options.json:
+            store(options.json, runs)
+        print(one_line(run), flush=True)
+        gc.collect()  # the graph's memory, before the next run takes its own
+    return True
+
+
+# ---- picture and table ----
+
+
+def described(chosen):
+    return (
+        f"{chosen['layers']} layers of {chosen['width']}, V = {chosen['vocab']}, "
+        f"{'tied' if chosen['tied'] else 'untied'}, "
+        f"{chosen['accumulate']} x {chosen['batch']} x {chosen['sequence']} tokens a step,\n"
+        f"{chosen['optimizer']}, learning rate {chosen['lr']:g}, decay "
+        f"{chosen['weight_decay']:g}, {'clipped at norm 1' if chosen['clip'] else 'not clipped'}"
+    )
+
+
+def groups(runs):
+    """{configuration as text: {gradient: runs}}, exact first, then eps upwards."""
+    found = {}
+    for run in sorted(runs, key=lambda run: run["eps"] or 0.0):
+        gradients = found.setdefault(json.dumps(run["configuration"], sort_keys=True), {})
+        gradients.setdefault(run["gradient"], []).append(run)
+    return found
+
+
+def final(run):
+    return run["validation"][-1]["loss"]
+
+
+def table(gradients):
+    """Rows of Markdown; `to exact`: the mean difference to the exact run of the same seed."""
+    lines = [
+        "| gradient | seeds | validation | least | most | to exact |",
+        "|---|---|---|---|---|---|",
+    ]
+    exact = {run["seed"]: final(run) for run in gradients.get("exact", [])}
+    for gradient, runs in gradients.items():
+        values = [final(run) for run in runs]
+        paired = [final(run) - exact[run["seed"]] for run in runs if run["seed"] in exact]
+        difference = f"{statistics.mean(paired):+.4f}" if paired else ""
+        lines.append(
+            f"| {gradient} | {len(runs)} | {statistics.mean(values):.4f} | {min(values):.4f} "
+            f"| {max(values):.4f} | {difference} |"
+        )
+    return "\n".join(lines)
+
+
+def draw_curves(axes, gradients, curve):
+    """The mean over seeds, and from the least to the most of them; `curve`: run -> (xs, ys)."""
+    for gradient, runs in gradients.items():
+        colour = COLOURS.get(gradient, "#8a8a8a")
+        steps = curve(runs[0])[0]
+        columns = list(zip(*(curve(run)[1] for run in runs), strict=True))
+        axes.plot(steps, list(map(statistics.mean, columns)), color=colour, label=gradient)
+        lower, upper = list(map(min, columns)), list(map(max, columns))
+        axes.fill_between(steps, lower, upper, color=colour, alpha=0.18, linewidth=0)
+
+
+def training_curve(run):
+    count, steps = len(run["train"]), run["configuration"]["steps"]
+    return [min(run["window"] * (i + 1), steps) for i in range(count)], run["train"]
+
+
+def validation_curve(run):
+    return tuple([one[key] for one in run["validation"]] for key in ("step", "loss"))
+
+
+def draw_final(axes, gradients):
+    for place, (gradient, runs) in enumerate(gradients.items()):
+        values = [final(run) for run in runs]
+        colour = COLOURS.get(gradient, "#8a8a8a")
+        axes.plot([place] * len(values), values, "o", color=colour, alpha=0.7, label=gradient)
+        axes.hlines(statistics.mean(values), place - 0.3, place + 0.3, color=colour)
+    axes.set_xticks(range(len(gradients)), gradients)
+    axes.margins(x=0.15)
+
+
+def draw(found):
+    """A row of three panels for each configuration."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (12, 3.9 * len(found))
+    figure, grid = pyplot.subplots(len(found), 3, figsize=size, squeeze=False, layout="constrained")
+    for panels, (text, gradients) in zip(grid, found.items(), strict=True):
+        draw_curves(panels[0], gradients, training_curve)
+        draw_curves(panels[1], gradients, validation_curve)
+        draw_final(panels[2], gradients)
+        panels[0].set_title(described(json.loads(text)), fontsize=9.5, loc="left")
+        panels[0].set(xlabel="step", ylabel="training loss, means of windows")
+        panels[0].legend(fontsize=8.5, frameon=False)
+        panels[1].set(xlabel="step", ylabel="validation loss")
+        panels[2].set(ylabel="validation loss at the end, each seed")
+        for axes in panels:
+            axes.grid(which="both", color="#e6e6e6", linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot(options):
+    found = groups(load_runs(options.plot))
+    for text, gradients in found.items():
+        print(f"{described(json.loads(text))}\n\n{table(gradients)}\n")
+    draw(found).savefig(options.out, dpi=120, facecolor="white")
+    print(options.out)
+
+
+# ---- command ----
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    path, add = pathlib.Path, parser.add_argument
+    add("--corpus", type=path, help="tokens, uint16 in a .npy file")
+    add("--make-corpus", action="store_true", help="write that file, by the package tokenizers")
+    add("--corpus-tokens", type=int, default=13_400_000, help="at most, of --make-corpus")
+    add("--runs", type=parse_runs, default="exact:0,2^-6:0", help="GRADIENT:SEED, by commas")
+    add("--json", type=path, help="the record: runs are added to it")
+    add("--budget", type=float, help="seconds: start no run that would end behind them")
+    add("--plot", type=path, nargs="+", metavar="JSON", help="draw these records, train nothing")
+    add("--out", type=path, default=path("sampled-training.png"), help="the picture of --plot")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    add("--optimizer", choices=list(DEFAULTS), default="adamw")
+    add("--lr", type=float, help="at its peak; default 1e-3, sgd 0.3")
+    add("--weight-decay", type=float, help="default 0.1, sgd 0")
+    add("--no-clip", dest="clip", action="store_false", help="do not clip gradients at norm 1")
+    add("--tied", action="store_true", help="one table for the tokens and the head")
+    add("--accumulate", type=int, default=1, help="micro-batches a step")
+    add("--steps", type=int, default=3500)
+    add("--warmup", type=int, default=100, help="steps in which the learning rate rises")
+    add("--evaluate", type=int, default=500, help="steps between validations")
+    add("--heldout", type=int, default=2**18, help="tokens of the validation")
+    add("--layers", type=int, default=6)
+    add("--width", type=int, help="default 512, tied 640: 50M parameters or more")
+    add("--heads", type=int, help="default: of 64 columns each")
+    add("--vocab", type=int, default=32000)
+    add("--batch", type=int, default=16, help="sequences of a micro-batch")
+    add("--sequence", type=int, default=512)
+    return parser
+
+
+def parse_options(arguments=None):
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.corpus is None and not options.plot:
+        parser.error("--corpus: expected a file")
+    for name, value in DEFAULTS[options.optimizer].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.steps <= EAGER_STEPS + 1:
+        parser.error(f"--steps: expected more than {EAGER_STEPS + 1}, got {options.steps}")
+    options.width = options.width or WIDTHS[options.tied]
+    options.heads = options.heads or options.width // 64
+    return options
+
+
+def main(arguments=None):
+    options = parse_options(arguments)
+    if options.plot:
+        return plot(options)
+    if options.make_corpus:
+        return make_corpus(options.corpus, options.vocab, options.corpus_tokens)
+    if options.device == "cpu":
+        return 0 if run_all(options) else 3
+    with torch.cuda.stream(torch.cuda.Stream()):  # a capture refuses the default stream
+        return 0 if run_all(options) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
