@@ -110,7 +110,7 @@ struct flce_gemm {
  * token_weight, temperature, stats, loss, predictions, coef; and the rows of `probabilities`) are
  * indexed by i, the token of row r:
  * - index NULL: i = r, and the pointers to vectors are already advanced to the chunk's first row.
- * - else i = index[r], and the pointers are to token 0. index[r] = -1 is an empty row: out gets
+ * - else i = index[r], and the pointers are to token 0. index[r] = -1 is an absent row: out gets
  *   zeros, nothing else is written.
  *
  * All row passes read z + bias. Rows whose target is ignore_index get statistics 0, prediction -1
@@ -394,7 +394,7 @@ struct flce_backend {
   /* Factors of the rows' gradients, enum flce_coef_row, into coef [FLCE_COEF_ROWS][stat_pitch],
    * which is indexed like stats. Reads stats, target, class_weight, token_weight, temperature,
    * options and scalars of `rows`. factor[0] multiplies upstream->loss; NULL for 1. Ignored rows:
-   * 0; out-of-range rows: NaN; empty rows (index -1): nothing is written. */
+   * 0; out-of-range rows: NaN; absent rows (index -1): nothing is written. */
   flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_upstream* upstream,
                                   const void* factor, void* coef);
 
@@ -411,7 +411,7 @@ struct flce_backend {
   /* dX of a chunk from D, the result of its GEMM, rounded once. For row r of `rows` and its token
    * i: dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum, with the factors in rows->coef; or
    * dX[i] = D[r] if rows->coef is NULL. Zeros if the target is ignored, NaN if it is out of range;
-   * empty rows (index -1) are not written.
+   * absent rows (index -1) are not written.
    * D may be dX itself if rows->index is NULL and cols equals hidden. scaled_x, unless NULL, gets
    * scale_rows of x by ROW; only with rows->coef. */
   flce_status (*finish_grad_input)(void* self, const flce_grad_input_args* call);

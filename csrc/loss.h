@@ -1,4 +1,5 @@
-/* What follows from the options of the loss alone: plan and backends ask here, not the options. */
+/* What follows from the options of the loss alone: predicates of flce_loss that the plan and the
+ * backends use. */
 #ifndef FLCE_LOSS_H
 #define FLCE_LOSS_H
 

@@ -4,6 +4,9 @@ Nothing is written before every check has passed, and each backward adds once. A
 nothing here, also if a checkpoint runs it again.
 """
 
+import contextlib
+import threading
+
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -11,6 +14,9 @@ from . import validate
 from .validate import refuse
 
 _NAME = "accumulate_into"
+# Held while a backward on the CPU adds, because threads would lose sums; on CUDA one thread of
+# autograd runs all backwards of a device.
+_CPU_LOCK = threading.RLock()
 # Where torch keeps the hooks on a parameter's gradient, by the function that registers them.
 _HOOKS = {
     "Tensor.register_hook": "_backward_hooks",
@@ -37,8 +43,9 @@ class Accumulator:
 
     def __init__(self, weight, attribute):
         self.weight, self.attribute = weight, attribute
+        self.lock = _CPU_LOCK if weight.is_cpu else contextlib.nullcontext()
         if attribute == "main_grad":
-            self.find()
+            self.checked_target()
         else:
             self._check_weight()
 
@@ -57,8 +64,8 @@ class Accumulator:
             refuse(
                 _NAME,
                 "a linear_weight without gradient hooks",
-                f"one with hooks of {' and '.join(hooks)}, which the gradient would pass by; "
-                f'remove them, use {_NAME}=None, or "main_grad" with '
+                f"one with hooks of {' and '.join(hooks)}, which would not be called with the "
+                f'gradient; remove them, use {_NAME}=None, or "main_grad" with '
                 "weight.grad_added_to_main_grad declared",
             )
 
@@ -67,7 +74,7 @@ class Accumulator:
         gradient, and grad_added_to_main_grad tells them to drop it."""
         return self.attribute == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
 
-    def find(self):
+    def checked_target(self):
         """The tensor for flce::backward_into to add to, checked against the weight; None if
         flce::backward must create .grad. Runs in a backward, before anything is written."""
         self._check_weight()
@@ -89,6 +96,8 @@ class Accumulator:
         validate.check_shape(name, found, weight.shape)
         if found.device != weight.device:
             refuse(name, f"device {weight.device}", found.device)
+        if found.is_neg():
+            refuse(name, "a tensor that holds its values", "a view that negates them (is_neg)")
         if not found.is_contiguous():
             refuse(name, "a contiguous tensor", f"strides {found.stride()}")
         begins = found.data_ptr(), weight.data_ptr()
@@ -99,7 +108,7 @@ class Accumulator:
             refuse(name, "a tensor that may be written to", kind)
         return found
 
-    def is_asked(self, node):
+    def should_accumulate(self, node):
         """Whether the running backward should accumulate: not if it computes only other leaves'
         gradients, which needs_input_grad does not tell. `node`: the weight's AccumulateGrad."""
         refuse_tracing()
@@ -115,9 +124,9 @@ class Accumulator:
                 f"linear_weight out of its inputs, or use {_NAME}=None"
             ) from None
 
-    def close(self, grad_weight):
-        """Runs after the gradients are made; `grad_weight` is one if find() returned None.
-        Returns what autograd gets as the weight's gradient."""
+    def finish(self, grad_weight):
+        """Runs after the gradients are made; `grad_weight` is one if checked_target() returned
+        None. Returns what autograd gets as the weight's gradient."""
         weight = self.weight
         if weight.is_cuda:
             # The stream that called backward() must wait for this one, as it does at the end for

@@ -8,6 +8,7 @@ import torch
 
 from .options import GRADIENTS, Settings
 from .strategy import gemm_dtype, row_pitch, sample_pitch, saved_dtype, stat_dtype
+from .validate import refuse_vmap
 
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
@@ -93,6 +94,8 @@ _FAKES = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
+    for _key in ("FuncTorchBatched", "Batched"):  # Batched: is_grads_batched, vectorize=True
+        library.impl(_name, refuse_vmap, _key)
 
 
 # Kernels for the Autograd key with autograd Functions of our own. torch.library.register_autograd
@@ -151,7 +154,7 @@ def refuse_entropy_gradient(_):
     )
 
 
-def _once_only(make):
+def _once_differentiable(make):
     """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which returns the
     first-order gradients; grad_stats is None if neither lse nor entropy has a gradient.
 
@@ -219,7 +222,7 @@ class Forward(torch.autograd.Function):
             ctx.save_for_backward(*arguments)
         return _returned(ctx, made, count)
 
-    @_once_only
+    @_once_differentiable
     def backward(ctx, grad_output, grad_stats):
         wanted, settings, saved = ctx.needs_input_grad[:3], ctx.settings, ctx.saved_tensors
         if settings.save == "grads":
@@ -259,28 +262,26 @@ def _scale_made(ctx, saved, grad_output, wanted):
             made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
     ctx.scaled = may_write
     if any(grad is not None for grad in own):
-        _scale_unseen(*own, grad_output, scalars)
+        _scale_untracked(*own, grad_output, scalars)
     return tuple(made)
 
 
 def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
-    accumulator, into = ctx.accumulator, None
-    if accumulator is not None:
-        # The Function's differentiable tensors are the operands; the second one is the weight.
-        if accumulator.is_asked(ctx.next_functions[1][0]):
-            into = accumulator.find()
-        else:
-            accumulator, wanted = None, (wanted[0], False, wanted[2])
+    accumulator = ctx.accumulator
+    # The Function's differentiable tensors are the operands; the second one is the weight.
+    if accumulator and not accumulator.should_accumulate(ctx.next_functions[1][0]):
+        accumulator, wanted = None, (wanted[0], False, wanted[2])
     grads = dict(zip(GRADIENTS, wanted, strict=True))
     args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
-    if into is None:
-        grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
-    else:
-        grad_input, grad_bias = run(inner.backward_into.default, into, *args)
-        grad_weight = None
-    if accumulator is not None:
-        grad_weight = accumulator.close(grad_weight)
-    return grad_input, grad_weight, grad_bias
+    if accumulator is None:
+        return run(inner.backward.default, *args)
+    with accumulator.lock:
+        if (into := accumulator.checked_target()) is None:
+            grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
+        else:
+            grad_input, grad_bias = run(inner.backward_into.default, into, *args)
+            grad_weight = None
+        return grad_input, accumulator.finish(grad_weight), grad_bias
 
 
 class CrossEntropyForward(torch.autograd.Function):
@@ -292,7 +293,7 @@ class CrossEntropyForward(torch.autograd.Function):
         ctx.save_for_backward(logits, *constants, *made[1:3])
         return _returned(ctx, made, count)
 
-    @_once_only
+    @_once_differentiable
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
         return (run(inner.cross_entropy_backward.default, *args),)
@@ -314,7 +315,7 @@ for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)
 
 
-def _scale_unseen(*args):
+def _scale_untracked(*args):
     with torch._C._AutoDispatchBelowAutograd(), torch._C._AutoDispatchBelowADInplaceOrView():
         inner.scale_.default(*args)
 
@@ -324,23 +325,23 @@ def _check_writable(name, tensor, use):
         raise RuntimeError(f"{name}: expected a tensor that does not require grad, to {use}")
 
 
-def _scale_seen(*args):
+def _scale_bumping_version(*args):
     """scale_ called directly: bumps the version of what it writes, for graphs that saved it."""
     grads = {name: grad for name, grad in zip(GRADIENTS, args, strict=False) if grad is not None}
     for name, grad in grads.items():
         _check_writable(name, grad, "scale in place")
-    _scale_unseen(*args)
+    _scale_untracked(*args)
     for grad in grads.values():
         torch.autograd.graph.increment_version(grad)
 
 
-def _backward_into_seen(grad_weight_into, *args):
-    """As _scale_seen."""
+def _backward_into_bumping_version(grad_weight_into, *args):
+    """As _scale_bumping_version."""
     _check_writable("grad_weight_into", grad_weight_into, "add to in place")
     torch.autograd.graph.increment_version(grad_weight_into)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return inner.backward_into.default(grad_weight_into, *args)
 
 
-library.impl("scale_", _scale_seen, "ADInplaceOrView")
-library.impl("backward_into", _backward_into_seen, "ADInplaceOrView")
+library.impl("scale_", _scale_bumping_version, "ADInplaceOrView")
+library.impl("backward_into", _backward_into_bumping_version, "ADInplaceOrView")

@@ -17,7 +17,7 @@ def _call(name, operands, settings):
     operator if the call is traced or transformed. `settings`: the options by name; modified here,
     and listed by the callers because torch.compile cannot trace locals() before torch 2.13."""
     _as_numbers(settings, operands[0])
-    returns = [settings[option] for option in RETURNS]
+    returns = [validate.check_flag(option, settings[option]) for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
     if settings.get("accumulate_into") is not None:
         accumulate.refuse_tracing()

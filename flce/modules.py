@@ -14,6 +14,12 @@ from .strategy import parse_bytes
 _MODULE_OPTIONS = defaults("of_module")
 
 
+def _check_class_weight(name, tensor, classes):
+    if tensor is not None:
+        validate.check_tensor(name, tensor)
+        validate.check_shape(name, tensor, (classes,), ", a factor for each class")
+
+
 def _keep_options(module, classes, given):
     """Stores a Module's options, after the checks that need no tensor. `given`: the
     constructor's arguments by name."""
@@ -45,9 +51,10 @@ def _loss_of(module, input, linear, target, class_weight, options):
 
 
 def _describe_options(module):
-    """extra_repr: the options that differ from their default."""
-    shown = ((name, getattr(module, name, value), value) for name, value in _MODULE_OPTIONS.items())
-    return "".join(f", {name}={value!r}" for name, value, default in shown if value != default)
+    """extra_repr: the options whose text is not their default's (a tensor has no truth value)."""
+    options = _MODULE_OPTIONS.items()
+    shown = ((name, repr(getattr(module, name, value)), repr(value)) for name, value in options)
+    return "".join(f", {name}={text}" for name, text, default in shown if text != default)
 
 
 class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
@@ -78,8 +85,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         weight=None,
         **options,
     ):
-        if weight is not None:
-            validate.check_shape("weight", weight, (num_classes,), ", a factor for each class")
+        _check_class_weight("weight", weight, num_classes)
         super().__init__(weight=weight, reduction=reduction)
         _keep_options(self, num_classes, {"reduction": reduction, **options})
         self.num_classes = num_classes
@@ -91,10 +97,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         return _loss_of(self, input, self.linear, target, self.weight, options)
 
     def extra_repr(self):
-        return (
-            f"in_features={self.linear.in_features}, num_classes={self.num_classes}"
-            f"{_describe_options(self)}"
-        )
+        sizes = f"in_features={self.linear.in_features}, num_classes={self.num_classes}"
+        return f"{sizes}{_describe_options(self)}"
 
 
 class LinearCrossEntropyHead(nn.Linear):
@@ -125,6 +129,7 @@ class LinearCrossEntropyHead(nn.Linear):
         class_weight=None,
         **options,
     ):
+        _check_class_weight("class_weight", class_weight, out_features)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
         _keep_options(self, out_features, options)

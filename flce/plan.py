@@ -8,7 +8,7 @@ import torch
 
 from . import strategy, validate
 from ._C import getenv
-from .options import DTYPES, Wanted, defaults
+from .options import DTYPES, GRADIENTS, RETURNS, Wanted, defaults
 from .signature import linear_signature, linear_values
 
 
@@ -115,6 +115,8 @@ def plan(
     options = {**defaults(), **locals()}
     device = torch.device(device)
     _check_problem(device, tokens, hidden, vocab)
+    for name in sorted(options.keys() & {"bias", *GRADIENTS, *RETURNS}):
+        validate.check_flag(name, options[name])
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
     for name in ("dtype", "input_dtype", "weight_dtype"):
         validate.check_float(name, options[name] or dtype)

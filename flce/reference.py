@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .options import LinearCrossEntropyOutput
 
-_HOW = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")
+_IGNORED_OPTIONS = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")
 
 
 def linear_cross_entropy(
@@ -40,7 +40,7 @@ def linear_cross_entropy(
     gradient="sampled" is for class targets. It gives the gradients that flce gives for the same
     `gradient_seed`, an int, in the dtype of the call; None draws a seed as flce does.
     """
-    loss = {name: value for name, value in loss.items() if name not in _HOW}
+    loss = {name: value for name, value in loss.items() if name not in _IGNORED_OPTIONS}
     target = shifted(target, shift, cu_seqlens, ignore_index)
     kept = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
     if valid_vocab is not None:
@@ -84,8 +84,7 @@ def cross_entropy(
     sampling: (gradient_eps, gradient_seed) of a sampled gradient, or None.
     """
     cut = ignored(target, ignore_index)
-    # Ignored rows become finite; they do not contribute.
-    kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)
+    kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)  # finite also where it does not contribute
     scales = (softcap, logit_scale, temperature)
     logits = final_logits(kept, cut, *scales)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -120,8 +119,7 @@ def cross_entropy(
     predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of several equal maxima
     accuracy = None
     if not target.is_floating_point():
-        correct = ((predictions == target) & ~cut).sum()
-        accuracy = correct.to(stat) / (~cut).sum().clamp(min=1)
+        accuracy = ((predictions == target) & ~cut).sum().to(stat) / (~cut).sum().clamp(min=1)
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
     # A class of probability 0 adds nothing to an entropy.
@@ -136,9 +134,8 @@ def linear_logprobs(input, linear_weight, target, **options):
 
     `options` are those of `flce.linear_logprobs`, all of them options of `linear_cross_entropy`.
     """
-    output = linear_cross_entropy(
-        input, linear_weight, target, reduction="none", return_entropy=True, **options
-    )
+    options |= {"reduction": "none", "return_entropy": True}
+    output = linear_cross_entropy(input, linear_weight, target, **options)
     return -output.loss, output.entropy
 
 
@@ -273,10 +270,8 @@ def _rows_of_loss(logits, target, weight, ignore_index, label_smoothing):
     rows = logits.shape[:-1]
     flat = logits.reshape(rows.numel(), logits.shape[-1])
     options = {"reduction": "none", "label_smoothing": label_smoothing}
-    if target.is_floating_point():
-        target = target.reshape(flat.shape).to(flat.dtype)
-    else:
-        options["ignore_index"] = -100 if ignore_index is None else ignore_index
-        target = target.reshape(-1).long()
+    options["ignore_index"] = -100 if ignore_index is None else ignore_index
+    probable = target.is_floating_point()
+    target = target.reshape(flat.shape).to(flat.dtype) if probable else target.reshape(-1).long()
     weight = None if weight is None else weight.to(logits.dtype)
     return F.cross_entropy(flat, target, weight=weight, **options).reshape(rows)

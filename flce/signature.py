@@ -27,6 +27,7 @@ _LINEAR_NAMES = (
 )
 logits_values = operator.itemgetter(*_LOGITS_NAMES)
 linear_values = operator.itemgetter(*_LINEAR_NAMES)
+_REQUIRED = frozenset(("input", "linear_weight", "logits", "target"))
 _matmul = torch.backends.cuda.matmul
 
 # The metadata of a tensor that is checked. A call passes plain tuples of these fields: a namedtuple
@@ -35,8 +36,8 @@ Meta = collections.namedtuple("Meta", ("dtype", "device", "shape", "requires_gra
 
 
 def describe(name, tensor):
-    """The fields of Meta of a tensor that is checked to be dense; None for None."""
-    if tensor is None:
+    """The fields of Meta of a tensor that is checked to be dense; None for an optional None."""
+    if tensor is None and name not in _REQUIRED:
         return None
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         validate.check_tensor(name, tensor)
@@ -67,7 +68,7 @@ def autocast_dtype(device_type):
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def _once_a_signature(function):
+def _cached_by_signature(function):
     """Caches the results of `function` by its arguments, compared with their types."""
     known = functools.lru_cache(maxsize=1024, typed=True)(function)
 
@@ -142,16 +143,16 @@ def _settings(given, scalars, wanted, dtype, leaves, **others):
     return Settings(*(values[name] for name in Settings._fields))
 
 
-@_once_a_signature
-def linear_signature(around, wanted, operands, tensors, *values):
+@_cached_by_signature
+def linear_signature(global_state, wanted, operands, tensors, *values):
     """The Signature of a linear cross entropy; refuses wrong arguments.
 
-    `around`: the result of `environment`; `operands`: results of `describe` for input,
+    `global_state`: the result of `environment`; `operands`: results of `describe` for input,
     linear_weight, linear_bias; `tensors`: the same for target, weight, token_weight and the rows'
     temperatures; `values`: the result of `linear_values`.
     """
     given = dict(zip(_LINEAR_NAMES, values, strict=True))
-    grad_mode, compiling, autocast, allow_tf32, environment_memory = around
+    grad_mode, compiling, autocast, allow_tf32, environment_memory = global_state
     operands = _metas(operands)
     input, linear_weight, _ = operands
     validate.check_choices(given)
@@ -180,8 +181,8 @@ def linear_signature(around, wanted, operands, tensors, *values):
     return Signature(settings, wanted, input, has_probabilities, vocab, accumulates, compiling)
 
 
-@_once_a_signature
-def logits_signature(around, wanted, logits, tensors, *values):
+@_cached_by_signature
+def logits_signature(global_state, wanted, logits, tensors, *values):
     """As linear_signature, for given logits; `values`: the result of `logits_values`."""
     given = defaults() | dict(zip(_LOGITS_NAMES, values, strict=True))
     (logits,) = _metas([logits])
@@ -192,7 +193,7 @@ def logits_signature(around, wanted, logits, tensors, *values):
     if vocab < 1:
         validate.refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
-    leaves = (logits if around[0] else None, None, None)
+    leaves = (logits if global_state[0] else None, None, None)
     unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
     settings = _settings(given, scalars, wanted, logits.dtype, leaves, **unused)
     return Signature(settings, wanted, logits, has_probabilities, vocab)

@@ -45,8 +45,7 @@ def parse_bytes(value, name="max_memory"):
 
 
 def resolve_max_memory(max_memory, device):
-    """The bound in bytes: the argument, else FLCE_MAX_MEMORY, else the smaller of 1 GiB and an
-    eighth of the device's memory."""
+    """In bytes: the argument, else FLCE_MAX_MEMORY, else 1 GiB or 1/8 of the memory, if smaller."""
     if max_memory is not None:
         return parse_bytes(max_memory)
     if text := getenv("FLCE_MAX_MEMORY"):
@@ -70,8 +69,7 @@ def gemm_dtype(device_type, dtype):
 
 def _logits_dtype(settings, device_type):
     """The dtype of the logits: CPU GEMMs write their operands' dtype, whatever logits_dtype is."""
-    on_cpu = device_type == "cpu"
-    return gemm_dtype(device_type, settings.dtype) if on_cpu else settings.logits_dtype
+    return gemm_dtype("cpu", settings.dtype) if device_type == "cpu" else settings.logits_dtype
 
 
 def row_pitch(vocab, dtype, device_type):
@@ -99,12 +97,16 @@ def saved_dtype(settings, device_type, has_probabilities):
     return _logits_dtype(settings, device_type) if keeps_logits else operand
 
 
+def _fits(rows, limit):
+    """Whether rows <= limit. torch.export needs one result for all sizes of a dynamic shape."""
+    if isinstance(rows, int) or not torch.compiler.is_exporting():
+        return rows <= limit
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= limit)
+
+
 def resolve_save(call, rows):
     """The strategy of `call`, a Signature, for `rows` computed rows: an explicit `save` is kept,
-    "auto" is decided.
-
-    This is the only place that decides it, in Python because sizes may be symbolic.
-    """
+    "auto" is decided, nowhere else than here."""
     settings, device_type = call.settings, call.rows.device.type
     if not call.differentiable:
         return "nothing"
@@ -127,12 +129,11 @@ def resolve_save(call, rows):
     # Gradients of lse or entropy would make save="grads" recompute the logits.
     if prefers_gradients and settings.saves_memory and not call.differentiates_outputs:
         return "grads"
-    # A division, not a multiplication: torch.export can then name the bound of a dynamic row count.
     kept = saved_dtype(settings, device_type, call.has_probabilities)
-    if rows > settings.max_memory // _row_bytes(call.vocab, kept, device_type):
+    if not _fits(rows, settings.max_memory // _row_bytes(call.vocab, kept, device_type)):
         return "grads" if can_keep_gradients else "stats"
     small = call.vocab * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    one_chunk = rows <= settings.max_memory // _row_bytes(call.vocab, logits, device_type)
+    one_chunk = _fits(rows, settings.max_memory // _row_bytes(call.vocab, logits, device_type))
     return "grads" if prefers_gradients and small and one_chunk else "logits"
 
 
@@ -176,16 +177,14 @@ def from_torch_options(options, linear_weight):
     if all logits fit, they are one chunk. `chunking_method` has no effect (max_memory decides), nor
     has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
 
-    `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields, or None;
-    `linear_weight`: shape (V, H) or (C, d1, ..., dK, H), only its sizes and dtype are used.
-    TypeError if `options` is no such object, ValueError if batch_chunk_size is no positive int.
+    `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields (else TypeError), or
+    None; `linear_weight`: (V, H) or (C, d1, ..., dK, H), of which sizes and dtype are used.
     """
     if options is None:
         return {}
     fields = ("acc_dtype", "acc_policy", "batch_chunk_size")
     if not all(hasattr(options, name) for name in fields):
-        expected = "torch.nn.LinearCrossEntropyOptions or an object with the fields "
-        expected += ", ".join(fields)
+        expected = f"torch.nn.LinearCrossEntropyOptions or an object with the fields {fields}"
         refuse("options", expected, type(options).__name__, TypeError)
     found = {}
     if options.acc_dtype is not None and options.acc_policy != "compact":

@@ -84,11 +84,9 @@ def tune(
 ):
     """Times every cuBLASLt algorithm of each GEMM that a call of these sizes runs, on this GPU.
 
-    One forward and backward on random data records its GEMMs: logits, the input's and the weight's
-    gradient, for full chunks and for the last. Each candidate of each is then timed in interleaved
-    rounds, which takes seconds. The fastest is selected, in this process at once, and in processes
-    that import flce with FLCE_TUNE_FILE set to the file. It may sum in another order, so results
-    may differ in their last bits from earlier ones (docs/tuning.md).
+    One forward and backward on random data records its GEMMs. The candidates of each are timed in
+    interleaved rounds, which takes seconds. The fastest is selected, in this process at once, and
+    in processes that import flce with FLCE_TUNE_FILE set to the file. It may sum in another order.
 
     Args:
         tokens, hidden, vocab: N, H, V of the calls to come; with `valid_bound`, N is the bound.
@@ -147,10 +145,9 @@ def products_of(sizes, types, bias, device, options):
         b = torch.zeros(vocab, dtype=weight_dtype, device=device).requires_grad_() if bias else None
         y = torch.randint(options.get("valid_vocab") or vocab, (tokens,), **given)
         # An existing .grad, as every step but the first finds it.
-        if options.get("accumulate_into") == "grad":
-            w.grad = torch.zeros_like(w)
-        if options.get("accumulate_into") == "main_grad":
-            w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+        if attribute := options.get("accumulate_into"):
+            held = weight_dtype if attribute == "grad" else torch.float32
+            setattr(w, attribute, torch.zeros_like(w, dtype=held))
         inner.gemm_record(device.index)
         try:
             with torch.autocast("cuda", dtype=dtype, enabled=len(set(types)) > 1):

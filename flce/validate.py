@@ -20,10 +20,7 @@ def refuse(name, expected, got, error=ValueError):
 
 
 def number(name, value):
-    """A Python number; a 0-d tensor is accepted, as in torch's own functions.
-
-    Reading one from a GPU synchronises with the device.
-    """
+    """A Python number; also from a 0-d tensor, as in torch. Reading one from a GPU synchronises."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         check_constant(name, value)
         refuse_transforms(value)
@@ -33,16 +30,30 @@ def number(name, value):
     return value
 
 
+def _in_range(name, value, check, expected):
+    """The number as a float, for which `check` is true."""
+    value = number(name, value)
+    try:
+        if check(converted := float(value)):
+            return converted
+    except OverflowError:
+        value = "a number beyond the range of float64"
+    refuse(name, expected, value)
+
+
+def check_flag(name, value):
+    if type(value) is not bool:
+        refuse(name, "True or False", repr(value), TypeError)
+    return value
+
+
 def check_scalars(given):
     """The checked ignore_index and NUMBERS of `given` by name; 0.0 for None."""
     scalars = {"ignore_index": check_ignore_index(given["ignore_index"])}
     for name in NUMBERS:
         option, value = OPTIONS[name], given[name]
-        if value is None and option.default is None:
-            value = 0.0
-        elif not option.check(value := number(name, value)):
-            refuse(name, option.expected, value)
-        scalars[name] = float(value)
+        unset = value is None and option.default is None
+        scalars[name] = 0.0 if unset else _in_range(name, value, option.check, option.expected)
     return scalars
 
 
@@ -127,9 +138,9 @@ def num_items_tensor(num_items, reduction, stat, first):
         return torch.full((), num_items.item(), dtype=stat, device=first.device)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
         refuse("num_items", "a number or a 0-d tensor", type(num_items).__name__, TypeError)
-    if not 0 <= num_items < math.inf:
-        refuse("num_items", "a finite number of at least 0", num_items)
-    return torch.full((), float(num_items), dtype=stat, device=first.device)
+    check, expected = (lambda value: 0.0 <= value < math.inf), "a finite number of at least 0"
+    value = _in_range("num_items", num_items, check, expected)
+    return torch.full((), value, dtype=stat, device=first.device)
 
 
 def check_float(name, dtype):
@@ -266,7 +277,8 @@ def check_target_range(target, vocab, ignore_index):
 def refuse_vmap(*args, **kwargs):
     """Registered as the batching rule of an operator, to refuse vmap."""
     raise RuntimeError(
-        "flce: vmap is not supported; use the leading dimensions of input and target as the batch"
+        "flce: vmap is not supported; use the leading dimensions of input and target as the batch, "
+        "and instead of is_grads_batched or vectorize=True one backward for each grad_output"
     )
 
 

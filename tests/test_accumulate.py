@@ -3,6 +3,7 @@ tensor."""
 
 import copy
 import pickle
+import threading
 
 import cases
 import pytest
@@ -204,6 +205,29 @@ def test_checkpoint_adds_once(device, reentrant, batch):
     checkpoint(head, x, y, use_reentrant=reentrant).backward()
     twin(x, y).backward()
     assert close(head.weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_threads_lose_no_sum(device, begins):
+    """Several threads call backward on one weight; without `begins` the first one makes .grad."""
+    case = make(device, torch.float64)
+    options = {"save": "stats", "max_memory": 8 * VOCAB * 8}  # many chunks, and so many sums
+    dw = plain(case, **options)[1]
+    if begins:
+        case.linear_weight.grad = torch.zeros_like(case.linear_weight)
+    start, steps, threads = threading.Barrier(8), 50, 8
+
+    def train():
+        start.wait()
+        for _ in range(steps):
+            run(case, "grad", **options)
+
+    workers = [threading.Thread(target=train) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert cases.relative_error(case.linear_weight.grad, threads * steps * dw) <= 1e-10
 
 
 def test_two_losses_in_one_backward(device, batch):
@@ -435,9 +459,10 @@ WRONG = {
     "layout": (lambda device: torch.zeros(HIDDEN, VOCAB, device=device).T, "expected a contiguous"),
     "sparse": (lambda device: torch.zeros(SHAPE, device=device).to_sparse(), "expected a plain"),
     "grad": (lambda device: torch.zeros(SHAPE, device=device).requires_grad_(), "requires grad"),
+    "negated": (lambda device: torch._neg_view(torch.zeros(SHAPE, device=device)), "is_neg"),
 }
 WRONG_GRADIENTS = [("main_grad", wrong) for wrong in WRONG]
-WRONG_GRADIENTS += [("grad", wrong) for wrong in ("layout", "sparse", "grad")]
+WRONG_GRADIENTS += [("grad", wrong) for wrong in ("layout", "sparse", "grad", "negated")]
 
 
 @pytest.mark.parametrize("attribute, wrong", WRONG_GRADIENTS)

@@ -171,6 +171,37 @@ def test_forward_mode_of_cross_entropy_is_refused(device):
         flce.cross_entropy(dual, target)
 
 
+@pytest.mark.parametrize("save", ["logits", "grads", "stats", "accumulate", "cross_entropy"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_batched_gradients_are_refused(device, save, keeps):
+    """is_grads_batched: no backward operator has a batching rule."""
+    case = cases.make_case(6, 8, 11, dtype=torch.float32, device=device)
+    x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
+    options = {"save": save, "reduction": "mean" if save == "grads" else "none"}
+    if save == "accumulate":
+        options, w.grad = {"accumulate_into": "grad", "reduction": "none"}, torch.zeros_like(w)
+    if save == "cross_entropy":
+        loss = flce.cross_entropy(x, case.target.clamp(max=7), reduction="none")
+    else:
+        loss = flce.linear_cross_entropy(x, w, case.target, **options)
+    batch = torch.ones(3, *loss.shape, device=device)
+    with pytest.raises(RuntimeError, match="vmap is not supported"):
+        torch.autograd.grad(loss, x, batch, is_grads_batched=True, retain_graph=keeps)
+    assert w.grad is None or not w.grad.any()
+
+
+def test_jacobian_is_refused_if_it_is_vectorized(device):
+    case = cases.make_case(6, 8, 11, dtype=torch.float64, device=device)
+
+    def losses(x):
+        return flce.linear_cross_entropy(x, case.linear_weight, case.target, reduction="none")
+
+    jacobian = torch.autograd.functional.jacobian
+    with pytest.raises(RuntimeError, match="vmap is not supported.*vectorize"):
+        jacobian(losses, case.input, vectorize=True)
+    assert jacobian(losses, case.input).shape == (6, 6, 8)
+
+
 def test_vmap_is_refused(device):
     case = make(device)
 

@@ -80,6 +80,9 @@ REFUSALS = [
     ("linear_bias", ones(VOCAB, dtype=torch.bfloat16), TypeError, ["float32", "bfloat16"]),
     ("linear_bias", value([0.0] * VOCAB), TypeError, ["tensor", "list"]),
     ("input", value([[0.0]]), TypeError, ["tensor", "list"]),
+    ("input", value(None), TypeError, ["tensor", "NoneType"]),
+    ("linear_weight", value(None), TypeError, ["tensor", "NoneType"]),
+    ("target", value(None), TypeError, ["tensor", "NoneType"]),
     ("target", value([0]), TypeError, ["tensor", "list"]),
     ("label_smoothing", value("0.1"), TypeError, ["number", "str"]),
     ("ignore_index", value(3.0), TypeError, ["int", "3.0"]),
@@ -160,6 +163,15 @@ REFUSALS = [
     ("valid_bound", value("auto"), ValueError, ['"count"', "'auto'"]),
     ("valid_bound", value(3.0), TypeError, ["int", "3.0"]),
     ("valid_bound", value(True), TypeError, ["int", "True"]),
+    ("softcap", value(10**400), ValueError, ["positive", "float64"]),
+    ("logit_scale", value(10**400), ValueError, ["finite", "float64"]),
+    ("temperature", value(-(10**400)), ValueError, ["positive", "float64"]),
+    ("num_items", value(10**400), ValueError, ["finite", "float64"]),
+    ("return_lse", value(2), TypeError, ["True", "2"]),
+    ("return_entropy", value(1), TypeError, ["True", "1"]),
+    ("return_accuracy", value("x"), TypeError, ["True", "'x'"]),
+    ("return_predictions", value(None), TypeError, ["True", "None"]),
+    ("return_z_loss", ones(2), TypeError, ["True", "tensor"]),
     ("options", value(object()), TypeError, ["LinearCrossEntropyOptions", "object"]),
 ]
 
@@ -350,6 +362,10 @@ def test_options_are_keywords_only():
         ({"target": torch.zeros(TOKENS)}, ValueError, ["target", "probabilities", f"({TOKENS},)"]),
         ({"target": torch.zeros(2, dtype=torch.int64)}, ValueError, ["target", "(2,)"]),
         ({"target": torch.zeros(TOKENS, dtype=torch.int8)}, TypeError, ["target", "int32", "int8"]),
+        ({"logits": None}, TypeError, ["logits", "tensor", "NoneType"]),
+        ({"target": None}, TypeError, ["target", "tensor", "NoneType"]),
+        ({"return_lse": 2}, TypeError, ["return_lse", "True", "2"]),
+        ({"num_items": 10**400}, ValueError, ["num_items", "finite", "float64"]),
         ({"softcap": 0.0}, ValueError, ["softcap", "positive"]),
         ({"logit_scale": 0.0}, ValueError, ["logit_scale", "other than 0"]),
         ({"temperature": -1.0}, ValueError, ["temperature", "positive", "-1.0"]),
@@ -415,9 +431,25 @@ def test_modules_refuse_when_they_are_made(module, name, given):
 
 
 @pytest.mark.parametrize(
+    ("given", "error"),
+    [([1.0] * VOCAB, TypeError), (torch.ones(VOCAB - 1), ValueError)],
+    ids=["list", "shape"],
+)
+def test_modules_refuse_class_weights_when_they_are_made(given, error):
+    with pytest.raises(error, match="^weight: expected .* got "):
+        flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, weight=given)
+    with pytest.raises(error, match="^class_weight: expected .* got "):
+        flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=given)
+
+
+@pytest.mark.parametrize(
     ("name", "given", "error"),
     [
         ("save", "all", ValueError),
+        ("bias", "x", TypeError),
+        ("grad_input", "x", TypeError),
+        ("grad_weight", 2, TypeError),
+        ("return_entropy", 2, TypeError),
         ("reduction", "avg", ValueError),
         ("max_memory", "lots", ValueError),
         ("max_memory", 1, ValueError),

@@ -294,6 +294,31 @@ def test_checkpoint_around_several_outputs(device, reentrant, batch):
 # ---- hooks ----
 
 
+@pytest.mark.parametrize("most", [64, None])
+def test_export_of_a_dynamic_batch(device, most, monkeypatch):
+    """Of (batch, T, H), also where the logits of large batches exceed max_memory: save="auto" does
+    not limit the sizes that the program takes."""
+    monkeypatch.setenv("FLCE_MAX_MEMORY", "64KiB")  # the logits of 9 batches
+    head = flce.LinearCrossEntropyHead(4, 100, bias=False, device=device)
+    x, y = torch.randn(2, 16, 4, device=device), torch.randint(100, (2, 16), device=device)
+    batch = torch.export.Dim("batch", min=1, max=most)
+    shapes = {"input": {0: batch}, "labels": {0: batch}}
+    program = torch.export.export(head, (x, y), dynamic_shapes=shapes).module()
+    rows = torch.arange(20, device=device) % 2
+    assert torch.allclose(program(x, y), head(x, y))
+    assert torch.allclose(program(x[rows], y[rows]), head(x[rows], y[rows]))
+
+
+@MAKERS
+@pytest.mark.parametrize("temperature", [torch.tensor(2.0), torch.tensor([1.0, 2.0])])
+def test_repr_with_a_tensor_as_an_option(make, temperature):
+    module = make("cpu")
+    module.temperature = temperature
+    assert f"temperature={temperature!r}" in repr(module)
+    module.temperature = 1.0
+    assert "temperature" not in repr(module)
+
+
 def test_hooks_change_what_the_head_sees_and_gives(device, batch):
     """As adapters do: a pre-hook replaces the hidden states, a post-hook the loss."""
     x, y = batch

@@ -5,8 +5,8 @@
 
 #include <stdatomic.h>
 
-/* The factor of exp(z - c) where it is stored in float16. c is the row's largest logit, so the
- * largest entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
+/* The factor of E where it is stored in float16. c is then the row's largest l, so the largest
+ * entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
 static const double kF16ExpScale = 32768.0;
 
 static _Atomic int64_t gemm_count;
@@ -155,7 +155,7 @@ static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
-  /* sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
+  /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
   if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
   flce_count_gemm();
@@ -231,7 +231,7 @@ static flce_status forward_gradients(const engine* e, chunk* c) {
 static flce_status gather_rows(const engine* e) {
   if (!e->plan->gathers) return FLCE_OK;
   void* index = buffer(e, FLCE_BUF_INDEX);
-  /* The float poison of the workspace would read as -1, which means an empty row. */
+  /* The float poison of the workspace would read as -1, which means an absent row. */
   if (flce_poisons()) CALL(e, fill, index, FLCE_POISON_INT, e->plan->buffers[FLCE_BUF_INDEX].bytes);
   CALL(e, compact_rows, e->problem, e->tensors->target, index);
   return FLCE_OK;

@@ -209,7 +209,7 @@ flce_status flce_begin_gradients(const engine* e) {
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
-    /* finish_gradients sums coef over all tokens, also over those that are in no chunk. */
+    /* flce_finish_gradients sums coef over all tokens, also over those that are in no chunk. */
     CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
       CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,

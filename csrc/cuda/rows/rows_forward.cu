@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   sums.offset = unit * block_max(run.top, scratch);
   if constexpr (KIND == kGeneral) row.l_target = parked;
   if (row.target >= 0) sums.offset = fmax(sums.offset, row.l_target);
-  settle<KIND>(run, sums, unit);
+  rebase_sums<KIND>(run, sums, unit);
   add_up<KIND>(p, sums, scratch);
   Best<S> best = {run.top, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);

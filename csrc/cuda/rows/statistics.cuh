@@ -246,7 +246,7 @@ __device__ __forceinline__ void raise_top(Running<S>& run, RowSums<S>& sums, S h
 /* Moves a thread's sums to the block's offset. A thread that has seen only -inf has the sum 0 for
  * any offset (NaN if it has seen a NaN). */
 template <Kind KIND, typename S>
-__device__ __forceinline__ void settle(const Running<S>& run, RowSums<S>& sums, S unit) {
+__device__ __forceinline__ void rebase_sums(const Running<S>& run, RowSums<S>& sums, S unit) {
   const S none = -infinity_of(S(0)), c = sums.offset;
   const S factor = run.top == none ? 1 : exp_fast(fma(run.top, unit, -c));
   if constexpr (KIND == kGeneral) {

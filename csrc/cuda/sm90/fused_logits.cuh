@@ -114,7 +114,8 @@ static inline int64_t tiles_of(int64_t vocab) {
   return ceil_div(vocab, kTileColumns);
 }
 
-/* row_offsets.cu: offset, scale and target of each row, into `scratch`. */
+/* row_offsets.cu: offset, scale and target column of each row, into `scratch`; clears top and redo.
+ */
 flce_status launch_row_offsets(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                const fused_params* params, const fused_scratch* scratch);
 /* tile_statistics.cu: from the tiles' sums the statistics and losses of the rows and, unless `coef`

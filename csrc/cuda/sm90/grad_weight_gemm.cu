@@ -374,10 +374,10 @@ flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t*
   FLCE_TRY(make_map(&e_map, g->a, g->m, g->k, g->pitch_a, kDepth / kCluster));
   FLCE_TRY(make_map(&x_map, g->b, g->n, g->k, g->pitch_b, kDepth));
   FLCE_TRY(make_map(&w_map, g->c, g->n, g->m, g->pitch_c, kWeightRows));
-  int follows;
-  FLCE_TRY(supports_pdl(cuda->device, &follows));
+  int use_pdl;
+  FLCE_TRY(supports_pdl(cuda->device, &use_pdl));
   Launch launch;
-  set_launch(&launch, kSharedBytes, args.clusters, follows, cuda->stream);
+  set_launch(&launch, kSharedBytes, args.clusters, use_pdl, cuda->stream);
   void* arguments[] = {&e_map, &x_map, &w_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments),
                     "grad_weight_gemm_sm90");

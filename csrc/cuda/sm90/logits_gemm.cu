@@ -440,10 +440,10 @@ flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params
   } else if (result == kLogitResult) {
     FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kLogitRows, FLCE_F32));
   }
-  int follows;
-  FLCE_TRY(supports_pdl(device, &follows));
+  int use_pdl;
+  FLCE_TRY(supports_pdl(device, &use_pdl));
   Launch launch;
-  set_launch(&launch, bytes, args.clusters, follows, stream);
+  set_launch(&launch, bytes, args.clusters, use_pdl, stream);
   void* arguments[] = {&x_map, &w_map, &out_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "logits_gemm_sm90");
 }

@@ -173,21 +173,21 @@ struct Launch {
   cudaLaunchAttribute attributes[2];
 };
 
-/* `follows`: launch with PDL, so that the kernel may start while the one before it ends; only where
+/* `use_pdl`: launch with PDL, so that the kernel may start while the one before it ends; only where
  * supports_pdl allows it. `bytes` of dynamic shared memory. */
-static inline void set_launch(Launch* launch, int bytes, int clusters, int follows, void* stream) {
+static inline void set_launch(Launch* launch, int bytes, int clusters, bool use_pdl, void* stream) {
   *launch = {};
   cudaLaunchAttribute* cluster = &launch->attributes[0];
   cluster->id = cudaLaunchAttributeClusterDimension;
   cluster->val.clusterDim.x = kCluster;
   cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
-  launch->attributes[1] = pdl_attribute(follows);
+  launch->attributes[1] = pdl_attribute(use_pdl);
   launch->config.gridDim = dim3(clusters * kCluster);
   launch->config.blockDim = dim3(kBlockThreads);
   launch->config.dynamicSmemBytes = bytes;
   launch->config.stream = (cudaStream_t)stream;
   launch->config.attrs = launch->attributes;
-  launch->config.numAttrs = 1 + (unsigned)follows;
+  launch->config.numAttrs = 1 + (unsigned)use_pdl;
 }
 
 /* Number of clusters of a kernel that a device runs at a time. Cached in known[device], where 0
