@@ -68,29 +68,40 @@ typedef struct sampled_input_args {
   int64_t hidden, cols; /* elements of a row of W, of dX */
 } sampled_input_args;
 
-/* sum = the columns from `column` on of sum_m value_m W[class_m]. Each group of p.lanes lanes adds
- * every 32 / p.lanes-th pair; then the groups' sums are added. */
+/* The pairs of a list from `first` on, one a lane; not beyond the list's memory. */
+__device__ __forceinline__ int2 pair_of_lane(const sampled_input_args& p, const int2* pairs,
+                                             int first) {
+  const int m = first + (int)threadIdx.x % kWarp;
+  return m < p.pitch / 2 - 1 ? pairs[m] : make_int2(0, 0);
+}
+
+/* sum = the columns from `column` on of sum_m value_m W[class_m]; `own`: the first pairs of the
+ * list, one a lane. Each group of p.lanes lanes adds every 32 / p.lanes-th pair; then the groups'
+ * sums are added. */
 template <typename T, int N>
 __device__ __forceinline__ void gather_list(const sampled_input_args& p, const int2* pairs,
-                                            int count, int64_t column, float (&sum)[N]) {
+                                            int count, int2 own, int64_t column, float (&sum)[N]) {
   const int lane = threadIdx.x % kWarp, groups = kWarp / p.lanes, group = lane / p.lanes;
   const bool inside = column < p.hidden;
   for (int first = 0; first < count; first += kWarp) {
-    const int2 own = first + lane < count ? pairs[first + lane] : make_int2(0, 0);
+    if (first > 0) own = pair_of_lane(p, pairs, first);
     for (int step = 0; step < p.lanes && first + step * groups < count; step += kInputBatch) {
       float factor[kInputBatch];
       Vec<T, N> raw[kInputBatch];
 #pragma unroll
       for (int b = 0; b < kInputBatch; b++) {
+        if (first + (step + b) * groups >= count) break;
         const int m = (step + b) * groups + group;
         const int j = __shfl_sync(kAllLanes, own.x, m);
         factor[b] = __int_as_float(__shfl_sync(kAllLanes, own.y, m));
-        const bool wanted = inside && m < kWarp && first + m < count;
+        const bool wanted = inside && first + m < count;
         load_part((const T*)p.w, j * p.hidden + column, wanted, raw[b]);
         if (!wanted) factor[b] = 0;
       }
 #pragma unroll
-      for (int b = 0; b < kInputBatch; b++) add_scaled(factor[b], raw[b], sum);
+      for (int b = 0; b < kInputBatch; b++) {
+        if (first + (step + b) * groups < count) add_scaled(factor[b], raw[b], sum);
+      }
     }
   }
   for (int distance = p.lanes; distance < kWarp; distance *= 2) {
@@ -99,7 +110,8 @@ __device__ __forceinline__ void gather_list(const sampled_input_args& p, const i
   }
 }
 
-/* One warp for a slice of a row. */
+/* One warp for a slice of a row. A row has few entries, so its time is that of the dependent loads:
+ * the list says what kind of row it is, and is loaded together with the row's token. */
 template <typename T, int N>
 __global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
     sampled_grad_input(const __grid_constant__ sampled_input_args p) {
@@ -108,29 +120,26 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
   const int64_t row = (int64_t)blockIdx.x * kGatherWarps + threadIdx.x / kWarp;
   const int64_t column = ((int64_t)blockIdx.y * p.lanes + lane % p.lanes) * N;
   if (row >= p.r.rows) return;
-  const RowRef ref = row_ref_of(p.r, row);
-  if (ref.kind == kRowAbsent) return;
+  const int2* list = (const int2*)(p.lists + row * p.pitch);
+  const int64_t at = vectors_at(p.r, row);
+  const int2 head = list[0], own = pair_of_lane(p, list + 1, 0);
+  if (at < 0) return;
+  const RowFactors<float> factors = factors_of<float>(p.r, at);
   float v[N] = {};
-  if (ref.kind == kRowValid) {
-    const int2* list = (const int2*)(p.lists + row * p.pitch);
-    const int2 head = list[0];
-    Vec<T, N> raw;
-    load_part((const T*)p.w, head.x * p.hidden + column, column < p.hidden, raw);
-    gather_list<T, N>(p, list + 1, head.y, column, v);
-    const RowFactors<float> factors = factors_of<float>(p.r, ref.at);
+  if (head.x >= 0) {
+    Vec<T, N> target;
+    load_part((const T*)p.w, head.x * p.hidden + column, column < p.hidden, target);
+    gather_list<T, N>(p, list + 1, head.y, own, column, v);
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] *= factors.row;
-    add_scaled(factors.target, raw, v);
+    add_scaled(factors.target, target, v);
     if (p.wsum && column < p.hidden) {
 #pragma unroll
       for (int e = 0; e < N; e++) v[e] -= factors.smooth * ((const float*)p.wsum)[column + e];
     }
-  } else {
-#pragma unroll
-    for (int e = 0; e < N; e++) v[e] = blank_of<float>(ref);
   }
   if (lane < p.lanes && column < p.cols) {
-    store_grad<N>(p.dx, p.dx_dtype, ref.at * p.cols + column, v);
+    store_grad<N>(p.dx, p.dx_dtype, at * p.cols + column, v);
   }
 }
 
