@@ -74,10 +74,11 @@ static flce_status check_samples(const flce_problem* problem) {
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "target: expected classes with save=\"samples\", got probabilities");
   if (flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %g: its "
-                     "gradient has an entry for every class",
-                     problem->loss.label_smoothing);
+    return flce_fail(
+        FLCE_INVALID_ARGUMENT,
+        "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %g: its "
+        "gradient has an entry for every class",
+        problem->loss.label_smoothing);
   if (problem->dtype == FLCE_F64)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "save: expected another than \"samples\" with float64 operands");
