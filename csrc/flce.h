@@ -132,14 +132,27 @@ static inline int64_t flce_sample_pitch(double eps) {
   return (2 * (flce_most_samples(eps) + 1) + 31) / 32 * 32;
 }
 
+/* The numbers of the loss: X(name, whether a finite `value` is in range, that range in words). The
+ * fields of flce_loss, their checks and the list in which the operators take them follow from it,
+ * in the order of OPTIONS in flce/options.py. */
+#define FLCE_LOSS_NUMBERS(X)                                                    \
+  /* s: the target becomes (1 - s) target + s/V */                              \
+  X(label_smoothing, value >= 0.0 && value <= 1.0, "0 <= label_smoothing <= 1") \
+  /* C in C tanh(logit_scale z / C) */                                          \
+  X(softcap, value >= 0.0, "a positive number, or 0 for none")                  \
+  /* multiplies z */                                                            \
+  X(logit_scale, value != 0.0, "a finite number other than 0")                  \
+  /* divides the logits of all rows after the softcap */                        \
+  X(temperature, value > 0.0, "a positive number")                              \
+  /* adds z_loss lse^2 to the loss of a row */                                  \
+  X(z_loss, value >= 0.0, "a number of at least 0")
+
 /* The scalar parameters of the loss. Its tensors are in flce_tensors. */
 typedef struct flce_loss {
-  int64_t ignore_index;   /* class targets: rows with this target are ignored */
-  double label_smoothing; /* s, in [0, 1] */
-  double logit_scale;     /* multiplies z; 1 for none */
-  double softcap;         /* C in C tanh(logit_scale z / C); 0 for none */
-  double temperature;     /* divides the logits of all rows after the softcap; 1 for none */
-  double z_loss;          /* adds z_loss lse^2 to the loss of a row; 0 for none */
+  int64_t ignore_index; /* class targets: rows with this target are ignored */
+#define FLCE_FIELD(name, in_range, expected) double name;
+  FLCE_LOSS_NUMBERS(FLCE_FIELD)
+#undef FLCE_FIELD
 } flce_loss;
 
 /* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */

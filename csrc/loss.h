@@ -5,9 +5,30 @@
 
 #include "flce.h"
 
+/* The curves by which options cap the logits: odd, bounded by 1, of slope 1 at 0. Each backend has
+ * them and their slopes in one place: cpu/rows_general.c, cuda/rows/row.cuh. */
+typedef enum flce_curve { FLCE_LINE, FLCE_TANH } flce_curve;
+
+/* l = outer_scale curve(inner_scale z); FLCE_LINE leaves its argument as it is. */
+typedef struct flce_logit_map {
+  flce_curve curve;
+  double inner_scale, outer_scale;
+} flce_logit_map;
+
+/* The map of a row; `temperature`: loss->temperature, times the row's own. */
+static inline flce_logit_map flce_logit_map_of(const flce_loss* loss, double temperature) {
+  flce_logit_map map = {FLCE_LINE, 1.0, loss->logit_scale / temperature};
+  double cap = 0.0;
+  if (loss->softcap > 0.0) map.curve = FLCE_TANH, cap = loss->softcap;
+  if (map.curve == FLCE_LINE) return map;
+  map.inner_scale = loss->logit_scale / cap;
+  map.outer_scale = cap / temperature;
+  return map;
+}
+
 /* Whether the slope dl/dz depends on z. */
 static inline bool flce_caps_logits(const flce_loss* loss) {
-  return loss->softcap > 0.0;
+  return flce_logit_map_of(loss, 1.0).curve != FLCE_LINE;
 }
 
 /* Whether l is not z, in rows without a temperature of their own. */

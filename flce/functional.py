@@ -5,11 +5,25 @@ import numbers
 import torch
 
 from . import accumulate, composite, validate
-from .options import NUMBERS, OPTIONS, RETURNS, LinearCrossEntropyOutput, Wanted
+from .options import (
+    NUMBERS,
+    OPTIONS,
+    RETURNS,
+    LinearCrossEntropyOutput,
+    Wanted,
+    completed,
+    defaults,
+    show_options,
+)
 from .strategy import from_torch_options, parse_bytes
 
 _IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
 _SCALARS = ("ignore_index", *NUMBERS)
+_OF_LOGITS = {**defaults("of_logits"), **dict.fromkeys(RETURNS, False)}
+# Neither log p nor the entropy depends on these.
+_OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
+_OF_LOSSES += ("num_items", "accumulate_into")
+_OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 
 
 def _call(name, operands, settings):
@@ -216,26 +230,7 @@ def linear_cross_entropy(
     return _call("linear_cross_entropy", (input, linear_weight, target), settings)
 
 
-def cross_entropy(
-    logits,
-    target,
-    *,
-    weight=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    z_loss=0.0,
-    token_weight=None,
-    num_items=None,
-    return_lse=False,
-    return_entropy=False,
-    return_accuracy=False,
-    return_predictions=False,
-    return_z_loss=False,
-):
+def cross_entropy(logits, target, **options):
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient. Saved
@@ -244,9 +239,8 @@ def cross_entropy(
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.
         target: class indices, shape (...), int64 or int32, or probabilities, shape (..., V).
-        weight, reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature,
-            z_loss, token_weight, num_items, return_lse, return_entropy, return_accuracy,
-            return_predictions, return_z_loss: as in `linear_cross_entropy`.
+        **options: as in `linear_cross_entropy`, without those of the linear layer, of shifts, of
+            memory and of sampled gradients; the signature lists them.
 
     Returns:
         The loss, float32 (float64 for float64 logits), shape () or (...) for "none"; with a
@@ -254,50 +248,22 @@ def cross_entropy(
 
     Raises: as `linear_cross_entropy`.
     """
-    settings = dict(
-        weight=weight, reduction=reduction, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
-        temperature=temperature, z_loss=z_loss, token_weight=token_weight,
-        num_items=num_items, return_lse=return_lse, return_entropy=return_entropy,
-        return_accuracy=return_accuracy, return_predictions=return_predictions,
-        return_z_loss=return_z_loss,
-    )  # fmt: skip
+    settings = completed("cross_entropy", _OF_LOGITS, options)
     return _call("cross_entropy", (logits, target), settings)
 
 
-def linear_logprobs(
-    input,
-    linear_weight,
-    target,
-    *,
-    linear_bias=None,
-    ignore_index=-100,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    shift=0,
-    cu_seqlens=None,
-    valid_vocab=None,
-    valid_bound=None,
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
-    gradient="exact",
-    gradient_eps=2**-6,
-    gradient_seed=None,
-):
+def linear_logprobs(input, linear_weight, target, **options):
     """log p_y and the entropy of each row, for policy-gradient training.
 
     Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
     with save="stats"); with gradient="sampled" logprobs alone is, and they come from two gathers.
 
     Args:
-        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, temperature, shift,
-            cu_seqlens, valid_vocab, valid_bound, accum_dtype, logits_dtype, save, max_memory,
-            gradient, gradient_eps, gradient_seed: as in `linear_cross_entropy`; save="grads"
-            requires a scalar loss and is refused here.
+        input, linear_weight: as in `linear_cross_entropy`.
         target: class indices, shape (...), int64 or int32.
+        **options: those of `linear_cross_entropy` on which log p and the entropy depend, and those
+            of how they are computed, as there; save="grads" requires a scalar loss and is refused
+            here.
 
     Returns:
         (logprobs, entropy), both of shape (...), float32 (float64 for float64 operands), in nats;
@@ -308,13 +274,12 @@ def linear_logprobs(
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
+    options = completed("linear_logprobs", _OF_LOGPROBS, options)
     output = linear_cross_entropy(
-        input, linear_weight, target, reduction="none", return_entropy=True,
-        linear_bias=linear_bias, ignore_index=ignore_index, softcap=softcap,
-        logit_scale=logit_scale, temperature=temperature, shift=shift,
-        cu_seqlens=cu_seqlens, valid_vocab=valid_vocab, valid_bound=valid_bound,
-        accum_dtype=accum_dtype, logits_dtype=logits_dtype, save=save,
-        max_memory=max_memory, gradient=gradient, gradient_eps=gradient_eps,
-        gradient_seed=gradient_seed,
-    )  # fmt: skip
+        input, linear_weight, target, reduction="none", return_entropy=True, **options
+    )
     return -output.loss, output.entropy
+
+
+show_options(cross_entropy, _OF_LOGITS)
+show_options(linear_logprobs, _OF_LOGPROBS)

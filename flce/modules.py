@@ -6,7 +6,7 @@ from torch import nn
 
 from . import validate
 from .functional import linear_cross_entropy
-from .options import LinearCrossEntropyOutput, defaults
+from .options import LinearCrossEntropyOutput, completed, defaults
 from .strategy import parse_bytes
 
 # The options that Modules hold as attributes, which may change between calls. The defaults fill in
@@ -23,12 +23,7 @@ def _check_class_weight(name, tensor, classes):
 def _keep_options(module, classes, given):
     """Stores a Module's options, after the checks that need no tensor. `given`: the
     constructor's arguments by name."""
-    for name in given.keys() - _MODULE_OPTIONS.keys():
-        raise TypeError(
-            f"{type(module).__name__}() got an unexpected keyword argument {name!r}; expected "
-            f"some of {', '.join(_MODULE_OPTIONS)}"
-        )
-    values = {**_MODULE_OPTIONS, **given}
+    values = completed(type(module).__name__, _MODULE_OPTIONS, given)
     validate.check_choices(values)
     validate.check_scalars(values)
     for name in ("accum_dtype", "logits_dtype"):
@@ -65,9 +60,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         num_classes: V.
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
-        reduction, weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
-            shift, valid_vocab, accum_dtype, logits_dtype, save, max_memory, accumulate_into,
-            gradient, gradient_eps: as in `linear_cross_entropy`.
+        reduction, weight, **options: as in `linear_cross_entropy`; all of its options but those
+            that are tensors or belong to one call. Each becomes an attribute.
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
     nn.Linear(H, V).

@@ -5,6 +5,7 @@ Their values are checked in validate.py; decisions from options and sizes are in
 
 import collections
 import functools
+import inspect
 import math
 import typing
 
@@ -111,6 +112,24 @@ def defaults(having=None):
     """Names and defaults of all options, or of those whose field `having` is set."""
     chosen = ((name, o) for name, o in OPTIONS.items() if having is None or getattr(o, having))
     return {name: option.default for name, option in chosen}
+
+
+def completed(function, known, given):
+    """The options `given` to `function`, completed by the defaults `known` of all that it has."""
+    for name in given:
+        if name not in known:
+            expected = f"expected some of {', '.join(known)}"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {expected}")
+    return {**known, **given}
+
+
+def show_options(function, options):
+    """Lists `options`, names and defaults, in the signature of `function` for its **options."""
+    own = inspect.signature(function).parameters.values()
+    own = [parameter for parameter in own if parameter.kind != inspect.Parameter.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own += [inspect.Parameter(name, keyword, default=value) for name, value in options.items()]
+    function.__signature__ = inspect.Signature(own)
 
 
 # Raise it together with kLayout of csrc/binding/op_options.h.

@@ -8,7 +8,7 @@ import torch
 
 from . import strategy, validate
 from ._C import getenv
-from .options import DTYPES, GRADIENTS, RETURNS, Wanted, defaults
+from .options import DTYPES, GRADIENTS, RETURNS, Wanted, completed, defaults, show_options
 from .signature import linear_signature, linear_values
 
 
@@ -45,6 +45,8 @@ class Plan:
         return self.text
 
 
+_OPTIONS = defaults("of_module")
+
 # Elements of a matrix, so that the bytes of a dozen such float64 matrices fit into int64.
 _MOST_ELEMENTS = 1 << 54
 
@@ -73,24 +75,14 @@ def plan(
     input_dtype=None,
     weight_dtype=None,
     bias=False,
-    reduction="mean",
-    label_smoothing=0.0,
-    softcap=None,
     probabilities=False,
-    valid_vocab=None,
     valid_bound=None,
     return_lse=False,
     return_entropy=False,
     return_predictions=False,
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
-    accumulate_into=None,
-    gradient="exact",
-    gradient_eps=2**-6,
     grad_input=True,
     grad_weight=True,
+    **options,
 ):
     """The `Plan` of a call of these sizes: strategy, chunks, number of GEMMs, bytes of each buffer.
 
@@ -102,24 +94,23 @@ def plan(
         bias: whether there is one; its gradient is then wanted.
         probabilities: the dtype of targets that are probabilities; True for `dtype`.
         valid_bound: the number of rows to compute, or None for all.
+        return_lse, return_entropy, return_predictions: as in `linear_cross_entropy`.
         grad_input, grad_weight: whether they are wanted; without them and `bias`: no_grad.
-        accumulate_into: as in `linear_cross_entropy`, for a .grad that exists already, or for a
-            float32 .main_grad.
-        reduction, label_smoothing, softcap, valid_vocab, return_lse, return_entropy,
-            return_predictions, accum_dtype, logits_dtype, save, max_memory, gradient,
-            gradient_eps: as in `linear_cross_entropy`.
+        **options: those of the Modules, as in `linear_cross_entropy`; accumulate_into is for a
+            .grad that exists already, or for a float32 .main_grad.
 
     Raises:
         TypeError, ValueError: what the call itself would refuse.
     """
-    options = {**defaults(), **locals()}
+    given, options = locals(), completed("plan", _OPTIONS, options)
     device = torch.device(device)
     _check_problem(device, tokens, hidden, vocab)
-    for name in sorted(options.keys() & {"bias", *GRADIENTS, *RETURNS}):
-        validate.check_flag(name, options[name])
+    validate.check_integer("shift", options["shift"], 0)
+    for name in sorted(given.keys() & {"bias", *GRADIENTS, *RETURNS}):
+        validate.check_flag(name, given[name])
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
     for name in ("dtype", "input_dtype", "weight_dtype"):
-        validate.check_float(name, options[name] or dtype)
+        validate.check_float(name, given[name] or dtype)
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
         if probabilities:
@@ -131,8 +122,9 @@ def plan(
         validate.refuse("probabilities", expected, repr(probabilities))
     target_shape = (tokens, vocab) if probabilities else (tokens,)
     # The metadata of such a call; the GEMMs' dtype is that of autocast whether or not it is on.
+    environment_memory = getenv("FLCE_MAX_MEMORY") if options["max_memory"] is None else None
     call = linear_signature(
-        (True, False, dtype, False, getenv("FLCE_MAX_MEMORY") if max_memory is None else None),
+        (True, False, dtype, False, environment_memory),
         Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
         (
             (input_dtype, device, (tokens, hidden), grad_input),
@@ -142,7 +134,8 @@ def plan(
         ((probabilities or torch.int64, device, target_shape, False), None, None, None),
         *linear_values(options),
     )
-    added = weight_dtype if accumulate_into == "grad" else strategy.stat_dtype(weight_dtype)
+    own = options["accumulate_into"] == "grad"
+    added = weight_dtype if own else strategy.stat_dtype(weight_dtype)
     sizes = tokens, hidden, vocab, device.type, device.index or 0
     bias_dtype, added_dtype = weight_dtype if bias else None, added if call.accumulates else None
     dtypes = input_dtype, weight_dtype, bias_dtype, added_dtype
@@ -152,3 +145,6 @@ def plan(
     fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
     buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
     return Plan(**fields, buffers=buffers, text=text)
+
+
+show_options(plan, _OPTIONS)

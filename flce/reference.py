@@ -66,9 +66,6 @@ def cross_entropy(
     reduction="mean",
     ignore_index=-100,
     label_smoothing=0.0,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
     z_loss=0.0,
     token_weight=None,
     num_items=None,
@@ -78,15 +75,16 @@ def cross_entropy(
     return_predictions=False,
     return_z_loss=False,
     sampling=None,
+    **of_logits,
 ):
     """`F.cross_entropy` of logits (..., V), classes last, with the same differences.
 
-    sampling: (gradient_eps, gradient_seed) of a sampled gradient, or None.
+    sampling: (gradient_eps, gradient_seed) of a sampled gradient, or None. of_logits: the options
+    of `final_logits`.
     """
     cut = ignored(target, ignore_index)
     kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)  # finite also where it does not contribute
-    scales = (softcap, logit_scale, temperature)
-    logits = final_logits(kept, cut, *scales)
+    logits = final_logits(kept, cut, **of_logits)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
     def reduced(rows, denominator):
@@ -104,8 +102,8 @@ def cross_entropy(
 
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
-    if sampling is not None:
-        derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, scales, *sampling)
+    if sampling is not None and torch.is_grad_enabled():
+        derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, of_logits, *sampling)
         sampled = _WithDerivative.apply(kept, lse, derivative.masked_fill(cut.unsqueeze(-1), 0.0))
         # The same value. The row's loss has lse times this factor; its other terms have no p.
         factor = _factor_of_lse(logits, target.masked_fill(cut, 0), weight, label_smoothing)
@@ -139,7 +137,7 @@ def linear_logprobs(input, linear_weight, target, **options):
     return -output.loss, output.entropy
 
 
-def final_logits(logits, cut, softcap, logit_scale, temperature):
+def final_logits(logits, cut, *, softcap=None, logit_scale=1.0, temperature=1.0):
     """The final logits from the linear layer's (..., V); `temperature`: a number or (...).
 
     `cut`: mask of the ignored rows (...), whose temperature must not reach a gradient either.
@@ -183,17 +181,16 @@ def offsets_of_rows(rows, seed, device):
 
 
 @torch.no_grad()
-def sampled_derivative(z, target, cut, scales, eps, seed):
+def sampled_derivative(z, target, cut, of_logits, eps, seed):
     """The estimate of d lse / d z (..., V), computed in float64; docs/sampled.md has the formulas.
 
-    z: the linear layer's logits (..., V); `target` (...): classes; `cut`, `scales`: the arguments
-    of `final_logits` after the logits.
+    z: the linear layer's logits (..., V); `target` (...): classes; `cut`, `of_logits`: the other
+    arguments of `final_logits`.
     """
-    z = z.double().detach()
-    softcap, logit_scale, temperature = scales
-    share = final_logits(z, cut, *scales).softmax(dim=-1)  # E / S
-    if softcap is not None:
-        share = share * (1.0 - torch.tanh(logit_scale * z / softcap).square())
+    z = z.double()
+    rise, rise_of_zero = (_rise(at, cut, of_logits) for at in (z, torch.zeros_like(z)))
+    # E / S: a cap's slope, which is 1 at 0, is part of the shares; the scales are not.
+    share = final_logits(z, cut, **of_logits).softmax(dim=-1) * (rise / rise_of_zero)
     share = share.reshape(-1, share.shape[-1])
     fixed = (share / eps).clamp(max=1.0).mul(2.0**23).round().to(torch.int64)
     at_target = target.reshape(-1, 1).long()
@@ -204,8 +201,14 @@ def sampled_derivative(z, target, cut, scales, eps, seed):
     below, below_begin = ((edge - offset + 2**23 - 1) >> 23 for edge in (end, end - fixed))
     made = share.clamp(min=eps).masked_fill(below == below_begin, 0.0)
     made = made.scatter(-1, at_target, share.gather(-1, at_target)).reshape(z.shape)
-    # The scales without the softcap, whose slope is part of the shares.
-    return final_logits(logit_scale * made, cut, None, 1.0, temperature)
+    return made * rise_of_zero
+
+
+@torch.enable_grad()
+def _rise(z, cut, of_logits):
+    """d l / d z of each logit."""
+    z = z.detach().requires_grad_()
+    return torch.autograd.grad(final_logits(z, cut, **of_logits).sum(), z)[0]
 
 
 class _WithDerivative(torch.autograd.Function):

@@ -8,6 +8,7 @@ import collections
 import copy
 import dataclasses
 import gc
+import inspect
 import itertools
 import math
 
@@ -394,6 +395,9 @@ def _logit_factor(case):
     return scale / temperature.reshape(-1)
 
 
+_OF_LOGITS = inspect.signature(reference.final_logits).parameters.keys() - {"logits", "cut"}
+
+
 def _final_logits(case):
     """The final logits (..., V), the mask of the ignored rows (...), and the targets."""
     options = case.options
@@ -405,9 +409,9 @@ def _final_logits(case):
     product = case.input.masked_fill(cut.unsqueeze(-1), 0.0)
     if case.linear_weight is not None:
         product = F.linear(product, case.linear_weight, options.get("linear_bias"))
-    scales = (options.get("logit_scale", 1.0), options.get("temperature", 1.0))
     product = product[..., : options.get("valid_vocab")]
-    logits = reference.final_logits(product, cut, options.get("softcap"), *scales)
+    of_logits = {name: options[name] for name in _OF_LOGITS if name in options}
+    logits = reference.final_logits(product, cut, **of_logits)
     return logits, cut, target
 
 

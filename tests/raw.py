@@ -2,7 +2,7 @@
 
 import torch
 
-from flce.options import Settings
+from flce.options import NUMBERS, OPTIONS, Settings
 from flce.strategy import stat_dtype
 
 TENSORS = 9  # of flce::forward: input ... num_items, seed
@@ -13,10 +13,6 @@ def settings(
     save,
     *,
     reduction="mean",
-    label_smoothing=0.0,
-    softcap=0.0,
-    temperature=1.0,
-    z_loss=0.0,
     valid_vocab=None,
     rows=None,
     wants_entropy=False,
@@ -24,11 +20,13 @@ def settings(
     wants_statistics=False,
     max_memory=1 << 20,
     gradient="exact",
-    gradient_eps=2**-6,
     grads=(True, True, False),
     dtype=torch.float32,
+    **numbers,
 ):
-    """The arguments after the tensors, for operands of `dtype` and exact logits."""
+    """The arguments after the tensors, for operands of `dtype` and exact logits. `numbers`: those
+    of the loss that are not their default, 0.0 for None."""
+    numbers = {name: OPTIONS[name].default or 0.0 for name in NUMBERS} | numbers
     grad_input, grad_weight, grad_bias = grads
     return Settings(
         valid_vocab=valid_vocab,
@@ -49,12 +47,7 @@ def settings(
         grad_weight=grad_weight,
         grad_bias=grad_bias,
         allow_tf32=False,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=1.0,
-        temperature=temperature,
-        z_loss=z_loss,
-        gradient_eps=gradient_eps,
+        **numbers,
     ).arguments()
 
 

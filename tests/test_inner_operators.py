@@ -141,7 +141,7 @@ def test_raw_forward_names_what_its_backward_lacks(device):
     with pytest.raises(RuntimeError, match="grad_weight: expected True in the options"):
         made[0].backward()
     made = torch.ops.flce.forward(*raw.forward(x, w, target, "nothing", grads=(False,) * 3))
-    with pytest.raises(ValueError, match='save: expected "logits" or "stats" in a backward, got'):
+    with pytest.raises(ValueError, match='save: expected .* in a backward, got "nothing"'):
         made[0].backward()
 
 

@@ -48,12 +48,14 @@ def no_row(z):
 
 
 def scales_of(options):
-    return options.get("softcap"), options.get("logit_scale", 1.0), options.get("temperature", 1.0)
+    names = ("softcap", "logit_scale", "temperature")
+    return {name: options[name] for name in names if name in options}
 
 
-def shares(z, softcap, logit_scale, temperature):
+def shares(z, softcap=None, logit_scale=1.0, **scales):
     """p, times the softcap's slope."""
-    p = reference.final_logits(z, no_row(z), softcap, logit_scale, temperature).softmax(-1)
+    scales |= {"softcap": softcap, "logit_scale": logit_scale}
+    p = reference.final_logits(z, no_row(z), **scales).softmax(-1)
     return p if softcap is None else p * (1.0 - torch.tanh(logit_scale * z / softcap).square())
 
 
@@ -91,7 +93,7 @@ def test_mean_and_variance_over_seeds(options):
         assert torch.equal(value, loss)
         made.append(grad)
     made = torch.stack(made)
-    share = shares(z.detach(), *scales_of(options))
+    share = shares(z.detach(), **scales_of(options))
     added = made.var(dim=0, correction=0)
     largest = (made - exact).abs().amax(dim=0)
     at_target = torch.zeros_like(z, dtype=torch.bool).scatter(-1, target[:, None], True)
@@ -112,7 +114,7 @@ def test_mean_and_variance_over_seeds(options):
 
 def factors(z, target, options):
     """|d loss / d lse| times |d l / d z| without the softcap, of each row, (N, 1)."""
-    lse = torch.logsumexp(reference.final_logits(z, no_row(z), *scales_of(options)), dim=-1)
+    lse = torch.logsumexp(reference.final_logits(z, no_row(z), **scales_of(options)), dim=-1)
     factor = 1.0 + 2.0 * options.get("z_loss", 0.0) * lse
     if "weight" in options:
         weight, s = options["weight"], options["label_smoothing"]
@@ -128,7 +130,7 @@ def test_entries_of_a_row_and_their_sum(eps, std):
     """Few, and a common shift of a row's logits has nearly the exact gradient, in every draw."""
     z = std * torch.randn(512, 300, generator=cases.generator(2), dtype=torch.float64)
     target = torch.randint(300, (512,), generator=cases.generator(3))
-    made = reference.sampled_derivative(z, target, no_row(z), scales_of({}), eps, 11)
+    made = reference.sampled_derivative(z, target, no_row(z), {}, eps, 11)
     others = made.scatter(-1, target[:, None], 0.0)
     assert ((others != 0).sum(dim=-1) <= math.ceil(1 / eps) + 1).all()
     assert ((others == 0) | (others >= eps)).all()

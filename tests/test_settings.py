@@ -36,6 +36,26 @@ def test_public_signatures_follow_the_table():
     assert parameters(flce.cross_entropy, 2) == {**defaults("of_logits"), **returns}
     logprobs = parameters(flce.linear_logprobs, 3)
     assert logprobs.items() <= defaults().items()
+    assert {"softcap", "gradient", "gradient_eps", "gradient_seed"} <= logprobs.keys()
+    assert defaults("of_module").items() <= parameters(flce.plan, 3).items()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (flce.cross_entropy, "gradient"),
+        (flce.cross_entropy, "shift"),
+        (flce.linear_logprobs, "label_smoothing"),
+        (flce.linear_logprobs, "return_lse"),
+        (flce.plan, "gradient_seed"),
+    ],
+)
+def test_options_that_a_function_lacks_are_refused(function, name):
+    operands = (8, 4, 16) if function is flce.plan else (ONE, ONE, ZERO)
+    operands = (ONE, ZERO) if function is flce.cross_entropy else operands
+    refusal = rf"{function.__name__}\(\) got an unexpected keyword argument '{name}'; .*softcap"
+    with pytest.raises(TypeError, match=refusal):
+        function(*operands, **{name: 0})
 
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "cross_entropy"])

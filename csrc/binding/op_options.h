@@ -8,15 +8,13 @@
 
 namespace {
 
-/* The slots of both lists, in order. flce/options.py packs them; a test compares the names. */
+/* The slots of the integers, in order. Those of the numbers are FLCE_LOSS_NUMBERS and gradient_eps.
+ * flce/options.py packs both lists; a test compares the names. */
 #define FLCE_INTEGERS(SLOT)                                                                        \
   SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),          \
       SLOT(max_memory), SLOT(gradient), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions), \
       SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input), SLOT(grad_weight),             \
       SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
-#define FLCE_NUMBERS(SLOT)                                                                  \
-  SLOT(label_smoothing), SLOT(softcap), SLOT(logit_scale), SLOT(temperature), SLOT(z_loss), \
-      SLOT(gradient_eps)
 
 /* Version of the shapes of the tensors that a forward saves for its backward. Raise it when they
  * change for the same options: torch keeps compiled graphs on disk, and a graph compiled with an
@@ -25,11 +23,15 @@ constexpr int64_t kLayout = 2;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
-enum class NumberSlot : size_t { FLCE_NUMBERS(FLCE_SLOT), count };
+#undef FLCE_SLOT
+#define FLCE_SLOT(name, ...) name,
+enum class NumberSlot : size_t { FLCE_LOSS_NUMBERS(FLCE_SLOT) gradient_eps, count };
 #undef FLCE_SLOT
 #define FLCE_NAME(name) #name
 constexpr const char* kIntegerNames[] = {FLCE_INTEGERS(FLCE_NAME)};
-constexpr const char* kNumberNames[] = {FLCE_NUMBERS(FLCE_NAME)};
+#undef FLCE_NAME
+#define FLCE_NAME(name, ...) #name,
+constexpr const char* kNumberNames[] = {FLCE_LOSS_NUMBERS(FLCE_NAME) "gradient_eps"};
 #undef FLCE_NAME
 
 inline std::string option_names() {
@@ -80,10 +82,10 @@ class OptionReader {
 inline void read_loss(const OptionReader& read, flce_problem* problem) {
   problem->reduction =
       static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, FLCE_SUM + 1));
-  problem->loss = {
-      read.integer(IntegerSlot::ignore_index), read.number(NumberSlot::label_smoothing),
-      read.number(NumberSlot::logit_scale),    read.number(NumberSlot::softcap),
-      read.number(NumberSlot::temperature),    read.number(NumberSlot::z_loss)};
+  problem->loss.ignore_index = read.integer(IntegerSlot::ignore_index);
+#define FLCE_READ(name, ...) problem->loss.name = read.number(NumberSlot::name);
+  FLCE_LOSS_NUMBERS(FLCE_READ)
+#undef FLCE_READ
   problem->wants_entropy = read.flag(IntegerSlot::wants_entropy);
   problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
   problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);

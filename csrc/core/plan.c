@@ -42,23 +42,13 @@ static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dty
 }
 
 flce_status flce_check_loss(const flce_loss* loss) {
-  if (!(loss->label_smoothing >= 0.0 && loss->label_smoothing <= 1.0))
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "label_smoothing: expected 0 <= label_smoothing <= 1, got %g",
-                     loss->label_smoothing);
-  if (!isfinite(loss->logit_scale) || loss->logit_scale == 0.0)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "logit_scale: expected a finite number other than 0, got %g",
-                     loss->logit_scale);
-  if (!isfinite(loss->softcap) || loss->softcap < 0.0)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "softcap: expected a positive number, or 0 for none, got %g", loss->softcap);
-  if (!isfinite(loss->temperature) || loss->temperature <= 0.0)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "temperature: expected a positive number, got %g",
-                     loss->temperature);
-  if (!isfinite(loss->z_loss) || loss->z_loss < 0.0)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "z_loss: expected a number of at least 0, got %g",
-                     loss->z_loss);
+  double value;
+#define FLCE_CHECK(name, in_range, expected) \
+  value = loss->name;                        \
+  if (!(isfinite(value) && (in_range)))      \
+    return flce_fail(FLCE_INVALID_ARGUMENT, #name ": expected " expected ", got %g", value);
+  FLCE_LOSS_NUMBERS(FLCE_CHECK)
+#undef FLCE_CHECK
   return FLCE_OK;
 }
 
@@ -84,10 +74,11 @@ static flce_status check_samples(const flce_problem* problem) {
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "target: expected classes with save=\"samples\", got probabilities");
   if (flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %g: its "
-                     "gradient has an entry for every class",
-                     problem->loss.label_smoothing);
+    return flce_fail(
+        FLCE_INVALID_ARGUMENT,
+        "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %g: its "
+        "gradient has an entry for every class",
+        problem->loss.label_smoothing);
   if (problem->dtype == FLCE_F64)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "save: expected another than \"samples\" with float64 operands");

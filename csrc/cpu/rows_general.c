@@ -6,6 +6,7 @@
  * the row kernels of that dtype then run on the buffer as they would on logits. As in the plain
  * path, the sums leave out the target's column. */
 #include "cpu/row_pass.h"
+#include "loss.h"
 
 #include <float.h>
 #include <math.h>
@@ -22,35 +23,26 @@ typedef union span {
   float narrow[FLCE_SPAN];
 } span;
 
-/* How l follows from z + bias in one row: outer_scale * tanh(inner_scale * (z + bias)) with
- * softcap, outer_scale * (z + bias) without. */
-typedef struct row_map {
-  bool capped; /* whether there is a softcap */
-  double inner_scale, outer_scale;
-} row_map;
-
 /* One span: columns [begin, begin + count) of a row. */
 typedef struct row_part {
   int64_t begin, count;
-  span l, slope; /* final logits; dl / d(z + bias) up to a factor, with softcap only */
+  span l, slope; /* final logits; the curve's slope, unless it is FLCE_LINE */
   span e;        /* exp(l - c), overwritten by the gradient */
   span t;        /* target probabilities, in the stat dtype */
 } row_part;
 
-static row_map make_map(const row_pass* pass, int64_t i) {
+static flce_logit_map map_of_row(const row_pass* pass, int64_t i) {
   const flce_rows* rows = pass->rows;
-  const flce_loss* options = &rows->options;
-  double temperature = options->temperature * row_factor(rows->temperature, pass->stat, i);
-  if (options->softcap == 0.0) return (row_map){.outer_scale = options->logit_scale / temperature};
-  return (row_map){.capped = true,
-                   .inner_scale = options->logit_scale / options->softcap,
-                   .outer_scale = options->softcap / temperature};
+  double own = row_factor(rows->temperature, pass->stat, i);
+  return flce_logit_map_of(&rows->options, rows->options.temperature * own);
 }
+
+/* ---- curves: l, which holds z + bias, becomes outer_scale * curve(inner_scale * l) ---- */
 
 /* Computes tanh and 1 - tanh^2 from exp(-2 |u|): 1 - tanh^2 taken directly would cancel where
  * tanh^2 is near 1. Near u = 0 the formula for tanh itself cancels, so float64 uses libm's tanh
  * there. */
-static void cap_doubles(double* l, double* slope, const row_map* map, int64_t count) {
+static void tanh_doubles(double* l, double* slope, const flce_logit_map* map, int64_t count) {
   for (int64_t j = 0; j < count; j++) {
     double u = map->inner_scale * l[j], e = exp(-2.0 * fabs(u));
     double bent = fabs(u) < 0.5 ? tanh(u) : copysign(1.0 - 2.0 * e / (1.0 + e), u);
@@ -62,8 +54,8 @@ static void cap_doubles(double* l, double* slope, const row_map* map, int64_t co
 /* The float32 version, vectorized: exp is the row kernel's, and for |tanh u| below tanh(1/4) tanh
  * is its power series, truncated with a relative error below 3e-10. No loop has a branch, so that
  * the compiler can vectorize it. */
-static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float* restrict slope,
-                       float* restrict e, const row_map* map, int64_t count) {
+static void tanh_floats(const flce_row_kernels* kernels, float* restrict l, float* restrict slope,
+                        float* restrict e, const flce_logit_map* map, int64_t count) {
   float inner_scale = (float)map->inner_scale, outer_scale = (float)map->outer_scale;
   for (int64_t j = 0; j < count; j++) {
     l[j] *= inner_scale;
@@ -87,11 +79,19 @@ static void cap_floats(const flce_row_kernels* kernels, float* restrict l, float
   }
 }
 
+static void bend(const row_pass* pass, const flce_logit_map* map, row_part* part) {
+  if (map->curve == FLCE_TANH && pass->stat == FLCE_F64)
+    tanh_doubles(part->l.wide, part->slope.wide, map, part->count);
+  else if (map->curve == FLCE_TANH)
+    tanh_floats(pass->l_kernels, part->l.narrow, part->slope.narrow, part->e.narrow, map,
+                part->count);
+}
+
 /* Writes l and slope of columns [begin, end) to `part`. */
-static void transform(const row_pass* pass, const row_map* map, const void* z, int64_t begin,
+static void transform(const row_pass* pass, const flce_logit_map* map, const void* z, int64_t begin,
                       int64_t end, row_part* part) {
   const void* bias = row_from(pass, pass->rows->bias, begin);
-  double outer_scale = map->capped ? 1.0 : map->outer_scale;
+  double outer_scale = map->curve == FLCE_LINE ? map->outer_scale : 1.0;
   part->begin = begin;
   part->count = end - begin;
   pass->z_blocks->scaled(&part->l, bias ? 1.0 : outer_scale, flce_const_at(z, pass->dtype, begin),
@@ -100,11 +100,7 @@ static void transform(const row_pass* pass, const row_map* map, const void* z, i
     pass->l_blocks->axpy(&part->l, 1.0, bias, part->count);
     if (outer_scale != 1.0) pass->l_blocks->scaled(&part->l, outer_scale, &part->l, part->count);
   }
-  if (map->capped && pass->stat == FLCE_F64)
-    cap_doubles(part->l.wide, part->slope.wide, map, part->count);
-  else if (map->capped)
-    cap_floats(pass->l_kernels, part->l.narrow, part->slope.narrow, part->e.narrow, map,
-               part->count);
+  bend(pass, map, part);
 }
 
 static void load_probabilities(const row_pass* pass, int64_t i, row_part* part) {
@@ -197,7 +193,7 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
   const flce_rows* rows = pass->rows;
   const void* z = row_z(pass, r);
   bool soft = rows->probabilities || rows->options.label_smoothing > 0.0;
-  row_map map = make_map(pass, i);
+  flce_logit_map map = map_of_row(pass, i);
   row_part part;
   *sums = (row_sums){.offset = -INFINITY, .slope_y = 1.0, .largest = NO_COLUMN};
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
@@ -210,7 +206,7 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
     }
     if (has_column(&part, y)) {
       sums->l_y = flce_load(&part.l, pass->stat, y - begin);
-      if (map.capped) sums->slope_y = flce_load(&part.slope, pass->stat, y - begin);
+      if (map.curve != FLCE_LINE) sums->slope_y = flce_load(&part.slope, pass->stat, y - begin);
     }
     double shift = sums->offset == -INFINITY ? 0.0 : sums->offset;
     add_exp(pass, y, shift, &part, sums);
@@ -230,9 +226,10 @@ typedef struct row_terms {
   bool capped;
 } row_terms;
 
-static row_terms make_terms(const row_pass* pass, const row_map* map, int64_t i) {
-  row_terms terms = {
-      .offset = row_stat(pass, FLCE_STAT_OFFSET, i), .row = pass->scale, .capped = map->capped};
+static row_terms make_terms(const row_pass* pass, const flce_logit_map* map, int64_t i) {
+  row_terms terms = {.offset = row_stat(pass, FLCE_STAT_OFFSET, i),
+                     .row = pass->scale,
+                     .capped = map->curve != FLCE_LINE};
   if (!pass->rows->coef) return terms;
   terms.row = row_coef(pass, FLCE_COEF_ROW, i);
   terms.entropy = row_coef(pass, FLCE_COEF_ENTROPY, i);
@@ -290,9 +287,9 @@ void flce_cpu_general_gradient(const row_pass* pass, int64_t r, int64_t i, int64
   const flce_rows* rows = pass->rows;
   const void* z = row_z(pass, r);
   void* out = row_out(pass, r);
-  row_map map = make_map(pass, i);
+  flce_logit_map map = map_of_row(pass, i);
   row_terms terms = make_terms(pass, &map, i);
-  bool linear = !map.capped && terms.entropy == 0.0 && terms.soft == 0.0;
+  bool linear = !terms.capped && terms.entropy == 0.0 && terms.soft == 0.0;
   row_part part;
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
     end = row_span_end(begin, rows->vocab);

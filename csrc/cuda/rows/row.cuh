@@ -11,6 +11,7 @@
 #include "cuda/common/reductions.cuh"
 #include "cuda/common/row_status.cuh"
 #include "cuda/common/vectors.cuh"
+#include "loss.h"
 
 enum { kRowThreads = 512, kMaxVocab = 1 << 30 };
 
@@ -101,6 +102,18 @@ __device__ __forceinline__ float tanh_of(float u) {
 template <bool FAST>
 __device__ __forceinline__ double tanh_of(double u) {
   return tanh(u);
+}
+
+/* curve(inner_scale z), inner_scale being 1 for FLCE_LINE. */
+template <bool FAST, typename S>
+__device__ __forceinline__ S bent(flce_curve curve, S inner_scale, S z) {
+  return curve != FLCE_LINE ? tanh_of<FAST>(inner_scale * z) : z;
+}
+
+/* The curve's slope where it is t; 0 where l is -inf or rounding makes t exceed 1. */
+template <typename S>
+__device__ __forceinline__ S slope_of_bent(flce_curve curve, S t) {
+  return curve != FLCE_LINE ? fmax(1 - t * t, (S)0) : 1;
 }
 
 /* ---- vectors and tiles of a row ---- */
@@ -241,13 +254,14 @@ __device__ __forceinline__ void hide_column(Vec<Z, kVec<Z>>& raw, int hit) {
 /* The parameters of a row kernel: flce_rows, and what the host computes once from its options. */
 struct row_args {
   flce_rows r;
-  double scale;       /* logit_scale / temperature */
-  float scale_f32;    /* the same, rounded */
-  double inner_scale; /* logit_scale / softcap */
-  double outer_scale; /* softcap / temperature; 0 without a softcap */
-  double hard;        /* 1 - s */
-  double share;       /* s / V */
-  bool weighted;      /* the loss sums over all columns: label smoothing or probabilities */
+  double scale;    /* logit_scale / temperature */
+  float scale_f32; /* the same, rounded */
+  /* flce_logit_map_of the options, without a temperature of the row's own */
+  flce_curve curve;
+  double inner_scale, outer_scale;
+  double hard;   /* 1 - s */
+  double share;  /* s / V */
+  bool weighted; /* the loss sums over all columns: label smoothing or probabilities */
 };
 
 /* One row of flce_rows as a block sees it. lead: elements before the row in its first vector;
@@ -259,9 +273,9 @@ struct Row {
   const S *bias, *class_weight;
   const void* probabilities;
   int vocab, target, lead, vectors; /* target: its column, or -1 with probabilities */
-  S scale;                          /* without a softcap: l = scale z */
-  /* With a softcap l = outer_scale tanh(inner_scale z) and inverse = 1 / outer_scale. Without one
-   * outer_scale is 0. */
+  S scale;                          /* all but the general kernels: l = scale z */
+  /* General kernels: l = outer_scale curve(inner_scale z), inverse = 1 / outer_scale. */
+  flce_curve curve;
   S inner_scale, outer_scale, inverse;
   S hard, share; /* 1 - s, s / V */
   S l_target;
@@ -285,8 +299,7 @@ __device__ __forceinline__ double scale_of(const row_args& p, double) {
 /* l of one logit z. FAST: for 16-bit results. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S logit_of(const Row<Z>& row, S z) {
-  return row.outer_scale != 0 ? row.outer_scale * tanh_of<FAST>(row.inner_scale * z)
-                              : row.scale * z;
+  return row.outer_scale * bent<FAST>(row.curve, row.inner_scale, z);
 }
 
 __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
@@ -309,13 +322,10 @@ __device__ __forceinline__ Row<Z> open_row_view(const row_args& p, int64_t at) {
   row.vectors = vectors_of<Z>(row.lead, row.vocab);
   row.scale = scale_of(p, S(0));
   if constexpr (KIND == kGeneral) {
+    row.curve = p.curve;
     row.inner_scale = (S)p.inner_scale;
     row.outer_scale = (S)p.outer_scale;
-    if (r.temperature) {
-      const S temperature = ((const S*)r.temperature)[at];
-      row.scale /= temperature;
-      row.outer_scale /= temperature;
-    }
+    if (r.temperature) row.outer_scale /= ((const S*)r.temperature)[at];
     row.inverse = 1 / row.outer_scale;
     row.hard = (S)p.hard;
     row.share = (S)p.share;

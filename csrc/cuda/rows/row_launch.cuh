@@ -26,12 +26,14 @@ static inline flce_status no_row_kernel(const flce_rows* r, const char* what) {
 
 static inline row_args make_args(const flce_rows* r) {
   const flce_loss* o = &r->options;
+  const flce_logit_map map = flce_logit_map_of(o, o->temperature);
   row_args args;
   args.r = *r;
   args.scale = o->logit_scale / o->temperature;
   args.scale_f32 = (float)args.scale;
-  args.inner_scale = o->softcap > 0 ? o->logit_scale / o->softcap : 0;
-  args.outer_scale = o->softcap > 0 ? o->softcap / o->temperature : 0;
+  args.curve = map.curve;
+  args.inner_scale = map.inner_scale;
+  args.outer_scale = map.outer_scale;
   args.hard = 1 - o->label_smoothing;
   args.share = o->label_smoothing / (double)r->vocab;
   args.weighted = o->label_smoothing > 0 || !r->target;

@@ -102,8 +102,8 @@ __device__ __forceinline__ float write_exp(Out* out, const Row<Z>& row, const Ve
   return sum;
 }
 
-/* Writes E of one vector, general kernel: from l, with the softcap's derivative in E but not in the
- * sums. */
+/* Writes E of one vector, general kernel: from l, with the curve's slope in E but not in the sums.
+ */
 template <typename Z, typename Out>
 __device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const Row<Z>& row,
                                              const float (&l)[kVec<Z>], int col, float shift,
@@ -119,12 +119,9 @@ __device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const
 #pragma unroll
     for (int e = 0; e < N; e++) sums.entropy_sum += entropy_term(v[e], l[e], sums.entropy_sum_from);
   }
-  if (row.outer_scale != 0) {
+  if (row.curve != FLCE_LINE) {
 #pragma unroll
-    for (int e = 0; e < N; e++) {
-      const float t = l[e] * row.inverse;
-      v[e] *= fmaxf(1 - t * t, 0); /* 1 - tanh^2; 0 where l is -inf or rounding makes t exceed 1 */
-    }
+    for (int e = 0; e < N; e++) v[e] *= slope_of_bent(row.curve, l[e] * row.inverse);
   }
   Vec<Out, N> packed;
   pack(v, packed);

@@ -75,7 +75,7 @@ __device__ __forceinline__ bool is_excluded(const Row<Z>& row, int col) {
   return (unsigned)col >= (unsigned)row.vocab || col == row.target;
 }
 
-/* l of a vector's columns, and slope = 1 - tanh^2 of the softcap there, 1 without a softcap. */
+/* l of a vector's columns, and the curve's slope there. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z>>& raw, int col,
                                           S (&l)[kVec<Z>], S (&slope)[kVec<Z>]) {
@@ -85,17 +85,17 @@ __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z
   } else {
     unpack(raw, l);
   }
-  if (row.outer_scale != 0) {
+  if (row.curve != FLCE_LINE) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      const S t = tanh_of<FAST>(row.inner_scale * l[e]);
+      const S t = bent<FAST>(row.curve, row.inner_scale, l[e]);
       l[e] = row.outer_scale * t;
-      slope[e] = 1 - t * t;
+      slope[e] = slope_of_bent(row.curve, t);
     }
   } else {
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      l[e] *= row.scale;
+      l[e] *= row.outer_scale;
       slope[e] = 1;
     }
   }
@@ -383,10 +383,7 @@ __device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, 
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
     if (r.wants_entropy) entropy = entropy_of(row, sums, end);
-    if (row.outer_scale != 0 && row.target >= 0) {
-      const S t = row.l_target / row.outer_scale;
-      slope = fmax(1 - t * t, (S)0);
-    }
+    if (row.target >= 0) slope = slope_of_bent(row.curve, row.l_target / row.outer_scale);
   }
   const RowStatistics<S> made = {end.lse, end.nll, 1 / end.sum, slope,
                                  has_no_target<KIND>(row) ? sums.weight_sum : 0};

@@ -45,11 +45,12 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   params.hidden = (int)g->k;
   params.columns = (int)(g->c ? r->z_columns : r->out_columns);
   params.half = g->dtype == FLCE_F16;
-  params.scale = (float)((o->softcap > 0 ? args.outer_scale : args.scale) * kLog2eExact);
+  params.scale = (float)(args.outer_scale * kLog2eExact);
   params.general = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
                    !(params.scale > 0) || r->temperature || r->wants_entropy || r->predictions ||
                    (r->target && g->c) || (r->target && params.half);
   params.inner_scale = (float)args.inner_scale;
+  params.curve = args.curve;
   params.bias = (const float*)r->bias;
   params.class_weight = (const float*)r->class_weight;
   params.index = r->index;

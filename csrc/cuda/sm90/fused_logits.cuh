@@ -35,7 +35,7 @@ enum {
  * kAboveTarget, which is near the target's. */
 typedef struct fused_scratch {
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
-  float* scale;  /* [rows] general kernels: factor from z, or from the softcap's tanh, to log2_l */
+  float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
   int* column;   /* [rows] the target's column, -1 for none */
   /* [rows] ordered_of(the largest log2_l) where a tile exceeded kTileLimit, else kNoTop */
@@ -56,14 +56,15 @@ typedef struct fused_scratch {
 } fused_scratch;
 
 /* Parameters of the three kernels. `general` selects their most general version, which alone reads
- * scratch.scale, inner_scale and class_weight. */
+ * scratch.scale, inner_scale, curve and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
   int columns;  /* columns of the result, zero padding included */
   bool half;    /* x and W are float16; else bfloat16 */
   bool general; /* the loss, or z as the result, needs the general kernels */
   float scale;  /* not general: log2_l = scale z */
-  /* general: log2_l = scratch.scale tanh(inner_scale z); if 0, log2_l = scratch.scale z */
+  /* general: log2_l = scratch.scale curve(inner_scale z) */
+  flce_curve curve;
   float inner_scale;
   const float* bias;
   const float* class_weight;
@@ -98,7 +99,7 @@ __device__ __forceinline__ float offset_of(const fused_scratch& s, int row) {
 /* log2_l of a logit in the general kernels; `scale` is scratch.scale of its row. */
 __device__ __forceinline__ float general_log2_logit(const fused_params& params, float scale,
                                                     float z) {
-  return scale * (params.inner_scale != 0 ? tanh_of<true>(params.inner_scale * z) : z);
+  return scale * bent<true>(params.curve, params.inner_scale, z);
 }
 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,

@@ -344,7 +344,7 @@ __device__ __forceinline__ void write_tops(const fused_params& params, const fus
 }
 
 /* E of 8 of a thread's accumulators, two rows by four columns: v[2 q + e] for the first part, v[4 +
- * 2 q + e] for the next one. Adds them to the sums; the softcap's derivative multiplies v alone. */
+ * 2 q + e] for the next one. Adds them to the sums; the curve's slope multiplies v alone. */
 template <bool GENERAL>
 __device__ __forceinline__ void exp_parts(const fused_params& params, const fused_scratch& s,
                                           const float* acc, int half, TileRows& rows,
@@ -366,12 +366,11 @@ __device__ __forceinline__ void exp_parts(const fused_params& params, const fuse
       rows.entropy_sum[q] += v[i] * fmaxf(acc[i] - from, -largest_finite(from));
     }
   }
-  if (params.inner_scale != 0) {
+  if (params.curve != FLCE_LINE) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const float t = __fdividef(acc[i], rows.scale[half * 2 + ((i >> 1) & 1)]);
-      /* 1 - tanh^2; 0 where log2_l is -inf or rounding makes t exceed 1 */
-      v[i] *= fmaxf(1 - t * t, 0);
+      const int q = half * 2 + ((i >> 1) & 1);
+      v[i] *= slope_of_bent(params.curve, __fdividef(acc[i], rows.scale[q]));
     }
   }
 }

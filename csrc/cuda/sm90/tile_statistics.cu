@@ -152,8 +152,10 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   RowSums<float> sums = {};
   sums.offset = k * (float)kLn2;
   sums.rest = (float)sum.rest;
-  if constexpr (kIsGeneral)
-    view.outer_scale = params.inner_scale != 0 ? s.scale[row] * (float)kLn2 : 0;
+  if constexpr (kIsGeneral) {
+    view.curve = params.curve;
+    view.outer_scale = s.scale[row] * (float)kLn2;
+  }
   if constexpr (KIND != kPlain) {
     set_references(p, s, k - kAboveTarget, view.l_target, sum, sums);
   }
