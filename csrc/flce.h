@@ -372,6 +372,10 @@ typedef struct flce_plan {
       peak_bytes;             /* the larger of the two */
   int64_t forward_gemms,      /* GEMMs of the forward */
       backward_gemms;         /* GEMMs of the backward */
+  /* save=samples: an estimate of the time of its passes over E, W, x and dW, with as many entries
+   * as there can be, relative to the gradient GEMMs that they replace. From 1 on sampling may take
+   * longer than exact gradients. 0 for the others. */
+  double sampled_time;
 } flce_plan;
 
 /* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */

@@ -20,6 +20,8 @@ class Plan:
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
     forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
     workspace. With save="grads", a backward of lse or entropy needs those of "stats" too.
+    `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every row
+    has as many entries as it can, relative to the GEMMs that they replace; else 0.
     """
 
     save: str
@@ -38,6 +40,7 @@ class Plan:
     forward_peak_bytes: int
     backward_peak_bytes: int
     peak_bytes: int
+    sampled_time: float
     buffers: dict
     text: str
 
@@ -144,6 +147,7 @@ def plan(
     fields = dict(re.findall(r"(\w+)=(\S+)", text))
     fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
     buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
+    fields["sampled_time"] = float(fields["sampled_time"])
     return Plan(**fields, buffers=buffers, text=text)
 
 

@@ -302,6 +302,17 @@ def test_modules_and_the_plan_refuse_too():
         flce.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.int64), **SAMPLED)
 
 
+def test_the_plan_estimates_the_time():
+    sizes = {"tokens": 4096, "hidden": 512, "device": "cpu", "dtype": torch.float32}
+
+    def time(vocab, **options):
+        return flce.plan(vocab=vocab, **sizes, **options).sampled_time
+
+    assert time(32000) == 0.0
+    fine, coarse = (time(32000, gradient="sampled", gradient_eps=eps) for eps in (2**-8, 2**-6))
+    assert 0.0 < coarse < fine < time(4000, gradient="sampled", gradient_eps=2**-8)
+
+
 def test_the_gradient_of_the_entropy_is_refused(device):
     case = make(device)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()

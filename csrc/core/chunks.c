@@ -21,10 +21,6 @@ typedef struct gemm_tile {
   double effort; /* time of an element of the tile, relative to the largest tiles */
 } gemm_tile;
 
-/* Multiply-adds in the time in which the memory moves one byte: 80 on an H200, within a third of
- * that on other GPUs of compute capability 8.0 and later. */
-static const double kAddsPerByte = 80.0;
-
 /* The fixed cost of a chunk (launches and small kernels), 100 us on an H200. A ragged vocabulary
  * costs 50 us more, for the GEMMs of its last columns. */
 static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;

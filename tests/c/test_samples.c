@@ -141,8 +141,38 @@ static void test_lists(double eps) {
   free_model(&m);
 }
 
+/* Where sampling pays on a GPU: large vocabularies, the larger the finer eps is. */
+static void test_sampled_time(void) {
+  static const struct {
+    int64_t tokens, vocab;
+    double eps, least, most;
+  } cases[] = {
+      {8192, 128256, 0x1p-6, 0.05, 0.15}, /* measured on an H200: 0.10 */
+      {8192, 128256, 0x1p-8, 0.3, 0.4},   /* 0.32 */
+      {8192, 32000, 0x1p-6, 0.3, 0.4},    /* 0.35 */
+      {8192, 8192, 0x1p-6, 1.0, 2.0},     {64, 128256, 0x1p-6, 0.1, 1.0},
+  };
+  for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+    setting s = sampled_setting(FLCE_BF16, cases[k].eps);
+    flce_problem* p = &s.problem;
+    p->tokens = p->rows = cases[k].tokens;
+    p->hidden = 4096;
+    p->vocab = p->weight_rows = cases[k].vocab;
+    p->max_memory = 1 << 30;
+    const flce_facts facts = {.gemm_writes_f32 = true, .multiprocessors = 132};
+    flce_plan plan;
+    CHECK_OK(flce_plan_make(p, &facts, &plan));
+    CHECK(plan.sampled_time >= cases[k].least && plan.sampled_time <= cases[k].most,
+          "case %zu: sampled_time %g", k, plan.sampled_time);
+    p->save = FLCE_SAVE_LOGITS;
+    CHECK_OK(flce_plan_make(p, &facts, &plan));
+    CHECK(plan.sampled_time == 0.0, "exact gradients have a sampled_time");
+  }
+}
+
 int main(void) {
   test_seed(7);
+  test_sampled_time();
   test_philox();
   for (int index = 0; test_next_variant(&index);) test_lists(0x1p-4);
   test_lists(1.0);
