@@ -187,7 +187,7 @@ class Training:
             self.index = torch.zeros(1, dtype=torch.int64)
             self.losses, self.norms = torch.zeros(options.steps), torch.zeros(options.steps)
             self.span = torch.arange(options.sequence + 1)
-            # Incremented behind every backward: each micro-batch has a draw of its own.
+            # Incremented after every backward: each micro-batch has a draw of its own.
             self.gradient_seed = torch.tensor(seed << 32)
         sampled = {"gradient": "sampled", "gradient_eps": eps, "gradient_seed": self.gradient_seed}
         self.settings = {} if eps is None else sampled
@@ -544,7 +544,7 @@ def make_parser():
     add("--corpus-tokens", type=int, default=13_400_000, help="at most, of --make-corpus")
     add("--runs", type=parse_runs, default="exact:0,2^-6:0", help="GRADIENT:SEED, by commas")
     add("--json", type=path, help="the record: runs are added to it")
-    add("--budget", type=float, help="seconds: start no run that would end behind them")
+    add("--budget", type=float, help="seconds: start no run that would end after them")
     add("--plot", type=path, nargs="+", metavar="JSON", help="draw these records, train nothing")
     add("--out", type=path, default=path("sampled-training.png"), help="the picture of --plot")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")

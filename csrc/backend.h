@@ -448,7 +448,8 @@ struct flce_backend {
   /* accum[rows][cols] += block[rows][pitch], computed in accum_dtype's stat dtype. For GEMMs that
    * cannot add to the accumulator, and for adding dW to the caller's gradient. */
   flce_status (*add_block)(void* self, const flce_add_block_args* call);
-  /* ---- save=samples (flce.h); the stat dtype is float32 ---- */
+  /* ---- save=samples (flce.h); the stat dtype is float32. The classes and counts of the lists are
+   * not checked: they must be those that sample_rows wrote. ---- */
 
   /* Draws the lists of a chunk's rows from their E and statistics. */
   flce_status (*sample_rows)(void* self, const flce_sample_rows_args* call);

@@ -94,9 +94,9 @@ const char* flce_save_name(flce_save save);
  * EXP: E_ij = exp(l_ij - c_i) (times 1 - tanh^2 with a softcap), 0 in the target's column. The row
  * factors are applied to x and dX, and the target's term is added separately. So nothing cancels,
  * and applying grad_output needs no pass over [N][V].
- * DZ: the gradient of z, rounded once. It is needed for float16, whose range cannot hold E, and
- * where the gradient is not a row factor times E: probability targets, softcap with label
- * smoothing, the gradient of the entropy. */
+ * DZ: the gradient of z, rounded once. It is needed for float16, whose range cannot hold E
+ * (samples are drawn from E in bfloat16), and where the gradient is not a row factor times E:
+ * probability targets, softcap with label smoothing, the gradient of the entropy. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
 
 /* ---- samples (docs/sampled.md) ----
@@ -105,24 +105,25 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  * by an unbiased sparse estimate. With S_i = sum_j exp(l_ij - c_i), each class has the probability
  * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i). The draw is
  * systematic: with F the prefix sums of q, in fixed point of FLCE_SAMPLE_BITS bits, and one uniform
- * number u_i for the row, class j is kept if some integer m has F_{j-1} <= m + u_i < F_j. u_i is
- * the first output word of Philox4x32-10 of key seed and counter i, i the token's number.
+ * number u_i in [0, 1) for the row, class j is kept if some integer m has F_{j-1} <= m + u_i < F_j.
+ * u_i is the upper FLCE_SAMPLE_BITS bits of the first output word of Philox4x32-10 of key seed and
+ * counter i, i the token's number.
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
  * its value in float32; zeros follow. y is -1 and n is 0 if the row is ignored or absent; both are
  * 0 if the target is out of range: the row's factors are NaN. */
 
-/* Below it is the fixed point of the prefix sums. A multiprocessor's warp adds 256 of them in 32
- * bits. */
+/* Fraction bits of q in the prefix sums: 256 values of at most 2^23 fit 32 bits, so a warp sums 256
+ * classes with 32-bit additions. */
 enum { FLCE_SAMPLE_BITS = 23 };
 
 /* The range of eps, and the most classes that can be sampled. */
 #define FLCE_LEAST_EPS 0x1p-12
 enum { FLCE_SAMPLE_CLASSES = 1 << 20 };
 
-/* An upper bound of n: sum_j q_ij rounded up, where E may be rounded to bfloat16 and q to the fixed
- * point. */
+/* The most pairs after the first; draws beyond are dropped. ceil(1 / eps) + 1, and 2^-8 more
+ * because E may be rounded to bfloat16. */
 static inline int64_t flce_most_samples(double eps) {
   return (int64_t)(1.00390625 / (eps > FLCE_LEAST_EPS ? eps : FLCE_LEAST_EPS)) + 2;
 }

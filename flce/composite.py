@@ -158,7 +158,9 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
     seed, samples = settings["gradient_seed"], resolved.save == "samples"
-    if samples or seed is not None:
+    # Drawn under no_grad too: a reentrant checkpoint restores the generator for its second forward,
+    # so without a draw in the first every step would have the same seed.
+    if call.settings.gradient == "sampled" or seed is not None:
         seed = validate.seed_tensor(seed, input)
     seed = seed if samples else None
     operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items, seed)

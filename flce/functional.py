@@ -184,9 +184,10 @@ def linear_cross_entropy(
             the parameter has grad_added_to_main_grad, it is set to True. Not with save="grads".
         gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
             bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
-            1. Not for float64 operands, nor for probabilities.
-        gradient_seed: what is drawn: an int64, as an int or a tensor of one element on input's
-            device. None takes a new one from torch's default generator of that device.
+            1. Not for float64 operands, probabilities, label smoothing with a softcap, or more than
+            2**20 classes.
+        gradient_seed: the seed of the draw, an int64, as an int or a tensor of one element on
+            input's device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
             outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
             loss's; with save="grads" the backward then recomputes all gradients.

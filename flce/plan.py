@@ -20,8 +20,8 @@ class Plan:
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
     forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
     workspace. With save="grads", a backward of lse or entropy needs those of "stats" too.
-    `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every row
-    has as many entries as it can, relative to the GEMMs that they replace; else 0.
+    `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
+    row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     """
 
     save: str

@@ -188,9 +188,10 @@ def sampled_derivative(z, target, cut, of_logits, eps, seed):
     arguments of `final_logits`.
     """
     z = z.double()
-    rise, rise_of_zero = (_rise(at, cut, of_logits) for at in (z, torch.zeros_like(z)))
-    # E / S: a cap's slope, which is 1 at 0, is part of the shares; the scales are not.
-    share = final_logits(z, cut, **of_logits).softmax(dim=-1) * (rise / rise_of_zero)
+    slopes, scales = (_dl_dz(at, cut, of_logits) for at in (z, torch.zeros_like(z)))
+    # E / S is p times the softcap's slope. d l / d z also has the scales; its value at z = 0, where
+    # the slope is 1, removes them.
+    share = final_logits(z, cut, **of_logits).softmax(dim=-1) * (slopes / scales)
     share = share.reshape(-1, share.shape[-1])
     fixed = (share / eps).clamp(max=1.0).mul(2.0**23).round().to(torch.int64)
     at_target = target.reshape(-1, 1).long()
@@ -201,11 +202,11 @@ def sampled_derivative(z, target, cut, of_logits, eps, seed):
     below, below_begin = ((edge - offset + 2**23 - 1) >> 23 for edge in (end, end - fixed))
     made = share.clamp(min=eps).masked_fill(below == below_begin, 0.0)
     made = made.scatter(-1, at_target, share.gather(-1, at_target)).reshape(z.shape)
-    return made * rise_of_zero
+    return made * scales
 
 
 @torch.enable_grad()
-def _rise(z, cut, of_logits):
+def _dl_dz(z, cut, of_logits):
     """d l / d z of each logit."""
     z = z.detach().requires_grad_()
     return torch.autograd.grad(final_logits(z, cut, **of_logits).sum(), z)[0]

@@ -83,7 +83,7 @@ def _row_bytes(vocab, dtype, device_type):
 
 
 def sample_pitch(eps):
-    """The width of a row of what save="samples" keeps, in int32 (plan.c: sample_pitch)."""
+    """The width of a row of what save="samples" keeps, in int32 (flce.h: flce_sample_pitch)."""
     return (2 * (math.floor(1.00390625 / eps) + 3) + 31) // 32 * 32
 
 

@@ -136,8 +136,10 @@ def test_any_number_of_rows(device, tokens):
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-def test_no_valid_rows(device, ignore):
-    case = make(device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("accum_dtype", [None, torch.float32], ids=str)
+def test_no_valid_rows(device, ignore, dtype, accum_dtype):
+    case = make(device, dtype).with_options(accum_dtype=accum_dtype)
     if ignore:
         case = cases.ignore_some(case, every=1)
     else:

@@ -126,7 +126,9 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
 /* Text that suggests a max_memory of half the current logits buffer, if that still holds one
  * row. */
 std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
-  int64_t logits = plan.buffers[FLCE_BUF_LOGITS].bytes + plan.buffers[FLCE_BUF_SAVED].bytes;
+  bool samples = plan.save == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
+  int64_t logits =
+      plan.buffers[FLCE_BUF_LOGITS].bytes + (samples ? 0 : plan.buffers[FLCE_BUF_SAVED].bytes);
   int64_t smaller = (logits < problem.max_memory ? logits : problem.max_memory) / 2;
   std::string advice = "; the plan needs " + std::to_string(plan.peak_bytes) +
                        " bytes over the inputs, of which " + std::to_string(logits) +
@@ -294,6 +296,8 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
       throw std::invalid_argument("saved: expected a tensor with save=\"samples\", got None");
     expect_shape("saved", *kept.saved, saved_shape(problem, plan, settings.rows));
     expect_type("saved", *kept.saved, ScalarType::Int, "int32");
+    if (reinterpret_cast<uintptr_t>(tensors.saved) % 8 != 0)
+      throw std::invalid_argument("saved: expected memory aligned to 8 bytes");
     expect_same_device("saved", *kept.saved, id);
   }
   try {

@@ -216,8 +216,8 @@ flce_status flce_begin_gradients(const engine* e) {
            problem->hidden);
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
-   * chunk, or if add_block adds to it. */
-  bool no_chunks = problem->rows == 0;
+   * chunk, or if add_block adds to it. Sampled gradients have no accumulator. */
+  bool no_chunks = problem->rows == 0 && problem->save != FLCE_SAVE_SAMPLES;
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
          problem->vocab * e->plan->hidden * flce_size_of(e->plan->accum_dtype));

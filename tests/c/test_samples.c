@@ -111,6 +111,24 @@ static void test_options(void) {
   }
 }
 
+/* No row is computed: every gradient is 0 or what it was, and nothing beyond it is written. */
+static void test_no_rows(void) {
+  const flce_dtype dtypes[] = {FLCE_F32, FLCE_BF16, FLCE_F16};
+  for (int k = 0; k < 12; k++) {
+    setting s = sampled_setting(dtypes[k % 3], 0x1p-4);
+    s.all_ignored = true;
+    s.problem.rows = 0;
+    if (k / 3 % 2) s.problem.accum_dtype = FLCE_F32;
+    s.problem.adds_grad_weight = k >= 6;
+    s.problem.added_dtype = s.problem.weight_dtype;
+    model m = make_model(&s);
+    run r = run_all(&s, &m, 1);
+    check_run(&s, &m, &r);
+    free_run(&r);
+    free_model(&m);
+  }
+}
+
 static void test_added(void) {
   setting s = sampled_setting(FLCE_F32, 0x1p-4);
   s.problem.adds_grad_weight = true;
@@ -179,5 +197,6 @@ int main(void) {
   test_lists(0x1p-12);
   test_options();
   test_added();
+  test_no_rows();
   return test_verdict();
 }

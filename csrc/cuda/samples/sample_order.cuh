@@ -11,9 +11,9 @@ static inline int64_t sample_slots(double eps) {
   return flce_most_samples(eps) + 1;
 }
 
-/* dW sums a class whose entries lie in one piece of the order at once. The others, such as the
- * frequent classes, are summed piece by piece, so that no block has more than a piece to add. About
- * kPieces pieces bound the memory of their sums. */
+/* A class whose entries cross a boundary of a piece is summed in two steps: sum_pieces sums its
+ * part in each piece, sampled_grad_weight adds the parts. So no warp of sum_pieces adds more than a
+ * piece. At most about kPieces pieces, to bound part_sums. */
 static inline int64_t piece_size(int64_t count) {
   const int64_t kPieces = 2048, kLeast = 256;
   return max_of(kLeast, ceil_div(count, kPieces));

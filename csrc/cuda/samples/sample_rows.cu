@@ -145,7 +145,7 @@ __device__ __forceinline__ void write_draw(const SampledRow<T>& row, int segment
 }
 
 /* Writes pair 0 of a list, and zeros after its `count` entries. */
-__device__ __forceinline__ void frame_list(int2* list, int target, int count, int pitch) {
+__device__ __forceinline__ void write_head_and_zeros(int2* list, int target, int count, int pitch) {
   if (threadIdx.x == 0) *list = make_int2(target, count);
   for (int m = 1 + count + (int)threadIdx.x; m < pitch / 2; m += kSampleThreads) {
     list[m] = make_int2(0, 0);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const RowRef ref = row_ref_of(p.r, blockIdx.x);
   int2* list = (int2*)(p.lists + (int64_t)blockIdx.x * p.pitch);
   if (ref.kind != kRowValid) {
-    frame_list(list, ref.kind == kRowOutOfRange ? 0 : -1, 0, p.pitch);
+    write_head_and_zeros(list, ref.kind == kRowOutOfRange ? 0 : -1, 0, p.pitch);
     return;
   }
   const float inv_sum = ((const float*)p.r.stats)[FLCE_STAT_INV_SUM * p.r.stat_pitch + ref.at];
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     const int segment = segment_of(starts, segments, position);
     write_draw(row, segment, (uint32_t)(position - starts[segment]), list + 1 + m);
   }
-  frame_list(list, (int)p.r.target[ref.at], count, p.pitch);
+  write_head_and_zeros(list, (int)p.r.target[ref.at], count, p.pitch);
 }
 
 flce_status cuda_sample_rows(void* self, const flce_sample_rows_args* call) {

@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
   }
 }
 
-/* The widest slice of W that leaves room in L2: a multiprocessor reaches half of an H100's 50 MB
- * without a detour. */
+/* The widest slice of W that leaves room in L2. An H100's has two partitions of 25 MB, of which a
+ * multiprocessor reads the far one more slowly. */
 static int lanes_of(int64_t vocab, int64_t vector_bytes) {
   const int64_t kSliceBytes = 20 << 20, kLeastLanes = 8;
   int lanes = kWarp;
@@ -152,7 +152,7 @@ static int lanes_of(int64_t vocab, int64_t vector_bytes) {
   return lanes;
 }
 
-static flce_status no_gather(const char* what, flce_dtype dtype) {
+static flce_status refuse_dtype(const char* what, flce_dtype dtype) {
   return flce_fail(FLCE_UNSUPPORTED, "%s: no CUDA kernel for operands in %s", what,
                    flce_dtype_name(dtype));
 }
@@ -195,7 +195,7 @@ flce_status cuda_sampled_grad_input(void* self, const flce_sampled_input_args* c
     case FLCE_F16:
       return launch_sampled_input<__half>(self, args, vocab, vectors);
     default:
-      return no_gather("sampled_grad_input", call->dtype);
+      return refuse_dtype("sampled_grad_input", call->dtype);
   }
 }
 
@@ -213,8 +213,8 @@ typedef struct sampled_weight_args {
   bool adds;
 } sampled_weight_args;
 
-/* The entries at positions [first, first + kBatch) of x's rows, without those from `end` on. `own`:
- * the lane's entry of the 32 that begin at `base`. */
+/* Loads the factor and this lane's columns of x's row for the entries [first, first + kBatch) of
+ * the order; zeros from `end` on. `own`: the lane's entry of the 32 that begin at `base`. */
 template <typename T, int N>
 __device__ __forceinline__ void load_entries(const sampled_weight_args& p, int2 own, unsigned base,
                                              unsigned first, unsigned end, int64_t column,
@@ -436,7 +436,7 @@ flce_status cuda_sampled_grad_weight(void* self, const flce_sampled_weight_args*
     case FLCE_F16:
       return launch_sampled_weight<__half>(self, args, vectors);
     default:
-      return no_gather("sampled_grad_weight", call->dtype);
+      return refuse_dtype("sampled_grad_weight", call->dtype);
   }
 }
 
