@@ -300,7 +300,7 @@ def evaluate(training):
 
 @torch.no_grad()
 def kept_entries(training):
-    """The expected number of classes a row beside the target, for each of KEPT."""
+    """The expected number of classes that a row keeps without its target, for each of KEPT."""
     rows = max(1, KEPT_ROWS // training.options.sequence)
     target = training.corpus.targets[:rows].reshape(-1, 1)
     with precision(training.options.device):
@@ -374,7 +374,7 @@ def load_runs(paths):
 
 
 def store(path, runs):
-    """Written beside and renamed: a process killed in between leaves the record of before."""
+    """Writes a new file and renames it: a process killed in between leaves the old record."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     fresh.replace(path)

@@ -90,6 +90,11 @@ typedef enum flce_save {
 } flce_save;
 const char* flce_save_name(flce_save save);
 
+/* True if flce_backward() makes the gradients: with save=grads they are only scaled. */
+static inline bool flce_has_backward(flce_save save) {
+  return save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_STATS || save == FLCE_SAVE_SAMPLES;
+}
+
 /* What the gradient GEMMs read.
  * EXP: E_ij = exp(l_ij - c_i) (times 1 - tanh^2 with a softcap), 0 in the target's column. The row
  * factors are applied to x and dX, and the target's term is added separately. So nothing cancels,
@@ -435,8 +440,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
                          const flce_plan* plan, const flce_tensors* tensors);
 flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
                           const flce_plan* plan, const flce_tensors* tensors);
-/* FLCE_INVALID_ARGUMENT unless the plan's save is logits, stats or samples: only these have a
- * backward. flce_backward() calls it too. */
+/* FLCE_INVALID_ARGUMENT unless flce_has_backward(plan->save). flce_backward() calls it too. */
 flce_status flce_check_backward(const flce_plan* plan);
 
 /* GEMMs that the engine has requested from backends since the process started. */

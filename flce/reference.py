@@ -164,9 +164,9 @@ def philox(key, counter):
         return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & mask
 
     a, b, c, d = counter
-    for turn in range(10):
-        first = (key[0] + turn * 0x9E3779B9) & mask
-        second = (key[1] + turn * 0xBB67AE85) & mask
+    for step in range(10):
+        first = (key[0] + step * 0x9E3779B9) & mask
+        second = (key[1] + step * 0xBB67AE85) & mask
         high_a, low_a = product(0xD2511F53, a)
         high_c, low_c = product(0xCD9E8D57, c)
         a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a

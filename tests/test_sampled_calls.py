@@ -1,4 +1,4 @@
-"""gradient="sampled" beside the numbers: seeds, Modules, torch.compile, opcheck, fakes, CUDA
+"""gradient="sampled", all but the numbers: seeds, Modules, torch.compile, opcheck, fakes, CUDA
 graphs, refusals, the plan."""
 
 import math
@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
 from sampled_case import HIDDEN, SAMPLED, TOKENS, VOCAB, make, sampled
+from test_cuda import captured
 from test_settings import described
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -227,14 +228,7 @@ def test_a_replayed_cuda_graph_draws_anew(cuda):
         loss = flce.linear_cross_entropy(x, w, case.target, **SAMPLED)
         return torch.autograd.grad(loss, (x, w))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grads = step()
+    graph, grads = captured(step)
 
     def replay():
         graph.replay()

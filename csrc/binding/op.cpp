@@ -145,6 +145,29 @@ std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& p
   return {rows.value_or(problem.tokens), plan.saved_pitch};
 }
 
+bool keeps_tensor(const flce_plan& plan) {
+  return plan.save == FLCE_SAVE_LOGITS || plan.save == FLCE_SAVE_SAMPLES;
+}
+
+/* Checks the tensor that a forward has saved. */
+void expect_saved(const OptionalTensor& saved, const std::vector<int64_t>& shape,
+                  const flce_plan& plan, DeviceId id) {
+  if (!saved)
+    throw std::invalid_argument(std::string("saved: expected a tensor with save=\"") +
+                                flce_save_name(plan.save) + "\", got None");
+  expect_shape("saved", *saved, shape);
+  if (plan.save == FLCE_SAVE_LOGITS)
+    expect_type("saved", *saved, to_scalar_type(plan.saved_dtype),
+                flce_dtype_name(plan.saved_dtype));
+  else
+    expect_type("saved", *saved, ScalarType::Int, "int32");
+  expect_same_device("saved", *saved, id);
+  /* the CUDA backend reads the lists as pairs */
+  bool aligned = reinterpret_cast<uintptr_t>(saved->const_data_ptr()) % 8 == 0;
+  if (plan.save == FLCE_SAVE_SAMPLES && !aligned)
+    throw std::invalid_argument("saved: expected memory aligned to 8 bytes");
+}
+
 /* A caller that could not count the valid rows (torch.compile on the CPU) allocates more rows than
  * are computed. The others are set to 0, so that no output is undefined. */
 void zero_unused_rows(const Device& device, const flce_problem& problem, const flce_plan& plan,
@@ -164,7 +187,7 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
                           std::optional<int64_t> rows, flce_tensors* tensors) {
   Statistics made = allocate_statistics(device, problem, plan.keeps_statistics, tensors);
   OptionalTensor saved;
-  if (plan.save == FLCE_SAVE_LOGITS || plan.save == FLCE_SAVE_SAMPLES) {
+  if (keeps_tensor(plan)) {
     std::vector<int64_t> shape = saved_shape(problem, plan, rows);
     saved = plan.save == FLCE_SAVE_LOGITS ? device.allocate(shape, plan.saved_dtype, "saved")
                                           : device.allocate_lists(shape, "saved");
@@ -285,21 +308,8 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   flce_plan plan = device.plan(problem);
   check(flce_check_backward(&plan));
   bind_saved(kept.grad_output, kept.grad_stats, kept.stats, kept.scalars, problem, id, &tensors);
-  if (plan.save == FLCE_SAVE_LOGITS) {
-    if (!kept.saved)
-      throw std::invalid_argument("saved: expected a tensor with save=\"logits\", got None");
-    expect_like("saved", *kept.saved, saved_shape(problem, plan, settings.rows), plan.saved_dtype,
-                id);
-  }
-  if (plan.save == FLCE_SAVE_SAMPLES) {
-    if (!kept.saved)
-      throw std::invalid_argument("saved: expected a tensor with save=\"samples\", got None");
-    expect_shape("saved", *kept.saved, saved_shape(problem, plan, settings.rows));
-    expect_type("saved", *kept.saved, ScalarType::Int, "int32");
-    if (reinterpret_cast<uintptr_t>(tensors.saved) % 8 != 0)
-      throw std::invalid_argument("saved: expected memory aligned to 8 bytes");
-    expect_same_device("saved", *kept.saved, id);
-  }
+  if (keeps_tensor(plan))
+    expect_saved(kept.saved, saved_shape(problem, plan, settings.rows), plan, id);
   try {
     return run_backward(device, problem, plan, &tensors);
   } catch (const OutOfMemory& error) {

@@ -324,9 +324,7 @@ static flce_status backward_rows(const engine* e, chunk* c) {
 }
 
 flce_status flce_check_backward(const flce_plan* plan) {
-  if (plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS ||
-      plan->save == FLCE_SAVE_SAMPLES)
-    return FLCE_OK;
+  if (flce_has_backward(plan->save)) return FLCE_OK;
   return flce_fail(FLCE_INVALID_ARGUMENT,
                    "save: expected \"logits\", \"stats\" or \"samples\" in a backward, got \"%s\"",
                    flce_save_name(plan->save));

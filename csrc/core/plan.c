@@ -24,12 +24,6 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
-/* True if the backward runs the engine: it does more than to scale gradients. */
-static bool has_backward(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_STATS ||
-         plan->save == FLCE_SAVE_SAMPLES;
-}
-
 /* True if the forward computes only statistics: it keeps neither logits nor gradients. */
 static bool only_statistics(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
@@ -242,7 +236,7 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
  * (FLCE_SCALAR_UNIT). */
 static bool backward_reads_statistics(const flce_plan* plan) {
   bool held_in_units = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
-  return has_backward(plan) || held_in_units;
+  return flce_has_backward(plan->save) || held_in_units;
 }
 
 static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,
@@ -378,7 +372,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
   int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
-  unsigned both = FLCE_IN_FORWARD | (has_backward(plan) ? FLCE_IN_BACKWARD : 0);
+  unsigned both = FLCE_IN_FORWARD | (flce_has_backward(plan->save) ? FLCE_IN_BACKWARD : 0);
   bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
   bool z_again = plan->save == FLCE_SAVE_STATS;
   bool no_z = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
@@ -462,7 +456,7 @@ static void assign_offsets(flce_plan* plan) {
     if (pass == 1) plan->forward_workspace_bytes = next;
     if (pass == 2) plan->backward_workspace_bytes = next;
   }
-  if (!has_backward(plan)) plan->backward_workspace_bytes = 0;
+  if (!flce_has_backward(plan->save)) plan->backward_workspace_bytes = 0;
   plan->forward_peak_bytes = plan->forward_workspace_bytes;
   plan->backward_peak_bytes = plan->backward_workspace_bytes;
   for (int id = 0; id < FLCE_BUF_COUNT; id++) {
