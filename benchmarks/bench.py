@@ -56,7 +56,11 @@ def fused(**settings):
     """flce with these settings, as a function of the problem."""
 
     def loss_of(p):
-        return flce.linear_cross_entropy(p.x, p.w, p.y, linear_bias=p.b, **settings)
+        reduction = "mean" if p.upstream is None else "none"
+        made = flce.linear_cross_entropy(
+            p.x, p.w, p.y, linear_bias=p.b, reduction=reduction, **settings
+        )
+        return made if p.upstream is None else made @ p.upstream
 
     return loss_of
 
@@ -174,6 +178,12 @@ def bench_shape(name, shape, options, left_out):
     dtype = options.dtype or shape.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     draw = {"std": options.std, "ignored": options.ignored, "targets": options.targets}
     problem = problems.make_problem(shape, options.device, getattr(torch, dtype), **draw)
+    if options.operands:
+        problem.given = problems.load_operands(options.operands, shape, options.device)
+        draw = {"operands": options.operands.name}
+    if options.upstream:
+        problem.upstream = torch.empty(shape.tokens, device=options.device)
+        draw["upstream"] = True
     problem.refresh()
     fail = functools.partial(left_out.add, name)
     entries, rows = contestants(problem, options, fail), []
@@ -287,11 +297,23 @@ def parse_options(arguments=None):
     parser.add_argument("--std", type=float, default=1.0, help="of the logits")
     parser.add_argument("--ignored", type=float, default=0.0, help="fraction of the tokens")
     parser.add_argument("--targets", choices=["random", "model"], default="random")
+    parser.add_argument(
+        "--operands",
+        type=pathlib.Path,
+        help="file of sampled_training.py --save-operands, instead of random tensors",
+    )
+    parser.add_argument(
+        "--upstream",
+        action="store_true",
+        help='reduction="none" and random gradients of the losses; for flce alone',
+    )
     parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--json", type=pathlib.Path, help="file for machine, versions and figures")
     options = parser.parse_args(arguments)
     if options.clock == "device" and options.device != "cuda":
         parser.error(f"argument --clock: device needs --device cuda, got {options.device}")
+    if options.upstream and options.peers:
+        parser.error("argument --upstream: expected an empty --peers")
     options.peers = [name for name in options.peers if name not in options.skip]
     return options
 

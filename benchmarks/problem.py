@@ -64,6 +64,8 @@ class Problem:
     ignored: float = 0.0  # fraction of ignored tokens, the same number in each draw
     targets: str = "random"  # or "model": drawn from the softmax of the logits
     floor: tuple | None = None  # x and w of the bare GEMMs if they differ from these
+    upstream: torch.Tensor | None = None  # (N,): gradients of the tokens' losses, not of their mean
+    given: dict | None = None  # a model's input, weight and target, which `refresh` embeds
 
     @property
     def valid(self):
@@ -76,6 +78,10 @@ class Problem:
 
     @torch.no_grad()
     def refresh(self):
+        if self.upstream is not None:
+            self.upstream.normal_()
+        if self.given is not None:
+            return self._embed_given()
         self.x.normal_(0.0, math.sqrt(self.std))
         self.w.normal_(0.0, math.sqrt(self.std / self.x.shape[1]))
         if self.floor is not None:
@@ -89,6 +95,16 @@ class Problem:
             self.y.random_(0, self.w.shape[0])
         if self.valid < len(self.y):
             self.y[torch.randperm(len(self.y), device=self.y.device)[self.valid :]] = IGNORE_INDEX
+
+    def _embed_given(self):
+        """x Q and W Q, Q of random orthonormal rows: the model's logits at this hidden size."""
+        given, hidden = self.given, self.x.shape[1]
+        rows = torch.randperm(len(self.y), device=self.y.device)
+        random = torch.randn(hidden, given["weight"].shape[1], device=self.w.device)
+        basis = torch.linalg.qr(random)[0].T
+        self.x.copy_(given["input"][rows].float() @ basis)
+        self.w.copy_(given["weight"].float() @ basis)
+        self.y.copy_(given["target"][rows])
 
     def _sample_targets(self):
         """Draws targets from the softmax p of the logits: argmax of p / Exp(1) is a draw from
@@ -120,6 +136,17 @@ def make_problem(shape, device, dtype, std=1.0, **draw):
             torch.empty(vocab, hidden, device=device, dtype=dtype),
         )
     return Problem(x, w, b, target, std, **draw)
+
+
+def load_operands(path, shape, device):
+    """The file of sampled_training.py --save-operands, checked against the shape."""
+    given = torch.load(path, map_location=device)
+    (tokens, width), vocab = given["input"].shape, len(given["weight"])
+    if (tokens, vocab, False) != (shape.tokens, shape.vocab, shape.bias) or width > shape.hidden:
+        raise SystemExit(
+            f"{path}: {tokens} rows of width {width}, {vocab} classes and no bias; got {shape}"
+        )
+    return given
 
 
 def bare_products(problem, pass_name):
@@ -156,7 +183,8 @@ def wide_dtype(device):
 
 @torch.no_grad()
 def reference(problem, device):
-    """Mean loss, dX, dW (and db) in a wide dtype, with one chunk of logits in memory at a time."""
+    """Mean loss, or the losses times problem.upstream, and dX, dW (and db) of it, in a wide dtype,
+    with one chunk of logits in memory at a time."""
     wide = wide_dtype(device)
     w = problem.w.to(wide)
     b = None if problem.b is None else problem.b.to(wide)
@@ -167,14 +195,17 @@ def reference(problem, device):
             z = F.linear(x, w, b).log_softmax(-1)
             valid = y != IGNORE_INDEX
             index, y = valid.nonzero()[:, 0], y[valid]
-            loss = loss - z[index, y].double().sum()
+            factor = valid.to(wide) / problem.valid
+            if problem.upstream is not None:
+                factor = valid * problem.upstream[rows]
+            loss = loss - (z[index, y] * factor[index]).double().sum()
             z.exp_()
             z[index, y] -= 1
-            z.mul_(valid[:, None])
-            dx[rows] = z @ w / problem.valid
-            dw.addmm_(z.T, x, alpha=1 / problem.valid)
-            db = db + z.sum(0) / problem.valid
-    results = (loss / problem.valid, dx, dw)
+            z.mul_(factor[:, None])
+            dx[rows] = z @ w
+            dw.addmm_(z.T, x)
+            db = db + z.sum(0)
+    results = (loss, dx, dw)
     return results if problem.b is None else (*results, db)
 
 

@@ -41,7 +41,9 @@ FINAL_RATE = 0.1  # the learning rate at the end, over its peak
 BINS = (0, 1, 10, 100, 1000, 10000)  # lower ends, in occurrences of a class in the training tokens
 KEPT = (4, 6, 8)  # entries a row are computed for 2^-4, 2^-6, 2^-8
 KEPT_ROWS = 2048
+SAVED_ROWS = 8192
 DEFAULTS = {"adamw": {"lr": 1e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.3, "weight_decay": 0.0}}
+DEFAULTS["shared-moment"] = DEFAULTS["adamw"]
 WIDTHS = {False: 512, True: 640}  # untied and tied: 51.9M and 50.3M parameters
 COLOURS = {"exact": "#222222", "2^-8": "#3a8f3a", "2^-6": "#1f6fb4", "2^-4": "#d9660a"}
 
@@ -68,7 +70,7 @@ def read_sources(limit):
 
 
 def make_corpus(path, vocab, limit):
-    """At most `limit` tokens as uint16, by a BPE made from a fifth of the files."""
+    """At most `limit` tokens, by a BPE made from a fifth of the files."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # for this mode alone
 
     texts = read_sources(5 * limit)  # characters; a token has about 3.6 of them
@@ -79,7 +81,8 @@ def make_corpus(path, vocab, limit):
     tokenizer.train_from_iterator(texts[: len(texts) // 5], trainer)
     parts, count = [], 0
     for text in texts:
-        parts.append(numpy.array(tokenizer.encode(text).ids, numpy.uint16))
+        dtype = numpy.uint16 if vocab <= 2**16 else numpy.int32
+        parts.append(numpy.array(tokenizer.encode(text).ids, dtype))
         count += len(parts[-1])
         if count >= limit:
             break
@@ -167,12 +170,40 @@ def rates(options):
     return (options.lr * warmup * (FINAL_RATE + (1 - FINAL_RATE) * cosine)).float()
 
 
-def make_optimizer(options, parameters, rate):
-    cuda = options.device == "cuda"
-    common = {"lr": rate, "weight_decay": options.weight_decay, "fused": cuda or None}
+def make_optimizers(options, model, rate):
+    cuda, betas = options.device == "cuda", (0.9, 0.95)
+    common = {"lr": rate, "weight_decay": options.weight_decay}
+    parameters, heads = list(model.parameters()), []
     if options.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=0.9, **common)
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), capturable=cuda, **common)
+        return [torch.optim.SGD(parameters, momentum=0.9, fused=cuda or None, **common)]
+    if options.optimizer == "shared-moment":
+        parameters = [one for one in parameters if one is not model.head]
+        heads = [SharedMomentAdamW(model.head, betas=betas, **common)]
+    fused = {"fused": cuda or None, "capturable": cuda}
+    return [torch.optim.AdamW(parameters, betas=betas, **fused, **common), *heads]
+
+
+class SharedMomentAdamW(torch.optim.Optimizer):
+    """AdamW of one matrix (classes, width) whose second moment is the mean over the classes, as in
+    Coupled Adam (arXiv 2502.08441)."""
+
+    def __init__(self, matrix, lr, weight_decay, betas, eps=1e-8):
+        super().__init__([matrix], {"lr": lr})
+        self.matrix, self.weight_decay, self.betas, self.eps = matrix, weight_decay, betas, eps
+        self.count = torch.zeros((), device=matrix.device)
+        moments = {"exp_avg": torch.zeros_like(matrix)}
+        self.mean_square = torch.zeros_like(matrix[0])
+        self.state[matrix] = moments | {"exp_avg_sq": self.mean_square.expand_as(matrix)}
+
+    @torch.no_grad()
+    def step(self):
+        lr, first = self.param_groups[0]["lr"], self.state[self.matrix]["exp_avg"]
+        self.count += 1
+        first.lerp_(self.matrix.grad, 1 - self.betas[0])
+        self.mean_square.lerp_(self.matrix.grad.square().mean(0), 1 - self.betas[1])
+        corrected = self.mean_square / (1 - self.betas[1] ** self.count)
+        scale = lr / ((1 - self.betas[0] ** self.count) * (corrected.sqrt() + self.eps))
+        self.matrix.mul_(1 - lr * self.weight_decay).sub_(first * scale)
 
 
 class Training:
@@ -197,7 +228,7 @@ class Training:
         self.starts = torch.randint(last, shape, generator=generator).to(device)
         self.rates = rates(options).to(device)
         self.rate = self.rates[0].clone()
-        self.optimizer = make_optimizer(options, self.model.parameters(), self.rate)
+        self.optimizers = make_optimizers(options, self.model, self.rate)
         self.graph, self.done = None, 0
 
     def loss(self, ids, target, **settings):
@@ -223,8 +254,9 @@ class Training:
             total += loss.detach()
             self.gradient_seed += 1
         norm = self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
         self.losses.index_copy_(0, self.index, total)
         self.norms.index_copy_(0, self.index, norm.detach().view(1))
         self.index += 1
@@ -279,6 +311,8 @@ def train(options, corpus, eps, seed):
         "tokens_per_s": training.starts[0].numel() * options.sequence / seconds,
     }
     row["wall_s"] = synchronised(options.device) - begin
+    if options.save_operands:
+        save_operands(training, options.save_operands)
     return row
 
 
@@ -296,6 +330,16 @@ def evaluate(training):
     pairs = zip(training.corpus.ids.split(size), training.corpus.targets.split(size), strict=True)
     losses = [training.loss(ids, target, reduction="none").flatten() for ids, target in pairs]
     return torch.cat(losses)
+
+
+@torch.no_grad()
+def save_operands(training, path):
+    """The loss's operands of SAVED_ROWS held-out tokens, for bench.py --operands."""
+    count = SAVED_ROWS // training.options.sequence
+    with precision(training.options.device):
+        hidden = training.model(training.corpus.ids[:count]).flatten(0, 1)
+    target = training.corpus.targets[:count].flatten()
+    torch.save({"input": hidden, "weight": training.model.head.detach(), "target": target}, path)
 
 
 @torch.no_grad()
@@ -319,7 +363,7 @@ def by_frequency(training, losses):
     to. `update` is the mean of |exp_avg| / sqrt(exp_avg_sq): Adam's step over the learning rate.
     """
     counts, weight, bins = training.corpus.counts, training.model.head, []
-    state = training.optimizer.state[weight]
+    state = next(one.state[weight] for one in training.optimizers if weight in one.state)
     targets = training.corpus.targets.flatten()
     for lower, upper in zip(BINS, (*BINS[1:], math.inf), strict=True):
         chosen = (counts >= lower) & (counts < upper)
@@ -539,16 +583,18 @@ def make_parser():
     )
     cuda = torch.cuda.is_available()
     path, add = pathlib.Path, parser.add_argument
-    add("--corpus", type=path, help="tokens, uint16 in a .npy file")
+    add("--corpus", type=path, help="tokens, uint16 or int32 in a .npy file")
     add("--make-corpus", action="store_true", help="write that file, by the package tokenizers")
     add("--corpus-tokens", type=int, default=13_400_000, help="at most, of --make-corpus")
     add("--runs", type=parse_runs, default="exact:0,2^-6:0", help="GRADIENT:SEED, by commas")
     add("--json", type=path, help="the record: runs are added to it")
+    add("--save-operands", type=path, help="hidden states and head of the last run: torch.save")
     add("--budget", type=float, help="seconds: start no run that would end after them")
     add("--plot", type=path, nargs="+", metavar="JSON", help="draw these records, train nothing")
     add("--out", type=path, default=path("sampled-training.png"), help="the picture of --plot")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
-    add("--optimizer", choices=list(DEFAULTS), default="adamw")
+    shared = "shared-moment: AdamW, the head's second moment a mean over the classes"
+    add("--optimizer", choices=list(DEFAULTS), default="adamw", help=shared)
     add("--lr", type=float, help="at its peak; default 1e-3, sgd 0.3")
     add("--weight-decay", type=float, help="default 0.1, sgd 0")
     add("--no-clip", dest="clip", action="store_false", help="do not clip gradients at norm 1")
@@ -577,6 +623,8 @@ def parse_options(arguments=None):
             setattr(options, name, value)
     if options.steps <= EAGER_STEPS + 1:
         parser.error(f"--steps: expected more than {EAGER_STEPS + 1}, got {options.steps}")
+    if options.tied and options.optimizer == "shared-moment":
+        parser.error("--optimizer shared-moment: for a head of its own, not with --tied")
     options.width = options.width or WIDTHS[options.tied]
     options.heads = options.heads or options.width // 64
     return options

@@ -7,24 +7,9 @@
 #include "cuda/common/row_status.cuh"
 #include "cuda/common/sorted_keys.cuh"
 
-#include <cub/device/device_radix_sort.cuh>
-
 enum { kOrderThreads = 256 };
 
-/* The sort is stable, so slots, and with them rows, ascend within a class. With scratch NULL it
- * only sets *scratch_bytes. */
-static flce_status sort_slots(const sample_order* o, void* scratch, size_t* scratch_bytes,
-                              int64_t vocab, cudaStream_t stream) {
-  return check_cuda(
-      cub::DeviceRadixSort::SortPairs(scratch, *scratch_bytes, o->keys_in, o->keys, o->slots_in,
-                                      o->slots, (int)o->count, 0, key_bits(vocab), stream),
-      "order_samples: sort");
-}
-
-/* The last answer is cached, as in cuda_order_bytes. */
 flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes) {
-  static thread_local int64_t known_count = -1, known_vocab = -1, known_scratch = 0;
-  static thread_local int known_device = -1;
   const sample_order o = view_sample_order(NULL, problem->rows, problem->gradient_eps,
                                            problem->vocab, ceil_div(problem->hidden, 8) * 8);
   if (o.count > INT32_MAX) {
@@ -33,17 +18,9 @@ flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes) {
                      "a larger one",
                      INT32_MAX, (long long)o.count);
   }
-  int device;
-  FLCE_TRY(check_cuda(cudaGetDevice(&device), "sample_bytes"));
-  if (device != known_device || o.count != known_count || problem->vocab != known_vocab) {
-    size_t scratch = 0;
-    FLCE_TRY(sort_slots(&o, NULL, &scratch, problem->vocab, NULL));
-    known_scratch = (int64_t)scratch;
-    known_device = device;
-    known_count = o.count;
-    known_vocab = problem->vocab;
-  }
-  *bytes = o.bytes + known_scratch;
+  int64_t scratch;
+  FLCE_TRY(sort_pairs_bytes(o.count, problem->vocab, &scratch));
+  *bytes = o.bytes + scratch;
   return FLCE_OK;
 }
 
@@ -96,9 +73,9 @@ flce_status cuda_order_samples(void* self, const flce_order_samples_args* call) 
     make_sample_keys<<<(unsigned)ceil_div(o.count, kOrderThreads), kOrderThreads, 0,
                        stream_of(self)>>>(o, call->lists, pitch, slots, (uint32_t)r->vocab);
     FLCE_LAUNCHED("order_samples");
-    size_t scratch_bytes = 0;
-    FLCE_TRY(sort_slots(&o, NULL, &scratch_bytes, r->vocab, NULL));
-    FLCE_TRY(sort_slots(&o, o.scratch, &scratch_bytes, r->vocab, stream_of(self)));
+    /* Stable: slots, and with them rows, ascend within a class. */
+    const sorted_pairs pairs = {o.keys_in, o.keys, o.slots_in, o.slots};
+    FLCE_TRY(sort_pairs(&pairs, o.scratch, o.count, r->vocab, stream_of(self)));
   }
   const unsigned blocks = (unsigned)ceil_div(o.count + r->vocab + 1, kOrderThreads);
   make_sample_entries<<<blocks, kOrderThreads, 0, stream_of(self)>>>(o, *r, call->lists, pitch,

@@ -1,6 +1,6 @@
-/* sample_rows: draws the entries of each row's list from its E (flce.h), a block for each row. E is
- * read once: the first sweep keeps the sums of segments of classes in shared memory, and each draw
- * then reads the one segment again in which it falls. */
+/* sample_rows: draws the entries of each row's list from its E (flce.h), a block for each row. The
+ * first sweep reads E and keeps the sums of groups of classes in shared memory. Then each thread
+ * makes a draw of its own: it reads again the one group in which the draw falls. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/row_status.cuh"
@@ -12,10 +12,11 @@
 enum {
   kSampleThreads = 256,
   kSampleWarps = kSampleThreads / kWarp,
-  kLaneClasses = 8,                /* classes of a segment that a lane adds */
-  kSegment = kWarp * kLaneClasses, /* its 2^8 terms of at most 2^23 fit 32 bits */
-  kSegmentBatch = 4,               /* segments of a warp whose loads are in flight */
-  kSegments = FLCE_SAMPLE_CLASSES / kSegment,
+  kLaneClasses = 8, /* classes of a 16-byte load of bfloat16 */
+  kLoads = 4,       /* of a thread, in flight */
+  kLoadClasses = kWarp * kLaneClasses,
+  kSegmentGroups = 8, /* groups whose sums are added before the prefix sums */
+  kSegments = 1024,   /* of a row, at most */
 };
 constexpr uint32_t kOne = 1u << FLCE_SAMPLE_BITS;
 
@@ -67,39 +68,58 @@ __device__ __forceinline__ uint32_t fixed_sum(const SampledRow<T>& row,
   return sum;
 }
 
-/* Writes the sum of each segment. */
-template <typename T>
-__device__ __forceinline__ void sum_segments(const SampledRow<T>& row, int segments,
-                                             uint64_t* sums) {
+/* The sums of a row in shared memory. A group's classes are those of kGroupLanes lanes of a load;
+ * its sum is below 2^32, as each class adds at most 2^23. */
+template <int kGroupLanes>
+struct RowSums {
+  enum { kGroup = kGroupLanes * kLaneClasses, kSegment = kSegmentGroups * kGroup };
+  uint32_t groups[kSegments * kSegmentGroups];
+  uint64_t starts[kSegments + 1]; /* prefix sums of the segments; the last is the total */
+};
+
+/* Writes the sums of the groups up to the end of the last segment. */
+template <typename T, int kGroupLanes>
+__device__ __forceinline__ void sum_groups(const SampledRow<T>& row, RowSums<kGroupLanes>& sums) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (int first = warp * kSegmentBatch; first < segments; first += kSampleWarps * kSegmentBatch) {
-    Vec<T, kLaneClasses> v[kSegmentBatch];
+  static_assert(kLoads * kLoadClasses % RowSums<kGroupLanes>::kSegment == 0, "whole segments");
+  for (int first = warp * kLoads * kLoadClasses; first < row.vocab;
+       first += kSampleWarps * kLoads * kLoadClasses) {
+    const int col = first + lane * kLaneClasses;
+    Vec<T, kLaneClasses> v[kLoads];
 #pragma unroll
-    for (int b = 0; b < kSegmentBatch; b++) {
-      load_lane(row, (first + b) * kSegment + lane * kLaneClasses, v[b]);
-    }
+    for (int b = 0; b < kLoads; b++) load_lane(row, col + b * kLoadClasses, v[b]);
 #pragma unroll
-    for (int b = 0; b < kSegmentBatch; b++) {
-      const uint32_t sum = __reduce_add_sync(0xffffffffu, fixed_sum(row, v[b]));
-      if (lane == 0 && first + b < segments) sums[first + b] = sum;
+    for (int b = 0; b < kLoads; b++) {
+      uint32_t sum = fixed_sum(row, v[b]);
+#pragma unroll
+      for (int step = 1; step < kGroupLanes; step *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      }
+      if (lane % kGroupLanes == 0) {
+        sums.groups[(col + b * kLoadClasses) / RowSums<kGroupLanes>::kGroup] = sum;
+      }
     }
   }
 }
 
-/* Replaces the sums of the segments by their exclusive prefix sums; the total is the last. */
-__device__ __forceinline__ void scan_segments(uint64_t* starts, int segments) {
+/* Writes the prefix sums. */
+template <int kGroupLanes>
+__device__ __forceinline__ void scan_segments(RowSums<kGroupLanes>& sums, int segments) {
   using Scan = cub::BlockScan<uint64_t, kSampleThreads>;
   __shared__ typename Scan::TempStorage scratch;
   uint64_t before = 0;
   for (int first = 0; first < segments; first += kSampleThreads) {
     const int s = first + (int)threadIdx.x;
-    uint64_t start, total;
-    Scan(scratch).ExclusiveSum(s < segments ? starts[s] : 0, start, total);
-    if (s < segments) starts[s] = before + start;
+    uint64_t sum = 0, start, total;
+    for (int g = 0; g < kSegmentGroups && s < segments; g++) {
+      sum += sums.groups[s * kSegmentGroups + g];
+    }
+    Scan(scratch).ExclusiveSum(sum, start, total);
+    if (s < segments) sums.starts[s] = before + start;
     before += total;
     __syncthreads(); /* the next scan writes `scratch` */
   }
-  if (threadIdx.x == 0) starts[segments] = before;
+  if (threadIdx.x == 0) sums.starts[segments] = before;
   __syncthreads();
 }
 
@@ -117,31 +137,41 @@ __device__ __forceinline__ int segment_of(const uint64_t* starts, int segments, 
   return low;
 }
 
-/* The pair of the draw at `position` of a segment, by one warp: the class whose part of the prefix
- * sum holds the position. The lane that has it writes. */
-template <typename T>
-__device__ __forceinline__ void write_draw(const SampledRow<T>& row, int segment, uint32_t position,
-                                           int2* pair) {
-  const int lane = threadIdx.x % kWarp, col = segment * kSegment + lane * kLaneClasses;
-  Vec<T, kLaneClasses> v;
-  load_lane(row, col, v);
-  const uint32_t own = fixed_sum(row, v);
-  uint32_t end = own;
+/* The pair of the draw at `position` of the group whose classes begin at `col`: the class whose
+ * part of the prefix sum holds the position. */
+template <typename T, int kGroupLanes>
+__device__ __forceinline__ int2 pair_of(const SampledRow<T>& row, int col, uint32_t position) {
+  int2 pair = make_int2(0, 0);
+  uint32_t start = 0;
+  for (int at = 0; at < kGroupLanes; at += kLoads) {
+    Vec<T, kLaneClasses> v[kLoads];
 #pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const uint32_t other = __shfl_up_sync(0xffffffffu, end, step);
-    if (lane >= step) end += other;
-  }
-  uint32_t start = end - own;
-  if (position < start || position >= end) return;
+    for (int b = 0; b < kLoads; b++) load_lane(row, col + (at + b) * kLaneClasses, v[b]);
 #pragma unroll
-  for (int i = 0; i < kLaneClasses; i++) {
-    const uint32_t next = start + fixed_of(row, v.at[i]);
-    if (start <= position && position < next) {
-      *pair = make_int2(col + i, __float_as_int(fmaxf(to_stat(v.at[i]), row.threshold)));
+    for (int b = 0; b < kLoads; b++) {
+#pragma unroll
+      for (int i = 0; i < kLaneClasses; i++) {
+        const uint32_t next = start + fixed_of(row, v[b].at[i]);
+        if (start <= position && position < next) {
+          pair = make_int2(col + (at + b) * kLaneClasses + i,
+                           __float_as_int(fmaxf(to_stat(v[b].at[i]), row.threshold)));
+        }
+        start = next;
+      }
     }
-    start = next;
   }
+  return pair;
+}
+
+/* The pair of the draw at `position` of the row's prefix sums, which is below their total. */
+template <typename T, int kGroupLanes>
+__device__ __forceinline__ int2 draw_at(const SampledRow<T>& row, const RowSums<kGroupLanes>& sums,
+                                        int segments, uint64_t position) {
+  const int segment = segment_of(sums.starts, segments, position);
+  uint64_t rest = position - sums.starts[segment];
+  int group = segment * kSegmentGroups;
+  while (rest >= sums.groups[group]) rest -= sums.groups[group++];
+  return pair_of<T, kGroupLanes>(row, group * RowSums<kGroupLanes>::kGroup, (uint32_t)rest);
 }
 
 /* Writes pair 0 of a list, and zeros after its `count` entries. */
@@ -152,10 +182,10 @@ __device__ __forceinline__ void write_head_and_zeros(int2* list, int target, int
   }
 }
 
-template <typename T>
+template <typename T, int kGroupLanes>
 __global__ void __launch_bounds__(kSampleThreads)
     sample_rows(const __grid_constant__ sample_args p) {
-  __shared__ uint64_t starts[kSegments + 1];
+  __shared__ RowSums<kGroupLanes> sums;
   pdl_wait();
   const RowRef ref = row_ref_of(p.r, blockIdx.x);
   int2* list = (int2*)(p.lists + (int64_t)blockIdx.x * p.pitch);
@@ -166,21 +196,29 @@ __global__ void __launch_bounds__(kSampleThreads)
   const float inv_sum = ((const float*)p.r.stats)[FLCE_STAT_INV_SUM * p.r.stat_pitch + ref.at];
   const SampledRow<T> row = {(const T*)p.r.out + (int64_t)blockIdx.x * p.r.out_pitch,
                              (int)p.r.vocab, inv_sum * p.inverse_eps, p.eps / inv_sum};
+  const int kSegment = RowSums<kGroupLanes>::kSegment;
   const int segments = (row.vocab + kSegment - 1) / kSegment;
-  sum_segments(row, segments, starts);
+  sum_groups(row, sums);
   __syncthreads();
-  scan_segments(starts, segments);
+  scan_segments(sums, segments);
   const uint32_t drawn = flce_philox((uint64_t)p.seed[0], (uint64_t)(p.first_token + ref.at)) >>
                          (32 - FLCE_SAMPLE_BITS);
-  const uint64_t total = starts[segments];
+  const uint64_t total = sums.starts[segments];
   const uint64_t draws = total > drawn ? (total - drawn + kOne - 1) >> FLCE_SAMPLE_BITS : 0;
   const int count = (int)(draws < (uint64_t)p.most ? draws : (uint64_t)p.most);
-  for (int m = threadIdx.x / kWarp; m < count; m += kSampleWarps) {
-    const uint64_t position = ((uint64_t)m << FLCE_SAMPLE_BITS) + drawn;
-    const int segment = segment_of(starts, segments, position);
-    write_draw(row, segment, (uint32_t)(position - starts[segment]), list + 1 + m);
+  for (int m = threadIdx.x; m < count; m += kSampleThreads) {
+    list[1 + m] = draw_at(row, sums, segments, ((uint64_t)m << FLCE_SAMPLE_BITS) + drawn);
   }
   write_head_and_zeros(list, (int)p.r.target[ref.at], count, p.pitch);
+}
+
+/* The kernel with the smallest groups whose sums fit. */
+template <typename T>
+static flce_status launch_sample_rows(void* self, const sample_args& args) {
+  static_assert(FLCE_SAMPLE_CLASSES <= kSegments * RowSums<16>::kSegment, "the sums fit");
+  const bool small = args.r.vocab <= kSegments * RowSums<4>::kSegment;
+  return launch_dependent(self, small ? sample_rows<T, 4> : sample_rows<T, 16>,
+                          (unsigned)args.r.rows, kSampleThreads, "sample_rows", args);
 }
 
 flce_status cuda_sample_rows(void* self, const flce_sample_rows_args* call) {
@@ -195,11 +233,12 @@ flce_status cuda_sample_rows(void* self, const flce_sample_rows_args* call) {
                             (float)(1.0 / call->eps),
                             (int)flce_sample_pitch(call->eps),
                             (int)flce_most_samples(call->eps)};
-  const int64_t segments = ceil_div(r->vocab, kSegment);
-  if (segments > kSegments || (r->out_dtype != FLCE_F32 && r->out_dtype != FLCE_BF16)) {
-    return flce_fail(FLCE_UNSUPPORTED, "sample_rows: no CUDA kernel for %lld classes in %s",
-                     (long long)r->vocab, flce_dtype_name(r->out_dtype));
+  if (r->vocab <= FLCE_SAMPLE_CLASSES && r->out_dtype == FLCE_F32) {
+    return launch_sample_rows<float>(self, args);
   }
-  const auto kernel = r->out_dtype == FLCE_F32 ? sample_rows<float> : sample_rows<__nv_bfloat16>;
-  return launch_dependent(self, kernel, (unsigned)r->rows, kSampleThreads, "sample_rows", args);
+  if (r->vocab <= FLCE_SAMPLE_CLASSES && r->out_dtype == FLCE_BF16) {
+    return launch_sample_rows<__nv_bfloat16>(self, args);
+  }
+  return flce_fail(FLCE_UNSUPPORTED, "sample_rows: no CUDA kernel for %lld classes in %s",
+                   (long long)r->vocab, flce_dtype_name(r->out_dtype));
 }
