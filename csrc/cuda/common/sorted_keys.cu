@@ -1,3 +1,4 @@
+/* sort_pairs: a radix sort by CUB. */
 #include "cuda/common/sorted_keys.cuh"
 
 #include <cub/device/device_radix_sort.cuh>

@@ -217,8 +217,8 @@ template <typename T>
 static flce_status launch_sample_rows(void* self, const sample_args& args) {
   static_assert(FLCE_SAMPLE_CLASSES <= kSegments * RowSums<16>::kSegment, "the sums fit");
   const bool small = args.r.vocab <= kSegments * RowSums<4>::kSegment;
-  return launch_dependent(self, small ? sample_rows<T, 4> : sample_rows<T, 16>,
-                          (unsigned)args.r.rows, kSampleThreads, "sample_rows", args);
+  const auto kernel = small ? sample_rows<T, 4> : sample_rows<T, 16>;
+  return launch_dependent(self, kernel, (unsigned)args.r.rows, kSampleThreads, "sample_rows", args);
 }
 
 flce_status cuda_sample_rows(void* self, const flce_sample_rows_args* call) {
