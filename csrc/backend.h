@@ -231,7 +231,7 @@ typedef struct flce_column_sum_args {
 typedef struct flce_grad_weight_args {
   void* dw;                 /* [vocab][hidden] dw_dtype */
   const void* accum;        /* [vocab][hidden] accum_dtype; may be dw */
-  const void* x;            /* [tokens][hidden] dtype */
+  const void* x;            /* [tokens][x_pitch] dtype */
   const void* coef_target;  /* [tokens] stat dtype, or NULL */
   const void* order;        /* of order_targets; read where coef_target is not NULL */
   const void* xsum;         /* [hidden] stat dtype, or NULL */
@@ -241,7 +241,8 @@ typedef struct flce_grad_weight_args {
   flce_dtype dtype;         /* of x */
   int64_t tokens;           /* rows of x */
   int64_t vocab;            /* rows of dw */
-  int64_t hidden;           /* columns of x, accum and dw */
+  int64_t hidden;           /* columns of x that are read, of accum and dw */
+  int64_t x_pitch;
 } flce_grad_weight_args;
 
 typedef struct flce_grad_bias_args {
@@ -300,7 +301,7 @@ typedef struct flce_order_samples_args {
 
 typedef struct flce_sampled_weight_args {
   void* dw;                 /* [vocab][cols] dw_dtype */
-  const void* x;            /* [N][hidden] dtype */
+  const void* x;            /* [N][x_pitch] dtype */
   void* order;              /* of order_samples */
   const void* xsum;         /* [hidden] stat dtype, or NULL */
   const void* class_weight; /* [vocab] stat dtype, or NULL for ones */
@@ -309,7 +310,8 @@ typedef struct flce_sampled_weight_args {
   flce_dtype dtype;         /* of x */
   int64_t rows;             /* whose lists were ordered */
   int64_t vocab;            /* rows of dw */
-  int64_t hidden;           /* leading dimension of x */
+  int64_t hidden;           /* columns of x that are read */
+  int64_t x_pitch;          /* at least hidden */
   int64_t cols;             /* columns of dw */
   bool adds;                /* adds to dw, of which only the rows that change are written */
 } flce_sampled_weight_args;

@@ -166,6 +166,9 @@ typedef struct flce_problem {
   int64_t tokens, /* N */
       hidden,     /* H */
       vocab;      /* V */
+  /* The first columns of W that get no gradient, a multiple of 8: dW has the others,
+   * [weight_rows][hidden - frozen_hidden]. */
+  int64_t frozen_hidden;
   /* Rows of the caller's W, b, dW, db and class weights, and columns of the caller's target
    * probabilities; at least vocab. Rows from vocab on are padding: they are never read, and their
    * gradient is 0. */
@@ -268,7 +271,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_SAVED,
   FLCE_BUF_PREDICTIONS, /* [N] int64 */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
-  /* [weight_rows][H] grad_weight_dtype. Absent if dW is added to the caller's. */
+  /* [weight_rows][H - frozen_hidden] grad_weight_dtype. Absent if dW is added to the caller's. */
   FLCE_BUF_GRAD_WEIGHT,
   FLCE_BUF_GRAD_BIAS, /* [weight_rows] grad_bias_dtype */
   /* save=grads in float16: the gradients in their final dtype, for those of the three above that
@@ -292,10 +295,10 @@ typedef enum flce_buffer_id {
    * valid rows of x times FLCE_SCALAR_INPUT_UNIT, if x itself cannot be the operand. Before, it may
    * hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch]. */
   FLCE_BUF_SCALED_X,
-  /* [V][plan's hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
+  /* [V][weight_hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
    * plan's hidden is not H. */
   FLCE_BUF_DW_ACCUM,
-  /* [dw_block_rows][plan's hidden] dtype: some rows of one chunk's dW, if the GEMM cannot write
+  /* [dw_block_rows][weight_hidden] dtype: some rows of one chunk's dW, if the GEMM cannot write
    * accum_dtype. */
   FLCE_BUF_DW_BLOCK,
   FLCE_BUF_DB_ACCUM, /* [V] stat dtype: the sum of db over chunks */
@@ -335,6 +338,7 @@ typedef struct flce_plan {
   /* H, zero-padded to hidden_alignment: the leading dimension of x, W and every [][H] buffer of the
    * workspace. */
   int64_t hidden;
+  int64_t weight_hidden; /* columns of dW: hidden - frozen_hidden */
   /* Leading dimension of a chunk's rows of x in the logits GEMM: `hidden`, zero-padded to
    * input_alignment. */
   int64_t input_pitch;

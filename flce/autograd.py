@@ -35,6 +35,8 @@ def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
         widens = widens and not (leaf is linear_weight and holds_weight)
         dtype = torch.float32 if widens else None
         made.append(leaf.new_empty(leaf.shape, dtype=dtype) if want else None)
+    if made[1] is not None and settings.frozen_hidden > 0:
+        made[1] = made[1][:, settings.frozen_hidden :].contiguous()
     return tuple(made)
 
 
@@ -197,18 +199,20 @@ class Forward(torch.autograd.Function):
 
     `constants`: the operator's tensors without a gradient, except num_items, which has already
     become one of the scalars, and the seed, which has become the samples. `accumulator`:
-    accumulate.Accumulator of linear_weight, or None.
+    accumulate.Accumulator of linear_weight, or None. `head`: the operator's linear_weight where
+    its gradient belongs to another leaf (adapter.Head), which linear_weight is then; else None.
     """
 
     @staticmethod
     def forward(
-        ctx, input, linear_weight, linear_bias, made, count, settings, constants, accumulator
+        ctx, input, linear_weight, linear_bias, made, count, settings, constants, accumulator, head
     ):
         ctx.settings, ctx.accumulator = settings, accumulator
         _, stats, scalars, _, saved, *grads = made
         target, *others = constants
         # The arguments of the backward operator.
-        arguments = (input, linear_weight, target, linear_bias, *others, stats, scalars, saved)
+        weight = linear_weight if head is None else head
+        arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
         if settings.save == "grads":
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
@@ -302,7 +306,7 @@ class CrossEntropyForward(torch.autograd.Function):
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
     constants, settings = (target, *rest[:3]), Settings.of_arguments(*rest[5:])
     leaves = (input, linear_weight, linear_bias)
-    return Forward.apply(*leaves, made, None, settings, constants, None)
+    return Forward.apply(*leaves, made, None, settings, constants, None, None)
 
 
 def _apply_cross_entropy_forward(made, logits, target, *rest):

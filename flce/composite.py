@@ -12,10 +12,11 @@ import sys
 
 import torch
 
-from . import autograd, strategy, validate
+from . import adapter, autograd, strategy, validate
 from .accumulate import Accumulator
 from .options import OPTIONS, OUTPUTS, RETURNS, Wanted, defaults
 from .signature import (
+    autocast_dtype,
     describe,
     environment,
     linear_signature,
@@ -129,17 +130,35 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
     return outputs
 
 
+def _head(input, linear_weight, settings):
+    """The operands of the logits' product, as an adapter.Head."""
+    low_rank = settings["adapter_input"], settings["adapter_weight"]
+    if all(tensor is None for tensor in low_rank):
+        return adapter.Head(input, linear_weight, linear_weight)
+    if settings["accumulate_into"] is not None:
+        got = repr(settings["accumulate_into"])
+        validate.refuse("accumulate_into", "None with an adapter_weight", got)
+    on = torch._C._is_any_autocast_enabled() and isinstance(input, torch.Tensor)
+    autocast = autocast_dtype(input.device.type) if on else None
+    return adapter.joined(input, linear_weight, *low_rank, autocast)
+
+
 def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     """The loss and the outputs in `wanted`, None for the others. `settings`: the values of
     OPTIONS and of token_temperature, a vector of temperatures."""
     linear_bias, num_items = settings["linear_bias"], settings["num_items"]
     vectors = _vectors(settings)
-    operands = tuple(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
+    head = _head(input, linear_weight, settings)
+    input, linear_weight = head.input, head.weight
+    operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
+    if head.frozen_hidden > 0:
+        operands[1] = *operands[1][:-1], head.leaf.requires_grad
     call = linear_signature(
         environment(input, settings["max_memory"]),
         wanted,
-        operands,
+        tuple(operands),
         tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
+        head.frozen_hidden,
         *linear_values(settings),
     )
     if validate.transforms_are_on():
@@ -167,7 +186,11 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        made[:count] = autograd.Forward.apply(*leaves, made, count, resolved, tensors, accumulator)
+        product = None
+        if head.frozen_hidden > 0:
+            product, leaves = leaves[1], (leaves[0], head.leaf, leaves[2])
+        rest = made, count, resolved, tensors, accumulator, product
+        made[:count] = autograd.Forward.apply(*leaves, *rest)
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 
 

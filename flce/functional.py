@@ -89,6 +89,8 @@ def linear_cross_entropy(
     target,
     *,
     linear_bias=None,
+    adapter_input=None,
+    adapter_weight=None,
     weight=None,
     reduction="mean",
     ignore_index=-100,
@@ -131,6 +133,9 @@ def linear_cross_entropy(
         target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
             probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
+        adapter_input, adapter_weight: a low-rank term of the logits, ``adapter_input @
+            adapter_weight.T``, shapes (..., r) and (V, r), or both None. Of a linear_weight that
+            does not require grad no gradient is made. One copy of both weights is.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
         reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
             `weight`: by their number; with probabilities by the number of rows), "sum" does not
@@ -207,7 +212,8 @@ def linear_cross_entropy(
             or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled".
     """
     settings = dict(
-        linear_bias=linear_bias, weight=weight, reduction=reduction,
+        linear_bias=linear_bias, adapter_input=adapter_input, adapter_weight=adapter_weight,
+        weight=weight, reduction=reduction,
         ignore_index=ignore_index, label_smoothing=label_smoothing, options=options,
         softcap=softcap, logit_scale=logit_scale, temperature=temperature, z_loss=z_loss,
         token_weight=token_weight, num_items=num_items, shift=shift, cu_seqlens=cu_seqlens,

@@ -47,6 +47,8 @@ def _number(default, check, expected, schema="float"):
 # Tests compare it with the public signatures, their docstring and the README's call.
 OPTIONS = {
     "linear_bias": Option(None, "Tensor?"),
+    "adapter_input": Option(None, "Tensor?"),
+    "adapter_weight": Option(None, "Tensor?"),
     "weight": Option(None, "Tensor?", of_logits=True),
     "reduction": Option("mean", "str", INTEGER, of_logits=True, of_module=True),
     "ignore_index": Option(-100, "int?", INTEGER, of_logits=True, of_module=True),
@@ -133,7 +135,7 @@ def show_options(function, options):
 
 
 # Raise it together with kLayout of csrc/binding/op_options.h.
-LAYOUT = 2
+LAYOUT = 3
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # Slots after the options, derived from outputs, tensors and torch's global settings.
 _FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
@@ -144,7 +146,7 @@ _CODES |= dict.fromkeys(_FLAGS, (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
 CAPS = tuple(name for name in NUMBERS if OPTIONS[name].default is None)
 INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)
-INTEGERS += ("dtype", *_FLAGS)
+INTEGERS += ("dtype", "frozen_hidden", *_FLAGS)
 _SIZES = ("valid_vocab", "rows")
 
 

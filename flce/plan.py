@@ -135,6 +135,7 @@ def plan(
             (weight_dtype, device, (vocab,), True) if bias else None,
         ),
         ((probabilities or torch.int64, device, target_shape, False), None, None, None),
+        0,
         *linear_values(options),
     )
     own = options["accumulate_into"] == "grad"

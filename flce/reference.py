@@ -19,6 +19,8 @@ def linear_cross_entropy(
     target,
     *,
     linear_bias=None,
+    adapter_input=None,
+    adapter_weight=None,
     weight=None,
     ignore_index=-100,
     shift=0,
@@ -46,9 +48,13 @@ def linear_cross_entropy(
     if valid_vocab is not None:
         linear_weight = linear_weight[:valid_vocab]
         linear_bias = None if linear_bias is None else linear_bias[:valid_vocab]
+        adapter_weight = None if adapter_weight is None else adapter_weight[:valid_vocab]
         weight = None if weight is None else weight[:valid_vocab]
         target = target[..., :valid_vocab] if target.is_floating_point() else target
     logits = F.linear(kept, linear_weight, linear_bias)
+    if adapter_weight is not None:
+        rows = ignored(target, ignore_index).unsqueeze(-1)
+        logits = logits + F.linear(adapter_input.masked_fill(rows, 0.0), adapter_weight)
     loss.update(weight=weight, ignore_index=ignore_index)
     if gradient == "sampled":
         seed = gradient_seed

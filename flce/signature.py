@@ -144,12 +144,13 @@ def _settings(given, scalars, wanted, dtype, leaves, **others):
 
 
 @_cached_by_signature
-def linear_signature(global_state, wanted, operands, tensors, *values):
+def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *values):
     """The Signature of a linear cross entropy; refuses wrong arguments.
 
     `global_state`: the result of `environment`; `operands`: results of `describe` for input,
     linear_weight, linear_bias; `tensors`: the same for target, weight, token_weight and the rows'
-    temperatures; `values`: the result of `linear_values`.
+    temperatures; `frozen_hidden`: the first columns of linear_weight that get no gradient;
+    `values`: the result of `linear_values`.
     """
     given = dict(zip(_LINEAR_NAMES, values, strict=True))
     grad_mode, compiling, autocast, allow_tf32, environment_memory = global_state
@@ -176,6 +177,7 @@ def linear_signature(global_state, wanted, operands, tensors, *values):
         max_memory=strategy.resolve_max_memory(given["max_memory"], input.device),
         saves_memory=given["max_memory"] is None and not environment_memory,
         allow_tf32=allow_tf32 and dtype == torch.float32,
+        frozen_hidden=frozen_hidden,
     )
     accumulates = given["accumulate_into"] is not None and settings.grad_weight
     return Signature(settings, wanted, input, has_probabilities, vocab, accumulates, compiling)
@@ -195,6 +197,7 @@ def logits_signature(global_state, wanted, logits, tensors, *values):
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
     leaves = (logits if global_state[0] else None, None, None)
     unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
+    unused["frozen_hidden"] = 0
     settings = _settings(given, scalars, wanted, logits.dtype, leaves, **unused)
     return Signature(settings, wanted, logits, has_probabilities, vocab)
 

@@ -22,6 +22,7 @@ def settings(
     gradient="exact",
     grads=(True, True, False),
     dtype=torch.float32,
+    frozen_hidden=0,
     **numbers,
 ):
     """The arguments after the tensors, for operands of `dtype` and exact logits. `numbers`: those
@@ -39,6 +40,7 @@ def settings(
         max_memory=max_memory,
         gradient=gradient,
         dtype=dtype,
+        frozen_hidden=frozen_hidden,
         wants_entropy=wants_entropy,
         wants_predictions=wants_predictions,
         wants_statistics=wants_statistics,

@@ -10,16 +10,16 @@ namespace {
 
 /* The slots of the integers, in order. Those of the numbers are FLCE_LOSS_NUMBERS and gradient_eps.
  * flce/options.py packs both lists; a test compares the names. */
-#define FLCE_INTEGERS(SLOT)                                                                        \
-  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),          \
-      SLOT(max_memory), SLOT(gradient), SLOT(dtype), SLOT(wants_entropy), SLOT(wants_predictions), \
-      SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input), SLOT(grad_weight),             \
-      SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
+#define FLCE_INTEGERS(SLOT)                                                                    \
+  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),      \
+      SLOT(max_memory), SLOT(gradient), SLOT(dtype), SLOT(frozen_hidden), SLOT(wants_entropy), \
+      SLOT(wants_predictions), SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input),   \
+      SLOT(grad_weight), SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
 
 /* Version of the shapes of the tensors that a forward saves for its backward. Raise it when they
  * change for the same options: torch keeps compiled graphs on disk, and a graph compiled with an
  * earlier build must not run with this one. */
-constexpr int64_t kLayout = 2;
+constexpr int64_t kLayout = 3;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
@@ -121,6 +121,7 @@ inline Options read_options(const std::vector<int64_t>& integers,
         (samples ? "another with gradient=\"exact\"" : "\"samples\" with gradient=\"sampled\"") +
         ", got \"" + flce_save_name(problem.save) + "\"");
   problem.max_memory = read.integer(IntegerSlot::max_memory);
+  problem.frozen_hidden = read.integer(IntegerSlot::frozen_hidden);
   problem.saves_memory = read.flag(IntegerSlot::saves_memory);
   problem.want_grad_input = read.flag(IntegerSlot::grad_input);
   problem.want_grad_weight = read.flag(IntegerSlot::grad_weight);

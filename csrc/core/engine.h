@@ -111,6 +111,11 @@ static inline const void* rows_of_input(const engine* e, const chunk* c) {
   return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
+/* x from the first column on whose part of W gets a gradient. */
+static inline const void* weight_input(const engine* e) {
+  return at(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
+}
+
 /* engine.c */
 void flce_count_gemm(void);
 flce_status flce_run_gemm(const engine* e, flce_gemm gemm);

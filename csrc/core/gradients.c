@@ -95,7 +95,7 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
 /* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, v = e->problem->vocab;
+  int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   const void* x = rows_of_input(e, c);
   void* scaled = scaled_input(e);
@@ -111,15 +111,15 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                                  .hidden = h});
   if (scaled) x = scaled;
   flce_gemm gemm = {.m = v,
-                    .n = h,
+                    .n = width,
                     .k = c->rows,
                     .transpose_a = true,
                     .a = c->view.out,
-                    .b = x,
+                    .b = at(x, h - width, plan->dtype),
                     .c = dw_accum(e),
                     .pitch_a = c->view.out_pitch,
                     .pitch_b = h,
-                    .pitch_c = h,
+                    .pitch_c = width,
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
@@ -135,13 +135,13 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
     gemm.beta = 0.0;
     FLCE_TRY(flce_run_gemm(e, gemm));
     CALL(e, add_block,
-         &(flce_add_block_args){.accum = at(dw_accum(e), j * h, plan->accum_dtype),
+         &(flce_add_block_args){.accum = at(dw_accum(e), j * width, plan->accum_dtype),
                                 .accum_dtype = plan->accum_dtype,
                                 .block = block,
                                 .dtype = plan->dtype,
-                                .pitch = h,
+                                .pitch = width,
                                 .rows = gemm.m,
-                                .cols = h});
+                                .cols = width});
   }
   return FLCE_OK;
 }
@@ -176,10 +176,11 @@ flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
 static flce_status zero_padding(const engine* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
-  int64_t v = problem->vocab, h = problem->hidden, padding = problem->weight_rows - v;
+  int64_t v = problem->vocab, padding = problem->weight_rows - v;
+  int64_t cols = problem->hidden - problem->frozen_hidden;
   if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
-    CALL(e, fill, at(e->tensors->grad_weight, v * h, plan->grad_weight_dtype), 0,
-         padding * h * flce_size_of(plan->grad_weight_dtype));
+    CALL(e, fill, at(e->tensors->grad_weight, v * cols, plan->grad_weight_dtype), 0,
+         padding * cols * flce_size_of(plan->grad_weight_dtype));
   if (padding > 0 && problem->want_grad_bias)
     CALL(e, fill, at(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
          padding * flce_size_of(plan->grad_bias_dtype));
@@ -220,7 +221,7 @@ flce_status flce_begin_gradients(const engine* e) {
   bool no_chunks = problem->rows == 0 && problem->save != FLCE_SAVE_SAMPLES;
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
-         problem->vocab * e->plan->hidden * flce_size_of(e->plan->accum_dtype));
+         problem->vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));
   if (problem->want_grad_bias && no_chunks && buffer(e, FLCE_BUF_DB_ACCUM))
     CALL(e, fill, buffer(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
   return FLCE_OK;
@@ -236,11 +237,11 @@ flce_status flce_sum_smooth(const engine* e, void** xsum, void** total) {
   if (*xsum)
     CALL(e, column_sum,
          &(flce_column_sum_args){.out = *xsum,
-                                 .a = e->input,
+                                 .a = weight_input(e),
                                  .a_dtype = e->plan->dtype,
                                  .pitch = h,
                                  .rows = n,
-                                 .cols = h,
+                                 .cols = e->plan->weight_hidden,
                                  .weights = coef,
                                  .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
   if (*total) CALL(e, reduce, *total, coef, n, NULL, e->stat, false);
@@ -251,15 +252,16 @@ flce_status flce_sum_smooth(const engine* e, void** xsum, void** total) {
 typedef struct final_terms {
   const void* coef_target; /* [N] stat dtype; NULL in form dz */
   const void* order;       /* tokens ordered by target */
-  void* xsum;              /* [H] stat dtype, label smoothing's sum of x; NULL without */
-  void* smooth_total;      /* [1] stat dtype, the sum of coef_smooth; NULL without */
+  void* xsum;         /* [weight_hidden] stat dtype, label smoothing's sum of x; NULL without */
+  void* smooth_total; /* [1] stat dtype, the sum of coef_smooth; NULL without */
 } final_terms;
 
 /* Target terms and label smoothing's. A sum in another dtype or leading dimension than the caller's
  * dW is rounded once, when it is added or copied there. */
 static flce_status finish_weight(const engine* e, const final_terms* terms) {
   const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, cols = e->problem->hidden, v = e->problem->vocab;
+  int64_t h = plan->weight_hidden, v = e->problem->vocab;
+  int64_t cols = e->problem->hidden - e->problem->frozen_hidden;
   void *out = e->tensors->grad_weight, *accum = dw_accum(e);
   bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
   bool in_accum = added || padded;
@@ -268,7 +270,8 @@ static flce_status finish_weight(const engine* e, const final_terms* terms) {
                                 .dw_dtype = in_accum ? plan->accum_dtype : plan->grad_weight_dtype,
                                 .accum = accum,
                                 .accum_dtype = plan->accum_dtype,
-                                .x = e->input,
+                                .x = weight_input(e),
+                                .x_pitch = plan->hidden,
                                 .dtype = plan->dtype,
                                 .coef_target = terms->coef_target,
                                 .order = terms->order,

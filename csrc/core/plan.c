@@ -92,6 +92,11 @@ static flce_status check_problem(const flce_problem* problem) {
   if (problem->weight_rows < problem->vocab)
     return flce_fail(FLCE_INVALID_ARGUMENT, "valid_vocab: expected at most %lld, got %lld",
                      (long long)problem->weight_rows, (long long)problem->vocab);
+  int64_t frozen = problem->frozen_hidden;
+  if (frozen < 0 || frozen >= problem->hidden || frozen % 8 != 0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "frozen_hidden: expected a multiple of 8 below %lld, got %lld",
+                     (long long)problem->hidden, (long long)frozen);
   if (problem->rows < 0 || problem->rows > problem->tokens)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "rows: expected 0 to %lld, the number of tokens, got %lld",
@@ -261,6 +266,7 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
 static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
+  plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->form = choose_form(problem, plan->dtype);
   bool narrow = plan->form == FLCE_FORM_EXP && plan->dtype == FLCE_F16;
@@ -296,9 +302,10 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
   plan->accum_dtype = wide ? stat : plan->dtype;
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
-  bool both = problem->want_grad_weight && problem->want_grad_bias;
+  /* grad_weight_gemm makes all columns of dW. */
+  bool both = problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
   plan->bias_parts = both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
-  int64_t block = DW_BLOCK_BYTES / (plan->hidden * flce_size_of(plan->dtype));
+  int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
   bool has_gemm = plan->save != FLCE_SAVE_SAMPLES && !adds_itself;
   plan->dw_block_rows = has_gemm ? min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block) : 0;
 }
@@ -311,6 +318,7 @@ static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t b
 
 static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   int64_t n = problem->tokens, h = problem->hidden, v = problem->weight_rows;
+  int64_t width = h - problem->frozen_hidden;
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
   unsigned both = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
   unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;
@@ -331,9 +339,9 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
       rounded += n * h * flce_size_of(problem->input_dtype);
   }
   if (gradients && problem->want_grad_weight && !problem->adds_grad_weight) {
-    add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * h * flce_size_of(plan->grad_weight_dtype));
+    add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * width * flce_size_of(plan->grad_weight_dtype));
     if (plan->grad_weight_dtype != problem->weight_dtype)
-      rounded += v * h * flce_size_of(problem->weight_dtype);
+      rounded += v * width * flce_size_of(problem->weight_dtype);
   }
   if (gradients && problem->want_grad_bias) {
     add(plan, FLCE_BUF_GRAD_BIAS, made, v * flce_size_of(plan->grad_bias_dtype));
@@ -425,8 +433,9 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   if (problem->want_grad_weight) {
     if (copies_x(problem, plan)) add(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
     if (plan->accum_dtype != plan->grad_weight_dtype || padded)
-      add(plan, FLCE_BUF_DW_ACCUM, where, v * h * flce_size_of(plan->accum_dtype));
-    add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * h * e);
+      add(plan, FLCE_BUF_DW_ACCUM, where,
+          v * plan->weight_hidden * flce_size_of(plan->accum_dtype));
+    add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * plan->weight_hidden * e);
   }
   if (problem->want_grad_bias) {
     add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);

@@ -36,7 +36,7 @@ static flce_status weight_from_samples(const engine* e, const flce_rows* rows, c
   CALL(e, sampled_grad_weight,
        &(flce_sampled_weight_args){.dw = e->tensors->grad_weight,
                                    .dw_dtype = e->plan->grad_weight_dtype,
-                                   .x = e->input,
+                                   .x = weight_input(e),
                                    .dtype = e->plan->dtype,
                                    .order = buffer(e, FLCE_BUF_SAMPLES),
                                    .xsum = xsum,
@@ -44,8 +44,9 @@ static flce_status weight_from_samples(const engine* e, const flce_rows* rows, c
                                    .eps = e->problem->gradient_eps,
                                    .rows = rows->rows,
                                    .vocab = e->problem->vocab,
-                                   .hidden = e->plan->hidden,
-                                   .cols = e->problem->hidden,
+                                   .hidden = e->plan->weight_hidden,
+                                   .x_pitch = e->plan->hidden,
+                                   .cols = e->problem->hidden - e->problem->frozen_hidden,
                                    .adds = e->problem->adds_grad_weight});
   return FLCE_OK;
 }
@@ -60,7 +61,7 @@ static flce_status bias_from_samples(const engine* e, const flce_rows* rows, con
                                  .eps = e->problem->gradient_eps,
                                  .rows = rows->rows,
                                  .vocab = e->problem->vocab,
-                                 .hidden = e->plan->hidden});
+                                 .hidden = e->plan->weight_hidden});
   return FLCE_OK;
 }
 
@@ -77,7 +78,7 @@ flce_status flce_sampled_gradients(const engine* e, const chunk* all) {
                                   .rows = &rows,
                                   .lists = lists_from(e, 0),
                                   .eps = problem->gradient_eps,
-                                  .hidden = e->plan->hidden});
+                                  .hidden = e->plan->weight_hidden});
   if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
   return problem->want_grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
 }

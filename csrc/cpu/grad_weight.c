@@ -32,6 +32,7 @@ typedef struct grad_weight_job {
   flce_dtype dw_dtype, accum_dtype, dtype, stat;
   const int64_t* keys;   /* tokens ordered by target (target_order.h) */
   int64_t count, hidden; /* number of keys; columns of dW */
+  int64_t x_pitch;
 } grad_weight_job;
 
 /* Finishes columns [h, next) of row j of dW; the tokens with target j are keys [begin, end). */
@@ -44,7 +45,8 @@ static void grad_weight_block(const grad_weight_job* job, int64_t j, int64_t beg
     int64_t token = key_token(job->keys[k]);
     double coef = flce_load(job->coef_target, job->stat, token);
     if (coef == 0.0) continue;
-    job->x_kernels->axpy(&sums, coef, flce_const_at(job->x, job->dtype, token * hidden + h), count);
+    job->x_kernels->axpy(&sums, coef, flce_const_at(job->x, job->dtype, token * job->x_pitch + h),
+                         count);
   }
   if (job->xsum) {
     double weight = job->class_weight ? flce_load(job->class_weight, job->stat, j) : 1.0;
@@ -98,7 +100,8 @@ flce_status flce_cpu_finish_grad_weight(void* self, const flce_grad_weight_args*
                          .accum_dtype = call->accum_dtype,
                          .dtype = call->dtype,
                          .stat = flce_stat_dtype(call->dtype),
-                         .hidden = call->hidden};
+                         .hidden = call->hidden,
+                         .x_pitch = call->x_pitch};
   if (call->coef_target) {
     job.count = *(const int64_t*)call->order;
     job.keys = (const int64_t*)call->order + 1;

@@ -74,7 +74,7 @@ static void weight_block(const sampled_weight_job* job, int64_t j, int64_t begin
   flce_sums sums;
   memset(&sums, 0, (size_t)count * sizeof(float));
   for (int64_t k = begin; k < end; k++) {
-    const void* x = flce_const_at(call->x, call->dtype, entries[k].token * call->hidden + h);
+    const void* x = flce_const_at(call->x, call->dtype, entries[k].token * call->x_pitch + h);
     job->x_kernels->axpy(&sums, entries[k].factor, x, count);
   }
   if (call->xsum) {

@@ -254,6 +254,32 @@ static void test_autocast(void) {
   }
 }
 
+/* The first 8 or 16 columns of W are frozen. */
+static void test_frozen_columns(void) {
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
+      setting s = make_setting((flce_dtype)dtype, (flce_save)save);
+      s.problem.max_memory = 9 * 72 * 2;
+      for (s.problem.frozen_hidden = 8; s.problem.frozen_hidden <= 16;
+           s.problem.frozen_hidden += 8) {
+        s.problem.loss.label_smoothing = s.problem.frozen_hidden == 8 ? 0.0 : 0.1;
+        s.problem.accum_dtype =
+            s.problem.frozen_hidden == 8 ? s.problem.dtype : flce_stat_dtype(s.problem.dtype);
+        test_setting(&s);
+      }
+    }
+  }
+  setting s = make_setting(FLCE_F32, FLCE_SAVE_STATS);
+  flce_facts facts = {0};
+  flce_plan plan;
+  const int64_t refused[] = {-8, 4, 24};
+  for (size_t k = 0; k < sizeof refused / sizeof *refused; k++) {
+    s.problem.frozen_hidden = refused[k];
+    CHECK(flce_plan_make(&s.problem, &facts, &plan) == FLCE_INVALID_ARGUMENT,
+          "frozen_hidden %lld is accepted", (long long)refused[k]);
+  }
+}
+
 /* A loss far below the resolution of 1 - p, and its gradient, which p - 1 in 16 bits would lose. */
 static void test_tiny_loss(void) {
   float x[] = {1.0f}, w[] = {0.0f, 40.0f}, loss, dx, dw[2], one = 1.0f;
@@ -509,6 +535,7 @@ int main(void) {
     test_added();
     test_edges();
     test_autocast();
+    test_frozen_columns();
     test_tiny_loss();
     test_cross_entropy();
   }

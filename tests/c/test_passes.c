@@ -444,7 +444,8 @@ static void run_weight(const weight_case* c, bool in_place) {
                                                    .xsum = c->smooth ? c->xsum : NULL,
                                                    .class_weight = c->weighted ? c->weight : NULL,
                                                    .vocab = VOCAB,
-                                                   .hidden = c->width}));
+                                                   .hidden = c->width,
+                                                   .x_pitch = c->width}));
     CHECK(all_close(dw[b], t->grad, c->expected, c->tolerance, count),
           "finish_grad_weight in place %d targets %d smooth %d, " WHERE, in_place, c->targets,
           c->smooth, WHERE_VALUES(t, c->width));

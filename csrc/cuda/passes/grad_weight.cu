@@ -22,7 +22,7 @@ typedef struct grad_weight_args {
   const uint32_t* keys;   /* [count] sorted targets: order_view */
   const uint32_t* tokens; /* [count] their tokens: order_view */
   int64_t count;          /* N; 0 without a target term */
-  int64_t vocab, hidden;
+  int64_t vocab, hidden, x_pitch;
   const void *coef_target, *xsum, *class_weight;
 } grad_weight_args;
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void add_tokens(const grad_weight_args& p, int64_t be
     for (int b = 0; b < kTokenBatch; b++) {
       const int64_t token = p.tokens[first + b < end ? first + b : begin];
       coef[b] = ((const S*)p.coef_target)[token];
-      load_vec<false>((const X*)p.x + token * p.hidden + h, raw[b]);
+      load_vec<false>((const X*)p.x + token * p.x_pitch + h, raw[b]);
     }
 #pragma unroll
     for (int b = 0; b < kTokenBatch; b++) {
@@ -73,7 +73,7 @@ template <typename X, int N, typename S = stat_t<X>>
 __device__ __forceinline__ void finish_alone(const grad_weight_args& p, int64_t j, int64_t token,
                                              int64_t h) {
   Vec<X, N> raw;
-  load_vec<false>((const X*)p.x + token * p.hidden + h, raw);
+  load_vec<false>((const X*)p.x + token * p.x_pitch + h, raw);
   const S coef = ((const S*)p.coef_target)[token];
   S v[N], x[N];
   load_any<S, N>(p.accum, p.accum_dtype, j * p.hidden + h, v);
@@ -209,12 +209,13 @@ flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* cal
   FLCE_TRY(check_order(call->tokens, call->vocab));
   const order_view view = view_order(call->order, call->tokens);
   const grad_weight_args args = {
-      call->dw,          call->accum,  call->x,           call->dw_dtype,
-      call->accum_dtype, view.keys,    view.tokens,       terms ? call->tokens : 0,
-      call->vocab,       call->hidden, call->coef_target, call->xsum,
-      call->class_weight};
-  const bool aligned = call->hidden % 8 == 0 && is_aligned(call->dw, 16) &&
-                       is_aligned(call->accum, 16) && is_aligned(call->x, 16);
+      call->dw,          call->accum,       call->x,       call->dw_dtype,
+      call->accum_dtype, view.keys,         view.tokens,   terms ? call->tokens : 0,
+      call->vocab,       call->hidden,      call->x_pitch, call->coef_target,
+      call->xsum,        call->class_weight};
+  const bool aligned = call->hidden % 8 == 0 && call->x_pitch % 8 == 0 &&
+                       is_aligned(call->dw, 16) && is_aligned(call->accum, 16) &&
+                       is_aligned(call->x, 16);
   FLCE_WITH_TYPE(call->dtype, X, {
     if (call->accum_dtype != call->dtype && call->accum_dtype != flce_stat_dtype(call->dtype)) {
       return flce_fail(FLCE_UNSUPPORTED, "finish_grad_weight: no CUDA kernel from sums in %s",

@@ -209,7 +209,7 @@ typedef struct sampled_weight_args {
   const float *xsum, *class_weight;
   flce_dtype dw_dtype;
   unsigned piece; /* positions of a piece of the order */
-  int64_t vocab, hidden, cols;
+  int64_t vocab, hidden, x_pitch, cols;
   bool adds;
 } sampled_weight_args;
 
@@ -224,7 +224,7 @@ __device__ __forceinline__ void load_entries(const sampled_weight_args& p, int2 
     const int from = (int)(first - base) + b;
     const int token = __shfl_sync(kAllLanes, own.x, from);
     factor[b] = __int_as_float(__shfl_sync(kAllLanes, own.y, from));
-    load_part((const T*)p.x, token * p.hidden + column, first + b < end && column < p.hidden,
+    load_part((const T*)p.x, token * p.x_pitch + column, first + b < end && column < p.hidden,
               raw[b]);
   }
 }
@@ -424,10 +424,11 @@ flce_status cuda_sampled_grad_weight(void* self, const flce_sampled_weight_args*
                                     (unsigned)piece_size(o.count),
                                     call->vocab,
                                     call->hidden,
+                                    call->x_pitch,
                                     call->cols,
                                     call->adds};
   const bool vectors =
-      call->hidden % 8 == 0 && call->cols % 8 == 0 && both_aligned(call->dw, call->x);
+      call->x_pitch % 8 == 0 && call->cols % 8 == 0 && both_aligned(call->dw, call->x);
   switch (call->dtype) {
     case FLCE_F32:
       return launch_sampled_weight<float>(self, args, vectors);

@@ -1,0 +1,71 @@
+"""A head with a low-rank term: input @ linear_weight.T + adapter_input @ adapter_weight.T."""
+
+import typing
+
+import torch
+
+from . import validate
+
+_ALIGNMENT = 8  # columns: flce_problem.frozen_hidden is a multiple of it
+
+
+class Head(typing.NamedTuple):
+    """The operands of the logits' product. leaf: what the gradient of the columns of `weight` from
+    `frozen_hidden` on belongs to; `weight` itself where that is 0."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    leaf: torch.Tensor
+    frozen_hidden: int = 0
+
+
+def joined(input, linear_weight, adapter_input, adapter_weight, autocast):
+    """The Head of [input, adapter_input] and [linear_weight, adapter_weight].
+
+    The kernels take one pair of operands, and two products could not share one logsumexp. If
+    linear_weight needs no gradient, that of adapter_weight alone is made. autocast: its dtype, or
+    None; joining casts as it does.
+    """
+    _check(input, linear_weight, adapter_input, adapter_weight)
+    given = [input, linear_weight, adapter_input, adapter_weight]
+    for name, first, tensor in (
+        ("adapter_input", input, adapter_input),
+        ("adapter_weight", linear_weight, adapter_weight),
+    ):
+        if autocast is None and tensor.dtype != first.dtype:
+            got = f"{tensor.dtype}; torch.autocast casts it"
+            validate.refuse(
+                name, f"the dtype of the operand it joins, {first.dtype}", got, TypeError
+            )
+    if autocast is not None and all(tensor.dtype != torch.float64 for tensor in given):
+        given = [tensor.to(autocast) for tensor in given]
+    x, w, u, b = given
+    padding = -x.shape[-1] % _ALIGNMENT
+    rows = torch.cat((x, x.new_zeros((*x.shape[:-1], padding)), u), dim=-1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and linear_weight.requires_grad):
+        weight = torch.cat((w, w.new_zeros((w.shape[0], padding)), b), dim=1)
+    if linear_weight.requires_grad:
+        return Head(rows, weight, weight)
+    return Head(rows, weight, adapter_weight, x.shape[-1] + padding)
+
+
+def _check(input, linear_weight, adapter_input, adapter_weight):
+    for name, tensor in (
+        ("input", input),
+        ("linear_weight", linear_weight),
+        ("adapter_input", adapter_input),
+        ("adapter_weight", adapter_weight),
+    ):
+        validate.check_tensor(name, tensor)
+        validate.check_float(name, tensor.dtype)
+    validate.check_rows("input", input)
+    validate.check_head(input, linear_weight, None)
+    validate.check_same_device("adapter_input", adapter_input, "input", input)
+    validate.check_same_device("adapter_weight", adapter_weight, "input", input)
+    if adapter_weight.dim() != 2 or adapter_weight.shape[0] != linear_weight.shape[0]:
+        expected = f"shape ({linear_weight.shape[0]}, r)"
+        validate.refuse("adapter_weight", expected, tuple(adapter_weight.shape))
+    if adapter_weight.shape[1] < 1:
+        validate.refuse("adapter_weight", "at least one column", tuple(adapter_weight.shape))
+    shape = (*input.shape[:-1], adapter_weight.shape[1])
+    validate.check_shape("adapter_input", adapter_input, shape)
