@@ -43,8 +43,9 @@ def _over(original, names):
 
     @functools.wraps(original)
     def linear_cross_entropy(*args, **options):
-        given = dict(zip(names, args, strict=False), **options)
-        if len(args) > len(names) or given.get("vocab_parallel_options") is not None:
+        given = {**dict(zip(names, args, strict=False)), **options}
+        is_a_call = len(given) == len(args) + len(options)  # else the original says what is wrong
+        if not is_a_call or given.get("vocab_parallel_options") is not None:
             return original(*args, **options)
         if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
             given["filter_eps"] = "auto"
