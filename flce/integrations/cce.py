@@ -7,7 +7,9 @@ from flce.compat import cce as compat
 
 from ._rebind import Installation
 
-_KNOWN = tuple(inspect.signature(compat.linear_cross_entropy).parameters)
+# Of distributed weights; the second is of Axolotl's fork. flce has neither.
+_ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
+_KNOWN = (*inspect.signature(compat.linear_cross_entropy).parameters, "zero3_params")
 
 
 def install():
@@ -15,8 +17,8 @@ def install():
 
     That is the function itself, in every module that has imported it, `LinearCrossEntropy`, and the
     forwards which `cce_patch` puts into models. Values and gradients are those of
-    `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`
-    remains CCE's own.
+    `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
+    or with the `zero3_params` of Axolotl's fork, remains CCE's own.
 
     Returns:
         A handle: `remove()`, or the end of a `with` block, brings CCE's function back.
@@ -45,7 +47,8 @@ def _over(original, names):
     def linear_cross_entropy(*args, **options):
         given = {**dict(zip(names, args, strict=False)), **options}
         is_a_call = len(given) == len(args) + len(options)  # else the original says what is wrong
-        if not is_a_call or given.get("vocab_parallel_options") is not None:
+        is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
+        if is_distributed or not is_a_call:
             return original(*args, **options)
         if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
             given["filter_eps"] = "auto"

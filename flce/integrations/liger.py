@@ -34,25 +34,25 @@ def install():
     # ops has another one where Liger has chosen other kernels than Triton's.
     originals = {getattr(ops, _CROSS_ENTROPY), getattr(default, _CROSS_ENTROPY)}
     pairs = [(original, CrossEntropyFunction(original)) for original in originals]
-    if hasattr(ops, _SCALED):
+    if hasattr(ops, _SCALED):  # since 0.8.2
         scaled = getattr(ops, _SCALED)
         pairs.append((scaled, ScaledCrossEntropyFunction(scaled)))
     for original, ours in pairs:
-        _check_parameters(original, ours)
+        if not hasattr(original, "flce_original"):
+            _check_parameters(original, ours)
     return Installation("liger", pairs)
 
 
 def _check_parameters(original, ours):
-    if hasattr(original, "flce_original"):
-        return
+    """The calls are positional: the parameters of Liger's must be the first ones of ours."""
     theirs = getattr(original, "forward", original.apply)
     known = tuple(inspect.signature(ours.call).parameters)
     found = tuple(name for name in inspect.signature(theirs).parameters if name != "ctx")
-    if found != known[: len(found)]:
+    if found != known[: len(found)] or ours.newest_required not in found:
         version = importlib.metadata.version("liger_kernel")
         raise ImportError(
-            f"liger_kernel: expected a version whose {original.__name__} takes {known}, or the "
-            f"first of them, got {version} with {found}"
+            f"liger_kernel: expected a version whose {original.__name__} takes {known}, at least "
+            f"up to {ours.newest_required}, got {version} with {found}"
         )
 
 
@@ -60,6 +60,7 @@ class CrossEntropyFunction:
     """Stands where Liger has LigerFusedLinearCrossEntropyFunction."""
 
     supports_inner_impl_dispatch = True  # Liger's functions then pass ce_impl and what follows it
+    newest_required = "return_predicted_tokens"  # before it, three values were returned
     call = staticmethod(compat.LigerFusedLinearCrossEntropyFunction.apply)
 
     def __init__(self, original):
@@ -80,6 +81,8 @@ class CrossEntropyFunction:
 
 class ScaledCrossEntropyFunction:
     """Stands where Liger has LigerFusedLinearScaledCrossEntropyFunction."""
+
+    newest_required = "return_entropy"
 
     def __init__(self, original):
         self.flce_original = original

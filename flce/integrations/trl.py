@@ -7,6 +7,7 @@ import torch
 import flce
 from flce.signature import autocast_dtype
 
+from ._operands import in_dtype_of
 from ._rebind import Installation
 
 _OLDEST = (1, 16)
@@ -92,7 +93,7 @@ class LogProbFunction:
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping,
                 logit_scale, outputs,
             )  # fmt: skip
-        hidden, weight, bias = _operands(hidden, weight, bias)
+        weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
         operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         made = flce.linear_cross_entropy(
             hidden,
@@ -125,14 +126,6 @@ def _can_serve(hidden, weight, outputs):
     # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
     is_split = hasattr(weight, "ds_id")
     return set(outputs) <= _SERVED and hidden.device.type in ("cpu", "cuda") and not is_split
-
-
-def _operands(hidden, weight, bias):
-    """The operands in hidden's dtype, as TRL casts them; under autocast flce does it."""
-    if autocast_dtype(hidden.device.type) is None:
-        weight = weight.to(hidden.dtype)
-        bias = None if bias is None else bias.to(hidden.dtype)
-    return hidden, weight, bias
 
 
 @torch.no_grad()
