@@ -1,5 +1,6 @@
-"""flce.integrations.cce against eager losses and CCE's own torch_compile; with 25.1.1, the newest
-on the package index, and with 25.6.4. CCE imports Triton, which needs no GPU for that."""
+"""flce.integrations.cce against eager losses and CCE's own torch_compile: 25.1.1, the newest on the
+package index, 25.6.4 of its repository, Axolotl's fork. CCE imports Triton, which needs no GPU for
+that."""
 
 import importlib.util
 import inspect
@@ -16,8 +17,8 @@ from flce.integrations import cce as ours
 
 cut_cross_entropy = pytest.importorskip("cut_cross_entropy", exc_type=ImportError)
 
-IS_25_6 = "bias" in inspect.signature(cut_cross_entropy.linear_cross_entropy).parameters
-only_25_6 = pytest.mark.skipif(not IS_25_6, reason="25.1.1 has no such argument")
+PARAMETERS = inspect.signature(cut_cross_entropy.linear_cross_entropy).parameters
+with_bias = pytest.mark.skipif("bias" not in PARAMETERS, reason="25.1.1 has no such argument")
 
 
 @pytest.fixture
@@ -64,9 +65,8 @@ def test_function_and_module(device, only_flce, reduction, softcap, shift):
 def test_positional_arguments_are_the_versions_own(only_flce):
     x, w, y = operands("cpu")
     y = y.masked_fill(y == -100, 1)
-    parameters = inspect.signature(cut_cross_entropy.linear_cross_entropy).parameters
     chosen = {"ignore_index": 1, "softcap": 3.0, "reduction": "sum"}
-    defaults = {name: parameter.default for name, parameter in list(parameters.items())[3:]}
+    defaults = {name: parameter.default for name, parameter in list(PARAMETERS.items())[3:]}
     args = [chosen.get(name, default) for name, default in defaults.items()]
     made = cut_cross_entropy.linear_cross_entropy(x, w, y, *args)
     kept = y.masked_fill(y == 1, -100)
@@ -79,17 +79,23 @@ def test_module_with_the_defaults_of_its_version(only_flce):
           truth(x, w, y, reduction="mean", softcap=None, shift=0), (x, w))  # fmt: skip
 
 
-@only_25_6
-def test_bias_and_lse(device, only_flce):
+@with_bias
+def test_bias(device, only_flce):
     x, w, y = operands(device)
     b = leaf(V, device=device, dtype=torch.float64)
     call = {"reduction": "sum", "softcap": 3.0, "shift": 2}
-    loss, lse = cut_cross_entropy.linear_cross_entropy(x, w, y, b, return_lse=True, **call)
-    agree(loss, truth(x, w, y, b, **call), (x, w, b))
-    _, lse = cut_cross_entropy.linear_cross_entropy(x, w, y, b, return_lse=True, **call)
-    logits = 3.0 * torch.tanh(F.linear(x, w, b) / 3.0)
+    made = cut_cross_entropy.linear_cross_entropy(x, w, y, b, **call)
+    agree(made, truth(x, w, y, b, **call), (x, w, b))
+
+
+@pytest.mark.skipif("return_lse" not in PARAMETERS, reason="25.1.1 and Axolotl's fork have none")
+def test_lse(device, only_flce):
+    x, w, y = operands(device)
+    call = {"reduction": "sum", "softcap": 3.0, "shift": 2}
+    _, lse = cut_cross_entropy.linear_cross_entropy(x, w, y, return_lse=True, **call)
+    logits = 3.0 * torch.tanh(F.linear(x, w) / 3.0)
     valid = y[:, 2:] != -100
-    agree(lse, logits.logsumexp(-1)[:, :-2] * valid, (x, w, b))
+    agree(lse, logits.logsumexp(-1)[:, :-2] * valid, (x, w))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -104,7 +110,7 @@ def test_cce_itself(reduction):
     agree(mine, theirs, (x, w), TOLERANCE[torch.float32])
 
 
-@only_25_6
+@with_bias
 @pytest.mark.parametrize("num_items", [None, 5])
 def test_transformers_patches(monkeypatch, only_flce, num_items):
     """The function that cce_patch's forwards call, from its own file: the package around it imports
@@ -123,9 +129,7 @@ def test_transformers_patches(monkeypatch, only_flce, num_items):
     agree(made, expected, (x, w))
 
 
-def test_the_rest_is_cces(monkeypatch):
-    calls = []
-    implementations = sys.modules["cut_cross_entropy.linear_cross_entropy"]
+def test_wrong_calls_are_refused_by_cce():
     x, w, y = operands("cpu")
     with ours.install():
         function = cut_cross_entropy.linear_cross_entropy
@@ -133,16 +137,27 @@ def test_the_rest_is_cces(monkeypatch):
             function(x, w, y, c=w)
         with pytest.raises(TypeError, match="positional arguments"):
             function(*[x] * 20)
-        if IS_25_6:
-            options = cut_cross_entropy.VocabParallelOptions(0, V)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'top_k'"):
+            function(x, w, y, top_k=1)
 
-            def record(*args, **given):
-                calls.append(given["vocab_parallel_options"])
-                return x.sum(), None
 
-            monkeypatch.setattr(implementations, "cce_linear_cross_entropy", record)
-            function(x, w, y, vocab_parallel_options=options)
-            assert calls == [options]
+@pytest.mark.parametrize("name", ["vocab_parallel_options", "zero3_params"])
+def test_distributed_weights_are_cces(monkeypatch, name):
+    if name not in PARAMETERS:
+        pytest.skip("this CCE has no such argument")
+    x, w, y = operands("cpu")
+    given = [w] if name == "zero3_params" else cut_cross_entropy.VocabParallelOptions(0, V)
+    calls = []
+
+    def record(*args, **options):
+        calls.append(options[name])
+        return (x.sum(), None) if "return_lse" in PARAMETERS else x.sum()
+
+    implementations = sys.modules["cut_cross_entropy.linear_cross_entropy"]
+    monkeypatch.setattr(implementations, "cce_linear_cross_entropy", record)
+    with ours.install():
+        cut_cross_entropy.linear_cross_entropy(x, w, y, **{name: given})
+    assert calls == [given]
 
 
 def test_refusals_name_the_argument(only_flce):

@@ -46,7 +46,8 @@ def _over(original, names):
     @functools.wraps(original)
     def linear_cross_entropy(*args, **options):
         given = {**dict(zip(names, args, strict=False)), **options}
-        is_a_call = len(given) == len(args) + len(options)  # else the original says what is wrong
+        # Else the original says what is wrong: an argument given twice, too many, an unknown one.
+        is_a_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
         is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
         if is_distributed or not is_a_call:
             return original(*args, **options)
