@@ -61,7 +61,7 @@ def applied(x, w, b, temperature=0.7, softcap=None, scale=1.0, outputs=ALL):
         for v in made
         if v is not None and v.requires_grad
     )
-    leaves = [v for v in (x, w, b) if v is not None]
+    leaves = [v for v in (x, w, b) if v is not None and v.requires_grad]
     return made, torch.autograd.grad(total, leaves)
 
 
@@ -138,6 +138,35 @@ def test_autocast(calls):
         with ours.install():
             same(applied(*args), theirs, 2**-6)
     assert calls == {"trl": 1, "flce": 1}
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen_operands(calls, frozen):
+    """As with adapters in the body, whose head is frozen."""
+    x, w, _ = operands(bias=False)
+    (x if frozen == "hidden" else w).requires_grad_(False)
+    theirs = applied(x, w, None)
+    with ours.install():
+        same(applied(x, w, None), theirs, 1e-5)
+    assert calls == {"trl": 1, "flce": 1}
+
+
+def test_compile_fullgraph():
+    from trl.trainer import utils
+
+    x, w, _ = operands(bias=False)
+    y = torch.arange(N)
+
+    def loss(x, w):
+        made = utils._ChunkedLogProbFunction.apply(x, w, None, y, 0.7, 16, None, 1.0, ALL)
+        return made[0].sum() + made[1].sum() + made[3].sum() + made[4].sum()
+
+    with ours.install():
+        expected = torch.autograd.grad(loss(x, w), (x, w))
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        made = torch.autograd.grad(compiled(x, w), (x, w))
+    torch.testing.assert_close(made, expected)
 
 
 def test_no_rows_stay_in_the_graph():
