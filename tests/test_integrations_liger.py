@@ -9,9 +9,10 @@ import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from integration_models import tiny_llama
+from integration_models import recorded, tiny_llama
 from operands import TOLERANCE, H, N, V, agree, indices, leaf
 
+import flce
 from flce.integrations import liger as ours
 
 liger_kernel = pytest.importorskip("liger_kernel.transformers", exc_type=ImportError)
@@ -124,6 +125,48 @@ def test_models(device, only_flce, num_items, softcap):
     expected.loss.backward()
     for (name, a), b in zip(patched.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_transformers_trainer(only_flce, monkeypatch, tmp_path):
+    """use_liger_kernel=True, with accumulation: its sums are divided by num_items_in_batch."""
+    from transformers import Trainer, TrainingArguments
+
+    ids = [[(5 * i + j * j) % 19 for j in range(9)] for i in range(12)]
+    data = [{"input_ids": v, "labels": [-100] * (i % 4) + v[i % 4 :]} for i, v in enumerate(ids)]
+    calls, loss = [], flce.linear_cross_entropy
+
+    def count(*args, **options):
+        calls.append(options)
+        return loss(*args, **options)
+
+    monkeypatch.setattr(flce, "linear_cross_entropy", count)
+    logs = []
+    for use_liger in (False, True):
+        parts = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            optim="sgd",
+            learning_rate=0.5,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            use_liger_kernel=use_liger,
+            liger_kernel_config={"fused_linear_cross_entropy": True, **parts},
+        )
+        logs.append(recorded(Trainer(tiny_llama(), arguments, train_dataset=data)))
+    assert len(calls) == 6
+    (log, gradients), (our_log, our_gradients) = logs
+    assert len(log) == len(our_log) == 3
+    for a, b in zip(log, our_log, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    for step, our_step in zip(gradients, our_gradients, strict=True):
+        for name, gradient in step.items():
+            assert (our_step[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 @cases.pairwise(

@@ -8,8 +8,8 @@ from flce.validate import refuse
 
 from ._operands import in_dtype_of
 
-_OF_RECIPES = ("reduction", "ignore_index", "softcap", "accumulate_into", "shift", "gradient")
-_KNOWN = {k: v for k, v in defaults("of_module").items() if k not in _OF_RECIPES}
+_NOT_OPTIONS = ("reduction", "ignore_index", "softcap", "accumulate_into", "shift")
+_KNOWN = {k: v for k, v in defaults("of_module").items() if k not in _NOT_OPTIONS}
 
 
 class FlceLinearCrossEntropy(LinearCrossEntropy):
@@ -18,10 +18,11 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
     Args:
         ignore_index, reduction ("sum", "mean" or "none"): as flce.linear_cross_entropy.
         logit_softcapping: the softcap; 0 for none.
-        **options: further options of flce.linear_cross_entropy, such as z_loss and max_memory.
+        **options: further options of flce's Modules, such as z_loss and max_memory; not `shift`
+            and `accumulate_into`: labels are shifted, and a gathered weight is no leaf.
 
     Raises:
-        TypeError: an option that flce does not have, or that is the recipe's.
+        TypeError: an unknown option.
     """
 
     def __init__(self, ignore_index=-100, logit_softcapping=0, reduction="sum", **options):
