@@ -139,6 +139,9 @@ def test_wrong_calls_are_refused_by_cce():
             function(*[x] * 20)
         with pytest.raises(TypeError, match="unexpected keyword argument 'top_k'"):
             function(x, w, y, top_k=1)
+        for name in {"bias", "return_lse"} - PARAMETERS.keys():  # of another version
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+                function(x, w, y, **{name: None})
 
 
 @pytest.mark.parametrize("name", ["vocab_parallel_options", "zero3_params"])

@@ -266,11 +266,19 @@ def test_install_and_remove():
         assert getattr(module, FUNCTION) is original
 
 
-@pytest.mark.parametrize("last", ["group", "return_token_accuracy"])
-def test_other_functions_are_refused(monkeypatch, last):
-    known = list(inspect.signature(ours.CrossEntropyFunction.call).parameters)
-    names = [*known[:13], last]  # return_token_accuracy: 0.7, which returns three values
+KNOWN = list(inspect.signature(ours.CrossEntropyFunction.call).parameters)
 
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*KNOWN[:3], "group", *KNOWN[3:]],
+        [*KNOWN, "group"],
+        KNOWN[:14],  # 0.7, which returns three values
+    ],
+    ids=["between", "after", "fewer"],
+)
+def test_other_functions_are_refused(monkeypatch, names):
     class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
         def forward(self):
             raise NotImplementedError
@@ -280,13 +288,15 @@ def test_other_functions_are_refused(monkeypatch, last):
     other = LigerFusedLinearCrossEntropyFunction
     other.forward.__signature__ = inspect.Signature(parameters)
     monkeypatch.setattr(ops, FUNCTION, other)
-    with pytest.raises(ImportError, match=rf"at least up to .* got \d+\.\d+.* with .*'{last}'\)"):
+    with pytest.raises(
+        ImportError, match=rf"at least up to .* got \d+\.\d+.* with .*'{names[-1]}'\)"
+    ):
         ours.install()
 
 
 def test_parameters_are_ligers():
     """What takes arguments by position does so in Liger's order."""
     theirs = tuple(inspect.signature(getattr(ops, FUNCTION).forward).parameters)[1:]
-    known = tuple(inspect.signature(ours.CrossEntropyFunction.call).parameters)
+    known = tuple(KNOWN)
     assert known[14:] == ("return_predicted_tokens", "ce_impl", "ce_mode", "chunk_mem_const")
     assert theirs == known[: len(theirs)] and len(theirs) >= 15

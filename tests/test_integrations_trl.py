@@ -131,6 +131,27 @@ def test_bfloat16(calls, weight_dtype):
     assert calls["flce"] == 1
 
 
+def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
+    """Over chunks, as TRL does: a sum in bfloat16 doubles the error here."""
+    from trl.trainer import utils
+
+    rows = 512
+    x, w = (torch.randn(size, H).bfloat16().requires_grad_() for size in (rows, V))
+    upstream, y = torch.randn(rows), torch.randint(V, (rows,))
+
+    def gradient(x, w):
+        made = utils._ChunkedLogProbFunction.apply(x, w, None, y, 1.0, V, None, 1.0, ("log_probs",))
+        return torch.autograd.grad((made[0] * upstream).sum(), w)[0].float()
+
+    exact = gradient(*(v.detach().float().requires_grad_() for v in (x, w)))
+    with ours.install():
+        errors = []
+        for limit in ("64MiB", f"{8 * V * 2}"):  # one chunk, chunks of 8 rows
+            monkeypatch.setenv("FLCE_MAX_MEMORY", limit)
+            errors.append((gradient(x, w) - exact).norm())
+    assert errors[1] <= 1.2 * errors[0]
+
+
 def test_autocast(calls):
     args = operands()
     with torch.autocast("cpu", torch.bfloat16):
