@@ -29,6 +29,7 @@ __all__ = [
     "Tuning",
     "compat",
     "cross_entropy",
+    "integrations",
     "linear_cross_entropy",
     "linear_logprobs",
     "plan",
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    """Imports flce.compat on first access, because it depends on flce."""
-    if name == "compat":
-        return importlib.import_module(".compat", __name__)
+    """Imports flce.compat or flce.integrations on first access, because they depend on flce."""
+    if name in ("compat", "integrations"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

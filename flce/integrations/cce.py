@@ -1,0 +1,59 @@
+"""Apple's cut_cross_entropy (CCE): its linear_cross_entropy, wherever it is called."""
+
+import functools
+import inspect
+
+from flce.compat import cce as compat
+
+from ._rebind import Installation
+
+# Of distributed weights; the second is of Axolotl's fork. flce has neither.
+_ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
+_KNOWN = (*inspect.signature(compat.linear_cross_entropy).parameters, "zero3_params")
+
+
+def install():
+    """Lets all that calls `cut_cross_entropy.linear_cross_entropy` run flce.
+
+    That is the function itself, in every module that has imported it, `LinearCrossEntropy`, and the
+    forwards which `cce_patch` puts into models. Values and gradients are those of
+    `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
+    or with the `zero3_params` of Axolotl's fork, remains CCE's own.
+
+    Returns:
+        A handle: `remove()`, or the end of a `with` block, brings CCE's function back.
+
+    Raises:
+        ImportError: cut_cross_entropy is missing, or its function takes arguments that flce does
+            not know.
+        RuntimeError: it is installed already.
+    """
+    import cut_cross_entropy
+
+    original = cut_cross_entropy.linear_cross_entropy
+    names = tuple(inspect.signature(original).parameters)
+    if not set(names) <= set(_KNOWN):
+        raise ImportError(
+            "cut_cross_entropy: expected a version whose linear_cross_entropy takes some of "
+            f"{_KNOWN}, got {cut_cross_entropy.__version__} with {names}"
+        )
+    return Installation("cce", [(original, _over(original, names))])
+
+
+def _over(original, names):
+    """The function that stands for `original`, whose parameters are `names`, in this order."""
+
+    @functools.wraps(original)
+    def linear_cross_entropy(*args, **options):
+        given = {**dict(zip(names, args, strict=False)), **options}
+        # Else the original says what is wrong: an argument given twice, too many, an unknown one.
+        is_a_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
+        is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
+        if is_distributed or not is_a_call:
+            return original(*args, **options)
+        if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
+            given["filter_eps"] = "auto"
+        return compat.linear_cross_entropy(**given)
+
+    linear_cross_entropy.flce_original = original
+    return linear_cross_entropy

@@ -1,0 +1,73 @@
+"""NeMo AutoModel: a loss class for a recipe. Importing this module imports nemo_automodel."""
+
+from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
+
+import flce
+from flce.options import completed, defaults
+from flce.validate import refuse
+
+from ._operands import in_dtype_of
+
+_NOT_OPTIONS = ("reduction", "ignore_index", "softcap", "accumulate_into", "shift")
+_KNOWN = {k: v for k, v in defaults("of_module").items() if k not in _NOT_OPTIONS}
+
+
+class FlceLinearCrossEntropy(LinearCrossEntropy):
+    """The loss of hidden states and the head's weight, in place of FusedLinearCrossEntropy.
+
+    Args:
+        ignore_index, reduction ("sum", "mean" or "none"): as flce.linear_cross_entropy.
+        logit_softcapping: the softcap; 0 for none.
+        **options: further options of flce's Modules, such as z_loss and max_memory; not `shift`
+            and `accumulate_into`: labels are shifted, and a gathered weight is no leaf.
+
+    Raises:
+        TypeError: an unknown option.
+    """
+
+    def __init__(self, ignore_index=-100, logit_softcapping=0, reduction="sum", **options):
+        super().__init__()
+        completed(type(self).__name__, _KNOWN, options)
+        self.ignore_index = ignore_index
+        self.logit_softcapping = logit_softcapping
+        self.reduction = reduction
+        self.options = options
+
+    def forward(
+        self,
+        hidden_states,
+        labels,
+        lm_weight,
+        num_label_tokens=None,
+        grad_reduce_group=None,
+        loss_weights=None,
+    ):
+        """The loss, float32: shape (), or that of labels for "none".
+
+        Args:
+            hidden_states: shape (..., H); labels: class indices, shape (...).
+            lm_weight: shape (V, H), cast to hidden_states' dtype; an FSDP2 DTensor is gathered.
+            num_label_tokens: divides a sum; 0 gives the loss 0.
+            grad_reduce_group: the ranks whose losses such a weight's gradient is the mean of.
+            loss_weights: a factor for each token, shape (...); only with "sum".
+
+        Raises:
+            ValueError: num_label_tokens or loss_weights without "sum"; a sharded weight without its
+            group. Else as flce.linear_cross_entropy.
+        """
+        for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
+            if value is not None and self.reduction != "sum":
+                refuse(name, 'None, or reduction="sum"', f"reduction={self.reduction!r}")
+        weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
+        is_divided = num_label_tokens is not None
+        return flce.linear_cross_entropy(
+            hidden_states,
+            in_dtype_of(hidden_states, weight),
+            labels,
+            reduction="mean" if is_divided else self.reduction,
+            num_items=num_label_tokens,
+            ignore_index=self.ignore_index,
+            softcap=self.logit_softcapping or None,
+            token_weight=loss_weights,
+            **self.options,
+        )

@@ -1,0 +1,72 @@
+"""torchtitan: a loss for a trainer's configuration. Importing this module imports torchtitan."""
+
+import functools
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
+
+import flce
+from flce.validate import refuse
+
+
+class FlceLoss(ChunkedLossWrapper):
+    """The cross entropy of the model's head in one call of it, in place of
+    `ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config())`.
+
+    The head runs once a step through its `__call__`, so that FSDP2 gathers its weight as for
+    logits. A head split by tensor parallelism is refused.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        """num_chunks has no effect; loss_fn must be a CrossEntropyLoss. The others are options of
+        flce.linear_cross_entropy."""
+
+        softcap: float | None = None
+        z_loss: float = 0.0
+        max_memory: str | None = None
+
+    def __init__(self, config, *, compile_config=None):
+        if type(config.loss_fn) is not CrossEntropyLoss.Config:
+            refuse("loss_fn", "CrossEntropyLoss.Config", type(config.loss_fn).__qualname__)
+        super().__init__(config, compile_config=compile_config)
+        names = ("softcap", "z_loss", "max_memory")
+        self.options = {name: getattr(config, name) for name in names}
+
+    def set_lm_head(self, lm_head):
+        """Makes the head, an nn.Linear, return the loss where it is called with labels.
+
+        Raises:
+            TypeError: it computes something else than a linear layer does.
+        """
+        if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+            refuse("lm_head", "an nn.Linear", type(lm_head).__qualname__, TypeError)
+        lm_head.forward = functools.partial(_loss_or_logits, lm_head, lm_head.forward)
+        super().set_lm_head(lm_head)
+
+    def __call__(self, pred, labels, global_valid_tokens=None, **loss_inputs):
+        """(loss, {}): the sum over the valid tokens, divided by global_valid_tokens if given.
+
+        Args:
+            pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where
+            ignored; loss_inputs: without effect, as for CrossEntropyLoss.
+
+        Raises:
+            TypeError: pred or the head's weight is a DTensor. Else as flce.linear_cross_entropy.
+        """
+        if self.lm_head is None:
+            refuse("lm_head", "set_lm_head() before the first call", "none")
+        loss = self.lm_head(pred, labels, self.options)
+        return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
+
+
+def _loss_or_logits(head, logits_of, input, labels=None, options=None):
+    if labels is None:
+        return logits_of(input)
+    for name, value in (("pred", input), ("lm_head.weight", head.weight)):
+        if isinstance(value, DTensor):
+            refuse(name, "a plain tensor, whole on each rank", "a DTensor", TypeError)
+    bias = {"linear_bias": head.bias, "reduction": "sum", "ignore_index": IGNORE_INDEX}
+    return flce.linear_cross_entropy(input, head.weight, labels, **bias, **options)

@@ -1,0 +1,79 @@
+"""verl: its two fused losses of PPO, from hidden states to log-probabilities and entropies."""
+
+import importlib.metadata
+import inspect
+
+import flce
+
+from ._operands import in_dtype_of
+from ._rebind import Installation
+
+_MODULE = ("self", "hidden_states", "vocab_weights", "input_ids", "temperature")
+_KERNEL = ("hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
+
+
+def install():
+    """Lets verl's fused kernels run flce: `FusedLinearForPPO` (backends "torch" and "liger") and
+    `verl.utils.kernel.linear_cross_entropy` ("triton").
+
+    The latter remains verl's own for a tensor-parallel group and for other reductions than "none".
+
+    Returns:
+        A handle: `remove()`, or the end of a `with` block, brings verl's own back.
+
+    Raises:
+        ImportError: verl is missing, or its functions take arguments that flce does not know.
+        RuntimeError: it is installed already.
+    """
+    from verl.utils.experimental import torch_functional
+    from verl.utils.kernel import linear_cross_entropy as kernel
+
+    module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
+    if not hasattr(module, "flce_original"):
+        _check_parameters(module.__name__, module.forward, _MODULE)
+        _check_parameters("linear_cross_entropy", kernel.LinearCrossEntropy.forward, _KERNEL)
+    return Installation("verl", [(module, _module_over(module)), (function, _over(function))])
+
+
+def _check_parameters(name, function, known):
+    found = tuple(name for name in inspect.signature(function).parameters if name != "ctx")
+    if found != known:
+        version = importlib.metadata.version("verl")
+        raise ImportError(
+            f"verl: expected a version whose {name} takes {known}, got {version} with {found}"
+        )
+
+
+def _module_over(original):
+    class FusedLinearForPPO(original):
+        flce_original = original
+
+        def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+            """(log-probabilities, entropy) of input_ids, shape (...); hidden_states (..., H),
+            vocab_weights (V, H). Float32, and hidden_states' dtype."""
+            log_probs, entropy = _logprobs(hidden_states, vocab_weights, input_ids, temperature)
+            return log_probs, entropy.to(hidden_states.dtype)
+
+    return FusedLinearForPPO
+
+
+def _over(original):
+    def linear_cross_entropy(
+        hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None
+    ):
+        """(log-probabilities, entropy) of labels, float32, shape (N,) for hidden (..., H) of N
+        rows; weight (V, H)."""
+        if dist_process_group is not None or reduction.lower() != "none":
+            return original(hidden, weight, labels, temperature, reduction, dist_process_group)
+        log_probs, entropy = _logprobs(hidden, weight, labels, temperature)
+        return log_probs.flatten(), entropy.flatten()
+
+    linear_cross_entropy.flce_original = original
+    return linear_cross_entropy
+
+
+def _logprobs(hidden, weight, target, temperature):
+    made = flce.linear_logprobs(
+        hidden, in_dtype_of(hidden, weight), target, temperature=temperature
+    )
+    return tuple(value.float() for value in made)

@@ -1,0 +1,205 @@
+"""flce.integrations.cce against eager losses and CCE's own torch_compile: 25.1.1, the newest on the
+package index, 25.6.4 of its repository, Axolotl's fork. CCE imports Triton, which needs no GPU for
+that."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from operands import TOLERANCE, H, N, V, agree, indices, leaf
+
+from flce.integrations import cce as ours
+
+cut_cross_entropy = pytest.importorskip("cut_cross_entropy", exc_type=ImportError)
+
+PARAMETERS = inspect.signature(cut_cross_entropy.linear_cross_entropy).parameters
+with_bias = pytest.mark.skipif("bias" not in PARAMETERS, reason="25.1.1 has no such argument")
+
+
+@pytest.fixture
+def only_flce(monkeypatch):
+    """Installed, and what CCE's function calls raises."""
+
+    def fail(*_, **__):
+        raise AssertionError("CCE's own loss ran")
+
+    implementations = sys.modules["cut_cross_entropy.linear_cross_entropy"]
+    monkeypatch.setattr(implementations, "cce_linear_cross_entropy", fail)
+    monkeypatch.setattr(implementations, "torch_compile_linear_cross_entropy", fail)
+    with ours.install():
+        yield
+
+
+def operands(device, dtype=torch.float64):
+    x, w = (leaf(*s, device=device, dtype=dtype) for s in ((2, N, H), (V, H)))
+    return x, w, torch.stack((indices(N, device=device), indices(N, device=device).flip(0)))
+
+
+def truth(x, w, y, bias=None, *, reduction, softcap, shift):
+    logits = F.linear(x, w, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if shift:
+        logits, y = logits[:, :-shift], y[:, shift:]
+    rows = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction)
+    return rows.view(y.shape) if reduction == "none" else rows
+
+
+@cases.pairwise(reduction=["mean", "sum", "none"], softcap=[None, 3.0], shift=[False, True])
+def test_function_and_module(device, only_flce, reduction, softcap, shift):
+    x, w, y = operands(device)
+    call = {"reduction": reduction, "softcap": softcap, "shift": shift}
+    for function in (
+        cut_cross_entropy.linear_cross_entropy,
+        cut_cross_entropy.LinearCrossEntropy(**call),
+    ):
+        is_module = isinstance(function, torch.nn.Module)
+        made = function(x, w, y, **({} if is_module else call))
+        agree(made, truth(x, w, y, **call), (x, w))
+
+
+def test_positional_arguments_are_the_versions_own(only_flce):
+    x, w, y = operands("cpu")
+    y = y.masked_fill(y == -100, 1)
+    chosen = {"ignore_index": 1, "softcap": 3.0, "reduction": "sum"}
+    defaults = {name: parameter.default for name, parameter in list(PARAMETERS.items())[3:]}
+    args = [chosen.get(name, default) for name, default in defaults.items()]
+    made = cut_cross_entropy.linear_cross_entropy(x, w, y, *args)
+    kept = y.masked_fill(y == 1, -100)
+    agree(made, truth(x, w, kept, reduction="sum", softcap=3.0, shift=0), (x, w))
+
+
+def test_module_with_the_defaults_of_its_version(only_flce):
+    x, w, y = operands("cpu")
+    agree(cut_cross_entropy.LinearCrossEntropy()(x, w, y),
+          truth(x, w, y, reduction="mean", softcap=None, shift=0), (x, w))  # fmt: skip
+
+
+@with_bias
+def test_bias(device, only_flce):
+    x, w, y = operands(device)
+    b = leaf(V, device=device, dtype=torch.float64)
+    call = {"reduction": "sum", "softcap": 3.0, "shift": 2}
+    made = cut_cross_entropy.linear_cross_entropy(x, w, y, b, **call)
+    agree(made, truth(x, w, y, b, **call), (x, w, b))
+
+
+@pytest.mark.skipif("return_lse" not in PARAMETERS, reason="25.1.1 and Axolotl's fork have none")
+def test_lse(device, only_flce):
+    x, w, y = operands(device)
+    call = {"reduction": "sum", "softcap": 3.0, "shift": 2}
+    _, lse = cut_cross_entropy.linear_cross_entropy(x, w, y, return_lse=True, **call)
+    logits = 3.0 * torch.tanh(F.linear(x, w) / 3.0)
+    valid = y[:, 2:] != -100
+    agree(lse, logits.logsumexp(-1)[:, :-2] * valid, (x, w))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cce_itself(reduction):
+    x, w, y = operands("cpu", torch.float32)
+    call = {"reduction": reduction, "shift": True, "impl": "torch_compile", "softcap": 3.0}
+    with torch.compiler.set_stance("force_eager"):  # the same operations without a compiler
+        theirs = cut_cross_entropy.linear_cross_entropy(x, w, y, **call)
+    with ours.install():
+        mine = cut_cross_entropy.linear_cross_entropy(x, w, y, **call)
+    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    agree(mine, theirs, (x, w), TOLERANCE[torch.float32])
+
+
+@with_bias
+@pytest.mark.parametrize("num_items", [None, 5])
+def test_transformers_patches(monkeypatch, only_flce, num_items):
+    """The function that cce_patch's forwards call, from its own file: the package around it imports
+    models of transformers 4.48."""
+    path = Path(cut_cross_entropy.__file__).parent / "transformers" / "utils.py"
+    name = "cut_cross_entropy.transformers.utils"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    options = module.PatchOptions("cce", "mean", "auto", False, False, True, True, True)
+    x, w, y = operands("cpu")
+    made = module.apply_lce(x, w, y, options, num_items_in_batch=num_items)
+    reduction = "mean" if num_items is None else "sum"
+    expected = truth(x, w, y, reduction=reduction, softcap=None, shift=1) / (num_items or 1)
+    agree(made, expected, (x, w))
+
+
+def test_wrong_calls_are_refused_by_cce():
+    x, w, y = operands("cpu")
+    with ours.install():
+        function = cut_cross_entropy.linear_cross_entropy
+        with pytest.raises(TypeError, match="multiple values"):
+            function(x, w, y, c=w)
+        with pytest.raises(TypeError, match="positional arguments"):
+            function(*[x] * 20)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'top_k'"):
+            function(x, w, y, top_k=1)
+        for name in {"bias", "return_lse"} - PARAMETERS.keys():  # of another version
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+                function(x, w, y, **{name: None})
+
+
+@pytest.mark.parametrize("name", ["vocab_parallel_options", "zero3_params"])
+def test_distributed_weights_are_cces(monkeypatch, name):
+    if name not in PARAMETERS:
+        pytest.skip("this CCE has no such argument")
+    x, w, y = operands("cpu")
+    given = [w] if name == "zero3_params" else cut_cross_entropy.VocabParallelOptions(0, V)
+    calls = []
+
+    def record(*args, **options):
+        calls.append(options[name])
+        return (x.sum(), None) if "return_lse" in PARAMETERS else x.sum()
+
+    implementations = sys.modules["cut_cross_entropy.linear_cross_entropy"]
+    monkeypatch.setattr(implementations, "cce_linear_cross_entropy", record)
+    with ours.install():
+        cut_cross_entropy.linear_cross_entropy(x, w, y, **{name: given})
+    assert calls == [given]
+
+
+def test_refusals_name_the_argument(only_flce):
+    x, w, y = operands("cpu")
+    with pytest.raises(ValueError, match="impl: expected one of"):
+        cut_cross_entropy.linear_cross_entropy(x, w, y, impl="eager")
+    with pytest.raises(ValueError, match="reduction: expected one of"):
+        cut_cross_entropy.linear_cross_entropy(x, w, y, reduction="average")
+
+
+def test_compile_fullgraph(only_flce):
+    x, w, y = operands("cpu", torch.float32)
+    module = cut_cross_entropy.LinearCrossEntropy(shift=True)
+    torch._dynamo.reset()
+    agree(torch.compile(module, fullgraph=True, backend="aot_eager")(x, w, y),
+          truth(x, w, y, reduction="mean", softcap=None, shift=1), (x, w),
+          TOLERANCE[torch.float32])  # fmt: skip
+
+
+# ---- install() ----
+
+
+def test_install_and_remove():
+    original = cut_cross_entropy.linear_cross_entropy
+    inner = sys.modules["cut_cross_entropy.linear_cross_entropy"]
+    signature = inspect.signature(original)
+    with ours.install():
+        assert cut_cross_entropy.linear_cross_entropy.flce_original is original
+        assert inner.linear_cross_entropy is cut_cross_entropy.linear_cross_entropy
+        assert inspect.signature(inner.linear_cross_entropy) == signature
+        with pytest.raises(RuntimeError, match="expected cce without flce"):
+            ours.install()
+    assert cut_cross_entropy.linear_cross_entropy is inner.linear_cross_entropy is original
+
+
+def test_other_functions_are_refused(monkeypatch):
+    def linear_cross_entropy(e, c, targets, top_k=1):
+        raise NotImplementedError
+
+    monkeypatch.setattr(cut_cross_entropy, "linear_cross_entropy", linear_cross_entropy)
+    with pytest.raises(ImportError, match=rf"got {cut_cross_entropy.__version__} with .*'top_k'"):
+        ours.install()

@@ -1,0 +1,302 @@
+"""flce.integrations.liger against eager losses, and against Liger itself where its kernels run: on
+a GPU, or on the CPU with TRITON_INTERPRET=1. Liger imports Triton, which needs no GPU for that."""
+
+import inspect
+import os
+import sys
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from integration_models import recorded, tiny_llama
+from operands import TOLERANCE, H, N, V, agree, indices, leaf
+
+import flce
+from flce.integrations import liger as ours
+
+liger_kernel = pytest.importorskip("liger_kernel.transformers", exc_type=ImportError)
+
+ops = sys.modules["liger_kernel.ops"]
+FUNCTION = "LigerFusedLinearCrossEntropyFunction"
+SCALED = "LigerFusedLinearScaledCrossEntropyFunction"
+with_scaled = pytest.mark.skipif(not hasattr(ops, SCALED), reason="Liger before 0.8.2")
+
+
+@pytest.fixture
+def installed():
+    with ours.install():
+        yield
+
+
+@pytest.fixture
+def only_flce(installed):
+    """Installed, and what it replaces raises."""
+
+    def fail(*_, **__):
+        raise AssertionError("Liger's own loss ran")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (FUNCTION, SCALED):
+            if hasattr(ops, name):
+                patch.setattr(getattr(ops, name).flce_original, "apply", fail)
+        yield
+
+
+def operands(device, dtype=torch.float64):
+    x, w, b = (leaf(*s, device=device, dtype=dtype) for s in ((N, H), (V, H), (V,)))
+    return x, w, b, indices(N, device=device)
+
+
+def functional():
+    return sys.modules["liger_kernel.transformers.functional"]
+
+
+@cases.pairwise(
+    reduction=["mean", "sum", "none"], softcap=[None, 3.0], smoothing=[0.0, 0.1], z=[0.0, 0.02]
+)
+def test_function_and_module(device, only_flce, reduction, softcap, smoothing, z):
+    x, w, b, y = operands(device)
+    call = {
+        "reduction": reduction,
+        "softcap": softcap,
+        "label_smoothing": smoothing,
+        "lse_square_scale": z,
+    }
+
+    def truth():
+        logits = F.linear(x, w, b)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        rows = F.cross_entropy(logits, y, reduction=reduction, label_smoothing=smoothing)
+        extra = z * logits.logsumexp(-1).square() * (y != -100)
+        if reduction != "none":
+            extra = extra.sum() / ((y != -100).sum() if reduction == "mean" else 1)
+        return rows + extra
+
+    agree(functional().liger_fused_linear_cross_entropy(x, w, y, b, **call), truth(), (x, w, b))
+    module = liger_kernel.LigerFusedLinearCrossEntropyLoss(**call, return_predicted_tokens=True)
+    output = module(w, x, y, b)
+    assert type(output) is functional().CrossEntropyOutput
+    agree(output.loss, truth(), (x, w, b))
+    predictions = F.linear(x, w, b).argmax(-1).masked_fill(y == -100, -1)
+    assert torch.equal(output.predicted_tokens, predictions)
+    assert output.token_accuracy is None
+
+
+@pytest.mark.parametrize("num_items", [None, 7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_models(device, only_flce, num_items, softcap):
+    from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    if softcap is None:
+        plain, patched = tiny_llama().to(device), tiny_llama().to(device)
+        apply = apply_liger_kernel_to_llama
+    else:
+        config = Gemma2Config(
+            **{name: getattr(tiny_llama().config, name) for name in ("vocab_size", "hidden_size")},
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            final_logit_softcapping=softcap,
+            attn_implementation="eager",
+        )
+        plain, patched = Gemma2ForCausalLM(config), Gemma2ForCausalLM(config)
+        patched.load_state_dict(plain.state_dict())
+        plain, patched = plain.to(device), patched.to(device)
+        apply = apply_liger_kernel_to_gemma2
+    parts = dict.fromkeys(("rope", "rms_norm", "cross_entropy"), False)
+    parts["geglu" if softcap else "swiglu"] = False
+    apply(fused_linear_cross_entropy=True, model=patched, **parts)
+    patched.train()
+    plain.train()
+    ids = torch.arange(24, device=device).view(2, 12) % 19
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    given = {"input_ids": ids, "labels": labels, "num_items_in_batch": num_items}
+    made = patched(**given, return_token_accuracy=True)
+    expected = plain(**given)
+    assert made.logits is None
+    right = (expected.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum() / (labels[:, 1:] >= 0).sum()
+    torch.testing.assert_close(made.token_accuracy, right)
+    torch.testing.assert_close(made.loss, expected.loss, rtol=1e-5, atol=0)
+    made.loss.backward()
+    expected.loss.backward()
+    for (name, a), b in zip(patched.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_transformers_trainer(only_flce, monkeypatch, tmp_path):
+    """use_liger_kernel=True, with accumulation: its sums are divided by num_items_in_batch."""
+    from transformers import Trainer, TrainingArguments
+
+    ids = [[(5 * i + j * j) % 19 for j in range(9)] for i in range(12)]
+    data = [{"input_ids": v, "labels": [-100] * (i % 4) + v[i % 4 :]} for i, v in enumerate(ids)]
+    calls, loss = [], flce.linear_cross_entropy
+
+    def count(*args, **options):
+        calls.append(options)
+        return loss(*args, **options)
+
+    monkeypatch.setattr(flce, "linear_cross_entropy", count)
+    logs = []
+    for use_liger in (False, True):
+        parts = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            optim="sgd",
+            learning_rate=0.5,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            use_liger_kernel=use_liger,
+            liger_kernel_config={"fused_linear_cross_entropy": True, **parts},
+        )
+        logs.append(recorded(Trainer(tiny_llama(), arguments, train_dataset=data)))
+    assert len(calls) == 6
+    (log, gradients), (our_log, our_gradients) = logs
+    assert len(log) == len(our_log) == 3
+    for a, b in zip(log, our_log, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    for step, our_step in zip(gradients, our_gradients, strict=True):
+        for name, gradient in step.items():
+            assert (our_step[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+@cases.pairwise(
+    reduction=["mean", "sum", "none"], scaling=[False, True], bias=[False, True], z=[0.0, 0.02]
+)
+def test_liger_itself(device, reduction, scaling, bias, z):
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton kernels run on a GPU or with TRITON_INTERPRET=1")
+    if reduction == "none" and not hasattr(ops, SCALED):
+        pytest.skip("Liger before 0.8.2 gives all rows the upstream gradient of the first")
+    x, w, b, y = operands(device, torch.float32)
+    b = b if bias else None
+    call = {
+        "reduction": reduction,
+        "use_token_scaling": scaling,
+        "lse_square_scale": z,
+        "return_z_loss": True,
+        "return_token_accuracy": True,
+        "return_predicted_tokens": True,
+    }
+    theirs = functional().liger_fused_linear_cross_entropy(x, w, y, b, **call)
+    with ours.install():
+        mine = functional().liger_fused_linear_cross_entropy(x, w, y, b, **call)
+    leaves = tuple(v for v in (x, w, b) if v is not None)
+    agree(mine.loss, theirs.loss, leaves, TOLERANCE[torch.float32])
+    for name in ("z_loss", "token_accuracy", "predicted_tokens"):
+        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name))
+
+
+@with_scaled
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_cross_entropy(device, dtype, entropy):
+    x, w, _, y = operands(device, dtype)
+
+    def run(x, w):
+        made = getattr(ops, SCALED).apply(x, w, y, 0.7, -100, 1, entropy)
+        made = made if entropy else (made,)
+        total = sum((v * torch.linspace(0.5, 1, N, device=device)).sum() for v in made)
+        return (*made, *torch.autograd.grad(total, (x, w)))
+
+    exact = run(x.detach().double().requires_grad_(), w.detach().double().requires_grad_())
+    theirs = run(x, w)
+    with ours.install():
+        mine = run(x, w)
+    for a, b, truth in zip(mine, theirs, exact, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        error, their_error = ((v.double() - truth).norm() for v in (a, b))
+        assert error <= 1.5 * their_error + 1e-6 * truth.norm()
+
+
+@with_scaled
+def test_more_log_probabilities_are_ligers(installed):
+    if (
+        "selected_token_ids"
+        not in inspect.signature(getattr(ops, SCALED).flce_original.apply).parameters
+    ):
+        pytest.skip("Liger before 0.8.5")
+    x, w, _, y = operands("cpu", torch.float32)
+    made = getattr(ops, SCALED).apply(x, w, y, selected_token_ids=torch.tensor([3, 1]))
+    selected = F.linear(x, w).log_softmax(-1)[:, [3, 1]].masked_fill((y == -100)[:, None], 0.0)
+    torch.testing.assert_close(made[1], selected)
+
+
+def test_a_kernel_by_name_is_ligers(installed, monkeypatch):
+    x, w, _, y = operands("cpu", torch.float32)
+    calls = []
+    function = getattr(ops, FUNCTION)
+    monkeypatch.setattr(function.flce_original, "apply", lambda *args: calls.append(args))
+    chosen = (x, w, y, *[None] * 12, "triton", None, 1)
+    function.apply(*chosen)
+    assert calls == [chosen]
+
+
+def test_compile_fullgraph(only_flce):
+    x, w, b, y = operands("cpu", torch.float32)
+    module = liger_kernel.LigerFusedLinearCrossEntropyLoss()
+    torch._dynamo.reset()
+    agree(torch.compile(module, fullgraph=True, backend="aot_eager")(w, x, y, b),
+          F.cross_entropy(F.linear(x, w, b), y), (x, w, b), TOLERANCE[torch.float32])  # fmt: skip
+
+
+# ---- install() ----
+
+
+def test_install_and_remove():
+    loss = sys.modules["liger_kernel.transformers.fused_linear_cross_entropy"]
+    original = getattr(ops, FUNCTION)
+    with ours.install() as handle:
+        for module in (ops, loss, functional()):
+            assert getattr(module, FUNCTION).flce_original is original
+        with pytest.raises(RuntimeError, match="expected liger without flce"):
+            ours.install()
+        handle.remove()
+        assert getattr(ops, FUNCTION) is original
+    for module in (ops, loss, functional()):
+        assert getattr(module, FUNCTION) is original
+
+
+KNOWN = list(inspect.signature(ours.CrossEntropyFunction.call).parameters)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*KNOWN[:3], "group", *KNOWN[3:]],
+        [*KNOWN, "group"],
+        KNOWN[:14],  # 0.7, which returns three values
+    ],
+    ids=["between", "after", "fewer"],
+)
+def test_other_functions_are_refused(monkeypatch, names):
+    class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+        def forward(self):
+            raise NotImplementedError
+
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, positional) for name in ("ctx", *names)]
+    other = LigerFusedLinearCrossEntropyFunction
+    other.forward.__signature__ = inspect.Signature(parameters)
+    monkeypatch.setattr(ops, FUNCTION, other)
+    with pytest.raises(
+        ImportError, match=rf"at least up to .* got \d+\.\d+.* with .*'{names[-1]}'\)"
+    ):
+        ours.install()
+
+
+def test_parameters_are_ligers():
+    """What takes arguments by position does so in Liger's order."""
+    theirs = tuple(inspect.signature(getattr(ops, FUNCTION).forward).parameters)[1:]
+    known = tuple(KNOWN)
+    assert known[14:] == ("return_predicted_tokens", "ce_impl", "ce_mode", "chunk_mem_const")
+    assert theirs == known[: len(theirs)] and len(theirs) >= 15

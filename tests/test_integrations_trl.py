@@ -1,0 +1,370 @@
+"""flce.integrations.trl: TRL's trainers with and without it, and its function against TRL's."""
+
+import functools
+import sys
+
+import pytest
+import torch
+from integration_models import PROMPTS, recorded, tiny_llama, tiny_tokenizer
+
+import flce
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+from flce.integrations import trl as ours  # noqa: E402  it imports TRL itself only in install()
+
+ALL = ("log_probs", "entropy", "mean_logits", "is_top1")
+V, H, N = 37, 12, 29
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often TRL's forward and flce ran."""
+    from trl.trainer.utils import _ChunkedLogProbFunction as function
+
+    counts = {"trl": 0, "flce": 0}
+    forward, loss = function.forward, flce.linear_cross_entropy
+
+    @functools.wraps(forward)  # install() reads its signature
+    def count_trl(*args, **options):
+        counts["trl"] += 1
+        return forward(*args, **options)
+
+    def count_flce(*args, **options):
+        counts["flce"] += 1
+        return loss(*args, **options)
+
+    monkeypatch.setattr(function, "forward", staticmethod(count_trl))
+    monkeypatch.setattr(flce, "linear_cross_entropy", count_flce)
+    return counts
+
+
+def operands(dtype=torch.float32, bias=True):
+    x = torch.randn(N, H, dtype=dtype, requires_grad=True)
+    w = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    b = torch.randn(V, dtype=dtype, requires_grad=True) if bias else None
+    return x, w, b
+
+
+def applied(x, w, b, temperature=0.7, softcap=None, scale=1.0, outputs=ALL):
+    """What the trainers' function gives, and its gradients for random upstream ones."""
+    from trl.trainer import utils
+
+    y = torch.arange(N) * 5 % V
+    y[:9] = (x.detach()[:9].float() @ w.detach().float().T).argmax(-1)  # so that is_top1 is mixed
+    args = (x, w, b, y, temperature, 16, softcap, scale)
+    made = utils._ChunkedLogProbFunction.apply(*args, *(() if outputs is None else (outputs,)))
+    generator = torch.Generator().manual_seed(1)
+    total = sum(
+        (v * torch.randn(N, generator=generator)).sum()
+        for v in made
+        if v is not None and v.requires_grad
+    )
+    leaves = [v for v in (x, w, b) if v is not None and v.requires_grad]
+    return made, torch.autograd.grad(total, leaves)
+
+
+def same(ours, theirs, tolerance):
+    (made, gradients), (their_made, their_gradients) = ours, theirs
+    for a, b in zip(made, their_made, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+    pairs = [pair for pair in zip(made, their_made, strict=True) if pair[0] is not None]
+    pairs += list(zip(gradients, their_gradients, strict=True))
+    for a, b in pairs:
+        assert a.dtype == b.dtype
+        if a.dtype == torch.bool:
+            assert torch.equal(a, b)
+        else:
+            a, b = a.double(), b.double()
+            assert (a - b).norm() <= tolerance * b.norm()
+
+
+OUTPUTS = [
+    ("log_probs",),
+    ("log_probs", "entropy"),
+    ("log_probs", "entropy", "is_top1"),
+    ("log_probs", "entropy", "mean_logits"),
+    ALL,
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_outputs_and_gradients_equal_trls(calls, outputs, bias):
+    args = operands(bias=bias)
+    options = {"outputs": outputs, "scale": 1.3}
+    theirs = applied(*args, **options)
+    with ours.install():
+        mine = applied(*args, **options)
+    same(mine, theirs, 1e-5)
+    assert calls == {"trl": 1, "flce": 1}
+    if "is_top1" in outputs:
+        assert 0 < mine[0][4].sum() < N
+
+
+def test_softcap(calls):
+    args = operands()
+    options = {"softcap": 5.0, "scale": 0.5, "outputs": OUTPUTS[2]}
+    theirs = applied(*args, **options)
+    with ours.install():
+        same(applied(*args, **options), theirs, 1e-5)
+    assert calls == {"trl": 1, "flce": 1}
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_bfloat16(calls, weight_dtype):
+    x, w, b = operands()
+    truth = applied(*(v.detach().bfloat16().float().requires_grad_() for v in (x, w, b)))
+    args = x.detach().bfloat16().requires_grad_(), w.detach().to(weight_dtype).requires_grad_()
+    args += (b.detach().to(weight_dtype).requires_grad_(),)
+    theirs = applied(*args)
+    with ours.install():
+        mine = applied(*args)
+    for index in range(3):  # of x, w, b: TRL's own distance from float32 is the measure
+        exact = truth[1][index]
+        error, their_error = ((g[1][index].float() - exact).norm() for g in (mine, theirs))
+        assert error <= 1.5 * their_error
+        assert mine[1][index].dtype == theirs[1][index].dtype
+    assert calls["flce"] == 1
+
+
+def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
+    """Over chunks, as TRL does: a sum in bfloat16 doubles the error here."""
+    from trl.trainer import utils
+
+    rows = 512
+    x, w = (torch.randn(size, H).bfloat16().requires_grad_() for size in (rows, V))
+    upstream, y = torch.randn(rows), torch.randint(V, (rows,))
+
+    def gradient(x, w):
+        made = utils._ChunkedLogProbFunction.apply(x, w, None, y, 1.0, V, None, 1.0, ("log_probs",))
+        return torch.autograd.grad((made[0] * upstream).sum(), w)[0].float()
+
+    exact = gradient(*(v.detach().float().requires_grad_() for v in (x, w)))
+    with ours.install():
+        errors = []
+        for limit in ("64MiB", f"{8 * V * 2}"):  # one chunk, chunks of 8 rows
+            monkeypatch.setenv("FLCE_MAX_MEMORY", limit)
+            errors.append((gradient(x, w) - exact).norm())
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_autocast(calls):
+    args = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = applied(*args)
+        with ours.install():
+            same(applied(*args), theirs, 2**-6)
+    assert calls == {"trl": 1, "flce": 1}
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen_operands(calls, frozen):
+    """As with adapters in the body, whose head is frozen."""
+    x, w, _ = operands(bias=False)
+    (x if frozen == "hidden" else w).requires_grad_(False)
+    theirs = applied(x, w, None)
+    with ours.install():
+        same(applied(x, w, None), theirs, 1e-5)
+    assert calls == {"trl": 1, "flce": 1}
+
+
+def test_compile_fullgraph():
+    from trl.trainer import utils
+
+    x, w, _ = operands(bias=False)
+    y = torch.arange(N)
+
+    def loss(x, w):
+        made = utils._ChunkedLogProbFunction.apply(x, w, None, y, 0.7, 16, None, 1.0, ALL)
+        return made[0].sum() + made[1].sum() + made[3].sum() + made[4].sum()
+
+    with ours.install():
+        expected = torch.autograd.grad(loss(x, w), (x, w))
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        made = torch.autograd.grad(compiled(x, w), (x, w))
+    torch.testing.assert_close(made, expected)
+
+
+def test_no_rows_stay_in_the_graph():
+    x, w, _ = operands(bias=False)
+    with ours.install():
+        from trl.trainer import utils
+
+        made = utils._ChunkedLogProbFunction.apply(
+            x[:0], w, None, torch.empty(0, dtype=torch.int64), 1.0, 16, outputs=ALL
+        )
+    made[0].sum().backward()
+    assert [v.shape for v in made if v is not None] == [(0,)] * 4
+    assert torch.equal(w.grad, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"outputs": (*ALL, "log_sum_sq_probs")}, {"softcap": 5.0}, {"outputs": None}],
+)
+def test_the_rest_is_trls(calls, options):
+    args = operands()
+    theirs = applied(*args, **options)
+    with ours.install():
+        same(applied(*args, **options), theirs, 0.0)
+    assert calls == {"trl": 2, "flce": 0}
+
+
+def test_a_weight_of_zero3_is_trls(calls):
+    x, w, b = operands()
+    w.ds_id = 0
+    with ours.install():
+        applied(x, w, b)
+    assert calls == {"trl": 1, "flce": 0}
+
+
+# ---- Trainers ----
+
+
+def sft(model, tokenizer, arguments):
+    rows = [{"prompt": p, "completion": p[::-1]} for p in PROMPTS]
+    return trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**arguments),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def dpo(model, tokenizer, arguments):
+    rows = [{"prompt": p, "chosen": p[::-1], "rejected": p[:2]} for p in PROMPTS]
+    return trl.DPOTrainer(
+        model,
+        args=trl.DPOConfig(beta=0.5, **arguments),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def kto(model, tokenizer, arguments):
+    rows = [
+        {"prompt": p, "completion": p[::-1], "label": i % 2 == 0} for i, p in enumerate(PROMPTS)
+    ]
+    return trl.KTOTrainer(
+        model,
+        args=trl.KTOConfig(beta=0.5, **arguments),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+def policy_gradient(trainer, config, **own):
+    def reward(completions, **_):
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    def build(model, tokenizer, arguments):
+        return trainer(
+            model,
+            reward,
+            args=config(num_generations=2, max_completion_length=6, **own, **arguments),
+            train_dataset=datasets.Dataset.from_list([{"prompt": p} for p in PROMPTS]),
+            processing_class=tokenizer,
+        )
+
+    return build
+
+
+TRAINERS = {
+    "sft": sft,
+    "dpo": dpo,
+    "kto": kto,
+    "grpo": policy_gradient(trl.GRPOTrainer, trl.GRPOConfig, beta=0.04, temperature=0.9),
+    "rloo": policy_gradient(trl.RLOOTrainer, trl.RLOOConfig, beta=0.04),
+}
+
+
+def three_steps(name, directory):
+    torch.manual_seed(0)
+    arguments = {
+        "output_dir": str(directory),
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "bf16": False,
+    }
+    # On disk, because DPO, KTO, GRPO and RLOO load the reference model by its name.
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    model = type(model).from_pretrained(directory / "model")
+    return recorded(TRAINERS[name](model, tokenizer, arguments))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_three_steps(calls, name, tmp_path):
+    logs, gradients = three_steps(name, tmp_path)
+    assert calls["flce"] == 0
+    theirs = dict(calls)
+    with ours.install():
+        our_logs, our_gradients = three_steps(name, tmp_path)
+    assert calls["trl"] == theirs["trl"] > 0  # none more
+    assert calls["flce"] == theirs["trl"]
+    assert len(logs) == len(our_logs) == 3 and len(gradients) == len(our_gradients) == 3
+    for log, our_log in zip(logs, our_logs, strict=True):
+        assert log.keys() == our_log.keys() and "loss" in log
+        for key in log.keys() - {"step_time"}:
+            if not key.endswith("runtime"):
+                assert our_log[key] == pytest.approx(log[key], rel=2e-4, abs=1e-6), key
+    for step, our_step in zip(gradients, our_gradients, strict=True):
+        assert step.keys() == our_step.keys()
+        for key, gradient in step.items():
+            assert (our_step[key] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, key
+        assert any(gradient.norm() > 0 for gradient in step.values())
+
+
+# ---- install() ----
+
+
+def test_install_and_remove():
+    from trl.trainer import utils
+
+    original = utils._ChunkedLogProbFunction
+    handle = ours.install()
+    assert utils._ChunkedLogProbFunction is not original
+    assert sys.modules["trl.kernels"].ChunkedLogProbFunction is utils._ChunkedLogProbFunction
+    with pytest.raises(RuntimeError, match=r"expected trl without flce.*remove\(\)"):
+        ours.install()
+    handle.remove()
+    handle.remove()
+    assert utils._ChunkedLogProbFunction is original
+    assert sys.modules["trl.kernels"].ChunkedLogProbFunction is original
+
+
+@pytest.mark.parametrize("version", ["1.15.2", "0.29.1"])
+def test_older_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(ImportError, match=f"expected 1.16 or a later version .*got {version} "):
+        ours.install()
+
+
+def test_other_functions_are_refused(monkeypatch):
+    from trl.trainer import utils
+
+    class Other:
+        @staticmethod
+        def forward(ctx, hidden, weight, support_ids):
+            raise NotImplementedError
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Other)
+    with pytest.raises(ImportError, match=r"with \('hidden', 'weight', 'support_ids'\)"):
+        ours.install()
+    monkeypatch.delattr(utils, "_ChunkedLogProbFunction")
+    with pytest.raises(ImportError, match="with no such function"):
+        ours.install()
