@@ -1,0 +1,165 @@
+"""The classes that a head's Modules get: their calls return deferred logits, and a call with a
+Request serves it inside the Module's hooks."""
+
+import types
+
+import torch
+from torch import nn
+
+from . import reentry, shells, steps
+from .node import Group, Node
+
+# Hooks that gather, move or cast weights: they act around the re-entry, and deferred logits need
+# none of them. Others may look at the output, so they get real logits.
+_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Leaf:
+    """Of an nn.Linear that makes logits. enclosing: the Module that the model calls, which is the
+    nn.Linear itself unless an adapter wraps it."""
+
+    def __init__(self, fusion, enclosing):
+        self.fusion, self.enclosing = fusion, enclosing
+
+
+def foreign_hook(module):
+    """The name of a hook of `module` that would miss the real logits; None if there is none."""
+    for name in _HOOK_DICTS:
+        for hook in getattr(module, name).values():
+            hook = getattr(hook, "__func__", hook)
+            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
+                return getattr(hook, "__qualname__", type(hook).__name__)
+    return None
+
+
+class _Served:
+    """Mixed into a Module that encloses leaves: serves requests in its forward."""
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 2 and type(args[1]) is reentry.Request:
+            return args[1].serve(self, args[0])
+        return super().forward(*args, **kwargs)
+
+
+class _Deferring(_Served):
+    """Mixed into an nn.Linear whose products are logits."""
+
+    def __call__(self, *args, **kwargs):
+        # torch.compile inlines forward without __call__ where there are no hooks.
+        if torch.compiler.is_compiling() or not _defers(self, args, kwargs):
+            return super().__call__(*args, **kwargs)
+        return _deferred(self, args[0], shells.DeferredLogits)
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0], shells.TracedLogits)
+        return super().forward(*args, **kwargs)
+
+    def plain(self, x):
+        """The real logits, without hooks."""
+        return super().forward(x)
+
+
+def _defers(leaf, args, kwargs):
+    fusion = leaf._flce_leaf.fusion
+    if len(args) != 1 or kwargs or not fusion.is_on():
+        return False
+    if getattr(leaf, "_is_replica", False):
+        raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
+    x = args[0]
+    if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 1):
+        return False
+    for module in (leaf, leaf._flce_leaf.enclosing):
+        if hook := foreign_hook(module):
+            fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
+            return False
+    return True
+
+
+DATA_PARALLEL = (
+    "model: expected one replica per process (DistributedDataParallel, FSDP), got nn.DataParallel, "
+    "whose replicas are copies without the state of fuse"
+)
+
+
+def _deferred(leaf, x, shell):
+    weight = leaf.weight
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    is_watched = shell is shells.DeferredLogits and not x.is_inference()
+    device = x.device if weight.is_meta else weight.device
+    group = Group(leaf._flce_leaf.fusion, shell, device, grad, _watched(x, weight, is_watched))
+    shape = (*x.shape[:-1], leaf.out_features)
+    record = steps.Record((steps.Source(leaf, x),), (), shape, group.context.product_dtype(x))
+    return shell(Node(group, record))
+
+
+def _watched(x, weight, is_watched):
+    """What has to be unchanged when the logits are made. A sharded weight changes by being
+    gathered, so only a plain one is."""
+    if not is_watched:
+        return ()
+    return (x, weight) if type(weight) is nn.Parameter and not weight.is_inference() else (x,)
+
+
+_classes = {}
+
+
+def _class_of(base, mixin):
+    """`base` with the mixin in front, under the name of `base`: one class for each."""
+    if (base, mixin) not in _classes:
+        made = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+        made.__reduce_ex__ = _reduce
+        made._flce_base = base
+        _classes[base, mixin] = made
+    return _classes[base, mixin]
+
+
+def _reduce(module, protocol):
+    """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
+    mixin = _Deferring if isinstance(module, _Deferring) else _Served
+    return _rebuilt, (module._flce_base, mixin), module.__dict__
+
+
+def _rebuilt(base, mixin):
+    made = _class_of(base, mixin)
+    return made.__new__(made)
+
+
+def _swap(module, mixin):
+    module.__class__ = _class_of(type(module), mixin)
+    if "_old_forward" in module.__dict__:
+        # accelerate's hook, which is `forward` of the instance, calls this one.
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def attach(fusion, enclosing, leaves):
+    """Makes the leaves of a head defer their products."""
+    for leaf in leaves:
+        _swap(leaf, _Deferring)
+        leaf._flce_leaf = Leaf(fusion, enclosing)
+    if all(enclosing is not leaf for leaf in leaves):
+        _swap(enclosing, _Served)
+
+
+def detach(enclosing, leaves):
+    """Undoes `attach`. A class that others have derived since (FSDP2's) stays: it does nothing
+    once the Fusion is off."""
+    for module in {id(m): m for m in (*leaves, enclosing)}.values():
+        base = type(module).__dict__.get("_flce_base")
+        if base is not None:
+            module.__class__ = base
+            if "_old_forward" in module.__dict__:
+                module._old_forward = types.MethodType(base.forward, module)
+            module.__dict__.pop("_flce_leaf", None)
+
+
+def is_attached(module):
+    """Whether the products of `module`, or of what it encloses, are deferred."""
+    return any(isinstance(one, _Served) for one in module.modules())
+
+
+def fusion_of(model):
+    """The Fusion of the first fused head in `model`; None if there is none."""
+    leaves = (module for module in model.modules() if isinstance(module, _Deferring))
+    return next((leaf._flce_leaf.fusion for leaf in leaves if hasattr(leaf, "_flce_leaf")), None)

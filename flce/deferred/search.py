@@ -1,0 +1,79 @@
+"""Finds the heads of a model: what it calls for its logits, and the nn.Linear in that."""
+
+from torch import nn
+
+from .head import foreign_hook, is_attached
+
+
+def heads_of(model, head=None):
+    """[(name, Module)]: what the model calls for its logits.
+
+    head: None to ask get_output_embeddings() of the model and of the models in it; else a Module
+    of the model, its name, or a list of these.
+    """
+    if head is not None:
+        given = head if isinstance(head, list | tuple) else [head]
+        return [_named(model, one) for one in given]
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        embeddings = _asked(ask)
+        if id(embeddings) in names:
+            found[id(embeddings)] = names[id(embeddings)], embeddings
+    for name, module in model.named_modules():
+        # A second head, of which get_output_embeddings() does not tell.
+        if name.rpartition(".")[2].endswith("lm_head") and isinstance(module, nn.Linear):
+            found.setdefault(id(module), (name, module))
+    return list(found.values())
+
+
+def _asked(ask):
+    try:
+        return None if ask is None else ask()
+    except NotImplementedError:
+        return None
+
+
+def _named(model, head):
+    if isinstance(head, str):
+        try:
+            return head, model.get_submodule(head)
+        except AttributeError as error:
+            expected = f"the name of a Module of {type(model).__name__}"
+            raise ValueError(f"head: expected {expected}, got {head!r}: {error}") from None
+    for name, module in model.named_modules():
+        if module is head:
+            return name, module
+    raise ValueError(
+        f"head: expected a Module of the model, its name, or a list of these, got "
+        f"{type(head).__name__}"
+    )
+
+
+def leaves_of(head):
+    """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
+    (base layer, up projections, copies to save), which PEFT wraps around it."""
+    if isinstance(head, nn.Linear):
+        return [head] if _is_plain(head) else []
+    classes = getattr(head, "out_features", None)
+    modules = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    return [m for m in modules if _is_plain(m) and m.out_features == classes]
+
+
+def _is_plain(module):
+    return type(module).forward is nn.Linear.forward and (
+        "forward" not in module.__dict__ or "_old_forward" in module.__dict__
+    )
+
+
+def why_not(head, leaves):
+    """Why the products of `head` cannot be deferred; None if they can."""
+    if is_attached(head):
+        return "it is fused already; call remove() of that handle first"
+    if not leaves:
+        return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
+    for module in (head, *leaves):
+        if hook := foreign_hook(module):
+            return f"{hook} is hooked to it, which would not see the logits"
+    return None
