@@ -128,6 +128,7 @@ SPECIAL = {
         "num_attention_heads": 4,
         "attention_head_size": 8,
         "hidden_dropout_prob": 0.0,  # its dropout seeds itself from the clock
+        "local_attention_probs_dropout_prob": 0.0,
     },
     "XmodForCausalLM": {"languages": ["en_XX"], "default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},

@@ -4,7 +4,6 @@ A handler takes (node, args, kwargs), args[0] being the deferred value, and retu
 NotImplemented where the operation is not one that it knows: the real logits are made then.
 """
 
-import math
 import numbers
 
 import torch
@@ -150,15 +149,23 @@ def _clone(node, args, kwargs):
     return NotImplemented if kwargs or len(args) != 1 else node.copy(node.record)
 
 
+def _count(sizes):
+    """Their product; torch.compile does not trace math.prod of symbolic sizes."""
+    count = 1
+    for size in sizes:
+        count = count * size
+    return count
+
+
 def _resolved(shape, old):
     """`shape` with its -1 filled in, if it keeps the classes as the last dimension; else None."""
-    known = math.prod(size for size in shape if size != -1)
-    if 0 in old or 0 in shape or any(not isinstance(size, int) for size in shape):
+    known = _count([size for size in shape if size != -1])
+    if 0 in old or 0 in shape or not all(isinstance(size, int) for size in shape):
         return None
-    count = math.prod(old)
+    count = _count(old)
     if shape.count(-1) > 1 or known < 1 or count % known or (-1 not in shape and known != count):
         return None
-    shape = tuple(count // known if size == -1 else size for size in shape)
+    shape = tuple([count // known if size == -1 else size for size in shape])
     return shape if shape and shape[-1] == old[-1] else None
 
 
@@ -186,7 +193,7 @@ def _flatten(node, args, kwargs):
     start, end = start % len(old), end % len(old)
     if not start <= end < len(old) - 1 or 0 in old:
         return NotImplemented
-    return _reshaped(node, (*old[:start], math.prod(old[start : end + 1]), *old[end + 1 :]))
+    return _reshaped(node, (*old[:start], _count(old[start : end + 1]), *old[end + 1 :]))
 
 
 def _split_index(index, dims):

@@ -137,11 +137,23 @@ class TracedLogits:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return answer(function, args, kwargs or {})
 
-    def size(self, dim=None):
-        return self.shape if dim is None else self.shape[dim]
 
-    def dim(self):
-        return self.ndim
+def _method(function):
+    def method(self, *args, **kwargs):
+        return answer(function, (self, *args), kwargs)
 
-    def numel(self):
-        return self.shape.numel()
+    return method
+
+
+def _dunders():
+    arithmetic = ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod")
+    yield from (f"__{side}{name}__" for name in arithmetic for side in ("", "r", "i"))
+    yield from ("__getitem__", "__setitem__", "__neg__", "__len__", "__iter__", "__lt__", "__gt__")
+    yield from ("__le__", "__ge__", "__abs__", "__bool__", "__float__", "__int__", "__array__")
+
+
+# Tensor's methods, all of them: each goes through the same table as a Tensor's would.
+for _name in (*(name for name in dir(torch.Tensor) if not name.startswith("_")), *_dunders()):
+    _function = getattr(torch.Tensor, _name, None)
+    if callable(_function) and not hasattr(TracedLogits, _name):
+        setattr(TracedLogits, _name, _method(_function))
