@@ -58,7 +58,17 @@ class _Deferring(_Served):
 
     def plain(self, x):
         """The real logits, without hooks."""
+        if _is_distributed(self.weight) and not _is_distributed(x):
+            raise RuntimeError(
+                "flce.fuse: expected the head's weight to be whole where logits are made, got a "
+                "sharded one: read outputs.logits before the forward of the model ends, give the "
+                "head an FSDP unit of its own, or leave the root's weights unsharded after forward"
+            )
         return super().forward(x)
+
+
+def _is_distributed(tensor):
+    return type(tensor).__name__ == "DTensor"
 
 
 def _defers(leaf, args, kwargs):
@@ -68,7 +78,10 @@ def _defers(leaf, args, kwargs):
     if getattr(leaf, "_is_replica", False):
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     x = args[0]
-    if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 1):
+    if type(x) not in (torch.Tensor, nn.Parameter):
+        fusion.fall_back(f"the head's input is a {type(x).__name__}")
+        return False
+    if not x.is_floating_point() or x.dim() == 0:
         return False
     for module in (leaf, leaf._flce_leaf.enclosing):
         if hook := foreign_hook(module):

@@ -115,7 +115,7 @@ class Node:
         """The real value, because `function` is not deferred: with a warning, or an error if
         strict, unless the logits were wanted besides a loss or without a gradient."""
         if self.is_pending():
-            name = torch.overrides.resolve_name(function) or str(function)
+            name = name_of(function)
             if self.group.is_fused or not self.group.context.grad:
                 self.group.fusion.note_read(name)
             else:
@@ -137,3 +137,10 @@ def _plain(leaf, x):
 def node_of(value):
     """The Node of deferred logits; None for everything else."""
     return getattr(value, "_flce", None)
+
+
+def name_of(function):
+    """The name of a torch function in messages."""
+    if torch.compiler.is_compiling():
+        return function.__name__  # resolve_name is not traced
+    return torch.overrides.resolve_name(function) or str(function)

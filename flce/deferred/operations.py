@@ -28,8 +28,8 @@ def _then(node, kind, value, replay, dtype=None, classes=None):
     return node.copy(node.record.then(steps.Step(kind, value, replay), dtype, classes))
 
 
-# Tensor.__rmul__ is Tensor.mul for torch.
 @_handles(torch.Tensor.mul, torch.mul, torch.multiply, torch.Tensor.multiply)
+@_handles(torch.Tensor.__mul__, torch.Tensor.__rmul__)  # by these names under torch.compile
 def _multiply(node, args, kwargs):
     if kwargs or len(args) != 2 or not steps.is_scale(args[1], node.record.steps):
         return NotImplemented
@@ -38,6 +38,7 @@ def _multiply(node, args, kwargs):
 
 
 @_handles(torch.Tensor.div, torch.div, torch.true_divide, torch.Tensor.true_divide)
+@_handles(torch.Tensor.__truediv__)
 def _divide(node, args, kwargs):
     is_usable = not kwargs and len(args) == 2 and steps.is_scale(args[1], node.record.steps)
     if not is_usable or not steps.is_scale(1 / args[1], node.record.steps):
@@ -52,7 +53,7 @@ def _tanh(node, args, kwargs):
     return _then(node, steps.TANH, None, torch.tanh)
 
 
-@_handles(torch.Tensor.add, torch.add)
+@_handles(torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__)
 def _add(node, args, kwargs):
     other = args[1] if len(args) == 2 else None
     if kwargs or not isinstance(other, torch.Tensor) and node_of(other) is None:
