@@ -1,4 +1,4 @@
-"""Which causal language models of the installed transformers flce.fuse serves: docs/fuse-coverage.md.
+"""Writes docs/fuse-coverage.md: which causal language models of transformers flce.fuse serves.
 
     python tests/fuse_coverage.py [--write] [class ...]
 
@@ -78,13 +78,14 @@ def row(name, module):
 def table(rows):
     counts = {state: sum(r[1] == state for r in rows) for state in {r[1] for r in rows}}
     built = len(rows) - counts.get("not built", 0)
-    share = 100 * counts.get("fused", 0) / max(built, 1)
+    fused, wrong = counts.get("fused", 0), counts.get("wrong", 0)
+    share = 100 * fused / max(built, 1)
     lines = [
         "# Causal language models of transformers that `flce.fuse` serves",
         "",
         f"Written by `python tests/fuse_coverage.py --write` with transformers "
-        f"{transformers.__version__}, torch {torch.__version__}: {len(rows)} classes, {built} built "
-        f"small, {counts.get('fused', 0)} fused ({share:.1f} %), {counts.get('wrong', 0)} wrong. "
+        f"{transformers.__version__}, torch {torch.__version__}: {len(rows)} classes, {built} "
+        f"built small, {fused} fused ({share:.1f} %), {wrong} wrong. "
         f"Float32 on the CPU, {BATCH} x {LENGTH} tokens, {VOCAB} classes. Fused: no tensor of all "
         "logits' size in a training step. Errors are relative, of loss, worst gradient and logits. "
         "Not built: this script's small configuration does not suit the class; fuse may.",
@@ -93,7 +94,7 @@ def table(rows):
         "|---|---|---|---|",
     ]
     lines += [f"| {name} | {state} | {text} | {numbers} |" for name, state, text, numbers in rows]
-    return "\n".join(lines) + "\n", built, share, counts.get("wrong", 0)
+    return "\n".join(lines) + "\n", built, share, wrong
 
 
 def main():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ..functional import linear_cross_entropy
 from ..options import DTYPES
 from . import steps
-from .node import node_of
+from .node import node_of, plain
 from .reentry import call_through
 
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
@@ -37,9 +37,7 @@ def _fused(node, target, whole, options, logits_function):
     def run(sources):
         if reason := unfit(sources):
             group.fusion.fall_back(reason)
-            node.made = steps.replayed(
-                record._replace(sources=sources), lambda leaf, x: leaf.plain(x)
-            )
+            node.made = steps.replayed(record._replace(sources=sources), plain)
             return logits_function(node.made)
         dtype = group.context.product_dtype(sources[0].x)
         made = record._replace(sources=sources)
@@ -50,7 +48,7 @@ def _fused(node, target, whole, options, logits_function):
         group.is_fused = True
         return output
 
-    with group.context.entered():
+    with group.context.entered(group.context.grad and torch.is_grad_enabled()):
         return call_through(record.sources, run)
 
 

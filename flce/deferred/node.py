@@ -1,6 +1,7 @@
 """Values computed from a head's output that have not been made, and how they are made."""
 
 import contextlib
+import copy
 
 import torch
 
@@ -34,8 +35,9 @@ class Context:
         return torch.float32 if is_cast else dtype
 
     @contextlib.contextmanager
-    def entered(self):
-        """Restores them, and raises RuntimeError if what was watched has been written to."""
+    def entered(self, grad):
+        """Restores them with gradients on or off, and raises RuntimeError if what was watched has
+        been written to."""
         for tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
@@ -44,8 +46,8 @@ class Context:
                     "since; read outputs.logits before optimizer.step()"
                 )
         with contextlib.ExitStack() as stack:
-            if torch.is_grad_enabled() != self.grad:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if torch.is_grad_enabled() != grad:
+                stack.enter_context(torch.set_grad_enabled(grad))
             if self._autocast() != self.autocast:
                 enabled = self.autocast is not None
                 stack.enter_context(torch.autocast(self.device_type, self.autocast, enabled))
@@ -65,6 +67,15 @@ class Group:
         self.requires_grad = requires_grad
         self.context = Context(device.type, watched)
         self.is_fused = False
+
+    def now(self):
+        """The group of a value that is computed now: a constant where gradients are off."""
+        if torch.is_grad_enabled() or not self.context.grad:
+            return self
+        constant = copy.copy(self)
+        constant.context = copy.copy(self.context)
+        constant.context.grad = constant.requires_grad = False
+        return constant
 
 
 class Node:
@@ -88,17 +99,19 @@ class Node:
 
     def copy(self, record):
         """The shell of a value with memory of its own."""
-        return self.group.shell(Node(self.group, record))
+        group = self.group.now()
+        return group.shell(Node(group, record))
 
     def alias(self, record, view, is_whole):
         """The shell of a view of this value."""
-        return self.group.shell(Node(self.group, record, self, view, is_whole and self.is_whole))
+        group = self.group.now()
+        return group.shell(Node(group, record, self, view, is_whole and self.is_whole))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
         if self.made is None:
-            with self.group.context.entered():
+            with self.group.context.entered(self.group.context.grad):
                 made = self.replay() if self.parent is None else self.view(self.parent.make())
             self.made = made
         return self.made
@@ -107,7 +120,7 @@ class Node:
         """The real value, from the head on."""
 
         def run(sources):
-            return steps.replayed(self.record._replace(sources=sources), _plain)
+            return steps.replayed(self.record._replace(sources=sources), plain)
 
         return call_through(self.record.sources, run)
 
@@ -130,8 +143,9 @@ class Node:
         torch.autograd.backward(value, gradient)
 
 
-def _plain(leaf, x):
-    return leaf.plain(x)
+def plain(leaf, x):
+    """The real logits; of a head that is not fused any more, too."""
+    return leaf.plain(x) if hasattr(leaf, "_flce_leaf") else leaf(x)
 
 
 def node_of(value):

@@ -36,5 +36,8 @@ def _modules_of(sources):
 
 
 def call_through(sources, work):
-    """work(sources) inside the hooks of all Modules that the sources belong to."""
+    """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
+    one of them is not fused any more."""
+    if not all(hasattr(source.leaf, "_flce_leaf") for source in sources):
+        return work(sources)
     return Request(sources, work).begin()

@@ -33,6 +33,7 @@ def answer(function, args, kwargs):
             return _of_shell(function, args, kwargs)
         if function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
             return False if function == _REQUIRES_GRAD else _of_shell(function, args, kwargs)
+        _listen(first, node)
         handler = HANDLERS.get(function)
         result = NotImplemented if handler is None else handler(node, args, kwargs)
         if result is not NotImplemented:
@@ -58,10 +59,8 @@ def real(value, function):
     """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too."""
     node = node_of(value)
     if node is not None:
-        made = node.make_for(function)
-        if isinstance(value, DeferredLogits):
-            _listen(value, node)
-        return made
+        _listen(value, node)
+        return node.make_for(function)
     if isinstance(value, dict):
         return {name: real(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
@@ -73,6 +72,8 @@ def _listen(shell, node):
     """Where gradients are off, the caller may be the forward of a custom autograd Function that
     has taken the shell for its input, and will return the gradient to it."""
     if node.group.requires_grad and not torch.is_grad_enabled() and not node.listens:
+        if not isinstance(shell, DeferredLogits):
+            return  # a plain object, which no Function takes for a Tensor
         node.listens = True
         with torch._C.DisableTorchFunctionSubclass():
             shell.register_hook(node.pass_on)
