@@ -111,6 +111,7 @@ SPECIAL = {
     "Dots1ForCausalLM": {"n_shared_experts": 1},
     "Dots3NoteForCausalLM": {"num_key_value_heads": 4},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
+    "FalconH1ForCausalLM": {**_MAMBA, "mamba_d_ssm": 64},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "Gemma3nForCausalLM": {"num_hidden_layers": 5, "num_kv_shared_layers": 0},
     "GraniteMoeHybridForCausalLM": {

@@ -91,12 +91,11 @@ def _add_product(node, other):
 
 
 def _cast(node, dtype):
-    """A wider or equal precision would show rounding that deferred logits do not have: only
-    float64 does, since the loss is computed in float32 at least."""
-    old = node.record.dtype
-    if dtype == old:
+    """Casts of the logits become casts of the loss, which is computed in float32 at least. A cast
+    to float64 asks for more."""
+    if dtype == node.record.dtype:
         return node.group.shell(node)
-    if not dtype.is_floating_point or torch.float64 in (dtype, old):
+    if not dtype.is_floating_point or dtype == torch.float64:
         return NotImplemented
     return _then(node, steps.CAST, dtype, lambda z: z.to(dtype), dtype)
 
