@@ -41,7 +41,10 @@ __all__ = [
 
 
 def __getattr__(name):
-    """Imports flce.compat on first access, because it depends on flce."""
+    """Imports on first access flce.compat, which depends on flce, and flce.FuseCallback, which
+    depends on transformers."""
     if name == "compat":
         return importlib.import_module(".compat", __name__)
+    if name == "FuseCallback":
+        return importlib.import_module(".deferred.callback", __name__).FuseCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
