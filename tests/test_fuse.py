@@ -125,6 +125,7 @@ RECORDED = {
     "softcap": (lambda z: torch.tanh(z / 4) * 4, None),
     "softcap, other factors": (lambda z: (z * 2 / 5).tanh() * 3 / 2, None),
     "bias": (lambda z: z + BIAS, None),
+    "bias first": (lambda z: BIAS + torch.mul(2, z), None),
     "bias of another shape, scaled": (lambda z: (z * 2 + BIAS.view(1, 1, -1)) / 3, None),
     "bias before a cap": (lambda z: torch.tanh((z / 2 + BIAS) / 5) * 5, None),
     "bias of fewer classes": (lambda z: z[..., 5:45] + BIAS[5:45], later_classes),

@@ -29,7 +29,7 @@ def _then(node, kind, value, replay, dtype=None, classes=None):
 
 
 @_handles(torch.Tensor.mul, torch.mul, torch.multiply, torch.Tensor.multiply)
-@_handles(torch.Tensor.__mul__, torch.Tensor.__rmul__)  # by these names under torch.compile
+@_handles(torch.Tensor.__mul__, torch.Tensor.__rmul__)  # under torch.compile
 def _multiply(node, args, kwargs):
     if kwargs or len(args) != 2 or not steps.is_scale(args[1], node.record.steps):
         return NotImplemented

@@ -46,7 +46,7 @@ def answer(function, args, kwargs):
     return function(*real(args, function), **real(kwargs, function))
 
 
-_COMMUTATIVE = {torch.add, torch.mul, torch.multiply}
+_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 
 
