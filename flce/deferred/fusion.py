@@ -1,6 +1,7 @@
 """The state of a fused model: when to defer, what happened, and the handle to undo it."""
 
 import collections
+import functools
 import inspect
 import warnings
 
@@ -28,11 +29,12 @@ class Fusion:
     def __init__(self, model, when, strict, options):
         self.model, self.when, self.strict, self.options = model, when, strict, options
         self.attached, self.refused, self.hooks = [], [], []
-        self.is_active, self.label_positions = when == "always", {}
+        self.calls_with_labels = []  # of the models being called now, from the outside in
         self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
 
     def is_on(self):
-        return self.is_active
+        """Whether a head that is called now defers."""
+        return bool(self.attached) and (self.when == "always" or any(self.calls_with_labels))
 
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
@@ -43,22 +45,22 @@ class Fusion:
                 continue
             heads.attach(self, module, leaves)
             self.attached.append((name, module, leaves))
-        if self.when == "labels" and self.attached:
-            self.label_positions = _label_positions(self.model)
-            pre = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-            self.hooks = [pre, self.model.register_forward_hook(self._end, always_call=True)]
+        if self.when == "labels":
+            for caller in _callers(self.model, [module for _, module, _ in self.attached]):
+                begin = functools.partial(self._begin, _label_positions(caller))
+                self.hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+                self.hooks.append(caller.register_forward_hook(self._end, always_call=True))
 
-    def _begin(self, model, args, kwargs):
-        given = [kwargs[name] for name in kwargs if _is_label(name)]
-        given += [args[i] for i in self.label_positions if i < len(args)]
-        self.is_active = any(value is not None for value in given)
+    def _begin(self, positions, model, args, kwargs):
+        given = [value for name, value in kwargs.items() if _is_label(name)]
+        given += [args[i] for i in positions if i < len(args)]
+        self.calls_with_labels.append(any(value is not None for value in given))
 
     def _end(self, model, args, output):
-        self.is_active = False
+        self.calls_with_labels.pop()
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
-        self.is_active = False
         for hook in self.hooks:
             hook.remove()
         for _, module, leaves in self.attached:
@@ -95,7 +97,20 @@ def _is_label(name):
     return name == "labels" or name.endswith("_labels")
 
 
+def _callers(model, modules):
+    """The model, and those inside it around the heads whose forward takes labels, which a wrapper
+    may call without going through the outer one's."""
+    held = {id(module) for module in modules}
+    for caller in model.modules():
+        is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
+        if caller is model or (is_around and _label_positions(caller)):
+            yield caller
+
+
 def _label_positions(model):
+    """Where the forward of a model takes labels, if by position."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     parameters = inspect.signature(model.forward).parameters
     return [i for i, name in enumerate(parameters) if _is_label(name)]
 

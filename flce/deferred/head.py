@@ -6,6 +6,7 @@ import types
 import torch
 from torch import nn
 
+from .. import validate
 from . import reentry, shells, steps
 from .node import Group, Node
 
@@ -83,6 +84,9 @@ def _defers(leaf, args, kwargs):
         return False
     if not x.is_floating_point() or x.dim() == 0:
         return False
+    if validate.function_transforms_are_on():
+        fusion.fall_back("a transform of torch.func is active")
+        return False
     for module in (leaf, leaf._flce_leaf.enclosing):
         if hook := foreign_hook(module):
             fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
@@ -99,20 +103,21 @@ DATA_PARALLEL = (
 def _deferred(leaf, x, shell):
     weight = leaf.weight
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    is_watched = shell is shells.DeferredLogits and not x.is_inference()
     device = x.device if weight.is_meta else weight.device
-    group = Group(leaf._flce_leaf.fusion, shell, device, grad, _watched(x, weight, is_watched))
+    group = Group(leaf._flce_leaf.fusion, shell, device, grad, _watched(leaf, x))
     shape = (*x.shape[:-1], leaf.out_features)
     record = steps.Record((steps.Source(leaf, x),), (), shape, group.context.product_dtype(x))
     return shell(Node(group, record))
 
 
-def _watched(x, weight, is_watched):
-    """What has to be unchanged when the logits are made. A sharded weight changes by being
-    gathered, so only a plain one is."""
-    if not is_watched:
+def _watched(leaf, x):
+    """What has to be unchanged when the logits are made. Hooks may gather the weight, which
+    changes it, so only that of a head without hooks is watched."""
+    if torch.compiler.is_compiling() or x.is_inference():
         return ()
-    return (x, weight) if type(weight) is nn.Parameter and not weight.is_inference() else (x,)
+    weight = leaf.weight
+    is_plain = type(weight) is nn.Parameter and not leaf._forward_pre_hooks
+    return (x, weight) if is_plain and not weight.is_inference() else (x,)
 
 
 _classes = {}
