@@ -320,6 +320,7 @@ def test_a_shell_tells_its_shape_without_logits():
         assert logits.dtype == torch.float64 and logits.device.type == "cpu"
         assert logits.numel() == ROWS * VOCAB and logits.is_floating_point()
         assert torch.finfo(logits.dtype).bits == 64 and isinstance(logits, torch.Tensor)
+        assert torch.equal(logits.new_full((2,), 3.0), torch.full((2,), 3.0).double())
         assert not logits.requires_grad and hash(logits) == hash(logits)
         with pytest.raises(RuntimeError, match="register_hook: expected a tensor that the loss"):
             logits.register_hook(print)

@@ -26,8 +26,9 @@ class Leaf:
 
 def foreign_hook(module):
     """The name of a hook of `module` that would miss the real logits; None if there is none."""
+    attributes = module.__dict__
     for name in _HOOK_DICTS:
-        for hook in getattr(module, name).values():
+        for hook in attributes[name].values():
             hook = getattr(hook, "__func__", hook)
             if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
                 return getattr(hook, "__qualname__", type(hook).__name__)
@@ -87,7 +88,8 @@ def _defers(leaf, args, kwargs):
     if validate.function_transforms_are_on():
         fusion.fall_back("a transform of torch.func is active")
         return False
-    for module in (leaf, leaf._flce_leaf.enclosing):
+    enclosing = leaf._flce_leaf.enclosing
+    for module in (leaf,) if leaf is enclosing else (leaf, enclosing):
         if hook := foreign_hook(module):
             fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
             return False

@@ -34,10 +34,9 @@ class Context:
         is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device_type)
         return torch.float32 if is_cast else dtype
 
-    @contextlib.contextmanager
     def entered(self, grad):
-        """Restores them with gradients on or off, and raises RuntimeError if what was watched has
-        been written to."""
+        """A context manager that restores them with gradients on or off. Raises RuntimeError if
+        what was watched has been written to."""
         for tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
@@ -45,12 +44,14 @@ class Context:
                     f"changes, got one of shape {tuple(tensor.shape)} that has been written to "
                     "since; read outputs.logits before optimizer.step()"
                 )
-        with contextlib.ExitStack() as stack:
-            if torch.is_grad_enabled() != grad:
-                stack.enter_context(torch.set_grad_enabled(grad))
-            if self._autocast() != self.autocast:
-                enabled = self.autocast is not None
-                stack.enter_context(torch.autocast(self.device_type, self.autocast, enabled))
+        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
+            return contextlib.nullcontext()  # as in every training step
+        return self._restored(grad)
+
+    @contextlib.contextmanager
+    def _restored(self, grad):
+        enabled = self.autocast is not None
+        with torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, enabled):
             yield
 
 
@@ -95,7 +96,10 @@ class Node:
 
     def is_pending(self):
         """Whether nothing has been made from which this value would have to be taken."""
-        return self.made is None and (self.parent is None or self.parent.is_pending())
+        node = self
+        while node is not None and node.made is None:
+            node = node.parent
+        return node is None
 
     def copy(self, record):
         """The shell of a value with memory of its own."""

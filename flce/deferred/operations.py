@@ -249,5 +249,17 @@ def _select(node, args, kwargs):
     return node.alias(record, lambda z: z[index], not changed)
 
 
+def _new(function):
+    """new_zeros and its like, which take no more than dtype and device from the logits."""
+
+    def handler(node, args, kwargs):
+        like = torch.empty(0, dtype=node.record.dtype, device=node.group.device)
+        return function(like, *args[1:], **kwargs)
+
+    return handler
+
+
+for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
+    HANDLERS[getattr(torch.Tensor, _name)] = _new(getattr(torch.Tensor, _name))
 HANDLERS[F.cross_entropy] = cross_entropy
 HANDLERS[torch.logsumexp] = HANDLERS[torch.Tensor.logsumexp] = logsumexp

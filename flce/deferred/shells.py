@@ -23,22 +23,22 @@ _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 def answer(function, args, kwargs):
     """The result of a torch function one of whose arguments is deferred."""
-    first = args[0] if args else None
-    node = node_of(first)
+    node = node_of(args[0]) if args else None
     if node is None and len(args) == 2 and function in _COMMUTATIVE:
         args = args[::-1]
-        first, node = args[0], node_of(args[0])
+        node = node_of(args[0])
     if node is not None and node.is_pending():
-        if function in _ANSWERED:
-            return _of_shell(function, args, kwargs)
-        if function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
-            return False if function == _REQUIRES_GRAD else _of_shell(function, args, kwargs)
-        _listen(first, node)
         handler = HANDLERS.get(function)
-        result = NotImplemented if handler is None else handler(node, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        if function in _HOOKS and node.group.is_fused:
+        if handler is not None:
+            _listen(args[0], node)
+            result = handler(node, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        elif function in _ANSWERED:
+            return _of_shell(function, args, kwargs)
+        elif function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
+            return False if function == _REQUIRES_GRAD else _of_shell(function, args, kwargs)
+        elif function in _HOOKS and node.group.is_fused:
             raise RuntimeError(
                 f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
                 "from, got logits whose loss was computed without them"
