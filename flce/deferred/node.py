@@ -141,7 +141,10 @@ class Node:
 
     def pass_on(self, gradient):
         """Tensor hook of the shell: a gradient of the shell itself, which a custom autograd
-        Function took as its input, continues through the real value."""
+        Function took as its input, continues through the real value. None where that Function's
+        output was not used (DistributedDataParallel's)."""
+        if gradient is None:
+            return
         with torch.enable_grad():
             value = self.make()
         torch.autograd.backward(value, gradient)
