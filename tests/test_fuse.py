@@ -477,6 +477,9 @@ def test_unfit_weights_fall_back():
         (dict(head=nn.Linear(2, 2)), ValueError, "head: expected a Module of the model"),
         (dict(head=3), ValueError, "head: expected a Module of the model, its name"),
         (dict(softcap=3.0), TypeError, "unexpected keyword argument 'softcap'"),
+        (dict(save="all"), ValueError, "save: expected"),
+        (dict(z_loss=-1.0), ValueError, "z_loss: expected"),
+        (dict(max_memory="much"), ValueError, "max_memory"),
         (dict(model=nn.Linear(2, 2)), ValueError, "model: expected one with a vocabulary head"),
     ],
 )
@@ -500,6 +503,50 @@ def test_options_reach_the_loss():
     expected = model(IDS, IDS)[0] + 0.5 * model(IDS)[1].logsumexp(-1).pow(2).mean()
     with flce.fuse(model, z_loss=0.5, save="stats", strict=True):
         equal(model(IDS, IDS)[0].detach(), expected.detach())
+
+
+def test_save_grads_serves_what_it_can():
+    """A loss for each row and a logsumexp have no gradients to make in the forward."""
+    for name in ("none", "logsumexp", "shift"):
+        compare(Model(*RECORDED[name]), strict=True, save="grads")
+
+
+def test_all_rows_ignored():
+    """flce's mean, 0 with gradients 0, where torch has NaN."""
+    model = Model(loss_of=lambda z, y: flat_loss(z, torch.full_like(y, -100)))
+    with flce.fuse(model, strict=True):
+        loss, gradients, _ = run(model)
+    assert loss == 0 and not any(g.any() for g in gradients)
+
+
+class Adapted(nn.Module):
+    """An adapter as PEFT writes them, around a base layer of any class."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.out_features = base, VOCAB
+        self.down = nn.Linear(HIDDEN, 3, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(3, VOCAB, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        result = self.base_layer(x)
+        return result + self.up(self.down(x)) * 2.0
+
+
+class Quantised(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).round()
+
+
+def test_an_adapter_around_the_head():
+    model = Model()
+    model.lm_head = Adapted(model.lm_head)
+    handle = compare(model, strict=True)
+    assert list(handle.losses) == ["sum of 2 products"]
+    model.lm_head.base_layer = Quantised(HIDDEN, VOCAB, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="lm_head: Adapted is no plain nn.Linear, and no adapter"):
+        flce.fuse(model)
+    assert type(model.lm_head.up) is nn.Linear
 
 
 def test_explain():

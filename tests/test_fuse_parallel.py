@@ -20,12 +20,26 @@ DDP = ({}, {"static_graph": True}, {"find_unused_parameters": True})
 FSDP = tuple(itertools.product((True, False), (True, False)))
 
 
-class Model(nn.Module):
+class Adapted(nn.Module):
+    """The head with an adapter as PEFT writes them."""
+
     def __init__(self):
+        super().__init__()
+        self.out_features = VOCAB
+        self.base_layer = nn.Linear(HIDDEN, VOCAB)
+        self.down, self.up = nn.Linear(HIDDEN, 3, bias=False), nn.Linear(3, VOCAB, bias=False)
+
+    def forward(self, x):
+        result = self.base_layer(x)
+        return result + self.up(self.down(x)) * 2.0
+
+
+class Model(nn.Module):
+    def __init__(self, adapted):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.body = nn.Linear(HIDDEN, HIDDEN)
-        self.lm_head = nn.Linear(HIDDEN, VOCAB)
+        self.lm_head = Adapted() if adapted else nn.Linear(HIDDEN, VOCAB)
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -52,7 +66,7 @@ def whole(tensor):
 def compare(rank, wrap, name):
     """Three steps with data of its own in each process: losses, gradients and logits of a fused
     and a plain model, wrapped alike."""
-    plain, fused = Model(), Model()
+    plain, fused = Model("adapted" in name), Model("adapted" in name)
     fused.load_state_dict(plain.state_dict())
     for parameter, other in zip(plain.parameters(), fused.parameters(), strict=True):
         dist.broadcast(parameter.data, 0)
@@ -94,7 +108,9 @@ def compare_all(rank, file, ways):
             def wrap(model, own=own, reshard=reshard):
                 return sharded(model, own, reshard)
 
-            compare(rank, wrap, f"fsdp, own unit {own}, reshard {reshard}, fused {order}")
+            name = f"fsdp, own unit {own}, reshard {reshard}, fused {order}"
+            compare(rank, wrap, name)
+            compare(rank, wrap, f"{name}, adapted")
     dist.barrier()
     dist.destroy_process_group()
     # A normal exit aborts now and then: gloo's threads may outlive their group.

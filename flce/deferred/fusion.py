@@ -7,7 +7,9 @@ import warnings
 
 from torch import nn
 
-from ..options import OPTIONS, completed
+from .. import validate
+from ..options import OPTIONS, completed, defaults
+from ..strategy import parse_bytes
 from . import head as heads
 from . import steps
 from .search import heads_of, leaves_of, why_not
@@ -30,7 +32,7 @@ class Fusion:
         self.model, self.when, self.strict, self.options = model, when, strict, options
         self.attached, self.refused, self.hooks = [], [], []
         self.calls_with_labels = []  # of the models being called now, from the outside in
-        self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self.fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
 
     def is_on(self):
         """Whether a head that is called now defers."""
@@ -73,8 +75,12 @@ class Fusion:
     def __exit__(self, *exception):
         self.remove()
 
+    @property
+    def losses(self):
+        return {steps.describe(key): count for key, count in self.fused.items()}
+
     def note_fused(self, record):
-        self.losses[steps.describe(record)] += 1
+        self.fused[steps.key_of(record)] += 1
 
     def note_read(self, name):
         self.reads[name] += 1
@@ -115,6 +121,16 @@ def _label_positions(model):
     return [i for i, name in enumerate(parameters) if _is_label(name)]
 
 
+def _check_options(options):
+    known = {name: OPTIONS[name].default for name in _OPTIONS}
+    completed("flce.fuse", known, options)
+    values = {**defaults(), **options}
+    validate.check_choices(values)
+    validate.check_scalars(values)
+    if options.get("max_memory") is not None:
+        parse_bytes(options["max_memory"])
+
+
 def fuse(model, head=None, *, when="labels", strict=False, **options):
     """Makes a model compute its cross entropy by flce, without its logits, in place.
 
@@ -123,7 +139,7 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
     vocabulary, and F.cross_entropy (nn.CrossEntropyLoss) of it is computed by
     flce.linear_cross_entropy. Every other operation makes the real logits first: results do not
     depend on what is recognised. `outputs.logits` is made when it is read, which has to be before
-    the weights change.
+    the weights change. One result differs: a mean over no valid row is 0, not NaN.
 
     Args:
         model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
@@ -154,7 +170,7 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
         raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
     if when not in WHEN:
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
-    completed("flce.fuse", {name: OPTIONS[name].default for name in _OPTIONS}, options)
+    _check_options(options)
     try:
         found = heads_of(model, head)
     except ValueError as error:

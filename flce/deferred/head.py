@@ -49,12 +49,12 @@ class _Deferring(_Served):
 
     def __call__(self, *args, **kwargs):
         # torch.compile inlines forward without __call__ where there are no hooks.
-        if torch.compiler.is_compiling() or not _defers(self, args, kwargs):
-            return super().__call__(*args, **kwargs)
-        return _deferred(self, args[0], shells.DeferredLogits)
+        if len(args) == 1 and not torch.compiler.is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0], shells.DeferredLogits)
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() and _defers(self, args, kwargs):
+        if len(args) == 1 and torch.compiler.is_compiling() and _defers(self, args, kwargs):
             return _deferred(self, args[0], shells.TracedLogits)
         return super().forward(*args, **kwargs)
 
@@ -75,7 +75,7 @@ def _is_distributed(tensor):
 
 def _defers(leaf, args, kwargs):
     fusion = leaf._flce_leaf.fusion
-    if len(args) != 1 or kwargs or not fusion.is_on():
+    if kwargs or not fusion.is_on():
         return False
     if getattr(leaf, "_is_replica", False):
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)

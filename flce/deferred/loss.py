@@ -43,13 +43,24 @@ def _fused(node, target, whole, options, logits_function):
         made = record._replace(sources=sources)
         x, weight, bias, derived = steps.operands(made, dtype, whole)
         output = linear_cross_entropy(
-            x, weight, target, linear_bias=bias, **derived, **options, **group.fusion.options
+            x, weight, target, linear_bias=bias, **derived, **options, **_chosen(group, options)
         )
         group.is_fused = True
         return output
 
     with group.context.entered(group.context.grad and torch.is_grad_enabled()):
         return call_through(record.sources, run)
+
+
+def _chosen(group, options):
+    """The options given to flce.fuse, as far as they suit a loss for each row or a logsumexp."""
+    chosen = dict(group.fusion.options)
+    if options.get("reduction") == "none" and chosen.get("save") == "grads":
+        del chosen["save"]
+    if options.get("return_lse"):
+        for name in ("z_loss", "gradient", "gradient_eps", "accumulate_into"):
+            chosen.pop(name, None)
+    return chosen
 
 
 def cross_entropy(node, args, kwargs):

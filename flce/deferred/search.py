@@ -53,12 +53,14 @@ def _named(model, head):
 
 def leaves_of(head):
     """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
-    (base layer, up projections, copies to save), which PEFT wraps around it."""
+    (base layer, up projections, copies to save), which PEFT wraps around it. None of them where
+    one of these is of another class, as a quantised base layer is: their sum would be made."""
     if isinstance(head, nn.Linear):
         return [head] if _is_plain(head) else []
     classes = getattr(head, "out_features", None)
-    modules = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    return [m for m in modules if _is_plain(m) and m.out_features == classes]
+    inner = [module for module in head.modules() if module is not head]
+    making = [m for m in inner if getattr(m, "out_features", None) == classes is not None]
+    return making if all(isinstance(m, nn.Linear) and _is_plain(m) for m in making) else []
 
 
 def _is_plain(module):

@@ -85,8 +85,11 @@ def _folded(state, step):
     return state
 
 
+_UNCHANGED = Folded()
+
+
 def fold(steps):
-    return functools.reduce(_folded, steps, Folded())
+    return functools.reduce(_folded, steps, _UNCHANGED)
 
 
 def is_capped(steps):
@@ -172,10 +175,17 @@ def _product(sources, own, dtype):
     return torch.cat(xs, dim=-1), torch.cat(weights, dim=1), bias
 
 
-def describe(record):
+def key_of(record):
+    """What `describe` needs, hashable: (number of sources, ((kind, value), ...))."""
+    steps = tuple([(kind, None if kind == BIAS else value) for kind, value, _ in record.steps])
+    return len(record.sources), steps
+
+
+def describe(key):
     """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
-    words = [f"sum of {len(record.sources)} products"] if len(record.sources) > 1 else []
-    for kind, value, _ in record.steps:
+    sources, steps = key
+    words = [f"sum of {sources} products"] if sources > 1 else []
+    for kind, value in steps:
         if kind == SCALE:
             words.append(f"scale {value:g}")
         elif kind == CLASSES:
