@@ -13,6 +13,7 @@ except ImportError as error:
     ) from error
 
 from . import reference
+from .deferred import explain, fuse
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
@@ -29,6 +30,8 @@ __all__ = [
     "Tuning",
     "compat",
     "cross_entropy",
+    "explain",
+    "fuse",
     "integrations",
     "linear_cross_entropy",
     "linear_logprobs",

@@ -1,14 +1,15 @@
 """Trainers and packages that run flce in place of their own fused loss, one module for each.
 
 `trl`, `liger`, `cce` and `verl` have an `install()`, which rebinds the package's loss until its
-handle is removed, and import that package only then. `axolotl`, `nemo` and `torchtitan` hold a
-class to name in the framework's configuration, and import it with the module.
+handle is removed, and import that package only then. `axolotl`, `nemo`, `torchtitan` and
+`transformers` hold a class to name in the framework's configuration or script, and import the
+framework with the module.
 docs/integrations.md says what each serves.
 """
 
 import importlib
 
-__all__ = ["axolotl", "cce", "liger", "nemo", "torchtitan", "trl", "verl"]
+__all__ = ["axolotl", "cce", "liger", "nemo", "torchtitan", "transformers", "trl", "verl"]
 
 
 def __getattr__(name):

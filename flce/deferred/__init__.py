@@ -1,0 +1,12 @@
+"""Deferred logits: `flce.fuse` and `flce.explain`.
+
+fusion.py: the state of a fused model. search.py: its heads. head.py: the classes that they get.
+shells.py: what a head's call returns. node.py: values not made yet. operations.py: what is
+recorded. loss.py: the losses. steps.py: records, and their meaning as options. reentry.py: calls
+back into the heads.
+"""
+
+from .explain import Explanation, explain
+from .fusion import Fusion, fuse
+
+__all__ = ["Explanation", "Fusion", "explain", "fuse"]

@@ -1,0 +1,72 @@
+"""What `flce.fuse` does with a model, to read."""
+
+from torch import nn
+
+from .head import fusion_of, is_attached
+from .search import heads_of, leaves_of, why_not
+
+
+class Explanation:
+    """The report of `flce.explain`: str() of it is text.
+
+    heads: [(name, what it consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the
+    counts of the handle that flce.fuse returned, empty if the model is not fused.
+    """
+
+    def __init__(self, model):
+        self.model = type(model).__name__
+        fusion = fusion_of(model)
+        self.is_fused = fusion is not None
+        found = heads_of(model)
+        if fusion is not None:
+            known = {id(module) for _, module in found}
+            given = [(name, module) for name, module, _ in fusion.attached]
+            found += [(name, module) for name, module in given if id(module) not in known]
+        self.heads, self.refused = [], []
+        for name, module in found:
+            reason = None if is_attached(module) else why_not(module, leaves_of(module))
+            if reason is None:
+                self.heads.append((name, _consists_of(module)))
+            else:
+                self.refused.append((name, reason))
+        self.losses = {} if fusion is None else dict(fusion.losses)
+        self.reads = {} if fusion is None else dict(fusion.reads)
+        self.fallbacks = {} if fusion is None else dict(fusion.fallbacks)
+
+    def __str__(self):
+        state = "fused" if self.is_fused else "not fused"
+        lines = [f"{self.model}: {state}"]
+        lines += [f"  head {name}: {text}" for name, text in self.heads]
+        lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
+        for record, count in self.losses.items():
+            lines.append(f"  {count} losses without logits; steps before them: {record}")
+        for reason, count in self.fallbacks.items():
+            lines.append(f"  {count} times all logits made: {reason}")
+        for name, count in self.reads.items():
+            lines.append(f"  {count} times logits read beside the loss: by {name}")
+        return "\n".join(lines)
+
+
+def _consists_of(head):
+    if isinstance(head, nn.Linear):
+        shape = f"nn.Linear({head.in_features}, {head.out_features})"
+        return f"{shape}, {head.weight.dtype}, bias {'no' if head.bias is None else 'yes'}"
+    names = [name for name, module in head.named_modules() if isinstance(module, nn.Linear)]
+    return f"{type(head).__name__} of {', '.join(names)}"
+
+
+def explain(model):
+    """What `flce.fuse` did with a model, or would do.
+
+    Args:
+        model: an nn.Module, fused or not.
+
+    Returns:
+        An Explanation; print it.
+
+    Raises:
+        TypeError: the model is no nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
+    return Explanation(model)

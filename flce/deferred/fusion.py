@@ -1,0 +1,190 @@
+"""The state of a fused model: when to defer, what happened, and the handle to undo it."""
+
+import collections
+import functools
+import inspect
+import warnings
+
+from torch import nn
+
+from .. import validate
+from ..options import OPTIONS, completed, defaults
+from ..strategy import parse_bytes
+from . import head as heads
+from . import steps
+from .search import heads_of, leaves_of, why_not
+
+WHEN = ("labels", "always")
+# The others follow from the model's own call of the loss.
+_OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
+_OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
+
+
+class Fusion:
+    """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
+
+    losses: how often a loss was computed without logits, by the steps before it. reads: how often
+    logits were made beside such a loss or without a gradient, by the operation. fallbacks: how
+    often an operation needed real logits in place of it, by the reason.
+    """
+
+    def __init__(self, model, when, strict, options):
+        self.model, self.when, self.strict, self.options = model, when, strict, options
+        self.attached, self.refused, self.hooks = [], [], []
+        self.calls_with_labels = []  # of the models being called now, from the outside in
+        self.fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+
+    def is_on(self):
+        """Whether a head that is called now defers."""
+        return bool(self.attached) and (self.when == "always" or any(self.calls_with_labels))
+
+    def attach(self, found):
+        """Makes the heads [(name, Module)] defer where they can."""
+        for name, module in found:
+            leaves = leaves_of(module)
+            if reason := why_not(module, leaves):
+                self.refused.append((name, reason))
+                continue
+            heads.attach(self, module, leaves)
+            self.attached.append((name, module, leaves))
+        if self.when == "labels":
+            for caller in _callers(self.model, [module for _, module, _ in self.attached]):
+                begin = functools.partial(self._begin, _label_positions(caller))
+                self.hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+                self.hooks.append(caller.register_forward_hook(self._end, always_call=True))
+
+    def _begin(self, positions, model, args, kwargs):
+        given = [value for name, value in kwargs.items() if _is_label(name)]
+        given += [args[i] for i in positions if i < len(args)]
+        self.calls_with_labels.append(any(value is not None for value in given))
+
+    def _end(self, model, args, output):
+        self.calls_with_labels.pop()
+
+    def remove(self):
+        """Gives the Modules their classes back. Deferred logits that are still held can be read."""
+        for hook in self.hooks:
+            hook.remove()
+        for _, module, leaves in self.attached:
+            heads.detach(module, leaves)
+        self.hooks, self.attached = [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.remove()
+
+    @property
+    def losses(self):
+        return {steps.describe(key): count for key, count in self.fused.items()}
+
+    def note_fused(self, record):
+        self.fused[steps.key_of(record)] += 1
+
+    def note_read(self, name):
+        self.reads[name] += 1
+
+    def fall_back(self, reason):
+        """Real logits are made because of `reason`: said once, or an error if strict."""
+        if self.strict:
+            raise RuntimeError(f"flce.fuse: strict=True: {reason}")
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
+            name = type(self.model).__name__
+            warnings.warn(
+                f"flce.fuse: {name}: {reason}, so all logits are made and the loss is computed "
+                "from them; flce.explain(model) lists these",
+                stacklevel=2,
+            )
+
+
+def _is_label(name):
+    return name == "labels" or name.endswith("_labels")
+
+
+def _callers(model, modules):
+    """The model, and those inside it around the heads whose forward takes labels, which a wrapper
+    may call without going through the outer one's."""
+    held = {id(module) for module in modules}
+    for caller in model.modules():
+        is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
+        if caller is model or (is_around and _label_positions(caller)):
+            yield caller
+
+
+def _label_positions(model):
+    """Where the forward of a model takes labels, if by position."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    parameters = inspect.signature(model.forward).parameters
+    return [i for i, name in enumerate(parameters) if _is_label(name)]
+
+
+def _check_options(options):
+    known = {name: OPTIONS[name].default for name in _OPTIONS}
+    completed("flce.fuse", known, options)
+    values = {**defaults(), **options}
+    validate.check_choices(values)
+    validate.check_scalars(values)
+    if options.get("max_memory") is not None:
+        parse_bytes(options["max_memory"])
+
+
+def fuse(model, head=None, *, when="labels", strict=False, **options):
+    """Makes a model compute its cross entropy by flce, without its logits, in place.
+
+    The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
+    records scales, casts, a tanh softcap, a bias, views, selected rows and a slice of the
+    vocabulary, and F.cross_entropy (nn.CrossEntropyLoss) of it is computed by
+    flce.linear_cross_entropy. Every other operation makes the real logits first: results do not
+    depend on what is recognised. `outputs.logits` is made when it is read, which has to be before
+    the weights change. One result differs: a mean over no valid row is 0, not NaN.
+
+    Args:
+        model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
+            adapters if it has any (call fuse after get_peft_model), or any other.
+        head: the head or its name, or a list of these; None asks get_output_embeddings() of the
+            model and of those in it.
+        when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
+            than None). "always": in every call of the head, for training loops that call
+            F.cross_entropy themselves.
+        strict: raise a RuntimeError where logits would have to be made for a loss, instead of a
+            warning for each reason.
+        **options: of `linear_cross_entropy`: accum_dtype, logits_dtype, save, max_memory,
+            accumulate_into, gradient, gradient_eps, z_loss, valid_bound. All others follow from
+            the model's own loss.
+
+    Returns:
+        A handle with `remove()`, which is a context manager too.
+
+    Raises:
+        TypeError: the model is no nn.Module, or an option of another name.
+        ValueError: nn.DataParallel, an unknown `head` or `when`, a model without a head, or with
+            strict=True a head that cannot be fused. Without strict it is left alone, with a
+            warning.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
+    if when not in WHEN:
+        raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
+    _check_options(options)
+    try:
+        found = heads_of(model, head)
+    except ValueError as error:
+        raise ValueError(f"flce.fuse: {error}") from None
+    if not found:
+        raise ValueError(
+            "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
+            f"or of a model in it), got {type(model).__name__} without; head= names another"
+        )
+    fusion = Fusion(model, when, strict, options)
+    fusion.attach(found)
+    for name, reason in fusion.refused:
+        if strict:
+            fusion.remove()
+            raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
+        fusion.fall_back(f"{name}: {reason}")
+    return fusion

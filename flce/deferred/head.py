@@ -1,0 +1,185 @@
+"""The classes that a head's Modules get: their calls return deferred logits, and a call with a
+Request serves it inside the Module's hooks."""
+
+import types
+
+import torch
+from torch import nn
+
+from .. import validate
+from . import reentry, shells, steps
+from .node import Group, Node
+
+# Hooks that gather, move or cast weights: they act around the re-entry, and deferred logits need
+# none of them. Others may look at the output, so they get real logits.
+_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Leaf:
+    """Of an nn.Linear that makes logits. enclosing: the Module that the model calls, which is the
+    nn.Linear itself unless an adapter wraps it."""
+
+    def __init__(self, fusion, enclosing):
+        self.fusion, self.enclosing = fusion, enclosing
+
+
+def foreign_hook(module):
+    """The name of a hook of `module` that would miss the real logits; None if there is none."""
+    attributes = module.__dict__
+    for name in _HOOK_DICTS:
+        for hook in attributes[name].values():
+            hook = getattr(hook, "__func__", hook)
+            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
+                return getattr(hook, "__qualname__", type(hook).__name__)
+    return None
+
+
+class _Served:
+    """Mixed into a Module that encloses leaves: serves requests in its forward."""
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 2 and type(args[1]) is reentry.Request:
+            return args[1].serve(self, args[0])
+        return super().forward(*args, **kwargs)
+
+
+class _Deferring(_Served):
+    """Mixed into an nn.Linear whose products are logits."""
+
+    def __call__(self, *args, **kwargs):
+        # torch.compile inlines forward without __call__ where there are no hooks.
+        if len(args) == 1 and not torch.compiler.is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0], shells.DeferredLogits)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 1 and torch.compiler.is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0], shells.TracedLogits)
+        return super().forward(*args, **kwargs)
+
+    def plain(self, x):
+        """The real logits, without hooks."""
+        if _is_distributed(self.weight) and not _is_distributed(x):
+            raise RuntimeError(
+                "flce.fuse: expected the head's weight to be whole where logits are made, got a "
+                "sharded one: read outputs.logits before the forward of the model ends, give the "
+                "head an FSDP unit of its own, or leave the root's weights unsharded after forward"
+            )
+        return super().forward(x)
+
+
+def _is_distributed(tensor):
+    return type(tensor).__name__ == "DTensor"
+
+
+def _defers(leaf, args, kwargs):
+    fusion = leaf._flce_leaf.fusion
+    if kwargs or not fusion.is_on():
+        return False
+    if getattr(leaf, "_is_replica", False):
+        raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
+    x = args[0]
+    if type(x) not in (torch.Tensor, nn.Parameter):
+        fusion.fall_back(f"the head's input is a {type(x).__name__}")
+        return False
+    if not x.is_floating_point() or x.dim() == 0:
+        return False
+    if validate.function_transforms_are_on():
+        fusion.fall_back("a transform of torch.func is active")
+        return False
+    enclosing = leaf._flce_leaf.enclosing
+    for module in (leaf,) if leaf is enclosing else (leaf, enclosing):
+        if hook := foreign_hook(module):
+            fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
+            return False
+    return True
+
+
+DATA_PARALLEL = (
+    "model: expected one replica per process (DistributedDataParallel, FSDP), got nn.DataParallel, "
+    "whose replicas are copies without the state of fuse"
+)
+
+
+def _deferred(leaf, x, shell):
+    weight = leaf.weight
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    device = x.device if weight.is_meta else weight.device
+    group = Group(leaf._flce_leaf.fusion, shell, device, grad, _watched(leaf, x))
+    shape = (*x.shape[:-1], leaf.out_features)
+    record = steps.Record((steps.Source(leaf, x),), (), shape, group.context.product_dtype(x))
+    return shell(Node(group, record))
+
+
+def _watched(leaf, x):
+    """What has to be unchanged when the logits are made. Hooks may gather the weight, which
+    changes it, so only that of a head without hooks is watched."""
+    if torch.compiler.is_compiling() or x.is_inference():
+        return ()
+    weight = leaf.weight
+    is_plain = type(weight) is nn.Parameter and not leaf._forward_pre_hooks
+    return (x, weight) if is_plain and not weight.is_inference() else (x,)
+
+
+_classes = {}
+
+
+def _class_of(base, mixin):
+    """`base` with the mixin in front, under the name of `base`: one class for each."""
+    if (base, mixin) not in _classes:
+        made = type(base.__name__, (mixin, base), {"__module__": base.__module__})
+        made.__reduce_ex__ = _reduce
+        made._flce_base = base
+        _classes[base, mixin] = made
+    return _classes[base, mixin]
+
+
+def _reduce(module, protocol):
+    """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
+    mixin = _Deferring if isinstance(module, _Deferring) else _Served
+    return _rebuilt, (module._flce_base, mixin), module.__dict__
+
+
+def _rebuilt(base, mixin):
+    made = _class_of(base, mixin)
+    return made.__new__(made)
+
+
+def _swap(module, mixin):
+    module.__class__ = _class_of(type(module), mixin)
+    if "_old_forward" in module.__dict__:
+        # accelerate's hook, which is `forward` of the instance, calls this one.
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def attach(fusion, enclosing, leaves):
+    """Makes the leaves of a head defer their products."""
+    for leaf in leaves:
+        _swap(leaf, _Deferring)
+        leaf._flce_leaf = Leaf(fusion, enclosing)
+    if all(enclosing is not leaf for leaf in leaves):
+        _swap(enclosing, _Served)
+
+
+def detach(enclosing, leaves):
+    """Undoes `attach`. A class that others have derived since (FSDP2's) stays: it does nothing
+    once the Fusion is off."""
+    for module in {id(m): m for m in (*leaves, enclosing)}.values():
+        base = type(module).__dict__.get("_flce_base")
+        if base is not None:
+            module.__class__ = base
+            if "_old_forward" in module.__dict__:
+                module._old_forward = types.MethodType(base.forward, module)
+            module.__dict__.pop("_flce_leaf", None)
+
+
+def is_attached(module):
+    """Whether the products of `module`, or of what it encloses, are deferred."""
+    return any(isinstance(one, _Served) for one in module.modules())
+
+
+def fusion_of(model):
+    """The Fusion of the first fused head in `model`; None if there is none."""
+    leaves = (module for module in model.modules() if isinstance(module, _Deferring))
+    return next((leaf._flce_leaf.fusion for leaf in leaves if hasattr(leaf, "_flce_leaf")), None)

@@ -1,0 +1,117 @@
+"""Losses of deferred logits, by flce.linear_cross_entropy inside the heads' Modules."""
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+
+from ..functional import linear_cross_entropy
+from ..options import DTYPES
+from . import steps
+from .node import node_of, plain
+from .reentry import call_through
+
+_PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def unfit(sources):
+    """Why the weights of the sources cannot be multiplied by flce's kernels; None if they can.
+    To be asked inside the Modules' hooks, where a sharded weight is whole."""
+    for source in sources:
+        weight = source.leaf.weight
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor):
+            return f"the head's weight is a {type(weight).__name__}"
+        if weight.dtype not in DTYPES or source.x.dtype not in DTYPES:
+            return f"the head multiplies {source.x.dtype} by {weight.dtype}"
+        if weight.is_meta:
+            return "the head's weight is on the meta device"
+    return None
+
+
+def _fused(node, target, whole, options, logits_function):
+    """linear_cross_entropy of the node's record; where the weights turn out to be unfit, the
+    result of `logits_function` on the real logits."""
+    group, record = node.group, node.record
+
+    def run(sources):
+        if reason := unfit(sources):
+            group.fusion.fall_back(reason)
+            node.made = steps.replayed(record._replace(sources=sources), plain)
+            return logits_function(node.made)
+        dtype = group.context.product_dtype(sources[0].x)
+        made = record._replace(sources=sources)
+        x, weight, bias, derived = steps.operands(made, dtype, whole)
+        output = linear_cross_entropy(
+            x, weight, target, linear_bias=bias, **derived, **options, **_chosen(group, options)
+        )
+        group.is_fused = True
+        return output
+
+    with group.context.entered(group.context.grad and torch.is_grad_enabled()):
+        return call_through(record.sources, run)
+
+
+def _chosen(group, options):
+    """The options given to flce.fuse, as far as they suit a loss for each row or a logsumexp."""
+    chosen = dict(group.fusion.options)
+    if options.get("reduction") == "none" and chosen.get("save") == "grads":
+        del chosen["save"]
+    if options.get("return_lse"):
+        for name in ("z_loss", "gradient", "gradient_eps", "accumulate_into"):
+            chosen.pop(name, None)
+    return chosen
+
+
+def cross_entropy(node, args, kwargs):
+    """F.cross_entropy(logits (N, V) or (V,), target, ...)."""
+    given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    target, weight = given["target"], given.get("weight")
+    if not _is_known(node.record.shape, target, weight, given):
+        return NotImplemented
+    names = ("ignore_index", "reduction", "label_smoothing")
+    options = {name: given[name] for name in names if name in given}
+    whole = weight is not None or target.is_floating_point()
+    dtype = node.group.context.loss_dtype(node.record.dtype)
+
+    def of_logits(logits):
+        return F.cross_entropy(logits, *args[1:], **kwargs)
+
+    loss = _fused(node, target, whole, {"weight": weight, **options}, of_logits)
+    node.group.fusion.note_fused(node.record)
+    return loss if loss.dtype == dtype else loss.to(dtype)
+
+
+def _is_known(shape, target, weight, given):
+    if not _is_plain(target) or given.get("size_average", given.get("reduce")) is not None:
+        return False
+    if given.get("reduce") is not None or given.get("reduction", "mean") not in _REDUCTIONS:
+        return False
+    if weight is not None and (not _is_plain(weight) or weight.requires_grad):
+        return False
+    if len(shape) > 2 or target.requires_grad:
+        return False
+    expected = shape if target.is_floating_point() else shape[:-1]
+    return tuple(target.shape) == tuple(expected) and (
+        target.is_floating_point() or target.dtype == torch.int64
+    )
+
+
+def _is_plain(value):
+    return isinstance(value, torch.Tensor) and node_of(value) is None
+
+
+def logsumexp(node, args, kwargs):
+    """logsumexp over the classes: an output of the same kernels."""
+    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
+    dim = given.get("dim")
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    shape = node.record.shape
+    if not isinstance(dim, int) or dim not in (-1, len(shape) - 1) or given.get("out") is not None:
+        return NotImplemented
+    options = {"reduction": "none", "return_lse": True}
+    target = torch.zeros(shape[:-1], dtype=torch.int64, device=node.group.device)
+    made = _fused(node, target, False, options, lambda z: torch.logsumexp(z, -1))
+    node.group.fusion.note_fused(node.record)
+    lse = getattr(made, "lse", made).to(node.record.dtype)
+    return lse.unsqueeze(-1) if given.get("keepdim") else lse

@@ -1,0 +1,167 @@
+"""Values computed from a head's output that have not been made, and how they are made."""
+
+import contextlib
+import copy
+
+import torch
+
+from . import steps
+from .reentry import call_through
+
+
+class Context:
+    """The modes under which a head was called, for what is computed from its output later.
+
+    versions: [(tensor, its version)] of x and the weight, which must be the same then.
+    """
+
+    def __init__(self, device_type, watched=()):
+        self.grad = torch.is_grad_enabled()
+        self.device_type = device_type
+        self.autocast = self._autocast()
+        self.versions = [(tensor, tensor._version) for tensor in watched]
+
+    def _autocast(self):
+        enabled = torch.is_autocast_enabled(self.device_type)
+        return torch.get_autocast_dtype(self.device_type) if enabled else None
+
+    def product_dtype(self, x):
+        """The dtype of the output of an nn.Linear for x."""
+        return x.dtype if self.autocast is None or x.dtype == torch.float64 else self.autocast
+
+    def loss_dtype(self, dtype):
+        """The dtype of F.cross_entropy of logits of `dtype`, in which autocast takes float32."""
+        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device_type)
+        return torch.float32 if is_cast else dtype
+
+    def entered(self, grad):
+        """A context manager that restores them with gradients on or off. Raises RuntimeError if
+        what was watched has been written to."""
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "flce.fuse: expected the logits to be read before the head's weight or input "
+                    f"changes, got one of shape {tuple(tensor.shape)} that has been written to "
+                    "since; read outputs.logits before optimizer.step()"
+                )
+        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
+            return contextlib.nullcontext()  # as in every training step
+        return self._restored(grad)
+
+    @contextlib.contextmanager
+    def _restored(self, grad):
+        enabled = self.autocast is not None
+        with torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, enabled):
+            yield
+
+
+class Group:
+    """What all values computed from one call of a head have in common.
+
+    fusion: what to do where an operation is not deferred. shell: the class of what the caller
+    holds. requires_grad: of the real logits. is_fused: whether a loss was computed without the
+    logits; making them afterwards is a wish of the caller, not a fall-back.
+    """
+
+    def __init__(self, fusion, shell, device, requires_grad, watched):
+        self.fusion, self.shell, self.device = fusion, shell, device
+        self.requires_grad = requires_grad
+        self.context = Context(device.type, watched)
+        self.is_fused = False
+
+    def now(self):
+        """The group of a value that is computed now: a constant where gradients are off."""
+        if torch.is_grad_enabled() or not self.context.grad:
+            return self
+        constant = copy.copy(self)
+        constant.context = copy.copy(self.context)
+        constant.context.grad = constant.requires_grad = False
+        return constant
+
+
+class Node:
+    """One value that has not been made.
+
+    parent, view: the value is view(the parent's value) and shares its memory, so that what is
+    written to one is seen in the other, as it is with real tensors. Without a parent the value has
+    memory of its own. made: the real tensor, once there is one. listens: whether `pass_on` is a
+    hook of the shell. is_whole: whether the real tensor
+    would be contiguous.
+    """
+
+    def __init__(self, group, record, parent=None, view=None, is_whole=True):
+        self.group, self.record, self.parent, self.view = group, record, parent, view
+        self.is_whole = is_whole
+        self.made, self.listens = None, False
+
+    def is_pending(self):
+        """Whether nothing has been made from which this value would have to be taken."""
+        node = self
+        while node is not None and node.made is None:
+            node = node.parent
+        return node is None
+
+    def copy(self, record):
+        """The shell of a value with memory of its own."""
+        group = self.group.now()
+        return group.shell(Node(group, record))
+
+    def alias(self, record, view, is_whole):
+        """The shell of a view of this value."""
+        group = self.group.now()
+        return group.shell(Node(group, record, self, view, is_whole and self.is_whole))
+
+    def make(self):
+        """The real value, made once, under the modes of the head's call: what a reader under
+        no_grad makes must have a gradient for later readers."""
+        if self.made is None:
+            with self.group.context.entered(self.group.context.grad):
+                made = self.replay() if self.parent is None else self.view(self.parent.make())
+            self.made = made
+        return self.made
+
+    def replay(self):
+        """The real value, from the head on."""
+
+        def run(sources):
+            return steps.replayed(self.record._replace(sources=sources), plain)
+
+        return call_through(self.record.sources, run)
+
+    def make_for(self, function):
+        """The real value, because `function` is not deferred: with a warning, or an error if
+        strict, unless the logits were wanted besides a loss or without a gradient."""
+        if self.is_pending():
+            name = name_of(function)
+            if self.group.is_fused or not self.group.context.grad:
+                self.group.fusion.note_read(name)
+            else:
+                self.group.fusion.fall_back(f"{name} is not deferred")
+        return self.make()
+
+    def pass_on(self, gradient):
+        """Tensor hook of the shell: a gradient of the shell itself, which a custom autograd
+        Function took as its input, continues through the real value. None where that Function's
+        output was not used (DistributedDataParallel's)."""
+        if gradient is None:
+            return
+        with torch.enable_grad():
+            value = self.make()
+        torch.autograd.backward(value, gradient)
+
+
+def plain(leaf, x):
+    """The real logits; of a head that is not fused any more, too."""
+    return leaf.plain(x) if hasattr(leaf, "_flce_leaf") else leaf(x)
+
+
+def node_of(value):
+    """The Node of deferred logits; None for everything else."""
+    return getattr(value, "_flce", None)
+
+
+def name_of(function):
+    """The name of a torch function in messages."""
+    if torch.compiler.is_compiling():
+        return function.__name__  # resolve_name is not traced
+    return torch.overrides.resolve_name(function) or str(function)

@@ -1,0 +1,81 @@
+"""Finds the heads of a model: what it calls for its logits, and the nn.Linear in that."""
+
+from torch import nn
+
+from .head import foreign_hook, is_attached
+
+
+def heads_of(model, head=None):
+    """[(name, Module)]: what the model calls for its logits.
+
+    head: None to ask get_output_embeddings() of the model and of the models in it; else a Module
+    of the model, its name, or a list of these.
+    """
+    if head is not None:
+        given = head if isinstance(head, list | tuple) else [head]
+        return [_named(model, one) for one in given]
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        embeddings = _asked(ask)
+        if id(embeddings) in names:
+            found[id(embeddings)] = names[id(embeddings)], embeddings
+    for name, module in model.named_modules():
+        # A second head, of which get_output_embeddings() does not tell.
+        if name.rpartition(".")[2].endswith("lm_head") and isinstance(module, nn.Linear):
+            found.setdefault(id(module), (name, module))
+    return list(found.values())
+
+
+def _asked(ask):
+    try:
+        return None if ask is None else ask()
+    except NotImplementedError:
+        return None
+
+
+def _named(model, head):
+    if isinstance(head, str):
+        try:
+            return head, model.get_submodule(head)
+        except AttributeError as error:
+            expected = f"the name of a Module of {type(model).__name__}"
+            raise ValueError(f"head: expected {expected}, got {head!r}: {error}") from None
+    for name, module in model.named_modules():
+        if module is head:
+            return name, module
+    raise ValueError(
+        f"head: expected a Module of the model, its name, or a list of these, got "
+        f"{type(head).__name__}"
+    )
+
+
+def leaves_of(head):
+    """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
+    (base layer, up projections, copies to save), which PEFT wraps around it. None of them where
+    one of these is of another class, as a quantised base layer is: their sum would be made."""
+    if isinstance(head, nn.Linear):
+        return [head] if _is_plain(head) else []
+    classes = getattr(head, "out_features", None)
+    inner = [module for module in head.modules() if module is not head]
+    making = [m for m in inner if getattr(m, "out_features", None) == classes is not None]
+    return making if all(isinstance(m, nn.Linear) and _is_plain(m) for m in making) else []
+
+
+def _is_plain(module):
+    return type(module).forward is nn.Linear.forward and (
+        "forward" not in module.__dict__ or "_old_forward" in module.__dict__
+    )
+
+
+def why_not(head, leaves):
+    """Why the products of `head` cannot be deferred; None if they can."""
+    if is_attached(head):
+        return "it is fused already; call remove() of that handle first"
+    if not leaves:
+        return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
+    for module in (head, *leaves):
+        if hook := foreign_hook(module):
+            return f"{hook} is hooked to it, which would not see the logits"
+    return None

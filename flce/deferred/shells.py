@@ -1,0 +1,160 @@
+"""What a caller holds in place of logits: a Tensor without memory, or a plain object while
+torch.compile traces."""
+
+import torch
+
+from .node import node_of
+from .operations import HANDLERS
+
+# Answered from the shape, dtype and device, while there are no real logits.
+_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex")
+_METHODS += ("element_size", "get_device", "stride", "is_contiguous", "__len__", "is_inference")
+_METHODS += ("storage_offset", "is_signed", "is_conj", "is_neg")
+_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS}
+_ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+_PROPERTIES = {"shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta"}
+_PROPERTIES |= {"is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "names"}
+_PROPERTIES |= {"is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf", "grad_fn"}
+_PROPERTIES |= {"retains_grad", "output_nr", "name", "_base", "_version", "_backward_hooks"}
+_PROPERTIES |= {"requires_grad", "grad", "_grad"}
+# A hook on the logits would not see the gradient of a loss that was computed without them.
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+def answer(function, args, kwargs):
+    """The result of a torch function one of whose arguments is deferred."""
+    node = node_of(args[0]) if args else None
+    if node is None and len(args) == 2 and function in _COMMUTATIVE:
+        args = args[::-1]
+        node = node_of(args[0])
+    if node is not None and node.is_pending():
+        handler = HANDLERS.get(function)
+        if handler is not None:
+            _listen(args[0], node)
+            result = handler(node, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        elif function in _ANSWERED:
+            return _of_shell(function, args, kwargs)
+        elif function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
+            return False if function == _REQUIRES_GRAD else _of_shell(function, args, kwargs)
+        elif function in _HOOKS and node.group.is_fused:
+            raise RuntimeError(
+                f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
+                "from, got logits whose loss was computed without them"
+            )
+    return function(*real(args, function), **real(kwargs, function))
+
+
+_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+
+
+def _of_shell(function, args, kwargs):
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def real(value, function):
+    """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too."""
+    node = node_of(value)
+    if node is not None:
+        _listen(value, node)
+        return node.make_for(function)
+    if isinstance(value, dict):
+        return {name: real(item, function) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(real(item, function) for item in value)
+    return value
+
+
+def _listen(shell, node):
+    """Where gradients are off, the caller may be the forward of a custom autograd Function that
+    has taken the shell for its input, and will return the gradient to it."""
+    if node.group.requires_grad and not torch.is_grad_enabled() and not node.listens:
+        if not isinstance(shell, DeferredLogits):
+            return  # a plain object, which no Function takes for a Tensor
+        node.listens = True
+        with torch._C.DisableTorchFunctionSubclass():
+            shell.register_hook(node.pass_on)
+
+
+class DeferredLogits(torch.Tensor):
+    """A Tensor with shape, dtype and device of the logits, and no memory.
+
+    For C++ it requires grad where the logits do, so that `Node.pass_on` hears of a gradient. In
+    Python `requires_grad` is False as long as there are no logits: what is hooked to a tensor
+    that requires grad, as FSDP2 does with a Module's outputs, is hooked to the loss instead.
+    """
+
+    @staticmethod
+    def __new__(cls, node):
+        group, record = node.group, node.record
+        shell = torch.Tensor._make_wrapper_subclass(
+            cls,
+            record.shape,
+            dtype=record.dtype,
+            device=group.device,
+            requires_grad=group.requires_grad,
+        )
+        shell._flce = node
+        return shell
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return answer(function, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        """Reached by C++ that does not ask __torch_function__. It runs below autograd, where
+        logits can be read, but neither kept nor written to."""
+        if any(a.alias_info and a.alias_info.is_write for a in function._schema.arguments):
+            raise RuntimeError(
+                f"flce.fuse: {function}: expected real tensors, got logits that have not been "
+                "made; make them first, for example by logits = logits.clone() + 0"
+            )
+
+        def values(value):
+            node = node_of(value)
+            if node is not None:
+                _listen(value, node)
+                return node.replay() if node.made is None else node.made.detach()
+            return type(value)(map(values, value)) if type(value) in (tuple, list) else value
+
+        kwargs = {name: values(value) for name, value in (kwargs or {}).items()}
+        return function(*values(args), **kwargs)
+
+
+class TracedLogits:
+    """Deferred logits under torch.compile, which traces a plain object with __torch_function__
+    but no subclass of Tensor without memory. Its attributes are those of a Tensor."""
+
+    def __init__(self, node):
+        self._flce, self.device = node, node.group.device
+        self.shape, self.dtype = torch.Size(node.record.shape), node.record.dtype
+        self.ndim, self.requires_grad = len(self.shape), False
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return answer(function, args, kwargs or {})
+
+
+def _method(function):
+    def method(self, *args, **kwargs):
+        return answer(function, (self, *args), kwargs)
+
+    return method
+
+
+def _dunders():
+    arithmetic = ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod")
+    yield from (f"__{side}{name}__" for name in arithmetic for side in ("", "r", "i"))
+    yield from ("__getitem__", "__setitem__", "__neg__", "__len__", "__iter__", "__lt__", "__gt__")
+    yield from ("__le__", "__ge__", "__abs__", "__bool__", "__float__", "__int__", "__array__")
+
+
+# Tensor's methods, all of them: each goes through the same table as a Tensor's would.
+for _name in (*(name for name in dir(torch.Tensor) if not name.startswith("_")), *_dunders()):
+    _function = getattr(torch.Tensor, _name, None)
+    if callable(_function) and not hasattr(TracedLogits, _name):
+        setattr(TracedLogits, _name, _method(_function))

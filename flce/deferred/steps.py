@@ -1,0 +1,197 @@
+"""What was done to deferred logits, and what it means as options of linear_cross_entropy.
+
+Nothing here calls a Module or makes logits but `replayed`, which repeats the steps on real ones.
+"""
+
+import functools
+import math
+import numbers
+import typing
+
+import torch
+
+SCALE, TANH, BIAS, CLASSES, CAST = "scale", "tanh", "bias", "classes", "cast"
+
+
+class Step(typing.NamedTuple):
+    """One operation on every row alike.
+
+    kind: one of the names above. value: the factor, None, the vector, (start, stop), the dtype.
+    replay: the operation itself, from real logits (..., V) to real logits.
+    """
+
+    kind: str
+    value: object
+    replay: typing.Callable[[torch.Tensor], torch.Tensor]
+
+
+class Source(typing.NamedTuple):
+    """`leaf(x)`, an nn.Linear's product that was not made, and the scales and casts before it was
+    added to others. x: shape (..., H)."""
+
+    leaf: torch.nn.Module
+    x: torch.Tensor
+    steps: tuple = ()
+
+
+class Record(typing.NamedTuple):
+    """The sum of the sources, and the steps after it. shape (..., V) and dtype are the result's."""
+
+    sources: tuple
+    steps: tuple
+    shape: tuple
+    dtype: torch.dtype
+
+    def then(self, step, dtype=None, classes=None):
+        shape = self.shape if classes is None else (*self.shape[:-1], classes)
+        return Record(self.sources, (*self.steps, step), shape, dtype or self.dtype)
+
+    def of_rows(self, select):
+        """The record of selected or reshaped rows: every step acts on rows one by one, so the
+        selection can precede them all, the product included."""
+        sources = tuple(Source(s.leaf, select(s.x), s.steps) for s in self.sources)
+        shape = (*sources[0].x.shape[:-1], self.shape[-1])
+        return Record(sources, self.steps, shape, self.dtype)
+
+
+class Folded(typing.NamedTuple):
+    """outer tanh(scale z + bias), or scale z + bias where outer is None, for classes [start, stop).
+
+    bias: shape (stop - start,), or None.
+    """
+
+    scale: float = 1.0
+    bias: torch.Tensor | None = None
+    outer: float | None = None
+    start: int = 0
+    stop: int | None = None
+
+
+def _folded(state, step):
+    kind, value, _ = step
+    if kind == SCALE and state.outer is not None:
+        return state._replace(outer=state.outer * value)
+    if kind == SCALE:
+        bias = None if state.bias is None else state.bias * value
+        return state._replace(scale=state.scale * value, bias=bias)
+    if kind == TANH:
+        return state._replace(outer=1.0)
+    if kind == BIAS:
+        return state._replace(bias=value if state.bias is None else state.bias + value)
+    if kind == CLASSES:
+        start, stop = value
+        bias = None if state.bias is None else state.bias[start:stop]
+        return state._replace(start=state.start + start, stop=state.start + stop, bias=bias)
+    return state
+
+
+_UNCHANGED = Folded()
+
+
+def fold(steps):
+    return functools.reduce(_folded, steps, _UNCHANGED)
+
+
+def is_capped(steps):
+    return any(step.kind == TANH for step in steps)
+
+
+def is_linear(steps):
+    """Whether the steps are scales and casts, which a term of a sum may have."""
+    return all(step.kind in (SCALE, CAST) for step in steps)
+
+
+def is_scale(factor, steps):
+    """Whether logits with these steps may be scaled by `factor`: flce has no factor 0, and the
+    factor after a tanh is its softcap, which is positive."""
+    is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+    is_usable = is_number and math.isfinite(factor) and factor != 0
+    return is_usable and (factor > 0 or not is_capped(steps))
+
+
+def replayed(record, product):
+    """The real logits. `product(leaf, x)`: the real output of a source's leaf."""
+    total = None
+    for source in record.sources:
+        value = product(source.leaf, source.x)
+        for step in source.steps:
+            value = step.replay(value)
+        total = value if total is None else total + value
+    for step in record.steps:
+        total = step.replay(total)
+    return total
+
+
+def operands(record, dtype, whole):
+    """(x, weight, bias, options) of linear_cross_entropy for the record's logits.
+
+    x: shape (..., H), weight: (V, H), bias: (V,) or None. dtype: of the logits that the sources
+    make, to which several sources are cast. whole: whether a class weight or probabilities belong
+    to the selected classes, so that the weight has to be cut to these.
+    """
+    folded = fold(record.steps)
+    own = fold(record.sources[0].steps).scale
+    x, weight, bias = _product(record.sources, own, dtype)
+    scale, options = folded.scale * own, {}
+    if folded.stop is not None:
+        if folded.start == 0 and folded.bias is None and not whole:
+            options["valid_vocab"] = folded.stop
+        else:
+            weight = weight[folded.start : folded.stop]
+            bias = None if bias is None else bias[folded.start : folded.stop]
+    if folded.bias is not None:
+        added = folded.bias / scale
+        bias = added if bias is None else bias + added
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
+    if folded.outer is not None:
+        options.update(softcap=folded.outer, logit_scale=scale * folded.outer)
+    elif scale != 1:
+        options["logit_scale"] = scale
+    return x, weight, bias, options
+
+
+def _product(sources, own, dtype):
+    """(x, weight, bias) of the sum of all sources, divided by the first one's factor `own`.
+
+    Several sources become one product, [x1, s x2] [W1, W2]^T: the kernels take one pair of
+    operands, and two calls could not share one logsumexp. The copy of [W1, W2] takes V (H + r)
+    elements, and its gradient is made whole: the part of a frozen W1 is dropped. PEFT adds a
+    float32 adapter to a bfloat16 base in float32 and rounds the sum to bfloat16; here adapter and
+    base are both in bfloat16, which `dtype` is then, and the products are summed in float32.
+    """
+    first, *others = sources
+    x, weight, bias = first.x, first.leaf.weight, first.leaf.bias
+    if not others:
+        return x, weight, bias
+    xs, weights = [x.to(dtype)], [weight.to(dtype)]
+    for source in others:
+        ratio = fold(source.steps).scale / own
+        xs.append(source.x.to(dtype) * ratio)
+        weights.append(source.leaf.weight.to(dtype))
+        if source.leaf.bias is not None:
+            added = source.leaf.bias * ratio
+            bias = added if bias is None else bias + added
+    return torch.cat(xs, dim=-1), torch.cat(weights, dim=1), bias
+
+
+def key_of(record):
+    """What `describe` needs, hashable: (number of sources, ((kind, value), ...))."""
+    steps = tuple([(kind, None if kind == BIAS else value) for kind, value, _ in record.steps])
+    return len(record.sources), steps
+
+
+def describe(key):
+    """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
+    sources, steps = key
+    words = [f"sum of {sources} products"] if sources > 1 else []
+    for kind, value in steps:
+        if kind == SCALE:
+            words.append(f"scale {value:g}")
+        elif kind == CLASSES:
+            words.append(f"classes {value[0]} to {value[1]}")
+        elif kind == CAST:
+            words.append(str(value).removeprefix("torch."))
+        else:
+            words.append(kind)
+    return ", ".join(words) or "none"

@@ -1,0 +1,129 @@
+"""flce.fuse under torch.compile: one graph, the same results."""
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+import torch.nn.functional as F
+from torch import nn
+
+import flce
+
+HIDDEN, VOCAB, BATCH, LENGTH = 16, 50, 2, 8
+IDS = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+class Model(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.lm_head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.use = use
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids, labels=None):
+        logits = self.use(self.lm_head(self.embedding(ids)))
+        if labels is None:
+            return None, logits
+        flat = logits[..., :-1, :].contiguous().view(-1, logits.shape[-1])
+        return F.cross_entropy(flat, labels[..., 1:].reshape(-1)), logits
+
+
+def run(model, module, ids=IDS):
+    module.zero_grad()
+    loss, logits = model(ids, labels=ids)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in module.parameters()], logits
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+USES = {
+    "plain": lambda z: z,
+    "scale, cap, cast": lambda z: torch.tanh(z.to(torch.float32) / 3) * 3.0,
+    "bias": lambda z: (z * 0.5).float() + torch.linspace(-1, 1, VOCAB),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_one_graph(name):
+    model = Model(USES[name])
+    loss, gradients, logits = run(model, model)
+    with flce.fuse(model, strict=True) as handle:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        got, got_gradients, got_logits = run(compiled, model)
+        assert handle.losses
+        assert torch.equal(got_logits.argmax(-1), logits.argmax(-1))
+        assert (torch.add(got_logits, 0) - logits).abs().max() <= 1e-6
+    assert abs(got - loss) <= 1e-6 * loss
+    for one, other in zip(got_gradients, gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-6
+
+
+def test_no_graph_break_more_than_without():
+    model = Model(USES["plain"])
+    before = dynamo.explain(model)(IDS, labels=IDS).graph_break_count
+    dynamo.reset()
+    with flce.fuse(model):
+        assert dynamo.explain(model)(IDS, labels=IDS).graph_break_count == before == 0
+
+
+def test_dynamic_shapes():
+    """Two lengths, one graph for both."""
+    model = Model(USES["scale, cap, cast"])
+    with flce.fuse(model, strict=True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        for length in (8, 5, 6):
+            ids = IDS[:, :length]
+            got = run(compiled, model, ids)
+            expected = run(model, model, ids)
+            assert abs(got[0] - expected[0]) <= 1e-6 * expected[0]
+
+
+def test_a_fall_back_is_right():
+    """The warning breaks the graph; the logits are real."""
+    model = Model(torch.exp)
+    loss, gradients, _ = run(model, model)
+    with flce.fuse(model), pytest.warns(UserWarning, match="exp is not deferred"):
+        got, got_gradients, logits = run(torch.compile(model, backend="aot_eager"), model)
+    assert isinstance(logits, torch.Tensor)
+    assert abs(got - loss) <= 1e-6 * loss
+    for one, other in zip(got_gradients, gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def test_evaluation_and_inference():
+    model = Model(USES["plain"])
+    with torch.no_grad():
+        loss, logits = model(IDS, labels=IDS)
+        with flce.fuse(model, strict=True) as handle:
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            got = compiled(IDS, labels=IDS)
+            assert abs(got[0] - loss) <= 1e-6 * loss and handle.losses
+            assert torch.equal(compiled(IDS)[1], logits)
+
+
+def test_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from fused_case import step, worst_error
+    from tiny_models import tiny_config
+
+    torch.manual_seed(0)
+    config = tiny_config(transformers.Gemma2Config, num_hidden_layers=1, use_cache=False)
+    model = transformers.Gemma2ForCausalLM(config).train()
+    inputs = {"input_ids": IDS, "labels": IDS}
+    loss, gradients, _ = step(model, inputs)
+    with flce.fuse(model, strict=True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        got = compiled(**inputs).loss
+        got.backward()
+    assert abs(got - loss) <= 1e-6 * loss
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert worst_error(found, gradients) <= 2e-5

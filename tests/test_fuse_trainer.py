@@ -1,0 +1,159 @@
+"""flce.fuse under transformers' Trainer: accumulated gradients, their denominators, evaluation."""
+
+import copy
+
+import pytest
+import torch
+
+import flce
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("accelerate")
+
+from tiny_models import VOCAB, tiny_config  # noqa: E402
+
+from flce.integrations.transformers import FuseCallback  # noqa: E402
+
+LENGTH, STEPS = 24, 20
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of which a different part has labels each: 1 to LENGTH tokens."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(VOCAB, (count, LENGTH), generator=generator)
+        self.labels = self.ids.clone()
+        for row in self.labels:
+            row[int(torch.randint(1, LENGTH, (), generator=generator)) :] = -100
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.labels[i]}
+
+
+def trainer_of(model, folder, callbacks=(), **settings):
+    class Recording(transformers.Trainer):
+        losses = None
+
+        def training_step(self, *arguments, **options):
+            loss = super().training_step(*arguments, **options)
+            self.losses = [*(self.losses or []), float(loss)]
+            return loss
+
+    settings = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        **settings,
+    }
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **settings)
+    return Recording(
+        model,
+        arguments,
+        train_dataset=Rows(8 * STEPS),
+        eval_dataset=Rows(8),
+        callbacks=list(callbacks),
+    )
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(tiny_config(transformers.LlamaConfig))
+
+
+def assert_equal(got, expected, bar):
+    assert len(got) == len(expected) > 0
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True))
+    assert worst <= bar, worst
+
+
+def train(model, folder, **settings):
+    trainer = trainer_of(model, folder, **settings)
+    trainer.train()
+    return trainer
+
+
+def test_losses_and_weights(tmp_path):
+    """20 steps, accumulation 4, ragged labels: as without fuse."""
+    plain, fused = llama(), llama()
+    expected = train(plain, tmp_path).losses
+    with flce.fuse(fused, strict=True) as handle:
+        got = train(fused, tmp_path).losses
+    assert_equal(got, expected, 1e-6)
+    assert len(got) == 4 * STEPS == sum(handle.losses.values())
+    assert expected[-1] < expected[0]
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def test_accumulation_equals_one_large_batch(tmp_path):
+    """num_items_in_batch divides the sums: by the labels of all four parts."""
+    parts, whole = llama(), llama()
+    flce.fuse(parts, strict=True)
+    flce.fuse(whole, strict=True)
+    few = {"max_steps": 5, "learning_rate": 0.1}
+    summed = train(parts, tmp_path, **few).losses
+    large = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    expected = train(whole, tmp_path, **few, **large).losses
+    assert_equal([sum(summed[4 * i : 4 * i + 4]) for i in range(5)], expected, 1e-6)
+    for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def test_the_callback(tmp_path):
+    callback = FuseCallback(strict=True)
+    trainer = train(llama(), tmp_path, callbacks=[callback], max_steps=2)
+    assert sum(callback.handle.losses.values()) == 8
+    assert_equal(trainer.losses, train(llama(), tmp_path, max_steps=2).losses, 1e-6)
+
+
+def test_evaluation(tmp_path):
+    model = llama()
+    expected = trainer_of(model, tmp_path).predict(Rows(8))
+    with flce.fuse(model, strict=True) as handle:
+        only_loss = trainer_of(model, tmp_path, prediction_loss_only=True).evaluate()
+        assert handle.losses and not handle.reads
+        found = trainer_of(model, tmp_path).predict(Rows(8))
+        assert handle.reads
+    assert_equal([only_loss["eval_loss"]], [expected.metrics["test_loss"]], 1e-6)
+    assert (found.predictions == expected.predictions).all()
+
+
+def test_label_smoothing_of_the_trainer(tmp_path):
+    """It calls the model without labels: real logits, the same losses, and a warning."""
+    settings = {"label_smoothing_factor": 0.1, "max_steps": 2}
+    expected = train(llama(), tmp_path, **settings).losses
+    with pytest.warns(UserWarning, match="label_smoothing_factor: the Trainer calls the model"):
+        callback = FuseCallback()
+        got = train(llama(), tmp_path, callbacks=[callback], **settings).losses
+    assert got == expected and not callback.handle.losses
+
+
+def test_bfloat16_autocast(tmp_path):
+    """accelerate runs the forward under autocast and casts the outputs to float32."""
+    expected = train(llama(), tmp_path, bf16=True, max_steps=2).losses
+    model = llama()
+    with flce.fuse(model, strict=True) as handle:
+        got = train(model, tmp_path, bf16=True, max_steps=2).losses
+    assert_equal(got, expected, 2e-3)
+    assert sum(handle.losses.values()) == 8 and not handle.reads
+
+
+def test_data_parallel_is_refused(tmp_path):
+    trainer = trainer_of(llama(), tmp_path)
+    arguments = copy.copy(trainer.args)
+    arguments._n_gpu = 2
+    with pytest.raises(ValueError, match="FuseCallback: .*got nn.DataParallel"):
+        FuseCallback().on_init_end(arguments, None, None, model=trainer.model)

@@ -1,0 +1,375 @@
+"""flce.fuse on models of transformers, small, with random weights. All causal language models are
+in fuse_coverage.py."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from fused_case import Comparison, step, worst_error  # noqa: E402
+from tiny_models import VOCAB, causal_classes, tiny_config, tiny_model  # noqa: E402
+
+BATCH, LENGTH = 2, 64
+ROWS = BATCH * (LENGTH - 1)
+IDS = torch.randint(20, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+TEXT = {"input_ids": IDS, "labels": IDS}
+FLOAT32 = 2e-6, 2e-5
+CLASSES = causal_classes()
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def float64_loss(logits, labels, vocab_size, **others):
+    """ForCausalLMLoss without its cast to float32."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].flatten())
+
+
+def check(model, inputs, bars, rows=ROWS):
+    """The model fuses, makes no logits, and equals itself unfused. -> the Comparison"""
+    found = Comparison(model, inputs, rows, VOCAB, save="stats", max_memory="128KiB")
+    assert found.is_fused and not found.made, (found.fallbacks, found.made)
+    assert found.loss_error <= bars[0] and found.gradient_error <= bars[1]
+    assert found.logits_error <= bars[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, steps",
+    [
+        ("LlamaForCausalLM", "none"),
+        ("Qwen3ForCausalLM", "none"),
+        ("PhiForCausalLM", "none"),
+        ("Gemma2ForCausalLM", "scale 0.0333333, tanh, scale 30"),
+        ("Gemma3ForCausalLM", "none"),
+        ("Gemma4ForCausalLM", "none"),
+        ("Cohere2ForCausalLM", "scale 0.0625"),
+        ("GraniteForCausalLM", "scale 1"),
+        ("OPTForCausalLM", "none"),
+        ("FalconH1ForCausalLM", "scale 1"),
+        ("BambaForCausalLM", "none"),
+        ("RecurrentGemmaForCausalLM", "scale 0.0333333, tanh, scale 30"),
+    ],
+)
+def test_float64(name, steps):
+    variant = 1 if name.startswith("RecurrentGemma") else 0
+    model = tiny_model(name, CLASSES[name], variant).double()
+    model.loss_function = float64_loss
+    found = check(model, TEXT, (1e-14, 1e-12))
+    assert list(found.losses) == [steps]
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_auxiliary_losses_are_added(name):
+    """In place, to the loss that flce returned."""
+    model = tiny_model(name, CLASSES[name])
+    model.config.output_router_logits = True
+    check(model, TEXT, FLOAT32)
+    assert model(**TEXT).aux_loss > 0
+
+
+def test_logsumexp_of_bamba():
+    model = tiny_model("BambaForCausalLM", CLASSES["BambaForCausalLM"])
+    model.z_loss_coefficient = model.config.z_loss_coefficient = 0.1
+    check(model, TEXT, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "name, steps",
+    [
+        ("Mamba2ForCausalLM", "none"),
+        ("InklingForCausalLM", "classes 0 to 900"),
+        ("NanoChatForCausalLM", "scale 0.0666667, tanh, scale 15"),
+    ],
+)
+def test_casts_slices_and_caps(name, steps):
+    model = tiny_model(name, CLASSES[name])
+    model.config.unpadded_vocab_size = 900  # Inkling's, whose head is padded
+    inputs = {"input_ids": IDS, "labels": IDS % 900}
+    assert list(check(model, inputs, FLOAT32).losses) == [steps]
+
+
+def built(name, **settings):
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    return cls(tiny_config(cls.config_class, **settings))
+
+
+def t5():
+    return built("T5ForConditionalGeneration", decoder_start_token_id=0), TEXT
+
+
+def bart():
+    model = built("BartForConditionalGeneration")
+    model.final_logits_bias.normal_()
+    return model, TEXT
+
+
+def whisper():
+    settings = dict(num_mel_bins=8, max_source_positions=16, max_target_positions=LENGTH)
+    model = built("WhisperForConditionalGeneration", **settings)
+    return model, {"input_features": torch.randn(BATCH, 8, 32), "labels": IDS}
+
+
+def bert():
+    labels = IDS.clone()
+    labels[:, ::3] = -100
+    return built("BertForMaskedLM"), {"input_ids": IDS, "labels": labels}
+
+
+def gemma3_with_an_image():
+    vision = dict(image_size=28, patch_size=7, num_hidden_layers=1)
+    settings = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4)
+    config = transformers.Gemma3Config(
+        text_config=tiny_config(transformers.Gemma3TextConfig).to_dict(),
+        vision_config={**settings, **vision},
+        mm_tokens_per_image=4,
+        image_token_index=7,
+        boi_token_index=5,
+        eoi_token_index=6,
+    )
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    ids[:, 3:7] = 7
+    mask[0, 60:] = 0  # rows chosen by a boolean mask
+    pixels = torch.randn(BATCH, 3, 28, 28)
+    kinds = (ids == 7).long()
+    inputs = dict(input_ids=ids, labels=IDS, attention_mask=mask, token_type_ids=kinds)
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    return model, {**inputs, "pixel_values": pixels}
+
+
+def gemma4():
+    zeros = torch.zeros_like(IDS)
+    model = built("Gemma4ForConditionalGeneration")
+    return model, {**TEXT, "token_type_ids": zeros, "mm_token_type_ids": zeros}
+
+
+def qwen3_vl_with_an_image():
+    rope = dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], mrope_interleaved=True
+    )
+    text = tiny_config(transformers.Qwen3VLTextConfig).to_dict()
+    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4)
+    vision |= dict(out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0])
+    config = transformers.Qwen3VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=7,
+        video_token_id=8,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+    )
+    ids = IDS.clone()
+    ids[:, 3:7] = 7
+    inputs = dict(input_ids=ids, labels=IDS, attention_mask=torch.ones_like(ids))
+    inputs |= dict(pixel_values=torch.randn(32, 96), image_grid_thw=torch.tensor([[1, 4, 4]] * 2))
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    return model, {**inputs, "mm_token_type_ids": (ids == 7).int()}
+
+
+def higgs_audio_text():
+    config = tiny_config(transformers.HiggsAudioV2Config, audio_token_id=7)
+    torch.manual_seed(0)
+    model = transformers.HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
+    return model, TEXT
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        t5,
+        bart,
+        whisper,
+        bert,
+        gemma3_with_an_image,
+        gemma4,
+        qwen3_vl_with_an_image,
+        higgs_audio_text,
+    ],
+)
+def test_other_models(case):
+    torch.manual_seed(4)
+    model, inputs = case()
+    check(model, inputs, FLOAT32, rows=BATCH * 40)
+
+
+def test_both_heads_of_higgs_audio():
+    """The audio head's classes are split among codebooks: it makes its logits."""
+    model, inputs = higgs_audio_text()
+    config = model.config
+    ids = IDS.clone()
+    ids[:, 8:24] = config.audio_token_id
+    audio = torch.randint(config.codebook_size, (BATCH, 16, config.num_codebooks))
+    inputs = {"input_ids": ids, "labels": IDS, "audio_input_ids": audio, "audio_labels": audio}
+    inputs["audio_input_ids_mask"] = torch.ones(BATCH, 16, dtype=torch.bool)
+    found = Comparison(model, inputs, ROWS, VOCAB)
+    assert found.loss_error <= FLOAT32[0] and found.gradient_error <= FLOAT32[1]
+    assert found.losses == {"none": 1}
+    assert list(found.fallbacks) == ["torch.Tensor.reshape is not deferred"]
+
+
+def test_the_mask_of_chameleon_acts():
+    """Written into the logits in place, before the loss."""
+    image = {f"IMGIMG{chr(65 + i)}Z": 10 + i for i in range(8)}
+    vision = dict(embed_dim=8, num_embeddings=8, latent_channels=8, resolution=16)
+    vision |= dict(base_channels=32, channel_multiplier=[1], num_res_blocks=1)
+    config = transformers.ChameleonConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocabulary_map={"<image>": 4, **image},
+        vq_config=vision,
+    )
+    torch.manual_seed(0)
+    model = transformers.ChameleonForConditionalGeneration(config)
+    found = Comparison(model, TEXT, ROWS, VOCAB)
+    assert (found.loss_error, found.gradient_error, found.logits_error) == (0, 0, 0)
+    assert list(found.fallbacks) == ["torch.Tensor.__setitem__ is not deferred"]
+    with flce.fuse(model), pytest.warns(UserWarning, match="Chameleon.*__setitem__ is not defer"):
+        assert (model(**TEXT).logits[..., 10:18] < -1e30).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "LlamaForSequenceClassification"]
+)
+def test_classifiers_of_sequences_are_refused(name):
+    with pytest.raises(ValueError, match=f"expected one with a vocabulary head.*{name}"):
+        flce.fuse(built(name))
+
+
+def llama(**settings):
+    return built("LlamaForCausalLM", **settings)
+
+
+@pytest.mark.parametrize(
+    "extra, rows",
+    [
+        ({"num_items_in_batch": torch.tensor(77)}, ROWS),
+        ({"num_items_in_batch": 50}, ROWS),
+        ({"shift_labels": IDS.roll(-1, 1)}, ROWS),
+        ({"logits_to_keep": 40, "labels": IDS[:, -40:]}, BATCH * 39),
+        ({"logits_to_keep": torch.arange(5, 50), "labels": IDS[:, 5:50]}, BATCH * 44),
+        ({"ignore_index": int(IDS[0, 5])}, ROWS),
+    ],
+)
+def test_arguments_of_the_forward(extra, rows):
+    check(llama(), {**TEXT, **extra}, FLOAT32, rows)
+
+
+def test_logits_to_keep_by_a_mask():
+    mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
+    labels = IDS[mask]
+    check(llama(), {**TEXT, "logits_to_keep": mask, "labels": labels}, FLOAT32, len(labels) - 1)
+
+
+def test_generates_alike():
+    model = llama().eval()
+    expected = model.generate(IDS[:, :8], max_new_tokens=6, do_sample=False)
+    with flce.fuse(model, strict=True) as handle:
+        assert torch.equal(model.generate(IDS[:, :8], max_new_tokens=6, do_sample=False), expected)
+    assert not (handle.losses or handle.reads or handle.fallbacks)
+
+
+def test_evaluation_with_and_without_logits():
+    model = llama().eval()
+    with torch.no_grad():
+        expected = model(**TEXT)
+        with flce.fuse(model, strict=True) as handle:
+            output = model(**TEXT)
+            assert abs(output.loss - expected.loss) <= 1e-5
+            assert not handle.reads
+            assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
+        assert torch.equal(output.logits, expected.logits)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    check(model, TEXT, FLOAT32)
+
+
+def test_a_checkpoint_of_the_whole_model():
+    from torch.utils.checkpoint import checkpoint
+
+    model = llama().train()
+
+    def losses(reentrant):
+        model.zero_grad()
+        embeddings = model.get_input_embeddings()(IDS)
+
+        def loss_of(inputs_embeds):
+            return model(inputs_embeds=inputs_embeds, labels=IDS).loss
+
+        loss = checkpoint(loss_of, embeddings, use_reentrant=reentrant)
+        loss.backward()
+        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    for reentrant in (True, False):
+        loss, gradients = losses(reentrant)
+        with flce.fuse(model, strict=True):
+            fused_loss, fused_gradients = losses(reentrant)
+        assert abs(fused_loss - loss) <= 1e-6 * loss
+        assert worst_error(fused_gradients, gradients) <= FLOAT32[1]
+
+
+def test_tied_weights():
+    model = llama(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    check(model, TEXT, FLOAT32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_autocast():
+    """bfloat16 products and a float32 loss, as without fuse."""
+    model = llama().train()
+
+    def losses():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(model, TEXT)
+
+    loss, gradients, output = losses()
+    with flce.fuse(model, strict=True):
+        fused_loss, fused_gradients, fused_output = losses()
+        assert fused_loss.dtype == loss.dtype and torch.equal(fused_output.logits, output.logits)
+    assert abs(fused_loss - loss) <= 1e-3 * loss
+    assert worst_error(fused_gradients, gradients) <= 3e-2
+
+
+def test_fused_before_accelerate_dispatches():
+    accelerate = pytest.importorskip("accelerate")
+    model = llama()
+    expected = model(**TEXT).loss
+    for early in (True, False):
+        handle = flce.fuse(model, strict=True) if early else None
+        accelerate.cpu_offload(model, execution_device="cpu")
+        handle = handle or flce.fuse(model, strict=True)
+        with torch.no_grad():
+            output = model(**TEXT)
+            assert abs(output.loss - expected) <= 1e-5
+            assert output.logits.shape == (BATCH, LENGTH, VOCAB)
+            assert torch.isfinite(output.logits).all()
+        assert handle.losses
+        handle.remove()
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert abs(model(**TEXT).loss - expected) == 0
+
+
+def test_nothing_is_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with flce.fuse(llama()) as handle:
+            handle.model(**TEXT).loss.backward()
