@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -503,6 +505,22 @@ def test_options_reach_the_loss():
     expected = model(IDS, IDS)[0] + 0.5 * model(IDS)[1].logsumexp(-1).pow(2).mean()
     with flce.fuse(model, z_loss=0.5, save="stats", strict=True):
         equal(model(IDS, IDS)[0].detach(), expected.detach())
+
+
+def test_accumulation_into_the_gradient():
+    model = Model()
+    _, gradients, _ = run(model)
+    with flce.fuse(model, strict=True, accumulate_into="grad"):
+        for times in (1.0, 2.0):
+            model(IDS, IDS)[0].backward() if times == 2.0 else run(model)
+            equal(model.lm_head.weight.grad, times * gradients[1])
+
+
+def test_nothing_else_is_imported():
+    """transformers, peft and accelerate only by those who use them."""
+    code = "import sys, flce; flce.fuse; print({'transformers', 'peft', 'accelerate'} & set(sys.modules))"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "set()\n"
 
 
 def test_save_grads_serves_what_it_can():

@@ -368,6 +368,20 @@ def test_fused_before_accelerate_dispatches():
         assert abs(model(**TEXT).loss - expected) == 0
 
 
+def test_the_coverage_script():
+    import fuse_coverage
+
+    assert len(CLASSES) >= 180
+    state, steps, _ = fuse_coverage.row("GraniteForCausalLM", CLASSES["GraniteForCausalLM"])
+    assert (state, steps) == ("fused", "scale 1")
+    state, reason, _ = fuse_coverage.row("ProphetNetForCausalLM", CLASSES["ProphetNetForCausalLM"])
+    assert (state, reason) == ("falls back", "torch.Tensor.transpose is not deferred")
+    assert fuse_coverage.row("FuyuForCausalLM", CLASSES["FuyuForCausalLM"])[0] == "not built"
+    rows = [("A", "fused", "none", ""), ("B", "falls back", "exp", ""), ("C", "not built", "", "")]
+    text, built, share, wrong = fuse_coverage.table(rows)
+    assert (built, share, wrong) == (2, 50, 0) and "| B | falls back | exp |  |" in text
+
+
 def test_nothing_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
