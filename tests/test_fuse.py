@@ -72,6 +72,7 @@ def compare(model, bar=1e-12, **options):
 
 
 BIAS = torch.linspace(-2, 2, VOCAB, dtype=torch.float64)
+TWICE = torch.arange(2 * ROWS) % 10
 ROW_MASK = torch.arange(ROWS).reshape(BATCH, LENGTH) % 3 != 1
 
 
@@ -114,6 +115,20 @@ def z_loss(logits, labels):
     return flat_loss(logits, labels) + 0.1 * logits.logsumexp(-1).pow(2).mean()
 
 
+def moved_loss(logits, labels):
+    moved = (logits.transpose(1, 2), logits.permute(0, 2, 1), torch.transpose(logits, -1, -2))
+    return sum(
+        F.cross_entropy(z, labels, label_smoothing=i / 10, reduction=reduction).sum()
+        for i, (z, reduction) in enumerate(zip(moved, ("mean", "none", "sum"), strict=True))
+    )
+
+
+def grouped_loss(logits, labels):
+    groups = logits.reshape(*logits.shape[:2], 5, 10)
+    losses = [flat_loss(groups[:, :, i, :].contiguous(), labels % 10) for i in (0, 2, -1)]
+    return sum(losses) + flat_loss(groups[:1, 2:, 3, :].contiguous(), labels[:1, 2:] % 10)
+
+
 def options_loss(logits, labels):
     return flat_loss(
         logits, labels, ignore_index=int(labels[0, 0]), reduction="sum", label_smoothing=0.2
@@ -143,6 +158,8 @@ RECORDED = {
     "probabilities": (lambda z: z, probabilities),
     "logsumexp": (lambda z: z / 2, z_loss),
     "options": (lambda z: z, options_loss),
+    "classes as the second dimension": (lambda z: z / 3, moved_loss),
+    "groups of classes": (lambda z: z * 2 + BIAS, grouped_loss),
     "rows of one sequence": (lambda z: z, lambda z, y: F.cross_entropy(z[0], y[0])),
     "one row": (lambda z: z, lambda z, y: F.cross_entropy(z[1, 2], y[1, 2])),
     "none": (lambda z: z, lambda z, y: (flat_loss(z, y, reduction="none") * BIAS[:ROWS]).sum()),
@@ -208,10 +225,16 @@ MADE = {
     "log_softmax": (lambda z: z, lambda z, y: -z.log_softmax(-1)[0, 0, 3], "log_softmax"),
     "classes with a step": (lambda z: z[..., ::2], lambda z, y: z.sum(), "__getitem__"),
     "classes gathered": (lambda z: z[..., [1, 2]], lambda z, y: z.sum(), "__getitem__"),
-    "dimensions of classes": (
+    "classes first": (lambda z: z, lambda z, y: z.permute(2, 0, 1).sum(), "permute"),
+    "classes moved, then scaled": (
         lambda z: z,
-        lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
-        "transpose",
+        lambda z, y: F.cross_entropy(z.transpose(1, 2) * 2, y),
+        "mul",
+    ),
+    "two groups at once": (
+        lambda z: z,
+        lambda z, y: F.cross_entropy(z.view(BATCH, LENGTH, 5, 10)[:, :, 1:3].flatten(0, 2), TWICE),
+        "__getitem__",
     ),
     "detached": (lambda z: z, lambda z, y: z.detach().sum() + flat_loss(z, y), "detach"),
 }
@@ -517,8 +540,8 @@ def test_accumulation_into_the_gradient():
 
 
 def test_nothing_else_is_imported():
-    """transformers, peft and accelerate only by those who use them."""
-    code = "import sys, flce; flce.fuse; print({'transformers', 'peft', 'accelerate'} & set(sys.modules))"
+    """transformers and peft only by those who use them."""
+    code = "import sys, flce; flce.fuse; print({'transformers', 'peft'} & set(sys.modules))"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout == "set()\n"
 

@@ -9,7 +9,7 @@ import numbers
 import torch
 import torch.nn.functional as F
 
-from . import steps
+from . import forms, steps
 from .loss import cross_entropy, logsumexp
 from .node import Node, node_of
 
@@ -173,7 +173,9 @@ def _resolved(shape, old):
 def _view(node, args, kwargs):
     sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     shape = None if kwargs else _resolved(tuple(sizes), node.record.shape)
-    return NotImplemented if shape is None else _reshaped(node, shape)
+    if shape is not None:
+        return _reshaped(node, shape)
+    return NotImplemented if kwargs or not node.is_whole else forms.grouped(node, tuple(sizes))
 
 
 def _reshaped(node, shape):
@@ -261,5 +263,8 @@ def _new(function):
 
 for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
     HANDLERS[getattr(torch.Tensor, _name)] = _new(getattr(torch.Tensor, _name))
+for _name in ("transpose", "swapaxes", "swapdims"):
+    HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[getattr(torch, _name)] = forms.transpose
+HANDLERS[torch.Tensor.permute] = HANDLERS[torch.permute] = forms.permute
 HANDLERS[F.cross_entropy] = cross_entropy
 HANDLERS[torch.logsumexp] = HANDLERS[torch.Tensor.logsumexp] = logsumexp
