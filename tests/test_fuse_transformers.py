@@ -11,7 +11,7 @@ import flce
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from fused_case import Comparison, step, worst_error  # noqa: E402
+from fuse_case import Comparison, step, worst_error  # noqa: E402
 from tiny_models import VOCAB, causal_classes, tiny_config, tiny_model  # noqa: E402
 
 BATCH, LENGTH = 2, 64

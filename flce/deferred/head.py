@@ -77,6 +77,7 @@ def _defers(leaf, args, kwargs):
     fusion = leaf._flce_leaf.fusion
     if kwargs or not fusion.is_on():
         return False
+    fusion.note_call()
     if getattr(leaf, "_is_replica", False):
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     x = args[0]

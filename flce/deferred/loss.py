@@ -37,8 +37,7 @@ def _fused(node, target, whole, options, logits_function):
     def run(sources):
         if reason := unfit(sources):
             group.fusion.fall_back(reason)
-            node.made = steps.replayed(record._replace(sources=sources), plain)
-            return logits_function(node.made)
+            return logits_function(steps.replayed(record._replace(sources=sources), plain))
         dtype = group.context.product_dtype(sources[0].x)
         made = record._replace(sources=sources)
         x, weight, bias, derived = steps.operands(made, dtype, whole)

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_case import LogitsMade
+from fuse_case import LogitsMade
 from torch import nn
 
 import flce
@@ -460,6 +460,23 @@ def test_other_hooks_get_real_logits():
         with pytest.warns(UserWarning, match="<lambda> is hooked to Linear, the head"):
             model(IDS, labels=IDS)
     assert [type(value) for value in seen] == [torch.Tensor]
+
+
+def test_a_head_that_is_not_called_is_told():
+    class Own(Model):
+        def forward(self, ids, labels=None):
+            logits = F.linear(self.embedding(ids), self.lm_head.weight, self.lm_head.bias)
+            return (None if labels is None else flat_loss(logits, labels)), logits
+
+    model = Own()
+    with flce.fuse(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IDS)
+        with pytest.raises(UserWarning, match=r"labels did not call the head \(lm_head\)"):
+            model(IDS, IDS)
+    with flce.fuse(model, strict=True):
+        with pytest.raises(RuntimeError, match="strict=True: forward with labels did not call"):
+            model(IDS, IDS)
 
 
 def test_odd_heads_are_left_alone():
