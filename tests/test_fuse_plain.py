@@ -217,6 +217,13 @@ MADE = {
     "mask in place": (in_place_mask, None, "__setitem__"),
     "view in place": (in_place_through_a_view, None, "__getitem__|mul|__setitem__"),
     "copy, then in place": (copy_before_a_change, None, "mul_"),
+    "factor 0": (lambda z: z * 0, None, "mul"),
+    "factors whose product is 0": (lambda z: z * 1e-200 * 1e-200, None, "mul"),
+    "logsumexp, then another": (
+        lambda z: z,
+        lambda z, y: z.logsumexp(-1).sum() - z.gather(-1, y.unsqueeze(-1)).sum(),
+        "gather",
+    ),
     "two caps": (two_caps, None, "tanh"),
     "factor of a tensor": (lambda z: z * torch.tensor(2.0), None, "mul"),
     "bias after a cap": (lambda z: torch.tanh(z) + BIAS, None, "add"),
@@ -429,6 +436,20 @@ def test_remove_restores_the_classes():
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
+def test_fused_again_under_a_class_of_others():
+    """FSDP2 derives its class from that of the fused head, which remove() cannot undo."""
+    model = Model()
+    flce.fuse(model).remove()
+    first = flce.fuse(model)
+    base = type(model.lm_head)
+    model.lm_head.__class__ = type("Derived", (base,), {})
+    first.remove()
+    assert type(model.lm_head).__name__ == "Derived"
+    assert not flce.explain(model).is_fused and type(model(IDS, IDS)[1]) is torch.Tensor
+    handle = compare(model, strict=True)
+    assert handle.losses and not first.losses
+
+
 def double(logits):
     return logits * 2
 
@@ -502,11 +523,12 @@ def test_unfit_weights_fall_back():
     model = Model()
     weight = model.lm_head.weight.detach()
     expected = model(IDS, IDS)[0].detach()
-    with flce.fuse(model):
+    with flce.fuse(model) as handle:
         del model.lm_head.weight
         model.lm_head.weight = weight.as_subclass(Odd)
         with pytest.warns(UserWarning, match="the head's weight is a Odd"):
             equal(model(IDS, IDS)[0].detach().as_subclass(torch.Tensor), expected)
+        assert not handle.losses
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Fusion:
                 continue
             heads.attach(self, module, leaves)
             self.attached.append((name, module, leaves))
-        if self.when == "labels":
+        if self.when == "labels" and self.attached:
             for caller in _callers(self.model, [module for _, module, _ in self.attached]):
                 begin = functools.partial(self._begin, _label_positions(caller))
                 self.hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
@@ -129,8 +129,8 @@ class Fusion:
         if is_first:
             name = type(self.model).__name__
             warnings.warn(
-                f"flce.fuse: {name}: {reason}, so all logits are made and the loss is computed "
-                "from them; flce.explain(model) lists these",
+                f"flce.fuse: {name}: {reason}: the loss is computed from all logits; "
+                "flce.explain(model) lists such reasons",
                 stacklevel=2,
             )
 

@@ -44,7 +44,7 @@ def _fused(node, target, whole, options, logits_function):
         output = linear_cross_entropy(
             x, weight, target, linear_bias=bias, **derived, **options, **_chosen(group, options)
         )
-        group.is_fused = True
+        group.fusion.note_fused(record)
         return output
 
     with group.context.entered(group.context.grad and torch.is_grad_enabled()):
@@ -77,7 +77,7 @@ def cross_entropy(node, args, kwargs):
         return F.cross_entropy(logits, *args[1:], **kwargs)
 
     loss = _fused(node, target, whole, {"weight": weight, **options}, of_logits)
-    node.group.fusion.note_fused(node.record)
+    node.group.is_fused = True
     return loss if loss.dtype == dtype else loss.to(dtype)
 
 
@@ -111,6 +111,5 @@ def logsumexp(node, args, kwargs):
     options = {"reduction": "none", "return_lse": True}
     target = torch.zeros(shape[:-1], dtype=torch.int64, device=node.group.device)
     made = _fused(node, target, False, options, lambda z: torch.logsumexp(z, -1))
-    node.group.fusion.note_fused(node.record)
     lse = getattr(made, "lse", made).to(node.record.dtype)
     return lse.unsqueeze(-1) if given.get("keepdim") else lse

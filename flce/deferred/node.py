@@ -59,8 +59,8 @@ class Group:
     """What all values computed from one call of a head have in common.
 
     fusion: what to do where an operation is not deferred. shell: the class of what the caller
-    holds. requires_grad: of the real logits. is_fused: whether a loss was computed without the
-    logits; making them afterwards is a wish of the caller, not a fall-back.
+    holds. requires_grad: of the real logits. is_fused: whether a loss was computed, or said to
+    need the logits; making them afterwards is a wish of the caller, not a fall-back.
     """
 
     def __init__(self, fusion, shell, device, requires_grad, watched):

@@ -79,15 +79,14 @@ def _add_product(node, other):
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
     if not is_sum or len(leaves) < len(one.sources) + len(two.sources):
         return NotImplemented
-    if steps.fold(one.sources[0].steps + one.steps).scale == 0:
-        return NotImplemented
     sources = tuple(
         source._replace(steps=(*source.steps, *record.steps))
         for record in (one, two)
         for source in record.sources
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
-    return node.copy(steps.Record(sources, (), one.shape, dtype))
+    owner = node if node.group.requires_grad else other  # the sum has the gradients of both
+    return owner.copy(steps.Record(sources, (), one.shape, dtype))
 
 
 def _cast(node, dtype):
@@ -134,6 +133,8 @@ def _to(node, args, kwargs):
 
 
 def _is_same_device(device, own):
+    if device.index is None and own.index is not None and device.type == own.type:
+        return own.index == torch.get_device_module(own.type).current_device()
     return device.type == own.type and device.index in (None, own.index)
 
 
