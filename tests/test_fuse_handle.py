@@ -121,6 +121,43 @@ def test_other_hooks_get_real_logits():
     assert [type(value) for value in seen] == [torch.Tensor]
 
 
+def partition(module):
+    """As ZeRO-3 does: the weight is whole inside the Module's hooks and from the gradient of its
+    output on, and empty elsewhere."""
+    whole = module.weight.data
+
+    def gather(module, arguments):
+        module.weight.data = whole
+
+    def release(module, arguments, output):
+        module.weight.data = whole.new_empty(0)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gather(module, None))
+
+    gather.__module__ = release.__module__ = "deepspeed.runtime"
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(release)
+    module.weight.data = whole.new_empty(0)
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_a_weight_that_is_whole_inside_the_hooks_alone(save):
+    plain, model = Model(), Model()
+    with flce.fuse(model, strict=True, save=save) as handle:
+        partition(plain.lm_head)
+        partition(model.lm_head)
+        expected, expected_logits = plain(IDS, IDS)
+        loss, logits = model(IDS, IDS)
+        assert model.lm_head.weight.numel() == 0 and handle.losses
+        equal(logits, expected_logits)
+        assert model.lm_head.weight.numel() == 0
+        for one in (expected, loss):
+            one.backward()
+        equal(loss, expected)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            equal(one.grad, other.grad)
+
+
 def test_a_head_that_is_not_called_is_told():
     class Own(Model):
         def forward(self, ids, labels=None):
