@@ -26,6 +26,8 @@ class Leaf:
 
 def foreign_hook(module):
     """The name of a hook of `module` that would miss the real logits; None if there is none."""
+    if nn.modules.module._has_any_global_hook():
+        return "a hook of all Modules"
     attributes = module.__dict__
     for name in _HOOK_DICTS:
         for hook in attributes[name].values():
@@ -80,6 +82,9 @@ def _defers(leaf, args, kwargs):
     fusion.note_call()
     if getattr(leaf, "_is_replica", False):
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
+    if not is_plain(leaf):
+        fusion.fall_back("the head's forward was replaced")
+        return False
     x = args[0]
     if type(x) not in (torch.Tensor, nn.Parameter):
         fusion.fall_back(f"the head's input is a {type(x).__name__}")
@@ -105,7 +110,9 @@ DATA_PARALLEL = (
 
 def _deferred(leaf, x, shell):
     weight = leaf.weight
-    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    bias = leaf.bias
+    grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    grad = torch.is_grad_enabled() and grad
     device = x.device if weight.is_meta else weight.device
     group = Group(leaf._flce_leaf.fusion, shell, device, grad, _watched(leaf, x))
     shape = (*x.shape[:-1], leaf.out_features)
@@ -120,7 +127,9 @@ def _watched(leaf, x):
         return ()
     weight = leaf.weight
     is_plain = type(weight) is nn.Parameter and not leaf._forward_pre_hooks
-    return (x, weight) if is_plain and not weight.is_inference() else (x,)
+    if not is_plain or weight.is_inference():
+        return (x,)
+    return (x, weight) if leaf.bias is None else (x, weight, leaf.bias)
 
 
 _classes = {}

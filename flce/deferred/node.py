@@ -93,6 +93,16 @@ class Node:
         self.group, self.record, self.parent, self.view = group, record, parent, view
         self.is_whole, self.form = is_whole, form
         self.made, self.listens = None, False
+        self._layout = None
+
+    def layout(self):
+        """A meta tensor with the strides of the real value; views of it alias as that would."""
+        if self._layout is None:
+            if self.parent is None:
+                self._layout = torch.empty(self.shape, dtype=self.record.dtype, device="meta")
+            else:
+                self._layout = self.view(self.parent.layout())
+        return self._layout
 
     def is_pending(self):
         """Whether nothing has been made from which this value would have to be taken."""
@@ -152,7 +162,10 @@ class Node:
             return
         with torch.enable_grad():
             value = self.make()
-        torch.autograd.backward(value, gradient)
+            if value._version == 0:  # its own graph, which the outer backward may have freed
+                with self.group.context.entered(True):
+                    value = self.replay()
+        torch.autograd.backward(value, gradient, retain_graph=True)
 
 
 def plain(leaf, x):

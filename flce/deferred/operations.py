@@ -4,6 +4,7 @@ A handler takes (node, args, kwargs), args[0] being the deferred value, and retu
 NotImplemented where the operation is not one that it knows: the real logits are made then.
 """
 
+import copy
 import numbers
 
 import torch
@@ -67,8 +68,11 @@ def _add_bias(node, vector):
     is_vector = is_vector and vector.dim() <= len(record.shape) and vector.is_floating_point()
     if not is_vector or steps.is_capped(record.steps):
         return NotImplemented
+    if vector.requires_grad and torch.is_grad_enabled() and not node.group.requires_grad:
+        return NotImplemented
     dtype = torch.promote_types(record.dtype, vector.dtype)
-    return _then(node, steps.BIAS, vector.flatten(), lambda z: z + vector, dtype)
+    vector = vector.flatten().clone()  # the caller may write to it later
+    return _then(node, steps.BIAS, vector, lambda z: z + vector, dtype)
 
 
 def _add_product(node, other):
@@ -79,6 +83,11 @@ def _add_product(node, other):
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
     if not is_sum or len(leaves) < len(one.sources) + len(two.sources):
         return NotImplemented
+    first, second = node.group.context, other.group.context
+    if (first.grad, first.autocast) != (second.grad, second.autocast):
+        return NotImplemented
+    if torch.float64 in (one.dtype, two.dtype) and one.dtype != two.dtype:
+        return NotImplemented
     sources = tuple(
         source._replace(steps=(*source.steps, *record.steps))
         for record in (one, two)
@@ -86,7 +95,11 @@ def _add_product(node, other):
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
     owner = node if node.group.requires_grad else other  # the sum has the gradients of both
-    return owner.copy(steps.Record(sources, (), one.shape, dtype))
+    made = owner.copy(steps.Record(sources, (), one.shape, dtype))
+    group = made._flce.group = copy.copy(owner.group.now())
+    group.context = copy.copy(group.context)
+    group.context.versions = first.versions + second.versions
+    return made
 
 
 def _cast(node, dtype):
@@ -142,7 +155,9 @@ def _is_same_device(device, own):
 def _contiguous(node, args, kwargs):
     if kwargs or len(args) != 1:
         return NotImplemented
-    return node.group.shell(node) if node.is_whole else node.copy(node.record)
+    if node.is_whole or (not torch.compiler.is_compiling() and node.layout().is_contiguous()):
+        return node.group.shell(node)
+    return node.copy(node.record)
 
 
 @_handles(torch.Tensor.clone, torch.clone)
@@ -160,9 +175,9 @@ def _count(sizes):
 
 def _resolved(shape, old):
     """`shape` with its -1 filled in, if it keeps the classes as the last dimension; else None."""
-    known = _count([size for size in shape if size != -1])
     if 0 in old or 0 in shape or not all(isinstance(size, int) for size in shape):
         return None
+    known = _count([size for size in shape if size != -1])
     count = _count(old)
     if shape.count(-1) > 1 or known < 1 or count % known or (-1 not in shape and known != count):
         return None
@@ -170,16 +185,30 @@ def _resolved(shape, old):
     return shape if shape and shape[-1] == old[-1] else None
 
 
-@_handles(torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
+@_handles(torch.Tensor.view)
+def _strict_view(node, args, kwargs):
+    made = _view(node, args, kwargs)
+    if made is not NotImplemented and not node.is_whole and not torch.compiler.is_compiling():
+        node.layout().view(*args[1:])  # torch's error where it is no view
+    return made
+
+
+@_handles(torch.Tensor.reshape, torch.reshape)
 def _view(node, args, kwargs):
     sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     shape = None if kwargs else _resolved(tuple(sizes), node.record.shape)
     if shape is not None:
-        return _reshaped(node, shape)
+        return _reshaped(node, shape, is_view=False)
     return NotImplemented if kwargs or not node.is_whole else forms.grouped(node, tuple(sizes))
 
 
-def _reshaped(node, shape):
+def _reshaped(node, shape, is_view=False):
+    if not node.is_whole and not torch.compiler.is_compiling():
+        layout = node.layout()
+        layout = layout.view(shape) if is_view else layout.reshape(shape)
+        if layout._base is not None or layout is node.layout():
+            record = node.record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
+            return node.alias(record, lambda z: z.view(shape), False)
     record = node.record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
     if not node.is_whole:
         return node.copy(record)
@@ -236,6 +265,8 @@ def _select(node, args, kwargs):
     if split is None:
         return NotImplemented
     rows, classes = split
+    if any(isinstance(item, torch.Tensor) and item.dim() == 0 for item in rows):
+        return NotImplemented  # a view for an integer
     is_view = not any(isinstance(item, torch.Tensor) for item in rows)
     changed = any(item != slice(None) for item in rows) if is_view else True
     if changed:

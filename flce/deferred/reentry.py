@@ -1,6 +1,12 @@
 """Calls into the heads' Modules, so that their hooks act around what needs the weights."""
 
 
+def foreign(module):
+    from .head import foreign_hook
+
+    return foreign_hook(module)
+
+
 class Request:
     """What a head is to do, passed through its __call__ in place of a second argument.
 
@@ -40,4 +46,6 @@ def call_through(sources, work):
     one of them is not fused any more."""
     if not all(hasattr(source.leaf, "_flce_leaf") for source in sources):
         return work(sources)
+    if any(foreign(module) for module, _ in _modules_of(sources)):
+        return work(sources)  # hooks that came after the head's call
     return Request(sources, work).begin()

@@ -1,6 +1,7 @@
 """Finds the heads of a model: what it calls for its logits, and the nn.Linear in that."""
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .head import foreign_hook, fusion_of, is_plain
 
@@ -69,6 +70,8 @@ def why_not(head, leaves):
         return "it is fused already; call remove() of that handle first"
     if not leaves:
         return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
+    if any(parametrize.is_parametrized(leaf) for leaf in leaves):
+        return "it is parametrized: each use would make its weight anew"
     for module in (head, *leaves):
         if hook := foreign_hook(module):
             return f"{hook} is hooked to it, which would not see the logits"

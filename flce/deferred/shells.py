@@ -13,6 +13,7 @@ _METHODS += ("element_size", "get_device", "stride", "is_contiguous", "__len__",
 _METHODS += ("storage_offset", "is_signed", "is_conj", "is_neg")
 _ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+_OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
 _PROPERTIES = {"shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta"}
 _PROPERTIES |= {"is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "names"}
 _PROPERTIES |= {"is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf", "grad_fn"}
@@ -24,10 +25,12 @@ _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 def answer(function, args, kwargs):
     """The result of a torch function one of whose arguments is deferred."""
-    node = node_of(args[0]) if args else None
-    if node is None and len(args) == 2 and function in _COMMUTATIVE:
+    given, node = args, node_of(args[0]) if args else None
+    if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         args = args[::-1]
         node = node_of(args[0])
+    if args and type(args[0]) is DeferredLogits and _history(args[0]) is not None:
+        return function(*real(given, function), **real(kwargs, function))
     if node is not None and node.is_pending():
         if node.form is None:
             handler = HANDLERS.get(function)
@@ -39,15 +42,21 @@ def answer(function, args, kwargs):
             if result is not NotImplemented:
                 return result
         elif function in _ANSWERED:
+            _listen(args[0], node)
+            if function in _OF_LAYOUT:
+                return function(node.layout(), *args[1:], **kwargs)
             return _of_shell(function, args, kwargs)
         elif function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
-            return False if function == _REQUIRES_GRAD else _of_shell(function, args, kwargs)
+            _listen(args[0], node)
+            if function == _REQUIRES_GRAD:
+                return node.group.requires_grad and not torch.is_grad_enabled()
+            return _of_shell(function, args, kwargs)
         elif function in _HOOKS and node.group.is_fused:
             raise RuntimeError(
                 f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
                 "from, got logits whose loss was computed without them"
             )
-    return function(*real(args, function), **real(kwargs, function))
+    return function(*real(given, function), **real(kwargs, function))
 
 
 _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
@@ -64,7 +73,10 @@ def real(value, function):
     node = node_of(value)
     if node is not None:
         _listen(value, node)
-        return node.make_for(function)
+        made = node.make_for(function)
+        if type(value) is DeferredLogits and _history(value) is not None:
+            return _Attached.apply(value, made)
+        return made
     if isinstance(value, dict):
         return {name: real(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
@@ -72,13 +84,33 @@ def real(value, function):
     return value
 
 
+def _history(shell):
+    """What a custom autograd Function that returned the shell has made of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return shell.grad_fn
+
+
+class _Attached(torch.autograd.Function):
+    """The values of a shell that a custom Function has returned, with that Function's graph."""
+
+    @staticmethod
+    def forward(ctx, shell, made):
+        return made.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 def _listen(shell, node):
     """Where gradients are off, the caller may be the forward of a custom autograd Function that
     has taken the shell for its input, and will return the gradient to it."""
-    if node.group.requires_grad and not torch.is_grad_enabled() and not node.listens:
+    if node.group.requires_grad and not torch.is_grad_enabled():
         if not isinstance(shell, DeferredLogits):
             return  # a plain object, which no Function takes for a Tensor
-        node.listens = True
+        if "_listens" in shell.__dict__:
+            return
+        shell._listens = True
         with torch._C.DisableTorchFunctionSubclass():
             shell.register_hook(node.pass_on)
 

@@ -77,6 +77,7 @@ def _folded(state, step):
     if kind == TANH:
         return state._replace(outer=1.0)
     if kind == BIAS:
+        value = value if value.dtype == torch.float64 else value.float()
         return state._replace(bias=value if state.bias is None else state.bias + value)
     if kind == CLASSES:
         start, stop = value
