@@ -24,7 +24,16 @@ from pathlib import Path
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from train_lm import MIB, SEED, TOLERANCE, VOCAB, load_tokens, process_memory, pyplot
+from train_lm import (
+    MIB,
+    SEED,
+    TOLERANCE,
+    VOCAB,
+    largest_difference,
+    load_tokens,
+    process_memory,
+    pyplot,
+)
 
 from flce.integrations.transformers import FuseCallback
 
@@ -227,11 +236,11 @@ def report(results, preset, device):
             f"{TRAININGS[training]:28}{loss:8}{result.curve[-1]:10.5f}{result.rate:10.0f}"
             f"{result.memory / MIB:10.0f} MiB"
         )
-    difference = 0.0
-    for training in TRAININGS:
-        eager, ours = (results[training, loss].curve for loss in ("eager", "flce"))
-        errors = [abs(a - b) / abs(a) for a, b in zip(eager, ours, strict=True)]
-        difference = max(difference, *errors)
+    eager, ours = (
+        sum((results[training, loss].curve for training in TRAININGS), [])
+        for loss in ("eager", "flce")
+    )
+    difference = largest_difference(eager, ours)
     print(f"largest relative difference of the loss curves: {difference:.2e}")
     return difference
 
