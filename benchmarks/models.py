@@ -3,15 +3,20 @@
 
 Random weights and tokens, bfloat16, SGD, one sequence of --tokens tokens. Contestants run one
 after another, each in its own rounds: a model's weights are most of the memory. `plain` is the
-model's own loss, `flce` calls flce.linear_cross_entropy with the decoder's hidden states,
-`sampled` does so with gradient="sampled".
+model's own loss, `compile` the same under torch.compile, `liger` the model with Liger's fused loss
+alone, `fuse` the model under flce.fuse, `sampled` under flce.fuse with sampled gradients; `flce`
+calls flce.linear_cross_entropy with the decoder's hidden states.
 
-    python benchmarks/models.py llama-1b gemma-270m --contestants plain flce sampled
-    python benchmarks/models.py llama-1b --tokens 32768 --checkpointing --json new.json
+--fit GB: also the longest sequence whose step stays within GB of memory, extrapolated from two
+lengths and then run.
+
+    python benchmarks/models.py llama-1b gemma-270m --contestants plain fuse sampled
+    python benchmarks/models.py llama-1b --tokens 32768 --checkpointing --fit 80 --json new.json
 """
 
 import argparse
 import gc
+import inspect
 import json
 import pathlib
 import statistics
@@ -21,6 +26,8 @@ import measure
 import torch
 
 import flce
+
+GRAIN = 2048  # tokens: the longest sequence is found to a multiple of it
 
 # Sizes of published configurations; qwen-8b with 4 of its 36 layers, so that the head counts.
 CONFIGS = {
@@ -49,7 +56,7 @@ def make_model(name, options):
     import transformers
 
     kind, sizes = CONFIGS[name]
-    config = getattr(transformers, kind)(max_position_embeddings=2 * options.tokens, **sizes)
+    config = getattr(transformers, kind)(max_position_embeddings=1 << 20, **sizes)
     torch.manual_seed(0)
     with torch.device(options.device):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -68,61 +75,116 @@ def plain(model):
     return lambda ids: model(input_ids=ids, labels=ids).loss
 
 
-def by_hand(model, **settings):
+def compiled(model):
+    torch.compiler.reset()
+    return plain(torch.compile(model))
+
+
+def liger(model):
+    """Liger's fused loss without its other kernels."""
+    import liger_kernel.transformers as patches
+
+    patch = getattr(patches, f"apply_liger_kernel_to_{model.config.model_type}")
+    names = [name for name in inspect.signature(patch).parameters if name != "model"]
+    patch(model=model, **{name: name == "fused_linear_cross_entropy" for name in names})
+    return plain(model)
+
+
+def fused(model, **options):
+    flce.fuse(model, strict=True, **options)
+    return plain(model)
+
+
+def sampled(model):
+    return fused(model, gradient="sampled")
+
+
+def by_hand(model):
     def loss_of(ids):
         hidden = model.base_model(input_ids=ids).last_hidden_state
-        weight = model.get_output_embeddings().weight
-        return flce.linear_cross_entropy(hidden, weight, ids, shift=1, **settings)
+        return flce.linear_cross_entropy(hidden, model.get_output_embeddings().weight, ids, shift=1)
 
     return loss_of
 
 
-def sampled(model):
-    return by_hand(model, gradient="sampled")
-
-
-CONTESTANTS = {"plain": plain, "flce": by_hand, "sampled": sampled}
+CONTESTANTS = {
+    "plain": plain,
+    "compile": compiled,
+    "liger": liger,
+    "flce": by_hand,
+    "fuse": fused,
+    "sampled": sampled,
+}
 
 
 # ---- measurement ----
 
 
-def step_times(loss_of, optimizer, options, vocab):
-    """Seconds of each timed step, the last loss, and the peak of the device's memory."""
-    times = []
-    cuda = options.device == "cuda"
-    for step in range(options.warmup + options.rounds):
-        ids = torch.randint(vocab, (1, options.tokens), device=options.device)
-        if cuda and step == options.warmup:
-            torch.cuda.reset_peak_memory_stats()
-        if cuda:
-            torch.cuda.synchronize()
+def make_steps(name, contestant, options):
+    """A function of a number of tokens that runs one step and returns (seconds, loss)."""
+    model = make_model(name, options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loss_of = CONTESTANTS[contestant](model)
+    synchronise = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+
+    def step(tokens):
+        ids = torch.randint(model.config.vocab_size, (1, tokens), device=options.device)
+        synchronise()
         begin = time.perf_counter()
         loss = loss_of(ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    return times[options.warmup :], loss.item(), peak
+        synchronise()
+        return time.perf_counter() - begin, loss.item()
+
+    return step
+
+
+def peak_of(step, tokens):
+    """The peak of the device's memory in a step; 0 on the CPU, inf if there is too little."""
+    if not torch.cuda.is_available():
+        step(tokens)
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step(tokens)
+    except torch.OutOfMemoryError:
+        return float("inf")
+    return torch.cuda.max_memory_allocated()
+
+
+def longest(step, limit, tokens):
+    """The most tokens, a multiple of GRAIN, whose step has a peak of at most `limit` bytes."""
+    short, long = (peak_of(step, count) for count in (tokens // 2, tokens))
+    slope = 2 * (long - short) / tokens
+    count = int((limit - long) / slope + tokens) // GRAIN * GRAIN
+    while count > 0 and peak_of(step, count) > limit:
+        count -= GRAIN
+    return count
 
 
 def bench(name, contestant, options):
-    """One row; a contestant that runs out of memory gets none of the figures."""
+    """One row; a contestant that runs out of memory has no figures."""
     row = {"model": name, "contestant": contestant, "tokens": options.tokens}
     row["checkpointing"] = options.checkpointing
-    model = make_model(name, options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    loss_of = CONTESTANTS[contestant](model)
     try:
-        times, loss, peak = step_times(loss_of, optimizer, options, model.config.vocab_size)
+        step = make_steps(name, contestant, options)
+        for _ in range(options.warmup):
+            step(options.tokens)
+        row["peak_bytes"] = peak_of(step, options.tokens)
+        taken = [step(options.tokens) for _ in range(options.rounds)]
     except torch.OutOfMemoryError:
         return row | {"failed": "out of memory"}
+    times = [seconds for seconds, _ in taken]
     median = statistics.median(times)
-    figures = {"ms": 1e3 * median, "fastest_ms": 1e3 * min(times), "peak_bytes": peak}
-    return row | figures | {"tokens_per_s": options.tokens / median, "loss": loss}
+    row |= {"ms": 1e3 * median, "fastest_ms": 1e3 * min(times), "loss": taken[-1][1]}
+    row["tokens_per_s"] = options.tokens / median
+    if options.fit and options.device == "cuda":
+        row["longest"] = longest(step, 1e9 * options.fit, options.tokens)
+    return row
 
 
 def line(row):
@@ -132,6 +194,7 @@ def line(row):
     return (
         f"{text} {row['ms']:8.1f} ms {row['tokens_per_s']:8.0f} tokens/s "
         f"{row['peak_bytes'] / 1e9:6.2f} GB  loss {row['loss']:.4f}"
+        + (f"  at most {row['longest']} tokens" if "longest" in row else "")
     )
 
 
@@ -147,6 +210,7 @@ def parse_options():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--checkpointing", action="store_true", help="of the decoder's layers")
+    parser.add_argument("--fit", type=float, metavar="GB", help="the longest sequence within GB")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", type=pathlib.Path)

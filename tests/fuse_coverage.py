@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from fused_case import Comparison
+from fuse_case import Comparison
 from tiny_models import VARIANTS, VOCAB, causal_classes, tiny_model
 
 import flce

@@ -1,10 +1,13 @@
 """flce.fuse under torch.compile: one graph, the same results."""
 
+import warnings
+
 import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flce
 
@@ -74,6 +77,33 @@ def test_no_graph_break_more_than_without():
         assert dynamo.explain(model)(IDS, labels=IDS).graph_break_count == before == 0
 
 
+@pytest.mark.parametrize("name", ["plain", "exp"])
+def test_compiles_once(name):
+    """Nothing that changes from step to step is part of the graph; what falls back is compiled
+    once more, without its warning."""
+    model = Model(USES.get(name, torch.exp))
+    counter = CompileCounterWithBackend("aot_eager")
+    with flce.fuse(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, backend=counter)
+        counts = []
+        for _ in range(5):
+            compiled(IDS, labels=IDS)[0].backward()
+            counts.append(counter.frame_count)
+    assert counts[1:] == counts[1:2] * 4 and (name == "exp" or counts[0] == counts[1] == 1)
+
+
+def test_a_compiled_forward_of_an_eager_model():
+    """As transformers compiles: the hooks of the model run outside."""
+    model = Model(USES["plain"])
+    expected = run(model, model)[0]
+    with flce.fuse(model, strict=True) as handle:
+        model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            assert abs(run(model, model)[0] - expected) <= 1e-6 * expected
+    assert handle.losses == {"none": 1}
+
+
 def test_dynamic_shapes():
     """Two lengths, one graph for both."""
     model = Model(USES["scale, cap, cast"])
@@ -111,7 +141,7 @@ def test_evaluation_and_inference():
 
 def test_a_model_of_transformers():
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    from fused_case import step, worst_error
+    from fuse_case import step, worst_error
     from tiny_models import tiny_config
 
     torch.manual_seed(0)

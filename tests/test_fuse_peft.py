@@ -8,7 +8,7 @@ import flce
 transformers = pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
 
-from fused_case import LogitsMade, step, worst_error  # noqa: E402
+from fuse_case import LogitsMade, step, worst_error  # noqa: E402
 from tiny_models import VOCAB, tiny_config  # noqa: E402
 
 BATCH, LENGTH = 2, 64

@@ -11,7 +11,7 @@ import flce
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from fused_case import Comparison, step, worst_error  # noqa: E402
+from fuse_case import Comparison, step, worst_error  # noqa: E402
 from tiny_models import VOCAB, causal_classes, tiny_config, tiny_model  # noqa: E402
 
 BATCH, LENGTH = 2, 64
@@ -203,7 +203,7 @@ def test_other_models(case):
 
 
 def test_both_heads_of_higgs_audio():
-    """The audio head's classes are split among codebooks: it makes its logits."""
+    """The audio head's classes are split among codebooks, each with a loss of its own."""
     model, inputs = higgs_audio_text()
     config = model.config
     ids = IDS.clone()
@@ -211,10 +211,8 @@ def test_both_heads_of_higgs_audio():
     audio = torch.randint(config.codebook_size, (BATCH, 16, config.num_codebooks))
     inputs = {"input_ids": ids, "labels": IDS, "audio_input_ids": audio, "audio_labels": audio}
     inputs["audio_input_ids_mask"] = torch.ones(BATCH, 16, dtype=torch.bool)
-    found = Comparison(model, inputs, ROWS, VOCAB)
-    assert found.loss_error <= FLOAT32[0] and found.gradient_error <= FLOAT32[1]
-    assert found.losses == {"none": 1}
-    assert list(found.fallbacks) == ["torch.Tensor.reshape is not deferred"]
+    found = check(model, inputs, FLOAT32)
+    assert sum(found.losses.values()) == 1 + config.num_codebooks
 
 
 def test_the_mask_of_chameleon_acts():
@@ -366,6 +364,20 @@ def test_fused_before_accelerate_dispatches():
         handle.remove()
         accelerate.hooks.remove_hook_from_submodules(model)
         assert abs(model(**TEXT).loss - expected) == 0
+
+
+def test_the_coverage_script():
+    import fuse_coverage
+
+    assert len(CLASSES) >= 180
+    state, steps, _ = fuse_coverage.row("GraniteForCausalLM", CLASSES["GraniteForCausalLM"])
+    assert (state, steps) == ("fused", "scale 1")
+    state, reason, _ = fuse_coverage.row("ProphetNetForCausalLM", CLASSES["ProphetNetForCausalLM"])
+    assert (state, reason) == ("falls back", "torch.Tensor.transpose is not deferred")
+    assert fuse_coverage.row("FuyuForCausalLM", CLASSES["FuyuForCausalLM"])[0] == "not built"
+    rows = [("A", "fused", "none", ""), ("B", "falls back", "exp", ""), ("C", "not built", "", "")]
+    text, built, share, wrong = fuse_coverage.table(rows)
+    assert (built, share, wrong) == (2, 50, 0) and "| B | falls back | exp |  |" in text
 
 
 def test_nothing_is_warned_of():

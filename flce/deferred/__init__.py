@@ -2,8 +2,8 @@
 
 fusion.py: the state of a fused model. search.py: its heads. head.py: the classes that they get.
 shells.py: what a head's call returns. node.py: values not made yet. operations.py: what is
-recorded. loss.py: the losses. steps.py: records, and their meaning as options. reentry.py: calls
-back into the heads.
+recorded. forms.py: classes that are moved or split. loss.py: the losses. steps.py: records, and
+their meaning as options. reentry.py: calls back into the heads.
 """
 
 from .explain import Explanation, explain

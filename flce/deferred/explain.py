@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .head import fusion_of, is_attached
+from .head import fusion_of
 from .search import heads_of, leaves_of, why_not
 
 
@@ -24,7 +24,7 @@ class Explanation:
             found += [(name, module) for name, module in given if id(module) not in known]
         self.heads, self.refused = [], []
         for name, module in found:
-            reason = None if is_attached(module) else why_not(module, leaves_of(module))
+            reason = None if fusion_of(module) else why_not(module, leaves_of(module))
             if reason is None:
                 self.heads.append((name, _consists_of(module)))
             else:

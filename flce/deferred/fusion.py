@@ -5,6 +5,7 @@ import functools
 import inspect
 import warnings
 
+import torch
 from torch import nn
 
 from .. import validate
@@ -32,6 +33,8 @@ class Fusion:
         self.model, self.when, self.strict, self.options = model, when, strict, options
         self.attached, self.refused, self.hooks = [], [], []
         self.calls_with_labels = []  # of the models being called now, from the outside in
+        self.head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
+        self.calls_before = 0
         self.fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
 
     def is_on(self):
@@ -47,7 +50,7 @@ class Fusion:
                 continue
             heads.attach(self, module, leaves)
             self.attached.append((name, module, leaves))
-        if self.when == "labels":
+        if self.when == "labels" and self.attached:
             for caller in _callers(self.model, [module for _, module, _ in self.attached]):
                 begin = functools.partial(self._begin, _label_positions(caller))
                 self.hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
@@ -56,10 +59,27 @@ class Fusion:
     def _begin(self, positions, model, args, kwargs):
         given = [value for name, value in kwargs.items() if _is_label(name)]
         given += [args[i] for i in positions if i < len(args)]
+        if not self.calls_with_labels and not torch.compiler.is_compiling():
+            self.calls_before = self.head_calls["eager"]
         self.calls_with_labels.append(any(value is not None for value in given))
 
     def _end(self, model, args, output):
-        self.calls_with_labels.pop()
+        had_labels = self.calls_with_labels.pop()
+        # output is None where the forward raised. What a compiled graph calls is not counted.
+        if not had_labels or self.calls_with_labels or output is None:
+            return
+        if torch.compiler.is_compiling() or self.head_calls["traced"]:
+            return
+        if self.head_calls["eager"] == self.calls_before:
+            names = ", ".join(name for name, _, _ in self.attached)
+            self.fall_back(f"forward with labels did not call the head ({names})")
+
+    def note_call(self):
+        """A head is called with labels."""
+        if torch.compiler.is_compiling():
+            self.note_traced("head_calls", "traced")
+        else:
+            self.head_calls["eager"] += 1
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -80,21 +100,37 @@ class Fusion:
         return {steps.describe(key): count for key, count in self.fused.items()}
 
     def note_fused(self, record):
-        self.fused[steps.key_of(record)] += 1
+        if torch.compiler.is_compiling():
+            self.note_traced("fused", steps.key_of(record))
+        else:
+            self.fused[steps.key_of(record)] += 1
 
     def note_read(self, name):
-        self.reads[name] += 1
+        if torch.compiler.is_compiling():
+            self.note_traced("reads", name)
+        else:
+            self.reads[name] += 1
+
+    def note_traced(self, counter, key):
+        """Counts once for each graph. Not traced but called while tracing: torch.compile would
+        compile again for every value of the count."""
+        getattr(self, counter)[key] += 1
+
+    # What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
+    note_traced._dynamo_marked_constant = True
 
     def fall_back(self, reason):
         """Real logits are made because of `reason`: said once, or an error if strict."""
         if self.strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
-        self.fallbacks[reason] += 1
-        if self.fallbacks[reason] == 1:
+        is_first = reason not in self.fallbacks
+        if is_first or not torch.compiler.is_compiling():
+            self.fallbacks[reason] += 1
+        if is_first:
             name = type(self.model).__name__
             warnings.warn(
-                f"flce.fuse: {name}: {reason}, so all logits are made and the loss is computed "
-                "from them; flce.explain(model) lists these",
+                f"flce.fuse: {name}: {reason}: the loss is computed from all logits; "
+                "flce.explain(model) lists such reasons",
                 stacklevel=2,
             )
 

@@ -77,6 +77,7 @@ def _defers(leaf, args, kwargs):
     fusion = leaf._flce_leaf.fusion
     if kwargs or not fusion.is_on():
         return False
+    fusion.note_call()
     if getattr(leaf, "_is_replica", False):
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     x = args[0]
@@ -147,6 +148,8 @@ def _rebuilt(base, mixin):
 
 
 def _swap(module, mixin):
+    if isinstance(module, mixin):
+        return  # of an earlier fusion, from whose class FSDP2 has derived its own
     module.__class__ = _class_of(type(module), mixin)
     if "_old_forward" in module.__dict__:
         # accelerate's hook, which is `forward` of the instance, calls this one.
@@ -174,12 +177,15 @@ def detach(enclosing, leaves):
             module.__dict__.pop("_flce_leaf", None)
 
 
-def is_attached(module):
-    """Whether the products of `module`, or of what it encloses, are deferred."""
-    return any(isinstance(one, _Served) for one in module.modules())
+def is_plain(module):
+    """Whether an nn.Linear computes what the class nn.Linear does."""
+    forward = type(module).forward
+    is_replaced = "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+    return forward in (nn.Linear.forward, _Deferring.forward) and not is_replaced
 
 
 def fusion_of(model):
-    """The Fusion of the first fused head in `model`; None if there is none."""
+    """The Fusion of the first head in `model` that is fused; None if there is none."""
     leaves = (module for module in model.modules() if isinstance(module, _Deferring))
-    return next((leaf._flce_leaf.fusion for leaf in leaves if hasattr(leaf, "_flce_leaf")), None)
+    fusions = (leaf._flce_leaf.fusion for leaf in leaves)
+    return next((fusion for fusion in fusions if fusion.attached), None)

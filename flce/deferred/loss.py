@@ -37,15 +37,14 @@ def _fused(node, target, whole, options, logits_function):
     def run(sources):
         if reason := unfit(sources):
             group.fusion.fall_back(reason)
-            node.made = steps.replayed(record._replace(sources=sources), plain)
-            return logits_function(node.made)
+            return logits_function(steps.replayed(record._replace(sources=sources), plain))
         dtype = group.context.product_dtype(sources[0].x)
         made = record._replace(sources=sources)
         x, weight, bias, derived = steps.operands(made, dtype, whole)
         output = linear_cross_entropy(
             x, weight, target, linear_bias=bias, **derived, **options, **_chosen(group, options)
         )
-        group.is_fused = True
+        group.fusion.note_fused(record)
         return output
 
     with group.context.entered(group.context.grad and torch.is_grad_enabled()):
@@ -78,7 +77,7 @@ def cross_entropy(node, args, kwargs):
         return F.cross_entropy(logits, *args[1:], **kwargs)
 
     loss = _fused(node, target, whole, {"weight": weight, **options}, of_logits)
-    node.group.fusion.note_fused(node.record)
+    node.group.is_fused = True
     return loss if loss.dtype == dtype else loss.to(dtype)
 
 
@@ -112,6 +111,5 @@ def logsumexp(node, args, kwargs):
     options = {"reduction": "none", "return_lse": True}
     target = torch.zeros(shape[:-1], dtype=torch.int64, device=node.group.device)
     made = _fused(node, target, False, options, lambda z: torch.logsumexp(z, -1))
-    node.group.fusion.note_fused(node.record)
     lse = getattr(made, "lse", made).to(node.record.dtype)
     return lse.unsqueeze(-1) if given.get("keepdim") else lse

@@ -59,8 +59,8 @@ class Group:
     """What all values computed from one call of a head have in common.
 
     fusion: what to do where an operation is not deferred. shell: the class of what the caller
-    holds. requires_grad: of the real logits. is_fused: whether a loss was computed without the
-    logits; making them afterwards is a wish of the caller, not a fall-back.
+    holds. requires_grad: of the real logits. is_fused: whether a loss was computed, or said to
+    need the logits; making them afterwards is a wish of the caller, not a fall-back.
     """
 
     def __init__(self, fusion, shell, device, requires_grad, watched):
@@ -85,13 +85,13 @@ class Node:
     parent, view: the value is view(the parent's value) and shares its memory, so that what is
     written to one is seen in the other, as it is with real tensors. Without a parent the value has
     memory of its own. made: the real tensor, once there is one. listens: whether `pass_on` is a
-    hook of the shell. is_whole: whether the real tensor
-    would be contiguous.
+    hook of the shell. is_whole: whether the real tensor would be contiguous. form: None, or where
+    the classes are if they are not the last dimension (forms.py); `record` has them last.
     """
 
-    def __init__(self, group, record, parent=None, view=None, is_whole=True):
+    def __init__(self, group, record, parent=None, view=None, is_whole=True, form=None):
         self.group, self.record, self.parent, self.view = group, record, parent, view
-        self.is_whole = is_whole
+        self.is_whole, self.form = is_whole, form
         self.made, self.listens = None, False
 
     def is_pending(self):
@@ -101,15 +101,20 @@ class Node:
             node = node.parent
         return node is None
 
+    @property
+    def shape(self):
+        shape = self.record.shape
+        return shape if self.form is None else self.form.shape(shape)
+
     def copy(self, record):
         """The shell of a value with memory of its own."""
         group = self.group.now()
         return group.shell(Node(group, record))
 
-    def alias(self, record, view, is_whole):
+    def alias(self, record, view, is_whole, form=None):
         """The shell of a view of this value."""
         group = self.group.now()
-        return group.shell(Node(group, record, self, view, is_whole and self.is_whole))
+        return group.shell(Node(group, record, self, view, is_whole and self.is_whole, form))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under

@@ -9,7 +9,7 @@ import numbers
 import torch
 import torch.nn.functional as F
 
-from . import steps
+from . import forms, steps
 from .loss import cross_entropy, logsumexp
 from .node import Node, node_of
 
@@ -79,15 +79,14 @@ def _add_product(node, other):
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
     if not is_sum or len(leaves) < len(one.sources) + len(two.sources):
         return NotImplemented
-    if steps.fold(one.sources[0].steps + one.steps).scale == 0:
-        return NotImplemented
     sources = tuple(
         source._replace(steps=(*source.steps, *record.steps))
         for record in (one, two)
         for source in record.sources
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
-    return node.copy(steps.Record(sources, (), one.shape, dtype))
+    owner = node if node.group.requires_grad else other  # the sum has the gradients of both
+    return owner.copy(steps.Record(sources, (), one.shape, dtype))
 
 
 def _cast(node, dtype):
@@ -134,6 +133,8 @@ def _to(node, args, kwargs):
 
 
 def _is_same_device(device, own):
+    if device.index is None and own.index is not None and device.type == own.type:
+        return own.index == torch.get_device_module(own.type).current_device()
     return device.type == own.type and device.index in (None, own.index)
 
 
@@ -173,7 +174,9 @@ def _resolved(shape, old):
 def _view(node, args, kwargs):
     sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     shape = None if kwargs else _resolved(tuple(sizes), node.record.shape)
-    return NotImplemented if shape is None else _reshaped(node, shape)
+    if shape is not None:
+        return _reshaped(node, shape)
+    return NotImplemented if kwargs or not node.is_whole else forms.grouped(node, tuple(sizes))
 
 
 def _reshaped(node, shape):
@@ -261,5 +264,8 @@ def _new(function):
 
 for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
     HANDLERS[getattr(torch.Tensor, _name)] = _new(getattr(torch.Tensor, _name))
+for _name in ("transpose", "swapaxes", "swapdims"):
+    HANDLERS[getattr(torch.Tensor, _name)] = HANDLERS[getattr(torch, _name)] = forms.transpose
+HANDLERS[torch.Tensor.permute] = HANDLERS[torch.permute] = forms.permute
 HANDLERS[F.cross_entropy] = cross_entropy
 HANDLERS[torch.logsumexp] = HANDLERS[torch.Tensor.logsumexp] = logsumexp

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .head import foreign_hook, is_attached
+from .head import foreign_hook, fusion_of, is_plain
 
 
 def heads_of(model, head=None):
@@ -56,22 +56,16 @@ def leaves_of(head):
     (base layer, up projections, copies to save), which PEFT wraps around it. None of them where
     one of these is of another class, as a quantised base layer is: their sum would be made."""
     if isinstance(head, nn.Linear):
-        return [head] if _is_plain(head) else []
+        return [head] if is_plain(head) else []
     classes = getattr(head, "out_features", None)
     inner = [module for module in head.modules() if module is not head]
     making = [m for m in inner if getattr(m, "out_features", None) == classes is not None]
-    return making if all(isinstance(m, nn.Linear) and _is_plain(m) for m in making) else []
-
-
-def _is_plain(module):
-    return type(module).forward is nn.Linear.forward and (
-        "forward" not in module.__dict__ or "_old_forward" in module.__dict__
-    )
+    return making if all(isinstance(m, nn.Linear) and is_plain(m) for m in making) else []
 
 
 def why_not(head, leaves):
     """Why the products of `head` cannot be deferred; None if they can."""
-    if is_attached(head):
+    if fusion_of(head) is not None:
         return "it is fused already; call remove() of that handle first"
     if not leaves:
         return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"

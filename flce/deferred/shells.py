@@ -3,6 +3,7 @@ torch.compile traces."""
 
 import torch
 
+from . import forms
 from .node import node_of
 from .operations import HANDLERS
 
@@ -28,7 +29,10 @@ def answer(function, args, kwargs):
         args = args[::-1]
         node = node_of(args[0])
     if node is not None and node.is_pending():
-        handler = HANDLERS.get(function)
+        if node.form is None:
+            handler = HANDLERS.get(function)
+        else:
+            handler = forms.HANDLERS.get((type(node.form), function))
         if handler is not None:
             _listen(args[0], node)
             result = handler(node, args, kwargs)
@@ -89,11 +93,11 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, node):
-        group, record = node.group, node.record
+        group = node.group
         shell = torch.Tensor._make_wrapper_subclass(
             cls,
-            record.shape,
-            dtype=record.dtype,
+            node.shape,
+            dtype=node.record.dtype,
             device=group.device,
             requires_grad=group.requires_grad,
         )
@@ -131,7 +135,7 @@ class TracedLogits:
 
     def __init__(self, node):
         self._flce, self.device = node, node.group.device
-        self.shape, self.dtype = torch.Size(node.record.shape), node.record.dtype
+        self.shape, self.dtype = torch.Size(node.shape), node.record.dtype
         self.ndim, self.requires_grad = len(self.shape), False
 
     @classmethod

@@ -104,9 +104,12 @@ def is_linear(steps):
 def is_scale(factor, steps):
     """Whether logits with these steps may be scaled by `factor`: flce has no factor 0, and the
     factor after a tanh is its softcap, which is positive."""
-    is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
-    is_usable = is_number and math.isfinite(factor) and factor != 0
-    return is_usable and (factor > 0 or not is_capped(steps))
+    if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
+        return False
+    folded = fold(steps)
+    whole = factor * (folded.scale if folded.outer is None else folded.outer)
+    is_usable = 0 < abs(whole) < math.inf
+    return is_usable and (whole > 0 or folded.outer is None)
 
 
 def replayed(record, product):

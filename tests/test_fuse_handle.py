@@ -1,0 +1,333 @@
+"""flce.fuse: when it defers, which heads it takes, what it refuses, and how it is undone."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_model import (
+    BATCH,
+    HIDDEN,
+    IDS,
+    LENGTH,
+    VOCAB,
+    Model,
+    compare,
+    double,
+    equal,
+    flat_loss,
+    run,
+)
+from torch import nn
+
+import flce
+
+
+def test_when():
+    model = Model()
+    with flce.fuse(model) as handle:
+        assert type(model(IDS)[1]) is torch.Tensor
+        assert type(model(IDS, None)[1]) is torch.Tensor
+        assert type(model(IDS, IDS)[1]) is not torch.Tensor
+        assert type(model.lm_head(torch.ones(2, HIDDEN).double())) is torch.Tensor
+        with pytest.raises(IndexError):
+            model(IDS, labels=IDS + VOCAB)
+        assert type(model.lm_head(torch.ones(2, HIDDEN).double())) is torch.Tensor
+        assert handle.losses
+    with flce.fuse(model, when="always", strict=True) as handle:
+        logits = model(IDS)[1]
+        expected = F.linear(model.embedding(IDS), model.lm_head.weight, model.lm_head.bias)
+        equal(flat_loss(logits, IDS).detach(), flat_loss(expected, IDS).detach())
+        assert handle.losses
+
+
+def test_heads_by_name_and_module():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.inner = nn.Linear(HIDDEN, 7), nn.Sequential(nn.Linear(HIDDEN, 9))
+
+        def forward(self, x, labels):
+            return flat_loss(self.one(x), labels % 7) + flat_loss(self.inner(x), labels % 9)
+
+    model, x = Two(), torch.randn(BATCH, LENGTH, HIDDEN)
+    expected = model(x, IDS)
+    for head in (["one", model.inner[0]], [model.one, "inner.0"]):
+        with flce.fuse(model, head, strict=True) as handle:
+            equal(model(x, IDS).detach(), expected.detach(), 1e-6)
+        assert sum(handle.losses.values()) == 2
+    with pytest.raises(ValueError, match="flce.fuse: model: expected one with a vocabulary head"):
+        flce.fuse(model)
+
+
+def test_remove_restores_the_classes():
+    model = Model()
+    before = type(model.lm_head), dict(model.lm_head.__dict__), str(model)
+    handle = flce.fuse(model)
+    assert str(model) == before[2] and isinstance(model.lm_head, nn.Linear)
+    with pytest.raises(ValueError, match="lm_head: it is fused already"):
+        flce.fuse(model, strict=True)
+    handle.remove()
+    handle.remove()
+    assert (type(model.lm_head), model.lm_head.__dict__) == before[:2]
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_fused_again_under_a_class_of_others():
+    """FSDP2 derives its class from that of the fused head, which remove() cannot undo."""
+    model = Model()
+    flce.fuse(model).remove()
+    first = flce.fuse(model)
+    base = type(model.lm_head)
+    model.lm_head.__class__ = type("Derived", (base,), {})
+    first.remove()
+    assert type(model.lm_head).__name__ == "Derived"
+    assert not flce.explain(model).is_fused and type(model(IDS, IDS)[1]) is torch.Tensor
+    handle = compare(model, strict=True)
+    assert handle.losses and not first.losses
+
+
+def test_copies_and_pickles():
+    model = Model(double, flat_loss)
+    expected = model(IDS, IDS)[0]
+    flce.fuse(model, strict=True)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        loss, logits = other(IDS, IDS)
+        equal(loss.detach(), expected.detach())
+        assert type(logits) is not torch.Tensor and other.lm_head is not model.lm_head
+        assert list(other.state_dict()) == list(model.state_dict())
+
+
+def test_other_hooks_get_real_logits():
+    model = Model()
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda *a: seen.append(a[-1]))
+    with pytest.warns(UserWarning, match="lm_head: .*<lambda> is hooked to it"):
+        flce.fuse(model).remove()
+    hook.remove()
+    with flce.fuse(model):
+        model.lm_head.register_forward_hook(lambda *a: seen.append(a[-1]))
+        with pytest.warns(UserWarning, match="<lambda> is hooked to Linear, the head"):
+            model(IDS, labels=IDS)
+    assert [type(value) for value in seen] == [torch.Tensor]
+
+
+def partition(module):
+    """As ZeRO-3 does: the weight is whole inside the Module's hooks and from the gradient of its
+    output on, and empty elsewhere."""
+    whole = module.weight.data
+
+    def gather(module, arguments):
+        module.weight.data = whole
+
+    def release(module, arguments, output):
+        module.weight.data = whole.new_empty(0)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gather(module, None))
+
+    gather.__module__ = release.__module__ = "deepspeed.runtime"
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(release)
+    module.weight.data = whole.new_empty(0)
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_a_weight_that_is_whole_inside_the_hooks_alone(save):
+    plain, model = Model(), Model()
+    with flce.fuse(model, strict=True, save=save) as handle:
+        partition(plain.lm_head)
+        partition(model.lm_head)
+        expected, expected_logits = plain(IDS, IDS)
+        loss, logits = model(IDS, IDS)
+        assert model.lm_head.weight.numel() == 0 and handle.losses
+        equal(logits, expected_logits)
+        assert model.lm_head.weight.numel() == 0
+        for one in (expected, loss):
+            one.backward()
+        equal(loss, expected)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            equal(one.grad, other.grad)
+
+
+def test_a_head_that_is_not_called_is_told():
+    class Own(Model):
+        def forward(self, ids, labels=None):
+            logits = F.linear(self.embedding(ids), self.lm_head.weight, self.lm_head.bias)
+            return (None if labels is None else flat_loss(logits, labels)), logits
+
+    model = Own()
+    with flce.fuse(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IDS)
+        with pytest.raises(UserWarning, match=r"labels did not call the head \(lm_head\)"):
+            model(IDS, IDS)
+    with flce.fuse(model, strict=True):
+        with pytest.raises(RuntimeError, match="strict=True: forward with labels did not call"):
+            model(IDS, IDS)
+
+
+def test_odd_heads_are_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = Model()
+    model.lm_head = Scaled(HIDDEN, VOCAB, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="lm_head: Scaled is no plain nn.Linear"):
+        flce.fuse(model)
+    with pytest.raises(ValueError, match="strict=True: lm_head: Scaled is no plain nn.Linear"):
+        flce.fuse(model, strict=True)
+    assert "left alone: Scaled" in str(flce.explain(model))
+
+
+def test_unfit_weights_fall_back():
+    """Found inside the hooks: the eager loss is computed there."""
+
+    class Odd(torch.Tensor):
+        pass
+
+    model = Model()
+    weight = model.lm_head.weight.detach()
+    expected = model(IDS, IDS)[0].detach()
+    with flce.fuse(model) as handle:
+        del model.lm_head.weight
+        model.lm_head.weight = weight.as_subclass(Odd)
+        with pytest.warns(UserWarning, match="the head's weight is a Odd"):
+            equal(model(IDS, IDS)[0].detach().as_subclass(torch.Tensor), expected)
+        assert not handle.losses
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(model=3), TypeError, "model: expected an nn.Module, got int"),
+        (dict(model=nn.DataParallel(nn.Linear(2, 2))), ValueError, "got nn.DataParallel"),
+        (dict(when="never"), ValueError, 'when: expected "labels" or "always", got \'never\''),
+        (dict(head="lm"), ValueError, "head: expected the name of a Module of Model, got 'lm'"),
+        (dict(head=nn.Linear(2, 2)), ValueError, "head: expected a Module of the model"),
+        (dict(head=3), ValueError, "head: expected a Module of the model, its name"),
+        (dict(softcap=3.0), TypeError, "unexpected keyword argument 'softcap'"),
+        (dict(save="all"), ValueError, "save: expected"),
+        (dict(z_loss=-1.0), ValueError, "z_loss: expected"),
+        (dict(max_memory="much"), ValueError, "max_memory"),
+        (dict(model=nn.Linear(2, 2)), ValueError, "model: expected one with a vocabulary head"),
+    ],
+)
+def test_refusals(change, error, message):
+    arguments = {"model": Model(), **change}
+    with pytest.raises(error, match=message):
+        flce.fuse(arguments.pop("model"), arguments.pop("head", None), **arguments)
+
+
+def test_replicas_of_data_parallel_are_refused():
+    model = Model()
+    with flce.fuse(model, when="always"):
+        replica = model._replicate_for_data_parallel()
+        replica.lm_head = model.lm_head._replicate_for_data_parallel()
+        with pytest.raises(RuntimeError, match="got nn.DataParallel"):
+            replica(IDS)
+
+
+def test_options_reach_the_loss():
+    model = Model()
+    expected = model(IDS, IDS)[0] + 0.5 * model(IDS)[1].logsumexp(-1).pow(2).mean()
+    with flce.fuse(model, z_loss=0.5, save="stats", strict=True):
+        equal(model(IDS, IDS)[0].detach(), expected.detach())
+
+
+def test_accumulation_into_the_gradient():
+    model = Model()
+    _, gradients, _ = run(model)
+    with flce.fuse(model, strict=True, accumulate_into="grad"):
+        for times in (1.0, 2.0):
+            model(IDS, IDS)[0].backward() if times == 2.0 else run(model)
+            equal(model.lm_head.weight.grad, times * gradients[1])
+
+
+def test_nothing_else_is_imported():
+    """transformers and peft only by those who use them."""
+    code = "import sys, flce; flce.fuse; print({'transformers', 'peft'} & set(sys.modules))"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "set()\n"
+
+
+def test_all_rows_ignored():
+    """flce's mean, 0 with gradients 0, where torch has NaN."""
+    model = Model(loss_of=lambda z, y: flat_loss(z, torch.full_like(y, -100)))
+    with flce.fuse(model, strict=True):
+        loss, gradients, _ = run(model)
+    assert loss == 0 and not any(g.any() for g in gradients)
+
+
+class Adapted(nn.Module):
+    """An adapter as PEFT writes them, around a base layer of any class."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.out_features = base, VOCAB
+        self.down = nn.Linear(HIDDEN, 3, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(3, VOCAB, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        result = self.base_layer(x)
+        return result + self.up(self.down(x)) * 2.0
+
+
+class Quantised(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).round()
+
+
+def test_an_adapter_around_the_head():
+    model = Model()
+    model.lm_head = Adapted(model.lm_head)
+    handle = compare(model, strict=True)
+    assert list(handle.losses) == ["sum of 2 products"]
+    model.lm_head.base_layer = Quantised(HIDDEN, VOCAB, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="lm_head: Adapted is no plain nn.Linear, and no adapter"):
+        flce.fuse(model)
+    assert type(model.lm_head.up) is nn.Linear
+
+
+def test_explain():
+    model = Model(lambda z: z / 4)
+    assert str(flce.explain(model)).startswith(
+        "Model: not fused\n  head lm_head: nn.Linear(16, 50)"
+    )
+    with flce.fuse(model):
+        model(IDS, IDS)[1].sum()
+        report = flce.explain(model)
+        assert report.is_fused and report.losses == {"scale 0.25": 1}
+        assert "1 losses without logits; steps before them: scale 0.25" in str(report)
+        assert "logits read beside the loss: by torch.Tensor.sum" in str(report)
+    with pytest.raises(TypeError, match="flce.explain: model: expected an nn.Module, got str"):
+        flce.explain("model")
+
+
+def test_a_plain_loop_learns_alike():
+    """Twenty steps of SGD in a loop that computes the loss itself."""
+    plain = Model(dtype=torch.float32)
+    fused = copy.deepcopy(plain)
+    flce.fuse(fused, when="always", strict=True)
+    losses = []
+    for model in (plain, fused):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(20):
+            ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
+            loss = flat_loss(model(ids)[1], ids)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    for got, expected in zip(losses[20:], losses[:20], strict=True):
+        equal(got, expected, 1e-5)
