@@ -8,7 +8,7 @@ alone, `fuse` the model under flce.fuse, `sampled` under flce.fuse with sampled 
 calls flce.linear_cross_entropy with the decoder's hidden states.
 
 --fit GB: also the longest sequence whose step stays within GB of memory, extrapolated from two
-lengths and then run.
+lengths, and run if it is at most twice --tokens.
 
     python benchmarks/models.py llama-1b gemma-270m --contestants plain fuse sampled
     python benchmarks/models.py llama-1b --tokens 32768 --checkpointing --fit 80 --json new.json
@@ -157,13 +157,17 @@ def peak_of(step, tokens):
 
 
 def longest(step, limit, tokens):
-    """The most tokens, a multiple of GRAIN, whose step has a peak of at most `limit` bytes."""
+    """(the most tokens, a multiple of GRAIN, whose step has a peak of at most `limit` bytes,
+    whether such a step was run): by a line through two peaks. A step of more than twice `tokens`
+    is not run, because attention's time grows with the square."""
     short, long = (peak_of(step, count) for count in (tokens // 2, tokens))
     slope = 2 * (long - short) / tokens
     count = int((limit - long) / slope + tokens) // GRAIN * GRAIN
+    if count > 2 * tokens:
+        return count, False
     while count > 0 and peak_of(step, count) > limit:
         count -= GRAIN
-    return count
+    return count, True
 
 
 def bench(name, contestant, options):
@@ -183,7 +187,7 @@ def bench(name, contestant, options):
     row |= {"ms": 1e3 * median, "fastest_ms": 1e3 * min(times), "loss": taken[-1][1]}
     row["tokens_per_s"] = options.tokens / median
     if options.fit and options.device == "cuda":
-        row["longest"] = longest(step, 1e9 * options.fit, options.tokens)
+        row["longest"], row["ran_longest"] = longest(step, 1e9 * options.fit, options.tokens)
     return row
 
 

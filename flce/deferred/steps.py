@@ -134,14 +134,16 @@ def operands(record, dtype, whole):
     """
     folded = fold(record.steps)
     own = fold(record.sources[0].steps).scale
-    x, weight, bias = _product(record.sources, own, dtype)
-    scale, options = folded.scale * own, {}
+    x, weight, bias, options = _product(record.sources, own, dtype)
+    scale = folded.scale * own
     if folded.stop is not None:
         if folded.start == 0 and folded.bias is None and not whole:
             options["valid_vocab"] = folded.stop
         else:
-            weight = weight[folded.start : folded.stop]
-            bias = None if bias is None else bias[folded.start : folded.stop]
+            cut = slice(folded.start, folded.stop)
+            weight, bias = weight[cut], None if bias is None else bias[cut]
+            if "adapter_weight" in options:
+                options["adapter_weight"] = options["adapter_weight"][cut]
     if folded.bias is not None:
         added = folded.bias / scale
         bias = added if bias is None else bias + added
@@ -155,27 +157,31 @@ def operands(record, dtype, whole):
 
 
 def _product(sources, own, dtype):
-    """(x, weight, bias) of the sum of all sources, divided by the first one's factor `own`.
+    """(x, weight, bias, options) of the sum of all sources, divided by the first one's factor
+    `own`. The others are the low-rank term of flce's adapter options.
 
-    Several sources become one product, [x1, s x2] [W1, W2]^T: the kernels take one pair of
-    operands, and two calls could not share one logsumexp. The copy of [W1, W2] takes V (H + r)
-    elements, and its gradient is made whole: the part of a frozen W1 is dropped. PEFT adds a
-    float32 adapter to a bfloat16 base in float32 and rounds the sum to bfloat16; here adapter and
-    base are both in bfloat16, which `dtype` is then, and the products are summed in float32.
+    PEFT adds a float32 adapter to a bfloat16 base in float32 and rounds the sum to bfloat16; here
+    adapter and base are both in bfloat16, which `dtype` is then, and the products are summed in
+    float32.
     """
     first, *others = sources
     x, weight, bias = first.x, first.leaf.weight, first.leaf.bias
     if not others:
-        return x, weight, bias
-    xs, weights = [x.to(dtype)], [weight.to(dtype)]
+        return x, weight, bias, {}
+    inputs, weights = [], []
     for source in others:
         ratio = fold(source.steps).scale / own
-        xs.append(source.x.to(dtype) * ratio)
+        inputs.append(source.x.to(dtype) * ratio)
         weights.append(source.leaf.weight.to(dtype))
         if source.leaf.bias is not None:
             added = source.leaf.bias * ratio
             bias = added if bias is None else bias + added
-    return torch.cat(xs, dim=-1), torch.cat(weights, dim=1), bias
+    adapter = {"adapter_input": _joined(inputs, -1), "adapter_weight": _joined(weights, 1)}
+    return x.to(dtype), weight.to(dtype), bias, adapter
+
+
+def _joined(tensors, dim):
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
 def key_of(record):
