@@ -14,6 +14,7 @@ import argparse
 import gc
 import logging
 import multiprocessing
+import os
 import sys
 import time
 import warnings
@@ -199,6 +200,9 @@ def train(run):
 def train_all(preset, arguments):
     """{(training, loss): Result}; a new process has none of the memory of the runs before it."""
     steps = preset.steps if arguments.steps is None else arguments.steps
+    # With several GPUs and one process the Trainer takes nn.DataParallel, which fuse refuses.
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = first
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     results = {}

@@ -172,3 +172,25 @@ def test_lightning(tmp_path):
     assert len(expected) == 7 and expected[5] < expected[0]
     assert all(abs(a - b) <= 1e-6 * b for a, b in zip(got, expected, strict=True))
     assert sum(handle.losses.values()) >= 12 and not handle.fallbacks
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trl_does_not_call_the_head(tmp_path):
+    """flce.integrations.trl serves it; fuse says so instead of doing nothing unseen."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from integration_models import PROMPTS, tiny_llama, tiny_tokenizer
+
+    from flce.integrations.transformers import FuseCallback
+
+    settings = {"max_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}
+    trainer = trl.SFTTrainer(
+        tiny_llama(),
+        args=trl.SFTConfig(str(tmp_path), bf16=False, disable_tqdm=True, **settings),
+        train_dataset=datasets.Dataset.from_dict({"text": PROMPTS}),
+        processing_class=tiny_tokenizer(),
+        callbacks=[callback := FuseCallback()],
+    )
+    with pytest.warns(UserWarning, match=r"labels did not call the head \(lm_head\)"):
+        trainer.train()
+    assert not callback.handle.losses
