@@ -225,6 +225,7 @@ def plot(results, path):
             curve = results[training, loss].curve
             axis.plot(range(1, len(curve) + 1), curve, style, label=loss, linewidth=2)
         axis.set(xlabel="step", ylabel="loss", title=title)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend()
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
