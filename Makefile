@@ -78,19 +78,24 @@ clean:
 	rm -rf build dist flce/*.so *.egg-info
 	$(MAKE) -C tests/c clean
 
-INSTALL_SELF := FLCE_CUDA=$(BUILD_CUDA) $(PIP) install \
-	$(if $(ACTIVE),,-c requirements.txt -c requirements-integrations.txt) --no-build-isolation -e
-
 # Never a range for torch: what is there satisfies flce's own, so pip leaves it as it is.
 $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
 	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "setuptools>=77" wheel
-	$(INSTALL_SELF) ".[tests,dev,example]"
+	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
+		--no-build-isolation -e ".[tests,dev,example]"
 	@mkdir -p $(@D) && touch $@
 
-# torch is named with its version so that no framework replaces it.
+# The extra's packages without flce, which would be built anew. torch is named with the version that
+# is there, so that no framework replaces it.
+define EXTRA
+import importlib.metadata, tomllib;
+project = tomllib.load(open("pyproject.toml", "rb"))["project"];
+print("torch==" + importlib.metadata.version("torch"));
+print(*project["optional-dependencies"]["integrations"])
+endef
 $(FRAMEWORKS): requirements-integrations.txt $(READY)
-	$(INSTALL_SELF) ".[example,integrations]" \
-		"torch==$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')"
+	$(PIP) install $(if $(ACTIVE),,-c requirements.txt -c requirements-integrations.txt) \
+		$$($(PYTHON) -c '$(strip $(EXTRA))')
 	@touch $@
 
 $(VENV)/torch-is-there:
