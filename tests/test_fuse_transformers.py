@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-
 from packaging.version import Version
 
 import flce
