@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 
 import flce
 
@@ -266,6 +267,9 @@ def test_arguments_of_the_forward(extra, rows):
     check(llama(), {**TEXT, **extra}, FLOAT32, rows)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="earlier versions take no mask"
+)
 def test_logits_to_keep_by_a_mask():
     mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
     labels = IDS[mask]
@@ -369,7 +373,7 @@ def test_fused_before_accelerate_dispatches():
 def test_the_coverage_script():
     import fuse_coverage
 
-    assert len(CLASSES) >= 180
+    assert len(CLASSES) >= 150  # 186 in transformers 5.23
     state, steps, _ = fuse_coverage.row("GraniteForCausalLM", CLASSES["GraniteForCausalLM"])
     assert (state, steps) == ("fused", "scale 1")
     state, reason, _ = fuse_coverage.row("ProphetNetForCausalLM", CLASSES["ProphetNetForCausalLM"])

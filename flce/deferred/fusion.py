@@ -39,7 +39,7 @@ class Fusion:
 
     def is_on(self):
         """Whether a head that is called now defers."""
-        return bool(self.attached) and (self.when == "always" or any(self.calls_with_labels))
+        return len(self.attached) > 0 and (self.when == "always" or any(self.calls_with_labels))
 
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
