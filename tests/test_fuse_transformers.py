@@ -1,6 +1,8 @@
 """flce.fuse on models of transformers, small, with random weights. All causal language models are
 in fuse_coverage.py."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -380,8 +382,12 @@ def test_the_coverage_script():
     assert (state, reason) == ("falls back", "torch.Tensor.transpose is not deferred")
     assert fuse_coverage.row("FuyuForCausalLM", CLASSES["FuyuForCausalLM"])[0] == "not built"
     rows = [("A", "fused", "none", ""), ("B", "falls back", "exp", ""), ("C", "not built", "", "")]
+    rows.append(("D", "refused", "no head", ""))
     text, built, share, wrong = fuse_coverage.table(rows)
     assert (built, share, wrong) == (2, 50, 0) and "| B | falls back | exp |  |" in text
+    command = [sys.executable, fuse_coverage.__file__, "--write", "GraniteForCausalLM"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 2 and "--write: expected no class names" in made.stderr
 
 
 def test_nothing_is_warned_of():

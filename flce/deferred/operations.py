@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from . import forms, steps
 from .loss import cross_entropy, logsumexp
-from .node import Node, node_of
+from .node import node_of
 
 HANDLERS = {}
 
@@ -56,7 +56,7 @@ def _tanh(node, args, kwargs):
 @_handles(torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__)
 def _add(node, args, kwargs):
     other = args[1] if len(args) == 2 else None
-    if kwargs or not isinstance(other, torch.Tensor) and node_of(other) is None:
+    if kwargs or (not isinstance(other, torch.Tensor) and node_of(other) is None):
         return NotImplemented
     return _add_bias(node, other) if node_of(other) is None else _add_product(node, other._flce)
 
@@ -72,12 +72,12 @@ def _add_bias(node, vector):
 
 
 def _add_product(node, other):
-    if not isinstance(other, Node) or not other.is_pending():
+    if not other.is_pending():
         return NotImplemented
     one, two = node.record, other.record
-    leaves = {id(source.leaf) for record in (one, two) for source in record.sources}
+    linears = {id(source.linear) for record in (one, two) for source in record.sources}
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
-    if not is_sum or len(leaves) < len(one.sources) + len(two.sources):
+    if not is_sum or len(linears) < len(one.sources) + len(two.sources):
         return NotImplemented
     sources = tuple(
         source._replace(steps=(*source.steps, *record.steps))
@@ -85,7 +85,7 @@ def _add_product(node, other):
         for source in record.sources
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
-    owner = node if node.group.requires_grad else other  # the sum has the gradients of both
+    owner = node if node.call.requires_grad else other  # the sum has the gradients of both
     return owner.copy(steps.Record(sources, (), one.shape, dtype))
 
 
@@ -93,7 +93,7 @@ def _cast(node, dtype):
     """Casts of the logits become casts of the loss, which is computed in float32 at least. A cast
     to float64 asks for more."""
     if dtype == node.record.dtype:
-        return node.group.shell(node)
+        return node.call.proxy(node)
     if not dtype.is_floating_point or dtype == torch.float64:
         return NotImplemented
     return _then(node, steps.CAST, dtype, lambda z: z.to(dtype), dtype)
@@ -125,7 +125,7 @@ def _to(node, args, kwargs):
             device = torch.device(value)
         elif value is not None and not isinstance(value, bool):
             return NotImplemented
-        if device is not None and not _is_same_device(device, node.group.device):
+        if device is not None and not _is_same_device(device, node.call.device):
             return NotImplemented
     if not set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} or kwargs.get("copy"):
         return NotImplemented
@@ -142,7 +142,7 @@ def _is_same_device(device, own):
 def _contiguous(node, args, kwargs):
     if kwargs or len(args) != 1:
         return NotImplemented
-    return node.group.shell(node) if node.is_whole else node.copy(node.record)
+    return node.call.proxy(node) if node.is_contiguous else node.copy(node.record)
 
 
 @_handles(torch.Tensor.clone, torch.clone)
@@ -176,12 +176,14 @@ def _view(node, args, kwargs):
     shape = None if kwargs else _resolved(tuple(sizes), node.record.shape)
     if shape is not None:
         return _reshaped(node, shape)
-    return NotImplemented if kwargs or not node.is_whole else forms.grouped(node, tuple(sizes))
+    if kwargs or not node.is_contiguous:
+        return NotImplemented
+    return forms.split_classes(node, tuple(sizes))
 
 
 def _reshaped(node, shape):
     record = node.record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
-    if not node.is_whole:
+    if not node.is_contiguous:
         return node.copy(record)
     return node.alias(record, lambda z: z.view(shape), True)
 
@@ -256,7 +258,7 @@ def _new(function):
     """new_zeros and its like, which take no more than dtype and device from the logits."""
 
     def handler(node, args, kwargs):
-        like = torch.empty(0, dtype=node.record.dtype, device=node.group.device)
+        like = torch.empty(0, dtype=node.record.dtype, device=node.call.device)
         return function(like, *args[1:], **kwargs)
 
     return handler

@@ -2,10 +2,10 @@
 
 
 class Request:
-    """What a head is to do, passed through its __call__ in place of a second argument.
+    """Work to run inside a head's hooks, passed to its __call__ as a second argument.
 
     An object of an unknown class: hooks that cast or move the tensors among the arguments of a
-    Module leave it alone. They do act on x, so each leaf notes the x that it received.
+    Module leave it alone. Hooks may cast or move x, so `run` stores the x that the Module received.
     """
 
     def __init__(self, sources, work):
@@ -16,20 +16,20 @@ class Request:
         module, x = self.waiting.pop(0)
         return module(x, self)
 
-    def serve(self, module, x):
+    def run(self, module, x):
         """Called by `module` inside its hooks: goes on to the next Module, or does the work."""
         for i, source in enumerate(self.sources):
-            if source.leaf is module:
+            if source.linear is module:
                 self.sources[i] = source._replace(x=x)
         return self.begin() if self.waiting else self.work(tuple(self.sources))
 
 
 def _modules_of(sources):
-    """[(Module, x)]: what encloses the leaves (an adapter's Module), then the leaves."""
+    """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear."""
     found = []
     for source in sources:
-        enclosing = source.leaf._flce_leaf.enclosing
-        for module in (enclosing, source.leaf):
+        enclosing = source.linear._flce_linear.enclosing
+        for module in (enclosing, source.linear):
             if all(module is not other for other, _ in found):
                 found.append((module, source.x))
     return found
@@ -38,6 +38,6 @@ def _modules_of(sources):
 def call_through(sources, work):
     """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
     one of them is not fused any more."""
-    if not all(hasattr(source.leaf, "_flce_leaf") for source in sources):
+    if not all(hasattr(source.linear, "_flce_linear") for source in sources):
         return work(sources)
     return Request(sources, work).begin()

@@ -14,6 +14,8 @@ class FuseCallback(TrainerCallback):
 
         Trainer(model, ..., callbacks=[flce.integrations.transformers.FuseCallback()])
 
+    The model stays fused until `handle.remove()`; use a new callback for each Trainer.
+
     Args:
         head, strict, **options: as in `flce.fuse`; `when` is "labels".
 

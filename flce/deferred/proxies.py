@@ -22,7 +22,7 @@ _PROPERTIES |= {"requires_grad", "grad", "_grad"}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-def answer(function, args, kwargs):
+def dispatch(function, args, kwargs):
     """The result of a torch function one of whose arguments is deferred."""
     node = node_of(args[0]) if args else None
     if node is None and len(args) == 2 and function in _COMMUTATIVE:
@@ -34,15 +34,15 @@ def answer(function, args, kwargs):
         else:
             handler = forms.HANDLERS.get((type(node.form), function))
         if handler is not None:
-            _listen(args[0], node)
+            _hook_gradient(args[0], node)
             result = handler(node, args, kwargs)
             if result is not NotImplemented:
                 return result
         elif function in _ANSWERED:
-            return _of_shell(function, args, kwargs)
+            return _of_proxy(function, args, kwargs)
         elif function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
-            return False if function == _REQUIRES_GRAD else _of_shell(function, args, kwargs)
-        elif function in _HOOKS and node.group.is_fused:
+            return False if function == _REQUIRES_GRAD else _of_proxy(function, args, kwargs)
+        elif function in _HOOKS and node.call.loss_is_done:
             raise RuntimeError(
                 f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
                 "from, got logits whose loss was computed without them"
@@ -54,7 +54,7 @@ _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Te
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 
 
-def _of_shell(function, args, kwargs):
+def _of_proxy(function, args, kwargs):
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
@@ -63,7 +63,7 @@ def real(value, function):
     """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too."""
     node = node_of(value)
     if node is not None:
-        _listen(value, node)
+        _hook_gradient(value, node)
         return node.make_for(function)
     if isinstance(value, dict):
         return {name: real(item, function) for name, item in value.items()}
@@ -72,41 +72,41 @@ def real(value, function):
     return value
 
 
-def _listen(shell, node):
+def _hook_gradient(proxy, node):
     """Where gradients are off, the caller may be the forward of a custom autograd Function that
-    has taken the shell for its input, and will return the gradient to it."""
-    if node.group.requires_grad and not torch.is_grad_enabled() and not node.listens:
-        if not isinstance(shell, DeferredLogits):
+    has taken the proxy for its input, and will return the gradient to it."""
+    if node.call.requires_grad and not torch.is_grad_enabled() and not node.has_gradient_hook:
+        if not isinstance(proxy, DeferredLogits):
             return  # a plain object, which no Function takes for a Tensor
-        node.listens = True
+        node.has_gradient_hook = True
         with torch._C.DisableTorchFunctionSubclass():
-            shell.register_hook(node.pass_on)
+            proxy.register_hook(node.backward_hook)
 
 
 class DeferredLogits(torch.Tensor):
     """A Tensor with shape, dtype and device of the logits, and no memory.
 
-    For C++ it requires grad where the logits do, so that `Node.pass_on` hears of a gradient. In
-    Python `requires_grad` is False as long as there are no logits: what is hooked to a tensor
+    For C++ it requires grad where the logits do, so that `Node.backward_hook` receives a gradient.
+    In Python `requires_grad` is False as long as there are no logits: what is hooked to a tensor
     that requires grad, as FSDP2 does with a Module's outputs, is hooked to the loss instead.
     """
 
     @staticmethod
     def __new__(cls, node):
-        group = node.group
-        shell = torch.Tensor._make_wrapper_subclass(
+        call = node.call
+        proxy = torch.Tensor._make_wrapper_subclass(
             cls,
             node.shape,
             dtype=node.record.dtype,
-            device=group.device,
-            requires_grad=group.requires_grad,
+            device=call.device,
+            requires_grad=call.requires_grad,
         )
-        shell._flce = node
-        return shell
+        proxy._flce = node
+        return proxy
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return answer(function, args, kwargs or {})
+        return dispatch(function, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -121,7 +121,7 @@ class DeferredLogits(torch.Tensor):
         def values(value):
             node = node_of(value)
             if node is not None:
-                _listen(value, node)
+                _hook_gradient(value, node)
                 return node.replay() if node.made is None else node.made.detach()
             return type(value)(map(values, value)) if type(value) in (tuple, list) else value
 
@@ -134,18 +134,18 @@ class TracedLogits:
     but no subclass of Tensor without memory. Its attributes are those of a Tensor."""
 
     def __init__(self, node):
-        self._flce, self.device = node, node.group.device
+        self._flce, self.device = node, node.call.device
         self.shape, self.dtype = torch.Size(node.shape), node.record.dtype
         self.ndim, self.requires_grad = len(self.shape), False
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return answer(function, args, kwargs or {})
+        return dispatch(function, args, kwargs or {})
 
 
 def _method(function):
     def method(self, *args, **kwargs):
-        return answer(function, (self, *args), kwargs)
+        return dispatch(function, (self, *args), kwargs)
 
     return method
 
