@@ -25,11 +25,13 @@ CLANG_FORMAT := $(PYTHON) -c 'from clang_format import clang_format; clang_forma
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
 READY := build/ready$(subst /,-,$(PYTHON))
+FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
-.PHONY: test test-c test-py demo lint format cuda wheel clean python
+.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel clean \
+	python
 
 test: test-c test-py
 
@@ -39,8 +41,17 @@ test-c:
 test-py: $(READY)
 	$(PYTHON) -m pytest
 
+# The frameworks of flce.integrations and flce.fuse that pyproject.toml names.
+integrations: $(FRAMEWORKS)
+
+test-integrations: $(FRAMEWORKS)
+	$(PYTHON) -m pytest tests/test_fuse_*.py tests/test_integrations*.py tests/test_finetune_hf.py
+
 demo: $(READY)
 	$(PYTHON) examples/train_lm.py --out demo $(if $(STEPS),--steps $(STEPS))
+
+demo-hf: $(FRAMEWORKS)
+	$(PYTHON) examples/finetune_hf.py --out demo $(if $(STEPS),--steps $(STEPS))
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -73,6 +84,19 @@ $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
 	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
 		--no-build-isolation -e ".[tests,dev,example]"
 	@mkdir -p $(@D) && touch $@
+
+# The extra's packages without flce, which would be built anew. torch is named with the version that
+# is there, so that no framework replaces it.
+define EXTRA
+import importlib.metadata, tomllib;
+project = tomllib.load(open("pyproject.toml", "rb"))["project"];
+print("torch==" + importlib.metadata.version("torch"));
+print(*project["optional-dependencies"]["integrations"])
+endef
+$(FRAMEWORKS): requirements-integrations.txt $(READY)
+	$(PIP) install $(if $(ACTIVE),,-c requirements.txt -c requirements-integrations.txt) \
+		$$($(PYTHON) -c '$(strip $(EXTRA))')
+	@touch $@
 
 $(VENV)/torch-is-there:
 	@python3 -c 'import ensurepip, venv' || { echo "flce: no torch >= 2.10 in a writable environment," \

@@ -242,7 +242,7 @@ typedef struct flce_grad_weight_args {
   int64_t tokens;           /* rows of x */
   int64_t vocab;            /* rows of dw */
   int64_t hidden;           /* columns of x that are read, of accum and dw */
-  int64_t x_pitch;
+  int64_t x_pitch;          /* leading dimension of x */
 } flce_grad_weight_args;
 
 typedef struct flce_grad_bias_args {
@@ -296,7 +296,7 @@ typedef struct flce_order_samples_args {
   const flce_rows* rows; /* index, coef, stat_pitch and vocab are read */
   const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
   double eps;            /* flce_problem.gradient_eps */
-  int64_t hidden;        /* that facts.sample_bytes was computed for */
+  int64_t hidden;        /* columns of dW; at most those that facts.sample_bytes was computed for */
 } flce_order_samples_args;
 
 typedef struct flce_sampled_weight_args {
@@ -311,7 +311,7 @@ typedef struct flce_sampled_weight_args {
   int64_t rows;             /* whose lists were ordered */
   int64_t vocab;            /* rows of dw */
   int64_t hidden;           /* columns of x that are read */
-  int64_t x_pitch;          /* at least hidden */
+  int64_t x_pitch;          /* leading dimension of x */
   int64_t cols;             /* columns of dw */
   bool adds;                /* adds to dw, of which only the rows that change are written */
 } flce_sampled_weight_args;

@@ -119,8 +119,8 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  * its value in float32; zeros follow. y is -1 and n is 0 if the row is ignored or absent; both are
  * 0 if the target is out of range: the row's factors are NaN. */
 
-/* Fraction bits of q in the prefix sums: 256 values of at most 2^23 fit 32 bits, so a warp sums 256
- * classes with 32-bit additions. */
+/* Fraction bits of q in the prefix sums: sums of up to 256 values of at most 2^23 fit 32 bits;
+ * sample_rows adds groups of 32 or 128 classes. */
 enum { FLCE_SAMPLE_BITS = 23 };
 
 /* The range of eps, and the most classes that can be sampled. */
@@ -166,7 +166,7 @@ typedef struct flce_problem {
   int64_t tokens, /* N */
       hidden,     /* H */
       vocab;      /* V */
-  /* The first columns of W that get no gradient, a multiple of 8: dW has the others,
+  /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
    * [weight_rows][hidden - frozen_hidden]. */
   int64_t frozen_hidden;
   /* Rows of the caller's W, b, dW, db and class weights, and columns of the caller's target

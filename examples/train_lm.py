@@ -85,11 +85,11 @@ def train_tokenizer(texts):
     return tokenizer
 
 
-def load_tokens(preset, folder):
+def load_tokens(text_bytes, folder):
     """Token ids of the corpus, kept in `folder` beside the tokenizer between runs."""
-    cache = folder / f"tokens-{preset.text_bytes}.npy"
+    cache = folder / f"tokens-{text_bytes}.npy"
     if not cache.exists():
-        texts = read_corpus(preset.text_bytes)
+        texts = read_corpus(text_bytes)
         print(f"corpus: {len(texts)} files, {sum(map(len, texts)) / 1e6:.1f} MB; training the BPE")
         tokenizer = train_tokenizer(texts)
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -268,10 +268,15 @@ def plot(curves, memory, path):
     figure.savefig(path, dpi=120)
 
 
+def largest_difference(expected, got):
+    """Of two loss curves, relative; NaN if there is one in them."""
+    expected, got = numpy.array(expected), numpy.array(got)
+    return float(numpy.max(numpy.abs(got - expected) / numpy.abs(expected)))
+
+
 def report(curves, times, memory, preset, device):
     """Prints the comparison; the largest relative difference of the two curves."""
-    pairs = zip(curves["eager"], curves["flce"], strict=True)
-    difference = max(abs(eager - ours) / abs(eager) for eager, ours in pairs)
+    difference = largest_difference(curves["eager"], curves["flce"])
     rows = preset.batch * preset.sequence
     print(f"\nhead: {rows} tokens x {preset.hidden} hidden x {VOCAB} entries, {device}")
     for name, curve in curves.items():
@@ -310,7 +315,7 @@ def main():
     steps = preset.steps if arguments.steps is None else arguments.steps
     settings = loss_settings(preset, arguments)
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = load_tokens(preset, folder)
+    tokens = load_tokens(preset.text_bytes, folder)
     print(f"{len(tokens) / 1e6:.2f} million tokens, {steps} steps on {device}")
 
     curves = {}

@@ -9,22 +9,22 @@ from . import validate
 _ALIGNMENT = 8  # columns: flce_problem.frozen_hidden is a multiple of it
 
 
-class Head(typing.NamedTuple):
-    """The operands of the logits' product. leaf: what the gradient of the columns of `weight` from
-    `frozen_hidden` on belongs to; `weight` itself where that is 0."""
+class Operands(typing.NamedTuple):
+    """The operands of the logits' GEMM. differentiated: the tensor that gets the gradient of
+    weight[:, frozen_hidden:]; weight itself where frozen_hidden is 0."""
 
     input: torch.Tensor
     weight: torch.Tensor
-    leaf: torch.Tensor
+    differentiated: torch.Tensor
     frozen_hidden: int = 0
 
 
 def joined(input, linear_weight, adapter_input, adapter_weight, autocast):
-    """The Head of [input, adapter_input] and [linear_weight, adapter_weight].
+    """The Operands [input, adapter_input] and [linear_weight, adapter_weight].
 
-    The kernels take one pair of operands, and two products could not share one logsumexp. If
-    linear_weight needs no gradient, that of adapter_weight alone is made. autocast: its dtype, or
-    None; joining casts as it does.
+    The logsumexp is computed in the epilogue of one GEMM, so both terms have to be in one GEMM. If
+    linear_weight does not require grad, only adapter_weight's gradient is computed. autocast: the
+    dtype to which autocast casts the operands, or None.
     """
     _check(input, linear_weight, adapter_input, adapter_weight)
     given = [input, linear_weight, adapter_input, adapter_weight]
@@ -39,14 +39,14 @@ def joined(input, linear_weight, adapter_input, adapter_weight, autocast):
             )
     if autocast is not None and all(tensor.dtype != torch.float64 for tensor in given):
         given = [tensor.to(autocast) for tensor in given]
-    x, w, u, b = given
+    x, w, u, low_rank = given
     padding = -x.shape[-1] % _ALIGNMENT
     rows = torch.cat((x, x.new_zeros((*x.shape[:-1], padding)), u), dim=-1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and linear_weight.requires_grad):
-        weight = torch.cat((w, w.new_zeros((w.shape[0], padding)), b), dim=1)
+        weight = torch.cat((w, w.new_zeros((w.shape[0], padding)), low_rank), dim=1)
     if linear_weight.requires_grad:
-        return Head(rows, weight, weight)
-    return Head(rows, weight, adapter_weight, x.shape[-1] + padding)
+        return Operands(rows, weight, weight)
+    return Operands(rows, weight, adapter_weight, x.shape[-1] + padding)
 
 
 def _check(input, linear_weight, adapter_input, adapter_weight):

@@ -199,19 +199,29 @@ class Forward(torch.autograd.Function):
 
     `constants`: the operator's tensors without a gradient, except num_items, which has already
     become one of the scalars, and the seed, which has become the samples. `accumulator`:
-    accumulate.Accumulator of linear_weight, or None. `head`: the operator's linear_weight where
-    its gradient belongs to another leaf (adapter.Head), which linear_weight is then; else None.
+    accumulate.Accumulator of linear_weight, or None. `gemm_weight`: the
+    weight of the GEMMs, (V, H), where linear_weight is adapter_weight, (V, r), which alone gets a
+    gradient; else None.
     """
 
     @staticmethod
     def forward(
-        ctx, input, linear_weight, linear_bias, made, count, settings, constants, accumulator, head
+        ctx,
+        input,
+        linear_weight,
+        linear_bias,
+        made,
+        count,
+        settings,
+        constants,
+        accumulator,
+        gemm_weight,
     ):
         ctx.settings, ctx.accumulator = settings, accumulator
         _, stats, scalars, _, saved, *grads = made
         target, *others = constants
         # The arguments of the backward operator.
-        weight = linear_weight if head is None else head
+        weight = linear_weight if gemm_weight is None else gemm_weight
         arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
         if settings.save == "grads":
             leaves = (input, linear_weight, linear_bias)

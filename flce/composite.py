@@ -130,16 +130,16 @@ def _outputs(call, made, tensors, num_items, shape, bound=None):
     return outputs
 
 
-def _head(input, linear_weight, settings):
-    """The operands of the logits' product, as an adapter.Head."""
+def _joined_operands(input, linear_weight, settings):
+    """The operands of the logits' GEMM, as adapter.Operands."""
     low_rank = settings["adapter_input"], settings["adapter_weight"]
     if all(tensor is None for tensor in low_rank):
-        return adapter.Head(input, linear_weight, linear_weight)
+        return adapter.Operands(input, linear_weight, linear_weight)
     if settings["accumulate_into"] is not None:
         got = repr(settings["accumulate_into"])
         validate.refuse("accumulate_into", "None with an adapter_weight", got)
-    on = torch._C._is_any_autocast_enabled() and isinstance(input, torch.Tensor)
-    autocast = autocast_dtype(input.device.type) if on else None
+    has_autocast = torch._C._is_any_autocast_enabled() and isinstance(input, torch.Tensor)
+    autocast = autocast_dtype(input.device.type) if has_autocast else None
     return adapter.joined(input, linear_weight, *low_rank, autocast)
 
 
@@ -148,17 +148,18 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     OPTIONS and of token_temperature, a vector of temperatures."""
     linear_bias, num_items = settings["linear_bias"], settings["num_items"]
     vectors = _vectors(settings)
-    head = _head(input, linear_weight, settings)
-    input, linear_weight = head.input, head.weight
+    joined = _joined_operands(input, linear_weight, settings)
+    input, linear_weight = joined.input, joined.weight
     operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
-    if head.frozen_hidden > 0:
-        operands[1] = *operands[1][:-1], head.leaf.requires_grad
+    if joined.frozen_hidden > 0:
+        # The joined weight was made without a graph; adapter_weight is what may want a gradient.
+        operands[1] = *operands[1][:-1], joined.differentiated.requires_grad
     call = linear_signature(
         environment(input, settings["max_memory"]),
         wanted,
         tuple(operands),
         tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
-        head.frozen_hidden,
+        joined.frozen_hidden,
         *linear_values(settings),
     )
     if validate.transforms_are_on():
@@ -186,10 +187,10 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        product = None
-        if head.frozen_hidden > 0:
-            product, leaves = leaves[1], (leaves[0], head.leaf, leaves[2])
-        rest = made, count, resolved, tensors, accumulator, product
+        gemm_weight = None
+        if joined.frozen_hidden > 0:
+            gemm_weight, leaves = leaves[1], (leaves[0], joined.differentiated, leaves[2])
+        rest = made, count, resolved, tensors, accumulator, gemm_weight
         made[:count] = autograd.Forward.apply(*leaves, *rest)
     return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
 

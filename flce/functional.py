@@ -134,8 +134,10 @@ def linear_cross_entropy(
             probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         adapter_input, adapter_weight: a low-rank term of the logits, ``adapter_input @
-            adapter_weight.T``, shapes (..., r) and (V, r), or both None. Of a linear_weight that
-            does not require grad no gradient is made. One copy of both weights is.
+            adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight (any
+            under autocast), or both None. Each call copies both weights into one operand, (V,
+            H + r) with H rounded up to a multiple of 8. If linear_weight does not require grad,
+            only adapter_weight's gradient is computed.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
         reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
             `weight`: by their number; with probabilities by the number of rows), "sum" does not
@@ -186,7 +188,8 @@ def linear_cross_entropy(
         accumulate_into: "grad" or "main_grad": the backward adds linear_weight's gradient to that
             attribute of linear_weight itself, a leaf, and returns none: saves V H elements and one
             pass. "grad" is created if it is None; "main_grad" must exist and may be float32. If
-            the parameter has grad_added_to_main_grad, it is set to True. Not with save="grads".
+            the parameter has grad_added_to_main_grad, it is set to True. Not with save="grads" or
+            an adapter.
         gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
             bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
             1. Not for float64 operands, probabilities, label smoothing with a softcap, or more than

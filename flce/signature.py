@@ -149,7 +149,7 @@ def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *va
 
     `global_state`: the result of `environment`; `operands`: results of `describe` for input,
     linear_weight, linear_bias; `tensors`: the same for target, weight, token_weight and the rows'
-    temperatures; `frozen_hidden`: the first columns of linear_weight that get no gradient;
+    temperatures; `frozen_hidden`: how many of linear_weight's first columns get no gradient;
     `values`: the result of `linear_values`.
     """
     given = dict(zip(_LINEAR_NAMES, values, strict=True))
@@ -197,7 +197,7 @@ def logits_signature(global_state, wanted, logits, tensors, *values):
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
     leaves = (logits if global_state[0] else None, None, None)
     unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
-    unused["frozen_hidden"] = 0
+    unused |= {"frozen_hidden": 0}
     settings = _settings(given, scalars, wanted, logits.dtype, leaves, **unused)
     return Signature(settings, wanted, logits, has_probabilities, vocab)
 

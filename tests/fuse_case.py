@@ -26,7 +26,7 @@ class LogitsMade(TorchDispatchMode):
 
     def is_logits(self, value):
         has_classes = self.classes in value.shape or value.dim() == 1
-        return has_classes and value.numel() >= self.rows * self.classes
+        return not value.is_meta and has_classes and value.numel() >= self.rows * self.classes
 
 
 def step(model, inputs, mode=None):

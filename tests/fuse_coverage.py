@@ -54,7 +54,8 @@ def generates_alike(model, ids):
 
 
 def row(name, module):
-    """(state, text, numbers) of one class; state: "not built", "wrong", "fused", "falls back"."""
+    """(state, text, numbers) of one class; state: "not built", "refused" (by fuse), "wrong",
+    "fused", "falls back"."""
     try:
         model, inputs = build(name, module)
     except Exception as error:
@@ -77,7 +78,7 @@ def row(name, module):
 
 def table(rows):
     counts = {state: sum(r[1] == state for r in rows) for state in {r[1] for r in rows}}
-    built = len(rows) - counts.get("not built", 0)
+    built = len(rows) - counts.get("not built", 0) - counts.get("refused", 0)
     fused, wrong = counts.get("fused", 0), counts.get("wrong", 0)
     share = 100 * fused / max(built, 1)
     lines = [
@@ -102,6 +103,8 @@ def main():
     parser.add_argument("--write", action="store_true", help="docs/fuse-coverage.md")
     parser.add_argument("classes", nargs="*")
     arguments = parser.parse_args()
+    if arguments.write and arguments.classes:
+        parser.error("--write: expected no class names, which would leave the others out")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     rows = []

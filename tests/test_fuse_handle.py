@@ -70,12 +70,31 @@ def test_remove_restores_the_classes():
     before = type(model.lm_head), dict(model.lm_head.__dict__), str(model)
     handle = flce.fuse(model)
     assert str(model) == before[2] and isinstance(model.lm_head, nn.Linear)
-    with pytest.raises(ValueError, match="lm_head: it is fused already"):
-        flce.fuse(model, strict=True)
     handle.remove()
     handle.remove()
     assert (type(model.lm_head), model.lm_head.__dict__) == before[:2]
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_fused_head_is_refused(strict):
+    model = Model()
+    model.second = nn.Linear(HIDDEN, VOCAB)
+    handle = flce.fuse(model)
+    expected = r"flce.fuse: lm_head: it is fused already; call remove\(\) of that handle first"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=expected):
+            flce.fuse(model, ["second", "lm_head"], strict=strict)
+    assert type(model.second) is nn.Linear
+    assert model(IDS, IDS)[0].requires_grad and handle.losses and not handle.fallbacks
+
+
+def test_a_head_named_twice():
+    model = Model()
+    with pytest.warns(UserWarning, match="lm_head is not fused: its nn.Linear belongs to another"):
+        handle = compare(model, head=["lm_head", model.lm_head])
+    assert handle.losses and type(model.lm_head) is nn.Linear
 
 
 def test_fused_again_under_a_class_of_others():
@@ -111,7 +130,7 @@ def test_other_hooks_get_real_logits():
     model = Model()
     seen = []
     hook = model.lm_head.register_forward_hook(lambda *a: seen.append(a[-1]))
-    with pytest.warns(UserWarning, match="lm_head: .*<lambda> is hooked to it"):
+    with pytest.warns(UserWarning, match="lm_head is not fused: .*<lambda> is hooked to it"):
         flce.fuse(model).remove()
     hook.remove()
     with flce.fuse(model):
@@ -165,10 +184,13 @@ def test_a_head_that_is_not_called_is_told():
             return (None if labels is None else flat_loss(logits, labels)), logits
 
     model = Own()
+    expected = (
+        r"labels did not call the head \(lm_head\): flce computed no loss in it; flce.explain"
+    )
     with flce.fuse(model), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(IDS)
-        with pytest.raises(UserWarning, match=r"labels did not call the head \(lm_head\)"):
+        with pytest.raises(UserWarning, match=expected):
             model(IDS, IDS)
     with flce.fuse(model, strict=True):
         with pytest.raises(RuntimeError, match="strict=True: forward with labels did not call"):
@@ -182,11 +204,19 @@ def test_odd_heads_are_left_alone():
 
     model = Model()
     model.lm_head = Scaled(HIDDEN, VOCAB, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="lm_head: Scaled is no plain nn.Linear"):
-        flce.fuse(model)
+    with pytest.warns(
+        UserWarning, match="lm_head is not fused: Scaled is no plain nn.Linear"
+    ) as made:
+        handle = flce.fuse(model)
+    assert "logits" not in str(made[0].message) and not handle.fallbacks
     with pytest.raises(ValueError, match="strict=True: lm_head: Scaled is no plain nn.Linear"):
         flce.fuse(model, strict=True)
     assert "left alone: Scaled" in str(flce.explain(model))
+    model.other = nn.Linear(HIDDEN, VOCAB)
+    model.odd = Scaled(HIDDEN, VOCAB)
+    with pytest.warns(UserWarning, match="odd is not fused"), flce.fuse(model, ["other", "odd"]):
+        refused = flce.explain(model).refused
+    assert [name for name, _ in refused] == ["lm_head", "odd"]
 
 
 def test_unfit_weights_fall_back():
@@ -201,7 +231,8 @@ def test_unfit_weights_fall_back():
     with flce.fuse(model) as handle:
         del model.lm_head.weight
         model.lm_head.weight = weight.as_subclass(Odd)
-        with pytest.warns(UserWarning, match="the head's weight is a Odd"):
+        expected_warning = "the head's weight is a Odd: the loss is computed from all logits"
+        with pytest.warns(UserWarning, match=expected_warning):
             equal(model(IDS, IDS)[0].detach().as_subclass(torch.Tensor), expected)
         assert not handle.losses
 
@@ -220,6 +251,7 @@ def test_unfit_weights_fall_back():
         (dict(z_loss=-1.0), ValueError, "z_loss: expected"),
         (dict(max_memory="much"), ValueError, "max_memory"),
         (dict(model=nn.Linear(2, 2)), ValueError, "model: expected one with a vocabulary head"),
+        (dict(model=nn.Linear(2, 2)), ValueError, 'an nn.Linear whose name ends in "lm_head"'),
     ],
 )
 def test_refusals(change, error, message):
@@ -293,9 +325,29 @@ def test_an_adapter_around_the_head():
     handle = compare(model, strict=True)
     assert list(handle.losses) == ["sum of 2 products"]
     model.lm_head.base_layer = Quantised(HIDDEN, VOCAB, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="lm_head: Adapted is no plain nn.Linear, and no adapter"):
+    with pytest.warns(UserWarning, match="lm_head is not fused: Adapted is no plain nn.Linear"):
         flce.fuse(model)
     assert type(model.lm_head.up) is nn.Linear
+
+
+def test_accumulation_with_an_adapter():
+    """flce's accumulate_into takes no adapter. A base weight that is not trained needs none."""
+    model = Model()
+    model.lm_head = Adapted(model.lm_head)
+    expected, gradients, _ = run(model)
+    with flce.fuse(model, accumulate_into="grad") as handle:
+        with pytest.warns(UserWarning, match="accumulate_into does not serve an adapter"):
+            loss, fused_gradients, _ = run(model)
+        equal(loss, expected)
+        for got, gradient in zip(fused_gradients, gradients, strict=True):
+            equal(got, gradient)
+        assert not handle.losses
+    with flce.fuse(model, accumulate_into="grad", strict=True) as handle:
+        with pytest.raises(RuntimeError, match="accumulate_into does not serve an adapter"):
+            model(IDS, IDS)
+        model.lm_head.base_layer.requires_grad_(False)
+        equal(model(IDS, IDS)[0], expected)
+        assert handle.losses
 
 
 def test_explain():
@@ -307,7 +359,7 @@ def test_explain():
         model(IDS, IDS)[1].sum()
         report = flce.explain(model)
         assert report.is_fused and report.losses == {"scale 0.25": 1}
-        assert "1 losses without logits; steps before them: scale 0.25" in str(report)
+        assert "1 x loss without logits (steps after the head: scale 0.25)" in str(report)
         assert "logits read beside the loss: by torch.Tensor.sum" in str(report)
     with pytest.raises(TypeError, match="flce.explain: model: expected an nn.Module, got str"):
         flce.explain("model")

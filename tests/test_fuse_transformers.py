@@ -1,11 +1,14 @@
 """flce.fuse on models of transformers, small, with random weights. All causal language models are
 in fuse_coverage.py."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 
 import flce
 
@@ -266,6 +269,9 @@ def test_arguments_of_the_forward(extra, rows):
     check(llama(), {**TEXT, **extra}, FLOAT32, rows)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="earlier versions take no mask"
+)
 def test_logits_to_keep_by_a_mask():
     mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
     labels = IDS[mask]
@@ -369,15 +375,19 @@ def test_fused_before_accelerate_dispatches():
 def test_the_coverage_script():
     import fuse_coverage
 
-    assert len(CLASSES) >= 180
+    assert len(CLASSES) >= 150  # 186 in transformers 5.23
     state, steps, _ = fuse_coverage.row("GraniteForCausalLM", CLASSES["GraniteForCausalLM"])
     assert (state, steps) == ("fused", "scale 1")
     state, reason, _ = fuse_coverage.row("ProphetNetForCausalLM", CLASSES["ProphetNetForCausalLM"])
     assert (state, reason) == ("falls back", "torch.Tensor.transpose is not deferred")
     assert fuse_coverage.row("FuyuForCausalLM", CLASSES["FuyuForCausalLM"])[0] == "not built"
     rows = [("A", "fused", "none", ""), ("B", "falls back", "exp", ""), ("C", "not built", "", "")]
+    rows.append(("D", "refused", "no head", ""))
     text, built, share, wrong = fuse_coverage.table(rows)
     assert (built, share, wrong) == (2, 50, 0) and "| B | falls back | exp |  |" in text
+    command = [sys.executable, fuse_coverage.__file__, "--write", "GraniteForCausalLM"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 2 and "--write: expected no class names" in made.stderr
 
 
 def test_nothing_is_warned_of():

@@ -208,14 +208,19 @@ def test_scaled_cross_entropy(device, dtype, entropy):
         total = sum((v * torch.linspace(0.5, 1, N, device=device)).sum() for v in made)
         return (*made, *torch.autograd.grad(total, (x, w)))
 
-    exact = run(x.detach().double().requires_grad_(), w.detach().double().requires_grad_())
-    theirs = run(x, w)
+    try:
+        exact = run(x.detach().double().requires_grad_(), w.detach().double().requires_grad_())
+        theirs = run(x, w)
+    except ImportError as error:  # on Hopper it asks for the CuTe DSL
+        pytest.skip(str(error))
+    # On the CPU flce's bfloat16 GEMM writes bfloat16 logits.
+    rounding = 2.0**-8 if dtype == torch.bfloat16 and device == "cpu" else 1e-6
     with ours.install():
         mine = run(x, w)
     for a, b, truth in zip(mine, theirs, exact, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         error, their_error = ((v.double() - truth).norm() for v in (a, b))
-        assert error <= 1.5 * their_error + 1e-6 * truth.norm()
+        assert error <= 1.5 * their_error + rounding * truth.norm()
 
 
 @with_scaled

@@ -16,9 +16,9 @@ namespace {
       SLOT(wants_predictions), SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input),   \
       SLOT(grad_weight), SLOT(grad_bias), SLOT(allow_tf32), SLOT(layout)
 
-/* Version of the shapes of the tensors that a forward saves for its backward. Raise it when they
- * change for the same options: torch keeps compiled graphs on disk, and a graph compiled with an
- * earlier build must not run with this one. */
+/* Version of the two lists and of the shapes of the tensors that a forward saves for its backward.
+ * Raise it when they change for the same options: torch keeps compiled graphs on disk, and a graph
+ * compiled with an earlier build must not run with this one. */
 constexpr int64_t kLayout = 3;
 
 #define FLCE_SLOT(name) name

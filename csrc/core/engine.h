@@ -111,7 +111,7 @@ static inline const void* rows_of_input(const engine* e, const chunk* c) {
   return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
-/* x from the first column on whose part of W gets a gradient. */
+/* x from column frozen_hidden on: the columns that dW is computed from. */
 static inline const void* weight_input(const engine* e) {
   return at(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
 }

@@ -302,7 +302,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
   plan->accum_dtype = wide ? stat : plan->dtype;
   bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
-  /* grad_weight_gemm makes all columns of dW. */
+  /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
   bool both = problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
   plan->bias_parts = both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
   int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));

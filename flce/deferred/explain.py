@@ -1,16 +1,17 @@
-"""What `flce.fuse` does with a model, to read."""
+"""A printable report of what `flce.fuse` did or would do."""
 
 from torch import nn
 
 from .head import fusion_of
-from .search import heads_of, leaves_of, why_not
+from .search import heads_of, linears_of, why_not
 
 
 class Explanation:
     """The report of `flce.explain`: str() of it is text.
 
-    heads: [(name, what it consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the
-    counts of the handle that flce.fuse returned, empty if the model is not fused.
+    model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
+    consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
+    that flce.fuse returned, empty if the model is not fused.
     """
 
     def __init__(self, model):
@@ -20,15 +21,18 @@ class Explanation:
         found = heads_of(model)
         if fusion is not None:
             known = {id(module) for _, module in found}
-            given = [(name, module) for name, module, _ in fusion.attached]
+            given = [(name, module) for name, module, _ in fusion._attached]
             found += [(name, module) for name, module in given if id(module) not in known]
         self.heads, self.refused = [], []
         for name, module in found:
-            reason = None if fusion_of(module) else why_not(module, leaves_of(module))
+            reason = None if fusion_of(module) else why_not(module, linears_of(module))
             if reason is None:
                 self.heads.append((name, _consists_of(module)))
             else:
                 self.refused.append((name, reason))
+        if fusion is not None:  # what head= named, which heads_of may not find
+            names = [name for name, _ in found]
+            self.refused += [one for one in fusion._refused if one[0] not in names]
         self.losses = {} if fusion is None else dict(fusion.losses)
         self.reads = {} if fusion is None else dict(fusion.reads)
         self.fallbacks = {} if fusion is None else dict(fusion.fallbacks)
@@ -39,11 +43,11 @@ class Explanation:
         lines += [f"  head {name}: {text}" for name, text in self.heads]
         lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
         for record, count in self.losses.items():
-            lines.append(f"  {count} losses without logits; steps before them: {record}")
+            lines.append(f"  {count} x loss without logits (steps after the head: {record})")
         for reason, count in self.fallbacks.items():
-            lines.append(f"  {count} times all logits made: {reason}")
+            lines.append(f"  {count} x fall-back: {reason}")
         for name, count in self.reads.items():
-            lines.append(f"  {count} times logits read beside the loss: by {name}")
+            lines.append(f"  {count} x logits read beside the loss: by {name}")
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Logits whose classes are not the last dimension: moved to the second one for F.cross_entropy, as
+"""Logits whose classes are not the last dimension: they are the second one for F.cross_entropy, as
 (B, classes, T), or split into groups that have a loss each, as (..., groups, classes).
 
 Only what leads to a loss is deferred; everything else makes the real logits.
@@ -12,7 +12,7 @@ from .loss import cross_entropy
 from .node import Node
 
 
-class Moved:
+class ClassesSecond:
     """(B, V, T) of a record of (B, T, V)."""
 
     @staticmethod
@@ -20,7 +20,7 @@ class Moved:
         return shape[0], shape[2], shape[1]
 
 
-class Grouped:
+class SplitClasses:
     """(..., groups, V / groups) of a record of (..., V)."""
 
     def __init__(self, groups):
@@ -36,7 +36,7 @@ def transpose(node, args, kwargs):
     is_known = len(node.record.shape) == 3 and len(dims) == 2
     if not is_known or {dim % 3 for dim in dims if isinstance(dim, int)} != {1, 2}:
         return NotImplemented
-    return node.alias(node.record, lambda z: z.transpose(1, 2), False, Moved())
+    return node.alias(node.record, lambda z: z.transpose(1, 2), False, ClassesSecond())
 
 
 def permute(node, args, kwargs):
@@ -46,22 +46,22 @@ def permute(node, args, kwargs):
     return transpose(node, (args[0], 1, 2), {})
 
 
-def grouped(node, shape):
+def split_classes(node, shape):
     """node.view(*shape, ...) where that splits the classes into groups of equal size."""
     old = node.record.shape
     is_known = len(shape) >= 3 and all(isinstance(size, int) and size > 0 for size in shape)
     if not is_known or tuple(shape[:-2]) != tuple(old[:-1]) or shape[-2] * shape[-1] != old[-1]:
         return NotImplemented
-    return node.alias(node.record, lambda z: z.view(shape), True, Grouped(shape[-2]))
+    return node.alias(node.record, lambda z: z.view(shape), True, SplitClasses(shape[-2]))
 
 
-def _loss_of_moved(node, args, kwargs):
+def _loss_of_classes_second(node, args, kwargs):
     """F.cross_entropy((B, V, T), target (B, T)): that of the rows (B T, V)."""
     target = args[1] if len(args) > 1 else kwargs.get("target")
     batch, length, _ = node.record.shape
     if not isinstance(target, torch.Tensor) or target.shape != (batch, length):
         return NotImplemented
-    rows = Node(node.group, node.record.of_rows(lambda x: x.flatten(0, 1)))
+    rows = Node(node.call, node.record.of_rows(lambda x: x.flatten(0, 1)))
     options = {name: value for name, value in kwargs.items() if name != "target"}
     loss = cross_entropy(rows, (args[0], target.flatten(), *args[2:]), options)
     return loss.view(batch, length) if loss is not NotImplemented and loss.dim() else loss
@@ -76,7 +76,7 @@ def _group(node, args, kwargs):
         index[at : at + 1] = [slice(None)] * (len(shape) - len(index) + 1)
     is_known = len(index) == len(shape) and index[-1] == slice(None)
     is_known = is_known and all(isinstance(item, slice) for item in index[:-2])
-    if not is_known or not isinstance(index[-2], int):
+    if not is_known or not isinstance(index[-2], int) or isinstance(index[-2], bool):
         return NotImplemented
     size, rows = shape[-1], tuple(index[:-2])
     start = range(node.form.groups)[index[-2]] * size
@@ -87,6 +87,6 @@ def _group(node, args, kwargs):
 
 
 HANDLERS = {
-    (Moved, F.cross_entropy): _loss_of_moved,
-    (Grouped, torch.Tensor.__getitem__): _group,
+    (ClassesSecond, F.cross_entropy): _loss_of_classes_second,
+    (SplitClasses, torch.Tensor.__getitem__): _group,
 }

@@ -13,7 +13,7 @@ from ..options import OPTIONS, completed, defaults
 from ..strategy import parse_bytes
 from . import head as heads
 from . import steps
-from .search import heads_of, leaves_of, why_not
+from .search import heads_of, linears_of, why_not
 
 WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
@@ -24,70 +24,71 @@ _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
 class Fusion:
     """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
 
-    losses: how often a loss was computed without logits, by the steps before it. reads: how often
-    logits were made beside such a loss or without a gradient, by the operation. fallbacks: how
-    often an operation needed real logits in place of it, by the reason.
+    model, options: as given. losses: {steps after the head: how often a loss was computed without
+    logits}; reads: {operation: how often it made real logits where no loss needed them};
+    fallbacks: {reason: how often real logits were made for a loss}.
     """
 
     def __init__(self, model, when, strict, options):
-        self.model, self.when, self.strict, self.options = model, when, strict, options
-        self.attached, self.refused, self.hooks = [], [], []
-        self.calls_with_labels = []  # of the models being called now, from the outside in
-        self.head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
-        self.calls_before = 0
-        self.fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self.model, self._when, self._strict, self.options = model, when, strict, options
+        self._attached, self._refused, self._hooks = [], [], []
+        self._label_stack = []  # of the models being called now, from the outside in
+        self._head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
+        self._calls_before = 0
+        self._fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
 
     def is_on(self):
         """Whether a head that is called now defers."""
-        return bool(self.attached) and (self.when == "always" or any(self.calls_with_labels))
+        return len(self._attached) > 0 and (self._when == "always" or any(self._label_stack))
 
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
         for name, module in found:
-            leaves = leaves_of(module)
-            if reason := why_not(module, leaves):
-                self.refused.append((name, reason))
+            linears = linears_of(module)
+            if reason := why_not(module, linears):
+                self._refused.append((name, reason))
                 continue
-            heads.attach(self, module, leaves)
-            self.attached.append((name, module, leaves))
-        if self.when == "labels" and self.attached:
-            for caller in _callers(self.model, [module for _, module, _ in self.attached]):
+            heads.attach(self, module, linears)
+            self._attached.append((name, module, linears))
+        if self._when == "labels" and self._attached:
+            for caller in _callers(self.model, [module for _, module, _ in self._attached]):
                 begin = functools.partial(self._begin, _label_positions(caller))
-                self.hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
-                self.hooks.append(caller.register_forward_hook(self._end, always_call=True))
+                self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+                self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, positions, model, args, kwargs):
         given = [value for name, value in kwargs.items() if _is_label(name)]
         given += [args[i] for i in positions if i < len(args)]
-        if not self.calls_with_labels and not torch.compiler.is_compiling():
-            self.calls_before = self.head_calls["eager"]
-        self.calls_with_labels.append(any(value is not None for value in given))
+        if not self._label_stack and not torch.compiler.is_compiling():
+            self._calls_before = self._head_calls["eager"]
+        self._label_stack.append(any(value is not None for value in given))
 
     def _end(self, model, args, output):
-        had_labels = self.calls_with_labels.pop()
+        had_labels = self._label_stack.pop()
         # output is None where the forward raised. What a compiled graph calls is not counted.
-        if not had_labels or self.calls_with_labels or output is None:
+        if not had_labels or self._label_stack or output is None:
             return
-        if torch.compiler.is_compiling() or self.head_calls["traced"]:
+        if torch.compiler.is_compiling() or self._head_calls["traced"]:
             return
-        if self.head_calls["eager"] == self.calls_before:
-            names = ", ".join(name for name, _, _ in self.attached)
-            self.fall_back(f"forward with labels did not call the head ({names})")
+        if self._head_calls["eager"] == self._calls_before:
+            names = ", ".join(name for name, _, _ in self._attached)
+            reason = f"forward with labels did not call the head ({names})"
+            self.fall_back(reason, "flce computed no loss in it")
 
     def note_call(self):
         """A head is called with labels."""
         if torch.compiler.is_compiling():
-            self.note_traced("head_calls", "traced")
+            self.note_traced("_head_calls", "traced")
         else:
-            self.head_calls["eager"] += 1
+            self._head_calls["eager"] += 1
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.remove()
-        for _, module, leaves in self.attached:
-            heads.detach(module, leaves)
-        self.hooks, self.attached = [], []
+        for _, module, linears in self._attached:
+            heads.detach(module, linears)
+        self._hooks, self._attached = [], []
 
     def __enter__(self):
         return self
@@ -97,13 +98,13 @@ class Fusion:
 
     @property
     def losses(self):
-        return {steps.describe(key): count for key, count in self.fused.items()}
+        return {steps.describe(key): count for key, count in self._fused.items()}
 
     def note_fused(self, record):
         if torch.compiler.is_compiling():
-            self.note_traced("fused", steps.key_of(record))
+            self.note_traced("_fused", steps.key_of(record))
         else:
-            self.fused[steps.key_of(record)] += 1
+            self._fused[steps.key_of(record)] += 1
 
     def note_read(self, name):
         if torch.compiler.is_compiling():
@@ -119,9 +120,10 @@ class Fusion:
     # What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
     note_traced._dynamo_marked_constant = True
 
-    def fall_back(self, reason):
-        """Real logits are made because of `reason`: said once, or an error if strict."""
-        if self.strict:
+    def fall_back(self, reason, consequence="the loss is computed from all logits"):
+        """flce does not compute a loss because of `reason`: a warning the first time, or an error
+        if strict."""
+        if self._strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
         is_first = reason not in self.fallbacks
         if is_first or not torch.compiler.is_compiling():
@@ -129,7 +131,7 @@ class Fusion:
         if is_first:
             name = type(self.model).__name__
             warnings.warn(
-                f"flce.fuse: {name}: {reason}: the loss is computed from all logits; "
+                f"flce.fuse: {name}: {reason}: {consequence}; "
                 "flce.explain(model) lists such reasons",
                 stacklevel=2,
             )
@@ -140,8 +142,8 @@ def _is_label(name):
 
 
 def _callers(model, modules):
-    """The model, and those inside it around the heads whose forward takes labels, which a wrapper
-    may call without going through the outer one's."""
+    """The model, and every submodule that contains a head and whose forward takes labels: a
+    wrapper may call it directly, without the outer forward."""
     held = {id(module) for module in modules}
     for caller in model.modules():
         is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
@@ -167,46 +169,15 @@ def _check_options(options):
         parse_bytes(options["max_memory"])
 
 
-def fuse(model, head=None, *, when="labels", strict=False, **options):
-    """Makes a model compute its cross entropy by flce, without its logits, in place.
-
-    The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
-    records scales, casts, a tanh softcap, a bias, views, selected rows and a slice of the
-    vocabulary, and F.cross_entropy (nn.CrossEntropyLoss) of it is computed by
-    flce.linear_cross_entropy. Every other operation makes the real logits first: results do not
-    depend on what is recognised. `outputs.logits` is made when it is read, which has to be before
-    the weights change. One result differs: a mean over no valid row is 0, not NaN.
-
-    Args:
-        model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
-            adapters if it has any (call fuse after get_peft_model), or any other.
-        head: the head or its name, or a list of these; None asks get_output_embeddings() of the
-            model and of those in it.
-        when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
-            than None). "always": in every call of the head, for training loops that call
-            F.cross_entropy themselves.
-        strict: raise a RuntimeError where logits would have to be made for a loss, instead of a
-            warning for each reason.
-        **options: of `linear_cross_entropy`: accum_dtype, logits_dtype, save, max_memory,
-            accumulate_into, gradient, gradient_eps, z_loss, valid_bound. All others follow from
-            the model's own loss.
-
-    Returns:
-        A handle with `remove()`, which is a context manager too.
-
-    Raises:
-        TypeError: the model is no nn.Module, or an option of another name.
-        ValueError: nn.DataParallel, an unknown `head` or `when`, a model without a head, or with
-            strict=True a head that cannot be fused. Without strict it is left alone, with a
-            warning.
-    """
+def _check_model(model):
     if not isinstance(model, nn.Module):
         raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
         raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
-    if when not in WHEN:
-        raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
-    _check_options(options)
+
+
+def _heads_to_fuse(model, head):
+    """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
     try:
         found = heads_of(model, head)
     except ValueError as error:
@@ -214,13 +185,68 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
     if not found:
         raise ValueError(
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
-            f"or of a model in it), got {type(model).__name__} without; head= names another"
+            'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
+            f"{type(model).__name__} without; head= names another"
         )
+    for name, module in found:
+        if heads.fusion_of(module) is not None:
+            raise ValueError(
+                f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
+            )
+    return found
+
+
+def fuse(model, head=None, *, when="labels", strict=False, **options):
+    """Makes a model compute its cross entropy by flce, without its logits, in place.
+
+    The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
+    records scales, casts, a tanh softcap, a bias, views, selected rows, a slice of the vocabulary,
+    groups of classes, transposed logits and sums with adapters. F.cross_entropy
+    (nn.CrossEntropyLoss) and logsumexp of it are computed by flce.linear_cross_entropy. Every other
+    operation makes the real logits first. `outputs.logits` is made when it is read, which has to be
+    before the weights change.
+
+    Results agree up to rounding: flce sums in float32 and does not round the logits; float32
+    adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid row is 0, not NaN.
+
+    Args:
+        model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
+            adapters if it has any (call fuse after get_peft_model), or any other.
+        head: the head or its name, or a list of these; None asks get_output_embeddings() of the
+            model and of those in it, and takes every nn.Linear whose name ends in "lm_head".
+        when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
+            than None). "always": in every call of the head, for training loops that call
+            F.cross_entropy themselves.
+        strict: raise a RuntimeError where logits would have to be made for a loss, instead of a
+            warning for each reason.
+        **options: of `linear_cross_entropy`: accum_dtype, logits_dtype, save, max_memory,
+            accumulate_into, gradient, gradient_eps, z_loss, valid_bound. All others follow from
+            the model's own loss. Losses for each row drop save="grads"; logsumexp drops that,
+            z_loss, gradient, gradient_eps and accumulate_into.
+
+    Returns:
+        A handle with `remove()`, which is a context manager too.
+
+    Raises:
+        TypeError: the model is no nn.Module, or an option of another name.
+        ValueError: nn.DataParallel, an unknown `head` or `when`, a bad value of an option, a model
+            without a head, a head that is fused already, or with strict=True a head that cannot be
+            fused. Without strict it is left alone, with a warning.
+        RuntimeError, from later calls: with strict=True, where logits would have to be made for a
+            loss; replicas of nn.DataParallel; logits that are read after the head's weight or input
+            has changed, or where the head's weight is sharded; logits that are written to before
+            they are made, by code that does not go through __torch_function__; a hook on logits
+            whose loss was computed without them.
+    """
+    _check_model(model)
+    if when not in WHEN:
+        raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
+    _check_options(options)
     fusion = Fusion(model, when, strict, options)
-    fusion.attach(found)
-    for name, reason in fusion.refused:
+    fusion.attach(_heads_to_fuse(model, head))
+    for name, reason in fusion._refused:
         if strict:
             fusion.remove()
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
-        fusion.fall_back(f"{name}: {reason}")
+        warnings.warn(f"flce.fuse: {name} is not fused: {reason}", stacklevel=2)
     return fusion

@@ -1,5 +1,5 @@
-"""The classes that a head's Modules get: their calls return deferred logits, and a call with a
-Request serves it inside the Module's hooks."""
+"""Subclasses put on a head's Modules. A normal call returns deferred logits; a call with a Request
+runs its work inside the Module's hooks."""
 
 import types
 
@@ -7,16 +7,12 @@ import torch
 from torch import nn
 
 from .. import validate
-from . import reentry, shells, steps
-from .node import Group, Node
-
-# Hooks that gather, move or cast weights: they act around the re-entry, and deferred logits need
-# none of them. Others may look at the output, so they get real logits.
-_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
-_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from . import proxies, reentry, steps
+from .node import HeadCall, Node
+from .reentry import foreign_hook
 
 
-class Leaf:
+class LinearState:
     """Of an nn.Linear that makes logits. enclosing: the Module that the model calls, which is the
     nn.Linear itself unless an adapter wraps it."""
 
@@ -24,43 +20,31 @@ class Leaf:
         self.fusion, self.enclosing = fusion, enclosing
 
 
-def foreign_hook(module):
-    """The name of a hook of `module` that would miss the real logits; None if there is none."""
-    if nn.modules.module._has_any_global_hook():
-        return "a hook of all Modules"
-    attributes = module.__dict__
-    for name in _HOOK_DICTS:
-        for hook in attributes[name].values():
-            hook = getattr(hook, "__func__", hook)
-            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
-                return getattr(hook, "__qualname__", type(hook).__name__)
-    return None
-
-
-class _Served:
-    """Mixed into a Module that encloses leaves: serves requests in its forward."""
+class _Reentrant:
+    """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
 
     def forward(self, *args, **kwargs):
         if len(args) == 2 and type(args[1]) is reentry.Request:
-            return args[1].serve(self, args[0])
+            return args[1].run(self, args[0])
         return super().forward(*args, **kwargs)
 
 
-class _Deferring(_Served):
+class _Deferring(_Reentrant):
     """Mixed into an nn.Linear whose products are logits."""
 
     def __call__(self, *args, **kwargs):
         # torch.compile inlines forward without __call__ where there are no hooks.
-        if len(args) == 1 and not torch.compiler.is_compiling() and _defers(self, args, kwargs):
-            return _deferred(self, args[0], shells.DeferredLogits)
+        if len(args) == 1 and not torch.compiler.is_compiling():
+            if _try_to_defer(self, args, kwargs):
+                return _deferred(self, args[0], proxies.DeferredLogits)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        if len(args) == 1 and torch.compiler.is_compiling() and _defers(self, args, kwargs):
-            return _deferred(self, args[0], shells.TracedLogits)
+        if len(args) == 1 and torch.compiler.is_compiling() and _try_to_defer(self, args, kwargs):
+            return _deferred(self, args[0], proxies.TracedLogits)
         return super().forward(*args, **kwargs)
 
-    def plain(self, x):
+    def compute_logits(self, x):
         """The real logits, without hooks."""
         if _is_distributed(self.weight) and not _is_distributed(x):
             raise RuntimeError(
@@ -72,17 +56,20 @@ class _Deferring(_Served):
 
 
 def _is_distributed(tensor):
+    # By name: importing DTensor imports torch.distributed.
     return type(tensor).__name__ == "DTensor"
 
 
-def _defers(leaf, args, kwargs):
-    fusion = leaf._flce_leaf.fusion
+def _try_to_defer(linear, args, kwargs):
+    """Whether this call of the head defers. Counts the call, and notes why it falls back if it
+    does."""
+    fusion = linear._flce_linear.fusion
     if kwargs or not fusion.is_on():
         return False
     fusion.note_call()
-    if getattr(leaf, "_is_replica", False):
+    if getattr(linear, "_is_replica", False):
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
-    if not is_plain(leaf):
+    if not is_standard_linear(linear):
         fusion.fall_back("the head's forward was replaced")
         return False
     x = args[0]
@@ -94,8 +81,8 @@ def _defers(leaf, args, kwargs):
     if validate.function_transforms_are_on():
         fusion.fall_back("a transform of torch.func is active")
         return False
-    enclosing = leaf._flce_leaf.enclosing
-    for module in (leaf,) if leaf is enclosing else (leaf, enclosing):
+    enclosing = linear._flce_linear.enclosing
+    for module in (linear,) if linear is enclosing else (linear, enclosing):
         if hook := foreign_hook(module):
             fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
             return False
@@ -108,28 +95,30 @@ DATA_PARALLEL = (
 )
 
 
-def _deferred(leaf, x, shell):
-    weight = leaf.weight
-    bias = leaf.bias
+def _deferred(linear, x, proxy):
+    weight = linear.weight
+    bias = linear.bias
     grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     grad = torch.is_grad_enabled() and grad
     device = x.device if weight.is_meta else weight.device
-    group = Group(leaf._flce_leaf.fusion, shell, device, grad, _watched(leaf, x))
-    shape = (*x.shape[:-1], leaf.out_features)
-    record = steps.Record((steps.Source(leaf, x),), (), shape, group.context.product_dtype(x))
-    return shell(Node(group, record))
+    call = HeadCall(linear._flce_linear.fusion, proxy, device, grad, _watched(linear, x))
+    shape = (*x.shape[:-1], linear.out_features)
+    record = steps.Record((steps.Source(linear, x),), (), shape, call.context.product_dtype(x))
+    return proxy(Node(call, record))
 
 
-def _watched(leaf, x):
+def _watched(linear, x):
     """What has to be unchanged when the logits are made. Hooks may gather the weight, which
     changes it, so only that of a head without hooks is watched."""
     if torch.compiler.is_compiling() or x.is_inference():
         return ()
-    weight = leaf.weight
-    is_plain = type(weight) is nn.Parameter and not leaf._forward_pre_hooks
-    if not is_plain or weight.is_inference():
-        return (x,)
-    return (x, weight) if leaf.bias is None else (x, weight, leaf.bias)
+    watched, weight = [(x, None, None)], linear.weight
+    is_plain = type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_inference()
+    if is_plain and not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
+        watched.append((weight, linear, "weight"))
+        if linear.bias is not None:
+            watched.append((linear.bias, linear, "bias"))
+    return watched
 
 
 _classes = {}
@@ -147,7 +136,7 @@ def _class_of(base, mixin):
 
 def _reduce(module, protocol):
     """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
-    mixin = _Deferring if isinstance(module, _Deferring) else _Served
+    mixin = _Deferring if isinstance(module, _Deferring) else _Reentrant
     return _rebuilt, (module._flce_base, mixin), module.__dict__
 
 
@@ -165,28 +154,28 @@ def _swap(module, mixin):
         module._old_forward = types.MethodType(type(module).forward, module)
 
 
-def attach(fusion, enclosing, leaves):
-    """Makes the leaves of a head defer their products."""
-    for leaf in leaves:
-        _swap(leaf, _Deferring)
-        leaf._flce_leaf = Leaf(fusion, enclosing)
-    if all(enclosing is not leaf for leaf in leaves):
-        _swap(enclosing, _Served)
+def attach(fusion, enclosing, linears):
+    """Makes each nn.Linear of a head defer its products."""
+    for linear in linears:
+        _swap(linear, _Deferring)
+        linear._flce_linear = LinearState(fusion, enclosing)
+    if all(enclosing is not linear for linear in linears):
+        _swap(enclosing, _Reentrant)
 
 
-def detach(enclosing, leaves):
+def detach(enclosing, linears):
     """Undoes `attach`. A class that others have derived since (FSDP2's) stays: it does nothing
     once the Fusion is off."""
-    for module in {id(m): m for m in (*leaves, enclosing)}.values():
+    for module in {id(m): m for m in (*linears, enclosing)}.values():
         base = type(module).__dict__.get("_flce_base")
         if base is not None:
             module.__class__ = base
             if "_old_forward" in module.__dict__:
                 module._old_forward = types.MethodType(base.forward, module)
-            module.__dict__.pop("_flce_leaf", None)
+            module.__dict__.pop("_flce_linear", None)
 
 
-def is_plain(module):
+def is_standard_linear(module):
     """Whether an nn.Linear computes what the class nn.Linear does."""
     forward = type(module).forward
     is_replaced = "forward" in module.__dict__ and "_old_forward" not in module.__dict__
@@ -195,6 +184,6 @@ def is_plain(module):
 
 def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
-    leaves = (module for module in model.modules() if isinstance(module, _Deferring))
-    fusions = (leaf._flce_leaf.fusion for leaf in leaves)
-    return next((fusion for fusion in fusions if fusion.attached), None)
+    linears = (module for module in model.modules() if isinstance(module, _Deferring))
+    fusions = (linear._flce_linear.fusion for linear in linears)
+    return next((fusion for fusion in fusions if fusion._attached), None)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ..functional import linear_cross_entropy
 from ..options import DTYPES
 from . import steps
-from .node import node_of, plain
+from .node import node_of, real_logits
 from .reentry import call_through
 
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
@@ -19,7 +19,7 @@ def unfit(sources):
     """Why the weights of the sources cannot be multiplied by flce's kernels; None if they can.
     To be asked inside the Modules' hooks, where a sharded weight is whole."""
     for source in sources:
-        weight = source.leaf.weight
+        weight = source.linear.weight
         if type(weight) not in (torch.nn.Parameter, torch.Tensor):
             return f"the head's weight is a {type(weight).__name__}"
         if weight.dtype not in DTYPES or source.x.dtype not in DTYPES:
@@ -29,31 +29,40 @@ def unfit(sources):
     return None
 
 
-def _fused(node, target, whole, options, logits_function):
+def _unserved(sources, chosen):
+    """Why `chosen`, options given to flce.fuse, do not suit the sources; None if they do."""
+    is_adapter = len(sources) > 1 and chosen.get("accumulate_into") is not None
+    if is_adapter and torch.is_grad_enabled() and sources[0].linear.weight.requires_grad:
+        return "accumulate_into does not serve an adapter"
+    return None
+
+
+def _fused(node, target, cuts_weight, options, logits_function):
     """linear_cross_entropy of the node's record; where the weights turn out to be unfit, the
     result of `logits_function` on the real logits."""
-    group, record = node.group, node.record
+    call, record = node.call, node.record
+    chosen = _chosen(call, options)
 
     def run(sources):
-        if reason := unfit(sources):
-            group.fusion.fall_back(reason)
-            return logits_function(steps.replayed(record._replace(sources=sources), plain))
-        dtype = group.context.product_dtype(sources[0].x)
+        if reason := unfit(sources) or _unserved(sources, chosen):
+            call.fusion.fall_back(reason)
+            return logits_function(steps.replayed(record._replace(sources=sources), real_logits))
+        dtype = call.context.product_dtype(sources[0].x)
         made = record._replace(sources=sources)
-        x, weight, bias, derived = steps.operands(made, dtype, whole)
+        x, weight, bias, derived = steps.operands(made, dtype, cuts_weight)
         output = linear_cross_entropy(
-            x, weight, target, linear_bias=bias, **derived, **options, **_chosen(group, options)
+            x, weight, target, linear_bias=bias, **derived, **options, **chosen
         )
-        group.fusion.note_fused(record)
+        call.fusion.note_fused(record)
         return output
 
-    with group.context.entered(group.context.grad and torch.is_grad_enabled()):
+    with call.context.entered(call.context.grad and torch.is_grad_enabled()):
         return call_through(record.sources, run)
 
 
-def _chosen(group, options):
+def _chosen(call, options):
     """The options given to flce.fuse, as far as they suit a loss for each row or a logsumexp."""
-    chosen = dict(group.fusion.options)
+    chosen = dict(call.fusion.options)
     if options.get("reduction") == "none" and chosen.get("save") == "grads":
         del chosen["save"]
     if options.get("return_lse"):
@@ -70,23 +79,22 @@ def cross_entropy(node, args, kwargs):
         return NotImplemented
     names = ("ignore_index", "reduction", "label_smoothing")
     options = {name: given[name] for name in names if name in given}
-    whole = weight is not None or target.is_floating_point()
-    dtype = node.group.context.loss_dtype(node.record.dtype)
+    cuts_weight = weight is not None or target.is_floating_point()
+    dtype = node.call.context.loss_dtype(node.record.dtype)
 
     def of_logits(logits):
         return F.cross_entropy(logits, *args[1:], **kwargs)
 
-    loss = _fused(node, target, whole, {"weight": weight, **options}, of_logits)
-    node.group.is_fused = True
+    loss = _fused(node, target, cuts_weight, {"weight": weight, **options}, of_logits)
+    node.call.loss_is_done = True
     return loss if loss.dtype == dtype else loss.to(dtype)
 
 
 def _is_known(shape, target, weight, given):
-    if not _is_plain(target) or given.get("size_average", given.get("reduce")) is not None:
+    is_old = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    if is_old or given.get("reduction", "mean") not in _REDUCTIONS or not is_real_tensor(target):
         return False
-    if given.get("reduce") is not None or given.get("reduction", "mean") not in _REDUCTIONS:
-        return False
-    if weight is not None and (not _is_plain(weight) or weight.requires_grad):
+    if weight is not None and (not is_real_tensor(weight) or weight.requires_grad):
         return False
     if len(shape) > 2 or target.requires_grad:
         return False
@@ -96,7 +104,7 @@ def _is_known(shape, target, weight, given):
     )
 
 
-def _is_plain(value):
+def is_real_tensor(value):
     return isinstance(value, torch.Tensor) and node_of(value) is None
 
 
@@ -109,7 +117,7 @@ def logsumexp(node, args, kwargs):
     if not isinstance(dim, int) or dim not in (-1, len(shape) - 1) or given.get("out") is not None:
         return NotImplemented
     options = {"reduction": "none", "return_lse": True}
-    target = torch.zeros(shape[:-1], dtype=torch.int64, device=node.group.device)
+    target = torch.zeros(shape[:-1], dtype=torch.int64, device=node.call.device)
     made = _fused(node, target, False, options, lambda z: torch.logsumexp(z, -1))
     lse = getattr(made, "lse", made).to(node.record.dtype)
     return lse.unsqueeze(-1) if given.get("keepdim") else lse

@@ -12,14 +12,15 @@ from .reentry import call_through
 class Context:
     """The modes under which a head was called, for what is computed from its output later.
 
-    versions: [(tensor, its version)] of x and the weight, which must be the same then.
+    watched: [(tensor, its version, Module, name)] of x, the weight and the bias, which must be the
+    same then; Module and name are None for x, and where the tensor is an attribute otherwise.
     """
 
     def __init__(self, device_type, watched=()):
         self.grad = torch.is_grad_enabled()
         self.device_type = device_type
         self.autocast = self._autocast()
-        self.versions = [(tensor, tensor._version) for tensor in watched]
+        self.watched = [(tensor, tensor._version, *owner) for tensor, *owner in watched]
 
     def _autocast(self):
         enabled = torch.is_autocast_enabled(self.device_type)
@@ -35,14 +36,14 @@ class Context:
         return torch.float32 if is_cast else dtype
 
     def entered(self, grad):
-        """A context manager that restores them with gradients on or off. Raises RuntimeError if
-        what was watched has been written to."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
+        """Restores the autocast state of the head's call, with gradients on or off. Raises
+        RuntimeError if what was watched has been written to."""
+        for tensor, version, module, name in self.watched:
+            if tensor._version != version or _is_replaced(tensor, module, name):
                 raise RuntimeError(
                     "flce.fuse: expected the logits to be read before the head's weight or input "
                     f"changes, got one of shape {tuple(tensor.shape)} that has been written to "
-                    "since; read outputs.logits before optimizer.step()"
+                    "or replaced since; read outputs.logits before optimizer.step()"
                 )
         if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
             return contextlib.nullcontext()  # as in every training step
@@ -55,22 +56,37 @@ class Context:
             yield
 
 
-class Group:
+def _is_replaced(tensor, module, name):
+    """Whether the attribute is another plain tensor by now; sharded and offloaded ones are made
+    whole by the hooks of an enclosing Module."""
+    current = None if module is None else getattr(module, name)
+    is_plain = type(current) in (torch.nn.Parameter, torch.Tensor) and not current.is_meta
+    return is_plain and current is not tensor
+
+
+class HeadCall:
     """What all values computed from one call of a head have in common.
 
-    fusion: what to do where an operation is not deferred. shell: the class of what the caller
-    holds. requires_grad: of the real logits. is_fused: whether a loss was computed, or said to
-    need the logits; making them afterwards is a wish of the caller, not a fall-back.
+    fusion: what to do where an operation is not deferred. proxy: the class of what the caller
+    holds. requires_grad: of the real logits. loss_is_done: whether a loss was computed, or said to
+    need the logits; logits made after that are counted as reads, not as fall-backs.
     """
 
-    def __init__(self, fusion, shell, device, requires_grad, watched):
-        self.fusion, self.shell, self.device = fusion, shell, device
+    def __init__(self, fusion, proxy, device, requires_grad, watched):
+        self.fusion, self.proxy, self.device = fusion, proxy, device
         self.requires_grad = requires_grad
         self.context = Context(device.type, watched)
-        self.is_fused = False
+        self.loss_is_done = False
+
+    def watching(self, watched):
+        """The same call, whose values also depend on `watched` (Context)."""
+        other = copy.copy(self.now())
+        other.context = copy.copy(other.context)
+        other.context.watched = watched
+        return other
 
     def now(self):
-        """The group of a value that is computed now: a constant where gradients are off."""
+        """The call of a value that is computed now: without a gradient where gradients are off."""
         if torch.is_grad_enabled() or not self.context.grad:
             return self
         constant = copy.copy(self)
@@ -84,14 +100,15 @@ class Node:
 
     parent, view: the value is view(the parent's value) and shares its memory, so that what is
     written to one is seen in the other, as it is with real tensors. Without a parent the value has
-    memory of its own. made: the real tensor, once there is one. listens: whether `pass_on` is a
-    hook of the shell. is_whole: whether the real tensor would be contiguous. form: None, or where
-    the classes are if they are not the last dimension (forms.py); `record` has them last.
+    memory of its own. made: the real tensor, once there is one. has_gradient_hook: whether
+    `backward_hook` is a hook of the proxy. is_contiguous: whether the real tensor would be
+    contiguous. form: None, or where the classes are if they are not the last dimension (forms.py);
+    `record` has them last.
     """
 
-    def __init__(self, group, record, parent=None, view=None, is_whole=True, form=None):
-        self.group, self.record, self.parent, self.view = group, record, parent, view
-        self.is_whole, self.form = is_whole, form
+    def __init__(self, call, record, parent=None, view=None, is_contiguous=True, form=None):
+        self.call, self.record, self.parent, self.view = call, record, parent, view
+        self.is_contiguous, self.form = is_contiguous, form
         self.made, self.listens = None, False
         self._layout = None
 
@@ -117,20 +134,21 @@ class Node:
         return shape if self.form is None else self.form.shape(shape)
 
     def copy(self, record):
-        """The shell of a value with memory of its own."""
-        group = self.group.now()
-        return group.shell(Node(group, record))
+        """The proxy of a value with memory of its own."""
+        call = self.call.now()
+        return call.proxy(Node(call, record))
 
-    def alias(self, record, view, is_whole, form=None):
-        """The shell of a view of this value."""
-        group = self.group.now()
-        return group.shell(Node(group, record, self, view, is_whole and self.is_whole, form))
+    def alias(self, record, view, is_contiguous, form=None):
+        """The proxy of a view of this value."""
+        call = self.call.now()
+        is_contiguous = is_contiguous and self.is_contiguous
+        return call.proxy(Node(call, record, self, view, is_contiguous, form))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
         if self.made is None:
-            with self.group.context.entered(self.group.context.grad):
+            with self.call.context.entered(self.call.context.grad):
                 made = self.replay() if self.parent is None else self.view(self.parent.make())
             self.made = made
         return self.made
@@ -139,7 +157,7 @@ class Node:
         """The real value, from the head on."""
 
         def run(sources):
-            return steps.replayed(self.record._replace(sources=sources), plain)
+            return steps.replayed(self.record._replace(sources=sources), real_logits)
 
         return call_through(self.record.sources, run)
 
@@ -148,14 +166,14 @@ class Node:
         strict, unless the logits were wanted besides a loss or without a gradient."""
         if self.is_pending():
             name = name_of(function)
-            if self.group.is_fused or not self.group.context.grad:
-                self.group.fusion.note_read(name)
+            if self.call.loss_is_done or not self.call.context.grad:
+                self.call.fusion.note_read(name)
             else:
-                self.group.fusion.fall_back(f"{name} is not deferred")
+                self.call.fusion.fall_back(f"{name} is not deferred")
         return self.make()
 
-    def pass_on(self, gradient):
-        """Tensor hook of the shell: a gradient of the shell itself, which a custom autograd
+    def backward_hook(self, gradient):
+        """Tensor hook of the proxy: a gradient of the proxy itself, which a custom autograd
         Function took as its input, continues through the real value. None where that Function's
         output was not used (DistributedDataParallel's)."""
         if gradient is None:
@@ -163,14 +181,14 @@ class Node:
         with torch.enable_grad():
             value = self.make()
             if value._version == 0:  # its own graph, which the outer backward may have freed
-                with self.group.context.entered(True):
+                with self.call.context.entered(True):
                     value = self.replay()
         torch.autograd.backward(value, gradient, retain_graph=True)
 
 
-def plain(leaf, x):
+def real_logits(linear, x):
     """The real logits; of a head that is not fused any more, too."""
-    return leaf.plain(x) if hasattr(leaf, "_flce_leaf") else leaf(x)
+    return linear.compute_logits(x) if hasattr(linear, "_flce_linear") else linear(x)
 
 
 def node_of(value):

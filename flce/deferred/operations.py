@@ -4,7 +4,6 @@ A handler takes (node, args, kwargs), args[0] being the deferred value, and retu
 NotImplemented where the operation is not one that it knows: the real logits are made then.
 """
 
-import copy
 import numbers
 
 import torch
@@ -57,7 +56,7 @@ def _tanh(node, args, kwargs):
 @_handles(torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__)
 def _add(node, args, kwargs):
     other = args[1] if len(args) == 2 else None
-    if kwargs or not isinstance(other, torch.Tensor) and node_of(other) is None:
+    if kwargs or (not isinstance(other, torch.Tensor) and node_of(other) is None):
         return NotImplemented
     return _add_bias(node, other) if node_of(other) is None else _add_product(node, other._flce)
 
@@ -68,7 +67,7 @@ def _add_bias(node, vector):
     is_vector = is_vector and vector.dim() <= len(record.shape) and vector.is_floating_point()
     if not is_vector or steps.is_capped(record.steps):
         return NotImplemented
-    if vector.requires_grad and torch.is_grad_enabled() and not node.group.requires_grad:
+    if vector.requires_grad and torch.is_grad_enabled() and not node.call.requires_grad:
         return NotImplemented
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
@@ -76,14 +75,14 @@ def _add_bias(node, vector):
 
 
 def _add_product(node, other):
-    if not isinstance(other, Node) or not other.is_pending():
+    if not other.is_pending():
         return NotImplemented
     one, two = node.record, other.record
-    leaves = {id(source.leaf) for record in (one, two) for source in record.sources}
+    linears = {id(source.linear) for record in (one, two) for source in record.sources}
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
-    if not is_sum or len(leaves) < len(one.sources) + len(two.sources):
+    if not is_sum or len(linears) < len(one.sources) + len(two.sources):
         return NotImplemented
-    first, second = node.group.context, other.group.context
+    first, second = node.call.context, other.call.context
     if (first.grad, first.autocast) != (second.grad, second.autocast):
         return NotImplemented
     if torch.float64 in (one.dtype, two.dtype) and one.dtype != two.dtype:
@@ -94,19 +93,16 @@ def _add_product(node, other):
         for source in record.sources
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
-    owner = node if node.group.requires_grad else other  # the sum has the gradients of both
-    made = owner.copy(steps.Record(sources, (), one.shape, dtype))
-    group = made._flce.group = copy.copy(owner.group.now())
-    group.context = copy.copy(group.context)
-    group.context.versions = first.versions + second.versions
-    return made
+    owner = node if node.call.requires_grad else other  # the sum has the gradients of both
+    call = owner.call.watching(first.watched + second.watched)
+    return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
 
 
 def _cast(node, dtype):
     """Casts of the logits become casts of the loss, which is computed in float32 at least. A cast
     to float64 asks for more."""
     if dtype == node.record.dtype:
-        return node.group.shell(node)
+        return node.call.proxy(node)
     if not dtype.is_floating_point or dtype == torch.float64:
         return NotImplemented
     return _then(node, steps.CAST, dtype, lambda z: z.to(dtype), dtype)
@@ -138,7 +134,7 @@ def _to(node, args, kwargs):
             device = torch.device(value)
         elif value is not None and not isinstance(value, bool):
             return NotImplemented
-        if device is not None and not _is_same_device(device, node.group.device):
+        if device is not None and not _is_same_device(device, node.call.device):
             return NotImplemented
     if not set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} or kwargs.get("copy"):
         return NotImplemented
@@ -155,8 +151,8 @@ def _is_same_device(device, own):
 def _contiguous(node, args, kwargs):
     if kwargs or len(args) != 1:
         return NotImplemented
-    if node.is_whole or (not torch.compiler.is_compiling() and node.layout().is_contiguous()):
-        return node.group.shell(node)
+    if node.is_contiguous or (not torch.compiler.is_compiling() and node.layout().is_contiguous()):
+        return node.call.proxy(node)
     return node.copy(node.record)
 
 
@@ -165,7 +161,7 @@ def _clone(node, args, kwargs):
     return NotImplemented if kwargs or len(args) != 1 else node.copy(node.record)
 
 
-def _count(sizes):
+def count_of(sizes):
     """Their product; torch.compile does not trace math.prod of symbolic sizes."""
     count = 1
     for size in sizes:
@@ -177,8 +173,8 @@ def _resolved(shape, old):
     """`shape` with its -1 filled in, if it keeps the classes as the last dimension; else None."""
     if 0 in old or 0 in shape or not all(isinstance(size, int) for size in shape):
         return None
-    known = _count([size for size in shape if size != -1])
-    count = _count(old)
+    known = count_of([size for size in shape if size != -1])
+    count = count_of(old)
     if shape.count(-1) > 1 or known < 1 or count % known or (-1 not in shape and known != count):
         return None
     shape = tuple([count // known if size == -1 else size for size in shape])
@@ -188,7 +184,7 @@ def _resolved(shape, old):
 @_handles(torch.Tensor.view)
 def _strict_view(node, args, kwargs):
     made = _view(node, args, kwargs)
-    if made is not NotImplemented and not node.is_whole and not torch.compiler.is_compiling():
+    if made is not NotImplemented and not node.is_contiguous and not torch.compiler.is_compiling():
         node.layout().view(*args[1:])  # torch's error where it is no view
     return made
 
@@ -198,21 +194,25 @@ def _view(node, args, kwargs):
     sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     shape = None if kwargs else _resolved(tuple(sizes), node.record.shape)
     if shape is not None:
-        return _reshaped(node, shape, is_view=False)
-    return NotImplemented if kwargs or not node.is_whole else forms.grouped(node, tuple(sizes))
+        return _reshaped(node, shape)
+    if kwargs or not node.is_contiguous:
+        return NotImplemented
+    return forms.split_classes(node, tuple(sizes))
 
 
-def _reshaped(node, shape, is_view=False):
-    if not node.is_whole and not torch.compiler.is_compiling():
-        layout = node.layout()
-        layout = layout.view(shape) if is_view else layout.reshape(shape)
-        if layout._base is not None or layout is node.layout():
-            record = node.record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
-            return node.alias(record, lambda z: z.view(shape), False)
+def _reshaped(node, shape):
     record = node.record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
-    if not node.is_whole:
-        return node.copy(record)
-    return node.alias(record, lambda z: z.view(shape), True)
+    if node.is_contiguous or _reshapes_to_view(node, shape):
+        return node.alias(record, lambda z: z.view(shape), node.is_contiguous)
+    return node.copy(record)
+
+
+def _reshapes_to_view(node, shape):
+    """Whether reshape shares the memory of the real value, as it does with some slices. Not asked
+    while torch.compile traces, where writes to logits make them first."""
+    if torch.compiler.is_compiling():
+        return False
+    return node.layout().reshape(shape)._is_view()
 
 
 @_handles(torch.Tensor.flatten, torch.flatten)
@@ -225,7 +225,7 @@ def _flatten(node, args, kwargs):
     start, end = start % len(old), end % len(old)
     if not start <= end < len(old) - 1 or 0 in old:
         return NotImplemented
-    return _reshaped(node, (*old[:start], _count(old[start : end + 1]), *old[end + 1 :]))
+    return _reshaped(node, (*old[:start], count_of(old[start : end + 1]), *old[end + 1 :]))
 
 
 def _split_index(index, dims):
@@ -287,7 +287,7 @@ def _new(function):
     """new_zeros and its like, which take no more than dtype and device from the logits."""
 
     def handler(node, args, kwargs):
-        like = torch.empty(0, dtype=node.record.dtype, device=node.group.device)
+        like = torch.empty(0, dtype=node.record.dtype, device=node.call.device)
         return function(like, *args[1:], **kwargs)
 
     return handler

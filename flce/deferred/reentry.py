@@ -1,17 +1,31 @@
 """Calls into the heads' Modules, so that their hooks act around what needs the weights."""
 
+from torch import nn
 
-def foreign(module):
-    from .head import foreign_hook
+# Hooks that gather, move or cast weights: they act around the re-entry, and deferred logits need
+# none of them. Others may look at the output, so they get real logits.
+_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-    return foreign_hook(module)
+
+def foreign_hook(module):
+    """The name of a hook of `module` that would miss the real logits; None if there is none."""
+    if nn.modules.module._has_any_global_hook():
+        return "a hook of all Modules"
+    attributes = module.__dict__
+    for name in _HOOK_DICTS:
+        for hook in attributes[name].values():
+            hook = getattr(hook, "__func__", hook)
+            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
+                return getattr(hook, "__qualname__", type(hook).__name__)
+    return None
 
 
 class Request:
-    """What a head is to do, passed through its __call__ in place of a second argument.
+    """Work to run inside a head's hooks, passed to its __call__ as a second argument.
 
     An object of an unknown class: hooks that cast or move the tensors among the arguments of a
-    Module leave it alone. They do act on x, so each leaf notes the x that it received.
+    Module leave it alone. Hooks may cast or move x, so `run` stores the x that the Module received.
     """
 
     def __init__(self, sources, work):
@@ -22,20 +36,20 @@ class Request:
         module, x = self.waiting.pop(0)
         return module(x, self)
 
-    def serve(self, module, x):
+    def run(self, module, x):
         """Called by `module` inside its hooks: goes on to the next Module, or does the work."""
         for i, source in enumerate(self.sources):
-            if source.leaf is module:
+            if source.linear is module:
                 self.sources[i] = source._replace(x=x)
         return self.begin() if self.waiting else self.work(tuple(self.sources))
 
 
 def _modules_of(sources):
-    """[(Module, x)]: what encloses the leaves (an adapter's Module), then the leaves."""
+    """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear."""
     found = []
     for source in sources:
-        enclosing = source.leaf._flce_leaf.enclosing
-        for module in (enclosing, source.leaf):
+        enclosing = source.linear._flce_linear.enclosing
+        for module in (enclosing, source.linear):
             if all(module is not other for other, _ in found):
                 found.append((module, source.x))
     return found
@@ -44,8 +58,9 @@ def _modules_of(sources):
 def call_through(sources, work):
     """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
     one of them is not fused any more."""
-    if not all(hasattr(source.leaf, "_flce_leaf") for source in sources):
+    if not all(hasattr(source.linear, "_flce_linear") for source in sources):
         return work(sources)
-    if any(foreign(module) for module, _ in _modules_of(sources)):
-        return work(sources)  # hooks that came after the head's call
+    # A hook that came after the head's call would act on what `work` returns.
+    if any(foreign_hook(module) for module, _ in _modules_of(sources)):
+        return work(sources)
     return Request(sources, work).begin()

@@ -3,7 +3,8 @@
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .head import foreign_hook, fusion_of, is_plain
+from .head import fusion_of, is_standard_linear
+from .reentry import foreign_hook
 
 
 def heads_of(model, head=None):
@@ -52,27 +53,30 @@ def _named(model, head):
     )
 
 
-def leaves_of(head):
+def linears_of(head):
     """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
-    (base layer, up projections, copies to save), which PEFT wraps around it. None of them where
-    one of these is of another class, as a quantised base layer is: their sum would be made."""
+    (base layer, up projections, copies to save), which PEFT wraps around it. Empty if one of them
+    is of another class (a quantised base layer): then their sum needs real logits."""
     if isinstance(head, nn.Linear):
-        return [head] if is_plain(head) else []
+        return [head] if is_standard_linear(head) else []
     classes = getattr(head, "out_features", None)
     inner = [module for module in head.modules() if module is not head]
-    making = [m for m in inner if getattr(m, "out_features", None) == classes is not None]
-    return making if all(isinstance(m, nn.Linear) and is_plain(m) for m in making) else []
+    making = [
+        m for m in inner if classes is not None and getattr(m, "out_features", None) == classes
+    ]
+    are_standard = all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in making)
+    return making if are_standard else []
 
 
-def why_not(head, leaves):
+def why_not(head, linears):
     """Why the products of `head` cannot be deferred; None if they can."""
-    if fusion_of(head) is not None:
-        return "it is fused already; call remove() of that handle first"
-    if not leaves:
+    if fusion_of(head) is not None:  # by this call: fuse refuses what was fused before it
+        return "its nn.Linear belongs to another head of this model"
+    if not linears:
         return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
-    if any(parametrize.is_parametrized(leaf) for leaf in leaves):
+    if any(parametrize.is_parametrized(linear) for linear in linears):
         return "it is parametrized: each use would make its weight anew"
-    for module in (head, *leaves):
+    for module in (head, *linears):
         if hook := foreign_hook(module):
             return f"{hook} is hooked to it, which would not see the logits"
     return None

@@ -26,10 +26,10 @@ class Step(typing.NamedTuple):
 
 
 class Source(typing.NamedTuple):
-    """`leaf(x)`, an nn.Linear's product that was not made, and the scales and casts before it was
-    added to others. x: shape (..., H)."""
+    """One nn.Linear's output, not computed yet: `linear(x)`, then `steps` (scales and casts),
+    before the sum of the Record. x: shape (..., H)."""
 
-    leaf: torch.nn.Module
+    linear: torch.nn.Module
     x: torch.Tensor
     steps: tuple = ()
 
@@ -49,7 +49,7 @@ class Record(typing.NamedTuple):
     def of_rows(self, select):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
         selection can precede them all, the product included."""
-        sources = tuple(Source(s.leaf, select(s.x), s.steps) for s in self.sources)
+        sources = tuple(Source(s.linear, select(s.x), s.steps) for s in self.sources)
         shape = (*sources[0].x.shape[:-1], self.shape[-1])
         return Record(sources, self.steps, shape, self.dtype)
 
@@ -108,16 +108,16 @@ def is_scale(factor, steps):
     if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
         return False
     folded = fold(steps)
-    whole = factor * (folded.scale if folded.outer is None else folded.outer)
-    is_usable = 0 < abs(whole) < math.inf
-    return is_usable and (whole > 0 or folded.outer is None)
+    product = factor * (folded.scale if folded.outer is None else folded.outer)
+    is_usable = 0 < abs(product) < math.inf
+    return is_usable and (product > 0 or folded.outer is None)
 
 
 def replayed(record, product):
-    """The real logits. `product(leaf, x)`: the real output of a source's leaf."""
+    """The real logits. `product(linear, x)`: the real output of a source's nn.Linear."""
     total = None
     for source in record.sources:
-        value = product(source.leaf, source.x)
+        value = product(source.linear, source.x)
         for step in source.steps:
             value = step.replay(value)
         total = value if total is None else total + value
@@ -126,19 +126,19 @@ def replayed(record, product):
     return total
 
 
-def operands(record, dtype, whole):
+def operands(record, dtype, cuts_weight):
     """(x, weight, bias, options) of linear_cross_entropy for the record's logits.
 
     x: shape (..., H), weight: (V, H), bias: (V,) or None. dtype: of the logits that the sources
-    make, to which several sources are cast. whole: whether a class weight or probabilities belong
-    to the selected classes, so that the weight has to be cut to these.
+    make, to which several sources are cast. cuts_weight: whether a class weight or probabilities
+    belong to the selected classes, so that the weight has to be cut to these.
     """
     folded = fold(record.steps)
-    own = fold(record.sources[0].steps).scale
-    x, weight, bias, options = _product(record.sources, own, dtype)
-    scale = folded.scale * own
+    first_scale = fold(record.sources[0].steps).scale
+    x, weight, bias, options = _product(record.sources, first_scale, dtype)
+    scale = folded.scale * first_scale
     if folded.stop is not None:
-        if folded.start == 0 and folded.bias is None and not whole:
+        if folded.start == 0 and folded.bias is None and not cuts_weight:
             options["valid_vocab"] = folded.stop
         else:
             cut = slice(folded.start, folded.stop)
@@ -157,25 +157,25 @@ def operands(record, dtype, whole):
     return x, weight, bias, options
 
 
-def _product(sources, own, dtype):
+def _product(sources, first_scale, dtype):
     """(x, weight, bias, options) of the sum of all sources, divided by the first one's factor
-    `own`. The others are the low-rank term of flce's adapter options.
+    `first_scale`. The others are the low-rank term of flce's adapter options.
 
     PEFT adds a float32 adapter to a bfloat16 base in float32 and rounds the sum to bfloat16; here
     adapter and base are both in bfloat16, which `dtype` is then, and the products are summed in
     float32.
     """
     first, *others = sources
-    x, weight, bias = first.x, first.leaf.weight, first.leaf.bias
+    x, weight, bias = first.x, first.linear.weight, first.linear.bias
     if not others:
         return x, weight, bias, {}
     inputs, weights = [], []
     for source in others:
-        ratio = fold(source.steps).scale / own
+        ratio = fold(source.steps).scale / first_scale
         inputs.append(source.x.to(dtype) * ratio)
-        weights.append(source.leaf.weight.to(dtype))
-        if source.leaf.bias is not None:
-            added = source.leaf.bias * ratio
+        weights.append(source.linear.weight.to(dtype))
+        if source.linear.bias is not None:
+            added = source.linear.bias * ratio
             bias = added if bias is None else bias + added
     adapter = {"adapter_input": _joined(inputs, -1), "adapter_weight": _joined(weights, 1)}
     return x.to(dtype), weight.to(dtype), bias, adapter

@@ -1,4 +1,4 @@
-"""Trainers and packages that run flce in place of their own fused loss, one module for each.
+"""Trainers and packages that run flce, one module for each.
 
 `trl`, `liger`, `cce` and `verl` have an `install()`, which rebinds the package's loss until its
 handle is removed, and import that package only then. `axolotl`, `nemo`, `torchtitan` and

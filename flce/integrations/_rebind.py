@@ -24,7 +24,8 @@ class Installation:
             _rebind(original, ours)
 
     def remove(self):
-        """Binds the originals again, also where ours were imported since. Once is enough."""
+        """Binds the originals again, also where ours were imported since. A second call has no
+        effect."""
         pairs, self._pairs = self._pairs, ()
         for original, ours in pairs:
             _rebind(ours, original)

@@ -7,7 +7,8 @@ from flce.compat import cce as compat
 
 from ._rebind import Installation
 
-# Of distributed weights; the second is of Axolotl's fork. flce has neither.
+# Options for distributed weights, which flce does not have; zero3_params exists only in Axolotl's
+# fork.
 _ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
 _KNOWN = (*inspect.signature(compat.linear_cross_entropy).parameters, "zero3_params")
 
@@ -37,19 +38,19 @@ def install():
             "cut_cross_entropy: expected a version whose linear_cross_entropy takes some of "
             f"{_KNOWN}, got {cut_cross_entropy.__version__} with {names}"
         )
-    return Installation("cce", [(original, _over(original, names))])
+    return Installation("cce", [(original, _replacement(original, names))])
 
 
-def _over(original, names):
+def _replacement(original, names):
     """The function that stands for `original`, whose parameters are `names`, in this order."""
 
     @functools.wraps(original)
     def linear_cross_entropy(*args, **options):
         given = {**dict(zip(names, args, strict=False)), **options}
-        # Else the original says what is wrong: an argument given twice, too many, an unknown one.
-        is_a_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
+        # An argument given twice, too many or an unknown one: the original says what is wrong.
+        is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
         is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
-        if is_distributed or not is_a_call:
+        if is_distributed or not is_valid_call:
             return original(*args, **options)
         if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
             given["filter_eps"] = "auto"

@@ -48,11 +48,11 @@ def _check_parameters(original, ours):
     theirs = getattr(original, "forward", original.apply)
     known = tuple(inspect.signature(ours.call).parameters)
     found = tuple(name for name in inspect.signature(theirs).parameters if name != "ctx")
-    if found != known[: len(found)] or ours.newest_required not in found:
+    if found != known[: len(found)] or ours.last_required_parameter not in found:
         version = importlib.metadata.version("liger_kernel")
         raise ImportError(
             f"liger_kernel: expected a version whose {original.__name__} takes {known}, at least "
-            f"up to {ours.newest_required}, got {version} with {found}"
+            f"up to {ours.last_required_parameter}, got {version} with {found}"
         )
 
 
@@ -60,7 +60,7 @@ class CrossEntropyFunction:
     """Stands where Liger has LigerFusedLinearCrossEntropyFunction."""
 
     supports_inner_impl_dispatch = True  # Liger's functions then pass ce_impl and what follows it
-    newest_required = "return_predicted_tokens"  # before it, three values were returned
+    last_required_parameter = "return_predicted_tokens"  # before it, three values were returned
     call = staticmethod(compat.LigerFusedLinearCrossEntropyFunction.apply)
 
     def __init__(self, original):
@@ -73,7 +73,8 @@ class CrossEntropyFunction:
         Liger's own runs for devices other than CPU and CUDA, and where `ce_impl` or `ce_mode`
         choose one of its kernels.
         """
-        names_a_kernel = any(value is not None for value in args[14:16])
+        ce_impl_and_mode = args[14:16]
+        names_a_kernel = any(value is not None for value in ce_impl_and_mode)
         if names_a_kernel or _input.device.type not in _DEVICES:
             return self.flce_original.apply(_input, *args)
         return self.call(_input, *args)
@@ -82,7 +83,7 @@ class CrossEntropyFunction:
 class ScaledCrossEntropyFunction:
     """Stands where Liger has LigerFusedLinearScaledCrossEntropyFunction."""
 
-    newest_required = "return_entropy"
+    last_required_parameter = "return_entropy"
 
     def __init__(self, original):
         self.flce_original = original

@@ -19,7 +19,8 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
         ignore_index, reduction ("sum", "mean" or "none"): as flce.linear_cross_entropy.
         logit_softcapping: the softcap; 0 for none.
         **options: further options of flce's Modules, such as z_loss and max_memory; not `shift`
-            and `accumulate_into`: labels are shifted, and a gathered weight is no leaf.
+            and `accumulate_into`: AutoModel shifts the labels before the loss, and a gathered
+            weight is no leaf.
 
     Raises:
         TypeError: an unknown option.
@@ -48,7 +49,7 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
             hidden_states: shape (..., H); labels: class indices, shape (...).
             lm_weight: shape (V, H), cast to hidden_states' dtype; an FSDP2 DTensor is gathered.
             num_label_tokens: divides a sum; 0 gives the loss 0.
-            grad_reduce_group: the ranks whose losses such a weight's gradient is the mean of.
+            grad_reduce_group: process group over which the gathered weight's gradient is averaged.
             loss_weights: a factor for each token, shape (...); only with "sum".
 
         Raises:

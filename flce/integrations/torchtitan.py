@@ -68,5 +68,5 @@ def _loss_or_logits(head, logits_of, input, labels=None, options=None):
     for name, value in (("pred", input), ("lm_head.weight", head.weight)):
         if isinstance(value, DTensor):
             refuse(name, "a plain tensor, whole on each rank", "a DTensor", TypeError)
-    bias = {"linear_bias": head.bias, "reduction": "sum", "ignore_index": IGNORE_INDEX}
-    return flce.linear_cross_entropy(input, head.weight, labels, **bias, **options)
+    fixed = {"linear_bias": head.bias, "reduction": "sum", "ignore_index": IGNORE_INDEX}
+    return flce.linear_cross_entropy(input, head.weight, labels, **fixed, **options)

@@ -9,9 +9,12 @@ from flce.deferred.head import DATA_PARALLEL
 
 
 class FuseCallback(TrainerCallback):
-    """Fuses the model of a Trainer (of TRL's trainers too) when the Trainer is made.
+    """Fuses the model of a Trainer when the Trainer is made. TRL's trainers do not call the head:
+    flce.integrations.trl serves them.
 
         Trainer(model, ..., callbacks=[flce.integrations.transformers.FuseCallback()])
+
+    The model stays fused until `handle.remove()`; use a new callback for each Trainer.
 
     Args:
         head, strict, **options: as in `flce.fuse`; `when` is "labels".

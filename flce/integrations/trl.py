@@ -130,7 +130,8 @@ def _can_serve(hidden, weight, outputs):
 
 @torch.no_grad()
 def _mean_of_products(hidden, weight, bias):
-    """The mean over the classes of hidden weight^T + bias: one product with the mean class."""
+    """The mean over the classes of hidden weight^T + bias: one product with the mean row of
+    the weight."""
     with torch.autocast(hidden.device.type, enabled=False):  # which would round the operands
         mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
         return mean if bias is None else mean + bias.mean(dtype=torch.float32)

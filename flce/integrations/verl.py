@@ -8,8 +8,15 @@ import flce
 from ._operands import in_dtype_of
 from ._rebind import Installation
 
-_MODULE = ("self", "hidden_states", "vocab_weights", "input_ids", "temperature")
-_KERNEL = ("hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
+_MODULE_PARAMETERS = ("self", "hidden_states", "vocab_weights", "input_ids", "temperature")
+_KERNEL_PARAMETERS = (
+    "hidden",
+    "weight",
+    "labels",
+    "temperature",
+    "reduction",
+    "dist_process_group",
+)
 
 
 def install():
@@ -30,9 +37,13 @@ def install():
 
     module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
     if not hasattr(module, "flce_original"):
-        _check_parameters(module.__name__, module.forward, _MODULE)
-        _check_parameters("linear_cross_entropy", kernel.LinearCrossEntropy.forward, _KERNEL)
-    return Installation("verl", [(module, _module_over(module)), (function, _over(function))])
+        _check_parameters(module.__name__, module.forward, _MODULE_PARAMETERS)
+        _check_parameters(
+            "linear_cross_entropy", kernel.LinearCrossEntropy.forward, _KERNEL_PARAMETERS
+        )
+    return Installation(
+        "verl", [(module, _module_replacement(module)), (function, _replacement(function))]
+    )
 
 
 def _check_parameters(name, function, known):
@@ -44,20 +55,20 @@ def _check_parameters(name, function, known):
         )
 
 
-def _module_over(original):
+def _module_replacement(original):
     class FusedLinearForPPO(original):
         flce_original = original
 
         def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
             """(log-probabilities, entropy) of input_ids, shape (...); hidden_states (..., H),
-            vocab_weights (V, H). Float32, and hidden_states' dtype."""
+            vocab_weights (V, H). Log-probabilities in float32, entropy in hidden_states' dtype."""
             log_probs, entropy = _logprobs(hidden_states, vocab_weights, input_ids, temperature)
             return log_probs, entropy.to(hidden_states.dtype)
 
     return FusedLinearForPPO
 
 
-def _over(original):
+def _replacement(original):
     def linear_cross_entropy(
         hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None
     ):

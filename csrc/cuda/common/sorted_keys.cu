@@ -20,20 +20,20 @@ static flce_status radix_sort(void* scratch, size_t* bytes, const sorted_pairs* 
 }
 
 flce_status sort_pairs_bytes(int64_t count, int64_t vocab, int64_t* bytes) {
-  static thread_local int64_t known_count = -1, known_vocab = -1, known_bytes = 0;
-  static thread_local int known_device = -1;
+  static thread_local int64_t cached_count = -1, cached_vocab = -1, cached_bytes = 0;
+  static thread_local int cached_device = -1;
   int device;
   FLCE_TRY(check_cuda(cudaGetDevice(&device), "sort_pairs"));
-  if (device != known_device || count != known_count || vocab != known_vocab) {
+  if (device != cached_device || count != cached_count || vocab != cached_vocab) {
     const sorted_pairs none = {NULL, NULL, NULL, NULL};
     size_t scratch_bytes = 0;
     FLCE_TRY(radix_sort(NULL, &scratch_bytes, &none, count, vocab, NULL));
-    known_bytes = (int64_t)scratch_bytes;
-    known_device = device;
-    known_count = count;
-    known_vocab = vocab;
+    cached_bytes = (int64_t)scratch_bytes;
+    cached_device = device;
+    cached_count = count;
+    cached_vocab = vocab;
   }
-  *bytes = known_bytes;
+  *bytes = cached_bytes;
   return FLCE_OK;
 }
 

@@ -4,7 +4,7 @@
 
 #include "cuda/common/types.cuh"
 
-/* [count] keys and their values, in and out. Keys are 0 to vocab. */
+/* [count] keys and their values, in and out; count is at most INT32_MAX. Keys are 0 to vocab. */
 typedef struct sorted_pairs {
   const uint32_t* keys_in;
   uint32_t* keys;
@@ -21,8 +21,8 @@ flce_status sort_pairs(const sorted_pairs* pairs, void* scratch, int64_t count, 
                        cudaStream_t stream);
 
 /* The first position of the sorted `keys` whose key is >= `key`. */
-__device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t tokens, uint32_t key) {
-  int64_t low = 0, high = tokens;
+__device__ __forceinline__ int64_t lower_bound(const uint32_t* keys, int64_t count, uint32_t key) {
+  int64_t low = 0, high = count;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (keys[middle] < key) {

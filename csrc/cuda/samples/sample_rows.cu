@@ -18,7 +18,7 @@ enum {
   kSegmentGroups = 8, /* groups whose sums are added before the prefix sums */
   kSegments = 1024,   /* of a row, at most */
 };
-constexpr uint32_t kOne = 1u << FLCE_SAMPLE_BITS;
+constexpr uint32_t kFixedOne = 1u << FLCE_SAMPLE_BITS;
 
 /* The arguments of sample_rows (backend.h). */
 typedef struct sample_args {
@@ -27,7 +27,8 @@ typedef struct sample_args {
   const int64_t* seed;
   int64_t first_token;
   float eps, inverse_eps;
-  int pitch, most; /* of a list: int32, and pairs after the first */
+  int pitch; /* leading dimension of the lists, in int32 */
+  int most;  /* pairs of a list after the first */
 } sample_args;
 
 /* A row of E, and the factor and the threshold of its draw. */
@@ -35,11 +36,11 @@ template <typename T>
 struct SampledRow {
   const T* e;
   int vocab;
-  float inverse, threshold;
+  float inverse_threshold, threshold;
 };
 
 /* Loads a lane's classes [col, col + kLaneClasses); zeros beyond the vocabulary, where E may not
- * exist. Rows of E start at 128 bytes, so whole lanes are aligned. */
+ * exist. Rows of E are aligned to 128 bytes, so a lane's loads are aligned. */
 template <typename T>
 __device__ __forceinline__ void load_lane(const SampledRow<T>& row, int col,
                                           Vec<T, kLaneClasses>& v) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load_lane(const SampledRow<T>& row, int col,
 /* min(1, E / (eps S)) in fixed point. */
 template <typename T>
 __device__ __forceinline__ uint32_t fixed_of(const SampledRow<T>& row, T e) {
-  return __float2uint_rn(fminf(to_stat(e) * row.inverse, 1.0f) * (float)kOne);
+  return __float2uint_rn(fminf(to_stat(e) * row.inverse_threshold, 1.0f) * (float)kFixedOne);
 }
 
 template <typename T>
@@ -140,7 +141,9 @@ __device__ __forceinline__ int segment_of(const uint64_t* starts, int segments, 
 /* The pair of the draw at `position` of the group whose classes begin at `col`: the class whose
  * part of the prefix sum holds the position. */
 template <typename T, int kGroupLanes>
-__device__ __forceinline__ int2 pair_of(const SampledRow<T>& row, int col, uint32_t position) {
+__device__ __forceinline__ int2 find_in_group(const SampledRow<T>& row, int col,
+                                              uint32_t position) {
+  static_assert(kGroupLanes % kLoads == 0, "whole rounds of loads");
   int2 pair = make_int2(0, 0);
   uint32_t start = 0;
   for (int at = 0; at < kGroupLanes; at += kLoads) {
@@ -171,7 +174,7 @@ __device__ __forceinline__ int2 draw_at(const SampledRow<T>& row, const RowSums<
   uint64_t rest = position - sums.starts[segment];
   int group = segment * kSegmentGroups;
   while (rest >= sums.groups[group]) rest -= sums.groups[group++];
-  return pair_of<T, kGroupLanes>(row, group * RowSums<kGroupLanes>::kGroup, (uint32_t)rest);
+  return find_in_group<T, kGroupLanes>(row, group * RowSums<kGroupLanes>::kGroup, (uint32_t)rest);
 }
 
 /* Writes pair 0 of a list, and zeros after its `count` entries. */
@@ -190,6 +193,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const RowRef ref = row_ref_of(p.r, blockIdx.x);
   int2* list = (int2*)(p.lists + (int64_t)blockIdx.x * p.pitch);
   if (ref.kind != kRowValid) {
+    /* The target that flce.h gives such a list. */
     write_head_and_zeros(list, ref.kind == kRowOutOfRange ? 0 : -1, 0, p.pitch);
     return;
   }
@@ -204,7 +208,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const uint32_t drawn = flce_philox((uint64_t)p.seed[0], (uint64_t)(p.first_token + ref.at)) >>
                          (32 - FLCE_SAMPLE_BITS);
   const uint64_t total = sums.starts[segments];
-  const uint64_t draws = total > drawn ? (total - drawn + kOne - 1) >> FLCE_SAMPLE_BITS : 0;
+  const uint64_t draws = total > drawn ? (total - drawn + kFixedOne - 1) >> FLCE_SAMPLE_BITS : 0;
   const int count = (int)(draws < (uint64_t)p.most ? draws : (uint64_t)p.most);
   for (int m = threadIdx.x; m < count; m += kSampleThreads) {
     list[1 + m] = draw_at(row, sums, segments, ((uint64_t)m << FLCE_SAMPLE_BITS) + drawn);

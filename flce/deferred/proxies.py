@@ -5,15 +5,23 @@ import torch
 
 from . import forms
 from .node import node_of
-from .operations import HANDLERS
+from .operations import HANDLERS, count_of
 
 # Answered from the shape, dtype and device, while there are no real logits.
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex")
-_METHODS += ("element_size", "get_device", "stride", "is_contiguous", "__len__", "is_inference")
-_METHODS += ("storage_offset", "is_signed", "is_conj", "is_neg")
+_METHODS += (
+    "element_size",
+    "get_device",
+    "__len__",
+    "is_inference",
+    "is_signed",
+    "is_conj",
+    "is_neg",
+)
 _ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
+_ANSWERED |= _OF_LAYOUT
 _PROPERTIES = {"shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta"}
 _PROPERTIES |= {"is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "names"}
 _PROPERTIES |= {"is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf", "grad_fn"}
@@ -23,47 +31,54 @@ _PROPERTIES |= {"requires_grad", "grad", "_grad"}
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-def answer(function, args, kwargs):
+def dispatch(function, args, kwargs):
     """The result of a torch function one of whose arguments is deferred."""
     given, node = args, node_of(args[0]) if args else None
     if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         args = args[::-1]
         node = node_of(args[0])
-    if args and type(args[0]) is DeferredLogits and _history(args[0]) is not None:
-        return function(*real(given, function), **real(kwargs, function))
-    if node is not None and node.is_pending():
-        if node.form is None:
-            handler = HANDLERS.get(function)
-        else:
-            handler = forms.HANDLERS.get((type(node.form), function))
-        if handler is not None:
-            _listen(args[0], node)
-            result = handler(node, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        elif function in _ANSWERED:
-            _listen(args[0], node)
-            if function in _OF_LAYOUT:
-                return function(node.layout(), *args[1:], **kwargs)
-            return _of_shell(function, args, kwargs)
-        elif function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
-            _listen(args[0], node)
-            if function == _REQUIRES_GRAD:
-                return node.group.requires_grad and not torch.is_grad_enabled()
-            return _of_shell(function, args, kwargs)
-        elif function in _HOOKS and node.group.is_fused:
-            raise RuntimeError(
-                f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
-                "from, got logits whose loss was computed without them"
-            )
+    if node is not None and node.is_pending() and not _has_own_graph(args[0]):
+        _hook_gradient(args[0], node)
+        result = _answered(function, node, args, kwargs)
+        if result is not NotImplemented:
+            return result
     return function(*real(given, function), **real(kwargs, function))
+
+
+def _answered(function, node, args, kwargs):
+    """The result without real logits, or NotImplemented."""
+    if node.form is None:
+        handler = HANDLERS.get(function)
+    else:
+        handler = forms.HANDLERS.get((type(node.form), function))
+    if handler is not None:
+        return handler(node, args, kwargs)
+    if function in _ANSWERED:
+        if isinstance(args[0], TracedLogits) and function not in _OF_LAYOUT:
+            return getattr(args[0], function.__name__)(*args[1:], **kwargs)
+        if isinstance(args[0], TracedLogits):
+            return NotImplemented
+        if function in _OF_LAYOUT:
+            return function(node.layout(), *args[1:], **kwargs)
+        return _of_proxy(function, args, kwargs)
+    if function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
+        if function == _REQUIRES_GRAD:
+            # In the forward of a custom autograd Function, which saves what its backward needs.
+            return node.call.requires_grad and not torch.is_grad_enabled()
+        return _of_proxy(function, args, kwargs)
+    if function in _HOOKS and node.call.loss_is_done:
+        raise RuntimeError(
+            f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
+            "from, got logits whose loss was computed without them"
+        )
+    return NotImplemented
 
 
 _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 
 
-def _of_shell(function, args, kwargs):
+def _of_proxy(function, args, kwargs):
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
@@ -72,11 +87,9 @@ def real(value, function):
     """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too."""
     node = node_of(value)
     if node is not None:
-        _listen(value, node)
+        _hook_gradient(value, node)
         made = node.make_for(function)
-        if type(value) is DeferredLogits and _history(value) is not None:
-            return _Attached.apply(value, made)
-        return made
+        return _Attached.apply(value, made) if _has_own_graph(value) else made
     if isinstance(value, dict):
         return {name: real(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
@@ -84,17 +97,20 @@ def real(value, function):
     return value
 
 
-def _history(shell):
-    """What a custom autograd Function that returned the shell has made of it."""
+def _has_own_graph(proxy):
+    """Whether a custom autograd Function (a reentrant checkpoint) has returned the proxy: the
+    gradient has to go through that Function's node."""
+    if type(proxy) is not DeferredLogits:
+        return False
     with torch._C.DisableTorchFunctionSubclass():
-        return shell.grad_fn
+        return proxy.grad_fn is not None
 
 
 class _Attached(torch.autograd.Function):
-    """The values of a shell that a custom Function has returned, with that Function's graph."""
+    """The values of a proxy that a custom Function has returned, with that Function's graph."""
 
     @staticmethod
-    def forward(ctx, shell, made):
+    def forward(ctx, proxy, made):
         return made.detach()
 
     @staticmethod
@@ -102,43 +118,43 @@ class _Attached(torch.autograd.Function):
         return gradient, None
 
 
-def _listen(shell, node):
+def _hook_gradient(proxy, node):
     """Where gradients are off, the caller may be the forward of a custom autograd Function that
-    has taken the shell for its input, and will return the gradient to it."""
-    if node.group.requires_grad and not torch.is_grad_enabled():
-        if not isinstance(shell, DeferredLogits):
+    has taken the proxy for its input, and will return the gradient to it."""
+    if node.call.requires_grad and not torch.is_grad_enabled():
+        if not isinstance(proxy, DeferredLogits):
             return  # a plain object, which no Function takes for a Tensor
-        if "_listens" in shell.__dict__:
+        if "_has_gradient_hook" in proxy.__dict__:
             return
-        shell._listens = True
+        proxy._has_gradient_hook = True
         with torch._C.DisableTorchFunctionSubclass():
-            shell.register_hook(node.pass_on)
+            proxy.register_hook(node.backward_hook)
 
 
 class DeferredLogits(torch.Tensor):
     """A Tensor with shape, dtype and device of the logits, and no memory.
 
-    For C++ it requires grad where the logits do, so that `Node.pass_on` hears of a gradient. In
-    Python `requires_grad` is False as long as there are no logits: what is hooked to a tensor
+    For C++ it requires grad where the logits do, so that `Node.backward_hook` receives a gradient.
+    In Python `requires_grad` is False as long as there are no logits: what is hooked to a tensor
     that requires grad, as FSDP2 does with a Module's outputs, is hooked to the loss instead.
     """
 
     @staticmethod
     def __new__(cls, node):
-        group = node.group
-        shell = torch.Tensor._make_wrapper_subclass(
+        call = node.call
+        proxy = torch.Tensor._make_wrapper_subclass(
             cls,
             node.shape,
             dtype=node.record.dtype,
-            device=group.device,
-            requires_grad=group.requires_grad,
+            device=call.device,
+            requires_grad=call.requires_grad,
         )
-        shell._flce = node
-        return shell
+        proxy._flce = node
+        return proxy
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return answer(function, args, kwargs or {})
+        return dispatch(function, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -153,7 +169,7 @@ class DeferredLogits(torch.Tensor):
         def values(value):
             node = node_of(value)
             if node is not None:
-                _listen(value, node)
+                _hook_gradient(value, node)
                 return node.replay() if node.made is None else node.made.detach()
             return type(value)(map(values, value)) if type(value) in (tuple, list) else value
 
@@ -166,18 +182,53 @@ class TracedLogits:
     but no subclass of Tensor without memory. Its attributes are those of a Tensor."""
 
     def __init__(self, node):
-        self._flce, self.device = node, node.group.device
+        self._flce, self.device = node, node.call.device
         self.shape, self.dtype = torch.Size(node.shape), node.record.dtype
         self.ndim, self.requires_grad = len(self.shape), False
+        self.is_cuda, self.is_cpu = self.device.type == "cuda", self.device.type == "cpu"
+        self.is_leaf, self.layout, self.itemsize = False, torch.strided, self.dtype.itemsize
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return answer(function, args, kwargs or {})
+        return dispatch(function, args, kwargs or {})
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self):
+        return self.ndim
+
+    def numel(self):
+        return count_of(self.shape)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def get_device(self):
+        return -1 if self.is_cpu else self.device.index
+
+    def element_size(self):
+        return self.itemsize
+
+    def is_floating_point(self):
+        return True
+
+    def is_signed(self):
+        return True
+
+    def is_complex(self):
+        return False
+
+    def is_inference(self):
+        return False
+
+    ndimension, nelement, is_conj, is_neg = dim, numel, is_complex, is_complex
+    __hash__ = object.__hash__  # Python drops it where __eq__ is set
 
 
 def _method(function):
     def method(self, *args, **kwargs):
-        return answer(function, (self, *args), kwargs)
+        return dispatch(function, (self, *args), kwargs)
 
     return method
 
@@ -187,10 +238,13 @@ def _dunders():
     yield from (f"__{side}{name}__" for name in arithmetic for side in ("", "r", "i"))
     yield from ("__getitem__", "__setitem__", "__neg__", "__len__", "__iter__", "__lt__", "__gt__")
     yield from ("__le__", "__ge__", "__abs__", "__bool__", "__float__", "__int__", "__array__")
+    yield from ("__eq__", "__ne__", "__invert__", "__and__", "__or__", "__xor__")
 
 
-# Tensor's methods, all of them: each goes through the same table as a Tensor's would.
+# Tensor's methods, all of them: each goes through the same table as a Tensor's would. object has
+# comparisons of its own, by identity.
 for _name in (*(name for name in dir(torch.Tensor) if not name.startswith("_")), *_dunders()):
     _function = getattr(torch.Tensor, _name, None)
-    if callable(_function) and not hasattr(TracedLogits, _name):
+    is_new = getattr(TracedLogits, _name, None) is getattr(object, _name, None)
+    if callable(_function) and is_new:
         setattr(TracedLogits, _name, _method(_function))

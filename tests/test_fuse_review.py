@@ -1,0 +1,308 @@
+"""Uses of deferred logits that once gave another result than real ones: each against the same
+model without flce.fuse."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import flce
+
+V, H = 50, 8
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, H)
+        self.lm_head = torch.nn.Linear(H, V)
+        self.other_head = torch.nn.Linear(H, V)
+        self.extra = torch.nn.Parameter(torch.linspace(-1, 1, V))
+
+    def forward(self, ids):
+        return self.lm_head(self.embedding(ids))
+
+
+IDS = torch.arange(24).view(2, 12) % V
+TARGET = (IDS * 7 + 3) % V
+
+
+def cross_entropy(logits):
+    return F.cross_entropy(logits.flatten(0, -2), TARGET.flatten())
+
+
+def alpha_of_the_other(model):
+    return cross_entropy(torch.add(torch.ones(2, 12, V).double(), model(IDS), alpha=2))
+
+
+def written_through_a_view(change):
+    def use(model):
+        logits = model(IDS)
+        change(logits)
+        return cross_entropy(logits)
+
+    return use
+
+
+def _rows_of_a_slice(z):
+    z[0].view(-1, V)[3] *= 2
+
+
+def _contiguous_slice(z):
+    z[0].contiguous()[3] *= 2
+
+
+def _reshaped_slice(z):
+    z[:1].reshape(-1, V)[3] *= 2
+
+
+def _classes_of_a_slice(z):
+    z[..., :40].view(-1, 40)[3] *= 2
+
+
+def _row_by_a_tensor(z):
+    z[torch.tensor(1)].mul_(2)
+
+
+def reentrant_head(model):
+    x = model.embedding(IDS)
+    return cross_entropy(checkpoint(model.lm_head, x, use_reentrant=True)) + x.square().sum()
+
+
+def second_head_without_gradients(model):
+    logits = model(IDS)
+    with torch.no_grad():
+        more = model.other_head(model.embedding(IDS))
+    return cross_entropy(logits + more)
+
+
+def trained_vector_on_constants(model):
+    with torch.no_grad():
+        logits = model(IDS)
+    return cross_entropy(logits + model.extra)
+
+
+def vector_written_later(model):
+    vector = torch.ones(V).double().cumsum(0)
+    logits = model(IDS) + vector
+    vector += 100 * torch.eye(V)[3]
+    return cross_entropy(logits)
+
+
+def frozen_but_the_bias(model):
+    model.requires_grad_(False)
+    model.lm_head.bias.requires_grad_(True)
+    return _Identity.apply(model(IDS)).log_softmax(-1)[..., 0].sum()
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class _LikeLiger(torch.autograd.Function):
+    """Saves what its backward needs only if the input requires grad."""
+
+    @staticmethod
+    def forward(ctx, value):
+        if value.requires_grad:
+            ctx.save_for_backward(value.detach().softmax(-1))
+        return value.detach().logsumexp(-1).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0] * gradient
+
+
+def custom_function(model):
+    return _LikeLiger.apply(model(IDS))
+
+
+def custom_function_and_a_loss(model):
+    logits = model(IDS)
+    return cross_entropy(logits) + _Identity.apply(logits).square().mean()
+
+
+def viewed_as_integers(model):
+    logits = model(IDS)
+    return cross_entropy(logits) + logits.detach().view(torch.int64).sum() * 0
+
+
+def sum_of_a_wide_and_a_narrow_head(model):
+    narrow = F.linear(model.embedding(IDS), model.other_head.weight)
+    return cross_entropy(model(IDS) + narrow)
+
+
+def logsumexp_and_loss(model):
+    logits = model(IDS)
+    return cross_entropy(logits) + logits.logsumexp(-1).mean()
+
+
+USES = {
+    "alpha of the other": alpha_of_the_other,
+    "view of a slice": written_through_a_view(_rows_of_a_slice),
+    "contiguous slice": written_through_a_view(_contiguous_slice),
+    "reshaped slice": written_through_a_view(_reshaped_slice),
+    "classes of a slice": written_through_a_view(_classes_of_a_slice),
+    "row by a tensor": written_through_a_view(_row_by_a_tensor),
+    "reentrant head": reentrant_head,
+    "second head without gradients": second_head_without_gradients,
+    "trained vector on constants": trained_vector_on_constants,
+    "vector written later": vector_written_later,
+    "frozen but the bias": frozen_but_the_bias,
+    "custom function": custom_function,
+    "custom function and a loss": custom_function_and_a_loss,
+    "viewed as integers": viewed_as_integers,
+    "sum with a product": sum_of_a_wide_and_a_narrow_head,
+    "logsumexp and loss": logsumexp_and_loss,
+}
+
+
+def run(model, use):
+    loss = use(model)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:flce.fuse", "ignore:None of the inputs")
+@pytest.mark.parametrize("name", USES)
+def test_equals_real_logits(name):
+    torch.manual_seed(0)
+    plain = Model().double()
+    fused = copy.deepcopy(plain)
+    loss, gradients = run(plain, USES[name])
+    with flce.fuse(fused, head=["lm_head", "other_head"], when="always"):
+        fused_loss, fused_gradients = run(fused, USES[name])
+    torch.testing.assert_close(fused_loss, loss)
+    for key, gradient in gradients.items():
+        assert (gradient is None) == (fused_gradients[key] is None), key
+        if gradient is not None:
+            torch.testing.assert_close(fused_gradients[key], gradient)
+
+
+def test_a_view_that_torch_refuses():
+    model = Model()
+    with flce.fuse(model, when="always"):
+        logits = model(IDS)[:, :-1]
+        assert logits.stride() == (12 * V, V, 1) and not logits.is_contiguous()
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            logits.view(-1, V)
+
+
+@pytest.mark.parametrize("what", ["bias", "other head", "new weight", "functional call"])
+def test_logits_of_what_has_changed_are_refused(what):
+    model = Model()
+    with flce.fuse(model, head=["lm_head", "other_head"], when="always"):
+        logits = model(IDS)
+        if what == "bias":
+            model.lm_head.bias.data = model.lm_head.bias.data.clone()
+            with torch.no_grad():
+                model.lm_head.bias.add_(1)
+        elif what == "other head":
+            logits = logits + model.other_head(model.embedding(IDS))
+            with torch.no_grad():
+                model.other_head.weight.add_(1)
+        elif what == "new weight":
+            model.lm_head.weight = torch.nn.Parameter(torch.zeros(V, H))
+        else:
+            weight = {"lm_head.weight": torch.zeros(V, H, requires_grad=True)}
+            logits = torch.func.functional_call(model, weight, (IDS,))
+        with pytest.raises(RuntimeError, match="expected the logits to be read before"):
+            logits.sum()
+
+
+def test_a_parametrized_head_is_left_alone():
+    model = Model()
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.warns(UserWarning, match="it is parametrized"):
+        handle = flce.fuse(model, head="lm_head", when="always")
+    assert type(model(IDS)) is torch.Tensor
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:flce.fuse")
+def test_hooks_of_all_modules_see_logits():
+    def doubled(module, args, output):
+        return output * 2 if isinstance(module, torch.nn.Linear) else None
+
+    torch.manual_seed(0)
+    plain = Model().double()
+    fused = copy.deepcopy(plain)
+    with flce.fuse(fused, when="always"):
+        hook = torch.nn.modules.module.register_module_forward_hook(doubled)
+        try:
+            expected, got = (
+                run(model, lambda m: cross_entropy(m(IDS))) for model in (plain, fused)
+            )
+        finally:
+            hook.remove()
+    torch.testing.assert_close(got[0], expected[0])
+
+
+def test_a_hook_between_head_and_loss_does_not_act_on_the_loss():
+    model = Model()
+    expected = cross_entropy(model(IDS))
+    with flce.fuse(model, when="always"):
+        logits = model(IDS)
+        hook = model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+        loss = cross_entropy(logits)
+        hook.remove()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_replaced_forward_is_called():
+    model = Model()
+    with flce.fuse(model, when="always"):
+        model.lm_head.forward = lambda x: x.new_zeros(*x.shape[:-1], V)
+        with pytest.warns(UserWarning, match="forward was replaced"):
+            assert model(IDS).sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_bias_is_scaled_in_float32(dtype):
+    """bias / scale is beyond float16's range."""
+    torch.manual_seed(0)
+    model, bias = Model(), torch.linspace(-400, 400, V).to(dtype)
+
+    def use(model):
+        return cross_entropy((model(IDS) / 3 + bias) / 1000)
+
+    expected = use(model)
+    with flce.fuse(model, when="always", strict=True):
+        torch.testing.assert_close(use(model), expected)
+
+
+def sizes(z):
+    return F.cross_entropy(z.view(-1, z.size(-1)), TARGET.flatten()) * (z.dim() + len(z))
+
+
+def numbers_of(z):
+    count = z.numel() + torch.numel(z) + z.element_size() + z.ndimension() + z.get_device()
+    return cross_entropy(z) * count if z.is_floating_point() and not z.is_complex() else None
+
+
+def comparisons(z):
+    finite = (z == z) & ~(z != z) & (z >= -1e9)
+    return cross_entropy(torch.where(finite, z, 0.0))
+
+
+@pytest.mark.filterwarnings("ignore:flce.fuse")
+@pytest.mark.parametrize("use", [sizes, numbers_of, comparisons])
+def test_compiled(use):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = Model().double()
+    fused = copy.deepcopy(plain)
+    expected = run(plain, lambda model: use(model(IDS)))
+    with flce.fuse(fused, head="lm_head", when="always"):
+        compiled = torch.compile(lambda ids: use(fused(ids)), backend="aot_eager")
+        got = run(fused, lambda model: compiled(IDS))
+    torch.testing.assert_close(got[0], expected[0])
+    torch.testing.assert_close(got[1]["lm_head.weight"], expected[1]["lm_head.weight"])
