@@ -34,7 +34,9 @@ def _call(name, operands, settings):
         # Deferred logits of flce.fuse: what needs no real ones reads requires_grad=False.
         from .deferred.proxies import real  # imports this module
 
-        operands = (real(operands[0], _PUBLIC[name]), *operands[1:])
+        # What reports call the reader: its text, but while tracing its __name__.
+        reader = _PUBLIC[name] if torch.compiler.is_compiling() else f"flce.{name}"
+        operands = (real(operands[0], reader), *operands[1:])
     _as_numbers(settings, operands[0])
     returns = [validate.check_flag(option, settings[option]) for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING

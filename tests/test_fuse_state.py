@@ -168,7 +168,7 @@ def test_cross_entropy_of_deferred_logits(reads_first):
         torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True
     ):
         equal(got, one)
-    assert handle.fallbacks
+    assert reads_first or list(handle.fallbacks) == ["flce.cross_entropy is not deferred"]
 
 
 def test_linear_cross_entropy_of_deferred_logits():
@@ -246,7 +246,7 @@ def test_the_callback_with_model_init(tmp_path):
         trainer.train()
         assert callback.handle is not first and callback.handle.model is trainer.model
         assert sum(callback.handle.losses.values()) == 2
-        assert not first.is_attached() and not first.losses
+        assert not first.is_attached()
         first = callback.handle
 
 

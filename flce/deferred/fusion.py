@@ -325,7 +325,7 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             z_loss, gradient, gradient_eps and accumulate_into.
 
     Returns:
-        A handle with `remove()`, which is a context manager too.
+        A handle with `remove()`, which is a context manager too. It does not keep the model.
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.
