@@ -28,17 +28,10 @@ def joined(input, linear_weight, adapter_input, adapter_weight, autocast):
     """
     _check(input, linear_weight, adapter_input, adapter_weight)
     given = [input, linear_weight, adapter_input, adapter_weight]
-    for name, first, tensor in (
-        ("adapter_input", input, adapter_input),
-        ("adapter_weight", linear_weight, adapter_weight),
-    ):
-        if autocast is None and tensor.dtype != first.dtype:
-            got = f"{tensor.dtype}; torch.autocast casts it"
-            validate.refuse(
-                name, f"the dtype of the operand it joins, {first.dtype}", got, TypeError
-            )
     if autocast is not None and all(tensor.dtype != torch.float64 for tensor in given):
         given = [tensor.to(autocast) for tensor in given]
+    else:
+        _check_dtypes(*given, autocast)
     x, w, u, low_rank = given
     padding = -x.shape[-1] % _ALIGNMENT
     rows = torch.cat((x, x.new_zeros((*x.shape[:-1], padding)), u), dim=-1)
@@ -47,6 +40,21 @@ def joined(input, linear_weight, adapter_input, adapter_weight, autocast):
     if linear_weight.requires_grad:
         return Operands(rows, weight, weight)
     return Operands(rows, weight, adapter_weight, x.shape[-1] + padding)
+
+
+def _check_dtypes(input, linear_weight, adapter_input, adapter_weight, autocast):
+    """Of operands that are not cast: autocast leaves all alone where one is float64."""
+    casts = "torch.autocast casts it"
+    if autocast is not None:
+        casts = "torch.autocast casts none where one operand is torch.float64"
+    for name, first, tensor in (
+        ("adapter_input", input, adapter_input),
+        ("adapter_weight", linear_weight, adapter_weight),
+    ):
+        if tensor.dtype != first.dtype:
+            expected = f"the dtype of the operand it joins, {first.dtype}"
+            validate.refuse(name, expected, f"{tensor.dtype}; {casts}", TypeError)
+    validate.compute_dtype(input, linear_weight, None, None)
 
 
 def _check(input, linear_weight, adapter_input, adapter_weight):

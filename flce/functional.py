@@ -30,6 +30,13 @@ def _call(name, operands, settings):
     """The loss, or the loss with the wanted outputs: directly, or through the composite
     operator if the call is traced or transformed. `settings`: the options by name; modified here,
     and listed by the callers because torch.compile cannot trace locals() before torch 2.13."""
+    if type(operands[0]) is not torch.Tensor and hasattr(operands[0], "_flce"):
+        # Deferred logits of flce.fuse: what needs no real ones reads requires_grad=False.
+        from .deferred.proxies import real  # imports this module
+
+        # What reports call the reader: its text, but while tracing its __name__.
+        reader = _PUBLIC[name] if torch.compiler.is_compiling() else f"flce.{name}"
+        operands = (real(operands[0], reader), *operands[1:])
     _as_numbers(settings, operands[0])
     returns = [validate.check_flag(option, settings[option]) for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
@@ -291,5 +298,6 @@ def linear_logprobs(input, linear_weight, target, **options):
     return -output.loss, output.entropy
 
 
+_PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
 show_options(cross_entropy, _OF_LOGITS)
 show_options(linear_logprobs, _OF_LOGPROBS)

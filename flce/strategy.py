@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ._C import getenv
 from .options import CAPS
-from .validate import check_integer, checks_targets, refuse
+from .validate import check_valid_bound, checks_targets, refuse
 
 # Alignment of a row of logits in bytes (csrc/*/backend.*: row_alignment).
 _ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
@@ -142,11 +142,7 @@ def rows_to_compute(target, valid_bound, ignore_index):
 
     On the CPU the rows that are not ignored, which are counted; on CUDA `valid_bound`.
     """
-    if isinstance(valid_bound, str):
-        if valid_bound != "count":
-            refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
-    elif valid_bound is not None:
-        check_integer("valid_bound", valid_bound, 0)
+    check_valid_bound(valid_bound)
     if target.is_floating_point():
         if valid_bound is not None:
             expected = "None with probabilities, of which no row is ignored"

@@ -150,11 +150,24 @@ def check_float(name, dtype):
 
 def check_dtype(name, dtype, operand, stat):
     """Checks that `dtype` is None, the dtype of the GEMMs' operands or the stat dtype."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        refuse(name, "a torch.dtype or None", repr(dtype), TypeError)
+    check_dtype_type(name, dtype)
     if dtype not in (None, operand, stat):
         refuse(name, f"{operand} or {stat}" if operand != stat else f"{operand}", dtype)
     return dtype
+
+
+def check_dtype_type(name, dtype):
+    """The check of accum_dtype and logits_dtype before the operands are known."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        refuse(name, "a torch.dtype or None", repr(dtype), TypeError)
+
+
+def check_valid_bound(valid_bound):
+    if isinstance(valid_bound, str):
+        if valid_bound != "count":
+            refuse("valid_bound", 'an int, "count" or None', repr(valid_bound))
+    elif valid_bound is not None:
+        check_integer("valid_bound", valid_bound, 0)
 
 
 def compute_dtype(input, linear_weight, linear_bias, autocast):

@@ -393,5 +393,5 @@ def test_the_coverage_script():
 def test_nothing_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with flce.fuse(llama()) as handle:
-            handle.model(**TEXT).loss.backward()
+        with flce.fuse(model := llama()):
+            model(**TEXT).loss.backward()

@@ -3,7 +3,9 @@
 import collections
 import functools
 import inspect
+import sys
 import warnings
+import weakref
 
 import torch
 from torch import nn
@@ -19,27 +21,76 @@ WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
+_MAX_RECORDS = 16  # kinds of losses that are counted apart: an annealed factor makes one each step
+_OTHER = None  # the key of all further ones
 
 
 class Fusion:
     """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
 
-    model, options: as given. losses: {steps after the head: how often a loss was computed without
-    logits}; reads: {operation: how often it made real logits where no loss needed them};
-    fallbacks: {reason: how often real logits were made for a loss}.
+    model, options: as given; model is None once it is freed. losses: {steps after the head: how
+    often a loss was computed without logits}; reads: {operation: how often it made real logits
+    where no loss needed them}; fallbacks: {reason: how often real logits were made for a loss}.
+
+    The heads and the model's hooks hold the Fusion. It holds Modules by weak references, so that a
+    model is freed when its last reference goes, and a copy of a head is not a copy of the model.
     """
 
     def __init__(self, model, when, strict, options):
-        self.model, self._when, self._strict, self.options = model, when, strict, options
-        self._attached, self._refused, self._hooks = [], [], []
-        self._label_stack = []  # of the models being called now, from the outside in
+        self._when, self._strict, self.options = when, strict, options
+        self._model, self._model_name = weakref.ref(model), type(model).__name__
+        self._is_attached, self._refused = False, []
         self._head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
         self._calls_before = 0
         self._fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self._forget()
+
+    def _forget(self):
+        """Sets what belongs to Modules and to calls in progress to nothing."""
+        self._linears, self._hooks = [], []  # weak references to each nn.Linear that defers
+        self._label_stack = []  # of the models being called now, from the outside in
+        # Of those that are not traced: the frame that calls the model, and its place above.
+        self._calls = []
+
+    def __getstate__(self):
+        """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
+        state = dict(self.__dict__)
+        for name in ("_model", "_linears", "_hooks", "_label_stack", "_calls"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._model = _nothing
+        self._forget()
+
+    @property
+    def model(self):
+        return self._model()
+
+    @property
+    def _attached(self):
+        """[(name, the head's Module, its nn.Linears)]"""
+        found = {}
+        for linear in (reference() for reference in self._linears):
+            if linear is not None:
+                state = linear._flce_linear
+                found.setdefault(state.name, (state.name, state.enclosing, []))[2].append(linear)
+        return list(found.values())
+
+    def adopt(self, linear):
+        """`linear` defers for this Fusion."""
+        self._linears.append(weakref.ref(linear))
+
+    def is_attached(self):
+        """Whether any head of it is fused now."""
+        return self._is_attached
 
     def is_on(self):
         """Whether a head that is called now defers."""
-        return len(self._attached) > 0 and (self._when == "always" or any(self._label_stack))
+        if self._calls and not torch.compiler.is_compiling():
+            self._drop_ended()
+        return self._is_attached and (self._when == "always" or any(self._label_stack))
 
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
@@ -48,9 +99,9 @@ class Fusion:
             if reason := why_not(module, linears):
                 self._refused.append((name, reason))
                 continue
-            heads.attach(self, module, linears)
-            self._attached.append((name, module, linears))
-        if self._when == "labels" and self._attached:
+            heads.attach(self, name, module, linears)
+            self._is_attached = True
+        if self._when == "labels" and self._is_attached:
             for caller in _callers(self.model, [module for _, module, _ in self._attached]):
                 begin = functools.partial(self._begin, _label_positions(caller))
                 self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
@@ -59,12 +110,15 @@ class Fusion:
     def _begin(self, positions, model, args, kwargs):
         given = [value for name, value in kwargs.items() if _is_label(name)]
         given += [args[i] for i in positions if i < len(args)]
-        if not self._label_stack and not torch.compiler.is_compiling():
-            self._calls_before = self._head_calls["eager"]
+        if not torch.compiler.is_compiling():
+            self._drop_ended()
+            if not self._label_stack:
+                self._calls_before = self._head_calls["eager"]
+            self._calls.append((sys._getframe(1), len(self._label_stack)))
         self._label_stack.append(any(value is not None for value in given))
 
     def _end(self, model, args, output):
-        had_labels = self._label_stack.pop()
+        had_labels = self._pop()
         # output is None where the forward raised. What a compiled graph calls is not counted.
         if not had_labels or self._label_stack or output is None:
             return
@@ -74,6 +128,25 @@ class Fusion:
             names = ", ".join(name for name, _, _ in self._attached)
             reason = f"forward with labels did not call the head ({names})"
             self.fall_back(reason, "flce computed no loss in it")
+
+    def _pop(self):
+        """Takes the call that ends off the stack: whether it had labels. There may be none: a
+        pre-hook that raises before `_begin` is followed by `_end` all the same."""
+        if torch.compiler.is_compiling():
+            return self._label_stack.pop() if self._label_stack else False
+        self._drop_ended()
+        frame, depth = self._calls[-1] if self._calls else (None, -1)
+        if frame is sys._getframe(2):
+            self._calls.pop()
+        elif len(self._label_stack) <= depth + 1:
+            return False
+        return self._label_stack.pop()  # else of a call whose begin was traced
+
+    def _drop_ended(self):
+        """Removes the calls that are over without `_end`, as after a KeyboardInterrupt."""
+        while self._calls and not _is_running(self._calls[-1][0]):
+            _, depth = self._calls.pop()
+            del self._label_stack[depth:]
 
     def note_call(self):
         """A head is called with labels."""
@@ -88,7 +161,8 @@ class Fusion:
             hook.remove()
         for _, module, linears in self._attached:
             heads.detach(module, linears)
-        self._hooks, self._attached = [], []
+        self._is_attached = False
+        self._forget()
 
     def __enter__(self):
         return self
@@ -98,13 +172,16 @@ class Fusion:
 
     @property
     def losses(self):
-        return {steps.describe(key): count for key, count in self._fused.items()}
+        described = collections.Counter()  # keys that differ may read alike
+        for key, count in self._fused.items():
+            described["other steps" if key is _OTHER else steps.describe(key)] += count
+        return dict(described)
 
     def note_fused(self, record):
         if torch.compiler.is_compiling():
             self.note_traced("_fused", steps.key_of(record))
         else:
-            self._fused[steps.key_of(record)] += 1
+            self._count("_fused", steps.key_of(record))
 
     def note_read(self, name):
         if torch.compiler.is_compiling():
@@ -115,10 +192,16 @@ class Fusion:
     def note_traced(self, counter, key):
         """Counts once for each graph. Not traced but called while tracing: torch.compile would
         compile again for every value of the count."""
-        getattr(self, counter)[key] += 1
+        self._count(counter, key)
 
     # What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
     note_traced._dynamo_marked_constant = True
+
+    def _count(self, counter, key):
+        counts = getattr(self, counter)
+        if counter == "_fused" and key not in counts and len(counts) >= _MAX_RECORDS:
+            key = _OTHER
+        counts[key] += 1
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
         """flce does not compute a loss because of `reason`: a warning the first time, or an error
@@ -129,12 +212,24 @@ class Fusion:
         if is_first or not torch.compiler.is_compiling():
             self.fallbacks[reason] += 1
         if is_first:
-            name = type(self.model).__name__
             warnings.warn(
-                f"flce.fuse: {name}: {reason}: {consequence}; "
+                f"flce.fuse: {self._model_name}: {reason}: {consequence}; "
                 "flce.explain(model) lists such reasons",
                 stacklevel=2,
             )
+
+
+def _nothing():
+    """In place of a weak reference: to no Module."""
+    return None
+
+
+def _is_running(frame):
+    """Whether `frame` is a caller of the caller, in this thread."""
+    caller = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 def _is_label(name):
@@ -165,6 +260,11 @@ def _check_options(options):
     values = {**defaults(), **options}
     validate.check_choices(values)
     validate.check_scalars(values)
+    for name in ("accum_dtype", "logits_dtype"):
+        validate.check_dtype_type(name, values[name])
+        if values[name] is not None:
+            validate.check_float(name, values[name])
+    validate.check_valid_bound(values["valid_bound"])
     if options.get("max_memory") is not None:
         parse_bytes(options["max_memory"])
 
@@ -225,7 +325,7 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             z_loss, gradient, gradient_eps and accumulate_into.
 
     Returns:
-        A handle with `remove()`, which is a context manager too.
+        A handle with `remove()`, which is a context manager too. It does not keep the model.
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.

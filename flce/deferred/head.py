@@ -2,6 +2,7 @@
 runs its work inside the Module's hooks."""
 
 import types
+import weakref
 
 import torch
 from torch import nn
@@ -13,11 +14,39 @@ from .reentry import foreign_hook
 
 
 class LinearState:
-    """Of an nn.Linear that makes logits. enclosing: the Module that the model calls, which is the
-    nn.Linear itself unless an adapter wraps it."""
+    """Of an nn.Linear that makes logits. name: of the head. enclosing: the Module that the model
+    calls, which is the nn.Linear itself unless an adapter wraps it; held weakly, because it holds
+    this."""
 
-    def __init__(self, fusion, enclosing):
-        self.fusion, self.enclosing = fusion, enclosing
+    def __init__(self, fusion, name, enclosing):
+        self.fusion, self.name, self._enclosing = fusion, name, weakref.ref(enclosing)
+
+    @property
+    def enclosing(self):
+        return self._enclosing()
+
+    def __reduce__(self):
+        """Of a copy: the Modules that are copied along enter themselves (`_adopt`)."""
+        return _restored_state, (self.fusion, self.name)
+
+
+def _restored_state(fusion, name):
+    state = LinearState.__new__(LinearState)
+    state.fusion, state.name, state._enclosing = fusion, name, None
+    return state
+
+
+def _adopt(module):
+    """Enters a Module that was unpickled or copied in the states of the nn.Linears in it. What
+    encloses them is restored after they are."""
+    if (own := module.__dict__.get("_flce_linear")) is not None:
+        own._enclosing = weakref.ref(module)
+        if own.fusion.is_attached():
+            own.fusion.adopt(module)
+        return
+    for linear in module.modules():
+        if (state := linear.__dict__.get("_flce_linear")) is not None:
+            state._enclosing = weakref.ref(module)
 
 
 class _Reentrant:
@@ -27,6 +56,10 @@ class _Reentrant:
         if len(args) == 2 and type(args[1]) is reentry.Request:
             return args[1].run(self, args[0])
         return super().forward(*args, **kwargs)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        _adopt(self)
 
 
 class _Deferring(_Reentrant):
@@ -154,11 +187,12 @@ def _swap(module, mixin):
         module._old_forward = types.MethodType(type(module).forward, module)
 
 
-def attach(fusion, enclosing, linears):
+def attach(fusion, name, enclosing, linears):
     """Makes each nn.Linear of a head defer its products."""
     for linear in linears:
         _swap(linear, _Deferring)
-        linear._flce_linear = LinearState(fusion, enclosing)
+        linear._flce_linear = LinearState(fusion, name, enclosing)
+        fusion.adopt(linear)
     if all(enclosing is not linear for linear in linears):
         _swap(enclosing, _Reentrant)
 
@@ -186,4 +220,4 @@ def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
     linears = (module for module in model.modules() if isinstance(module, _Deferring))
     fusions = (linear._flce_linear.fusion for linear in linears)
-    return next((fusion for fusion in fusions if fusion._attached), None)
+    return next((fusion for fusion in fusions if fusion.is_attached()), None)
