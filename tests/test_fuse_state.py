@@ -16,9 +16,8 @@ import flce
 
 
 def is_real(model):
-    """Whether calls without labels, of the model and of its head, give real logits."""
-    x = torch.ones(2, HIDDEN, dtype=model.lm_head.weight.dtype)
-    return type(model.lm_head(x)) is torch.Tensor and type(model(IDS)[1]) is torch.Tensor
+    """Whether a call without labels gives real logits."""
+    return type(model(IDS)[1]) is torch.Tensor
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, GeneratorExit])
@@ -67,7 +66,7 @@ def test_a_hook_that_raises_before_ours():
     outer = Outer()
     flce.fuse(outer)
     outer.inner.register_forward_pre_hook(hook, prepend=True)
-    assert type(outer(IDS, IDS)[1]) is not torch.Tensor and is_real(outer)
+    assert outer(IDS, IDS)[1].shape == (*IDS.shape, VOCAB) and is_real(outer)
 
 
 def test_a_head_is_copied_without_its_model():

@@ -3,7 +3,6 @@
 import collections
 import functools
 import inspect
-import sys
 import warnings
 import weakref
 
@@ -49,13 +48,11 @@ class Fusion:
         """Sets what belongs to Modules and to calls in progress to nothing."""
         self._linears, self._hooks = [], []  # weak references to each nn.Linear that defers
         self._label_stack = []  # of the models being called now, from the outside in
-        # Of those that are not traced: the frame that calls the model, and its place above.
-        self._calls = []
 
     def __getstate__(self):
         """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
         state = dict(self.__dict__)
-        for name in ("_model", "_linears", "_hooks", "_label_stack", "_calls"):
+        for name in ("_model", "_linears", "_hooks", "_label_stack"):
             del state[name]
         return state
 
@@ -88,8 +85,6 @@ class Fusion:
 
     def is_on(self):
         """Whether a head that is called now defers."""
-        if self._calls and not torch.compiler.is_compiling():
-            self._drop_ended()
         return self._is_attached and (self._when == "always" or any(self._label_stack))
 
     def attach(self, found):
@@ -110,15 +105,15 @@ class Fusion:
     def _begin(self, positions, model, args, kwargs):
         given = [value for name, value in kwargs.items() if _is_label(name)]
         given += [args[i] for i in positions if i < len(args)]
-        if not torch.compiler.is_compiling():
-            self._drop_ended()
-            if not self._label_stack:
-                self._calls_before = self._head_calls["eager"]
-            self._calls.append((sys._getframe(1), len(self._label_stack)))
+        if model is self.model:
+            self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
+        if not self._label_stack and not torch.compiler.is_compiling():
+            self._calls_before = self._head_calls["eager"]
         self._label_stack.append(any(value is not None for value in given))
 
     def _end(self, model, args, output):
-        had_labels = self._pop()
+        # Empty if a pre-hook before `_begin` raised.
+        had_labels = self._label_stack.pop() if self._label_stack else False
         # output is None where the forward raised. What a compiled graph calls is not counted.
         if not had_labels or self._label_stack or output is None:
             return
@@ -128,25 +123,6 @@ class Fusion:
             names = ", ".join(name for name, _, _ in self._attached)
             reason = f"forward with labels did not call the head ({names})"
             self.fall_back(reason, "flce computed no loss in it")
-
-    def _pop(self):
-        """Takes the call that ends off the stack: whether it had labels. There may be none: a
-        pre-hook that raises before `_begin` is followed by `_end` all the same."""
-        if torch.compiler.is_compiling():
-            return self._label_stack.pop() if self._label_stack else False
-        self._drop_ended()
-        frame, depth = self._calls[-1] if self._calls else (None, -1)
-        if frame is sys._getframe(2):
-            self._calls.pop()
-        elif len(self._label_stack) <= depth + 1:
-            return False
-        return self._label_stack.pop()  # else of a call whose begin was traced
-
-    def _drop_ended(self):
-        """Removes the calls that are over without `_end`, as after a KeyboardInterrupt."""
-        while self._calls and not _is_running(self._calls[-1][0]):
-            _, depth = self._calls.pop()
-            del self._label_stack[depth:]
 
     def note_call(self):
         """A head is called with labels."""
@@ -222,14 +198,6 @@ class Fusion:
 def _nothing():
     """In place of a weak reference: to no Module."""
     return None
-
-
-def _is_running(frame):
-    """Whether `frame` is a caller of the caller, in this thread."""
-    caller = sys._getframe(1)
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
 
 
 def _is_label(name):
