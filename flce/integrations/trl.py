@@ -76,7 +76,7 @@ class LogProbFunction:
         Args:
             hidden: shape (N, H); weight: (V, H), cast to hidden's dtype (or autocast's); bias:
                 (V,) or None; targets: class indices, shape (N,).
-            temperature, final_logit_softcapping, logit_scale: flce's temperature, softcap, logit_scale.
+            temperature, logit_scale, final_logit_softcapping: flce's, the last one its softcap.
             chunk_size: the columns of TRL's tiles; flce has `max_memory` instead.
             outputs: some of "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1".
 
