@@ -219,6 +219,11 @@ typedef struct flce_problem {
   bool saves_memory;
 } flce_problem;
 
+/* Columns of dW as the caller gets it. */
+static inline int64_t flce_grad_weight_cols(const flce_problem* problem) {
+  return problem->hidden - problem->frozen_hidden;
+}
+
 /* What the plan needs to know of a device and of its backend. The backend fills it for one
  * problem; see `facts` in flce_backend. */
 typedef struct flce_facts {

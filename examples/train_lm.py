@@ -86,7 +86,7 @@ def train_tokenizer(texts):
 
 
 def load_tokens(text_bytes, folder):
-    """Token ids of the corpus, kept in `folder` beside the tokenizer between runs."""
+    """Token ids of the corpus, kept in `folder` with the tokenizer between runs."""
     cache = folder / f"tokens-{text_bytes}.npy"
     if not cache.exists():
         texts = read_corpus(text_bytes)
@@ -231,7 +231,7 @@ def resident_growth(name, path, settings):
 
 
 def peak_memory(name, state, device, settings, folder):
-    """Bytes that a loss step needs at its peak beside its inputs, its gradients included.
+    """Bytes that a loss step needs at its peak in addition to its inputs, its gradients included.
 
     CPU: the growth of resident memory in a fresh process, which counts every library's memory.
     CUDA: the growth of torch.cuda.max_memory_allocated.

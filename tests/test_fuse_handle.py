@@ -360,7 +360,7 @@ def test_explain():
         report = flce.explain(model)
         assert report.is_fused and report.losses == {"scale 0.25": 1}
         assert "1 x loss without logits (steps after the head: scale 0.25)" in str(report)
-        assert "logits read beside the loss: by torch.Tensor.sum" in str(report)
+        assert "logits read in addition to the loss: by torch.Tensor.sum" in str(report)
     with pytest.raises(TypeError, match="flce.explain: model: expected an nn.Module, got str"):
         flce.explain("model")
 

@@ -1,7 +1,6 @@
 """flce.fuse under DistributedDataParallel and FSDP2, in two processes."""
 
 import itertools
-import os
 
 import cases
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from processes import one_of_two
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,28 +93,23 @@ def compare(rank, wrap, name):
 
 
 def compare_all(rank, file, ways):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    if ways == "ddp":
-        for options in DDP:
+    with one_of_two(rank, file):
+        if ways == "ddp":
+            for options in DDP:
 
-            def wrap(model, options=options):
-                return nn.parallel.DistributedDataParallel(model, **options)
+                def wrap(model, options=options):
+                    return nn.parallel.DistributedDataParallel(model, **options)
 
-            compare(rank, wrap, f"ddp {options}")
-    else:
-        for (own, reshard), order in itertools.product(FSDP, ("early", "late")):
+                compare(rank, wrap, f"ddp {options}")
+        else:
+            for (own, reshard), order in itertools.product(FSDP, ("early", "late")):
 
-            def wrap(model, own=own, reshard=reshard):
-                return sharded(model, own, reshard)
+                def wrap(model, own=own, reshard=reshard):
+                    return sharded(model, own, reshard)
 
-            name = f"fsdp, own unit {own}, reshard {reshard}, fused {order}"
-            compare(rank, wrap, name)
-            compare(rank, wrap, f"{name}, adapted")
-    dist.barrier()
-    dist.destroy_process_group()
-    # A normal exit aborts now and then: gloo's threads may outlive their group.
-    os._exit(0)
+                name = f"fsdp, own unit {own}, reshard {reshard}, fused {order}"
+                compare(rank, wrap, name)
+                compare(rank, wrap, f"{name}, adapted")
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")

@@ -1,7 +1,6 @@
 """flce.integrations.nemo against eager losses, through NeMo AutoModel's own calls."""
 
 import importlib
-import os
 
 import cases
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from operands import H, N, V, agree, indices, leaf
+from processes import one_of_two
 
 pytest.importorskip("nemo_automodel.components.loss.linear_ce_base")
 
@@ -104,27 +104,22 @@ def compare(rank, file):
     local loss times the number of ranks, which FSDP2's mean divides out."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    mesh = dist.init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    head = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)
-    batches = [operands() for _ in range(2)]
-    whole = head.weight.detach().clone().requires_grad_()
-    expected = sum(truth(x, whole, y, 0, "sum") for x, _, y in batches) / 99
-    expected = torch.autograd.grad(expected, (whole, batches[rank][0]))
-    fully_shard(head, mesh=mesh)
-    x, _, y = batches[rank]
-    loss = FlceLinearCrossEntropy()(
-        x, y, head.weight, num_label_tokens=99, grad_reduce_group=dist.group.WORLD
-    )
-    (2 * loss).backward()
-    torch.testing.assert_close(head.weight.grad.full_tensor(), expected[0])
-    torch.testing.assert_close(x.grad, 2 * expected[1])
-    dist.barrier()
-    dist.destroy_process_group()
-    # A normal exit aborts now and then: gloo's threads may outlive their group.
-    os._exit(0)
+    with one_of_two(rank, file):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        head = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)
+        batches = [operands() for _ in range(2)]
+        whole = head.weight.detach().clone().requires_grad_()
+        expected = sum(truth(x, whole, y, 0, "sum") for x, _, y in batches) / 99
+        expected = torch.autograd.grad(expected, (whole, batches[rank][0]))
+        fully_shard(head, mesh=mesh)
+        x, _, y = batches[rank]
+        loss = FlceLinearCrossEntropy()(
+            x, y, head.weight, num_label_tokens=99, grad_reduce_group=dist.group.WORLD
+        )
+        (2 * loss).backward()
+        torch.testing.assert_close(head.weight.grad.full_tensor(), expected[0])
+        torch.testing.assert_close(x.grad, 2 * expected[1])
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")

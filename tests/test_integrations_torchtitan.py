@@ -1,12 +1,12 @@
 """flce.integrations.torchtitan against torchtitan's ChunkedLossWrapper with CrossEntropyLoss."""
 
 import copy
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import one_of_two
 
 titan = pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)
 
@@ -132,21 +132,16 @@ def fsdp(model, mesh):
 
 
 def compare(rank, file):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    mesh = dist.init_device_mesh("cpu", (2,))
-    plain = model()
-    mine = copy.deepcopy(plain)
-    torch.manual_seed(rank)
-    data = batch()
-    theirs = titan.ChunkedLossWrapper.Config(num_chunks=4)
-    valid = torch.tensor(31)
-    expected = step(fsdp(plain, mesh), theirs, *data, valid)
-    same(step(fsdp(mine, mesh), FlceLoss.Config(), *data, valid), expected)
-    dist.barrier()
-    dist.destroy_process_group()
-    # A normal exit aborts now and then: gloo's threads may outlive their group.
-    os._exit(0)
+    with one_of_two(rank, file):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        plain = model()
+        mine = copy.deepcopy(plain)
+        torch.manual_seed(rank)
+        data = batch()
+        theirs = titan.ChunkedLossWrapper.Config(num_chunks=4)
+        valid = torch.tensor(31)
+        expected = step(fsdp(plain, mesh), theirs, *data, valid)
+        same(step(fsdp(mine, mesh), FlceLoss.Config(), *data, valid), expected)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")

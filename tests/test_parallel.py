@@ -1,12 +1,11 @@
 """The head under DistributedDataParallel and FSDP2, in two processes."""
 
-import os
-
 import cases
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import one_of_two
 from torch import nn
 
 import flce
@@ -66,14 +65,9 @@ def compare(rank, way):
 
 
 def compare_all(rank, file):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    for way in WAYS:
-        compare(rank, way)
-    dist.barrier()
-    dist.destroy_process_group()
-    # A normal exit aborts now and then: gloo's threads may outlive their group.
-    os._exit(0)
+    with one_of_two(rank, file):
+        for way in WAYS:
+            compare(rank, way)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")

@@ -275,7 +275,7 @@ void bind_saved(const Tensor& grad_output, const OptionalTensor& grad_stats, con
 void bind_added(const Tensor& grad_weight, DeviceId id, flce_problem* problem,
                 flce_tensors* tensors) {
   const char* name = "grad_weight_into";
-  expect_shape(name, grad_weight, {problem->weight_rows, problem->hidden - problem->frozen_hidden});
+  expect_shape(name, grad_weight, {problem->weight_rows, flce_grad_weight_cols(problem)});
   expect_same_device(name, grad_weight, id);
   if (!problem->want_grad_weight)
     throw std::invalid_argument("grad_weight: expected True with grad_weight_into, got False");

@@ -25,8 +25,8 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
   if (problem.want_grad_input)
     gradients.input = make({n, h}, plan.grad_input_dtype, "grad_input", &tensors->grad_input);
   if (problem.want_grad_weight && !problem.adds_grad_weight)
-    gradients.weight = make({v, h - problem.frozen_hidden}, plan.grad_weight_dtype, "grad_weight",
-                            &tensors->grad_weight);
+    gradients.weight = make({v, flce_grad_weight_cols(&problem)}, plan.grad_weight_dtype,
+                            "grad_weight", &tensors->grad_weight);
   if (problem.want_grad_bias)
     gradients.bias = make({v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
   return gradients;

@@ -177,7 +177,7 @@ static flce_status zero_padding(const engine* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   int64_t v = problem->vocab, padding = problem->weight_rows - v;
-  int64_t cols = problem->hidden - problem->frozen_hidden;
+  int64_t cols = flce_grad_weight_cols(problem);
   if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
     CALL(e, fill, at(e->tensors->grad_weight, v * cols, plan->grad_weight_dtype), 0,
          padding * cols * flce_size_of(plan->grad_weight_dtype));
@@ -261,7 +261,7 @@ typedef struct final_terms {
 static flce_status finish_weight(const engine* e, const final_terms* terms) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->weight_hidden, v = e->problem->vocab;
-  int64_t cols = e->problem->hidden - e->problem->frozen_hidden;
+  int64_t cols = flce_grad_weight_cols(e->problem);
   void *out = e->tensors->grad_weight, *accum = dw_accum(e);
   bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
   bool in_accum = added || padded;

@@ -318,7 +318,7 @@ static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t b
 
 static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   int64_t n = problem->tokens, h = problem->hidden, v = problem->weight_rows;
-  int64_t width = h - problem->frozen_hidden;
+  int64_t width = flce_grad_weight_cols(problem);
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
   unsigned both = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
   unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;

@@ -46,7 +46,7 @@ static flce_status weight_from_samples(const engine* e, const flce_rows* rows, c
                                    .vocab = e->problem->vocab,
                                    .hidden = e->plan->weight_hidden,
                                    .x_pitch = e->plan->hidden,
-                                   .cols = e->problem->hidden - e->problem->frozen_hidden,
+                                   .cols = flce_grad_weight_cols(e->problem),
                                    .adds = e->problem->adds_grad_weight});
   return FLCE_OK;
 }

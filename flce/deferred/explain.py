@@ -47,7 +47,7 @@ class Explanation:
         for reason, count in self.fallbacks.items():
             lines.append(f"  {count} x fall-back: {reason}")
         for name, count in self.reads.items():
-            lines.append(f"  {count} x logits read beside the loss: by {name}")
+            lines.append(f"  {count} x logits read in addition to the loss: by {name}")
         return "\n".join(lines)
 
 

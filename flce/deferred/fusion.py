@@ -126,10 +126,7 @@ class Fusion:
 
     def note_call(self):
         """A head is called with labels."""
-        if torch.compiler.is_compiling():
-            self.note_traced("_head_calls", "traced")
-        else:
-            self._head_calls["eager"] += 1
+        self._note("_head_calls", "traced" if torch.compiler.is_compiling() else "eager")
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -154,16 +151,16 @@ class Fusion:
         return dict(described)
 
     def note_fused(self, record):
-        if torch.compiler.is_compiling():
-            self.note_traced("_fused", steps.key_of(record))
-        else:
-            self._count("_fused", steps.key_of(record))
+        self._note("_fused", steps.key_of(record))
 
     def note_read(self, name):
+        self._note("reads", name)
+
+    def _note(self, counter, key):
         if torch.compiler.is_compiling():
-            self.note_traced("reads", name)
+            self.note_traced(counter, key)
         else:
-            self.reads[name] += 1
+            self._count(counter, key)
 
     def note_traced(self, counter, key):
         """Counts once for each graph. Not traced but called while tracing: torch.compile would

@@ -100,16 +100,15 @@ class Node:
 
     parent, view: the value is view(the parent's value) and shares its memory, so that what is
     written to one is seen in the other, as it is with real tensors. Without a parent the value has
-    memory of its own. made: the real tensor, once there is one. has_gradient_hook: whether
-    `backward_hook` is a hook of the proxy. is_contiguous: whether the real tensor would be
-    contiguous. form: None, or where the classes are if they are not the last dimension (forms.py);
-    `record` has them last.
+    memory of its own. made: the real tensor, once there is one. is_contiguous: whether the real
+    tensor would be contiguous. form: None, or where the classes are if they are not the last
+    dimension (forms.py); `record` has them last.
     """
 
     def __init__(self, call, record, parent=None, view=None, is_contiguous=True, form=None):
         self.call, self.record, self.parent, self.view = call, record, parent, view
         self.is_contiguous, self.form = is_contiguous, form
-        self.made, self.listens = None, False
+        self.made = None
         self._layout = None
 
     def layout(self):
@@ -163,7 +162,7 @@ class Node:
 
     def make_for(self, function):
         """The real value, because `function` is not deferred: with a warning, or an error if
-        strict, unless the logits were wanted besides a loss or without a gradient."""
+        strict, unless the logits were wanted in addition to a loss or without a gradient."""
         if self.is_pending():
             name = name_of(function)
             if self.call.loss_is_done or not self.call.context.grad:

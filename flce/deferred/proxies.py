@@ -9,19 +9,11 @@ from .operations import HANDLERS, count_of
 
 # Answered from the shape, dtype and device, while there are no real logits.
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex")
-_METHODS += (
-    "element_size",
-    "get_device",
-    "__len__",
-    "is_inference",
-    "is_signed",
-    "is_conj",
-    "is_neg",
-)
+_METHODS += ("element_size", "get_device", "__len__", "is_inference", "is_signed")
+_METHODS += ("is_conj", "is_neg")
 _ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
-_ANSWERED |= _OF_LAYOUT
 _PROPERTIES = {"shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta"}
 _PROPERTIES |= {"is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "names"}
 _PROPERTIES |= {"is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf", "grad_fn"}
@@ -53,13 +45,12 @@ def _answered(function, node, args, kwargs):
         handler = forms.HANDLERS.get((type(node.form), function))
     if handler is not None:
         return handler(node, args, kwargs)
+    is_traced = isinstance(args[0], TracedLogits)
+    if function in _OF_LAYOUT and not is_traced:
+        return function(node.layout(), *args[1:], **kwargs)
     if function in _ANSWERED:
-        if isinstance(args[0], TracedLogits) and function not in _OF_LAYOUT:
+        if is_traced:
             return getattr(args[0], function.__name__)(*args[1:], **kwargs)
-        if isinstance(args[0], TracedLogits):
-            return NotImplemented
-        if function in _OF_LAYOUT:
-            return function(node.layout(), *args[1:], **kwargs)
         return _of_proxy(function, args, kwargs)
     if function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
         if function == _REQUIRES_GRAD:

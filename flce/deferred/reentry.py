@@ -28,9 +28,8 @@ class Request:
     Module leave it alone. Hooks may cast or move x, so `run` stores the x that the Module received.
     """
 
-    def __init__(self, sources, work):
-        self.sources, self.work = list(sources), work
-        self.waiting = _modules_of(sources)
+    def __init__(self, sources, modules, work):
+        self.sources, self.waiting, self.work = list(sources), modules, work
 
     def begin(self):
         module, x = self.waiting.pop(0)
@@ -61,6 +60,7 @@ def call_through(sources, work):
     if not all(hasattr(source.linear, "_flce_linear") for source in sources):
         return work(sources)
     # A hook that came after the head's call would act on what `work` returns.
-    if any(foreign_hook(module) for module, _ in _modules_of(sources)):
+    modules = _modules_of(sources)
+    if any(foreign_hook(module) for module, _ in modules):
         return work(sources)
-    return Request(sources, work).begin()
+    return Request(sources, modules, work).begin()

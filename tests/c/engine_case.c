@@ -106,11 +106,6 @@ static void row_loss(const setting* s, const model* m, int64_t i, double k, doub
   r->loss_size = fabs(r->loss) + token * (1.0 + 2.0 * z_loss) * fabs(lse);
 }
 
-/* Of dW. */
-static int64_t weight_columns(const flce_problem* p) {
-  return p->hidden - p->frozen_hidden;
-}
-
 static void add_row(const setting* s, model* m, int64_t i, const row* r) {
   const flce_problem* p = &s->problem;
   for (int64_t j = 0; j < p->vocab; j++) {
@@ -122,7 +117,7 @@ static void add_row(const setting* s, model* m, int64_t i, const row* r) {
       m->dx[xi] += r->dz[j] * w;
       m->dx_size[xi] += fabs(w) * r->size[j];
       if (h < p->frozen_hidden) continue;
-      int64_t made = j * weight_columns(p) + h - p->frozen_hidden;
+      int64_t made = j * flce_grad_weight_cols(p) + h - p->frozen_hidden;
       m->dw[made] += r->dz[j] * x;
       m->dw_size[made] += fabs(x) * r->size[j];
     }
@@ -136,7 +131,8 @@ static bool is_ignored(const setting* s, const model* m, int64_t i) {
 /* The initial content of the tensor that dW is added to; its magnitudes count among dW's terms. */
 static void make_start(const setting* s, model* m) {
   const flce_problem* p = &s->problem;
-  int64_t used = p->vocab * weight_columns(p), all = p->weight_rows * weight_columns(p);
+  int64_t used = p->vocab * flce_grad_weight_cols(p),
+          all = p->weight_rows * flce_grad_weight_cols(p);
   m->start = test_fill_normal(p->added_dtype, all, 0.25);
   for (int64_t k = used; k < all; k++) flce_store(m->start, p->added_dtype, k, NAN);
   for (int64_t k = 0; s->problem.adds_grad_weight && k < used; k++) {
@@ -259,7 +255,7 @@ static void* weight_buffer(const setting* s, const model* m, const flce_plan* pl
   const flce_problem* p = &s->problem;
   if (!p->adds_grad_weight) return plan_buffer(plan, FLCE_BUF_GRAD_WEIGHT);
   CHECK(plan->buffers[FLCE_BUF_GRAD_WEIGHT].bytes == 0, "the plan has a dW besides the caller's");
-  size_t bytes = (size_t)(p->weight_rows * weight_columns(p) * flce_size_of(p->added_dtype));
+  size_t bytes = (size_t)(p->weight_rows * flce_grad_weight_cols(p) * flce_size_of(p->added_dtype));
   return memcpy(malloc(bytes), m->start, bytes);
 }
 
@@ -272,7 +268,7 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
       {r->t.grad_input, r->t.grad_input, r->plan.grad_input_dtype, r->plan.grad_input_dtype,
        p->tokens * p->hidden},
       {r->t.grad_weight, r->t.grad_weight, r->plan.grad_weight_dtype, r->plan.grad_weight_dtype,
-       p->weight_rows * weight_columns(p)},
+       p->weight_rows * flce_grad_weight_cols(p)},
       {r->t.grad_bias, r->t.grad_bias, r->plan.grad_bias_dtype, r->plan.grad_bias_dtype,
        p->weight_rows}};
   flce_scaled made[FLCE_GRADIENTS];
@@ -433,7 +429,8 @@ void check_run(const setting* s, const model* m, const run* r) {
   if (gradients && p->want_grad_input && p->tokens > 0)
     compare(s, r, "dX", r->t.grad_input, plan->grad_input_dtype, m->dx, m->dx_size,
             p->tokens * p->hidden);
-  int64_t used = p->vocab * weight_columns(p), all = p->weight_rows * weight_columns(p);
+  int64_t used = p->vocab * flce_grad_weight_cols(p),
+          all = p->weight_rows * flce_grad_weight_cols(p);
   if (gradients && p->want_grad_weight)
     compare(s, r, "dW", r->t.grad_weight, plan->grad_weight_dtype, m->dw, m->dw_size,
             p->adds_grad_weight ? used : all);
@@ -454,8 +451,9 @@ static bool same_run(const setting* s, const run* a, const run* b) {
     same &= test_same(a->t.grad_input, b->t.grad_input,
                       p->tokens * p->hidden * flce_size_of(plan->grad_input_dtype));
   if (a->t.grad_weight)
-    same &= test_same(a->t.grad_weight, b->t.grad_weight,
-                      p->weight_rows * weight_columns(p) * flce_size_of(plan->grad_weight_dtype));
+    same &= test_same(
+        a->t.grad_weight, b->t.grad_weight,
+        p->weight_rows * flce_grad_weight_cols(p) * flce_size_of(plan->grad_weight_dtype));
   if (a->t.grad_bias)
     same &= test_same(a->t.grad_bias, b->t.grad_bias,
                       p->weight_rows * flce_size_of(plan->grad_bias_dtype));
