@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """A training step of transformers' own models with each loss: time, tokens a second, peak memory.
 
-Random weights and tokens, bfloat16, SGD, one sequence of --tokens tokens. Contestants run one
-after another, each in its own rounds: a model's weights are most of the memory. `plain` is the
+Random weights and tokens, bfloat16, SGD, --tokens tokens in --sequences sequences. Contestants run
+one after another, each in its own rounds: a model's weights are most of the memory. `plain` is the
 model's own loss, `compile` the same under torch.compile, `liger` the model with Liger's fused loss
-alone, `fuse` the model under flce.fuse, `sampled` under flce.fuse with sampled gradients; `flce`
-calls flce.linear_cross_entropy with the decoder's hidden states.
+alone, `fuse` the model under flce.fuse, `256MiB` the same with max_memory="256MiB", `both` under
+flce.fuse and torch.compile, `sampled` under flce.fuse with sampled gradients; `flce` calls
+flce.linear_cross_entropy with the decoder's hidden states.
 
 --fit GB: also the longest sequence whose step stays within GB of memory, extrapolated from two
 lengths, and run if it is at most twice --tokens.
@@ -99,6 +100,15 @@ def sampled(model):
     return fused(model, gradient="sampled")
 
 
+def small(model):
+    return fused(model, max_memory="256MiB")
+
+
+def both(model):
+    flce.fuse(model, strict=True)
+    return compiled(model)
+
+
 def by_hand(model):
     def loss_of(ids):
         hidden = model.base_model(input_ids=ids).last_hidden_state
@@ -113,6 +123,8 @@ CONTESTANTS = {
     "liger": liger,
     "flce": by_hand,
     "fuse": fused,
+    "256MiB": small,
+    "both": both,
     "sampled": sampled,
 }
 
@@ -128,7 +140,8 @@ def make_steps(name, contestant, options):
     synchronise = torch.cuda.synchronize if options.device == "cuda" else lambda: None
 
     def step(tokens):
-        ids = torch.randint(model.config.vocab_size, (1, tokens), device=options.device)
+        shape = (options.sequences, tokens // options.sequences)
+        ids = torch.randint(model.config.vocab_size, shape, device=options.device)
         synchronise()
         begin = time.perf_counter()
         loss = loss_of(ids)
@@ -173,7 +186,7 @@ def longest(step, limit, tokens):
 def bench(name, contestant, options):
     """One row; a contestant that runs out of memory has no figures."""
     row = {"model": name, "contestant": contestant, "tokens": options.tokens}
-    row["checkpointing"] = options.checkpointing
+    row |= {"sequences": options.sequences, "checkpointing": options.checkpointing}
     try:
         step = make_steps(name, contestant, options)
         for _ in range(options.warmup):
@@ -213,6 +226,7 @@ def parse_options():
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sequences", type=int, default=1, help="of --tokens / --sequences tokens")
     parser.add_argument("--checkpointing", action="store_true", help="of the decoder's layers")
     parser.add_argument("--fit", type=float, metavar="GB", help="the longest sequence within GB")
     parser.add_argument("--warmup", type=int, default=3)

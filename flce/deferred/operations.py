@@ -258,6 +258,17 @@ def _dims_taken(item):
     return 1 if isinstance(item, slice | numbers.Integral) else None
 
 
+def _bounds(part, size):
+    """(start, stop) of a slice of `size` elements. Dynamo of torch 2.11 cannot trace
+    slice.indices."""
+
+    def bounded(end):
+        return max(end + size, 0) if end < 0 else min(end, size)
+
+    start = 0 if part.start is None else bounded(part.start)
+    return start, size if part.stop is None else bounded(part.stop)
+
+
 @_handles(torch.Tensor.__getitem__)
 def _select(node, args, kwargs):
     record, index = node.record, args[1]
@@ -272,8 +283,8 @@ def _select(node, args, kwargs):
     if changed:
         record = record.of_rows(lambda x: x[rows])
     if classes is not None:
-        start, stop, step = classes.indices(record.shape[-1])
-        if step != 1 or stop <= start:
+        start, stop = _bounds(classes, record.shape[-1])
+        if classes.step not in (None, 1) or stop <= start:
             return NotImplemented
         if (start, stop) != (0, record.shape[-1]):
             cut = steps.Step(steps.CLASSES, (start, stop), lambda z: z[..., start:stop])
