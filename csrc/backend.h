@@ -158,6 +158,44 @@ typedef struct flce_rows {
   const void* wsum;
 } flce_rows;
 
+/* ---- a divided vocabulary (core/shards.c) ----
+ *
+ * Each rank runs the passes above over its own classes. In a row whose target is another rank's, a
+ * column of this rank stands in for the target: it is treated as the target's column by all passes,
+ * and TARGET of its coefficients leaves out the term of the one-hot target. So every row has one
+ * column that is left out of E and one coefficient for it, on every rank. */
+
+/* The targets of the rows' local view: a column of this rank, or one of these. */
+enum { FLCE_SHARD_IGNORED = -1, FLCE_SHARD_INVALID = -2 };
+
+/* The classes of this rank. */
+typedef struct flce_shard {
+  int64_t first, /* the first one */
+      count;     /* how many; may be 0 */
+} flce_shard;
+
+/* What a rank knows of a row from its own classes, in the stat dtype; the ranks exchange it. The
+ * fields from ENTROPY on are exchanged if any of them is needed (flce_part_count). */
+enum flce_part {
+  FLCE_PART_LSE,     /* logsumexp of the rank's l; -inf if it has no class */
+  FLCE_PART_NLL,     /* LSE - l_y on the target's rank, -1 on the others */
+  FLCE_PART_ENTROPY, /* of the softmax over the rank's classes */
+  FLCE_PART_GAP,     /* sum_j w_j (LSE - l_j) */
+  FLCE_PART_WEIGHT,  /* sum_j w_j */
+  FLCE_PART_TOP,     /* the largest l, -inf if there is none */
+  FLCE_PART_COLUMN,  /* its lowest class */
+  FLCE_PARTS
+};
+
+/* The highest class count whose numbers float32 holds exactly. */
+enum { FLCE_EXACT_CLASSES = 1 << 24 };
+
+static inline int flce_part_count(const flce_problem* problem) {
+  bool more =
+      problem->wants_entropy || problem->wants_predictions || problem->loss.label_smoothing > 0.0;
+  return more ? FLCE_PARTS : FLCE_PART_NLL + 1;
+}
+
 /* Upstream gradients, stat dtype. Their vectors are indexed like those of flce_rows. */
 typedef struct flce_upstream {
   const void* loss;    /* of a row's loss (loss_stride 1) or of all (loss_stride 0); NULL for 1 */
@@ -267,6 +305,47 @@ typedef struct flce_add_block_args {
   int64_t rows;           /* of both */
   int64_t cols;           /* of accum */
 } flce_add_block_args;
+
+typedef struct flce_shard_targets_args {
+  int64_t* out;          /* [tokens] */
+  const int64_t* target; /* [tokens] classes of the whole vocabulary */
+  int64_t tokens;        /* of both */
+  flce_shard shard;      /* this rank's classes */
+  int64_t classes;       /* of the whole vocabulary */
+  int64_t ignore_index;  /* of `target` */
+} flce_shard_targets_args;
+
+typedef struct flce_pack_args {
+  void* parts; /* [count][rows->rows] stat dtype */
+  int count;   /* flce_part_count() */
+  /* Of the whole vocabulary: target, class_weight, vocab, options; stats, loss and predictions hold
+   * what the passes over this rank's classes wrote. */
+  const flce_rows* rows;
+  flce_shard shard;    /* this rank's classes */
+  const void* scalars; /* of this rank's classes */
+  const void* x;       /* [][hidden] dtype, indexed as the vectors of `rows` */
+  const void* w;       /* [shard.count][hidden] dtype */
+  const void* bias;    /* [shard.count] stat dtype, or NULL */
+  flce_dtype dtype;    /* of x and w */
+  int64_t hidden;      /* columns of both */
+} flce_pack_args;
+
+typedef struct flce_merge_args {
+  const flce_rows* rows; /* as in flce_pack_args */
+  flce_shard shard;      /* this rank's classes */
+  const void* parts;     /* [ranks][count][rows->rows] stat dtype */
+  int count;             /* flce_part_count() */
+  int64_t ranks;         /* of `parts` */
+  int64_t rank;          /* this one */
+} flce_merge_args;
+
+typedef struct flce_sum_partials_args {
+  void* out;         /* [count] dtype */
+  const void* parts; /* [ranks][count] dtype */
+  flce_dtype dtype;  /* of both */
+  int64_t ranks;     /* terms */
+  int64_t count;     /* of elements */
+} flce_sum_partials_args;
 
 /* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at
  * token 0 and first_token is 0. */
@@ -396,9 +475,10 @@ struct flce_backend {
   /* Factors of the rows' gradients, enum flce_coef_row, into coef [FLCE_COEF_ROWS][stat_pitch],
    * which is indexed like stats. Reads stats, target, class_weight, token_weight, temperature,
    * options and scalars of `rows`. factor[0] multiplies upstream->loss; NULL for 1. Ignored rows:
-   * 0; out-of-range rows: NaN; absent rows (index -1): nothing is written. */
-  flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_upstream* upstream,
-                                  const void* factor, void* coef);
+   * 0; out-of-range rows: NaN; absent rows (index -1): nothing is written. `shard`: NULL, or the
+   * classes of this rank; `rows` is then as in flce_merge_args. */
+  flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_shard* shard,
+                                  const flce_upstream* upstream, const void* factor, void* coef);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
    * dtype `stat`. `overlaps`: as in prepare. */
@@ -450,6 +530,24 @@ struct flce_backend {
   /* accum[rows][cols] += block[rows][pitch], computed in accum_dtype's stat dtype. For GEMMs that
    * cannot add to the accumulator, and for adding dW to the caller's gradient. */
   flce_status (*add_block)(void* self, const flce_add_block_args* call);
+  /* ---- a divided vocabulary ---- */
+
+  /* out[i]: target[i] as a column of this rank. A column that stands in for another rank's class y
+   * is y modulo the rank's number of classes, 0 if it has none. */
+  flce_status (*shard_targets)(void* self, const flce_shard_targets_args* call);
+  /* The rows' parts (enum flce_part), from what the passes over this rank's classes wrote: the
+   * statistics and, with label smoothing, the loss, which they wrote for label_smoothing 1, no
+   * z-loss and no token weight. Rows that are not valid: anything. */
+  flce_status (*pack_statistics)(void* self, const flce_pack_args* call);
+  /* The parts of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in
+   * the order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and
+   * SLOPE: exp(l - OFFSET) INV_SUM is the probability of this rank's classes in the whole
+   * vocabulary; NLL and SLOPE are those of the target or of the column that stands in for it. */
+  flce_status (*merge_statistics)(void* self, const flce_merge_args* call);
+  /* out = the sum of the ranks' terms, in the order of the ranks, in the stat dtype, rounded once.
+   */
+  flce_status (*sum_partials)(void* self, const flce_sum_partials_args* call);
+
   /* ---- save=samples (flce.h); the stat dtype is float32. The classes and counts of the lists are
    * not checked: they must be those that sample_rows wrote. ---- */
 

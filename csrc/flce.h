@@ -28,6 +28,7 @@ extern "C" {
 
 typedef struct flce_backend flce_backend; /* backend.h: the functions of a device */
 typedef struct flce_gemm flce_gemm;       /* backend.h: the arguments of a GEMM */
+typedef struct flce_comm flce_comm;       /* comm.h: the collectives of a group of ranks */
 
 /* ---- status ---- */
 
@@ -208,6 +209,17 @@ typedef struct flce_problem {
   bool wants_statistics;
   bool has_temperature; /* a temperature for each row is given */
   bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
+  /* With ranks > 1 the vocabulary is divided among so many ranks (core/shards.c). W, b, dW and db
+   * are those of this rank's classes, `vocab` of the `classes` in all, from first_class on; `vocab`
+   * may be 0. Targets and class weights are those of all classes. Else the vocabulary is not
+   * divided, and none of these fields is read. */
+  int64_t ranks, rank, first_class, classes;
+  /* x and dX are those of this rank's tokens / ranks tokens, from rank * tokens / ranks on. */
+  bool scatters_input;
+  bool keeps_partial; /* dX is this rank's term of the sum over the ranks */
+  /* Of flce_plan, where all ranks have to agree on it (flce_plan_call); 0 and false: not given. */
+  int64_t chunk_rows;
+  bool gathers;
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
    * a multiple of 16 bytes. */
   bool weight_unaligned;
@@ -218,6 +230,16 @@ typedef struct flce_problem {
    * chunks that fit. */
   bool saves_memory;
 } flce_problem;
+
+static inline bool flce_is_sharded(const flce_problem* problem) {
+  return problem->ranks > 1;
+}
+
+/* Rows of the caller's x and dX. */
+static inline int64_t flce_input_rows(const flce_problem* problem) {
+  bool scatters = flce_is_sharded(problem) && problem->scatters_input;
+  return scatters ? problem->tokens / problem->ranks : problem->tokens;
+}
 
 /* Columns of dW as the caller gets it. */
 static inline int64_t flce_grad_weight_cols(const flce_problem* problem) {
@@ -316,6 +338,17 @@ typedef enum flce_buffer_id {
   FLCE_BUF_COLUMN_SUM, /* scratch of column_sum */
   FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,       /* scratch of a GEMM */
+  /* The vocabulary is divided (core/shards.c). R ranks, P flce_part_count(). */
+  FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is scattered */
+  FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
+  FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
+  FLCE_BUF_OWN_PARTS,     /* [P][rows] stat dtype: statistics of this rank's logits, sent */
+  FLCE_BUF_PARTS,         /* [R][P][rows] stat dtype: those of all ranks, received */
+  /* [R][ceil(N/R)][H] grad_input_dtype: this rank's term of dX, sent, if it is not in dX. */
+  FLCE_BUF_PARTIAL_INPUT,
+  FLCE_BUF_INPUT_TERMS,  /* the same shape: the terms of all ranks for this rank's tokens, received
+                          */
+  FLCE_BUF_SUMMED_INPUT, /* [ceil(N/R)][H] grad_input_dtype: the sum for this rank's tokens, sent */
   FLCE_BUF_COUNT
 } flce_buffer_id;
 
@@ -396,6 +429,12 @@ typedef struct flce_plan {
 /* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_loss* loss);
 
+/* The facts of the backend for `problem`, and the plan. Where the vocabulary is divided, what the
+ * ranks have to agree on (the chunks of the forward, the order of its rows) is decided for a rank
+ * with an equal share of the classes. No allocation. */
+flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
+                           flce_plan* plan);
+
 /* Pure: no allocation, no device call. FLCE_INVALID_ARGUMENT if a size, dtype or parameter is out
  * of its range, if max_memory is below one row of logits, or if `save` does not support the
  * reduction. */
@@ -410,13 +449,13 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
 /* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. Shapes are those
  * of the caller's tensors, stat dtype that of the plan's dtype. */
 typedef struct flce_tensors {
-  const void* input;              /* [N][H] input_dtype */
+  const void* input;              /* [flce_input_rows()][H] input_dtype */
   const void* linear_weight;      /* [weight_rows][H] weight_dtype */
   const void* linear_bias;        /* [weight_rows] bias_dtype, or NULL */
   const int64_t* target;          /* [N], or NULL with probabilities */
   const void* probabilities;      /* [N][weight_rows] probabilities_dtype, or NULL */
   flce_dtype probabilities_dtype; /* of `probabilities` */
-  const void* class_weight;       /* [weight_rows] stat dtype, or NULL */
+  const void* class_weight;       /* [weight_rows], sharded [classes], stat dtype; or NULL */
   const void* token_weight;       /* [N] stat dtype, or NULL */
   const void* temperature;        /* [N] stat dtype, or NULL */
   const void* num_items;          /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
@@ -432,7 +471,8 @@ typedef struct flce_tensors {
    * backward. */
   void* saved;
   void* predictions; /* [N] int64 */
-  /* [N][H] plan->grad_input_dtype. Written by the forward for save=grads, else by the backward. */
+  /* [flce_input_rows()][H] plan->grad_input_dtype. Written by the forward for save=grads, else by
+   * the backward. */
   void* grad_input;
   /* [weight_rows][H] plan->grad_weight_dtype. Written when grad_input is; with adds_grad_weight dW
    * is added to its contents. */
@@ -445,10 +485,13 @@ typedef struct flce_tensors {
   void* workspace;
 } flce_tensors;
 
-flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
-                         const flce_plan* plan, const flce_tensors* tensors);
-flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
-                          const flce_plan* plan, const flce_tensors* tensors);
+/* `comm` is read if the vocabulary is divided (ranks > 1); every rank has to make the same call. */
+flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
+                         const flce_problem* problem, const flce_plan* plan,
+                         const flce_tensors* tensors);
+flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
+                          const flce_problem* problem, const flce_plan* plan,
+                          const flce_tensors* tensors);
 /* FLCE_INVALID_ARGUMENT unless flce_has_backward(plan->save). flce_backward() calls it too. */
 flce_status flce_check_backward(const flce_plan* plan);
 

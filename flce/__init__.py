@@ -17,6 +17,7 @@ from .deferred import explain, fuse
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
+from .parallel import VocabParallel
 from .plan import Plan, plan
 from .tune import TunedProduct, Tuning, tune
 
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "TunedProduct",
     "Tuning",
+    "VocabParallel",
     "compat",
     "cross_entropy",
     "explain",

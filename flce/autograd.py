@@ -42,7 +42,7 @@ def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
 
 def _fake_loss(rows, settings, dtype, keeps_statistics=True):
     """The fake loss, stats, scalars and predictions."""
-    tokens = rows.shape[0]
+    tokens = rows.shape[0] * (settings.ranks if settings.scatters_input else 1)
     stats = scalars = predictions = None
     if keeps_statistics:
         stats = rows.new_empty((_ROWS_OF_STATS, tokens), dtype=dtype)
@@ -62,12 +62,15 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
         or (makes_grads and _holds_units(device_type, settings.dtype))
     )
     loss = _fake_loss(input, settings, stat_dtype(settings.dtype), keeps_statistics)
-    saved, rows = None, input.shape[0] if settings.rows is None else settings.rows
+    tokens = input.shape[0] * (settings.ranks if settings.scatters_input else 1)
+    saved, rows = None, tokens if settings.rows is None else settings.rows
     if settings.save == "samples":
         saved = input.new_empty((rows, sample_pitch(settings.gradient_eps)), dtype=torch.int32)
     if settings.save == "logits":
         dtype = saved_dtype(settings, device_type, target.is_floating_point())
         vocab = linear_weight.shape[0] if settings.valid_vocab is None else settings.valid_vocab
+        if settings.ranks:
+            vocab = min(vocab, settings.classes - settings.first_class)
         saved = input.new_empty((rows, row_pitch(vocab, dtype, device_type)), dtype=dtype)
     wanted = [want and makes_grads for want in settings.gradients]
     return *loss, saved, *_fake_gradients(input, linear_weight, linear_bias, settings, wanted)

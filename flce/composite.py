@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from . import adapter, autograd, strategy, validate
+from . import adapter, autograd, parallel, strategy, validate
 from .accumulate import Accumulator
 from .options import OPTIONS, OUTPUTS, RETURNS, Wanted, defaults
 from .signature import (
@@ -26,6 +26,7 @@ from .signature import (
 )
 
 NOTHING = Wanted()
+_SEED_STEP = 0x9E3779B97F4A7C15 >> 1  # ranks draw from different keys
 _DEFAULTS = {**defaults(), "token_temperature": None}
 _vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
 _OPERANDS = ("input", "linear_weight", "linear_bias")
@@ -143,6 +144,18 @@ def _joined_operands(input, linear_weight, settings):
     return adapter.joined(input, linear_weight, *low_rank, autocast)
 
 
+def _of_ranks(settings, vectors, linear_weight):
+    """The settings and vectors where vocab_parallel is given: its text, None for a group of one
+    rank, and the class weights of all ranks."""
+    text = parallel.text_of(settings["vocab_parallel"])
+    shard = parallel.shard_of(text)
+    if shard.ranks == 1:
+        return {**settings, "vocab_parallel": None}, vectors
+    validate.check_tensor("linear_weight", linear_weight)
+    weight = parallel.whole_class_weight(vectors[0], shard, linear_weight.shape[0])
+    return {**settings, "vocab_parallel": text}, (weight, *vectors[1:])
+
+
 def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     """The loss and the outputs in `wanted`, None for the others. `settings`: the values of
     OPTIONS and of token_temperature, a vector of temperatures."""
@@ -150,6 +163,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     vectors = _vectors(settings)
     joined = _joined_operands(input, linear_weight, settings)
     input, linear_weight = joined.input, joined.weight
+    if settings["vocab_parallel"] is not None:
+        settings, vectors = _of_ranks(settings, vectors, linear_weight)
     operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
     if joined.frozen_hidden > 0:
         # The joined weight was made without a graph; adapter_weight is what may want a gradient.
@@ -182,6 +197,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     # so without a draw in the first every step would have the same seed.
     if call.settings.gradient == "sampled" or seed is not None:
         seed = validate.seed_tensor(seed, input)
+        seed = seed + call.settings.rank * _SEED_STEP if call.settings.rank else seed
     seed = seed if samples else None
     operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items, seed)
     made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
@@ -192,7 +208,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
             gemm_weight, leaves = leaves[1], (leaves[0], joined.differentiated, leaves[2])
         rest = made, count, resolved, tensors, accumulator, gemm_weight
         made[:count] = autograd.Forward.apply(*leaves, *rest)
-    return _outputs(call, made, tensors, num_items, input.shape[:-1], rows)
+    return _outputs(call, made, tensors, num_items, call.rows.shape[:-1], rows)
 
 
 @functools.cache

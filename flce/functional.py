@@ -4,7 +4,7 @@ import numbers
 
 import torch
 
-from . import accumulate, composite, validate
+from . import accumulate, composite, parallel, validate
 from .options import (
     NUMBERS,
     OPTIONS,
@@ -63,6 +63,8 @@ def _through_operator(name, operands, settings, wanted):
     if isinstance(bound := settings.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
+    if settings.get("vocab_parallel") is not None:
+        settings["vocab_parallel"] = parallel.text_of(settings["vocab_parallel"])
     given = {option: settings[option] for option in _IN_SCHEMA if option in settings}
     if not any(wanted):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
@@ -120,6 +122,7 @@ def linear_cross_entropy(
     accumulate_into=None,
     gradient="exact",
     gradient_eps=2**-6,
+    vocab_parallel=None,
     gradient_seed=None,
     return_lse=False,
     return_entropy=False,
@@ -201,6 +204,8 @@ def linear_cross_entropy(
             bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
             1. Not for float64 operands, probabilities, label smoothing with a softcap, or more than
             2**20 classes.
+        vocab_parallel: a `flce.VocabParallel`, where each rank of a group has the rows of
+            linear_weight for a part of the classes; None if linear_weight has all of them.
         gradient_seed: the seed of the draw, an int64, as an int or a tensor of one element on
             input's device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
@@ -230,7 +235,7 @@ def linear_cross_entropy(
         valid_vocab=valid_vocab, valid_bound=valid_bound, accum_dtype=accum_dtype,
         logits_dtype=logits_dtype, save=save, max_memory=max_memory,
         accumulate_into=accumulate_into, gradient=gradient, gradient_eps=gradient_eps,
-        gradient_seed=gradient_seed, return_lse=return_lse, return_entropy=return_entropy,
+        vocab_parallel=vocab_parallel, gradient_seed=gradient_seed, return_lse=return_lse, return_entropy=return_entropy,
         return_accuracy=return_accuracy, return_predictions=return_predictions,
         return_z_loss=return_z_loss,
     )  # fmt: skip

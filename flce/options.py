@@ -77,6 +77,7 @@ OPTIONS = {
     "gradient_eps": _number(
         2**-6, lambda value: 2**-12 <= value <= 1.0, "from 2**-12 to 1"
     )._replace(of_logits=False),
+    "vocab_parallel": Option(None, "str?", of_module=True),
     # Not of a Module: a fixed seed would repeat one draw in every step.
     "gradient_seed": Option(None, "Tensor?"),
 }
@@ -135,24 +136,27 @@ def show_options(function, options):
 
 
 # Raise it together with kLayout of csrc/binding/op_options.h.
-LAYOUT = 3
+LAYOUT = 4
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # Slots after the options, derived from outputs, tensors and torch's global settings.
 _FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
 _FLAGS += (*GRADIENTS, "allow_tf32")
+# Of a divided vocabulary (flce_problem); ranks 0: it is not divided.
+SHARDS = ("ranks", "rank", "first_class", "classes", "scatters_input", "keeps_partial")
 _CODES = {"reduction": REDUCTIONS, "save": SAVES, "gradient": GRADIENT_KINDS}
 _CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
-_CODES |= dict.fromkeys(_FLAGS, (False, True))
+_CODES |= dict.fromkeys((*_FLAGS, *SHARDS[-2:]), (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
 CAPS = tuple(name for name in NUMBERS if OPTIONS[name].default is None)
 INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)
-INTEGERS += ("dtype", "frozen_hidden", *_FLAGS)
+INTEGERS += ("dtype", "frozen_hidden", *_FLAGS, *SHARDS)
 _SIZES = ("valid_vocab", "rows")
 
 
-class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS))):
+class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS, "group"))):
     """The arguments of the inner operators after their tensors: two sizes, which may be
-    symbolic, and two lists. A value of _CODES becomes its index there; softcap 0.0 means None."""
+    symbolic, two lists, and the name of a process group or None. A value of _CODES becomes its
+    index there; softcap 0.0 means None."""
 
     __slots__ = ()
 
@@ -163,10 +167,10 @@ class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS)
 
     def arguments(self):
         """The settings in the form that the operators take."""
-        return *self[: len(_SIZES)], *_packed(self[len(_SIZES) :])
+        return *self[: len(_SIZES)], *_packed(self[len(_SIZES) : -1]), self.group
 
     @classmethod
-    def of_arguments(cls, valid_vocab, rows, integers, numbers):
+    def of_arguments(cls, valid_vocab, rows, integers, numbers, group=None):
         """The inverse of `arguments`; ValueError for a wrong length or index."""
         expected = len(INTEGERS) + 1, len(NUMBERS)
         if (len(integers), len(numbers)) != expected:
@@ -175,7 +179,7 @@ class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS)
                 f"{len(integers)} and {len(numbers)}"
             )
         named = zip(INTEGERS, integers[:-1], strict=True)
-        return cls(valid_vocab, rows, *(_decoded(*value) for value in named), *numbers)
+        return cls(valid_vocab, rows, *(_decoded(*value) for value in named), *numbers, group)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch.compiler import is_compiling
 
-from . import strategy, validate
+from . import parallel, strategy, validate
 from ._C import getenv
-from .options import GRADIENTS, OPTIONS, Settings, Wanted, defaults
+from .options import GRADIENTS, OPTIONS, SHARDS, Settings, Wanted, defaults
 
 # The options that are part of a signature: their values are in the cache key.
 _LOGITS_NAMES = tuple(name for name, row in OPTIONS.items() if row.slot and row.of_logits)
 _LINEAR_NAMES = (
     *(name for name, option in OPTIONS.items() if option.slot),
-    *("valid_vocab", "accumulate_into"),
+    *("valid_vocab", "accumulate_into", "vocab_parallel"),
 )
 logits_values = operator.itemgetter(*_LOGITS_NAMES)
 linear_values = operator.itemgetter(*_LINEAR_NAMES)
@@ -92,7 +92,8 @@ class Signature:
     wanted: Wanted
     rows: Meta  # of the tensor with the rows
     has_probabilities: bool
-    vocab: int  # number of classes without padding (valid_vocab)
+    vocab: int  # number of classes without padding (valid_vocab), of all ranks
+    share: int  # of a rank: `vocab` unless it is divided
     accumulates: bool = False
     compiling: bool = False
     for_all: tuple | None = None  # cached result of `resolved` for all rows
@@ -106,7 +107,7 @@ class Signature:
     @functools.cached_property
     def lists(self):
         """The options as the operators on logits take them."""
-        return self.settings.arguments()[2:]
+        return self.settings.arguments()[2:4]
 
     def resolved(self, rows):
         """The settings with the strategy for `rows` computed rows (None: all), and the same
@@ -143,6 +144,17 @@ def _settings(given, scalars, wanted, dtype, leaves, **others):
     return Settings(*(values[name] for name in Settings._fields))
 
 
+def _of_shard(shard, start, classes, has_probabilities):
+    """The settings SHARDS and `group`."""
+    if shard is None:
+        return {**dict.fromkeys(SHARDS, 0), "group": None}
+    if has_probabilities:
+        validate.refuse("target", "class indices with vocab_parallel", "probabilities")
+    values = shard.ranks, shard.rank, min(start, classes), classes, shard.sequence
+    values = dict(zip(SHARDS, (*values, not shard.reduce_input_grad), strict=True))
+    return {**values, "group": shard.group}
+
+
 @_cached_by_signature
 def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *values):
     """The Signature of a linear cross entropy; refuses wrong arguments.
@@ -159,11 +171,16 @@ def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *va
     validate.check_choices(given)
     scalars = validate.check_scalars(given)
     validate.check_rows("input", input)
-    validate.check_head(*operands)
-    vocab = linear_weight.shape[0]
+    shard = parallel.shard_of(given["vocab_parallel"])
+    validate.check_head(*operands, 0 if shard else 1)
+    start, vocab = shard.place(linear_weight.shape[0]) if shard else (0, linear_weight.shape[0])
+    if shard and shard.sequence:
+        input = input._replace(shape=(shard.ranks * input.shape[0], *input.shape[1:]))
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("input", input))
     if given["valid_vocab"] is not None:
         vocab = validate.check_integer("valid_vocab", given["valid_vocab"], 1, vocab)
+    if shard:
+        given["valid_vocab"] = None  # `classes` instead
     dtype = validate.compute_dtype(*operands, autocast)
     if given["gradient"] == "sampled" and (has_probabilities or dtype == torch.float64):
         which = "probabilities as target" if has_probabilities else "float64 operands"
@@ -178,9 +195,13 @@ def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *va
         saves_memory=given["max_memory"] is None and not environment_memory,
         allow_tf32=allow_tf32 and dtype == torch.float32,
         frozen_hidden=frozen_hidden,
+        **_of_shard(shard, start, vocab, has_probabilities),
     )
     accumulates = given["accumulate_into"] is not None and settings.grad_weight
-    return Signature(settings, wanted, input, has_probabilities, vocab, accumulates, compiling)
+    share = -(-vocab // shard.ranks) if shard else vocab
+    return Signature(
+        settings, wanted, input, has_probabilities, vocab, share, accumulates, compiling
+    )
 
 
 @_cached_by_signature
@@ -197,9 +218,9 @@ def logits_signature(global_state, wanted, logits, tensors, *values):
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("logits", logits))
     leaves = (logits if global_state[0] else None, None, None)
     unused = {"save": "nothing", "max_memory": 0, "saves_memory": False, "allow_tf32": False}
-    unused |= {"frozen_hidden": 0}
+    unused |= {"frozen_hidden": 0, **_of_shard(None, 0, 0, False)}
     settings = _settings(given, scalars, wanted, logits.dtype, leaves, **unused)
-    return Signature(settings, wanted, logits, has_probabilities, vocab)
+    return Signature(settings, wanted, logits, has_probabilities, vocab, vocab)
 
 
 def _check_loss_tensors(tensors, wanted, vocab, scalars, named):

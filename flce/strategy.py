@@ -130,10 +130,10 @@ def resolve_save(call, rows):
     if prefers_gradients and settings.saves_memory and not call.differentiates_outputs:
         return "grads"
     kept = saved_dtype(settings, device_type, call.has_probabilities)
-    if not _fits(rows, settings.max_memory // _row_bytes(call.vocab, kept, device_type)):
+    if not _fits(rows, settings.max_memory // _row_bytes(call.share, kept, device_type)):
         return "grads" if can_keep_gradients else "stats"
-    small = call.vocab * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
-    one_chunk = _fits(rows, settings.max_memory // _row_bytes(call.vocab, logits, device_type))
+    small = call.share * call.rows.shape[-1] * operand.itemsize <= _SMALL_WEIGHT_BYTES
+    one_chunk = _fits(rows, settings.max_memory // _row_bytes(call.share, logits, device_type))
     return "grads" if prefers_gradients and small and one_chunk else "logits"
 
 

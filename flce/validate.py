@@ -221,14 +221,15 @@ def check_rows(name, tensor):
         refuse(name, "at least one dimension", "a 0-d tensor")
 
 
-def check_head(input, linear_weight, linear_bias):
-    """Checks shapes (V, H), (V,) or None, dtypes and devices against those of input (..., H)."""
+def check_head(input, linear_weight, linear_bias, least=1):
+    """Checks shapes (V, H), (V,) or None, dtypes and devices against those of input (..., H).
+    `least`: of V."""
     check_float("linear_weight", linear_weight.dtype)
     if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
         expected = f"shape (V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
         refuse("linear_weight", expected, tuple(linear_weight.shape))
     vocab, hidden = linear_weight.shape
-    if vocab < 1 or hidden < 1:
+    if vocab < least or hidden < 1:
         refuse("linear_weight", "at least one row and column", tuple(linear_weight.shape))
     check_same_device("linear_weight", linear_weight, "input", input)
     if linear_bias is not None:

@@ -4,6 +4,7 @@
  * 2.10. */
 #include <tuple>
 
+#include "binding/op_comm.h"
 #include "binding/op_options.h"
 #include "binding/op_outputs.h"
 
@@ -34,8 +35,8 @@ void bind_loss(const LossTensors& given, DeviceId id, flce_problem* problem,
     tensors->target = static_cast<const int64_t*>(target.const_data_ptr());
   }
   problem->has_class_weight = given.weight.has_value();
-  tensors->class_weight =
-      optional_pointer("weight", given.weight, {problem->weight_rows}, stat, id);
+  int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->weight_rows;
+  tensors->class_weight = optional_pointer("weight", given.weight, {classes}, stat, id);
   tensors->token_weight =
       optional_pointer("token_weight", given.token_weight, {problem->tokens}, stat, id);
   tensors->temperature =
@@ -72,12 +73,21 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
 // ---- linear cross entropy ----
 
 /* The arguments after the tensors in the schemas of forward, backward and plan. */
-#define SETTINGS "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers"
+#define SETTINGS \
+  "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers, str? group=None"
 /* The arguments after the tensors, parsed. */
 struct Settings {
   std::optional<int64_t> valid_vocab, rows;
   Options options;
+  std::optional<std::string> group; /* of a divided vocabulary: its name in torch.distributed */
 };
+
+/* The number of W's rows that are classes. */
+int64_t classes_of(const flce_problem& problem, std::optional<int64_t> valid_vocab) {
+  if (!flce_is_sharded(&problem)) return valid_vocab.value_or(problem.weight_rows);
+  int64_t left = problem.classes - problem.first_class;
+  return left < 0 ? 0 : left < problem.weight_rows ? left : problem.weight_rows;
+}
 
 /* input [N, H], linear_weight [V, H] and linear_bias [V]. */
 struct Operands {
@@ -94,13 +104,14 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
   DeviceId id = device_of(input);
   expect_dim("input", input, 2);
   expect_dim("linear_weight", linear_weight, 2);
-  problem->tokens = input.size(0);
+  bool scatters = flce_is_sharded(problem) && problem->scatters_input;
+  problem->tokens = input.size(0) * (scatters ? problem->ranks : 1);
   problem->hidden = input.size(1);
   problem->weight_rows = linear_weight.size(0);
-  problem->vocab = settings.valid_vocab.value_or(problem->weight_rows);
+  problem->vocab = classes_of(*problem, settings.valid_vocab);
   problem->input_dtype = to_dtype(input.scalar_type(), "input");
   problem->weight_dtype = to_dtype(linear_weight.scalar_type(), "linear_weight");
-  expect_shape("input", input, {problem->tokens, problem->hidden});
+  expect_shape("input", input, {flce_input_rows(problem), problem->hidden});
   expect_shape("linear_weight", linear_weight, {problem->weight_rows, problem->hidden});
   expect_same_device("linear_weight", linear_weight, id);
   tensors->input = input.const_data_ptr();
@@ -184,11 +195,11 @@ using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, Optiona
                                  OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                          std::optional<int64_t> rows, flce_tensors* tensors) {
+                          const Settings& settings, flce_tensors* tensors) {
   Statistics made = allocate_statistics(device, problem, plan.keeps_statistics, tensors);
   OptionalTensor saved;
   if (keeps_tensor(plan)) {
-    std::vector<int64_t> shape = saved_shape(problem, plan, rows);
+    std::vector<int64_t> shape = saved_shape(problem, plan, settings.rows);
     saved = plan.save == FLCE_SAVE_LOGITS ? device.allocate(shape, plan.saved_dtype, "saved")
                                           : device.allocate_lists(shape, "saved");
     tensors->saved = saved->mutable_data_ptr();
@@ -199,7 +210,8 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
   if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  check(flce_forward(device.table(), &problem, &plan, tensors));
+  Collectives collectives(device.id(), problem.ranks, settings.group);
+  check(flce_forward(device.table(), collectives.table(), &problem, &plan, tensors));
   return {loss,  made.stats,      made.scalars,     made.predictions,
           saved, gradients.input, gradients.weight, gradients.bias};
 }
@@ -222,8 +234,8 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
                       OptionalTensor token_temperature, OptionalTensor num_items,
                       OptionalTensor seed, std::optional<int64_t> valid_vocab,
                       std::optional<int64_t> rows, std::vector<int64_t> integers,
-                      std::vector<double> numbers) {
-  Settings settings = {valid_vocab, rows, read_options(integers, numbers)};
+                      std::vector<double> numbers, std::optional<std::string> group) {
+  Settings settings = {valid_vocab, rows, read_options(integers, numbers), group};
   flce_problem problem = settings.options.problem;
   flce_tensors tensors{};
   bind_operands({input, linear_weight, linear_bias},
@@ -233,18 +245,19 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   Device device(device_of(input), settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   try {
-    return run_forward(device, problem, plan, rows, &tensors);
+    return run_forward(device, problem, plan, settings, &tensors);
   } catch (const OutOfMemory& error) {
     throw OutOfMemory(error.what() + memory_advice(problem, plan));
   }
 }
 
 Gradients run_backward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                       flce_tensors* tensors) {
+                       const std::optional<std::string>& group, flce_tensors* tensors) {
   Gradients gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  check(flce_backward(device.table(), &problem, &plan, tensors));
+  Collectives collectives(device.id(), problem.ranks, group);
+  check(flce_backward(device.table(), collectives.table(), &problem, &plan, tensors));
   return gradients;
 }
 
@@ -311,7 +324,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   if (keeps_tensor(plan))
     expect_saved(kept.saved, saved_shape(problem, plan, settings.rows), plan, id);
   try {
-    return run_backward(device, problem, plan, &tensors);
+    return run_backward(device, problem, plan, settings.group, &tensors);
   } catch (const OutOfMemory& error) {
     throw OutOfMemory(error.what() + memory_advice(problem, plan));
   }
@@ -326,12 +339,12 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
       Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
       OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
       OptionalTensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,       \
-      std::vector<int64_t> integers, std::vector<double> numbers
+      std::vector<int64_t> integers, std::vector<double> numbers, std::optional<std::string> group
 #define MAKE_GRADIENTS(added)                                                     \
   make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
                  {input, linear_weight, linear_bias},                             \
                  {target, weight, token_weight, token_temperature, std::nullopt}, \
-                 {valid_vocab, rows, read_options(integers, numbers)})
+                 {valid_vocab, rows, read_options(integers, numbers), group})
 
 std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
   Gradients made = MAKE_GRADIENTS(std::nullopt);
@@ -459,13 +472,13 @@ std::string plan(int64_t tokens, int64_t hidden, int64_t weight_rows, std::strin
                  std::optional<ScalarType> bias_dtype, std::optional<ScalarType> added_dtype,
                  bool has_probabilities, std::optional<int64_t> valid_vocab,
                  std::optional<int64_t> rows, std::vector<int64_t> integers,
-                 std::vector<double> numbers) {
+                 std::vector<double> numbers, std::optional<std::string>) {
   Options given = read_options(integers, numbers);
   flce_problem problem = given.problem;
   problem.tokens = tokens;
   problem.hidden = hidden;
   problem.weight_rows = weight_rows;
-  problem.vocab = valid_vocab.value_or(weight_rows);
+  problem.vocab = classes_of(problem, valid_vocab);
   problem.rows = rows.value_or(tokens);
   problem.has_probabilities = has_probabilities;
   problem.input_dtype = to_dtype(input_dtype, "input_dtype");
@@ -501,6 +514,9 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "scale_(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
       "Tensor grad_output, Tensor? scalars) -> ()");
+  for (const char* name : {"comm_gather", "comm_exchange"})
+    m.def((std::string(name) + COMM_SCHEMA).c_str());
+  m.def("comm_wait(str group, int slot) -> ()");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "

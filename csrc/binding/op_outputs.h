@@ -20,7 +20,7 @@ Gradients allocate_gradients(const Device& device, const flce_problem& problem,
     *pointer = tensor.mutable_data_ptr();
     return tensor;
   };
-  int64_t n = problem.tokens, h = problem.hidden, v = problem.weight_rows;
+  int64_t n = flce_input_rows(&problem), h = problem.hidden, v = problem.weight_rows;
   Gradients gradients;
   if (problem.want_grad_input)
     gradients.input = make({n, h}, plan.grad_input_dtype, "grad_input", &tensors->grad_input);

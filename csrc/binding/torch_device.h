@@ -214,11 +214,8 @@ class Device {
   const flce_cuda* cuda() const { return &cuda_; }
 
   flce_plan plan(const flce_problem& problem) const {
-    flce_facts facts{};
-    if (flce_status status = table_.facts(table_.self, &problem, &facts))
-      check(flce_fail(status, "%s", table_.last_error()));
     flce_plan plan;
-    check(flce_plan_make(&problem, &facts, &plan));
+    check(flce_plan_call(&table_, &problem, &plan));
     return plan;
   }
 

@@ -132,7 +132,8 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
                               int64_t* chunks) {
-  int64_t fit = min64(problem->max_memory / loop->row_bytes, loop->max_rows);
+  int64_t row = loop->row_bytes > 0 ? loop->row_bytes : 1; /* a rank without a class has none */
+  int64_t fit = min64(problem->max_memory / row, loop->max_rows);
   if (fit < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",

@@ -44,7 +44,7 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
   set_out(&view, tensors->grad_input, problem->dtype, problem->vocab, problem->vocab);
   flce_upstream upstream = upstream_of(&e);
   FLCE_TRY(check_classes(problem));
-  CALL(&e, row_coefficients, &view, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
+  CALL(&e, row_coefficients, &view, NULL, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
        tensors->workspace);
   view.coef = tensors->workspace;
   CALL(&e, grad_rows, &view, 1.0, false, false);

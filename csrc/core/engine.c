@@ -14,10 +14,6 @@ int64_t flce_gemm_count(void) {
   return atomic_load(&gemm_count);
 }
 
-static bool wants_gradients(const engine* e) {
-  return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
-}
-
 void flce_count_gemm(void) {
   atomic_fetch_add(&gemm_count, 1);
 }
@@ -51,11 +47,13 @@ static flce_status convert(const engine* e, flce_buffer_id id, const void* given
   return FLCE_OK;
 }
 
-static flce_status open_engine(engine* e, const flce_backend* backend, const flce_problem* problem,
-                               const flce_plan* plan, const flce_tensors* tensors,
-                               bool needs_bias) {
-  *e = (engine){.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
+/* `e` has the backend, and the caller's problem, plan and tensors. */
+static flce_status open_engine(engine* e, const flce_comm* comm, shard_call* own, bool needs_bias) {
+  const flce_plan* plan = e->plan;
   e->stat = flce_stat_dtype(plan->dtype);
+  if (flce_is_sharded(e->problem)) FLCE_TRY(flce_open_shard(e, comm, own));
+  const flce_problem* problem = e->problem;
+  const flce_tensors* tensors = e->tensors;
   int64_t h = problem->hidden, v = problem->vocab;
   FLCE_TRY(convert(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
                    problem->tokens, h, plan->hidden, &e->input));
@@ -174,7 +172,8 @@ static const void* unit_factor(const engine* e) {
 static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
                                     const flce_rows* rows) {
   bool gradients = e->plan->save == FLCE_SAVE_GRADS;
-  CALL(e, fused_statistics, gemm, rows, unit_factor(e), gradients ? (void*)c->coef : NULL,
+  bool makes_coef = gradients && !e->comm; /* else after the exchange of statistics */
+  CALL(e, fused_statistics, gemm, rows, unit_factor(e), makes_coef ? (void*)c->coef : NULL,
        buffer(e, FLCE_BUF_FUSED));
   if (gradients && e->plan->form == FLCE_FORM_DZ) set_out_in_place(e, &c->view);
   return FLCE_OK;
@@ -187,7 +186,9 @@ flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream ups
     upstream.lse = from(upstream.lse, c->first, e->stat);
     upstream.entropy = from(upstream.entropy, c->first, e->stat);
   }
-  CALL(e, row_coefficients, &c->view, &upstream, factor, (void*)c->coef);
+  flce_rows rows = e->comm ? flce_whole_view(e, c) : c->view;
+  flce_shard shard = e->comm ? flce_shard_of(e) : (flce_shard){0};
+  CALL(e, row_coefficients, &rows, e->comm ? &shard : NULL, &upstream, factor, (void*)c->coef);
   return FLCE_OK;
 }
 
@@ -218,12 +219,18 @@ static flce_status pass_rows(const engine* e, chunk* c) {
 
 /* save=grads: the gradients of a chunk for grad_output = 1. */
 static flce_status forward_gradients(const engine* e, chunk* c) {
-  if (!e->plan->fuses_rows) FLCE_TRY(flce_coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
-  if (e->plan->form == FLCE_FORM_DZ) {
+  /* The GEMM of dX then hides the exchange of statistics. */
+  bool product_first = e->comm && e->plan->form == FLCE_FORM_EXP;
+  if (product_first) FLCE_TRY(flce_input_product(e, c));
+  if (e->comm) FLCE_TRY(flce_merge_statistics(e, c));
+  if (e->comm || !e->plan->fuses_rows)
+    FLCE_TRY(flce_coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
+  if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
     CALL(e, grad_rows, &with_coef, 1.0, false, false);
   }
+  if (!product_first) FLCE_TRY(flce_input_product(e, c));
   return flce_chunk_gradients(e, c);
 }
 
@@ -241,8 +248,11 @@ static flce_status gather_rows(const engine* e) {
  * first chunk's logits GEMM was queued before and reads none of these, so prepare may run
  * concurrently with it (PDL). */
 static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
-  CALL(e, prepare, e->problem, e->tensors, gradients ? buffer(e, FLCE_BUF_ORDER) : NULL,
-       e->plan->holds_weight, overlaps);
+  void* order = gradients ? buffer(e, FLCE_BUF_ORDER) : NULL;
+  if (e->comm)
+    FLCE_TRY(flce_prepare_shard(e, order, overlaps));
+  else
+    CALL(e, prepare, e->problem, e->tensors, order, e->plan->holds_weight, overlaps);
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
     CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
@@ -250,34 +260,59 @@ static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
   return gradients ? flce_begin_gradients(e) : FLCE_OK;
 }
 
-/* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
-static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
+/* Logits of a chunk, their statistics and loss, and E if the strategy needs it. */
+static flce_status compute_rows(const engine* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
   bool begins = c->first == 0;
   flce_gemm gemm;
   flce_rows rows;
-  if (begins && !plan->fuses_rows) FLCE_TRY(begin_rows(e, gradients, false));
-  if (plan->fuses_rows) {
-    FLCE_TRY(fused_logits(e, c, &gemm, &rows));
-    if (begins) FLCE_TRY(begin_rows(e, gradients, true));
-    FLCE_TRY(fused_statistics(e, c, &gemm, &rows));
-  } else {
+  bool fuses = plan->fuses_rows && e->problem->vocab > 0;
+  if (begins && !fuses) FLCE_TRY(begin_rows(e, gradients, false));
+  if (e->problem->vocab == 0) return FLCE_OK;
+  if (!fuses) {
     FLCE_TRY(logits_gemm(e, c));
-    FLCE_TRY(pass_rows(e, c));
+    return pass_rows(e, c);
   }
-  if (plan->save == FLCE_SAVE_SAMPLES) return flce_sample_chunk(e, c);
-  return gradients ? forward_gradients(e, c) : FLCE_OK;
+  FLCE_TRY(fused_logits(e, c, &gemm, &rows));
+  if (begins) FLCE_TRY(begin_rows(e, gradients, true));
+  return fused_statistics(e, c, &gemm, &rows);
 }
 
-flce_status flce_forward(const flce_backend* backend, const flce_problem* problem,
-                         const flce_plan* plan, const flce_tensors* given) {
-  engine e;
+/* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
+static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
+  bool samples = e->plan->save == FLCE_SAVE_SAMPLES;
+  flce_rows own = c->view;
+  if (e->comm) flce_set_rank_view(e, &c->view);
+  FLCE_TRY(compute_rows(e, c, gradients));
+  c->view.options = own.options;
+  c->view.token_weight = own.token_weight;
+  c->view.scalars = own.scalars;
+  if (e->comm && (gradients || samples)) FLCE_TRY(flce_send_statistics(e, c));
+  if (gradients) return forward_gradients(e, c);
+  if (!samples) return FLCE_OK;
+  if (e->comm) FLCE_TRY(flce_merge_statistics(e, c));
+  return flce_sample_chunk(e, c);
+}
+
+/* A divided vocabulary, and no chunk needed the merged statistics: they are exchanged at once. */
+static flce_status exchange_statistics(const engine* e) {
+  if (e->problem->rows == 0) return FLCE_OK;
+  chunk all = open_chunk(e, 0, e->problem->rows, e->plan->gathered_x);
+  FLCE_TRY(flce_send_statistics(e, &all));
+  return flce_merge_statistics(e, &all);
+}
+
+flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
+                         const flce_problem* problem, const flce_plan* plan,
+                         const flce_tensors* given) {
   flce_tensors tensors = *given;
-  FLCE_TRY(open_engine(&e, backend, problem, plan, &tensors, true));
+  shard_call own;
+  engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = &tensors};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
   }
+  FLCE_TRY(open_engine(&e, comm, &own, true));
   e.losses = problem->reduction == FLCE_NONE ? tensors.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   FLCE_TRY(gather_rows(&e));
@@ -287,11 +322,12 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
     chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
     FLCE_TRY(forward_rows(&e, &c, gradients));
   }
+  if (e.comm && !gradients && plan->save != FLCE_SAVE_SAMPLES) FLCE_TRY(exchange_statistics(&e));
   if (gradients) FLCE_TRY(flce_finish_gradients(&e));
   /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
    * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
    * library's GEMM. */
-  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP;
+  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP && !e.comm;
   if (problem->reduction != FLCE_NONE)
     CALL(&e, reduce, tensors.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
          scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, overlaps);
@@ -303,6 +339,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_problem* proble
 /* Makes c->view.out the chunk's E or dz: from FLCE_BUF_SAVED, or from recomputed logits. */
 static flce_status backward_rows(const engine* e, chunk* c) {
   const flce_plan* plan = e->plan;
+  if (e->problem->vocab == 0) return FLCE_OK;
   bool exp_form = plan->form == FLCE_FORM_EXP, stored = plan->save == FLCE_SAVE_LOGITS;
   if (stored && exp_form) {
     set_out(&c->view, saved_rows(e, c->first), plan->dtype, plan->saved_pitch, plan->saved_pitch);
@@ -330,13 +367,15 @@ flce_status flce_check_backward(const flce_plan* plan) {
                    flce_save_name(plan->save));
 }
 
-flce_status flce_backward(const flce_backend* backend, const flce_problem* problem,
-                          const flce_plan* plan, const flce_tensors* tensors) {
+flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
+                          const flce_problem* problem, const flce_plan* plan,
+                          const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
-  engine e;
+  shard_call own;
+  engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
   bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
   bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
-  FLCE_TRY(open_engine(&e, backend, problem, plan, tensors, needs_bias));
+  FLCE_TRY(open_engine(&e, comm, &own, needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e));
   FLCE_TRY(flce_sum_weight(&e));
@@ -351,9 +390,10 @@ flce_status flce_backward(const flce_backend* backend, const flce_problem* probl
     chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
     FLCE_TRY(flce_coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
     FLCE_TRY(backward_rows(&e, &c));
+    FLCE_TRY(flce_input_product(&e, &c));
     FLCE_TRY(flce_chunk_gradients(&e, &c));
   }
   void* order = buffer(&e, FLCE_BUF_ORDER);
-  if (order) CALL(&e, order_targets, problem, tensors->target, order);
+  if (order && e.problem->vocab > 0) CALL(&e, order_targets, e.problem, e.tensors->target, order);
   return flce_finish_gradients(&e);
 }

@@ -4,18 +4,22 @@
 #define FLCE_ENGINE_H
 
 #include "backend.h"
+#include "comm.h"
 
 /* The state of one call. Nothing of it outlives the call. */
 typedef struct engine {
   const flce_backend* backend;
-  const flce_problem* problem;
-  const flce_plan* plan; /* NULL in cross_entropy.c */
-  const flce_tensors* tensors;
-  flce_dtype stat;           /* the stat dtype */
-  const void* input;         /* [N][plan->hidden] plan->dtype */
-  const void* linear_weight; /* [V][plan->hidden] plan->dtype */
-  const void* bias;          /* [V] stat dtype, or NULL */
-  void* losses;              /* [N] stat dtype, or NULL in a backward */
+  const flce_comm* comm;       /* NULL unless the vocabulary is divided */
+  const flce_problem* problem; /* of this rank, if the vocabulary is divided */
+  const flce_plan* plan;       /* NULL in cross_entropy.c */
+  const flce_tensors* tensors; /* of this rank, if the vocabulary is divided */
+  const flce_problem* whole;   /* the caller's, of all ranks; NULL if comm is */
+  const flce_tensors* given;   /* the caller's; NULL if comm is */
+  flce_dtype stat;             /* the stat dtype */
+  const void* input;           /* [N][plan->hidden] plan->dtype */
+  const void* linear_weight;   /* [V][plan->hidden] plan->dtype */
+  const void* bias;            /* [V] stat dtype, or NULL */
+  void* losses;                /* [N] stat dtype, or NULL in a backward */
 } engine;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -116,6 +120,37 @@ static inline const void* weight_input(const engine* e) {
   return at(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
 }
 
+static inline bool wants_gradients(const engine* e) {
+  return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
+}
+
+/* shards.c: what a divided vocabulary adds to a call. */
+/* The problem and the tensors of one rank, and a place for the engine's pointers to them. */
+typedef struct shard_call {
+  flce_problem problem;
+  flce_tensors tensors;
+} shard_call;
+/* Makes e->problem and e->tensors, which are the caller's, those of this rank, in `own`. Of the
+ * tensors, x and the targets become those of all tokens and of this rank's columns. */
+flce_status flce_open_shard(engine* e, const flce_comm* comm, shard_call* own);
+/* `prepare` for all classes, and for this rank's. */
+flce_status flce_prepare_shard(const engine* e, void* order, bool overlaps);
+/* The view with which the statistics of this rank's logits are computed. */
+void flce_set_rank_view(const engine* e, flce_rows* view);
+/* Begins the exchange of a chunk's statistics. */
+flce_status flce_send_statistics(const engine* e, const chunk* c);
+/* Ends it: statistics and losses of the whole vocabulary. */
+flce_status flce_merge_statistics(const engine* e, const chunk* c);
+/* The chunk's rows in the whole vocabulary, for row_coefficients. */
+flce_rows flce_whole_view(const engine* e, const chunk* c);
+flce_shard flce_shard_of(const engine* e);
+/* Begins the exchange of dX, after its last chunk: this rank's terms are complete. */
+flce_status flce_send_input_gradient(const engine* e);
+/* Sums the terms of all ranks, and begins the exchange of the sums. */
+flce_status flce_sum_input_gradient(const engine* e);
+/* Ends it. */
+flce_status flce_receive_input_gradient(const engine* e);
+
 /* engine.c */
 void flce_count_gemm(void);
 flce_status flce_run_gemm(const engine* e, flce_gemm gemm);
@@ -128,7 +163,9 @@ flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream ups
 flce_status flce_sum_weight(const engine* e);
 /* Initial values of what the chunks add to, and the rows that no chunk holds. */
 flce_status flce_begin_gradients(const engine* e);
-/* Adds the chunk's part to dX, dW and db. */
+/* The GEMM of the chunk's dX; in form exp it needs no coefficients. */
+flce_status flce_input_product(const engine* e, const chunk* c);
+/* The rest of the chunk's gradients: dX from that product, dW and db. */
 flce_status flce_chunk_gradients(const engine* e, const chunk* c);
 /* Label smoothing's sums over the rows, weighted with FLCE_COEF_SMOOTH: of x, and of ones. NULL
  * without smoothing, and where no gradient needs them. */

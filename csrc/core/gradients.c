@@ -12,29 +12,38 @@ static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* dX of the chunk from c->view.out, which holds E or dz. In form exp the pass after the GEMM also
- * writes scaled_input, since it reads the rows' factors anyway. */
-static flce_status input_gradient(const engine* e, const chunk* c) {
-  const flce_plan* plan = e->plan;
-  const flce_rows* view = &c->view;
-  int64_t h = plan->hidden, cols = e->problem->hidden;
-  void* dx =
-      at(e->tensors->grad_input, plan->gathers ? 0 : c->first * cols, plan->grad_input_dtype);
+/* dX of the chunk. */
+static void* input_rows(const engine* e, const chunk* c) {
+  int64_t first = e->plan->gathers ? 0 : c->first;
+  return at(e->tensors->grad_input, first * e->problem->hidden, e->plan->grad_input_dtype);
+}
+
+/* Its A operand is c->view.out, which holds E or dz. */
+flce_status flce_input_product(const engine* e, const chunk* c) {
+  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
+  int64_t h = e->plan->hidden;
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
-  void* result = own ? own : dx;
-  FLCE_TRY(flce_run_gemm(e, (flce_gemm){.m = c->rows,
-                                        .n = h,
-                                        .k = e->problem->vocab,
-                                        .a = view->out,
-                                        .b = e->linear_weight,
-                                        .c = result,
-                                        .pitch_a = view->out_pitch,
-                                        .pitch_b = h,
-                                        .pitch_c = h,
-                                        .c_dtype = plan->dx_gemm_dtype}));
+  return flce_run_gemm(e, (flce_gemm){.m = c->rows,
+                                      .n = h,
+                                      .k = e->problem->vocab,
+                                      .a = c->view.out,
+                                      .b = e->linear_weight,
+                                      .c = own ? own : input_rows(e, c),
+                                      .pitch_a = c->view.out_pitch,
+                                      .pitch_b = h,
+                                      .pitch_c = h,
+                                      .c_dtype = e->plan->dx_gemm_dtype});
+}
+
+/* dX of the chunk from its GEMM. In form exp the pass also writes scaled_input, since it reads the
+ * rows' factors anyway. */
+static flce_status finish_input(const engine* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  int64_t h = plan->hidden, cols = e->problem->hidden;
+  void *own = buffer(e, FLCE_BUF_DX_ROWS), *dx = input_rows(e, c), *result = own ? own : dx;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !own) return FLCE_OK;
-  flce_rows finished = *view;
+  flce_rows finished = c->view;
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input,
        &(flce_grad_input_args){.dx = dx,
@@ -163,7 +172,10 @@ static flce_status bias_gradient(const engine* e, const chunk* c) {
 }
 
 flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
-  if (e->problem->want_grad_input) FLCE_TRY(input_gradient(e, c));
+  bool last = c->first + c->rows == e->problem->rows, empty = e->problem->vocab == 0;
+  if (e->problem->want_grad_input && !empty) FLCE_TRY(finish_input(e, c));
+  if (e->comm && last) FLCE_TRY(flce_send_input_gradient(e));
+  if (empty) return FLCE_OK;
   if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
   if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
   return FLCE_OK;
@@ -191,7 +203,7 @@ static flce_status zero_padding(const engine* e) {
 flce_status flce_sum_weight(const engine* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
-  if (!smooth || !problem->want_grad_input) return FLCE_OK;
+  if (!smooth || !problem->want_grad_input || problem->vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
   CALL(e, column_sum,
        &(flce_column_sum_args){.out = smooth,
@@ -329,9 +341,11 @@ static flce_status finish_bias(const engine* e, const final_terms* terms) {
   return FLCE_OK;
 }
 
-flce_status flce_finish_gradients(const engine* e) {
+/* Target terms and label smoothing's of dW and db. */
+static flce_status finish_classes(const engine* e) {
   const flce_problem* problem = e->problem;
-  if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
+  if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
+    return FLCE_OK;
   const void* coef = buffer(e, FLCE_BUF_COEF);
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
   final_terms terms = {.order = buffer(e, FLCE_BUF_ORDER)};
@@ -340,4 +354,12 @@ flce_status flce_finish_gradients(const engine* e) {
   if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &terms));
   if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &terms));
   return FLCE_OK;
+}
+
+flce_status flce_finish_gradients(const engine* e) {
+  bool no_chunks = e->problem->rows == 0;
+  if (e->comm && no_chunks) FLCE_TRY(flce_send_input_gradient(e));
+  if (e->comm) FLCE_TRY(flce_sum_input_gradient(e));
+  FLCE_TRY(finish_classes(e));
+  return e->comm ? flce_receive_input_gradient(e) : FLCE_OK;
 }

@@ -35,91 +35,6 @@ static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dty
          (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
 }
 
-flce_status flce_check_loss(const flce_loss* loss) {
-  double value;
-#define FLCE_CHECK(name, in_range, expected) \
-  value = loss->name;                        \
-  if (!(isfinite(value) && (in_range)))      \
-    return flce_fail(FLCE_INVALID_ARGUMENT, #name ": expected " expected ", got %g", value);
-  FLCE_LOSS_NUMBERS(FLCE_CHECK)
-#undef FLCE_CHECK
-  return FLCE_OK;
-}
-
-static flce_status check_added(const flce_problem* problem) {
-  if (!problem->adds_grad_weight) return FLCE_OK;
-  if (problem->save == FLCE_SAVE_GRADS)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "save: expected \"logits\" or \"stats\" where the weight's gradient is added "
-                     "to the caller's, got \"grads\", whose forward would change it");
-  flce_dtype weight = problem->weight_dtype, added = problem->added_dtype;
-  if (added == weight || added == flce_stat_dtype(weight)) return FLCE_OK;
-  return flce_fail(FLCE_INVALID_ARGUMENT, "grad_weight_into: expected dtype %s%s, got %s",
-                   flce_dtype_name(weight), flce_size_of(weight) == 2 ? " or float32" : "",
-                   flce_dtype_name(added));
-}
-
-static flce_status check_samples(const flce_problem* problem) {
-  if (problem->save != FLCE_SAVE_SAMPLES) return FLCE_OK;
-  if (!(problem->gradient_eps >= FLCE_LEAST_EPS && problem->gradient_eps <= 1.0))
-    return flce_fail(FLCE_INVALID_ARGUMENT, "gradient_eps: expected 2^-12 to 1, got %g",
-                     problem->gradient_eps);
-  if (problem->has_probabilities)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "target: expected classes with save=\"samples\", got probabilities");
-  if (flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0)
-    return flce_fail(
-        FLCE_INVALID_ARGUMENT,
-        "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %g: its "
-        "gradient has an entry for every class",
-        problem->loss.label_smoothing);
-  if (problem->dtype == FLCE_F64)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "save: expected another than \"samples\" with float64 operands");
-  if (problem->vocab > FLCE_SAMPLE_CLASSES)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "vocab: expected at most %d with save=\"samples\", got %lld",
-                     FLCE_SAMPLE_CLASSES, (long long)problem->vocab);
-  return FLCE_OK;
-}
-
-static flce_status check_problem(const flce_problem* problem) {
-  if (problem->tokens < 0 || problem->hidden < 1 || problem->vocab < 1)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "expected tokens >= 0, hidden >= 1, vocab >= 1, got %lld, %lld, %lld",
-                     (long long)problem->tokens, (long long)problem->hidden,
-                     (long long)problem->vocab);
-  if (problem->weight_rows < problem->vocab)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "valid_vocab: expected at most %lld, got %lld",
-                     (long long)problem->weight_rows, (long long)problem->vocab);
-  int64_t frozen = problem->frozen_hidden;
-  if (frozen < 0 || frozen >= problem->hidden || frozen % 8 != 0)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "frozen_hidden: expected a multiple of 8 below %lld, got %lld",
-                     (long long)problem->hidden, (long long)frozen);
-  if (problem->rows < 0 || problem->rows > problem->tokens)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "rows: expected 0 to %lld, the number of tokens, got %lld",
-                     (long long)problem->tokens, (long long)problem->rows);
-  if (problem->save == FLCE_SAVE_GRADS && problem->reduction == FLCE_NONE)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "save: expected \"logits\" or \"stats\" with reduction=\"none\", got "
-                     "\"grads\", which holds gradients "
-                     "of one scalar");
-  FLCE_TRY(check_added(problem));
-  FLCE_TRY(check_samples(problem));
-  flce_dtype stat = flce_stat_dtype(problem->dtype);
-  if (problem->accum_dtype != problem->dtype && problem->accum_dtype != stat)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "accum_dtype: expected %s or %s, got %s",
-                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
-                     flce_dtype_name(problem->accum_dtype));
-  if (problem->logits_dtype != problem->dtype && problem->logits_dtype != stat)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "logits_dtype: expected %s or %s, got %s",
-                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
-                     flce_dtype_name(problem->logits_dtype));
-  return flce_check_loss(&problem->loss);
-}
-
 /* ---- chunks ---- */
 
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
@@ -153,6 +68,10 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
+  if (given->chunk_rows > 0) {
+    plan->chunk_rows = min64(given->chunk_rows, problem.rows);
+    plan->chunks = problem.rows > 0 ? ceil_div(problem.rows, plan->chunk_rows) : 0;
+  }
   if (plan->z_in_saved) {
     plan->chunk_rows = problem.rows;
     plan->chunks = problem.rows > 0;
@@ -172,7 +91,8 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   if (backward.row_bytes > 0)
     return choose_chunk_rows(&problem, facts, &backward, plan->dtype, &plan->backward_chunk_rows,
                              &plan->backward_chunks);
-  if (plan->save == FLCE_SAVE_LOGITS) {
+  bool has_loop = flce_has_backward(plan->save) && plan->save != FLCE_SAVE_SAMPLES;
+  if (has_loop) { /* it allocates nothing: it reads what is saved, or the rank has no class */
     plan->backward_chunk_rows = problem.rows;
     plan->backward_chunks = problem.rows > 0;
   }
@@ -277,6 +197,7 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
+  if (flce_is_sharded(problem)) finds = problem->gathers;
   plan->gathers = problem->rows < problem->tokens || finds;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
@@ -334,9 +255,10 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
     add(plan, FLCE_BUF_PREDICTIONS, both, n * (int64_t)sizeof(int64_t));
   int64_t rounded = 0;
   if (gradients && problem->want_grad_input) {
-    add(plan, FLCE_BUF_GRAD_INPUT, made, n * h * flce_size_of(plan->grad_input_dtype));
+    int64_t elements = flce_input_rows(problem) * h;
+    add(plan, FLCE_BUF_GRAD_INPUT, made, elements * flce_size_of(plan->grad_input_dtype));
     if (plan->grad_input_dtype != problem->input_dtype)
-      rounded += n * h * flce_size_of(problem->input_dtype);
+      rounded += elements * flce_size_of(problem->input_dtype);
   }
   if (gradients && problem->want_grad_weight && !problem->adds_grad_weight) {
     add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * width * flce_size_of(plan->grad_weight_dtype));
@@ -446,6 +368,30 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
     add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
 }
 
+/* What the exchanges of a divided vocabulary need (shards.c). */
+static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
+  if (!flce_is_sharded(problem)) return;
+  int64_t n = problem->tokens, ranks = problem->ranks;
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  bool grads = plan->save == FLCE_SAVE_GRADS, samples = plan->save == FLCE_SAVE_SAMPLES;
+  unsigned both = FLCE_IN_FORWARD | (flce_has_backward(plan->save) ? FLCE_IN_BACKWARD : 0);
+  int64_t rows = grads || samples ? plan->chunk_rows : problem->rows;
+  int64_t parts = flce_part_count(problem) * rows * stat;
+  if (problem->scatters_input)
+    add(plan, FLCE_BUF_SHARD_INPUT, both, n * problem->hidden * flce_size_of(problem->input_dtype));
+  add(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
+  add(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
+  add(plan, FLCE_BUF_OWN_PARTS, FLCE_IN_FORWARD, parts);
+  add(plan, FLCE_BUF_PARTS, FLCE_IN_FORWARD, ranks * parts);
+  if (!makes_gradients(problem) || !problem->want_grad_input || problem->keeps_partial) return;
+  unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
+  int64_t block = ceil_div(n, ranks) * problem->hidden * flce_size_of(plan->grad_input_dtype);
+  if (problem->scatters_input || n % ranks != 0)
+    add(plan, FLCE_BUF_PARTIAL_INPUT, where, ranks * block);
+  add(plan, FLCE_BUF_INPUT_TERMS, where, ranks * block);
+  if (!problem->scatters_input) add(plan, FLCE_BUF_SUMMED_INPUT, where, block);
+}
+
 /* Buffers that forward and backward both have come first, so that their offsets are the same in
  * both workspaces. */
 static void assign_offsets(flce_plan* plan) {
@@ -508,7 +454,7 @@ static double estimate_sampled_time(const flce_problem* problem, const flce_fact
 
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   memset(plan, 0, sizeof *plan);
-  FLCE_TRY(check_problem(problem));
+  FLCE_TRY(flce_check_problem(problem));
   plan->save = problem->save;
   plan->rows = problem->rows;
   choose_dtypes(problem, facts, plan);
@@ -516,11 +462,41 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);
+  list_shard_workspace(problem, plan);
   assign_offsets(plan);
   count_gemms(problem, plan);
   if (plan->save == FLCE_SAVE_SAMPLES)
     plan->sampled_time = estimate_sampled_time(problem, facts, plan);
   return FLCE_OK;
+}
+
+/* The facts of the backend for the problem. A rank without a class has none of its own. */
+static flce_status ask_facts(const flce_backend* backend, const flce_problem* problem,
+                             flce_facts* facts) {
+  flce_problem asked = *problem;
+  if (asked.vocab == 0) asked.vocab = asked.weight_rows = 1;
+  flce_status status = backend->facts(backend->self, &asked, facts);
+  return status == FLCE_OK ? status : flce_fail(status, "%s", backend->last_error());
+}
+
+flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
+                           flce_plan* plan) {
+  flce_problem problem = *given;
+  flce_facts facts = {0};
+  if (flce_is_sharded(given)) {
+    FLCE_TRY(flce_check_shard(given));
+    flce_problem equal = problem;
+    equal.vocab = equal.weight_rows = ceil_div(problem.classes, problem.ranks);
+    equal.rank = equal.first_class = 0;
+    equal.unaligned = equal.weight_unaligned = false;
+    FLCE_TRY(ask_facts(backend, &equal, &facts));
+    equal.gathers = facts.skips_rows;
+    FLCE_TRY(flce_plan_make(&equal, &facts, plan));
+    problem.gathers = plan->gathers;
+    problem.chunk_rows = plan->chunk_rows;
+  }
+  FLCE_TRY(ask_facts(backend, &problem, &facts));
+  return flce_plan_make(&problem, &facts, plan);
 }
 
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {

@@ -21,6 +21,10 @@ static const double kAddsPerByte = 80.0;
 
 enum { TILE_ROWS = 128 }; /* token rows of a GEMM tile; chunks are whole tiles if they are larger */
 
+/* check.c: FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range. */
+flce_status flce_check_problem(const flce_problem* problem);
+flce_status flce_check_shard(const flce_problem* problem); /* a part of the other */
+
 /* The loop over chunks of the forward or of the backward. */
 typedef struct chunk_loop {
   int64_t row_bytes; /* bytes that a row of a chunk takes of max_memory */

@@ -65,12 +65,11 @@ static flce_status bias_from_samples(const engine* e, const flce_rows* rows, con
   return FLCE_OK;
 }
 
-flce_status flce_sampled_gradients(const engine* e, const chunk* all) {
+/* dW and db. */
+static flce_status classes_from_samples(const engine* e, flce_rows rows) {
   const flce_problem* problem = e->problem;
-  flce_rows rows = all->view;
-  rows.coef = all->coef;
-  if (problem->want_grad_input) FLCE_TRY(input_from_samples(e, &rows));
-  if (!problem->want_grad_weight && !problem->want_grad_bias) return FLCE_OK;
+  if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
+    return FLCE_OK;
   void *xsum, *total;
   FLCE_TRY(flce_sum_smooth(e, &xsum, &total));
   CALL(e, order_samples,
@@ -81,4 +80,16 @@ flce_status flce_sampled_gradients(const engine* e, const chunk* all) {
                                   .hidden = e->plan->weight_hidden});
   if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
   return problem->want_grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
+}
+
+flce_status flce_sampled_gradients(const engine* e, const chunk* all) {
+  flce_rows rows = all->view;
+  rows.coef = all->coef;
+  if (e->problem->want_grad_input && e->problem->vocab > 0) FLCE_TRY(input_from_samples(e, &rows));
+  if (e->comm) {
+    FLCE_TRY(flce_send_input_gradient(e));
+    FLCE_TRY(flce_sum_input_gradient(e));
+  }
+  FLCE_TRY(classes_from_samples(e, rows));
+  return e->comm ? flce_receive_input_gradient(e) : FLCE_OK;
 }

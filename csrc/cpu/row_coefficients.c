@@ -2,10 +2,11 @@
  * flce_coef_row) from its statistics and the upstream gradients. */
 #include "cpu/row_pass.h"
 
-#include <math.h>
+#include "merge.h"
 
 typedef struct coef_pass {
   row_pass pass;
+  const flce_shard* shard; /* NULL: this rank has all classes */
   const flce_upstream* upstream;
   double factor;
 } coef_pass;
@@ -39,8 +40,10 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   if (rows->target) {
     /* r p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
     double nll = row_stat(pass, FLCE_STAT_NLL, i);
-    coef[FLCE_COEF_TARGET] =
-        a * row_stat(pass, FLCE_STAT_SLOPE, i) * (own * expm1(-nll) + other * exp(-nll));
+    /* Another rank's target: the column that stands in for it has no one-hot term. */
+    bool here = !job->shard || flce_holds_class(job->shard, rows->target[i]);
+    double target = own * (here ? expm1(-nll) : exp(-nll)) + other * exp(-nll);
+    coef[FLCE_COEF_TARGET] = a * row_stat(pass, FLCE_STAT_SLOPE, i) * target;
   } else {
     coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
   }
@@ -49,12 +52,13 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;
 }
 
-flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows,
+flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const flce_shard* shard,
                                       const flce_upstream* upstream, const void* factor,
                                       void* coef) {
   (void)self;
   flce_dtype stat = flce_stat_dtype(rows->z_dtype);
   coef_pass job = {.pass = {.rows = rows, .dtype = rows->z_dtype, .stat = stat},
+                   .shard = shard,
                    .upstream = upstream,
                    .factor = row_factor(factor, stat, 0)};
   for (int64_t r = 0; r < rows->rows; r++) {

@@ -6,6 +6,8 @@
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 
+#include <math.h>
+
 /* What a pass over rows needs: the rows, the kernels, and what the pass writes. */
 typedef struct row_pass {
   const flce_rows* rows;           /* the call's view of the rows: logits, factors, outputs */
@@ -33,6 +35,12 @@ typedef struct row_sums {
   double tail, entropy_sum;
   int64_t largest; /* the first column with l = c; only if entropy or predictions are wanted */
 } row_sums;
+
+/* Where all logits are -inf the offset is 0, relative to which exp(-inf) is 0: another rank of a
+ * divided vocabulary may have finite logits in this row. */
+static inline void flce_cpu_bound_offset(row_sums* sums) {
+  if (sums->offset == -INFINITY) sums->offset = 0.0;
+}
 
 static inline const void* row_z(const row_pass* pass, int64_t r) {
   return flce_const_at(pass->rows->z, pass->dtype, r * pass->rows->z_pitch);

@@ -126,6 +126,7 @@ static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sum
     sums->offset = max_span(pass, z, 0, rows->vocab);
   else
     sums->rest = online_sum(pass, z, y, &sums->offset);
+  flce_cpu_bound_offset(sums);
   if (smoothing > 0.0) {
     double share = smoothing / (double)rows->vocab;
     sums->weighted_gap = share * weighted_gap_sum(pass, z, sums->offset);

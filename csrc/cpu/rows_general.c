@@ -214,7 +214,9 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
     if (rows->probabilities) load_probabilities(pass, i, &part);
     BY_STAT(pass->stat, add_weighted_gap, pass, &part, shift, sums);
   }
-  if (rows->wants_entropy) sums->rest = sums->tail + (sums->largest == y ? 0.0 : 1.0);
+  bool no_largest = sums->largest == y || sums->offset == -INFINITY;
+  if (rows->wants_entropy) sums->rest = sums->tail + (no_largest ? 0.0 : 1.0);
+  flce_cpu_bound_offset(sums);
 }
 
 /* ---- gradient ---- */

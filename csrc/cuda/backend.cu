@@ -61,7 +61,8 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
     FLCE_TRY(cuda_sample_bytes(problem, &facts->sample_bytes));
   }
   FLCE_TRY(cuda_sm90_facts(10 * major + minor, problem, facts));
-  if (problem->rows < problem->tokens || facts->skips_rows) { /* rows may be gathered */
+  if (problem->rows < problem->tokens || facts->skips_rows ||
+      problem->gathers) { /* rows may be gathered */
     FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
   }
   return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
@@ -99,6 +100,10 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .finish_grad_weight = cuda_finish_grad_weight,
       .finish_grad_bias = cuda_finish_grad_bias,
       .add_block = cuda_add_block,
+      .shard_targets = cuda_shard_targets,
+      .pack_statistics = cuda_pack_statistics,
+      .merge_statistics = cuda_merge_statistics,
+      .sum_partials = cuda_sum_partials,
       .sample_rows = cuda_sample_rows,
       .sampled_grad_input = cuda_sampled_grad_input,
       .order_samples = cuda_order_samples,

@@ -266,7 +266,7 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
   const void* scalars = r->plan.dtype == FLCE_F16 ? r->t.scalars : NULL;
   const flce_scaled all[FLCE_GRADIENTS] = {
       {r->t.grad_input, r->t.grad_input, r->plan.grad_input_dtype, r->plan.grad_input_dtype,
-       p->tokens * p->hidden},
+       flce_input_rows(p) * p->hidden},
       {r->t.grad_weight, r->t.grad_weight, r->plan.grad_weight_dtype, r->plan.grad_weight_dtype,
        p->weight_rows * flce_grad_weight_cols(p)},
       {r->t.grad_bias, r->t.grad_bias, r->plan.grad_bias_dtype, r->plan.grad_bias_dtype,
@@ -288,7 +288,7 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
     free(r->t.workspace);
     r->t.workspace = workspace(r->plan.backward_workspace_bytes);
     int64_t before = flce_gemm_count();
-    r->status = flce_backward(b, &s->problem, &r->plan, &r->t);
+    r->status = flce_backward(b, s->comm, &s->problem, &r->plan, &r->t);
     CHECK(r->status == FLCE_OK, "backward: %s", flce_last_error());
     r->backward_gemms = flce_gemm_count() - before;
   }
@@ -298,18 +298,9 @@ run run_all(const setting* s, const model* m, int threads) {
   flce_cpu cpu = test_cpu(threads);
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
-  flce_facts facts;
-  CHECK_OK(b.facts(b.self, &s->problem, &facts));
-  if (s->fused) {
-    plain_fused(&b, &facts);
-    facts.skips_rows = s->skips;
-    if (s->skips) {
-      facts.hidden_alignment = 8; /* H is not a multiple of it */
-      facts.gemm_f16 = true;      /* float16 is not widened */
-    }
-  }
+  if (s->fused) plain_fused(&b, s->skips);
   run r = {0};
-  r.status = flce_plan_make(&s->problem, &facts, &r.plan);
+  r.status = flce_plan_call(&b, &s->problem, &r.plan);
   CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
   if (r.status != FLCE_OK) return r;
   r.t = (flce_tensors){.input = m->x,
@@ -333,7 +324,7 @@ run run_all(const setting* s, const model* m, int threads) {
                        .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
                        .workspace = workspace(r.plan.forward_workspace_bytes)};
   int64_t before = flce_gemm_count();
-  r.status = flce_forward(&b, &s->problem, &r.plan, &r.t);
+  r.status = flce_forward(&b, s->comm, &s->problem, &r.plan, &r.t);
   CHECK(r.status == FLCE_OK, "forward: %s", flce_last_error());
   r.forward_gemms = flce_gemm_count() - before;
   if (r.status == FLCE_OK) run_backward(&b, s, m, &r);

@@ -2,6 +2,7 @@
 #ifndef FLCE_TESTS_ENGINE_CASE_H
 #define FLCE_TESTS_ENGINE_CASE_H
 
+#include "comm.h"
 #include "test.h"
 
 enum { IGNORE_INDEX = -100 };
@@ -11,10 +12,11 @@ typedef struct setting {
   double std;                         /* approximate standard deviation of the logits */
   bool all_ignored, peaked, identity; /* identity: W = 1, the logits are x */
   bool token_weight, temperature, num_items;
-  bool upstream; /* gradients from lse and, if it is wanted, from the entropy */
-  bool fused;    /* the backend has fused_logits and grad_weight_gemm */
-  bool skips;    /* fused_logits and grad_weight_gemm skip rows */
-  int64_t seed;  /* of save=samples */
+  bool upstream;         /* gradients from lse and, if it is wanted, from the entropy */
+  bool fused;            /* the backend has fused_logits and grad_weight_gemm */
+  bool skips;            /* fused_logits and grad_weight_gemm skip rows */
+  int64_t seed;          /* of save=samples */
+  const flce_comm* comm; /* of a rank of a divided vocabulary */
 } setting;
 
 /* Inputs, and the loss and gradients by definition. */
@@ -48,9 +50,9 @@ void free_model(model* m);
 void* plan_buffer(const flce_plan* plan, flce_buffer_id id);
 void* workspace(int64_t bytes);
 
-/* plain_fused.c: adds the fused logits GEMM and the dW GEMM with db to the backend, and sets the
+/* plain_fused.c: adds the fused logits GEMM and the dW GEMM with db to the backend, also to its
  * facts. */
-void plain_fused(flce_backend* backend, flce_facts* facts);
+void plain_fused(flce_backend* backend, bool skips);
 
 run run_all(const setting* s, const model* m, int threads);
 void free_run(run* r);

@@ -64,7 +64,7 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   free(product.c);
   const flce_upstream none = {0};
   if (status != FLCE_OK || !coef) return status;
-  return b.row_coefficients(b.self, rows, &none, factor, coef);
+  return b.row_coefficients(b.self, rows, NULL, &none, factor, coef);
 }
 
 /* grad_weight_gemm by its definition: the GEMM, then column sums, of every third row each. */
@@ -98,11 +98,28 @@ static flce_status plain_grad_weight_gemm(void* self, const flce_gemm* gemm, con
   return status;
 }
 
-void plain_fused(flce_backend* backend, flce_facts* facts) {
+static flce_status plain_facts(void* self, const flce_problem* problem, flce_facts* facts) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  FLCE_TRY(b.facts(self, problem, facts));
   facts->fused_row_bytes = PRODUCT_ROW_BYTES;
   facts->fused_tile_rows = PRODUCT_TILE_ROWS;
   facts->fused_writes_z = true;
   facts->bias_parts = WEIGHT_PARTS;
+  return FLCE_OK;
+}
+
+static flce_status plain_skipping_facts(void* self, const flce_problem* problem,
+                                        flce_facts* facts) {
+  FLCE_TRY(plain_facts(self, problem, facts));
+  facts->skips_rows = true;
+  facts->hidden_alignment = 8; /* H is not a multiple of it */
+  facts->gemm_f16 = true;      /* float16 is not widened */
+  return FLCE_OK;
+}
+
+void plain_fused(flce_backend* backend, bool skips) {
+  backend->facts = skips ? plain_skipping_facts : plain_facts;
   backend->fused_logits = plain_fused_logits;
   backend->fused_statistics = plain_fused_statistics;
   backend->grad_weight_gemm = plain_grad_weight_gemm;

@@ -513,7 +513,7 @@ static void test_refusals(void) {
                     .scalars = plan_buffer(&plan, FLCE_BUF_SCALARS),
                     .workspace = workspace(plan.forward_workspace_bytes)};
   int64_t before = flce_gemm_count();
-  flce_status status = flce_forward(&b, &s.problem, &plan, &t);
+  flce_status status = flce_forward(&b, NULL, &s.problem, &plan, &t);
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE && flce_gemm_count() == before,
         "a target out of range gives %s", flce_status_name(status));
   CHECK(strstr(flce_last_error(), "target[4] is 67: expected 0 <= target < 67"), "the sentence: %s",

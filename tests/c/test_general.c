@@ -81,7 +81,7 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
                             .loss_stride = 1,
                             .lse = s->upstream ? d->g_lse : NULL,
                             .entropy = s->upstream && s->entropy ? d->g_entropy : NULL};
-  CHECK_OK(b.row_coefficients(b.self, &view, &upstream,
+  CHECK_OK(b.row_coefficients(b.self, &view, NULL, &upstream,
                               flce_const_at(d->scalars, d->stat, FLCE_SCALAR_INV_DENOM), r->coef));
   if (pass == STATS) return;
   if (pass == GRADIENT) view.coef = r->coef;

@@ -308,7 +308,7 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
   if (pass == STATS) return;
   const void* unit = flce_const_at(d->scalars, d->stat, FLCE_SCALAR_INV_DENOM);
   flce_upstream upstream = {.loss = d->grad_output, .loss_stride = 1};
-  CHECK_OK(b.row_coefficients(b.self, &view, &upstream, unit, r->coef));
+  CHECK_OK(b.row_coefficients(b.self, &view, NULL, &upstream, unit, r->coef));
   if (pass == SCALED_EXP) {
     CHECK_OK(b.grad_rows(b.self, &view, kScale, false, false));
     return;
@@ -406,7 +406,7 @@ static void test_bad_rows(flce_dtype dtype) {
     double c = stat_of(&d, &r, FLCE_STAT_OFFSET, 3);
     CHECK(isfinite(c) && c > 0.0, "offset is %g, pass %d, " WHERE, c, pass, WHERE_VALUES(&s, 3));
     flce_store(d.scalars, d.stat, FLCE_SCALAR_WEIGHT_TOTAL, (double)s.vocab);
-    CHECK_OK(b.row_coefficients(b.self, &view, &(flce_upstream){0}, NULL, r.coef));
+    CHECK_OK(b.row_coefficients(b.self, &view, NULL, &(flce_upstream){0}, NULL, r.coef));
     CHECK(isnan(flce_load(r.coef, d.stat, 5)) && isnan(flce_load(r.coef, d.stat, 6)) &&
               flce_load(r.coef, d.stat, IGNORED_ROW) == 0.0,
           "coefficients of rows out of range");

@@ -7,11 +7,13 @@
 #include "cuda/common/row_status.cuh"
 
 /* Factors of a valid row; `i` is its position in the per-row vectors. `scale` is logit_scale /
- * temperature, without a temperature of the row's own. */
+ * temperature, without a temperature of the row's own. `elsewhere`: the target is another rank's
+ * class; the column that stands in for it has no one-hot term. */
 template <typename S>
 __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_upstream& upstream,
                                                 int64_t i, const RowStatistics<S>& stats, S factor,
-                                                S scale, S (&coef)[FLCE_COEF_ROWS]) {
+                                                S scale, bool elsewhere,
+                                                S (&coef)[FLCE_COEF_ROWS]) {
   const flce_loss& o = r.options;
   const S* scalars = (const S*)r.scalars;
   const S upstream_loss = upstream.loss ? ((const S*)upstream.loss)[i * upstream.loss_stride] : 1;
@@ -41,7 +43,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   if (!r.target) return;
   /* With r the factor of p: r p_y - k own, computed as k own (p_y - 1) + (k rest + others) p_y to
    * avoid cancellation where p_y is near 1. */
-  S target = k * (own * expm1(-stats.nll));
+  S target = k * (own * (elsewhere ? exp(-stats.nll) : expm1(-stats.nll)));
   if (rest != 0) target += k * (rest * exp(-stats.nll));
   if (others != 0) target += others * exp(-stats.nll);
   coef[FLCE_COEF_TARGET] = a * (stats.slope * target);
@@ -57,16 +59,17 @@ __device__ __forceinline__ RowStatistics<S> statistics_at(const flce_rows& r, in
 }
 
 /* Writes the factors of a row that is present; blank values if it is not valid, and then `stats` is
- * not read. Called by one thread. */
+ * not read. `elsewhere`: as in coefficients_of. Called by one thread. */
 template <typename S>
 __device__ __forceinline__ void write_coefficients(const flce_rows& r,
                                                    const flce_upstream& upstream, RowRef ref,
                                                    const RowStatistics<S>& stats, S factor, S scale,
-                                                   S* coef) {
+                                                   S* coef, bool elsewhere = false) {
   S values[FLCE_COEF_ROWS];
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) values[which] = blank_of<S>(ref);
-  if (ref.kind == kRowValid) coefficients_of(r, upstream, ref.at, stats, factor, scale, values);
+  if (ref.kind == kRowValid)
+    coefficients_of(r, upstream, ref.at, stats, factor, scale, elsewhere, values);
 #pragma unroll
   for (int which = 0; which < FLCE_COEF_ROWS; which++) {
     coef[which * r.stat_pitch + ref.at] = values[which];

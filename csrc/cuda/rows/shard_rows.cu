@@ -1,0 +1,183 @@
+/* The backend functions of a divided vocabulary: shard_targets, pack_statistics, merge_statistics
+ * and sum_partials. The merge of a row is in merge.h. */
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/reductions.cuh"
+#include "cuda/common/row_status.cuh"
+#include "cuda/common/vectors.cuh"
+#include "loss.h"
+#include "merge.h"
+
+enum { kThreads = 256, kPackWarps = 8 };
+
+__global__ void __launch_bounds__(kThreads)
+    shard_targets(const __grid_constant__ flce_shard_targets_args call) {
+  pdl_wait();
+  const int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i >= call.tokens) return;
+  const int64_t y = call.target[i], count = call.shard.count;
+  int64_t column = count > 0 ? y % count : 0; /* stands in for another rank's class */
+  if (flce_holds_class(&call.shard, y)) column = y - call.shard.first;
+  if (y < 0 || y >= call.classes) column = FLCE_SHARD_INVALID;
+  if (y == call.ignore_index) column = FLCE_SHARD_IGNORED;
+  call.out[i] = column;
+}
+
+flce_status cuda_shard_targets(void* self, const flce_shard_targets_args* call) {
+  if (call->tokens == 0) return FLCE_OK;
+  const int64_t blocks = ceil_div(call->tokens, kThreads);
+  FLCE_TRY(check_grid(blocks, "shard_targets"));
+  return launch_dependent(self, shard_targets, (unsigned)blocks, kThreads, "shard_targets", *call);
+}
+
+/* z + bias of a column of this rank. Called by a warp; every lane gets it. */
+template <typename T>
+__device__ __forceinline__ double logit_of(const flce_pack_args& call, flce_dtype stat, int64_t at,
+                                           int64_t column, int lane) {
+  const T* x = (const T*)call.x + at * call.hidden;
+  const T* w = (const T*)call.w + column * call.hidden;
+  double z = 0;
+  for (int64_t h = lane; h < call.hidden; h += kWarp) {
+    z += (double)to_stat(x[h]) * (double)to_stat(w[h]);
+  }
+  z = warp_sum(z);
+  return call.bias ? z + flce_stat_at(call.bias, stat, column) : z;
+}
+
+/* One warp for each row. `map` makes l of a logit, without the row's temperature: it does not
+ * change which is largest. */
+template <typename T>
+__global__ void __launch_bounds__(kPackWarps* kWarp)
+    pack_statistics(const __grid_constant__ flce_pack_args call,
+                    const __grid_constant__ flce_rows r, const flce_logit_map map) {
+  using S = stat_t<T>;
+  constexpr flce_dtype kStat = sizeof(S) == 8 ? FLCE_F64 : FLCE_F32;
+  pdl_wait();
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = (int64_t)blockIdx.x * kPackWarps + threadIdx.x / kWarp;
+  if (row >= r.rows) return;
+  const RowRef ref = row_ref_of(r, row);
+  if (ref.kind != kRowValid) return;
+  double parts[FLCE_PARTS] = {-INFINITY, -1, 0, 0, 0, -INFINITY, 0};
+  if (call.shard.count > 0) {
+    const S* stats = (const S*)r.stats + ref.at;
+    parts[FLCE_PART_LSE] = stats[FLCE_STAT_LSE * r.stat_pitch];
+    if (flce_holds_class(&call.shard, r.target[ref.at])) {
+      parts[FLCE_PART_NLL] = stats[FLCE_STAT_NLL * r.stat_pitch];
+    }
+    parts[FLCE_PART_ENTROPY] = stats[FLCE_STAT_ENTROPY * r.stat_pitch];
+    if (r.options.label_smoothing > 0) {
+      parts[FLCE_PART_GAP] = (double)((const S*)r.loss)[ref.at] * (double)call.shard.count;
+      parts[FLCE_PART_WEIGHT] = ((const S*)call.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
+    }
+    if (r.predictions) {
+      const int64_t column = r.predictions[ref.at];
+      const double z = map.inner_scale * logit_of<T>(call, kStat, ref.at, column, lane);
+      parts[FLCE_PART_TOP] = map.outer_scale * (map.curve == FLCE_TANH ? tanh(z) : z);
+      parts[FLCE_PART_COLUMN] = (double)(call.shard.first + column);
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < FLCE_PARTS; part++) {
+    if (lane == 0 && part < call.count) ((S*)call.parts)[part * r.rows + row] = (S)parts[part];
+  }
+}
+
+flce_status cuda_pack_statistics(void* self, const flce_pack_args* call) {
+  const flce_rows* r = call->rows;
+  if (r->rows == 0) return FLCE_OK;
+  const int64_t blocks = ceil_div(r->rows, kPackWarps);
+  FLCE_TRY(check_grid(blocks, "pack_statistics"));
+  const flce_logit_map map = flce_logit_map_of(&r->options, r->options.temperature);
+  FLCE_WITH_TYPE(call->dtype, T, {
+    FLCE_TRY(launch_dependent(self, pack_statistics<T>, (unsigned)blocks, kPackWarps * kWarp,
+                              "pack_statistics", *call, *r, map));
+  });
+  return FLCE_OK;
+}
+
+/* One thread for each row. */
+template <typename S>
+__global__ void __launch_bounds__(kThreads)
+    merge_statistics(const __grid_constant__ flce_merge_args given,
+                     const __grid_constant__ flce_rows r) {
+  constexpr flce_dtype kStat = sizeof(S) == 8 ? FLCE_F64 : FLCE_F32;
+  pdl_wait();
+  const int64_t row = (int64_t)blockIdx.x * kThreads + threadIdx.x;
+  if (row >= r.rows) return;
+  flce_merge_args call = given;
+  call.rows = &r; /* `given` has the host's address */
+  const RowRef ref = row_ref_of(r, row);
+  if (ref.kind == kRowAbsent) return;
+  if (ref.kind != kRowValid) {
+    write_blank(r, ref.at, blank_of<S>(ref));
+    return;
+  }
+  const flce_merged merged = flce_merge_row(&call, kStat, row);
+  const double lse = flce_part_at(&call, kStat, call.rank, FLCE_PART_LSE, row);
+  S* stats = (S*)r.stats + ref.at;
+  double inv_sum = 0, nll = merged.nll;
+  if (lse != -INFINITY) {
+    inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch] * exp(-flce_above_rank(&merged, lse));
+  } else { /* all l of this rank are -inf, or it has none: exp(l - 0) is 0 */
+    stats[FLCE_STAT_OFFSET * r.stat_pitch] = 0;
+  }
+  if (call.shard.count == 0) {
+    stats[FLCE_STAT_SLOPE * r.stat_pitch] = stats[FLCE_STAT_WEIGHT_SUM * r.stat_pitch] = 0;
+  } else if (!flce_holds_class(&call.shard, r.target[ref.at])) {
+    nll = flce_merged_nll(&merged, lse, stats[FLCE_STAT_NLL * r.stat_pitch]);
+  }
+  stats[FLCE_STAT_LSE * r.stat_pitch] = (S)(merged.largest + merged.above);
+  stats[FLCE_STAT_NLL * r.stat_pitch] = (S)nll;
+  stats[FLCE_STAT_INV_SUM * r.stat_pitch] = (S)inv_sum;
+  stats[FLCE_STAT_ENTROPY * r.stat_pitch] = r.wants_entropy ? (S)merged.entropy : (S)0;
+  ((S*)r.loss)[ref.at] = (S)flce_merged_loss(&r, kStat, ref.at, &merged);
+  if (r.predictions) r.predictions[ref.at] = merged.prediction;
+}
+
+flce_status cuda_merge_statistics(void* self, const flce_merge_args* call) {
+  const flce_rows* r = call->rows;
+  if (r->rows == 0) return FLCE_OK;
+  const int64_t blocks = ceil_div(r->rows, kThreads);
+  FLCE_TRY(check_grid(blocks, "merge_statistics"));
+  FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
+    FLCE_TRY(launch_dependent(self, merge_statistics<S>, (unsigned)blocks, kThreads,
+                              "merge_statistics", *call, *r));
+  });
+  return FLCE_OK;
+}
+
+/* One thread for 16 bytes of the sum; VECTOR false: for one element. */
+template <typename T, bool VECTOR>
+__global__ void __launch_bounds__(kThreads)
+    sum_partials(const __grid_constant__ flce_sum_partials_args call) {
+  constexpr int N = VECTOR ? kVec<T> : 1;
+  using S = stat_t<T>;
+  pdl_wait();
+  const int64_t first = ((int64_t)blockIdx.x * kThreads + threadIdx.x) * N;
+  if (first >= call.count) return;
+  S sum[N] = {};
+  for (int64_t rank = 0; rank < call.ranks; rank++) {
+    Vec<T, N> raw;
+    S term[N];
+    load_vec<true>((const T*)call.parts + rank * call.count + first, raw);
+    unpack(raw, term);
+#pragma unroll
+    for (int e = 0; e < N; e++) sum[e] += term[e];
+  }
+  Vec<T, N> out;
+  pack(sum, out);
+  store_vec((T*)call.out + first, out);
+}
+
+flce_status cuda_sum_partials(void* self, const flce_sum_partials_args* call) {
+  if (call->count == 0) return FLCE_OK;
+  FLCE_WITH_TYPE(call->dtype, T, {
+    const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->parts);
+    const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
+    FLCE_TRY(check_grid(blocks, "sum_partials"));
+    FLCE_TRY(launch_dependent(self, vector ? sum_partials<T, true> : sum_partials<T, false>,
+                              (unsigned)blocks, kThreads, "sum_partials", *call));
+  });
+  return FLCE_OK;
+}

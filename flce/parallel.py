@@ -1,0 +1,153 @@
+"""A vocabulary divided among ranks: `VocabParallel`, and the denominator of a loss over ranks."""
+
+import functools
+import typing
+
+import torch
+
+from . import validate
+
+
+class Shard(typing.NamedTuple):
+    """What a call needs of VocabParallel; its text is an argument of the operators. group: the
+    name of the process group. start, vocab: None if all ranks have as many rows of W."""
+
+    group: str
+    ranks: int
+    rank: int
+    start: int | None
+    vocab: int | None
+    sequence: bool
+    reduce_input_grad: bool
+
+    def place(self, rows):
+        """(this rank's first class, number of all classes) for `rows` rows of W on this rank."""
+        if self.vocab is None:
+            return self.rank * rows, self.ranks * rows
+        start = self.start
+        if start is None:
+            share = -(-self.vocab // self.ranks)  # as torch.chunk and DTensor divide
+            start = min(self.rank * share, self.vocab)
+            expected = min(share, self.vocab - start)
+            if rows != expected:
+                of = f"rows on rank {self.rank} of {self.ranks}, for {self.vocab} classes"
+                validate.refuse("linear_weight", f"{expected} {of}", rows)
+        if start + rows > self.vocab:
+            validate.refuse(
+                "linear_weight", f"at most {self.vocab - start} rows from class {start} on", rows
+            )
+        return start, self.vocab
+
+
+@functools.lru_cache(maxsize=64)
+def shard_of(text):
+    """The Shard whose text it is; None for None, and for a group of one rank."""
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        validate.refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
+    try:
+        group, *numbers = text.rsplit("|", 6)
+        ranks, rank, start, vocab, sequence, reduces = (
+            None if item == "-" else int(item) for item in numbers
+        )
+    except ValueError:
+        validate.refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
+    return Shard(group, ranks, rank, start, vocab, bool(sequence), bool(reduces))
+
+
+class VocabParallel:
+    """Divides the vocabulary of `flce.linear_cross_entropy` among the ranks of a group.
+
+    Every rank passes the rows of linear_weight and linear_bias for its own classes, and the same
+    input and target, whose classes count over all ranks; `weight`, a factor for each class, is
+    sharded as linear_weight or whole. Every rank gets the loss and the outputs of the whole
+    vocabulary, with the same bits, and the gradients of its own operands; the gradient of input is
+    summed over the ranks. All ranks have to make the same calls with the same options. The ranks'
+    shares may differ in size, and one may be empty (shape (0, H)).
+
+    Args:
+        group: a ProcessGroup, or a DeviceMesh of one dimension.
+        start, vocab: this rank's first class, and the number of all classes. Both None: all ranks
+            have as many classes, in the order of their ranks. start None: the classes are divided
+            as torch.chunk and DTensor's Shard(0) do.
+        sequence: input is this rank's share of the tokens, (N/T, ...) of T ranks, along its first
+            dimension, and so is its gradient; target, of the shape (N, ...), is that of all tokens.
+        reduce_input_grad: False leaves the gradient of input unsummed, for callers that sum it
+            (as Megatron's copy_to_tensor_model_parallel_region does).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or range, by name.
+    """
+
+    def __init__(self, group, start=None, vocab=None, sequence=False, reduce_input_grad=True):
+        import torch.distributed as dist
+
+        group = _process_group(group)
+        validate.check_flag("sequence", sequence)
+        validate.check_flag("reduce_input_grad", reduce_input_grad)
+        if vocab is not None:
+            validate.check_integer("vocab", vocab, 1)
+        if start is not None:
+            if vocab is None:
+                validate.refuse("vocab", "the number of all classes with start", None)
+            validate.check_integer("start", start, 0, vocab)
+        if sequence and not reduce_input_grad:
+            validate.refuse("reduce_input_grad", "True with sequence=True", False)
+        numbers = (dist.get_world_size(group), dist.get_rank(group), start, vocab)
+        numbers += (sequence, reduce_input_grad)
+        texts = ("-" if number is None else str(int(number)) for number in numbers)
+        self.text = "|".join((group.group_name, *texts))
+
+    def __repr__(self):
+        group, ranks, rank, *rest = shard_of(self.text)
+        rest = zip(("start", "vocab", "sequence", "reduce_input_grad"), rest, strict=True)
+        shown = "".join(f", {name}={value}" for name, value in rest)
+        return f"VocabParallel(group {group!r}, rank {rank} of {ranks}{shown})"
+
+    def __eq__(self, other):
+        return isinstance(other, VocabParallel) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+
+def _process_group(group):
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        expected = "torch.distributed initialised: call init_process_group first"
+        raise RuntimeError(f"vocab_parallel: expected {expected}")
+    from . import collectives  # noqa: F401  implements the operators that a call needs
+
+    if hasattr(group, "mesh_dim_names"):
+        if group.ndim != 1:
+            validate.refuse("group", "a DeviceMesh of one dimension", f"{group.ndim} dimensions")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        expected = "a ProcessGroup or a DeviceMesh"
+        validate.refuse("group", expected, type(group).__name__, TypeError)
+    if dist.get_rank(group) < 0:
+        validate.refuse("group", "a group that this rank belongs to", group.group_name)
+    return group
+
+
+def text_of(vocab_parallel):
+    """The text of a VocabParallel, as the operators take it."""
+    return getattr(vocab_parallel, "text", vocab_parallel)
+
+
+def whole_class_weight(weight, shard, rows):
+    """`weight` for all classes, from this rank's, of which there are `rows`, or from all."""
+    if weight is None:
+        return None
+    from torch.distributed import _functional_collectives as functional
+
+    start, classes = shard.place(rows)
+    if weight.shape == (classes,):
+        return weight
+    validate.check_shape("weight", weight, (rows,), f" for this rank's classes, or ({classes},)")
+    # Sums of one number and zeros are exact in any order.
+    whole = weight.new_zeros(classes)
+    whole[start : start + rows] = weight.detach()
+    return functional.wait_tensor(functional.all_reduce(whole, "sum", shard.group))

@@ -1,0 +1,366 @@
+/* A divided vocabulary: ranks are threads, their collectives copy memory. Every rank's results
+ * against the definition of the whole vocabulary, and the bits of the ranks against each other. */
+#include "engine_case.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_RANKS = 8 };
+
+/* What the ranks share: a barrier that fails once a rank has ended, and the buffers sent. */
+typedef struct group {
+  int ranks;
+  pthread_mutex_t mutex;
+  pthread_cond_t all_here;
+  int waiting, rounds, ended;
+  const char* sent[FLCE_SLOTS][MOST_RANKS];
+  int64_t bytes[MOST_RANKS];
+  _Atomic int unequal; /* collectives whose sizes differ between ranks */
+} group;
+
+typedef struct member {
+  group* all;
+  int rank;
+  int in_flight[FLCE_SLOTS];
+  int collectives;
+} member;
+
+static bool meet(group* all) {
+  pthread_mutex_lock(&all->mutex);
+  int round = all->rounds;
+  if (++all->waiting == all->ranks) {
+    all->waiting = 0;
+    all->rounds++;
+    pthread_cond_broadcast(&all->all_here);
+  }
+  while (round == all->rounds && all->ended == 0) pthread_cond_wait(&all->all_here, &all->mutex);
+  bool met = round != all->rounds;
+  pthread_mutex_unlock(&all->mutex);
+  return met;
+}
+
+static void end(group* all) {
+  pthread_mutex_lock(&all->mutex);
+  all->ended++;
+  pthread_cond_broadcast(&all->all_here);
+  pthread_mutex_unlock(&all->mutex);
+}
+
+/* Both ends of a collective wait for all ranks: no rank may change what another still reads. */
+static flce_status copy_blocks(member* own, flce_slot slot, char* recv, const void* send,
+                               int64_t bytes, int64_t stride) {
+  group* all = own->all;
+  all->sent[slot][own->rank] = send;
+  all->bytes[own->rank] = bytes;
+  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended before a collective");
+  for (int r = 0; r < all->ranks; r++) {
+    if (all->bytes[r] != bytes) atomic_fetch_add(&all->unequal, 1);
+    memcpy(recv + r * bytes, all->sent[slot][r] + own->rank * stride, (size_t)bytes);
+  }
+  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended in a collective");
+  own->in_flight[slot]++;
+  own->collectives++;
+  return FLCE_OK;
+}
+
+static flce_status gather(void* self, flce_slot slot, void* recv, const void* send, int64_t bytes) {
+  member* own = self;
+  if (own->in_flight[slot] > 0) return flce_fail(FLCE_DEVICE_ERROR, "the slot is taken");
+  return copy_blocks(own, slot, recv, send, bytes, 0);
+}
+
+static flce_status exchange(void* self, flce_slot slot, void* recv, const void* send,
+                            int64_t bytes) {
+  member* own = self;
+  if (own->in_flight[slot] > 0) return flce_fail(FLCE_DEVICE_ERROR, "the slot is taken");
+  return copy_blocks(own, slot, recv, send, bytes, bytes);
+}
+
+static flce_status wait_for(void* self, flce_slot slot) {
+  member* own = self;
+  if (own->in_flight[slot] != 1) return flce_fail(FLCE_DEVICE_ERROR, "nothing to wait for");
+  own->in_flight[slot] = 0;
+  return FLCE_OK;
+}
+
+/* One rank's call: its setting and its view of the model. */
+typedef struct rank_call {
+  member own;
+  flce_comm comm;
+  setting s;
+  model m;
+  run r;
+} rank_call;
+
+static void* run_rank(void* context) {
+  rank_call* call = context;
+  call->r = run_all(&call->s, &call->m, 1);
+  end(call->own.all);
+  return NULL;
+}
+
+static void* elements(void* data, flce_dtype dtype, int64_t count) {
+  return (char*)data + count * flce_size_of(dtype);
+}
+
+/* The setting of a rank with the rows [first, end) of W, and the model from these rows on. */
+static void open_rank(rank_call* call, group* all, int rank, const setting* s, const model* m,
+                      int64_t first, int64_t end) {
+  const flce_problem* p = &s->problem;
+  int64_t cols = flce_grad_weight_cols(p);
+  *call = (rank_call){.own = {.all = all, .rank = rank}, .s = *s, .m = *m};
+  call->comm = (flce_comm){&call->own, gather, exchange, wait_for};
+  flce_problem* own = &call->s.problem;
+  own->ranks = all->ranks;
+  own->rank = rank;
+  own->classes = p->vocab;
+  own->first_class = first < p->vocab ? first : p->vocab;
+  own->weight_rows = end - first;
+  own->vocab = (end < p->vocab ? end : p->vocab) - own->first_class;
+  call->s.comm = &call->comm;
+  int64_t rows = flce_input_rows(own);
+  if (own->scatters_input) call->m.x = elements(m->x, p->input_dtype, rank * rows * p->hidden);
+  call->m.w = elements(m->w, p->weight_dtype, first * p->hidden);
+  call->m.bias = elements(m->bias, p->bias_dtype, first);
+  call->m.start = elements(m->start, p->added_dtype, first * cols);
+  call->m.dw = m->dw + first * cols, call->m.dw_size = m->dw_size + first * cols;
+  call->m.db = m->db + first, call->m.db_size = m->db_size + first;
+  if (own->scatters_input) {
+    call->m.dx = m->dx + rank * rows * p->hidden;
+    call->m.dx_size = m->dx_size + rank * rows * p->hidden;
+  }
+}
+
+/* dX of a rank; with keeps_partial it is a term of the sum. */
+static void check_input(const rank_call* calls, int rank, int ranks, const model* m) {
+  const rank_call* call = &calls[rank];
+  const flce_problem* p = &call->s.problem;
+  flce_dtype dtype = call->r.plan.grad_input_dtype;
+  int64_t count = flce_input_rows(p) * p->hidden;
+  if (!p->keeps_partial || rank > 0) {
+    if (!p->keeps_partial)
+      compare(&call->s, &call->r, "dX", call->r.t.grad_input, dtype, call->m.dx, call->m.dx_size,
+              count);
+    return;
+  }
+  void* sum = test_buffer(FLCE_F64, count);
+  for (int64_t k = 0; k < count; k++) {
+    double value = 0.0;
+    for (int r = 0; r < ranks; r++) value += flce_load(calls[r].r.t.grad_input, dtype, k);
+    flce_store(sum, FLCE_F64, k, value);
+  }
+  compare(&call->s, &call->r, "dX", sum, FLCE_F64, m->dx, m->dx_size, count);
+  free(sum);
+}
+
+static void check_rank(const rank_call* calls, int rank, int ranks, const model* m) {
+  const rank_call* call = &calls[rank];
+  const setting* s = &call->s;
+  const flce_problem* p = &s->problem;
+  const run* r = &call->r;
+  const flce_plan* plan = &r->plan;
+  char text[700];
+  describe(s, r, text, sizeof text);
+  CHECK(r->status == FLCE_OK, "rank %d of %d: status %s, %s", rank, ranks,
+        flce_status_name(r->status), text);
+  if (r->status != FLCE_OK) return;
+  CHECK(call->own.collectives == calls[0].own.collectives, "rank %d ran %d collectives, 0 %d, %s",
+        rank, call->own.collectives, calls[0].own.collectives, text);
+  int64_t rows = p->reduction == FLCE_NONE ? p->tokens : 1;
+  int64_t cols = flce_grad_weight_cols(p);
+  compare(s, r, "loss", r->t.loss, stat_of(s), m->loss, m->loss_size, rows);
+  CHECK(test_same(r->t.loss, calls[0].r.t.loss, rows * flce_size_of(stat_of(s))),
+        "rank %d has other bits of the loss, %s", rank, text);
+  if (r->t.predictions)
+    CHECK(test_same(r->t.predictions, calls[0].r.t.predictions, p->tokens * 8),
+          "rank %d has other predictions, %s", rank, text);
+  if (p->want_grad_input && p->tokens > 0) check_input(calls, rank, ranks, m);
+  int64_t classes = p->adds_grad_weight ? p->vocab : p->weight_rows;
+  if (p->want_grad_weight && classes > 0)
+    compare(s, r, "dW", r->t.grad_weight, plan->grad_weight_dtype, call->m.dw, call->m.dw_size,
+            classes * cols);
+  if (p->want_grad_bias && p->weight_rows > 0)
+    compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, call->m.db, call->m.db_size,
+            p->weight_rows);
+}
+
+/* Runs the setting on ranks whose rows of W end at `ends`. */
+static void run_ranks(const setting* s, const model* m, int ranks, const int64_t* ends) {
+  group all = {
+      .ranks = ranks, .mutex = PTHREAD_MUTEX_INITIALIZER, .all_here = PTHREAD_COND_INITIALIZER};
+  rank_call calls[MOST_RANKS];
+  pthread_t threads[MOST_RANKS];
+  for (int r = 0; r < ranks; r++)
+    open_rank(&calls[r], &all, r, s, m, r > 0 ? ends[r - 1] : 0, ends[r]);
+  for (int r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run_rank, &calls[r]);
+  for (int r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
+  CHECK(all.unequal == 0, "%d blocks of a collective differ in size", all.unequal);
+  for (int r = 0; r < ranks; r++) check_rank(calls, r, ranks, m);
+  for (int r = 0; r < ranks; r++) free_run(&calls[r].r);
+}
+
+/* Equal shards, as torch.chunk makes them, and uneven ones with empty ranks. */
+static void test_ranks(const setting* s) {
+  int64_t rows = s->problem.weight_rows;
+  model m = make_model(s);
+  for (int kind = 0; kind < 3; kind++) {
+    setting kernel = *s;
+    kernel.fused = kind > 0, kernel.skips = kind > 1;
+    for (int ranks = 2; ranks <= MOST_RANKS; ranks += ranks == 2 ? 1 : ranks == 3 ? 1 : 4) {
+      int64_t ends[MOST_RANKS], share = (rows + ranks - 1) / ranks;
+      if (s->problem.scatters_input && s->problem.tokens % ranks != 0) continue;
+      for (int r = 0; r < ranks; r++) ends[r] = (r + 1) * share < rows ? (r + 1) * share : rows;
+      run_ranks(&kernel, &m, ranks, ends);
+      for (int r = 0; r < ranks; r++)
+        ends[r] = r == ranks - 1 || 5 * r * r > rows ? rows : 5 * r * r;
+      run_ranks(&kernel, &m, ranks, ends);
+    }
+  }
+  free_model(&m);
+}
+
+static void test_saves(void) {
+  const flce_dtype dtypes[] = {FLCE_F64, FLCE_F32, FLCE_BF16, FLCE_F16};
+  const flce_save saves[] = {FLCE_SAVE_NOTHING, FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
+  for (int d = 0; d < 4; d++)
+    for (int k = 0; k < 4; k++) {
+      setting s = make_setting(dtypes[d], saves[k]);
+      s.problem.has_class_weight = k % 2 == d % 2;
+      if (saves[k] == FLCE_SAVE_NOTHING)
+        s.problem.want_grad_input = s.problem.want_grad_weight = s.problem.want_grad_bias = false;
+      test_ranks(&s);
+      s.problem.max_memory = 6 * 64 * 8; /* several chunks */
+      test_ranks(&s);
+    }
+}
+
+static void test_options(void) {
+  const flce_save saves[] = {FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
+  for (int k = 0; k < 3; k++)
+    for (int options = 0; options < 24; options++) {
+      setting s = make_setting(options % 2 ? FLCE_F64 : FLCE_F32, saves[k]);
+      flce_problem* p = &s.problem;
+      p->reduction = k == 1 ? FLCE_SUM : (flce_reduction)(options % 3);
+      p->has_class_weight = options & 1;
+      p->has_bias = p->want_grad_bias = !(options & 2);
+      p->wants_entropy = options & 4;
+      p->wants_predictions = options & 8;
+      p->wants_statistics = true;
+      if (options >= 6) p->loss.label_smoothing = 0.2;
+      if (options % 5 == 1) p->loss.softcap = 3.0;
+      if (options % 5 == 2) p->loss.logit_scale = -1.5, p->loss.temperature = 0.7;
+      if (options % 4 == 3) p->loss.z_loss = 0.1;
+      s.token_weight = options % 3 == 1;
+      s.temperature = p->has_temperature = options % 3 == 2;
+      s.num_items = p->reduction == FLCE_MEAN && options % 2;
+      s.upstream = k != 1;
+      p->weight_rows = options % 7 == 0 ? 71 : 67;
+      test_ranks(&s);
+    }
+}
+
+static void test_edges(void) {
+  for (int k = 0; k < 6; k++) {
+    setting s = make_setting(FLCE_F32, k % 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS);
+    s.std = k < 2 ? 40.0 : 2.0; /* the largest logit is far from the target's */
+    s.peaked = k == 2 || k == 3;
+    s.all_ignored = k == 4;
+    if (k == 5) s.problem.tokens = s.problem.rows = 0;
+    test_ranks(&s);
+  }
+}
+
+static void test_input(void) {
+  for (int k = 0; k < 8; k++) {
+    setting s =
+        make_setting(k % 2 ? FLCE_BF16 : FLCE_F32, k & 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS);
+    s.problem.tokens = s.problem.rows = 24;
+    s.problem.scatters_input = k & 4;
+    s.problem.keeps_partial = !(k & 4);
+    test_ranks(&s);
+    if (k & 4) continue;
+    s.problem.keeps_partial = false;
+    s.problem.adds_grad_weight = s.problem.save == FLCE_SAVE_STATS;
+    s.problem.added_dtype = FLCE_F32;
+    test_ranks(&s);
+  }
+}
+
+/* All logits of a rank are -inf: its probabilities are 0, the others' are as without it. */
+static void test_hidden_shard(void) {
+  for (int k = 0; k < 6; k++) {
+    const flce_save saves[] = {FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
+    setting s = make_setting(FLCE_F32, saves[k % 3]);
+    s.problem.wants_entropy = s.problem.wants_predictions = k > 2;
+    model m = make_model(&s);
+    for (int64_t i = 0; i < s.problem.tokens; i++)
+      if (m.target[i] != IGNORE_INDEX) m.target[i] %= 40;
+    for (int64_t j = 40; j < 67; j++) flce_store(m.bias, FLCE_F32, j, -INFINITY);
+    setting whole = s;
+    run one = run_all(&whole, &m, 1);
+    const int64_t ends[] = {40, 67};
+    group all = {
+        .ranks = 2, .mutex = PTHREAD_MUTEX_INITIALIZER, .all_here = PTHREAD_COND_INITIALIZER};
+    rank_call calls[2];
+    pthread_t threads[2];
+    for (int r = 0; r < 2; r++) open_rank(&calls[r], &all, r, &s, &m, r ? ends[0] : 0, ends[r]);
+    for (int r = 0; r < 2; r++) pthread_create(&threads[r], NULL, run_rank, &calls[r]);
+    for (int r = 0; r < 2; r++) pthread_join(threads[r], NULL);
+    for (int r = 0; r < 2; r++) {
+      double loss = flce_load(calls[r].r.t.loss, FLCE_F32, 0);
+      double expected = flce_load(one.t.loss, FLCE_F32, 0);
+      CHECK(test_close(loss, expected, 1e-5 * expected), "loss %g, expected %g", loss, expected);
+      for (int64_t i = 0; i < s.problem.tokens * s.problem.hidden; i++) {
+        double value = flce_load(calls[r].r.t.grad_input, FLCE_F32, i);
+        double exact = flce_load(one.t.grad_input, FLCE_F32, i);
+        CHECK(test_close(value, exact, 1e-5), "dX[%lld] %g, expected %g", (long long)i, value,
+              exact);
+      }
+      free_run(&calls[r].r);
+    }
+    free_run(&one);
+    free_model(&m);
+  }
+}
+
+static void test_refusals(void) {
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_plan plan;
+  flce_cpu_backend(&cpu, &b);
+  setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
+  flce_problem* p = &s.problem;
+  p->ranks = 2, p->classes = 130, p->first_class = 67;
+  CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
+            strstr(flce_last_error(), "vocab_parallel: expected classes of the 130"),
+        "classes beyond the end: %s", flce_last_error());
+  p->first_class = 63, p->scatters_input = true;
+  CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
+            strstr(flce_last_error(), "multiple of the 2 ranks"),
+        "an odd number of tokens: %s", flce_last_error());
+  p->scatters_input = false, p->rank = 2;
+  CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
+            strstr(flce_last_error(), "rank: expected 0 to 1, got 2"),
+        "a rank too high: %s", flce_last_error());
+  p->rank = 1;
+  CHECK_OK(flce_plan_call(&b, p, &plan));
+  flce_tensors none = {.workspace = workspace(plan.forward_workspace_bytes)};
+  CHECK(flce_forward(&b, NULL, p, &plan, &none) == FLCE_INVALID_ARGUMENT &&
+            strstr(flce_last_error(), "comm: expected the collectives of 2 ranks"),
+        "no collectives: %s", flce_last_error());
+  free(none.workspace);
+}
+
+int main(void) {
+  test_seed(8);
+  test_saves();
+  test_options();
+  test_edges();
+  test_input();
+  test_hidden_shard();
+  test_refusals();
+  return test_verdict();
+}
