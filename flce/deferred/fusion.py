@@ -87,6 +87,10 @@ class Fusion:
         """Whether a head that is called now defers."""
         return self._is_attached and (self._when == "always" or any(self._label_stack))
 
+    def loss_is_inside(self):
+        """Whether the model's forward computes the loss, as it does with labels."""
+        return self._when == "labels"
+
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
         for name, module in found:

@@ -59,6 +59,12 @@ def _modules_of(sources):
     return list(found.values())
 
 
+def enclosing_modules(sources):
+    """What the model calls for the outputs of the sources, as far as that is fused."""
+    states = [source.linear.__dict__.get("_flce_linear") for source in sources]
+    return [state.enclosing for state in states if state is not None]
+
+
 def call_through(sources, work):
     """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
     these must not be called (`_modules_of`)."""
