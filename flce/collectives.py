@@ -4,7 +4,6 @@ for; `slot` is its number among those in flight."""
 
 import threading
 
-import torch
 import torch.distributed as dist
 
 from .autograd import library

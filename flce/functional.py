@@ -235,9 +235,9 @@ def linear_cross_entropy(
         valid_vocab=valid_vocab, valid_bound=valid_bound, accum_dtype=accum_dtype,
         logits_dtype=logits_dtype, save=save, max_memory=max_memory,
         accumulate_into=accumulate_into, gradient=gradient, gradient_eps=gradient_eps,
-        vocab_parallel=vocab_parallel, gradient_seed=gradient_seed, return_lse=return_lse, return_entropy=return_entropy,
-        return_accuracy=return_accuracy, return_predictions=return_predictions,
-        return_z_loss=return_z_loss,
+        vocab_parallel=vocab_parallel, gradient_seed=gradient_seed, return_lse=return_lse,
+        return_entropy=return_entropy, return_accuracy=return_accuracy,
+        return_predictions=return_predictions, return_z_loss=return_z_loss,
     )  # fmt: skip
     if options is not None:
         validate.check_tensor("linear_weight", linear_weight)

@@ -3,8 +3,6 @@
 import functools
 import typing
 
-import torch
-
 from . import validate
 
 

@@ -221,20 +221,34 @@ def check_rows(name, tensor):
         refuse(name, "at least one dimension", "a 0-d tensor")
 
 
+def _shown_shape(parameter):
+    """The shape of a parameter in a refusal, with the remedy where it is that of a partitioned
+    one."""
+    shape = tuple(parameter.shape)
+    if shape != (0,):
+        return shape
+    return (
+        f"{shape}, as DeepSpeed's ZeRO-3 leaves a parameter outside of its Module's hooks: call "
+        "the Module (flce.LinearCrossEntropyHead, or the model after flce.fuse), or enter "
+        "deepspeed.zero.GatheredParameters around forward and backward"
+    )
+
+
 def check_head(input, linear_weight, linear_bias, least=1):
     """Checks shapes (V, H), (V,) or None, dtypes and devices against those of input (..., H).
     `least`: of V."""
     check_float("linear_weight", linear_weight.dtype)
     if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
         expected = f"shape (V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
-        refuse("linear_weight", expected, tuple(linear_weight.shape))
+        refuse("linear_weight", expected, _shown_shape(linear_weight))
     vocab, hidden = linear_weight.shape
     if vocab < least or hidden < 1:
         refuse("linear_weight", "at least one row and column", tuple(linear_weight.shape))
     check_same_device("linear_weight", linear_weight, "input", input)
     if linear_bias is not None:
         check_float("linear_bias", linear_bias.dtype)
-        check_shape("linear_bias", linear_bias, (vocab,))
+        if linear_bias.shape != (vocab,):
+            refuse("linear_bias", f"shape ({vocab},)", _shown_shape(linear_bias))
         check_same_device("linear_bias", linear_bias, "input", input)
 
 

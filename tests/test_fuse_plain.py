@@ -317,6 +317,16 @@ def test_a_shell_tells_its_shape_without_logits():
         assert not handle.reads
 
 
+def test_what_changes_nothing_returns_the_same_object():
+    model = Model()
+    with flce.fuse(model, strict=True) as handle:
+        deferred = model(IDS, labels=IDS)[1]
+        for z in (deferred, torch.zeros(deferred.shape, dtype=deferred.dtype)):
+            assert z.double() is z and z.to(z) is z and z.contiguous() is z
+            assert z.clone() is not z and z.view(z.shape) is not z
+        assert not handle.reads
+
+
 def test_a_custom_function_gets_its_gradient():
     compare(Model(double, Exponential.apply))
 

@@ -31,6 +31,8 @@ def sparse(*shape, **options):
     return lambda device: torch.ones(*shape, device=device, **options).to_sparse()
 
 
+# What ZeRO-3 leaves of a parameter.
+PARTITIONED = ["(0,)", "ZeRO-3", "flce.LinearCrossEntropyHead", "flce.fuse", "GatheredParameters"]
 # Argument, its value, the error, and what the message contains besides the argument's name.
 REFUSALS = [
     ("input", ones(TOKENS, HIDDEN, dtype=torch.int64), TypeError, ["float32", "int64"]),
@@ -47,6 +49,8 @@ REFUSALS = [
     ("linear_weight", ones(VOCAB, HIDDEN + 1), ValueError, [f"(V, {HIDDEN})", f"{HIDDEN + 1})"]),
     ("linear_weight", ones(VOCAB), ValueError, ["(V, ", f"({VOCAB},)"]),
     ("linear_weight", ones(0, HIDDEN), ValueError, [f"(0, {HIDDEN})"]),
+    ("linear_weight", ones(0), ValueError, [f"(V, {HIDDEN})", *PARTITIONED]),
+    ("linear_bias", ones(0), ValueError, [f"({VOCAB},)", *PARTITIONED]),
     ("linear_weight", ones(VOCAB, HIDDEN, dtype=torch.int8), TypeError, ["float32", "int8"]),
     (
         "linear_weight",

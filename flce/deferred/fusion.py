@@ -6,8 +6,8 @@ import inspect
 import warnings
 import weakref
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from .. import validate
 from ..options import OPTIONS, completed, defaults
@@ -87,6 +87,10 @@ class Fusion:
         """Whether a head that is called now defers."""
         return self._is_attached and (self._when == "always" or any(self._label_stack))
 
+    def loss_is_inside(self):
+        """Whether the model's forward computes the loss, as it does with labels."""
+        return self._when == "labels"
+
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
         for name, module in found:
@@ -103,13 +107,11 @@ class Fusion:
                 self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, positions, model, args, kwargs):
-        given = [value for name, value in kwargs.items() if _is_label(name)]
-        given += [args[i] for i in positions if i < len(args)]
         if model is self.model:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
-        if not self._label_stack and not torch.compiler.is_compiling():
+        if not self._label_stack and not is_compiling():
             self._calls_before = self._head_calls["eager"]
-        self._label_stack.append(any(value is not None for value in given))
+        self._label_stack.append(_has_labels(positions, args, kwargs))
 
     def _end(self, model, args, output):
         # Empty if a pre-hook before `_begin` raised.
@@ -117,7 +119,7 @@ class Fusion:
         # output is None where the forward raised. What a compiled graph calls is not counted.
         if not had_labels or self._label_stack or output is None:
             return
-        if torch.compiler.is_compiling() or self._head_calls["traced"]:
+        if is_compiling() or self._head_calls["traced"]:
             return
         if self._head_calls["eager"] == self._calls_before:
             names = ", ".join(name for name, _, _ in self._attached)
@@ -126,7 +128,10 @@ class Fusion:
 
     def note_call(self):
         """A head is called with labels."""
-        self._note("_head_calls", "traced" if torch.compiler.is_compiling() else "eager")
+        if is_compiling():
+            self.note_traced("_head_calls", "traced")
+        else:
+            self._head_calls["eager"] += 1
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -157,7 +162,7 @@ class Fusion:
         self._note("reads", name)
 
     def _note(self, counter, key):
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self.note_traced(counter, key)
         else:
             self._count(counter, key)
@@ -182,7 +187,7 @@ class Fusion:
         if self._strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
         is_first = reason not in self.fallbacks
-        if is_first or not torch.compiler.is_compiling():
+        if is_first or not is_compiling():
             self.fallbacks[reason] += 1
         if is_first:
             warnings.warn(
@@ -199,6 +204,16 @@ def _nothing():
 
 def _is_label(name):
     return name == "labels" or name.endswith("_labels")
+
+
+def _has_labels(positions, args, kwargs):
+    for i in positions:
+        if i < len(args) and args[i] is not None:
+            return True
+    for name, value in kwargs.items():
+        if value is not None and _is_label(name):
+            return True
+    return False
 
 
 def _callers(model, modules):

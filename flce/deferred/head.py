@@ -6,6 +6,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from .. import validate
 from . import proxies, reentry, steps
@@ -67,13 +68,13 @@ class _Deferring(_Reentrant):
 
     def __call__(self, *args, **kwargs):
         # torch.compile inlines forward without __call__ where there are no hooks.
-        if len(args) == 1 and not torch.compiler.is_compiling():
+        if len(args) == 1 and not is_compiling():
             if _try_to_defer(self, args, kwargs):
                 return _deferred(self, args[0], proxies.DeferredLogits)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        if len(args) == 1 and torch.compiler.is_compiling() and _try_to_defer(self, args, kwargs):
+        if len(args) == 1 and is_compiling() and _try_to_defer(self, args, kwargs):
             return _deferred(self, args[0], proxies.TracedLogits)
         return super().forward(*args, **kwargs)
 
@@ -100,7 +101,7 @@ def _try_to_defer(linear, args, kwargs):
     if kwargs or not fusion.is_on():
         return False
     fusion.note_call()
-    if getattr(linear, "_is_replica", False):
+    if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     if not is_standard_linear(linear):
         fusion.fall_back("the head's forward was replaced")
@@ -129,28 +130,28 @@ DATA_PARALLEL = (
 
 
 def _deferred(linear, x, proxy):
-    weight = linear.weight
-    bias = linear.bias
+    weight, bias = linear.weight, linear.bias
     grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     grad = torch.is_grad_enabled() and grad
     device = x.device if weight.is_meta else weight.device
-    call = HeadCall(linear._flce_linear.fusion, proxy, device, grad, _watched(linear, x))
+    watched = _watched(linear, x, weight, bias)
+    call = HeadCall(linear._flce_linear.fusion, proxy, device, grad, watched)
     shape = (*x.shape[:-1], linear.out_features)
     record = steps.Record((steps.Source(linear, x),), (), shape, call.context.product_dtype(x))
     return proxy(Node(call, record))
 
 
-def _watched(linear, x):
-    """What has to be unchanged when the logits are made. Hooks may gather the weight, which
-    changes it, so only that of a head without hooks is watched."""
-    if torch.compiler.is_compiling() or x.is_inference():
-        return ()
-    watched, weight = [(x, None, None)], linear.weight
+def _watched(linear, x, weight, bias):
+    """What has to be unchanged when the logits are made, as a Context has it. Hooks may gather the
+    weight, which changes it, so only that of a head without hooks is watched."""
+    if is_compiling() or x.is_inference():
+        return []
+    watched = [(x, x._version, None, None)]
     is_plain = type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_inference()
     if is_plain and not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-        watched.append((weight, linear, "weight"))
-        if linear.bias is not None:
-            watched.append((linear.bias, linear, "bias"))
+        watched.append((weight, weight._version, linear, "weight"))
+        if bias is not None:
+            watched.append((bias, bias._version, linear, "bias"))
     return watched
 
 

@@ -46,9 +46,9 @@ def _fused(node, target, cuts_weight, options, logits_function):
     def run(sources):
         if reason := unfit(sources) or _unserved(sources, chosen):
             call.fusion.fall_back(reason)
-            return logits_function(steps.replayed(record._replace(sources=sources), real_logits))
+            return logits_function(steps.replayed(record.from_sources(sources), real_logits))
         dtype = call.context.product_dtype(sources[0].x)
-        made = record._replace(sources=sources)
+        made = record.from_sources(sources)
         x, weight, bias, derived = steps.operands(made, dtype, cuts_weight)
         output = linear_cross_entropy(
             x, weight, target, linear_bias=bias, **derived, **options, **chosen
@@ -91,7 +91,7 @@ def cross_entropy(node, args, kwargs):
 
 
 def _is_known(shape, target, weight, given):
-    is_old = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    is_old = given.get("size_average") is not None or given.get("reduce") is not None
     if is_old or given.get("reduction", "mean") not in _REDUCTIONS or not is_real_tensor(target):
         return False
     if weight is not None and (not is_real_tensor(weight) or weight.requires_grad):

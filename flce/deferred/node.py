@@ -4,6 +4,7 @@ import contextlib
 import copy
 
 import torch
+from torch.compiler import is_compiling
 
 from . import steps
 from .reentry import call_through
@@ -16,11 +17,11 @@ class Context:
     same then; Module and name are None for x, and where the tensor is an attribute otherwise.
     """
 
-    def __init__(self, device_type, watched=()):
+    def __init__(self, device_type, watched):
         self.grad = torch.is_grad_enabled()
         self.device_type = device_type
         self.autocast = self._autocast()
-        self.watched = [(tensor, tensor._version, *owner) for tensor, *owner in watched]
+        self.watched = watched
 
     def _autocast(self):
         enabled = torch.is_autocast_enabled(self.device_type)
@@ -60,8 +61,9 @@ def _is_replaced(tensor, module, name):
     """Whether the attribute is another plain tensor by now; sharded and offloaded ones are made
     whole by the hooks of an enclosing Module."""
     current = None if module is None else getattr(module, name)
-    is_plain = type(current) in (torch.nn.Parameter, torch.Tensor) and not current.is_meta
-    return is_plain and current is not tensor
+    if current is None or current is tensor:
+        return False
+    return type(current) in (torch.nn.Parameter, torch.Tensor) and not current.is_meta
 
 
 class HeadCall:
@@ -156,7 +158,7 @@ class Node:
         """The real value, from the head on."""
 
         def run(sources):
-            return steps.replayed(self.record._replace(sources=sources), real_logits)
+            return steps.replayed(self.record.from_sources(sources), real_logits)
 
         return call_through(self.record.sources, run)
 
@@ -197,6 +199,6 @@ def node_of(value):
 
 def name_of(function):
     """The name of a torch function in messages."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return function.__name__  # resolve_name is not traced
     return torch.overrides.resolve_name(function) or str(function)

@@ -8,6 +8,7 @@ import numbers
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_compiling
 
 from . import forms, steps
 from .loss import cross_entropy, logsumexp
@@ -31,19 +32,22 @@ def _then(node, kind, value, replay, dtype=None, classes=None):
 @_handles(torch.Tensor.mul, torch.mul, torch.multiply, torch.Tensor.multiply)
 @_handles(torch.Tensor.__mul__, torch.Tensor.__rmul__)  # under torch.compile
 def _multiply(node, args, kwargs):
-    if kwargs or len(args) != 2 or not steps.is_scale(args[1], node.record.steps):
+    if kwargs or len(args) != 2 or not steps.is_number(args[1]):
         return NotImplemented
-    factor = float(args[1])
-    return _then(node, steps.SCALE, factor, lambda z: z * args[1])
+    if not steps.is_scale(args[1], node.record.steps):
+        return NotImplemented
+    return _then(node, steps.SCALE, float(args[1]), lambda z: z * args[1])
 
 
 @_handles(torch.Tensor.div, torch.div, torch.true_divide, torch.Tensor.true_divide)
 @_handles(torch.Tensor.__truediv__)
 def _divide(node, args, kwargs):
-    is_usable = not kwargs and len(args) == 2 and steps.is_scale(args[1], node.record.steps)
-    if not is_usable or not steps.is_scale(1 / args[1], node.record.steps):
+    if kwargs or len(args) != 2 or not steps.is_number(args[1]):
         return NotImplemented
-    return _then(node, steps.SCALE, 1 / float(args[1]), lambda z: z / args[1])
+    divisor = float(args[1])
+    if divisor == 0 or not steps.is_scale(1 / divisor, node.record.steps):
+        return NotImplemented
+    return _then(node, steps.SCALE, 1 / divisor, lambda z: z / args[1])
 
 
 @_handles(torch.Tensor.tanh, torch.tanh)
@@ -98,11 +102,11 @@ def _add_product(node, other):
     return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
 
 
-def _cast(node, dtype):
+def _cast(proxy, node, dtype):
     """Casts of the logits become casts of the loss, which is computed in float32 at least. A cast
-    to float64 asks for more."""
+    to float64 asks for more. A cast to the own dtype is the same object, as of real tensors."""
     if dtype == node.record.dtype:
-        return node.call.proxy(node)
+        return proxy
     if not dtype.is_floating_point or dtype == torch.float64:
         return NotImplemented
     return _then(node, steps.CAST, dtype, lambda z: z.to(dtype), dtype)
@@ -116,7 +120,7 @@ for _name, _dtype in (
 ):
 
     def _named_cast(node, args, kwargs, dtype=_dtype):
-        return NotImplemented if kwargs or len(args) != 1 else _cast(node, dtype)
+        return NotImplemented if kwargs or len(args) != 1 else _cast(args[0], node, dtype)
 
     HANDLERS[getattr(torch.Tensor, _name)] = _named_cast
 
@@ -138,7 +142,7 @@ def _to(node, args, kwargs):
             return NotImplemented
     if not set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} or kwargs.get("copy"):
         return NotImplemented
-    return NotImplemented if any(a is True for a in args[3:]) else _cast(node, dtype)
+    return NotImplemented if any(a is True for a in args[3:]) else _cast(args[0], node, dtype)
 
 
 def _is_same_device(device, own):
@@ -151,8 +155,8 @@ def _is_same_device(device, own):
 def _contiguous(node, args, kwargs):
     if kwargs or len(args) != 1:
         return NotImplemented
-    if node.is_contiguous or (not torch.compiler.is_compiling() and node.layout().is_contiguous()):
-        return node.call.proxy(node)
+    if node.is_contiguous or (not is_compiling() and node.layout().is_contiguous()):
+        return args[0]
     return node.copy(node.record)
 
 
@@ -171,20 +175,26 @@ def count_of(sizes):
 
 def _resolved(shape, old):
     """`shape` with its -1 filled in, if it keeps the classes as the last dimension; else None."""
-    if 0 in old or 0 in shape or not all(isinstance(size, int) for size in shape):
-        return None
-    known = count_of([size for size in shape if size != -1])
+    known, at = 1, None
+    for i, size in enumerate(shape):
+        if not isinstance(size, int) or size < -1 or size == 0 or (size == -1 and at is not None):
+            return None
+        if size == -1:
+            at = i
+        else:
+            known = known * size
     count = count_of(old)
-    if shape.count(-1) > 1 or known < 1 or count % known or (-1 not in shape and known != count):
+    if count == 0 or count % known or (at is None and known != count):
         return None
-    shape = tuple([count // known if size == -1 else size for size in shape])
+    if at is not None:
+        shape = (*shape[:at], count // known, *shape[at + 1 :])
     return shape if shape and shape[-1] == old[-1] else None
 
 
 @_handles(torch.Tensor.view)
 def _strict_view(node, args, kwargs):
     made = _view(node, args, kwargs)
-    if made is not NotImplemented and not node.is_contiguous and not torch.compiler.is_compiling():
+    if made is not NotImplemented and not node.is_contiguous and not is_compiling():
         node.layout().view(*args[1:])  # torch's error where it is no view
     return made
 
@@ -210,7 +220,7 @@ def _reshaped(node, shape):
 def _reshapes_to_view(node, shape):
     """Whether reshape shares the memory of the real value, as it does with some slices. Not asked
     while torch.compile traces, where writes to logits make them first."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return node.layout().reshape(shape)._is_view()
 

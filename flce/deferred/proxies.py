@@ -1,11 +1,14 @@
 """What a caller holds in place of logits: a Tensor without memory, or a plain object while
 torch.compile traces."""
 
+import sys
+
 import torch
 
 from . import forms
 from .node import node_of
 from .operations import HANDLERS, count_of
+from .reentry import enclosing_modules
 
 # Answered from the shape, dtype and device, while there are no real logits.
 _METHODS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex")
@@ -19,6 +22,7 @@ _PROPERTIES |= {"is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu",
 _PROPERTIES |= {"is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf", "grad_fn"}
 _PROPERTIES |= {"retains_grad", "output_nr", "name", "_base", "_version", "_backward_hooks"}
 _PROPERTIES |= {"requires_grad", "grad", "_grad"}
+_ZERO = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
@@ -29,12 +33,34 @@ def dispatch(function, args, kwargs):
     if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         args = args[::-1]
         node = node_of(args[0])
+    if function is _DETACH and node is not None and _is_called_by_hook(args[0], node):
+        return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
     if node is not None and node.is_pending() and not _has_own_graph(args[0]):
         _hook_gradient(args[0], node)
         result = _answered(function, node, args, kwargs)
         if result is not NotImplemented:
             return result
     return function(*real(given, function), **real(kwargs, function))
+
+
+def _is_called_by_hook(proxy, node):
+    """Whether a hook of DeepSpeed's ZeRO-3 detaches the proxy, and neither reads the values nor
+    is needed for their gradient: it passes every Tensor that a Module takes or returns through an
+    autograd Function, which gathers the Module's own parameters before their backward."""
+    is_traced = isinstance(proxy, TracedLogits)
+    if is_traced or not node.call.fusion.loss_is_inside() or _has_own_graph(proxy):
+        return False
+    frame = sys._getframe(3)  # of __torch_function__'s caller
+    if frame.f_globals.get("__name__") != _ZERO:
+        return False
+    while frame is not None and "module" not in frame.f_locals:
+        frame = frame.f_back
+    module = None if frame is None else frame.f_locals["module"]
+    if not isinstance(module, torch.nn.Module):
+        return False
+    if node.call.loss_is_done or module in enclosing_modules(node.record.sources):
+        return True  # its hook gets the loss as well
+    return not (module._parameters or getattr(module, "_external_params", None))
 
 
 def _answered(function, node, args, kwargs):
@@ -56,6 +82,8 @@ def _answered(function, node, args, kwargs):
         if function == _REQUIRES_GRAD:
             # In the forward of a custom autograd Function, which saves what its backward needs.
             return node.call.requires_grad and not torch.is_grad_enabled()
+        if function == _GRAD_FN:
+            return None  # that of HookedLogits is no way of a gradient
         return _of_proxy(function, args, kwargs)
     if function in _HOOKS and node.call.loss_is_done:
         raise RuntimeError(
@@ -67,6 +95,8 @@ def _answered(function, node, args, kwargs):
 
 _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+_DETACH = torch.Tensor.detach
+_GRAD_FN = torch.Tensor.grad_fn.__get__
 
 
 def _of_proxy(function, args, kwargs):
@@ -90,11 +120,16 @@ def real(value, function):
 
 def _has_own_graph(proxy):
     """Whether a custom autograd Function (a reentrant checkpoint) has returned the proxy: the
-    gradient has to go through that Function's node."""
-    if type(proxy) is not DeferredLogits:
+    gradient has to go through that Function's node. So it is with what a Function of ZeRO-3
+    returned under no_grad, which is a constant."""
+    kind = type(proxy)
+    if kind is TracedLogits:
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return proxy.grad_fn is not None
+        graph = proxy.grad_fn
+    if graph is None:
+        return kind is HookedLogits
+    return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO
 
 
 class _Attached(torch.autograd.Function):
@@ -119,7 +154,8 @@ def _hook_gradient(proxy, node):
             return
         proxy._has_gradient_hook = True
         with torch._C.DisableTorchFunctionSubclass():
-            proxy.register_hook(node.backward_hook)
+            if proxy.requires_grad:  # HookedLogits may be constants
+                proxy.register_hook(node.backward_hook)
 
 
 class DeferredLogits(torch.Tensor):
@@ -138,7 +174,7 @@ class DeferredLogits(torch.Tensor):
             node.shape,
             dtype=node.record.dtype,
             device=call.device,
-            requires_grad=call.requires_grad,
+            requires_grad=call.requires_grad and cls is DeferredLogits,
         )
         proxy._flce = node
         return proxy
@@ -166,6 +202,12 @@ class DeferredLogits(torch.Tensor):
 
         kwargs = {name: values(value) for name, value in (kwargs or {}).items()}
         return function(*values(args), **kwargs)
+
+
+class HookedLogits(DeferredLogits):
+    """What ZeRO-3's autograd Function returns for deferred logits, where no gradient has to go
+    through it: the loss passes the hooks of the head's Modules (reentry.py) and of the model.
+    Requires grad by that Function alone."""
 
 
 class TracedLogits:

@@ -38,29 +38,35 @@ class Request:
     def run(self, module, x):
         """Called by `module` inside its hooks: goes on to the next Module, or does the work."""
         for i, source in enumerate(self.sources):
-            if source.linear is module:
+            if source.linear is module and source.x is not x:
                 self.sources[i] = source._replace(x=x)
         return self.begin() if self.waiting else self.work(tuple(self.sources))
 
 
 def _modules_of(sources):
-    """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear."""
-    found = []
-    for source in sources:
-        enclosing = source.linear._flce_linear.enclosing
-        for module in (enclosing, source.linear):
-            if all(module is not other for other, _ in found):
-                found.append((module, source.x))
-    return found
+    """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None
+    where one of these is not fused any more, or got a hook after the head's call, which would act
+    on what is no output of the Module."""
+    found = {}
+    for linear, x, _ in sources:
+        if (state := linear.__dict__.get("_flce_linear")) is None:
+            return None
+        for module in (state.enclosing, linear):
+            if id(module) not in found:
+                if foreign_hook(module):
+                    return None
+                found[id(module)] = module, x
+    return list(found.values())
+
+
+def enclosing_modules(sources):
+    """What the model calls for the outputs of the sources, as far as that is fused."""
+    states = [source.linear.__dict__.get("_flce_linear") for source in sources]
+    return [state.enclosing for state in states if state is not None]
 
 
 def call_through(sources, work):
     """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
-    one of them is not fused any more."""
-    if not all(hasattr(source.linear, "_flce_linear") for source in sources):
-        return work(sources)
-    # A hook that came after the head's call would act on what `work` returns.
+    these must not be called (`_modules_of`)."""
     modules = _modules_of(sources)
-    if any(foreign_hook(module) for module, _ in modules):
-        return work(sources)
-    return Request(sources, modules, work).begin()
+    return work(sources) if modules is None else Request(sources, modules, work).begin()

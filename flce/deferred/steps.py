@@ -3,7 +3,6 @@
 Nothing here calls a Module or makes logits but `replayed`, which repeats the steps on real ones.
 """
 
-import functools
 import math
 import numbers
 import typing
@@ -49,9 +48,13 @@ class Record(typing.NamedTuple):
     def of_rows(self, select):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
         selection can precede them all, the product included."""
-        sources = tuple(Source(s.linear, select(s.x), s.steps) for s in self.sources)
+        sources = tuple([Source(s.linear, select(s.x), s.steps) for s in self.sources])
         shape = (*sources[0].x.shape[:-1], self.shape[-1])
         return Record(sources, self.steps, shape, self.dtype)
+
+    def from_sources(self, sources):
+        """The record with other values in place of its sources'."""
+        return Record(sources, self.steps, self.shape, self.dtype)
 
 
 class Folded(typing.NamedTuple):
@@ -60,37 +63,30 @@ class Folded(typing.NamedTuple):
     bias: shape (stop - start,), or None.
     """
 
-    scale: float = 1.0
-    bias: torch.Tensor | None = None
-    outer: float | None = None
-    start: int = 0
-    stop: int | None = None
-
-
-def _folded(state, step):
-    kind, value, _ = step
-    if kind == SCALE and state.outer is not None:
-        return state._replace(outer=state.outer * value)
-    if kind == SCALE:
-        bias = None if state.bias is None else state.bias * value
-        return state._replace(scale=state.scale * value, bias=bias)
-    if kind == TANH:
-        return state._replace(outer=1.0)
-    if kind == BIAS:
-        value = value if value.dtype == torch.float64 else value.float()
-        return state._replace(bias=value if state.bias is None else state.bias + value)
-    if kind == CLASSES:
-        start, stop = value
-        bias = None if state.bias is None else state.bias[start:stop]
-        return state._replace(start=state.start + start, stop=state.start + stop, bias=bias)
-    return state
-
-
-_UNCHANGED = Folded()
+    scale: float
+    bias: torch.Tensor | None
+    outer: float | None
+    start: int
+    stop: int | None
 
 
 def fold(steps):
-    return functools.reduce(_folded, steps, _UNCHANGED)
+    scale, bias, outer, start, stop = 1.0, None, None, 0, None
+    for kind, value, _ in steps:
+        if kind == SCALE and outer is not None:
+            outer *= value
+        elif kind == SCALE:
+            scale *= value
+            bias = None if bias is None else bias * value
+        elif kind == TANH:
+            outer = 1.0
+        elif kind == BIAS:
+            value = value if value.dtype == torch.float64 else value.float()
+            bias = value if bias is None else bias + value
+        elif kind == CLASSES:
+            bias = None if bias is None else bias[value[0] : value[1]]
+            start, stop = start + value[0], start + value[1]
+    return Folded(scale, bias, outer, start, stop)
 
 
 def is_capped(steps):
@@ -102,15 +98,24 @@ def is_linear(steps):
     return all(step.kind in (SCALE, CAST) for step in steps)
 
 
+def is_number(value):
+    # The type first: asking an abstract class takes several times as long.
+    if type(value) is float or type(value) is int:
+        return True
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def is_scale(factor, steps):
-    """Whether logits with these steps may be scaled by `factor`: flce has no factor 0, and the
-    factor after a tanh is its softcap, which is positive."""
-    if not isinstance(factor, numbers.Real) or isinstance(factor, bool):
-        return False
-    folded = fold(steps)
-    product = factor * (folded.scale if folded.outer is None else folded.outer)
-    is_usable = 0 < abs(product) < math.inf
-    return is_usable and (product > 0 or folded.outer is None)
+    """Whether logits with these steps may be scaled by the number `factor`: flce has no factor 0,
+    and the factor after a tanh is its softcap, which is positive."""
+    product, has_tanh = 1.0, False
+    for kind, value, _ in steps:
+        if kind == SCALE:
+            product *= value
+        elif kind == TANH:
+            product, has_tanh = 1.0, True
+    product *= factor
+    return 0 < abs(product) < math.inf and (product > 0 or not has_tanh)
 
 
 def replayed(record, product):

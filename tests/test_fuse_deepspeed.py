@@ -1,0 +1,259 @@
+"""flce.fuse and flce's Module under DeepSpeed's ZeRO-3, in two processes over gloo."""
+
+import contextlib
+import importlib.util
+import os
+
+import cases
+import pytest
+import torch
+import torch.multiprocessing as mp
+from fuse_model import HIDDEN, VOCAB, Model, flat_loss
+from processes import one_of_two
+from torch import nn
+
+import flce
+
+LENGTH, STEPS = 8, 3
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def capped():
+    return Model(lambda z: torch.tanh(z / 5) * 5, dtype=torch.float32)
+
+
+class Loss(nn.Module):
+    """The loss in Modules, whose hooks act on the logits too; one of them under no_grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.entropy, self.same = nn.CrossEntropyLoss(), nn.Identity()
+
+    def forward(self, logits, labels):
+        loss = self.entropy(logits.view(-1, VOCAB), labels.view(-1))
+        with torch.no_grad():
+            constant = self.same(logits)
+        return loss + constant.sin().mean()
+
+
+def loss_in_modules():
+    return Model(loss_of=Loss(), dtype=torch.float32)
+
+
+def made_partitioned():
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        return capped()
+
+
+def llama(**options):
+    from integration_models import tiny_llama
+
+    return tiny_llama(vocab_size=VOCAB, **options)
+
+
+def tied_llama():
+    return llama(tie_word_embeddings=True)
+
+
+def adapted_llama():
+    import peft
+
+    settings = peft.LoraConfig(
+        target_modules=["q_proj", "lm_head"], init_lora_weights=False, r=4, lora_alpha=8
+    )
+    return peft.get_peft_model(llama(), settings)
+
+
+class WithHead(nn.Module):
+    """A model that calls its head with the labels where that is flce's."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(VOCAB, HIDDEN), head(HIDDEN, VOCAB)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        if isinstance(self.lm_head, flce.LinearCrossEntropyHead):
+            return self.lm_head(x, labels), self.lm_head(x)
+        logits = self.lm_head(x)
+        return flat_loss(logits, labels), logits
+
+
+class Scaled(nn.Module):
+    """A Module around the head with a parameter of its own, which has to be gathered for the
+    backward: by the hook of the logits that it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.rand(HIDDEN)), nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, x):
+        return self.linear(x.sin() * self.scale)
+
+
+class Enclosed(WithHead):
+    """Its head is not a Module that ends with the nn.Linear."""
+
+    def __init__(self):
+        super().__init__(lambda *sizes: Scaled())
+
+    def get_output_embeddings(self):
+        return self.lm_head.linear
+
+
+PLAIN = {
+    "capped": capped,
+    "loss in Modules": loss_in_modules,
+    "made partitioned": made_partitioned,
+    "flce's Module": lambda: WithHead(nn.Linear),
+}
+FRAMEWORKS = {"llama": llama, "tied llama": tied_llama, "adapted llama": adapted_llama}
+
+
+def trained(rank, make, fuse, strict=True, is_mixed=True):
+    """(what the steps made: the losses and the last step's logits; what training added to each
+    parameter; the handle). fuse: "before" or "after" DeepSpeed takes the model, or None."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = make()
+    handle = flce.fuse(model, strict=strict) if fuse == "before" else None
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.5)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    if fuse == "after":
+        handle = flce.fuse(model, strict=strict)
+    assert all(parameter.numel() == 0 for parameter in trainable)
+    start, made = whole(trainable), []
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        ids = torch.randint(VOCAB, (2, LENGTH), generator=generator)
+        loss, logits = loss_and_logits(engine, ids)
+        if is_mixed and step == 1:  # its gradient and the loss's have to reach DeepSpeed at once
+            loss = loss + logits.cos().mean()
+        made.append(loss.detach())
+        engine.backward(loss)
+        engine.step()
+    with torch.no_grad():
+        made += [value.detach() for value in loss_and_logits(engine, ids)]
+    return made, [new - old for new, old in zip(whole(trainable), start, strict=True)], handle
+
+
+def loss_and_logits(engine, ids):
+    output = engine(ids, labels=ids)
+    return output if isinstance(output, tuple) else (output.loss, output.logits)
+
+
+def whole(parameters):
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def compare(rank, make, other_make, fuse, name):
+    expected, added, _ = trained(rank, make, None)
+    got, other_added, handle = trained(rank, other_make, fuse)
+    for one, other in zip((*got, *other_added), (*expected, *added), strict=True):
+        error = cases.relative_error(one, other.double())
+        assert error <= 1e-5, f"{name}, fused {fuse}: {error}"
+        assert other.abs().max() > 1e-3, f"{name}: nothing to compare"
+    if handle is not None:
+        assert sum(handle.losses.values()) == STEPS + 1 and not handle.fallbacks, name
+        # By this test; a Module that takes them under no_grad makes them too.
+        detach = STEPS + 1 if name == "loss in Modules" else 1
+        reads = {"torch.Tensor.cos": 1, "torch.Tensor.detach": detach, "torch.Tensor.sin": 1}
+        assert all(count <= reads[key] for key, count in handle.reads.items()), handle.reads
+
+
+def compare_enclosed(rank):
+    """Real logits, with a warning, where the hook is needed. No term of the logits in the loss:
+    its gradient would reach DeepSpeed apart."""
+    expected, added, _ = trained(rank, Enclosed, None, is_mixed=False)
+    with pytest.warns(UserWarning, match="torch.Tensor.detach is not deferred"):
+        got, other_added, _ = trained(rank, Enclosed, "before", strict=False, is_mixed=False)
+    for one, other in zip((*got, *other_added), (*expected, *added), strict=True):
+        assert cases.relative_error(one, other.double()) <= 1e-5
+
+
+def refuse_outside(rank):
+    """A weight that was passed outside of its Module's hooks, and the remedy that is named."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Linear(HIDDEN, VOCAB)
+    expected = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    x, y = torch.randn(6, HIDDEN), torch.arange(6)
+    with pytest.raises(ValueError, match=r"linear_weight: expected shape \(V, 16\).*got \(0,\)"):
+        flce.linear_cross_entropy(x, model.weight, y)
+    with deepspeed.zero.GatheredParameters([model.weight]):
+        with pytest.raises(ValueError, match=r"linear_bias: .*got \(0,\), as DeepSpeed's ZeRO-3"):
+            flce.linear_cross_entropy(x, model.weight, y, linear_bias=model.bias)
+    for weight, bias, is_partitioned in ((*expected, False), (model.weight, model.bias, True)):
+        with deepspeed.zero.GatheredParameters([weight, bias], enabled=is_partitioned):
+            loss = flce.linear_cross_entropy(x, weight, y, linear_bias=bias, save="stats")
+            (engine.backward if is_partitioned else torch.Tensor.backward)(loss)
+    engine.step()
+    for got, one in zip(whole(list(model.parameters())), expected, strict=True):
+        assert cases.relative_error(got, (one - 0.1 * one.grad).detach().double()) <= 1e-6
+
+
+@contextlib.contextmanager
+def zero_process(rank, file):
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "DS_ACCELERATOR": "cpu"}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    with one_of_two(rank, file):
+        import deepspeed
+
+        # It would be compiled, for a minute; gloo serves in its stead.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        yield
+
+
+def compare_all(rank, file, makes):
+    with zero_process(rank, file):
+        for name in makes:
+            make = (PLAIN | FRAMEWORKS)[name]
+            if name == "flce's Module":
+                compare(rank, make, lambda: WithHead(flce.LinearCrossEntropyHead), None, name)
+                continue
+            for fuse in ("before", "after"):
+                compare(rank, make, make, fuse, name)
+
+
+def refuse_all(rank, file):
+    with zero_process(rank, file):
+        refuse_outside(rank)
+        compare_enclosed(rank)
+
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="no deepspeed"
+)
+
+
+@needs_deepspeed
+def test_plain_models_train_as_unfused(tmp_path):
+    mp.spawn(compare_all, (tmp_path / "store", list(PLAIN)), 2)
+
+
+@needs_deepspeed
+def test_models_of_transformers_train_as_unfused(tmp_path):
+    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("peft")
+    mp.spawn(compare_all, (tmp_path / "store", list(FRAMEWORKS)), 2)
+
+
+@needs_deepspeed
+def test_what_is_refused_or_not_fused(tmp_path):
+    mp.spawn(refuse_all, (tmp_path / "store",), 2)
