@@ -1,6 +1,7 @@
 """The processes of the tests that need several."""
 
 import contextlib
+import datetime
 import os
 
 import torch
@@ -8,11 +9,13 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def one_of_two(rank, file):
-    """The body of a process that torch.multiprocessing.spawn has started: a group of two over
-    gloo. The process ends after it."""
+def one_of(rank, file, ranks=2, seconds=600):
+    """The body of a process that torch.multiprocessing.spawn has started: a group of `ranks` over
+    gloo, whose collectives wait `seconds` for each other. The process ends after it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    timeout = datetime.timedelta(seconds=seconds)
+    store = {"init_method": f"file://{file}", "rank": rank, "world_size": ranks}
+    dist.init_process_group("gloo", timeout=timeout, **store)
     yield
     dist.barrier()
     dist.destroy_process_group()

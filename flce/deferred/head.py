@@ -9,6 +9,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from .. import validate
+from ..dtensor import is_dtensor
 from . import proxies, reentry, steps
 from .node import HeadCall, Node
 from .reentry import foreign_hook
@@ -80,18 +81,13 @@ class _Deferring(_Reentrant):
 
     def compute_logits(self, x):
         """The real logits, without hooks."""
-        if _is_distributed(self.weight) and not _is_distributed(x):
+        if is_dtensor(self.weight) and not is_dtensor(x):
             raise RuntimeError(
                 "flce.fuse: expected the head's weight to be whole where logits are made, got a "
                 "sharded one: read outputs.logits before the forward of the model ends, give the "
                 "head an FSDP unit of its own, or leave the root's weights unsharded after forward"
             )
         return super().forward(x)
-
-
-def _is_distributed(tensor):
-    # By name: importing DTensor imports torch.distributed.
-    return type(tensor).__name__ == "DTensor"
 
 
 def _try_to_defer(linear, args, kwargs):
