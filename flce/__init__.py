@@ -19,6 +19,7 @@ from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
 from .parallel import VocabParallel
 from .plan import Plan, plan
+from .targets import num_items
 from .tune import TunedProduct, Tuning, tune
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "integrations",
     "linear_cross_entropy",
     "linear_logprobs",
+    "num_items",
     "plan",
     "reference",
     "tune",

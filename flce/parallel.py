@@ -1,4 +1,4 @@
-"""A vocabulary divided among ranks: `VocabParallel`, and the denominator of a loss over ranks."""
+"""A vocabulary divided among ranks: `VocabParallel`."""
 
 import functools
 import typing
@@ -81,7 +81,9 @@ class VocabParallel:
     def __init__(self, group, start=None, vocab=None, sequence=False, reduce_input_grad=True):
         import torch.distributed as dist
 
-        group = _process_group(group)
+        group = process_group("vocab_parallel", group)
+        from . import collectives  # noqa: F401  implements the operators that a call needs
+
         validate.check_flag("sequence", sequence)
         validate.check_flag("reduce_input_grad", reduce_input_grad)
         if vocab is not None:
@@ -110,14 +112,13 @@ class VocabParallel:
         return hash(self.text)
 
 
-def _process_group(group):
+def process_group(caller, group):
+    """The ProcessGroup of a group or of a DeviceMesh, to which this rank belongs."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         expected = "torch.distributed initialised: call init_process_group first"
-        raise RuntimeError(f"vocab_parallel: expected {expected}")
-    from . import collectives  # noqa: F401  implements the operators that a call needs
-
+        raise RuntimeError(f"{caller}: expected {expected}")
     if hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
             validate.refuse("group", "a DeviceMesh of one dimension", f"{group.ndim} dimensions")
