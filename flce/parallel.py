@@ -18,6 +18,11 @@ class Shard(typing.NamedTuple):
     sequence: bool
     reduce_input_grad: bool
 
+    def text(self):
+        """The text of which `shard_of` makes it again."""
+        texts = ("-" if number is None else str(int(number)) for number in self[1:])
+        return "|".join((self.group, *texts))
+
     def place(self, rows):
         """(this rank's first class, number of all classes) for `rows` rows of W on this rank."""
         if self.vocab is None:
@@ -95,9 +100,7 @@ class VocabParallel:
         if sequence and not reduce_input_grad:
             validate.refuse("reduce_input_grad", "True with sequence=True", False)
         numbers = (dist.get_world_size(group), dist.get_rank(group), start, vocab)
-        numbers += (sequence, reduce_input_grad)
-        texts = ("-" if number is None else str(int(number)) for number in numbers)
-        self.text = "|".join((group.group_name, *texts))
+        self.text = Shard(group.group_name, *numbers, sequence, reduce_input_grad).text()
 
     def __repr__(self):
         group, ranks, rank, *rest = shard_of(self.text)
