@@ -31,6 +31,7 @@ __all__ = [
     "TunedProduct",
     "Tuning",
     "VocabParallel",
+    "VocabParallelHead",
     "compat",
     "cross_entropy",
     "explain",
@@ -46,7 +47,10 @@ __all__ = [
 
 
 def __getattr__(name):
-    """Imports flce.compat or flce.integrations on first access, because they depend on flce."""
+    """Imports flce.compat and flce.integrations on first access, because they depend on flce, and
+    VocabParallelHead, because of what it imports."""
+    if name == "VocabParallelHead":
+        return importlib.import_module(".style", __name__).VocabParallelHead
     if name in ("compat", "integrations"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
