@@ -1,5 +1,7 @@
 """DTensor operands of linear_cross_entropy, in four processes over gloo."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,6 +105,40 @@ def check_pending(mesh):
     pending = divided.redistribute(placements=[Replicate()], async_op=True)
     flce.linear_cross_entropy(pending, head, target).backward()
     assert_close(divided.grad.full_tensor(), expected.grad, "pending")
+
+
+def check_split(mesh):
+    """The gradient of the input, then that of the weight, which needs no collective."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    x, w, _, target = operands_of(10)
+    whole = x.clone().requires_grad_(), w.clone().requires_grad_()
+    expected = torch.autograd.grad(flce.linear_cross_entropy(*whole, target), whole)
+    for save in ("logits", "stats", "grads"):
+        rows, head = leaf(x, mesh, Replicate()), leaf(w, mesh, Shard(0))
+        loss = flce.linear_cross_entropy(rows, head, target, save=save)
+        of_rows = torch.autograd.grad(loss, rows, retain_graph=True)[0]
+        with monitored(dist) as calls:
+            of_head = torch.autograd.grad(loss, head)[0]
+        assert not calls, save
+        for got, want in zip((of_rows, of_head), expected, strict=True):
+            assert_close(got.full_tensor(), want, f"split, {save}")
+
+
+@contextlib.contextmanager
+def monitored(module):
+    """A list of the exchanges that begin in the block."""
+    calls, exchange = [], module.all_to_all_single
+
+    def counted(*args, **options):
+        calls.append(args)
+        return exchange(*args, **options)
+
+    module.all_to_all_single = counted
+    try:
+        yield calls
+    finally:
+        module.all_to_all_single = exchange
 
 
 def check_adapter(mesh):
@@ -235,6 +271,7 @@ def run(rank, file):
         check(square["tp"], 10, Replicate(), {})
         check_vectors(mesh)
         check_pending(mesh)
+        check_split(mesh)
         check_adapter(mesh)
         check_refusals(mesh, square)
         check_modules(mesh)
