@@ -43,7 +43,7 @@ def batches(rank=0, sequences=4):
     for _ in range(STEPS):
         ids = torch.randint(VOCAB, (sequences, LENGTH), generator=generator)
         labels = torch.randint(VOCAB, (sequences, LENGTH), generator=generator)
-        labels.view(-1)[: 2 + 3 * rank] = -100
+        labels.view(-1)[: 2 + rank] = -100
         yield ids, labels
 
 
@@ -183,6 +183,24 @@ def train_fsdp(mesh, own_unit, reshard, tied=False):
         zero(optimizer)
 
 
+def train_hsdp(mesh):
+    """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
+    vocabulary is whole, and the gradients are averaged over all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, whole = pair()
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    every = zip(*(batches(rank, 1) for rank in range(RANKS)), strict=True)
+    for step, parts in enumerate(every):
+        ids, labels = parts[dist.get_rank()]
+        count = flce.num_items(labels, dist.group.WORLD, averaged_over=RANKS)
+        model(ids, labels, num_items=count).backward()
+        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        whole(ids, labels).backward()
+        assert_equal(model, whole, f"{step}, HSDP")
+
+
 def check_refusals(mesh, square):
     """Of the style, and of the functions with the weight of an FSDP unit."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -238,6 +256,7 @@ def run(rank, file):
             for reshard in (True, False):
                 train_fsdp(square, own_unit, reshard)
         train_fsdp(square, own_unit=False, reshard=False, tied=True)
+        train_hsdp(square)
         check_refusals(mesh, square)
 
 
