@@ -183,6 +183,33 @@ def train_fsdp(mesh, own_unit, reshard, tied=False):
         zero(optimizer)
 
 
+def train_plain_shards(mesh):
+    """FSDP2 over "dp" of a head that holds plain rows of W, with the option vocab_parallel."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, whole = pair()
+    dp, tp = mesh["dp"], mesh["tp"]
+    share = -(-VOCAB // 2)
+    own = slice(tp.get_local_rank() * share, min(VOCAB, (tp.get_local_rank() + 1) * share))
+    vp = flce.VocabParallel(tp, vocab=VOCAB)
+    rows = own.stop - own.start
+    head = flce.LinearCrossEntropyHead(HIDDEN, rows, dtype=FLOAT, vocab_parallel=vp)
+    for name in ("weight", "bias"):
+        getattr(head, name).data.copy_(getattr(model.head, name).data[own])
+    model.head = fully_shard(head, mesh=dp)
+    fully_shard(model, mesh=dp)
+    every = zip(*(batches(rank) for rank in (0, 1)), strict=True)
+    for parts in every:
+        ids, labels = parts[dp.get_local_rank()]
+        count = flce.num_items(labels, dp, averaged_over=2)
+        model(ids, labels, num_items=count).backward()
+        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        whole(ids, labels).backward()
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        expected = other.grad[own] if name.startswith("head.") else other.grad
+        torch.testing.assert_close(full(one.grad), expected, rtol=1e-11, atol=1e-12)
+
+
 def train_hsdp(mesh):
     """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
     vocabulary is whole, and the gradients are averaged over all ranks."""
@@ -256,6 +283,7 @@ def run(rank, file):
             for reshard in (True, False):
                 train_fsdp(square, own_unit, reshard)
         train_fsdp(square, own_unit=False, reshard=False, tied=True)
+        train_plain_shards(square)
         train_hsdp(square)
         check_refusals(mesh, square)
 
