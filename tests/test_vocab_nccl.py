@@ -1,4 +1,5 @@
-"""The vocabulary divided over two GPUs, through NCCL, against one GPU. One spawn runs all cases."""
+"""The vocabulary divided over two GPUs, through NCCL and by copy engines, against one GPU. One
+spawn runs all cases."""
 
 import os
 import traceback
@@ -132,15 +133,12 @@ def check_hidden(rank):
     x, w, b, y, options = draw(512, 256, 2000, torch.bfloat16, {"bias": True})
     b = b.float()
     b[1000:], y = -torch.inf, y % 1000
-    for kernel in ("auto", "gemm"):
-        os.environ["FLCE_KERNEL"] = kernel
-        one, expected = run(x, w, b, y, options)
-        vp = flce.VocabParallel(dist.group.WORLD, vocab=2000)
-        mine = slice(rank * 1000, (rank + 1) * 1000)
-        two, grads = run(x, w[mine], b[mine], y, {"vocab_parallel": vp})
-        assert off(two, one) < 1e-5, (kernel, two, one)
-        assert off(grads[0], expected[0]) < 8e-3, kernel
-    del os.environ["FLCE_KERNEL"]
+    one, expected = run(x, w, b, y, options)
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=2000)
+    mine = slice(rank * 1000, (rank + 1) * 1000)
+    two, grads = run(x, w[mine], b[mine], y, {"vocab_parallel": vp})
+    assert off(two, one) < 1e-5, (two, one)
+    assert off(grads[0], expected[0]) < 8e-3
 
 
 def check_graph(rank):
@@ -194,8 +192,9 @@ def check_training(rank):
     assert losses[1][-1] < losses[1][0] - 0.5
 
 
-def run_rank(rank, folder):
+def run_rank(rank, folder, transport):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/init", rank=rank, world_size=RANKS
@@ -213,11 +212,16 @@ def run_rank(rank, folder):
         dist.all_reduce(failed)
         with open(f"{folder}/{rank}", "a") as file:
             file.write(f"{name}\n{error}" if failed.item() else "")
+    shares = flce.collectives.shares_memory()
+    if shares != (transport != "nccl"):
+        with open(f"{folder}/{rank}", "a") as file:
+            file.write(f"the GPUs share memory: {shares}")
     dist.barrier()
     os._exit(0)
 
 
-def test_all_cases(tmp_path):
-    mp.spawn(run_rank, (str(tmp_path),), nprocs=RANKS)
+@pytest.mark.parametrize("transport", ["nccl", "copy engines"])
+def test_all_cases(tmp_path, transport):
+    mp.spawn(run_rank, (str(tmp_path), transport), nprocs=RANKS)
     texts = [(tmp_path / str(rank)).read_text() for rank in range(RANKS)]
     assert texts == ["", ""], "\n".join(texts)
