@@ -177,6 +177,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
         joined.frozen_hidden,
         *linear_values(settings),
     )
+    if call.settings.ranks and vectors[0] is not None:
+        vectors = (vectors[0][: call.vocab], *vectors[1:])  # without padding
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
     attribute = settings["accumulate_into"]
