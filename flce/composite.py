@@ -141,7 +141,8 @@ def _joined_operands(input, linear_weight, settings):
         validate.refuse("accumulate_into", "None with an adapter_weight", got)
     has_autocast = torch._C._is_any_autocast_enabled() and isinstance(input, torch.Tensor)
     autocast = autocast_dtype(input.device.type) if has_autocast else None
-    return adapter.joined(input, linear_weight, *low_rank, autocast)
+    least = 1 if settings["vocab_parallel"] is None else 0
+    return adapter.joined(input, linear_weight, *low_rank, autocast, least)
 
 
 def _of_ranks(settings, vectors, linear_weight):
