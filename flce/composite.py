@@ -150,10 +150,14 @@ def _of_ranks(settings, vectors, linear_weight):
     rank, and the class weights of all ranks."""
     text = parallel.text_of(settings["vocab_parallel"])
     shard = parallel.shard_of(text)
-    if shard.ranks == 1:
-        return {**settings, "vocab_parallel": None}, vectors
     validate.check_tensor("linear_weight", linear_weight)
-    weight = parallel.whole_class_weight(vectors[0], shard, linear_weight.shape[0])
+    rows = linear_weight.shape[0] if linear_weight.dim() else 0
+    if shard.ranks == 1:
+        classes = shard.place(rows)[1]
+        if rows != classes:
+            validate.refuse("linear_weight", f"all {classes} rows in a group of one rank", rows)
+        return {**settings, "vocab_parallel": None}, vectors
+    weight = parallel.whole_class_weight(vectors[0], shard, rows)
     return {**settings, "vocab_parallel": text}, (weight, *vectors[1:])
 
 

@@ -39,7 +39,7 @@ class Shard(typing.NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def shard_of(text):
-    """The Shard whose text it is; None for None, and for a group of one rank."""
+    """The Shard whose text it is; None for None."""
     if text is None:
         return None
     if not isinstance(text, str):
@@ -122,6 +122,8 @@ def _process_group(group):
         if group.ndim != 1:
             validate.refuse("group", "a DeviceMesh of one dimension", f"{group.ndim} dimensions")
         group = group.get_group()
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        validate.refuse("group", "a group that this rank belongs to", "new_group of other ranks")
     if not isinstance(group, dist.ProcessGroup):
         expected = "a ProcessGroup or a DeviceMesh"
         validate.refuse("group", expected, type(group).__name__, TypeError)
