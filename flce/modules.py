@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import validate
+from . import parallel, validate
 from .functional import linear_cross_entropy
 from .options import LinearCrossEntropyOutput, completed, defaults
 from .strategy import parse_bytes
@@ -14,9 +14,17 @@ from .strategy import parse_bytes
 _MODULE_OPTIONS = defaults("of_module")
 
 
-def _check_class_weight(name, tensor, classes):
-    if tensor is not None:
-        validate.check_tensor(name, tensor)
+def _classes_of_all(classes, vocab_parallel):
+    """The number of all ranks' classes, for a Module that has `classes` of them."""
+    shard = parallel.shard_of(parallel.text_of(vocab_parallel))
+    return classes if shard is None else shard.place(classes)[1]
+
+
+def _check_class_weight(name, tensor, classes, options):
+    if tensor is None:
+        return
+    validate.check_tensor(name, tensor)
+    if tensor.shape != (_classes_of_all(classes, options.get("vocab_parallel")),):
         validate.check_shape(name, tensor, (classes,), ", a factor for each class")
 
 
@@ -33,7 +41,8 @@ def _keep_options(module, classes, given):
         parse_bytes(values["max_memory"])
     validate.check_integer("shift", values["shift"], 0)
     if values["valid_vocab"] is not None:
-        validate.check_integer("valid_vocab", values["valid_vocab"], 1, classes)
+        most = _classes_of_all(classes, values["vocab_parallel"])
+        validate.check_integer("valid_vocab", values["valid_vocab"], 1, most)
     for name, value in values.items():
         setattr(module, name, value)
 
@@ -79,7 +88,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         weight=None,
         **options,
     ):
-        _check_class_weight("weight", weight, num_classes)
+        _check_class_weight("weight", weight, num_classes, options)
         super().__init__(weight=weight, reduction=reduction)
         _keep_options(self, num_classes, {"reduction": reduction, **options})
         self.num_classes = num_classes
@@ -123,7 +132,7 @@ class LinearCrossEntropyHead(nn.Linear):
         class_weight=None,
         **options,
     ):
-        _check_class_weight("class_weight", class_weight, out_features)
+        _check_class_weight("class_weight", class_weight, out_features, options)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
         _keep_options(self, out_features, options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from fuse_model import HIDDEN, VOCAB, Model, flat_loss
-from processes import one_of_two
+from processes import one_of
 from torch import nn
 
 import flce
@@ -212,7 +212,7 @@ def refuse_outside(rank):
 def zero_process(rank, file):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "DS_ACCELERATOR": "cpu"}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    with one_of_two(rank, file):
+    with one_of(rank, file):
         import deepspeed
 
         # It would be compiled, for a minute; gloo serves in its stead.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from processes import one_of_two
+from processes import one_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,7 +93,7 @@ def compare(rank, wrap, name):
 
 
 def compare_all(rank, file, ways):
-    with one_of_two(rank, file):
+    with one_of(rank, file):
         if ways == "ddp":
             for options in DDP:
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from operands import H, N, V, agree, indices, leaf
-from processes import one_of_two
+from processes import one_of
 
 pytest.importorskip("nemo_automodel.components.loss.linear_ce_base")
 
@@ -104,7 +104,7 @@ def compare(rank, file):
     local loss times the number of ranks, which FSDP2's mean divides out."""
     from torch.distributed.fsdp import fully_shard
 
-    with one_of_two(rank, file):
+    with one_of(rank, file):
         mesh = dist.init_device_mesh("cpu", (2,))
         torch.manual_seed(0)
         head = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)

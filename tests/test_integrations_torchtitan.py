@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from processes import one_of_two
+from processes import one_of
 
 titan = pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)
 
@@ -132,7 +132,7 @@ def fsdp(model, mesh):
 
 
 def compare(rank, file):
-    with one_of_two(rank, file):
+    with one_of(rank, file):
         mesh = dist.init_device_mesh("cpu", (2,))
         plain = model()
         mine = copy.deepcopy(plain)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from processes import one_of_two
+from processes import one_of
 from torch import nn
 
 import flce
@@ -65,7 +65,7 @@ def compare(rank, way):
 
 
 def compare_all(rank, file):
-    with one_of_two(rank, file):
+    with one_of(rank, file):
         for way in WAYS:
             compare(rank, way)
 
