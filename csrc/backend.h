@@ -341,9 +341,12 @@ typedef struct flce_merge_args {
 
 typedef struct flce_sum_partials_args {
   void* out;         /* [count] dtype */
-  const void* parts; /* [ranks][count] dtype */
-  flce_dtype dtype;  /* of both */
+  void* copy;        /* [count] dtype, a second output; or NULL */
+  const void* parts; /* [ranks][count] dtype; the block of `rank` is not read */
+  const void* own;   /* [count] dtype: the term of `rank` */
+  flce_dtype dtype;  /* of all */
   int64_t ranks;     /* terms */
+  int64_t rank;      /* this one */
   int64_t count;     /* of elements */
 } flce_sum_partials_args;
 

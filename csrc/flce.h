@@ -342,13 +342,11 @@ typedef enum flce_buffer_id {
   FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is scattered */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
-  FLCE_BUF_OWN_PARTS,     /* [P][rows] stat dtype: statistics of this rank's logits, sent */
-  FLCE_BUF_PARTS,         /* [R][P][rows] stat dtype: those of all ranks, received */
+  FLCE_BUF_PARTS,         /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
   /* [R][ceil(N/R)][H] grad_input_dtype: this rank's term of dX, sent, if it is not in dX. */
   FLCE_BUF_PARTIAL_INPUT,
-  FLCE_BUF_INPUT_TERMS,  /* the same shape: the terms of all ranks for this rank's tokens, received
-                          */
-  FLCE_BUF_SUMMED_INPUT, /* [ceil(N/R)][H] grad_input_dtype: the sum for this rank's tokens, sent */
+  FLCE_BUF_INPUT_TERMS, /* the same shape: the terms of all ranks for this rank's tokens, received
+                         */
   FLCE_BUF_COUNT
 } flce_buffer_id;
 

@@ -57,10 +57,11 @@ static FLCE_HOST_DEVICE void flce_merge_others(const flce_merge_args* call, flce
     int64_t column = (int64_t)flce_part_at(call, stat, r, FLCE_PART_COLUMN, row);
     if (share != 0.0)
       merged->entropy += share * (flce_part_at(call, stat, r, FLCE_PART_ENTROPY, row) + above);
-    if (weight != 0.0)
-      merged->gap += lse == -INFINITY
-                         ? (double)INFINITY
-                         : flce_part_at(call, stat, r, FLCE_PART_GAP, row) + weight * above;
+    /* Weights that sum to 0 may still have a gap; l of -inf with such weights has none. */
+    if (lse != -INFINITY)
+      merged->gap += flce_part_at(call, stat, r, FLCE_PART_GAP, row) + weight * above;
+    else if (weight != 0.0)
+      merged->gap += weight * (double)INFINITY;
     if (top > best || (top == best && top > -INFINITY && column < merged->prediction)) {
       best = top;
       merged->prediction = column;

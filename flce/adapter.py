@@ -19,14 +19,14 @@ class Operands(typing.NamedTuple):
     frozen_hidden: int = 0
 
 
-def joined(input, linear_weight, adapter_input, adapter_weight, autocast):
+def joined(input, linear_weight, adapter_input, adapter_weight, autocast, least=1):
     """The Operands [input, adapter_input] and [linear_weight, adapter_weight].
 
     The logsumexp is computed in the epilogue of one GEMM, so both terms have to be in one GEMM. If
     linear_weight does not require grad, only adapter_weight's gradient is computed. autocast: the
-    dtype to which autocast casts the operands, or None.
+    dtype to which autocast casts the operands, or None. least: of the rows of the weights.
     """
-    _check(input, linear_weight, adapter_input, adapter_weight)
+    _check(input, linear_weight, adapter_input, adapter_weight, least)
     given = [input, linear_weight, adapter_input, adapter_weight]
     if autocast is not None and all(tensor.dtype != torch.float64 for tensor in given):
         given = [tensor.to(autocast) for tensor in given]
@@ -57,7 +57,7 @@ def _check_dtypes(input, linear_weight, adapter_input, adapter_weight, autocast)
     validate.compute_dtype(input, linear_weight, None, None)
 
 
-def _check(input, linear_weight, adapter_input, adapter_weight):
+def _check(input, linear_weight, adapter_input, adapter_weight, least):
     for name, tensor in (
         ("input", input),
         ("linear_weight", linear_weight),
@@ -67,7 +67,7 @@ def _check(input, linear_weight, adapter_input, adapter_weight):
         validate.check_tensor(name, tensor)
         validate.check_float(name, tensor.dtype)
     validate.check_rows("input", input)
-    validate.check_head(input, linear_weight, None)
+    validate.check_head(input, linear_weight, None, least)
     validate.check_same_device("adapter_input", adapter_input, "input", input)
     validate.check_same_device("adapter_weight", adapter_weight, "input", input)
     if adapter_weight.dim() != 2 or adapter_weight.shape[0] != linear_weight.shape[0]:

@@ -105,7 +105,8 @@ def _joined_operands(input, linear_weight, settings):
         validate.refuse("accumulate_into", "None with an adapter_weight", got)
     has_autocast = torch._C._is_any_autocast_enabled() and isinstance(input, torch.Tensor)
     autocast = autocast_dtype(input.device.type) if has_autocast else None
-    return adapter.joined(input, linear_weight, *low_rank, autocast)
+    least = 1 if settings["vocab_parallel"] is None else 0
+    return adapter.joined(input, linear_weight, *low_rank, autocast, least)
 
 
 def _of_ranks(settings, vectors, linear_weight):
@@ -113,10 +114,14 @@ def _of_ranks(settings, vectors, linear_weight):
     rank, and the class weights of all ranks."""
     text = parallel.text_of(settings["vocab_parallel"])
     shard = parallel.shard_of(text)
-    if shard.ranks == 1:
-        return {**settings, "vocab_parallel": None}, vectors
     validate.check_tensor("linear_weight", linear_weight)
-    weight = parallel.whole_class_weight(vectors[0], shard, linear_weight.shape[0])
+    rows = linear_weight.shape[0] if linear_weight.dim() else 0
+    if shard.ranks == 1:
+        classes = shard.place(rows)[1]
+        if rows != classes:
+            validate.refuse("linear_weight", f"all {classes} rows in a group of one rank", rows)
+        return {**settings, "vocab_parallel": None}, vectors
+    weight = parallel.whole_class_weight(vectors[0], shard, rows)
     return {**settings, "vocab_parallel": text}, (weight, *vectors[1:])
 
 
@@ -141,6 +146,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
         joined.frozen_hidden,
         *linear_values(settings),
     )
+    if call.settings.ranks and vectors[0] is not None:
+        vectors = (vectors[0][: call.vocab], *vectors[1:])  # without padding
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
     attribute = settings["accumulate_into"]

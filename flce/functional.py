@@ -245,7 +245,8 @@ def linear_cross_entropy(
         input, linear_weight, target = operands
     if options is not None:
         validate.check_tensor("linear_weight", linear_weight)
-        for name, value in from_torch_options(options, linear_weight).items():
+        classes = parallel.share_of(settings["vocab_parallel"], linear_weight)
+        for name, value in from_torch_options(options, linear_weight, classes).items():
             if settings[name] is None:
                 settings[name] = value
     if accumulate_into is not None:

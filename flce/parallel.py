@@ -44,7 +44,7 @@ class Shard(typing.NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def shard_of(text):
-    """The Shard whose text it is; None for None, and for a group of one rank."""
+    """The Shard whose text it is; None for None."""
     if text is None:
         return None
     if not isinstance(text, str):
@@ -126,6 +126,8 @@ def process_group(caller, group):
         if group.ndim != 1:
             validate.refuse("group", "a DeviceMesh of one dimension", f"{group.ndim} dimensions")
         group = group.get_group()
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        validate.refuse("group", "a group that this rank belongs to", "new_group of other ranks")
     if not isinstance(group, dist.ProcessGroup):
         expected = "a ProcessGroup or a DeviceMesh"
         validate.refuse("group", expected, type(group).__name__, TypeError)
@@ -139,15 +141,30 @@ def text_of(vocab_parallel):
     return getattr(vocab_parallel, "text", vocab_parallel)
 
 
+def share_of(vocab_parallel, linear_weight):
+    """The classes of a rank if all have as many, the same number on all ranks; None without
+    vocab_parallel."""
+    if vocab_parallel is None:
+        return None
+    shard = shard_of(text_of(vocab_parallel))
+    return -(-shard.place(linear_weight.shape[0])[1] // shard.ranks)
+
+
 def whole_class_weight(weight, shard, rows):
     """`weight` for all classes, from this rank's, of which there are `rows`, or from all."""
     if weight is None:
         return None
     from torch.distributed import _functional_collectives as functional
 
+    validate.check_tensor("weight", weight)
+    validate.check_constant("weight", weight, "class weights that do")
     start, classes = shard.place(rows)
     if weight.shape == (classes,):
-        return weight
+        # With shares of any size one rank may have all classes. Its shape does not tell whether
+        # the other ranks' are whole, so all take part.
+        if shard.start is None and classes > 1:
+            return weight
+        weight = weight[start : start + rows]
     validate.check_shape("weight", weight, (rows,), f" for this rank's classes, or ({classes},)")
     # Sums of one number and zeros are exact in any order.
     whole = weight.new_zeros(classes)

@@ -164,7 +164,7 @@ def rows_to_compute(target, valid_bound, ignore_index):
     return rows if rows < target.shape[0] else None
 
 
-def from_torch_options(options, linear_weight):
+def from_torch_options(options, linear_weight, classes=None):
     """A dict with those of accum_dtype and max_memory that torch's `options` determine.
 
     `accum_dtype` is `acc_dtype` if given, except with acc_policy="compact", which sums the weight's
@@ -174,7 +174,8 @@ def from_torch_options(options, linear_weight):
     has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
 
     `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields (else TypeError), or
-    None; `linear_weight`: (V, H) or (C, d1, ..., dK, H), of which sizes and dtype are used.
+    None; `linear_weight`: (V, H) or (C, d1, ..., dK, H), of which sizes and dtype are used;
+    `classes`: of a row of logits, None for linear_weight.shape[0].
     """
     if options is None:
         return {}
@@ -189,6 +190,7 @@ def from_torch_options(options, linear_weight):
     if rows is not None:
         if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
             refuse("options", "a positive int or None as batch_chunk_size", repr(rows))
-        row = linear_weight.shape[0], stat_dtype(linear_weight.dtype), linear_weight.device.type
+        classes = linear_weight.shape[0] if classes is None else classes
+        row = classes, stat_dtype(linear_weight.dtype), linear_weight.device.type
         found["max_memory"] = int(rows) * _row_bytes(*row)
     return found

@@ -1,6 +1,7 @@
 """DTensor operands of linear_cross_entropy, in four processes over gloo."""
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -92,6 +93,19 @@ def check_vectors(mesh):
         logprobs, entropy = flce.linear_logprobs(rows, head, target)
         for got, want in zip((logprobs, entropy), flce.linear_logprobs(x, w, target), strict=True):
             assert_close(got, want, "linear_logprobs")
+
+
+def check_torch_options(mesh):
+    """torch's options=, from which each rank derives the same chunks whatever its share."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    x, w, _, target = operands_of(33)  # 9, 9, 9 and 6 rows, whose logits take 128 and 64 bytes
+    expected = flce.linear_cross_entropy(x, w, target)
+    options = types.SimpleNamespace(acc_dtype=None, acc_policy="compact", batch_chunk_size=2)
+    rows, head = leaf(x, mesh, Replicate()), leaf(w, mesh, Shard(0))
+    loss = flce.linear_cross_entropy(rows, head, target, options=options, save="grads")
+    assert_close(loss, expected, "options")
+    loss.backward()
 
 
 def check_pending(mesh):
@@ -270,6 +284,7 @@ def run(rank, file):
         check(mesh, 10, Shard(0), {"shift": 1}, shape=(4, 5), with_bias=False)
         check(square["tp"], 10, Replicate(), {})
         check_vectors(mesh)
+        check_torch_options(mesh)
         check_pending(mesh)
         check_split(mesh)
         check_adapter(mesh)

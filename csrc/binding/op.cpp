@@ -210,7 +210,7 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
   if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  Collectives collectives(device.id(), problem.ranks, settings.group);
+  Collectives collectives(device, problem, settings.group);
   check(flce_forward(device.table(), collectives.table(), &problem, &plan, tensors));
   return {loss,  made.stats,      made.scalars,     made.predictions,
           saved, gradients.input, gradients.weight, gradients.bias};
@@ -256,7 +256,7 @@ Gradients run_backward(const Device& device, const flce_problem& problem, const 
   Gradients gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  Collectives collectives(device.id(), problem.ranks, group);
+  Collectives collectives(device, problem, group);
   check(flce_backward(device.table(), collectives.table(), &problem, &plan, tensors));
   return gradients;
 }
@@ -517,6 +517,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
   for (const char* name : {"comm_gather", "comm_exchange"})
     m.def((std::string(name) + COMM_SCHEMA).c_str());
   m.def("comm_wait(str group, int slot) -> ()");
+  m.def("comm_place(str group, int slot, int bytes) -> int[]");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "

@@ -20,6 +20,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "backend.h"
+#include "peers.h"
 #include "tuning.h"
 
 namespace {
@@ -150,6 +151,8 @@ struct CudaLibrary {
   flce_cuda_backend_fn open = nullptr;
   flce_cuda_describe_fn describe = nullptr;
   flce_cuda_tuning_fn tuning = nullptr;
+  flce_cuda_peers_begin_fn peers_begin = nullptr;
+  flce_cuda_peers_wait_fn peers_wait = nullptr;
   AOTITorchError (*current_stream)(int32_t, void**) = nullptr;
 
   CudaLibrary() {
@@ -165,10 +168,14 @@ struct CudaLibrary {
     open = reinterpret_cast<flce_cuda_backend_fn>(dlsym(library, "flce_cuda_backend"));
     describe = reinterpret_cast<flce_cuda_describe_fn>(dlsym(library, "flce_cuda_describe"));
     tuning = reinterpret_cast<flce_cuda_tuning_fn>(dlsym(library, "flce_cuda_tuning_table"));
+    peers_begin =
+        reinterpret_cast<flce_cuda_peers_begin_fn>(dlsym(library, "flce_cuda_peers_begin"));
+    peers_wait = reinterpret_cast<flce_cuda_peers_wait_fn>(dlsym(library, "flce_cuda_peers_wait"));
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
     void* stream = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
     current_stream = reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(stream);
-    if (!open || !describe || !tuning) error = "it lacks a function of this version of flce";
+    if (!open || !describe || !tuning || !peers_begin || !peers_wait)
+      error = "it lacks a function of this version of flce";
   }
 };
 

@@ -134,6 +134,8 @@ flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* fac
                               int64_t* chunks) {
   int64_t row = loop->row_bytes > 0 ? loop->row_bytes : 1; /* a rank without a class has none */
   int64_t fit = min64(problem->max_memory / row, loop->max_rows);
+  /* A row of equal shares fits: a rank with more classes must not refuse what the others run. */
+  if (fit < 1 && problem->chunk_rows > 0) fit = 1;
   if (fit < 1)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",

@@ -381,7 +381,6 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
     add(plan, FLCE_BUF_SHARD_INPUT, both, n * problem->hidden * flce_size_of(problem->input_dtype));
   add(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
   add(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
-  add(plan, FLCE_BUF_OWN_PARTS, FLCE_IN_FORWARD, parts);
   add(plan, FLCE_BUF_PARTS, FLCE_IN_FORWARD, ranks * parts);
   if (!makes_gradients(problem) || !problem->want_grad_input || problem->keeps_partial) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
@@ -389,7 +388,6 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   if (problem->scatters_input || n % ranks != 0)
     add(plan, FLCE_BUF_PARTIAL_INPUT, where, ranks * block);
   add(plan, FLCE_BUF_INPUT_TERMS, where, ranks * block);
-  if (!problem->scatters_input) add(plan, FLCE_BUF_SUMMED_INPUT, where, block);
 }
 
 /* Buffers that forward and backward both have come first, so that their offsets are the same in

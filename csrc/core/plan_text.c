@@ -40,11 +40,9 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SHARD_INPUT] = "shard_input",
       [FLCE_BUF_SHARD_TARGET] = "shard_target",
       [FLCE_BUF_SHARD_SCALARS] = "shard_scalars",
-      [FLCE_BUF_OWN_PARTS] = "own_parts",
       [FLCE_BUF_PARTS] = "parts",
       [FLCE_BUF_PARTIAL_INPUT] = "partial_input",
       [FLCE_BUF_INPUT_TERMS] = "input_terms",
-      [FLCE_BUF_SUMMED_INPUT] = "summed_input",
   };
   return names[id];
 }

@@ -12,15 +12,63 @@ flce_shard flce_shard_of(const engine* e) {
   return (flce_shard){.first = e->whole->first_class, .count = e->whole->vocab};
 }
 
+/* Where to write what the slot sends: memory of the collectives, or `own` if they need none. */
+static flce_status place(const engine* e, flce_slot slot, int64_t bytes, void* own, void** memory) {
+  FLCE_TRY(e->comm->place(e->comm->self, slot, bytes, memory));
+  if (!*memory) *memory = own;
+  return FLCE_OK;
+}
+
+static flce_status copy(const engine* e, void* out, const void* in, int64_t elements,
+                        flce_dtype dtype) {
+  CALL(e, cast,
+       &(flce_cast_args){.out = out,
+                         .out_dtype = dtype,
+                         .out_pitch = elements,
+                         .in = in,
+                         .in_dtype = dtype,
+                         .in_pitch = elements,
+                         .rows = 1,
+                         .cols = elements});
+  return FLCE_OK;
+}
+
 /* x of all tokens, in place of those of this rank. */
 static flce_status gather_input(const engine* e, flce_tensors* own) {
   const flce_problem* problem = e->whole;
   if (!problem->scatters_input) return FLCE_OK;
-  void* all = buffer(e, FLCE_BUF_SHARD_INPUT);
-  int64_t bytes = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
-  FLCE_TRY(e->comm->gather(e->comm->self, FLCE_SLOT_INPUT, all, e->given->input, bytes));
+  char* all = buffer(e, FLCE_BUF_SHARD_INPUT);
+  int64_t elements = flce_input_rows(problem) * problem->hidden;
+  int64_t bytes = elements * flce_size_of(problem->input_dtype);
+  void* sent;
+  FLCE_TRY(place(e, FLCE_SLOT_INPUT, bytes, (void*)e->given->input, &sent));
+  if (sent != e->given->input) {
+    FLCE_TRY(copy(e, sent, e->given->input, elements, problem->input_dtype));
+    FLCE_TRY(copy(e, all + problem->rank * bytes, sent, elements, problem->input_dtype));
+  }
+  FLCE_TRY(e->comm->gather(e->comm->self, FLCE_SLOT_INPUT, all, sent, bytes));
   own->input = all;
   return e->comm->wait(e->comm->self, FLCE_SLOT_INPUT);
+}
+
+static bool exchanges_input(const flce_problem* problem) {
+  return problem->want_grad_input && !problem->keeps_partial && problem->tokens > 0;
+}
+
+/* Bytes of the rows of dX that a rank sums. */
+static int64_t block_bytes(const engine* e) {
+  const flce_problem* problem = e->problem;
+  return ceil_div(problem->tokens, problem->ranks) * problem->hidden *
+         flce_size_of(e->plan->grad_input_dtype);
+}
+
+/* Where this rank's terms of dX are made: in memory of the collectives, in the caller's dX, or in
+ * the workspace, where dX has not whole blocks of rows. */
+static flce_status place_partial(const engine* e, flce_tensors* own) {
+  if (!exchanges_input(e->whole) || !own->grad_input) return FLCE_OK;
+  void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
+  return place(e, FLCE_SLOT_TERMS, e->whole->ranks * block_bytes(e),
+               partial ? partial : own->grad_input, &own->grad_input);
 }
 
 flce_status flce_open_shard(engine* e, const flce_comm* comm, shard_call* own) {
@@ -37,8 +85,7 @@ flce_status flce_open_shard(engine* e, const flce_comm* comm, shard_call* own) {
   int64_t* target = buffer(e, FLCE_BUF_SHARD_TARGET);
   own->tensors.target = target;
   own->tensors.class_weight = from(own->tensors.class_weight, e->whole->first_class, e->stat);
-  void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
-  if (partial) own->tensors.grad_input = partial;
+  FLCE_TRY(place_partial(e, &own->tensors));
   FLCE_TRY(gather_input(e, &own->tensors));
   CALL(e, shard_targets,
        &(flce_shard_targets_args){.out = target,
@@ -87,7 +134,10 @@ flce_rows flce_whole_view(const engine* e, const chunk* c) {
 flce_status flce_send_statistics(const engine* e, const chunk* c) {
   flce_rows view = flce_whole_view(e, c);
   int count = flce_part_count(e->problem);
-  void* parts = buffer(e, FLCE_BUF_OWN_PARTS);
+  int64_t bytes = count * c->rows * flce_size_of(e->stat);
+  char *all = buffer(e, FLCE_BUF_PARTS), *own = all + e->problem->rank * bytes;
+  void* parts;
+  FLCE_TRY(place(e, FLCE_SLOT_STATISTICS, bytes, own, &parts));
   CALL(e, pack_statistics,
        &(flce_pack_args){.parts = parts,
                          .count = count,
@@ -99,8 +149,8 @@ flce_status flce_send_statistics(const engine* e, const chunk* c) {
                          .bias = e->bias,
                          .dtype = e->plan->dtype,
                          .hidden = e->plan->hidden});
-  return e->comm->gather(e->comm->self, FLCE_SLOT_STATISTICS, buffer(e, FLCE_BUF_PARTS), parts,
-                         count * c->rows * flce_size_of(e->stat));
+  if (parts != own) FLCE_TRY(copy(e, own, parts, count * c->rows, e->stat));
+  return e->comm->gather(e->comm->self, FLCE_SLOT_STATISTICS, all, parts, bytes);
 }
 
 flce_status flce_merge_statistics(const engine* e, const chunk* c) {
@@ -118,66 +168,54 @@ flce_status flce_merge_statistics(const engine* e, const chunk* c) {
 
 /* ---- dX ---- */
 
-static bool exchanges_input(const engine* e) {
-  const flce_problem* problem = e->problem;
-  return problem->want_grad_input && !problem->keeps_partial && problem->tokens > 0;
-}
-
-/* Bytes of the rows of dX that a rank sums. */
-static int64_t block_bytes(const engine* e) {
-  const flce_problem* problem = e->problem;
-  return ceil_div(problem->tokens, problem->ranks) * problem->hidden *
-         flce_size_of(e->plan->grad_input_dtype);
-}
-
 flce_status flce_send_input_gradient(const engine* e) {
   if (!e->problem->want_grad_input) return FLCE_OK;
   char* partial = e->tensors->grad_input;
   int64_t row = e->problem->hidden * flce_size_of(e->plan->grad_input_dtype);
   /* What the GEMMs leave out: the rows after the last token, or all without a class. */
   int64_t made = e->problem->vocab > 0 ? e->problem->tokens * row : 0;
-  bool exchanges = exchanges_input(e);
+  bool exchanges = exchanges_input(e->problem);
   int64_t all = exchanges ? e->problem->ranks * block_bytes(e) : e->problem->tokens * row;
   if (made < all) CALL(e, fill, partial + made, 0, all - made);
   if (!exchanges) return FLCE_OK;
-  return e->comm->exchange(e->comm->self, FLCE_SLOT_INPUT, buffer(e, FLCE_BUF_INPUT_TERMS), partial,
+  return e->comm->exchange(e->comm->self, FLCE_SLOT_TERMS, buffer(e, FLCE_BUF_INPUT_TERMS), partial,
                            block_bytes(e));
 }
 
+/* Where dX is gathered: the terms' buffer, which has been sent, if dX has not whole blocks of rows.
+ */
+static void* gathered_input(const engine* e) {
+  void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
+  return partial ? partial : e->given->grad_input;
+}
+
 flce_status flce_sum_input_gradient(const engine* e) {
-  if (!exchanges_input(e)) return FLCE_OK;
+  const flce_problem* problem = e->problem;
+  if (!exchanges_input(problem)) return FLCE_OK;
+  int64_t bytes = block_bytes(e), first = problem->rank * bytes;
+  char* sum = problem->scatters_input ? e->given->grad_input : (char*)gathered_input(e) + first;
+  void* sent = sum;
+  if (!problem->scatters_input) FLCE_TRY(place(e, FLCE_SLOT_SUMS, bytes, sum, &sent));
+  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_SLOT_TERMS));
   flce_dtype dtype = e->plan->grad_input_dtype;
-  bool scatters = e->problem->scatters_input;
-  void* sum = scatters ? e->given->grad_input : buffer(e, FLCE_BUF_SUMMED_INPUT);
-  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_SLOT_INPUT));
   CALL(e, sum_partials,
        &(flce_sum_partials_args){.out = sum,
+                                 .copy = sent != sum ? sent : NULL,
                                  .parts = buffer(e, FLCE_BUF_INPUT_TERMS),
+                                 .own = (char*)e->tensors->grad_input + first,
                                  .dtype = dtype,
-                                 .ranks = e->problem->ranks,
-                                 .count = block_bytes(e) / flce_size_of(dtype)});
-  if (scatters) return FLCE_OK;
-  /* Into the terms' buffer, which has been sent, where dX has not whole blocks of rows. */
-  void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
-  return e->comm->gather(e->comm->self, FLCE_SLOT_INPUT, partial ? partial : e->given->grad_input,
-                         sum, block_bytes(e));
+                                 .ranks = problem->ranks,
+                                 .rank = problem->rank,
+                                 .count = bytes / flce_size_of(dtype)});
+  if (problem->scatters_input) return FLCE_OK;
+  return e->comm->gather(e->comm->self, FLCE_SLOT_SUMS, gathered_input(e), sent, bytes);
 }
 
 flce_status flce_receive_input_gradient(const engine* e) {
-  if (!exchanges_input(e) || e->problem->scatters_input) return FLCE_OK;
-  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_SLOT_INPUT));
-  void* gathered = buffer(e, FLCE_BUF_PARTIAL_INPUT);
-  flce_dtype dtype = e->plan->grad_input_dtype;
-  int64_t h = e->problem->hidden;
-  if (gathered)
-    CALL(e, cast,
-         &(flce_cast_args){.out = e->given->grad_input,
-                           .out_dtype = dtype,
-                           .out_pitch = h,
-                           .in = gathered,
-                           .in_dtype = dtype,
-                           .in_pitch = h,
-                           .rows = e->problem->tokens,
-                           .cols = h});
-  return FLCE_OK;
+  const flce_problem* problem = e->problem;
+  if (!exchanges_input(problem) || problem->scatters_input) return FLCE_OK;
+  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_SLOT_SUMS));
+  void *gathered = gathered_input(e), *dx = e->given->grad_input;
+  int64_t elements = problem->tokens * problem->hidden;
+  return gathered == dx ? FLCE_OK : copy(e, dx, gathered, elements, e->plan->grad_input_dtype);
 }

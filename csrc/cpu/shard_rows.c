@@ -132,10 +132,12 @@ static void sum_range(int64_t begin, int64_t end, void* context) {
   for (int64_t i = begin; i < end; i++) {
     double sum = 0.0;
     for (int64_t r = 0; r < call->ranks; r++) {
-      double term = flce_load(call->parts, call->dtype, r * call->count + i);
+      double term = r == call->rank ? flce_load(call->own, call->dtype, i)
+                                    : flce_load(call->parts, call->dtype, r * call->count + i);
       sum = wide ? sum + term : (double)((float)sum + (float)term);
     }
     flce_store(call->out, call->dtype, i, sum);
+    if (call->copy) flce_store(call->copy, call->dtype, i, sum);
   }
 }
 

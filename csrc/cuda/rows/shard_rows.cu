@@ -160,7 +160,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t rank = 0; rank < call.ranks; rank++) {
     Vec<T, N> raw;
     S term[N];
-    load_vec<true>((const T*)call.parts + rank * call.count + first, raw);
+    const T* from =
+        rank == call.rank ? (const T*)call.own : (const T*)call.parts + rank * call.count;
+    load_vec<true>(from + first, raw);
     unpack(raw, term);
 #pragma unroll
     for (int e = 0; e < N; e++) sum[e] += term[e];
@@ -168,12 +170,14 @@ __global__ void __launch_bounds__(kThreads)
   Vec<T, N> out;
   pack(sum, out);
   store_vec((T*)call.out + first, out);
+  if (call.copy) store_vec((T*)call.copy + first, out);
 }
 
 flce_status cuda_sum_partials(void* self, const flce_sum_partials_args* call) {
   if (call->count == 0) return FLCE_OK;
   FLCE_WITH_TYPE(call->dtype, T, {
-    const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->parts);
+    const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->parts) &&
+                        both_aligned(call->own, call->copy);
     const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
     FLCE_TRY(check_grid(blocks, "sum_partials"));
     FLCE_TRY(launch_dependent(self, vector ? sum_partials<T, true> : sum_partials<T, false>,

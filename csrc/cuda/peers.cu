@@ -1,0 +1,103 @@
+/* Collectives by copy engines (peers.h). Each rank copies from the others' memory; flags in that
+ * memory, written and waited for by the streams themselves, say when it may. No kernel runs, so the
+ * exchange neither waits for a multiprocessor nor takes one. */
+#include "peers.h"
+
+#include <cuda.h>
+
+#include "cuda/common/types.cuh"
+
+enum Flag { kWritten, kCopied };
+
+/* The stream and the events of a lane; created once for each device and never destroyed. */
+struct Lane {
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+};
+
+static Lane g_lanes[kMaxDevices][FLCE_PEER_LANES];
+
+static flce_status lane_of(const flce_cuda* cuda, int lane, const Lane** found) {
+  FLCE_TRY(check_device(cuda->device));
+  Lane* own = &g_lanes[cuda->device][lane];
+  *found = own;
+  if (__atomic_load_n(&own->end, __ATOMIC_ACQUIRE)) return FLCE_OK;
+  int least, greatest;
+  FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
+  FLCE_TRY(check_cuda(cudaStreamCreateWithPriority(&own->stream, cudaStreamNonBlocking, greatest),
+                      "peers"));
+  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&own->begin, cudaEventDisableTiming), "peers"));
+  cudaEvent_t end;
+  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&end, cudaEventDisableTiming), "peers"));
+  __atomic_store_n(&own->end, end, __ATOMIC_RELEASE);
+  return FLCE_OK;
+}
+
+/* A function of the driver, which is not linked. */
+static flce_status driver_function(const char* name, void** cached) {
+  if (__atomic_load_n(cached, __ATOMIC_ACQUIRE)) return FLCE_OK;
+  void* found = NULL;
+  cudaDriverEntryPointQueryResult result;
+  FLCE_TRY(check_cuda(
+      cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result), name));
+  if (!found) return flce_fail(FLCE_UNSUPPORTED, "the driver has no %s", name);
+  __atomic_store_n(cached, found, __ATOMIC_RELEASE);
+  return FLCE_OK;
+}
+
+static CUdeviceptr flag_at(const flce_peers* peers, int owner, Flag flag, int rank) {
+  return (CUdeviceptr)peers->flags[owner] + sizeof(uint32_t) * (flag * peers->ranks + rank);
+}
+
+static flce_status set_flag(cudaStream_t stream, CUdeviceptr flag, uint32_t value) {
+  static void* function;
+  FLCE_TRY(driver_function("cuStreamWriteValue32", &function));
+  const auto write = (decltype(&cuStreamWriteValue32))function;
+  const CUresult status = write((CUstream)stream, flag, value, CU_STREAM_WRITE_VALUE_DEFAULT);
+  if (status == CUDA_SUCCESS) return FLCE_OK;
+  return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWriteValue32: driver error %d", (int)status);
+}
+
+/* Waits for the flag, and clears it for the next collective: a captured graph may be replayed. */
+static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
+  static void* function;
+  FLCE_TRY(driver_function("cuStreamWaitValue32", &function));
+  const auto wait = (decltype(&cuStreamWaitValue32))function;
+  const CUresult status = wait((CUstream)stream, flag, 1, CU_STREAM_WAIT_VALUE_EQ);
+  if (status == CUDA_SUCCESS) return set_flag(stream, flag, 0);
+  return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWaitValue32: driver error %d", (int)status);
+}
+
+extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
+                                                         const flce_peers* peers, int lane,
+                                                         void* recv, int64_t offset,
+                                                         int64_t bytes) {
+  const Lane* own;
+  FLCE_TRY(lane_of(cuda, lane, &own));
+  const int rank = peers->rank, ranks = peers->ranks;
+  FLCE_TRY(check_cuda(cudaEventRecord(own->begin, (cudaStream_t)cuda->stream), "peers"));
+  FLCE_TRY(check_cuda(cudaStreamWaitEvent(own->stream, own->begin, 0), "peers"));
+  for (int step = 1; step < ranks; step++) {
+    const int peer = (rank + step) % ranks;
+    FLCE_TRY(set_flag(own->stream, flag_at(peers, peer, kWritten, rank), 1));
+  }
+  for (int step = 1; step < ranks; step++) { /* every rank begins with another one */
+    const int peer = (rank + step) % ranks;
+    FLCE_TRY(take_flag(own->stream, flag_at(peers, rank, kWritten, peer)));
+    const char* from = (const char*)peers->data[peer] + offset;
+    FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)recv + peer * bytes, from, (size_t)bytes,
+                                        cudaMemcpyDefault, own->stream),
+                        "peers"));
+    FLCE_TRY(set_flag(own->stream, flag_at(peers, peer, kCopied, rank), 1));
+  }
+  for (int peer = 0; peer < ranks; peer++) {
+    if (peer != rank) FLCE_TRY(take_flag(own->stream, flag_at(peers, rank, kCopied, peer)));
+  }
+  return check_cuda(cudaEventRecord(own->end, own->stream), "peers");
+}
+
+extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda, int lane) {
+  const Lane* own;
+  FLCE_TRY(lane_of(cuda, lane, &own));
+  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, own->end, 0), "peers");
+}

@@ -1,0 +1,227 @@
+"""The vocabulary divided over two GPUs, through NCCL and by copy engines, against one GPU. One
+spawn runs all cases."""
+
+import os
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import flce
+
+RANKS = 2
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+
+# tokens, hidden, vocab, dtype, options
+CASES = {
+    "fused": (1024, 512, 9000, torch.bfloat16, {}),
+    "fused, skipping rows": (16384, 256, 17000, torch.bfloat16, {"ignored": 0.3}),
+    "ragged vocabulary": (777, 256, 5003, torch.bfloat16, {}),
+    "bias": (1024, 512, 9000, torch.bfloat16, {"bias": True}),
+    "logits": (1024, 512, 9000, torch.bfloat16, {"save": "logits"}),
+    "stats": (1024, 512, 9000, torch.bfloat16, {"save": "stats"}),
+    "chunks": (2048, 512, 9000, torch.bfloat16, {"max_memory": "4MiB"}),
+    "smoothing": (1024, 512, 9000, torch.bfloat16, {"label_smoothing": 0.1}),
+    "smoothing, bias": (1024, 512, 9000, torch.bfloat16, {"label_smoothing": 0.1, "bias": True}),
+    "softcap": (1024, 512, 9000, torch.bfloat16, {"softcap": 10.0}),
+    "negative scale": (1024, 512, 9000, torch.bfloat16, {"logit_scale": -0.7}),
+    "z-loss": (1024, 512, 9000, torch.bfloat16, {"z_loss": 1e-2}),
+    "class weights": (1024, 512, 9000, torch.bfloat16, {"weights": True}),
+    "valid vocabulary": (1024, 512, 9000, torch.bfloat16, {"valid_vocab": 4000}),
+    "float32": (512, 256, 3001, torch.float32, {}),
+    "float64": (128, 64, 501, torch.float64, {"label_smoothing": 0.1}),
+    "float16": (1024, 512, 9000, torch.float16, {}),
+    "float16, logits": (1024, 512, 9000, torch.float16, {"save": "logits", "softcap": 10.0}),
+    "no rows left": (256, 256, 4000, torch.bfloat16, {"ignored": 1.0}),
+    "none": (1024, 512, 9000, torch.bfloat16, {"reduction": "none"}),
+    "sampled": (1024, 512, 9000, torch.bfloat16, {"gradient": "sampled", "gradient_eps": 2**-12}),
+}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 4e-3}
+
+
+def draw(tokens, hidden, vocab, dtype, options):
+    """The operands of all ranks, the same on each, and the options of a call."""
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def normal(*size, scale=1.0):
+        made = torch.randn(*size, device="cuda", generator=generator, dtype=torch.float64) * scale
+        return made.to(dtype)
+
+    options = dict(options)
+    x, w = normal(tokens, hidden), normal(vocab, hidden, scale=2 * hidden**-0.5)
+    b = normal(vocab) if options.pop("bias", False) else None
+    limit = options.get("valid_vocab", vocab)
+    y = torch.randint(limit, (tokens,), device="cuda", generator=generator)
+    ignored = int(options.pop("ignored", 0) * tokens)
+    y[torch.randperm(tokens, device="cuda", generator=generator)[:ignored]] = -100
+    if options.pop("weights", False):
+        options["weight"] = torch.rand(vocab, device="cuda", generator=generator) + 0.5
+    return x, w, b, y, options
+
+
+def run(x, w, b, y, options, **returns):
+    """The outputs, and the gradients of x, w and b."""
+    leaves = [None if one is None else one.clone().requires_grad_() for one in (x, w, b)]
+    made = flce.linear_cross_entropy(
+        leaves[0], leaves[1], y, linear_bias=leaves[2], **options, **returns
+    )
+    loss = made.loss if returns else made
+    weights = torch.linspace(0.5, 1.5, loss.numel(), device="cuda", dtype=loss.dtype)
+    loss.backward(weights.reshape(loss.shape))
+    return made, [None if one is None else one.grad for one in leaves]
+
+
+def off(value, true):
+    """The relative error; 0 of an empty tensor."""
+    value, true = value.double(), true.double()
+    size = true.norm().item()
+    return ((value - true).norm().item()) / (size if size > 0 else 1.0)
+
+
+def check_case(name, rank):
+    tokens, hidden, vocab, dtype, given = CASES[name]
+    x, w, b, y, options = draw(tokens, hidden, vocab, dtype, given)
+    share = -(-vocab // RANKS)
+    mine = slice(rank * share, min((rank + 1) * share, vocab))
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab)
+    local = {**options, "vocab_parallel": vp}
+    if "weight" in options:
+        local["weight"] = options["weight"][mine]
+    returns = {"return_lse": True, "return_predictions": True}
+    if given.get("gradient") != "sampled":
+        returns["return_entropy"] = True
+    exact = {**options, "gradient": "exact"}
+    one, expected = run(x, w, b, y, exact, **returns)
+    bias = None if b is None else b[mine]
+    two, grads = run(x, w[mine], bias, y, local, **returns)
+    again, same = run(x, w[mine], bias, y, local, **returns)
+    bound = TOLERANCE[dtype]
+    if given.get("gradient") == "sampled":
+        bound = 0.05  # nearly all classes are drawn, but with float rounding of their weights
+    assert off(two.loss, one.loss) < 1e-5, (two.loss, one.loss)
+    assert off(two.lse, one.lse) < 1e-5
+    if two.entropy is not None:
+        assert off(two.entropy, one.entropy) < 1e-4
+    assert (two.predictions == one.predictions).double().mean() > 0.995
+    for which, (got, true) in enumerate(zip(grads, expected, strict=True)):
+        if got is None:
+            continue
+        true = true if which == 0 else true[mine]
+        assert off(got, true) < bound, (which, off(got, true))
+        if given.get("gradient") != "sampled":
+            assert torch.equal(got, same[which]), f"gradient {which} differs between two runs"
+    assert torch.equal(two.loss, again.loss)
+    bits = torch.cat([two.loss.reshape(-1), two.lse, two.predictions.to(two.lse.dtype)])
+    all_bits = [torch.empty_like(bits) for _ in range(RANKS)]
+    dist.all_gather(all_bits, bits)
+    assert torch.equal(all_bits[0], all_bits[1]), "the ranks' outputs differ"
+
+
+def check_sequence(rank):
+    x, w, b, y, options = draw(1024, 512, 9000, torch.bfloat16, {})
+    _, expected = run(x, w, b, y, options)
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=9000, sequence=True)
+    rows, mine = slice(rank * 512, (rank + 1) * 512), slice(rank * 4500, (rank + 1) * 4500)
+    _, grads = run(x[rows], w[mine], None, y, {"vocab_parallel": vp})
+    assert off(grads[0], expected[0][rows]) < 8e-3 and off(grads[1], expected[1][mine]) < 8e-3
+
+
+def check_hidden(rank):
+    """All logits of the second rank are -inf."""
+    x, w, b, y, options = draw(512, 256, 2000, torch.bfloat16, {"bias": True})
+    b = b.float()
+    b[1000:], y = -torch.inf, y % 1000
+    one, expected = run(x, w, b, y, options)
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=2000)
+    mine = slice(rank * 1000, (rank + 1) * 1000)
+    two, grads = run(x, w[mine], b[mine], y, {"vocab_parallel": vp})
+    assert off(two, one) < 1e-5, (two, one)
+    assert off(grads[0], expected[0]) < 8e-3
+
+
+def check_graph(rank):
+    """A captured step, replayed with other operands, equals an eager one."""
+    x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
+    x, w = x.requires_grad_(), w[rank * 4500 : (rank + 1) * 4500].clone().requires_grad_()
+
+    def step():
+        loss = flce.linear_cross_entropy(x, w, y, vocab_parallel=vp)
+        return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.mul_(0.9)
+            w.mul_(1.1)
+        graph.replay()
+        for got, true in zip(made, step(), strict=True):
+            assert torch.equal(got, true)
+
+
+def check_training(rank):
+    """200 steps of SGD: losses as on one GPU."""
+    losses = {}
+    for ranks in (1, RANKS):
+        torch.manual_seed(5)
+        table = torch.randn(3000, 64, device="cuda")
+        head = torch.randn(3000, 64, device="cuda") * 0.1
+        if ranks > 1:
+            head = head[rank * 1500 : (rank + 1) * 1500]
+        table, head = table.clone().requires_grad_(), head.clone().requires_grad_()
+        vp = flce.VocabParallel(dist.group.WORLD, vocab=3000) if ranks > 1 else None
+        optimizer, kept = torch.optim.SGD([table, head], lr=3.0), []
+        for _ in range(200):
+            ids = torch.randint(3000, (256,), device="cuda")
+            x = table[ids]
+            loss = flce.linear_cross_entropy(x, head, (7 * ids) % 3000, vocab_parallel=vp)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(loss.detach())
+        losses[ranks] = torch.stack(kept)
+    assert off(losses[RANKS], losses[1]) < 1e-4
+    assert losses[1][-1] < losses[1][0] - 0.5
+
+
+def run_rank(rank, folder, transport):
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/init", rank=rank, world_size=RANKS
+    )
+    checks = {name: lambda rank, name=name: check_case(name, rank) for name in CASES}
+    checks |= {"sequence": check_sequence, "hidden": check_hidden, "training": check_training}
+    checks |= {"graph": check_graph}
+    for name, check in checks.items():
+        try:
+            check(rank)
+            error = ""
+        except Exception:
+            error = traceback.format_exc()
+        failed = torch.tensor([bool(error)], device="cuda", dtype=torch.int32)
+        dist.all_reduce(failed)
+        with open(f"{folder}/{rank}", "a") as file:
+            file.write(f"{name}\n{error}" if failed.item() else "")
+    shares = flce.collectives.shares_memory()
+    if shares != (transport != "nccl"):
+        with open(f"{folder}/{rank}", "a") as file:
+            file.write(f"the GPUs share memory: {shares}")
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copy engines"])
+def test_all_cases(tmp_path, transport):
+    mp.spawn(run_rank, (str(tmp_path), transport), nprocs=RANKS)
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(RANKS)]
+    assert texts == ["", ""], "\n".join(texts)

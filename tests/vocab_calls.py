@@ -1,0 +1,439 @@
+"""Ways to call a divided vocabulary: adapters, accumulation, torch.compile, checkpoints, Modules,
+operators, refusals. Run by test_vocab_parallel.py."""
+
+import contextlib
+import copy
+import io
+import itertools
+import pickle
+import types
+import unittest.mock
+
+import cases
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.utils.checkpoint import checkpoint
+from vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
+from vocab_ranks import RETURNS, SHARDED, Ranks, on, same_bytes
+
+import flce
+from flce import collectives, reference
+
+# ---- options with tensors of their own ----
+
+
+def adapted(function, operands, target, frozen, upstream, **options):
+    """Loss and gradients by name, without linear_weight's where it is frozen."""
+    leaves = {name: value.clone().requires_grad_() for name, value in operands.items()}
+    leaves["linear_weight"].requires_grad_(not frozen)
+    named = dict(leaves)
+    x, w = named.pop("input"), named.pop("linear_weight")
+    loss = function(x, w, target, **named, **options)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(loss, list(wanted.values()), torch.tensor(upstream).double())
+    return {"loss": loss, **dict(zip(wanted, grads, strict=True))}
+
+
+@on(4)
+def adapters(ranks):
+    """adapter_weight is divided as linear_weight; adapter_input and its gradient are as input."""
+    tokens, hidden, rank = 24, 20, 12
+    shapes = {"input": (tokens, hidden), "adapter_input": (tokens, rank), "linear_bias": (VOCAB,)}
+    shapes |= {"linear_weight": (VOCAB, hidden), "adapter_weight": (VOCAB, rank)}
+    random = cases.generator(2)
+    whole = {n: torch.randn(shape, generator=random).double() for n, shape in shapes.items()}
+    target = torch.randint(VOCAB, (tokens,), generator=random)
+    target[::5] = -100
+    for frozen in (True, False):
+        truth = adapted(reference.linear_cross_entropy, whole, target, frozen, -1.7)
+        for ends in (None, UNEVEN):
+            classes = ranks.classes(VOCAB, ends)
+            for sequence in (False, True):
+                vp = ranks.parallel(VOCAB, ends, sequence=sequence)
+
+                def part(name, value, classes=classes, sequence=sequence):
+                    own = ranks.rows(value) if sequence and name.endswith("input") else value
+                    return own[classes] if name in SHARDED else own
+
+                own = {name: part(name, value) for name, value in whole.items()}
+                for save in cases.SAVES:
+                    how = {"vocab_parallel": vp, "save": save, "max_memory": 7 * ROW}
+                    made = adapted(flce.linear_cross_entropy, own, target, frozen, -1.7, **how)
+                    for name, true in truth.items():
+                        ranks.agree(f"{name} {save}", made[name], part(name, true))
+
+
+@on(4)
+def accumulated_gradients(ranks):
+    """Two backwards on top of what .grad and .main_grad hold."""
+    kinds = [("grad", torch.float64, torch.float64), ("main_grad", torch.float32, torch.float32)]
+    kinds.append(("main_grad", torch.bfloat16, torch.float32))
+    for attribute, dtype, added in kinds:
+        case = make(dtype, bias=False)
+        truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64))
+        start = torch.randn(VOCAB, HIDDEN, generator=cases.generator(1)).to(added)
+        for ends in (None, UNEVEN):
+            own, classes = ranks.divided(case, ends), ranks.classes(VOCAB, ends)
+            for save in ("logits", "stats", "auto"):
+                weight = torch.nn.Parameter(own.linear_weight.clone())
+                setattr(weight, attribute, start[classes].clone())
+                if attribute == "main_grad":
+                    weight.grad_added_to_main_grad = False
+                for _ in range(2):
+                    x = own.input.clone().requires_grad_()
+                    vp = ranks.parallel(VOCAB, ends)
+                    how = {"vocab_parallel": vp, "accumulate_into": attribute, "save": save}
+                    flce.linear_cross_entropy(x, weight, own.target, **how).backward()
+                got = getattr(weight, attribute).double() - start[classes].double()
+                expected = 2.0 * truth["linear_weight"][classes]
+                tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+                tolerance = 1e-11 if dtype == torch.float64 else tolerance
+                ranks.agree(f"{attribute} {dtype} {save}", got, expected, tolerance)
+                ranks.agree(f"dX {dtype} {save}", x.grad, truth["input"], tolerance)
+                if attribute == "main_grad":
+                    ranks.note(weight.grad_added_to_main_grad, "grad_added_to_main_grad")
+                    ranks.note(not weight.grad.any(), ".grad of a weight with main_grad")
+
+
+@on(4)
+def log_probabilities(ranks):
+    x, w, y = cases.leaves("cpu", TOKENS, hidden=HIDDEN, vocab=VOCAB)
+    y[::4] = -100
+    options = {"softcap": 4.0, "temperature": 0.7}
+    truth = reference.linear_logprobs(x, w, y, **options)
+    upstream = [torch.linspace(-1.0, 2.0, TOKENS).double(), torch.linspace(0.5, -3.0, TOKENS)]
+    upstream[1] = upstream[1].double()
+    expected = torch.autograd.grad(truth, (x, w), upstream)
+    for ends in (None, UNEVEN):
+        classes = ranks.classes(VOCAB, ends)
+        shard = w.detach()[classes].clone().requires_grad_()
+        for save in ("auto", "logits", "stats"):
+            how = {"vocab_parallel": ranks.parallel(VOCAB, ends), "save": save, **options}
+            made = flce.linear_logprobs(x, shard, y, **how)
+            for name, got, true in zip(("logprobs", "entropy"), made, truth, strict=True):
+                ranks.agree(f"{name} {save}", got, true)
+                ranks.note_same_bytes(f"{name} {save}", got)
+            dx, dw = torch.autograd.grad(made, (x, shard), upstream)
+            ranks.agree(f"dX {save}", dx, expected[0])
+            ranks.agree(f"dW {save}", dw, expected[1][classes])
+
+
+@on(2)
+def autocast(ranks):
+    case = make(torch.float32)
+    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64))
+    for how in ({}, {"sequence": True}):
+        own = ranks.divided(case, sequence="sequence" in how)
+        vp, classes = ranks.parallel(VOCAB, **how), ranks.classes(VOCAB)
+        for save in (*cases.SAVES, "auto"):
+            with torch.autocast("cpu", torch.bfloat16):
+                one = cases.outcome(flce.linear_cross_entropy, case, save=save)
+                made = cases.outcome(flce.linear_cross_entropy, own, save=save, vocab_parallel=vp)
+            for name, got in made.items():
+                true, eager = truth[name], one[name]
+                if name == "input" and how:
+                    true, eager = ranks.rows(true), ranks.rows(eager)
+                elif name in SHARDED:
+                    true, eager = true[classes], eager[classes]
+                ranks.note(got.dtype == torch.float32, f"the dtype of {name}")
+                limit = 4e-3 + 2.0 * cases.relative_error(eager, true)
+                ranks.agree(f"{name} {save}", got, true, limit)
+
+
+@on(4)
+def torchs_options(ranks):
+    """batch_chunk_size bounds the chunks, whose number is the same on all ranks, also where the
+    rows of one rank are longer than the bound."""
+    case = make()
+    truth = cases.outcome(flce.linear_cross_entropy, case)
+    fields = {"acc_dtype": None, "acc_policy": "default"}
+    for ends in (None, UNEVEN, (0, 20, 40, VOCAB), (1, 2, 3, VOCAB)):
+        own, classes = ranks.divided(case, ends), ranks.classes(VOCAB, ends)
+        for save, rows in itertools.product(cases.SAVES, (1, 3)):
+            torchs = types.SimpleNamespace(batch_chunk_size=rows, **fields)
+            how = {"vocab_parallel": ranks.parallel(VOCAB, ends), "options": torchs, "save": save}
+            made = cases.outcome(flce.linear_cross_entropy, own, **how)
+            ranks.agree(f"dX {save}", made["input"], truth["input"])
+            ranks.agree(f"dW {save}", made["linear_weight"], truth["linear_weight"][classes])
+
+
+# ---- what torch does with a call ----
+
+
+def leaves_of(case, **options):
+    named = {"x": case.input, "w": case.linear_weight, "linear_bias": case.options["linear_bias"]}
+    return {name: value.clone().requires_grad_() for name, value in named.items()}
+
+
+def loss_and_gradients(call, case):
+    leaves = leaves_of(case)
+    loss = call(leaves["x"], leaves["w"], case.target, leaves["linear_bias"])
+    grads = torch.autograd.grad(loss.square(), list(leaves.values()))
+    return [loss.detach(), *grads]
+
+
+@on(2)
+def compiled(ranks):
+    """fullgraph=True, with sizes that change, class weights of this rank, and sequence=True."""
+    torch._inductor.config.compile_threads = 1  # no worker processes
+    own_weights = class_weights()[ranks.classes(VOCAB)]
+    for backend, sequence, save in (
+        ("aot_eager", True, "stats"),
+        ("inductor", False, "grads"),
+    ):
+        vp = ranks.parallel(VOCAB, sequence=sequence)
+
+        def call(x, w, y, b, vp=vp, save=save):
+            return flce.linear_cross_entropy(
+                x, w, y, linear_bias=b, weight=own_weights, vocab_parallel=vp, save=save,
+                label_smoothing=0.1,
+            )  # fmt: skip
+
+        function = torch.compile(call, fullgraph=True, backend=backend)
+        for tokens in (TOKENS, 12) if sequence else (TOKENS,):
+            case = ranks.divided(make(tokens=tokens, ignored=3), sequence=sequence)
+            expected = loss_and_gradients(call, case)
+            for name, got, true in zip(
+                ("loss", "dX", "dW", "db"),
+                loss_and_gradients(function, case),
+                expected,
+                strict=True,
+            ):
+                ranks.agree(f"{name} {backend} {sequence} {save} {tokens}", got, true, 1e-13)
+        torch._dynamo.reset()
+
+
+@on(2)
+def checkpoints_and_second_backwards(ranks):
+    """Each makes its exchanges again."""
+    case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
+    for save in (*cases.SAVES, "auto"):
+
+        def call(x, w, y, b, save=save):
+            return flce.linear_cross_entropy(x, w, y, linear_bias=b, vocab_parallel=vp, save=save)
+
+        expected = loss_and_gradients(call, case)
+        x, w, b = leaves_of(case).values()
+        loss = call(x, w, case.target, b).square()
+        for keeps in (True, False):  # the graph, for a second backward
+            grads = torch.autograd.grad(loss, (x, w, b), retain_graph=keeps)
+            for got, true in zip(grads, expected[1:], strict=True):
+                ranks.note(same_bytes(got, true), f"{save}, the graph kept: {keeps}")
+        for reentrant in (False, True):
+            leaves = leaves_of(case)
+            x, w, b = leaves.values()
+            loss = checkpoint(call, x, w, case.target, b, use_reentrant=reentrant)
+            loss.square().backward()
+            for got, true in zip([loss.detach(), x.grad, w.grad, b.grad], expected, strict=True):
+                ranks.note(same_bytes(got, true), f"{save} {reentrant}")
+
+
+@on(4)
+def modules(ranks):
+    """A head holds the name of the group: a copy and a pickle call the same group, and where no
+    group has the name the call raises."""
+    for ends in (None, UNEVEN):
+        case = make(weight=True, valid_vocab=30)
+        own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
+        for weight in (case.options["weight"], own.options["weight"]):
+            head = flce.LinearCrossEntropyHead(
+                HIDDEN, len(own.linear_weight), dtype=torch.float64, valid_vocab=30,
+                class_weight=weight, vocab_parallel=vp,
+            )  # fmt: skip
+            head.load_state_dict(
+                {"weight": own.linear_weight, "bias": own.options["linear_bias"]}, strict=True
+            )
+            loss = head(case.input, case.target)
+            ranks.agree("loss", loss, cases.outcome(reference.linear_cross_entropy, case)["loss"])
+            ranks.note(f"vocab_parallel={vp!r}" in repr(head), repr(head))
+            kept = io.BytesIO()
+            torch.save(head, kept)
+            kept.seek(0)
+            copies = copy.deepcopy(head), pickle.loads(pickle.dumps(head))
+            for other in (*copies, torch.load(kept, weights_only=False)):
+                ranks.note(other.vocab_parallel == vp, "a copy's vocab_parallel")
+                ranks.note(same_bytes(other(case.input, case.target), loss), "a copy's loss")
+    expected = f"VocabParallel(group '{dist.group.WORLD.group_name}', rank {ranks.rank} of 4, "
+    expected += "start=None, vocab=41, sequence=False, reduce_input_grad=True)"
+    ranks.note(repr(ranks.parallel(VOCAB)) == expected, repr(ranks.parallel(VOCAB)))
+    other = pickle.loads(pickle.dumps(ranks.parallel(VOCAB)))
+    ranks.note(hash(other) == hash(ranks.parallel(VOCAB)), "the hash of an equal VocabParallel")
+    ranks.note(other != ranks.parallel(VOCAB, sequence=True), "an unequal VocabParallel")
+    other.text = other.text.replace(dist.group.WORLD.group_name, "no such group", 1)
+    refused(ranks, "flce", RuntimeError, ranks.divided(make()), vocab_parallel=other)
+
+
+@on(2)
+def operators(ranks):
+    case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
+    x, w, b = leaves_of(case).values()
+    made = flce.linear_cross_entropy(x, w, case.target, linear_bias=b, vocab_parallel=vp, **RETURNS)
+    expected = torch.autograd.grad(made.loss, (x, w, b))
+    arguments = {"linear_bias": b, "vocab_parallel": vp.text}
+    operator = torch.ops.flce.linear_cross_entropy
+    loss = operator(x, w, case.target, **arguments)
+    outputs = torch.ops.flce.linear_cross_entropy_outputs(x, w, case.target, **arguments, **RETURNS)
+    for name, got, true in zip(made._fields, outputs, made, strict=True):
+        ranks.note(same_bytes(got, true), f"{name} of the operator")
+    for result in (loss, outputs[0]):
+        ranks.note(same_bytes(result, made.loss), "the operator's loss")
+        for got, true in zip(torch.autograd.grad(result, (x, w, b)), expected, strict=True):
+            ranks.agree("a gradient of the operator", got, true)
+
+
+@on(2)
+def a_device_mesh_and_a_group_of_one(ranks):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    case = make(weight=True, label_smoothing=0.1)
+    own = cases.outcome(
+        flce.linear_cross_entropy, ranks.divided(case), vocab_parallel=ranks.parallel(VOCAB)
+    )
+    vp = flce.VocabParallel(mesh, vocab=VOCAB)
+    made = cases.outcome(flce.linear_cross_entropy, ranks.divided(case), vocab_parallel=vp)
+    ranks.note(cases.same_bits(made, own), "a DeviceMesh gives other results")
+    alone = [dist.new_group([rank]) for rank in range(2)][ranks.rank]
+    plain = cases.outcome(flce.linear_cross_entropy, case)
+    for options in ({}, {"vocab": VOCAB}, {"vocab": VOCAB, "start": 0}, {"sequence": True}):
+        vp = flce.VocabParallel(alone, **options)
+        made = cases.outcome(flce.linear_cross_entropy, case, vocab_parallel=vp)
+        ranks.note(cases.same_bits(made, plain), f"a group of one rank, {options}")
+    for options in ({"vocab": VOCAB + 1}, {"vocab": VOCAB + 2, "start": 2}):
+        vp = flce.VocabParallel(alone, **options)
+        refused(ranks, "linear_weight", ValueError, case, vocab_parallel=vp)
+
+
+# ---- refusals ----
+
+
+@contextlib.contextmanager
+def counted_exchanges():
+    """The list of the mocks that count what begins."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                unittest.mock.patch.object(module, name, wraps=getattr(module, name))
+            )
+            for module, name in (
+                (collectives, "_all_gather"), (dist, "all_to_all_single"),
+                (functional, "all_reduce"),
+            )
+        ]  # fmt: skip
+
+
+def raised(ranks, what, error, function):
+    """Notes where `function` does not raise exactly `error` with `what` at its beginning."""
+    try:
+        function()
+    except Exception as caught:
+        same = type(caught) is error and str(caught).startswith(what)
+        ranks.note(same, f"{what}: {type(caught).__name__}: {caught}")
+    else:
+        ranks.note(False, f"{what}: nothing was raised")
+
+
+def refused(ranks, what, error, case, exchanges=0, **options):
+    leaf, options = case.input.clone().requires_grad_(), {**case.options, **options}
+    with counted_exchanges() as counts:
+        raised(
+            ranks, what, error,
+            lambda: flce.linear_cross_entropy(leaf, case.linear_weight, case.target, **options),
+        )  # fmt: skip
+    begun = sum(count.call_count for count in counts)
+    ranks.note(begun == exchanges, f"{what}: {begun} exchanges")
+
+
+@on(2, 4)
+def refused_calls(ranks):
+    case = make(weight=True)
+    own, vp = ranks.divided(case), ranks.parallel(VOCAB)
+    share = len(own.linear_weight)
+
+    def refuse(what, error, changed=own, vocab_parallel=vp, **options):
+        refused(ranks, what, error, changed, vocab_parallel=vocab_parallel, **options)
+
+    probabilities = torch.rand(TOKENS, VOCAB).double()
+    plain = own.with_options(weight=None)
+    refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities))
+    refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities[:, :share]))
+    refuse("linear_weight: expected", ValueError, case)  # all classes on each rank
+    for start in (VOCAB, VOCAB - share + 1):
+        beyond = flce.VocabParallel(dist.group.WORLD, start=start, vocab=VOCAB)
+        refuse("linear_weight: expected at most", ValueError, vocab_parallel=beyond)
+    refuse("linear_bias", ValueError, plain, linear_bias=case.options["linear_bias"])
+    refuse("weight", ValueError, weight=class_weights()[1:])
+    refuse("weight", ValueError, weight=own.options["weight"].clone().requires_grad_())
+    refuse("weight", TypeError, weight=[1.0] * share)
+    refuse("vocab_parallel", TypeError, vocab_parallel=3)
+    refuse("vocab_parallel", TypeError, vocab_parallel=dist.group.WORLD)
+    refuse("vocab_parallel", ValueError, vocab_parallel="0")
+    refuse("valid_vocab", ValueError, plain, valid_vocab=VOCAB + 1)
+    refuse("max_memory", ValueError, plain, max_memory=1)
+    refuse("gradient", ValueError, plain, gradient="sampled")
+    for target in (VOCAB, VOCAB + 3, -1, -(2**40)):
+        bad = own.target.clone()
+        bad[3] = target
+        bad = cases.Case(own.input, own.linear_weight, bad, plain.options)
+        refuse(f"target[3] is {target}", IndexError, bad)
+        refuse(f"target[3] is {target}", IndexError, bad, save="grads", max_memory=4 * ROW)
+    bad = plain.target.clamp(max=29)
+    bad[3] = 30
+    bad = cases.Case(own.input, own.linear_weight, bad, plain.options)
+    refuse("target[3] is 30", IndexError, bad, valid_vocab=30)
+    raised(
+        ranks, "cross_entropy()", TypeError,
+        lambda: flce.cross_entropy(torch.rand(3, VOCAB), own.target[:3], vocab_parallel=vp),
+    )  # fmt: skip
+    # The group is as before.
+    ranks.note(ranks.gathered(ranks.rank) == list(range(ranks.ranks)), "the order of exchanges")
+    ranks.compare(case)
+
+
+@on(2)
+def refused_sequences(ranks):
+    vp = ranks.parallel(VOCAB, sequence=True)
+    own = ranks.divided(make())
+
+    def refuse(rows, tokens, **options):
+        case = cases.Case(own.input[:rows], own.linear_weight, own.target[:tokens], own.options)
+        refused(ranks, "target", ValueError, case, vocab_parallel=vp, **options)
+
+    refuse(10, 21)
+    refuse(11, 21)
+    refuse(11, 11)  # this rank's share of the target
+    vector = cases.Case(own.input[0], own.linear_weight, own.target[0], own.options)
+    refused(ranks, "target", ValueError, vector, vocab_parallel=vp)
+    target = own.target.clone()
+    target[20] = VOCAB
+    bad = cases.Case(ranks.rows(own.input), own.linear_weight, target, own.options)
+    # x has been gathered by then, on all ranks.
+    refused(ranks, "target[20] is 41", IndexError, bad, exchanges=1, vocab_parallel=vp)
+    ranks.compare(make(), vocab_parallel={"sequence": True})
+
+
+@on(2)
+def refused_groups(ranks):
+    world, flag = dist.group.WORLD, "sequence"
+    others = [dist.new_group([rank]) for rank in range(2)][1 - ranks.rank]
+    plane = dist.init_device_mesh("cpu", (2, 1))
+    for what, error, group, options in (
+        ("group", ValueError, others, {}),
+        ("group", ValueError, plane, {}),
+        ("group", TypeError, None, {}),
+        ("group", TypeError, "0", {}),
+        ("group", TypeError, 0, {}),
+        ("vocab", ValueError, world, {"start": 0}),
+        ("vocab", ValueError, world, {"vocab": 0}),
+        ("vocab", TypeError, world, {"vocab": 41.0}),
+        ("start", ValueError, world, {"start": -1, "vocab": VOCAB}),
+        ("start", ValueError, world, {"start": VOCAB + 1, "vocab": VOCAB}),
+        ("start", TypeError, world, {"start": True, "vocab": VOCAB}),
+        (flag, TypeError, world, {flag: 1}),
+        ("reduce_input_grad", TypeError, world, {"reduce_input_grad": None}),
+        ("reduce_input_grad", ValueError, world, {flag: True, "reduce_input_grad": False}),
+    ):
+        raised(
+            ranks, what, error,
+            lambda group=group, options=options: flce.VocabParallel(group, **options),
+        )  # fmt: skip
+    ranks.note(Ranks().gathered(1) == [1, 1], "the order of exchanges")

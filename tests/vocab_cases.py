@@ -1,0 +1,370 @@
+"""Numbers of a divided vocabulary: options, shards and data. Run by test_vocab_parallel.py."""
+
+import functools
+import math
+
+import cases
+import torch
+from vocab_ranks import RETURNS, on
+
+import flce
+
+TOKENS, HIDDEN, VOCAB = 22, 24, 41  # 22 rows on 4 ranks: blocks of dX with padding
+UNEVEN = (3, 3, 29, VOCAB)  # the second rank has no class
+ROW = 16 * 8  # bytes of a row of logits of ceil(41 / 4) classes in float64, with its padding
+MAPS = {
+    "plain": {},
+    "softcap": {"softcap": 3.0},
+    "negative": {"logit_scale": -1.5, "temperature": 0.7},
+    "rows": {"softcap": 5.0, "logit_scale": 0.5, "temperature": "rows"},
+}
+
+
+def per_row(seed, tokens=TOKENS):
+    return 0.5 + torch.rand(tokens, generator=cases.generator(seed))
+
+
+def class_weights(vocab=VOCAB):
+    """Every dtype holds them exactly; one is 0."""
+    return torch.randint(1, 9, (vocab,), generator=cases.generator(1)).double().div_(4)
+
+
+def make(dtype=torch.float64, *, std=2.0, vocab=VOCAB, tokens=TOKENS, maps="plain", **options):
+    """A case with a bias. Options that are tensors may be given as True."""
+    made = cases.make_case(tokens, HIDDEN, vocab, dtype=dtype, std=std, bias=True, seed=3)
+    options = {**MAPS[maps], **options}
+    if not options.pop("bias", True):
+        del made.options["linear_bias"]
+    if options.get("temperature") == "rows":
+        options["temperature"] = per_row(6, tokens).to(dtype)
+    tensors = {"weight": class_weights(vocab), "token_weight": per_row(5, tokens) - 0.7}
+    for name, value in tensors.items():
+        if options.pop(name, False):
+            options[name] = value.to(dtype)
+    if options.get("valid_vocab") is not None:
+        made.target.clamp_(max=options["valid_vocab"] - 1)
+        made.linear_weight[options["valid_vocab"] :] = math.nan  # never read
+    every = options.pop("ignored", 0)
+    return (cases.ignore_some(made, every=every) if every else made).with_options(**options)
+
+
+def upstream_of(case, outputs):
+    """Upstream gradients other than 1: of the loss alone, or of lse and entropy too."""
+    none = case.options.get("reduction") == "none"
+    rows = case.target.shape
+    upstream = {"loss": torch.linspace(-1.0, 2.0, case.target.numel()).reshape(rows)}
+    if not none:
+        upstream = {"loss": torch.tensor(-0.37)}
+    if outputs:
+        upstream["lse"] = torch.randn(rows, generator=cases.generator(8)).double()
+        upstream["entropy"] = torch.randn(rows, generator=cases.generator(9)).double()
+    return upstream
+
+
+def combination(
+    ranks, dtype, save, reduction, bias, weight, smoothing, maps, z_loss, token_weight, num_items,
+    ignored, valid_vocab, budget, ends, outputs, vocab=VOCAB, **how,
+):  # fmt: skip
+    if save == "grads" and reduction == "none":
+        save = "auto"
+    options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z_loss}
+    options["num_items"] = 7.5 if num_items and reduction == "mean" else None
+    equal = ends == "equal"  # start and vocab are not given
+    case = make(
+        dtype, vocab=44 if equal else vocab, maps=maps, bias=bias, weight=weight is not None,
+        token_weight=token_weight, valid_vocab=valid_vocab, ignored=ignored, **options,
+    )  # fmt: skip
+    wanted = RETURNS if outputs else {}
+    ranks.compare(
+        case, ends=ends if isinstance(ends, tuple) else None, whole_weight=weight == "whole",
+        vocab_parallel={**({"vocab": None} if equal else {}), **how}, save=save,
+        max_memory=budget, upstream=upstream_of(case, outputs),
+        cancels=bool(outputs), **wanted,
+    )  # fmt: skip
+
+
+OPTIONS = {
+    "dtype": [torch.float64, torch.float32, torch.bfloat16],
+    "save": [*cases.SAVES, "auto"],
+    "reduction": ["none", "mean", "sum"],
+    "bias": [False, True],
+    "weight": [None, "sharded", "whole"],
+    "smoothing": [0.0, 0.1, 1.0],
+    "maps": list(MAPS),
+    "z_loss": [0.0, 0.05],
+    "token_weight": [False, True],
+    "num_items": [False, True],
+    "ignored": [0, 3],
+    "valid_vocab": [None, 30, 9],  # with 30 the last rank has padding alone, with 9 all but one
+    "budget": [None, 4 * ROW],
+    "ends": [None, UNEVEN, "equal"],
+    "outputs": [False, True],
+}
+for _values in cases.covering_rows(**OPTIONS):
+    _given = dict(zip(OPTIONS, _values, strict=True))
+    _shown = "-".join(map(str, _values))
+    on(4, name=f"options-{_shown}", **_given)(combination)
+
+# x divided along its first dimension, or the terms of dX left to the caller.
+INPUTS = {
+    "how": [{"sequence": True}, {"reduce_input_grad": False}, {}],
+    "dtype": [torch.float64, torch.float32, torch.bfloat16],
+    "save": [*cases.SAVES, "auto"],
+    "reduction": ["none", "mean", "sum"],
+    "shape": [(TOKENS,), (2, TOKENS // 2)],
+    "ignored": [0, 3, 1],
+    "budget": [None, 4 * ROW],
+    "ends": [None, (VOCAB, VOCAB), (0, VOCAB), (2, VOCAB)],
+    "outputs": [False, True],
+    "smoothing": [0.0, 0.1],
+}
+
+
+def inputs(ranks, how, dtype, save, reduction, shape, ignored, budget, ends, outputs, smoothing):
+    if save == "grads" and reduction == "none":
+        save = "stats"
+    case = make(dtype, ignored=ignored, reduction=reduction, label_smoothing=smoothing)
+    rows = {"input": case.input.reshape(*shape, HIDDEN), "target": case.target.reshape(shape)}
+    case = cases.Case(**rows, linear_weight=case.linear_weight, options=case.options)
+    wanted = RETURNS if outputs else {}
+    ranks.compare(
+        case, ends=ends, vocab_parallel=how, save=save, max_memory=budget,
+        upstream=upstream_of(case, outputs), cancels=bool(outputs), **wanted,
+    )  # fmt: skip
+
+
+for _values in cases.covering_rows(**INPUTS):
+    _given = dict(zip(INPUTS, _values, strict=True))
+    _shown = "-".join(map(str, _values))
+    on(2, name=f"inputs-{_shown}", **_given)(inputs)
+
+
+# ---- shards and data ----
+
+
+@on(2, 4)
+def fewer_classes_than_ranks(ranks):
+    """V=5 on 4 ranks: shares of 2, 2, 1 and 0. V=1 on 2: one rank has all classes."""
+    for vocab in (1, 2, 3, 5):
+        for save in cases.SAVES:
+            for dtype in (torch.float64, torch.float32):
+                case = make(dtype, vocab=vocab, label_smoothing=0.1)
+                # With one class smoothing's terms cancel.
+                how = {"upstream": upstream_of(case, False), "cancels": vocab == 1}
+                ranks.compare(case, save=save, **how)
+
+
+@on(2, 4)
+def one_rank_has_all_classes(ranks):
+    """Also with class weights, sharded and whole: their shapes are the same on that rank."""
+    for owner in range(ranks.ranks):
+        ends = [VOCAB if rank >= owner else 0 for rank in range(ranks.ranks)]
+        for whole in (False, True):
+            case = make(weight=True, label_smoothing=0.1)
+            ranks.compare(case, ends=ends, whole_weight=whole)
+
+
+@on(4)
+def target_on_each_shard(ranks):
+    for owner in range(4):
+        for ends in (None, UNEVEN):
+            case = make(label_smoothing=0.1, reduction="none")
+            begin = ([0, *ends] if ends else [0, 11, 22, 33])[owner]
+            end = ends[owner] if ends else min(begin + 11, VOCAB)
+            if begin == end:
+                continue
+            case.target[:] = begin + torch.arange(TOKENS) % (end - begin)
+            ranks.compare(case, ends=ends, save="logits")
+
+
+@on(4)
+def largest_logit_far_from_the_target(ranks):
+    """Gaps of up to 2000 to a class of another rank, in both directions."""
+    gaps = [*(-800.0, -90.0, -20.0, 20.0, 90.0, 800.0, 2000.0), 3e-3, -3e-3]
+    for dtype in (torch.float64, torch.float32):
+        for save in cases.SAVES:
+            case = cases.plant(make(dtype, bias=False), gaps)
+            ranks.compare(case, save=save, **RETURNS)
+
+
+@on(4)
+def a_shard_of_minus_infinity(ranks):
+    """All classes of a rank have a bias of -inf: probability 0, gradient 0."""
+    for hidden in range(4):
+        for save in cases.SAVES:
+            for dtype in (torch.float64, torch.float32):
+                case = make(dtype, reduction="sum")
+                classes = slice(11 * hidden, min(11 * hidden + 11, VOCAB))
+                case.options["linear_bias"][classes] = -math.inf
+                outside = torch.tensor([j for j in range(VOCAB) if j // 11 != hidden])
+                case.target[:] = outside[case.target % len(outside)]
+                how = {"upstream": upstream_of(case, True), "cancels": True, **RETURNS}
+                made = ranks.compare(case, save=save, **how)
+                if ranks.rank == hidden:
+                    for name in ("linear_weight", "linear_bias"):
+                        ranks.note(not made[name].any(), f"{name} of the hidden shard is not 0")
+
+
+@on(4)
+def no_rows(ranks):
+    """N = 0, and all rows ignored: loss 0 and gradients 0, also if x contains NaN."""
+    for tokens, every in ((0, 1), (TOKENS, 1), (3, 1)):
+        for reduction in ("none", "mean", "sum"):
+            for save in ("logits", "stats", "auto" if reduction == "none" else "grads"):
+                case = make(tokens=tokens, reduction=reduction, ignored=every, weight=True)
+                made = ranks.compare(case, save=save, whole_weight=every == 3)
+                for name, value in made.items():
+                    ranks.note(not value.any(), f"{name} is not 0: {save} {reduction}")
+
+
+@on(4)
+def few_rows(ranks):
+    for tokens in (1, 2, 3, 5, 7):
+        for save in cases.SAVES:
+            ranks.compare(make(tokens=tokens, reduction="sum"), save=save)
+
+
+@on(4)
+def class_weights_that_cancel(ranks):
+    """Those of a rank sum to 0, exactly; all of a rank are 0."""
+    case = make(torch.float64, label_smoothing=0.3, weight=True, reduction="sum")
+    case.options["weight"][:11] = torch.arange(-5, 6) / 4
+    case.options["weight"][33:] = 0.0
+    for save in cases.SAVES:
+        ranks.compare(case, save=save)
+
+
+@on(4)
+def wanted_gradients(ranks):
+    """Subsets of the operands that require a gradient, and none of them."""
+    subsets = [("input",), ("linear_weight",), ("linear_bias",), ()]
+    subsets += [("input", "linear_bias"), ("linear_weight", "linear_bias")]
+    for wants in subsets:
+        for save in (*cases.SAVES, "auto"):
+            case = make(label_smoothing=0.1)
+            ranks.compare(case, wants=wants, save=save, upstream=upstream_of(case, False))
+
+
+@on(4)
+def index_to_ignore(ranks):
+    """Also one inside of the vocabulary, where the target names no class."""
+    for index in (-1, 0, 12, VOCAB - 1, VOCAB + 7):
+        case = cases.ignore_some(make(label_smoothing=0.1), index=index)
+        ranks.compare(case, upstream=upstream_of(case, False), **RETURNS)
+        case.target = case.target.int()
+        ranks.compare(case, upstream=upstream_of(case, False))
+
+
+@on(4)
+def shifted_targets(ranks):
+    case = make(tokens=24)
+    rows = {"input": case.input.reshape(4, 6, HIDDEN), "target": case.target.reshape(4, 6)}
+    case = cases.Case(**rows, linear_weight=case.linear_weight, options=case.options)
+    bounds = torch.tensor([0, 5, 6, 15, 24])
+    for options in ({"shift": 1}, {"shift": 2, "cu_seqlens": bounds}):
+        for how in ({}, {"sequence": True}):
+            ranks.compare(case.with_options(**options), vocab_parallel=how)
+
+
+@on(4)
+def rows_computed(ranks):
+    """valid_bound, as a number and counted."""
+    for bound in ("count", TOKENS, None):
+        for save in cases.SAVES:
+            case = make(ignored=3)
+            ranks.compare(case, valid_bound=bound, save=save)
+
+
+@on(4)
+def dtypes_of_sums_and_logits(ranks):
+    for save in cases.SAVES:
+        case = make(torch.bfloat16)
+        ranks.compare(case, save=save, accum_dtype=torch.float32, max_memory=8 * ROW)
+        ranks.compare(case, save=save, logits_dtype=torch.bfloat16)
+        ranks.compare(make(torch.float32), save=save, logits_dtype=torch.float32)
+
+
+@on(4)
+def a_bias_in_float32(ranks):
+    case = make(torch.bfloat16)
+    for ends in (None, UNEVEN):
+        bias = case.options["linear_bias"].float()
+        vp = ranks.parallel(VOCAB, ends)
+        own = ranks.divided(case.with_options(linear_bias=bias), ends)
+        made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
+        truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
+        classes = ranks.classes(VOCAB, ends)
+        ranks.note(made["linear_bias"].dtype == torch.float32, "the dtype of db")
+        if made["linear_bias"].numel():
+            ranks.agree("db", made["linear_bias"], truth["linear_bias"][classes], 8e-3)
+
+
+@on(2)
+def half_precision_with_a_loss_scale(ranks):
+    """The gradients of 65536 times the loss, as a GradScaler asks for them."""
+    case = cases.make_case(100, 64, 203, dtype=torch.float16)
+    scale = torch.tensor(65536.0)
+    truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))
+    classes = ranks.classes(203)
+    for save in (*cases.SAVES, "auto"):
+        for budget in (None, 30 * 128 * 4):
+            made = cases.outcome(
+                flce.linear_cross_entropy, ranks.divided(case), upstream={"loss": scale},
+                vocab_parallel=ranks.parallel(203), save=save, max_memory=budget,
+            )  # fmt: skip
+            ranks.agree(f"loss {save}", made["loss"], truth["loss"], 2e-5)
+            truths = truth["input"], truth["linear_weight"][classes]
+            for name, true in zip(cases.GRADIENTS, truths, strict=False):
+                ranks.note(made[name].dtype == torch.float16, f"the dtype of {name}")
+                ranks.agree(f"{name} {save}", made[name].double() / 65536, true, cases.F16_BAR)
+
+
+@on(4)
+def bits(ranks):
+    """Of all ranks, and of two runs."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for save in cases.SAVES:
+            case = make(dtype, ignored=5, label_smoothing=0.1, z_loss=1e-2)
+            made, again = (ranks.compare(case, save=save, **RETURNS) for _ in range(2))
+            ranks.note(cases.same_bits(made, again), f"two runs differ: {dtype} {save}")
+            for name in ("loss", "lse", "entropy", "predictions", "accuracy", "input"):
+                ranks.note_same_bytes(name, made[name])
+
+
+@on(4)
+def nan_reaches_all_ranks(ranks):
+    call = functools.partial(flce.linear_cross_entropy, return_lse=True)
+    vp = ranks.parallel(VOCAB)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for at in ("linear_weight", "input", "linear_bias"):
+            for row in (0, 12, 40):
+                case = make(dtype)
+                named = {"linear_bias": case.options["linear_bias"]}
+                tensor = named.get(at, getattr(case, at, None))
+                tensor.view(len(tensor), -1)[row % len(tensor), 0] = math.nan
+                for save in cases.SAVES:
+                    made = cases.outcome(call, ranks.divided(case), vocab_parallel=vp, save=save)
+                    for name in ("loss", "lse", "input"):
+                        bad = bool(made[name].isnan().any())
+                        ranks.note(bad, f"{name} has no NaN: {dtype} {at} {row} {save}")
+
+
+@on(4)
+def ties_go_to_the_lowest_class(ranks):
+    """Equal rows of W on several ranks."""
+    vp = ranks.parallel(VOCAB)
+    for equal in ((40, 5, 20), (12, 13, 30), (0, 39, 40), (33, 22, 11)):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            case = make(dtype, bias=False)
+            case.linear_weight[list(equal)] = case.linear_weight[20].clone()
+            case.input[:9] = 3.0 * case.linear_weight[20]
+            case.target[:5] = min(equal)
+            own = ranks.divided(case)
+            made = flce.linear_cross_entropy(
+                own.input, own.linear_weight, own.target, vocab_parallel=vp,
+                return_predictions=True, return_accuracy=True,
+            )  # fmt: skip
+            expected = {min(equal)}
+            ranks.note(set(made.predictions[:9].tolist()) == expected, f"ties {equal} {dtype}")
+            right = (made.predictions == case.target).double().mean()
+            ranks.agree("accuracy", made.accuracy, right, 1e-6)
