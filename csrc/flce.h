@@ -362,6 +362,20 @@ typedef struct flce_buffer {
   unsigned lifetime; /* FLCE_IN_* and FLCE_OUTPUT bits */
 } flce_buffer;
 
+/* The collectives of a divided vocabulary (core/shards.c). */
+typedef enum flce_collective_id {
+  FLCE_GATHER_INPUT,      /* all-gather of x, if it is scattered */
+  FLCE_GATHER_STATISTICS, /* all-gather of the rows' statistics */
+  FLCE_EXCHANGE_TERMS,    /* all-to-all of the ranks' terms of dX */
+  FLCE_GATHER_SUMS,       /* all-gather of the sums of these, unless dX is scattered */
+  FLCE_COLLECTIVES
+} flce_collective_id;
+
+typedef struct flce_collective {
+  int64_t forward, backward; /* calls */
+  int64_t bytes;             /* that a rank receives from the others in all of them */
+} flce_collective;
+
 /* All decisions for one problem on one device. Pitches are in elements. */
 typedef struct flce_plan {
   flce_save save;   /* flce_problem.save */
@@ -422,6 +436,8 @@ typedef struct flce_plan {
    * as there can be, relative to the gradient GEMMs that they replace. From 1 on sampling may take
    * longer than exact gradients. 0 for the others. */
   double sampled_time;
+  int64_t ranks; /* that divide the vocabulary; 1 if it is not divided */
+  flce_collective collectives[FLCE_COLLECTIVES]; /* by flce_collective_id; 0 without ranks */
 } flce_plan;
 
 /* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */

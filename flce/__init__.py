@@ -19,6 +19,7 @@ from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
 from .parallel import VocabParallel
 from .plan import Plan, plan
+from .targets import num_items
 from .tune import TunedProduct, Tuning, tune
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "TunedProduct",
     "Tuning",
     "VocabParallel",
+    "VocabParallelHead",
     "compat",
     "cross_entropy",
     "explain",
@@ -37,6 +39,7 @@ __all__ = [
     "integrations",
     "linear_cross_entropy",
     "linear_logprobs",
+    "num_items",
     "plan",
     "reference",
     "tune",
@@ -44,7 +47,10 @@ __all__ = [
 
 
 def __getattr__(name):
-    """Imports flce.compat or flce.integrations on first access, because they depend on flce."""
+    """Imports flce.compat and flce.integrations on first access, because they depend on flce, and
+    VocabParallelHead, because of what it imports."""
+    if name == "VocabParallelHead":
+        return importlib.import_module(".style", __name__).VocabParallelHead
     if name in ("compat", "integrations"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

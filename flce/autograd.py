@@ -241,13 +241,29 @@ class Forward(torch.autograd.Function):
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats):
-        wanted, settings, saved = ctx.needs_input_grad[:3], ctx.settings, ctx.saved_tensors
+        wanted, settings, saved = _asked(ctx), ctx.settings, ctx.saved_tensors
         if settings.save == "grads":
             if grad_stats is None:
                 return _scale_made(ctx, saved[:4], grad_output, wanted)
             # The gradients that the forward made are those of the loss alone: compute all again.
             settings, saved = settings._replace(save="stats"), saved[4:]
         return _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted)
+
+
+def _asked(ctx):
+    """Which gradients of input, linear_weight and linear_bias the running backward needs: fewer
+    than ctx.needs_input_grad has where it is for other leaves, as in pipeline schedules that ask
+    for the gradients of inputs and of weights apart."""
+    asked = []
+    for i, needed in enumerate(ctx.needs_input_grad[:3]):
+        if needed:
+            try:
+                needed = torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+            except RuntimeError:
+                # Of a leaf that torch.autograd.grad() returns, or outside of the engine.
+                needed = True
+        asked.append(needed)
+    return tuple(asked)
 
 
 def _scale_made(ctx, saved, grad_output, wanted):

@@ -24,6 +24,7 @@ from .signature import (
     logits_signature,
     logits_values,
 )
+from .targets import shifted_target
 
 NOTHING = Wanted()
 _SEED_STEP = 0x9E3779B97F4A7C15 >> 1  # ranks draw from different keys
@@ -51,43 +52,6 @@ def _loss_tensors(call, target, vectors):
         return flat, *vectors
     vectors = (None if one is None else one.detach().reshape(-1) for one in vectors)
     return flat, *(None if one is None else one.to(call.stat).contiguous() for one in vectors)
-
-
-def _shifted_target(target, shift, cu_seqlens, ignore_index):
-    """The target of each position: that `shift` later, `ignore_index` at a sequence's end.
-
-    Sequences are slices along the last dimension of `target`; `cu_seqlens` adds boundaries to
-    these. Without it `shift` is not 0.
-    """
-    validate.check_integer("shift", shift, 0)
-    if shift == 0:
-        validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
-    if target.is_floating_point():
-        validate.refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
-    if cu_seqlens is None and target.dim() < 2:
-        expected = "an input of at least 3 dimensions, or cu_seqlens"
-        validate.refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
-    # int64 also for an int32 target, because ignore_index may be any int64.
-    shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
-    if shift < target.shape[-1]:
-        shifted[..., :-shift] = target[..., shift:]
-    if cu_seqlens is None:
-        return shifted
-    validate.check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
-        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
-    if cu_seqlens.shape[0] < 2:
-        expected = "at least two offsets, the begin and the end of a sequence"
-        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
-    validate.check_same_device("cu_seqlens", cu_seqlens, "target", target)
-    offsets = cu_seqlens.to(torch.int64)
-    position = torch.arange(target.numel(), device=target.device)
-    segment = torch.searchsorted(offsets, position, right=True)
-    end = offsets[segment.clamp(max=offsets.shape[0] - 1)]
-    # The target would lie beyond the sequence's end, or the position before the first offset.
-    crosses = (position + shift >= end) | (segment == 0)
-    return shifted.masked_fill(crosses.reshape(target.shape), ignore_index)
 
 
 def _outputs(call, made, tensors, num_items, shape, bound=None):
@@ -191,7 +155,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     ignore_index = call.settings.ignore_index
     shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
     if shift != 0 or cu_seqlens is not None:
-        target = _shifted_target(target, shift, cu_seqlens, ignore_index)
+        target = shifted_target(target, shift, cu_seqlens, ignore_index)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
     tensors = _loss_tensors(call, target, vectors)

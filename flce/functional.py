@@ -4,7 +4,7 @@ import numbers
 
 import torch
 
-from . import accumulate, composite, parallel, validate
+from . import accumulate, composite, dtensor, parallel, validate
 from .options import (
     NUMBERS,
     OPTIONS,
@@ -205,7 +205,8 @@ def linear_cross_entropy(
             1. Not for float64 operands, probabilities, label smoothing with a softcap, or more than
             2**20 classes.
         vocab_parallel: a `flce.VocabParallel`, where each rank of a group has the rows of
-            linear_weight for a part of the classes; None if linear_weight has all of them.
+            linear_weight for a part of the classes; None if linear_weight has all of them, and for
+            DTensors, whose placements say it (docs/parallel.md).
         gradient_seed: the seed of the draw, an int64, as an int or a tensor of one element on
             input's device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
@@ -239,6 +240,9 @@ def linear_cross_entropy(
         return_entropy=return_entropy, return_accuracy=return_accuracy,
         return_predictions=return_predictions, return_z_loss=return_z_loss,
     )  # fmt: skip
+    if dtensor.has_dtensors((input, linear_weight, target), settings):
+        operands, settings = dtensor.local_call((input, linear_weight, target), settings)
+        input, linear_weight, target = operands
     if options is not None:
         validate.check_tensor("linear_weight", linear_weight)
         classes = parallel.share_of(vocab_parallel, linear_weight)

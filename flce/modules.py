@@ -14,23 +14,26 @@ from .strategy import parse_bytes
 _MODULE_OPTIONS = defaults("of_module")
 
 
-def _classes_of_all(classes, vocab_parallel):
-    """The number of all ranks' classes, for a Module that has `classes` of them."""
-    shard = parallel.shard_of(parallel.text_of(vocab_parallel))
-    return classes if shard is None else shard.place(classes)[1]
+def _all_classes(rows, options):
+    """The number of classes where a Module has `rows` of them, all or, with vocab_parallel, those
+    of this rank."""
+    shard = parallel.shard_of(parallel.text_of(options.get("vocab_parallel")))
+    return rows if shard is None else shard.place(rows)[1]
 
 
-def _check_class_weight(name, tensor, classes, options):
+def _check_class_weight(name, tensor, rows, options):
     if tensor is None:
         return
     validate.check_tensor(name, tensor)
-    if tensor.shape != (_classes_of_all(classes, options.get("vocab_parallel")),):
-        validate.check_shape(name, tensor, (classes,), ", a factor for each class")
+    classes = _all_classes(rows, options)
+    if tensor.shape != (classes,):
+        which = "" if classes == rows else f" of this rank, or of shape ({classes},) for all"
+        validate.check_shape(name, tensor, (rows,), f", a factor for each class{which}")
 
 
-def _keep_options(module, classes, given):
-    """Stores a Module's options, after the checks that need no tensor. `given`: the
-    constructor's arguments by name."""
+def _keep_options(module, rows, given):
+    """Stores a Module's options, after the checks that need no tensor. `rows`: of its weight;
+    `given`: the constructor's arguments by name."""
     values = completed(type(module).__name__, _MODULE_OPTIONS, given)
     validate.check_choices(values)
     validate.check_scalars(values)
@@ -40,9 +43,9 @@ def _keep_options(module, classes, given):
     if values["max_memory"] is not None:
         parse_bytes(values["max_memory"])
     validate.check_integer("shift", values["shift"], 0)
+    classes = _all_classes(rows, values)
     if values["valid_vocab"] is not None:
-        most = _classes_of_all(classes, values["vocab_parallel"])
-        validate.check_integer("valid_vocab", values["valid_vocab"], 1, most)
+        validate.check_integer("valid_vocab", values["valid_vocab"], 1, classes)
     for name, value in values.items():
         setattr(module, name, value)
 
@@ -66,7 +69,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
 
     Args:
         in_features: H.
-        num_classes: V.
+        num_classes: V; with vocab_parallel the number of this rank's classes.
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
         reduction, weight, **options: as in `linear_cross_entropy`; all of its options but those
@@ -112,9 +115,10 @@ class LinearCrossEntropyHead(nn.Linear):
     softcap and temperature.
 
     Args:
-        in_features, out_features, bias, device, dtype: as nn.Linear.
+        in_features, out_features, bias, device, dtype: as nn.Linear; with vocab_parallel
+            out_features is the number of this rank's classes.
         class_weight: a factor for each class, shape (out_features,), or None; a non-persistent
-            buffer.
+            buffer. With vocab_parallel it may be that of all classes.
         **options: as for LinearCrossEntropyLoss, except `weight`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits

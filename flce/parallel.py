@@ -1,4 +1,4 @@
-"""A vocabulary divided among ranks: `VocabParallel`, and the denominator of a loss over ranks."""
+"""A vocabulary divided among ranks: `VocabParallel`."""
 
 import functools
 import typing
@@ -17,6 +17,11 @@ class Shard(typing.NamedTuple):
     vocab: int | None
     sequence: bool
     reduce_input_grad: bool
+
+    def text(self):
+        """The text of which `shard_of` makes it again."""
+        texts = ("-" if number is None else str(int(number)) for number in self[1:])
+        return "|".join((self.group, *texts))
 
     def place(self, rows):
         """(this rank's first class, number of all classes) for `rows` rows of W on this rank."""
@@ -81,7 +86,9 @@ class VocabParallel:
     def __init__(self, group, start=None, vocab=None, sequence=False, reduce_input_grad=True):
         import torch.distributed as dist
 
-        group = _process_group(group)
+        group = process_group("vocab_parallel", group)
+        from . import collectives  # noqa: F401  implements the operators that a call needs
+
         validate.check_flag("sequence", sequence)
         validate.check_flag("reduce_input_grad", reduce_input_grad)
         if vocab is not None:
@@ -93,9 +100,7 @@ class VocabParallel:
         if sequence and not reduce_input_grad:
             validate.refuse("reduce_input_grad", "True with sequence=True", False)
         numbers = (dist.get_world_size(group), dist.get_rank(group), start, vocab)
-        numbers += (sequence, reduce_input_grad)
-        texts = ("-" if number is None else str(int(number)) for number in numbers)
-        self.text = "|".join((group.group_name, *texts))
+        self.text = Shard(group.group_name, *numbers, sequence, reduce_input_grad).text()
 
     def __repr__(self):
         group, ranks, rank, *rest = shard_of(self.text)
@@ -110,14 +115,13 @@ class VocabParallel:
         return hash(self.text)
 
 
-def _process_group(group):
+def process_group(caller, group):
+    """The ProcessGroup of a group or of a DeviceMesh, to which this rank belongs."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         expected = "torch.distributed initialised: call init_process_group first"
-        raise RuntimeError(f"vocab_parallel: expected {expected}")
-    from . import collectives  # noqa: F401  implements the operators that a call needs
-
+        raise RuntimeError(f"{caller}: expected {expected}")
     if hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
             validate.refuse("group", "a DeviceMesh of one dimension", f"{group.ndim} dimensions")

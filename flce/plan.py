@@ -2,14 +2,24 @@
 
 import itertools
 import re
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, field
 
 import torch
 
-from . import strategy, validate
+from . import parallel, strategy, validate
 from ._C import getenv
 from .options import DTYPES, GRADIENTS, RETURNS, Wanted, completed, defaults, show_options
 from .signature import linear_signature, linear_values
+
+
+class Collective(typing.NamedTuple):
+    """One kind of collective of a rank: calls, and what it receives in all of them."""
+
+    kind: str  # "all-gather" or "all-to-all"
+    forward: int
+    backward: int
+    bytes: int  # from the other ranks
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class Plan:
     workspace. With save="grads", a backward of lse or entropy needs those of "stats" too.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
+    `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
+    "input_terms" of the ranks' terms of dX, "summed_input" of the sums of these.
     """
 
     save: str
@@ -43,15 +55,38 @@ class Plan:
     sampled_time: float
     buffers: dict
     text: str
+    ranks: int = 1
+    collectives: dict = field(default_factory=dict)
 
     def __str__(self):
         return self.text
 
 
 _OPTIONS = defaults("of_module")
+del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
 
 # Elements of a matrix, so that the bytes of a dozen such float64 matrices fit into int64.
 _MOST_ELEMENTS = 1 << 54
+
+
+def _check_ranks(ranks, sequence, tokens):
+    validate.check_integer("ranks", ranks, 1)
+    if validate.check_flag("sequence", sequence) and tokens % ranks != 0:
+        validate.refuse("tokens", f"a multiple of {ranks} ranks with sequence=True", tokens)
+
+
+def _plan_of(text):
+    """The Plan that the operator has written as text."""
+    fields = dict(re.findall(r"(\w+)=(\S+)", text))
+    fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
+    fields["sampled_time"] = float(fields["sampled_time"])
+    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
+    row = r"^  (\w+) (all-\S+)\s+(\d+) forward\s+(\d+) backward\s+(\d+) bytes"
+    collectives = {
+        name: Collective(kind, *map(int, counts))
+        for name, kind, *counts in re.findall(row, text, re.M)
+    }
+    return Plan(**fields, buffers=buffers, text=text, collectives=collectives)
 
 
 def _check_problem(device, tokens, hidden, vocab):
@@ -85,6 +120,8 @@ def plan(
     return_predictions=False,
     grad_input=True,
     grad_weight=True,
+    ranks=1,
+    sequence=False,
     **options,
 ):
     """The `Plan` of a call of these sizes: strategy, chunks, number of GEMMs, bytes of each buffer.
@@ -99,6 +136,8 @@ def plan(
         valid_bound: the number of rows to compute, or None for all.
         return_lse, return_entropy, return_predictions: as in `linear_cross_entropy`.
         grad_input, grad_weight: whether they are wanted; without them and `bias`: no_grad.
+        ranks, sequence: the plan of one of `ranks` that divide the vocabulary equally, with the
+            collectives of a call; sequence as in VocabParallel. tokens and vocab are those of all.
         **options: those of the Modules, as in `linear_cross_entropy`; accumulate_into is for a
             .grad that exists already, or for a float32 .main_grad.
 
@@ -108,6 +147,7 @@ def plan(
     given, options = locals(), completed("plan", _OPTIONS, options)
     device = torch.device(device)
     _check_problem(device, tokens, hidden, vocab)
+    _check_ranks(ranks, sequence, tokens)
     validate.check_integer("shift", options["shift"], 0)
     for name in sorted(given.keys() & {"bias", *GRADIENTS, *RETURNS}):
         validate.check_flag(name, given[name])
@@ -126,30 +166,30 @@ def plan(
     target_shape = (tokens, vocab) if probabilities else (tokens,)
     # The metadata of such a call; the GEMMs' dtype is that of autocast whether or not it is on.
     environment_memory = getenv("FLCE_MAX_MEMORY") if options["max_memory"] is None else None
+    own_tokens, rows, divided = tokens, vocab, None
+    if ranks > 1:
+        own_tokens, rows = tokens // ranks if sequence else tokens, -(-vocab // ranks)
+        divided = parallel.Shard("plan", ranks, 0, None, vocab, sequence, True).text()
     call = linear_signature(
         (True, False, dtype, False, environment_memory),
         Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
         (
-            (input_dtype, device, (tokens, hidden), grad_input),
-            (weight_dtype, device, (vocab, hidden), grad_weight),
-            (weight_dtype, device, (vocab,), True) if bias else None,
+            (input_dtype, device, (own_tokens, hidden), grad_input),
+            (weight_dtype, device, (rows, hidden), grad_weight),
+            (weight_dtype, device, (rows,), True) if bias else None,
         ),
         ((probabilities or torch.int64, device, target_shape, False), None, None, None),
         0,
-        *linear_values(options),
+        *linear_values({**options, "vocab_parallel": divided}),
     )
     own = options["accumulate_into"] == "grad"
     added = weight_dtype if own else strategy.stat_dtype(weight_dtype)
-    sizes = tokens, hidden, vocab, device.type, device.index or 0
+    sizes = tokens, hidden, rows, device.type, device.index or 0
     bias_dtype, added_dtype = weight_dtype if bias else None, added if call.accumulates else None
     dtypes = input_dtype, weight_dtype, bias_dtype, added_dtype
     _, arguments = call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))
     text = torch.ops.flce.plan(*sizes, *dtypes, bool(probabilities), *arguments)
-    fields = dict(re.findall(r"(\w+)=(\S+)", text))
-    fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
-    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
-    fields["sampled_time"] = float(fields["sampled_time"])
-    return Plan(**fields, buffers=buffers, text=text)
+    return _plan_of(text)
 
 
 show_options(plan, _OPTIONS)

@@ -2,7 +2,7 @@
 
 import torch
 
-from flce.options import NUMBERS, OPTIONS, Settings
+from flce.options import NUMBERS, OPTIONS, SHARDS, Settings
 from flce.strategy import stat_dtype
 
 TENSORS = 9  # of flce::forward: input ... num_items, seed
@@ -49,6 +49,8 @@ def settings(
         grad_weight=grad_weight,
         grad_bias=grad_bias,
         allow_tf32=False,
+        **dict.fromkeys(SHARDS, 0),
+        group=None,
         **numbers,
     ).arguments()
 
@@ -77,7 +79,7 @@ def backward(arguments, made, grad_output, grad_stats=None, **changed):
 
 
 def cross_entropy_forward(logits, target, *, weight=None, reduction="mean", label_smoothing=0.0):
-    lists = settings("nothing", reduction=reduction, label_smoothing=label_smoothing)[2:]
+    lists = settings("nothing", reduction=reduction, label_smoothing=label_smoothing)[2:4]
     return (logits, target, weight, None, None, None, *lists)
 
 

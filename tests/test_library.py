@@ -73,7 +73,7 @@ def opcheck_backward(device):
 
 def opcheck_backward_into(device):
     for args, kwargs in opcheck_backward(device):
-        linear_weight, settings = args[3], Settings.of_arguments(*args[-4:])
+        linear_weight, settings = args[3], Settings.of_arguments(*args[-5:])
         if settings.grad_weight:
             yield (torch.randn_like(linear_weight).detach(), *args), kwargs
 
@@ -143,7 +143,9 @@ OPCHECK_SAMPLES = {
 WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
 # Of flce.tune: its tensors are scratch memory, its result is a time. Never in a graph.
-WITHOUT_TENSORS |= {"gemm_time"}
+WITHOUT_TENSORS |= {"gemm_time", "comm_place"}
+# Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.
+WITHOUT_TENSORS |= {"comm_gather", "comm_exchange", "comm_wait"}
 # These refuse to be differentiated: their values are checked on detached tensors.
 REFUSE_GRADIENTS = {"backward", "backward_into", "cross_entropy_backward", "scaled"}
 

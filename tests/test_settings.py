@@ -37,7 +37,9 @@ def test_public_signatures_follow_the_table():
     logprobs = parameters(flce.linear_logprobs, 3)
     assert logprobs.items() <= defaults().items()
     assert {"softcap", "gradient", "gradient_eps", "gradient_seed"} <= logprobs.keys()
-    assert defaults("of_module").items() <= parameters(flce.plan, 3).items()
+    planned = defaults("of_module")
+    del planned["vocab_parallel"]  # ranks and sequence instead
+    assert planned.items() <= parameters(flce.plan, 3).items()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_public_signatures_follow_the_table():
         (flce.linear_logprobs, "label_smoothing"),
         (flce.linear_logprobs, "return_lse"),
         (flce.plan, "gradient_seed"),
+        (flce.plan, "vocab_parallel"),
     ],
 )
 def test_options_that_a_function_lacks_are_refused(function, name):
@@ -129,7 +132,7 @@ def changed(integers, name, value):
     [("reduction", 3), ("save", -1), ("dtype", 4), ("accum_dtype", 9), ("grad_bias", 2)],
 )
 def test_a_value_out_of_range_is_named(name, value, fake):
-    *tensors, integers, numbers = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
+    *tensors, integers, numbers, _ = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     with mode, pytest.raises(ValueError, match=f"{name}: expected 0 to "):
         torch.ops.flce.forward(*tensors, changed(integers, name, value), numbers)
@@ -138,7 +141,7 @@ def test_a_value_out_of_range_is_named(name, value, fake):
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 @pytest.mark.parametrize("short", [0, 1])
 def test_lists_of_another_length_are_refused(short, fake):
-    *tensors, integers, numbers = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
+    *tensors, integers, numbers, _ = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
     lists = [list(integers), list(numbers)]
     lists[short].pop()
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
@@ -147,7 +150,7 @@ def test_lists_of_another_length_are_refused(short, fake):
 
 
 def test_a_graph_of_another_build_is_refused():
-    *tensors, integers, numbers = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
+    *tensors, integers, numbers, _ = raw.forward(ONE, ONE, ZERO, "grads", dtype=torch.float64)
     with pytest.raises(ValueError, match="layout: expected .*compile the graph again"):
         torch.ops.flce.forward(*tensors, changed(integers, "layout", LAYOUT - 1), numbers)
 

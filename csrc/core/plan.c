@@ -432,6 +432,29 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   plan->backward_gemms = plan->backward_chunks * (again + gradients);
 }
 
+/* The calls of shards.c. */
+static void count_collectives(const flce_problem* problem, flce_plan* plan) {
+  plan->ranks = flce_is_sharded(problem) ? problem->ranks : 1;
+  if (plan->ranks == 1) return;
+  int64_t others = problem->ranks - 1, n = problem->tokens, h = problem->hidden;
+  bool gradients = makes_gradients(problem), grads = plan->save == FLCE_SAVE_GRADS;
+  if (problem->scatters_input) {
+    int64_t backward = flce_has_backward(plan->save) ? 1 : 0;
+    int64_t x = flce_input_rows(problem) * h * flce_size_of(problem->input_dtype);
+    plan->collectives[FLCE_GATHER_INPUT] =
+        (flce_collective){1, backward, others * (1 + backward) * x};
+  }
+  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients);
+  int64_t parts = flce_part_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
+  plan->collectives[FLCE_GATHER_STATISTICS] = (flce_collective){
+      each_chunk ? plan->chunks : problem->rows > 0, 0, others * problem->rows * parts};
+  if (!gradients || !problem->want_grad_input || problem->keeps_partial || n == 0) return;
+  int64_t block = ceil_div(n, problem->ranks) * h * flce_size_of(plan->grad_input_dtype);
+  flce_collective once = {grads, !grads, others * block};
+  plan->collectives[FLCE_EXCHANGE_TERMS] = once;
+  if (!problem->scatters_input) plan->collectives[FLCE_GATHER_SUMS] = once;
+}
+
 /* Bytes that the passes of save=samples move, by the multiply-adds of the GEMMs that they replace.
  * Float32 GEMMs take ten times as long as 16-bit ones on a GPU, and a CPU moves few bytes for each
  * multiply-add. Both kinds of gradients write dW once. */
@@ -463,6 +486,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   list_shard_workspace(problem, plan);
   assign_offsets(plan);
   count_gemms(problem, plan);
+  count_collectives(problem, plan);
   if (plan->save == FLCE_SAVE_SAMPLES)
     plan->sampled_time = estimate_sampled_time(problem, facts, plan);
   return FLCE_OK;

@@ -47,6 +47,13 @@ static const char* buffer_name(int id) {
   return names[id];
 }
 
+static const char* const kCollectives[FLCE_COLLECTIVES] = {
+    [FLCE_GATHER_INPUT] = "input all-gather",
+    [FLCE_GATHER_STATISTICS] = "statistics all-gather",
+    [FLCE_EXCHANGE_TERMS] = "input_terms all-to-all",
+    [FLCE_GATHER_SUMS] = "summed_input all-gather",
+};
+
 /* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */
 static void append(char* text, int64_t size, int64_t* used, const char* format, ...)
     __attribute__((format(printf, 4, 5)));
@@ -82,6 +89,14 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
            (long long)buffer->bytes, buffer->lifetime & FLCE_OUTPUT ? "tensor" : "workspace",
            buffer->lifetime & FLCE_IN_FORWARD ? " forward" : "",
            buffer->lifetime & FLCE_IN_BACKWARD ? " backward" : "");
+  }
+  if (plan->ranks > 1) append(text, size, &used, "ranks=%lld\n", (long long)plan->ranks);
+  for (int id = 0; id < FLCE_COLLECTIVES; id++) {
+    const flce_collective* collective = &plan->collectives[id];
+    if (collective->forward + collective->backward == 0) continue;
+    append(text, size, &used, "  %-23s %3lld forward %3lld backward %15lld bytes received\n",
+           kCollectives[id], (long long)collective->forward, (long long)collective->backward,
+           (long long)collective->bytes);
   }
   return used;
 }

@@ -9,7 +9,9 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from .. import validate
+from ..dtensor import is_dtensor
 from . import proxies, reentry, steps
+from .divided import gathering_forward
 from .node import HeadCall, Node
 from .reentry import foreign_hook
 
@@ -56,7 +58,8 @@ class _Reentrant:
     def forward(self, *args, **kwargs):
         if len(args) == 2 and type(args[1]) is reentry.Request:
             return args[1].run(self, args[0])
-        return super().forward(*args, **kwargs)
+        own = self.__dict__.get("_flce_gathers") or super().forward
+        return own(*args, **kwargs)
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -80,18 +83,14 @@ class _Deferring(_Reentrant):
 
     def compute_logits(self, x):
         """The real logits, without hooks."""
-        if _is_distributed(self.weight) and not _is_distributed(x):
+        gathers = "_flce_gathers" in self.__dict__
+        if is_dtensor(self.weight) and not is_dtensor(x) and not gathers:
             raise RuntimeError(
                 "flce.fuse: expected the head's weight to be whole where logits are made, got a "
                 "sharded one: read outputs.logits before the forward of the model ends, give the "
                 "head an FSDP unit of its own, or leave the root's weights unsharded after forward"
             )
         return super().forward(x)
-
-
-def _is_distributed(tensor):
-    # By name: importing DTensor imports torch.distributed.
-    return type(tensor).__name__ == "DTensor"
 
 
 def _try_to_defer(linear, args, kwargs):
@@ -191,6 +190,10 @@ def _swap(module, mixin):
 def attach(fusion, name, enclosing, linears):
     """Makes each nn.Linear of a head defer its products."""
     for linear in linears:
+        if gathers := gathering_forward(linear):
+            # It would not pass Requests on.
+            del linear.forward
+            linear._flce_gathers = gathers
         _swap(linear, _Deferring)
         linear._flce_linear = LinearState(fusion, name, enclosing)
         fusion.adopt(linear)
@@ -208,12 +211,15 @@ def detach(enclosing, linears):
             if "_old_forward" in module.__dict__:
                 module._old_forward = types.MethodType(base.forward, module)
             module.__dict__.pop("_flce_linear", None)
+            if gathers := module.__dict__.pop("_flce_gathers", None):
+                module.forward = gathers
 
 
 def is_standard_linear(module):
     """Whether an nn.Linear computes what the class nn.Linear does."""
     forward = type(module).forward
     is_replaced = "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+    is_replaced = is_replaced and gathering_forward(module) is None
     return forward in (nn.Linear.forward, _Deferring.forward) and not is_replaced
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ..functional import linear_cross_entropy
 from ..options import DTYPES
 from . import steps
+from .divided import is_divided, rows_for, unserved
 from .node import node_of, real_logits
 from .reentry import call_through
 
@@ -20,7 +21,8 @@ def unfit(sources):
     To be asked inside the Modules' hooks, where a sharded weight is whole."""
     for source in sources:
         weight = source.linear.weight
-        if type(weight) not in (torch.nn.Parameter, torch.Tensor):
+        is_plain = type(weight) in (torch.nn.Parameter, torch.Tensor)
+        if not is_plain and not is_divided(source.linear):
             return f"the head's weight is a {type(weight).__name__}"
         if weight.dtype not in DTYPES or source.x.dtype not in DTYPES:
             return f"the head multiplies {source.x.dtype} by {weight.dtype}"
@@ -44,14 +46,15 @@ def _fused(node, target, cuts_weight, options, logits_function):
     chosen = _chosen(call, options)
 
     def run(sources):
-        if reason := unfit(sources) or _unserved(sources, chosen):
-            call.fusion.fall_back(reason)
-            return logits_function(steps.replayed(record.from_sources(sources), real_logits))
-        dtype = call.context.product_dtype(sources[0].x)
         made = record.from_sources(sources)
+        reason = unfit(sources) or _unserved(sources, chosen) or unserved(made, target, chosen)
+        if reason:
+            call.fusion.fall_back(reason)
+            return logits_function(steps.replayed(made, real_logits))
+        dtype = call.context.product_dtype(sources[0].x)
         x, weight, bias, derived = steps.operands(made, dtype, cuts_weight)
         output = linear_cross_entropy(
-            x, weight, target, linear_bias=bias, **derived, **options, **chosen
+            rows_for(weight, x), weight, target, linear_bias=bias, **derived, **options, **chosen
         )
         call.fusion.note_fused(record)
         return output

@@ -1,0 +1,107 @@
+"""The targets that a loss counts: after a shift, and their number over micro-batches and ranks."""
+
+import numbers
+
+import torch
+
+from . import parallel, validate
+
+
+def shifted_target(target, shift, cu_seqlens, ignore_index):
+    """The target of each position: that `shift` later, `ignore_index` at a sequence's end.
+
+    Sequences are slices along the last dimension of `target`; `cu_seqlens` adds boundaries to
+    these. Without it `shift` is not 0.
+    """
+    validate.check_integer("shift", shift, 0)
+    if shift == 0:
+        validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
+    if target.is_floating_point():
+        validate.refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
+    if cu_seqlens is None and target.dim() < 2:
+        expected = "an input of at least 3 dimensions, or cu_seqlens"
+        validate.refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
+    # int64 also for an int32 target, because ignore_index may be any int64.
+    shifted = torch.full_like(target, ignore_index, dtype=torch.int64)
+    if shift < target.shape[-1]:
+        shifted[..., :-shift] = target[..., shift:]
+    if cu_seqlens is None:
+        return shifted
+    validate.check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
+    if cu_seqlens.shape[0] < 2:
+        expected = "at least two offsets, the begin and the end of a sequence"
+        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
+    validate.check_same_device("cu_seqlens", cu_seqlens, "target", target)
+    offsets = cu_seqlens.to(torch.int64)
+    position = torch.arange(target.numel(), device=target.device)
+    segment = torch.searchsorted(offsets, position, right=True)
+    end = offsets[segment.clamp(max=offsets.shape[0] - 1)]
+    # The target would lie beyond the sequence's end, or the position before the first offset.
+    crosses = (position + shift >= end) | (segment == 0)
+    return shifted.masked_fill(crosses.reshape(target.shape), ignore_index)
+
+
+def _count(target, shift, cu_seqlens, ignore_index):
+    """The number of valid targets, a 0-d tensor."""
+    validate.check_tensor("targets", target)
+    if target.dtype not in (torch.int64, torch.int32):
+        expected = "class indices of dtype torch.int64 or torch.int32"
+        validate.refuse("targets", expected, target.dtype, TypeError)
+    if shift != 0 or cu_seqlens is not None:
+        target = shifted_target(target, shift, cu_seqlens, ignore_index)
+    return (target != ignore_index).sum()
+
+
+def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None, ignore_index=-100):
+    """The `num_items` with which the losses of micro-batches and ranks add up to one mean.
+
+    ``loss = flce.linear_cross_entropy(..., num_items=flce.num_items(targets, group, ...))`` of each
+    micro-batch on each rank: the gradients that result are those of the mean over all valid targets
+    of the step. Nothing waits for the device.
+
+    Args:
+        targets: the targets of a micro-batch, or a list of those of all micro-batches of a step.
+        group: over which the numbers are summed: the ranks that have different tokens (data and
+            context parallel, not those that divide the vocabulary), a ProcessGroup or a DeviceMesh
+            of one dimension. None: they are not summed.
+        averaged_over: the number of ranks over which gradients are averaged, as
+            DistributedDataParallel and FSDP do: their data-parallel size. 1 where they are summed.
+        shift, ignore_index: as in the loss.
+        cu_seqlens: as in the loss, or a list with one for each of `targets`.
+
+    Returns:
+        A 0-d float64 tensor on the targets' device: the number of valid targets over
+        `averaged_over`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or value, by name.
+        RuntimeError: a group without torch.distributed.
+    """
+    targets = list(targets) if isinstance(targets, (list, tuple)) else [targets]
+    if not targets:
+        validate.refuse("targets", "at least one tensor", "none")
+    offsets = cu_seqlens if isinstance(cu_seqlens, (list, tuple)) else [cu_seqlens] * len(targets)
+    if len(offsets) != len(targets):
+        expected = f"one for each of {len(targets)} targets"
+        validate.refuse("cu_seqlens", expected, len(offsets))
+    if isinstance(averaged_over, bool) or not isinstance(averaged_over, numbers.Real):
+        validate.refuse("averaged_over", "a number", repr(averaged_over), TypeError)
+    if not averaged_over > 0:
+        validate.refuse("averaged_over", "a positive number", averaged_over)
+    ignore_index = validate.check_ignore_index(ignore_index)
+    counts = [
+        _count(target, shift, offset, ignore_index)
+        for target, offset in zip(targets, offsets, strict=True)
+    ]
+    for count in counts:
+        validate.check_same_device("targets", count, "their first", counts[0])
+    total = sum(counts[1:], counts[0])
+    if group is not None:
+        from torch.distributed import _functional_collectives as functional
+
+        name = parallel.process_group("flce.num_items", group).group_name
+        total = functional.wait_tensor(functional.all_reduce(total, "sum", name))
+    return total.to(torch.float64) / averaged_over

@@ -1,0 +1,141 @@
+"""flce.fuse on models of transformers with tensor parallelism, in two processes."""
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from processes import one_of
+
+import flce
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers.distributed.tensor_parallel")
+RANKS, VOCAB = 2, 101
+SIZE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def configurations():
+    yield "Llama", transformers.LlamaConfig(**SIZE)
+    yield "tied Llama", transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
+    softcap = {"final_logit_softcapping": 3.0, "head_dim": 8}
+    yield "Gemma 2", transformers.Gemma2Config(**SIZE, **softcap)
+
+
+def saved(config, folder):
+    """The folder of a model with random weights, which one rank has written."""
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def divided(folder):
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_plan="auto")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+
+
+def inputs_of(step):
+    ids = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+    labels = ids.clone()
+    labels[0, : 3 + step] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_equal(fused, plain, outputs, case):
+    got, expected = outputs
+    torch.testing.assert_close(got.loss, expected.loss, rtol=2e-6, atol=0.0, msg=case)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-6, msg=case)
+    for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        gradients = full(one.grad), full(other.grad)
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-7, msg=f"{case}: {name}")
+
+
+def train(folder, name):
+    """Three steps of the fused and of the unfused model; then evaluation, and unfused again."""
+    fused, plain = divided(folder), divided(folder)
+    fused.train(), plain.train()
+    forward = fused.lm_head.forward
+    handle = flce.fuse(fused, strict=True, max_memory="4KiB")
+    models = fused, plain
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) for one in models]
+    for step in range(3):
+        options = {"num_items_in_batch": 11} if step == 2 else {}
+        outputs = [one(**inputs_of(step), **options) for one in models]
+        for output in outputs:
+            output.loss.backward()
+        assert_equal(fused, plain, outputs, f"{name}, step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum(handle.losses.values()) == 3 and not handle.fallbacks, flce.explain(fused)
+    with torch.no_grad():
+        losses = [one(**inputs_of(3)).loss for one in models]
+        torch.testing.assert_close(*losses, rtol=2e-6, atol=0.0)
+        ids = inputs_of(3)["input_ids"]
+        logits = [one(input_ids=ids).logits for one in models]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-6)
+    handle.remove()
+    assert fused.lm_head.forward is forward and type(fused.lm_head) is torch.nn.Linear
+
+
+def fall_back(folder):
+    """What needs all logits gets them, with a warning, and right results."""
+    fused, plain = divided(folder), divided(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with flce.fuse(fused, accumulate_into="grad") as handle:
+            outputs = [one(**inputs_of(0)) for one in (fused, plain)]
+            for output in outputs:
+                output.loss.backward()
+            assert_equal(fused, plain, outputs, "accumulate_into")
+            assert list(handle.fallbacks) == [
+                "accumulate_into with a vocabulary divided among ranks"
+            ]
+    assert any("all logits" in str(warning.message) for warning in caught)
+    x, target = torch.randn(5, 16), torch.arange(5)
+    soft, bias = torch.randn(5, VOCAB).softmax(-1), torch.randn(VOCAB)
+    expected = plain.lm_head(x)
+    for what, of in (
+        ("probabilities", lambda z: F.cross_entropy(z, soft)),
+        ("bias", lambda z: F.cross_entropy(z + bias, target)),
+        ("slice", lambda z: F.cross_entropy(z[:, :70], target)),
+        ("lse", lambda z: torch.logsumexp(z, -1).sum()),
+    ):
+        with warnings.catch_warnings(), flce.fuse(fused, when="always") as handle:
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(of(fused.lm_head(x)), of(expected), msg=what)
+            assert bool(handle.fallbacks) == (what != "lse"), what
+
+
+def run(rank, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with one_of(rank, folder / "store", RANKS, seconds=40):
+        for name, config in configurations():
+            train(saved(config, folder / name), name)
+        fall_back(folder / "Llama")
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_equals_the_unfused_model(tmp_path):
+    mp.spawn(run, (tmp_path,), RANKS)

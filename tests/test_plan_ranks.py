@@ -1,0 +1,155 @@
+"""flce.plan of a rank: its collectives by hand, and counted in a step of three processes."""
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from processes import one_of
+
+import flce
+
+RANKS, TOKENS, HIDDEN, VOCAB = 3, 24, 16, 40
+SIZE = {"tokens": 8192, "hidden": 4096, "vocab": 128256, "ranks": 8}
+BF16, STATISTIC = 2, 4  # bytes
+BLOCK = 8192 // 8 * 4096 * BF16  # of dX
+
+
+def test_by_hand(device):
+    """lse and nll of each row, one all-to-all and one all-gather of dX."""
+    plan = flce.plan(**SIZE, device=device, save="grads", max_memory="64MiB")
+    assert plan.ranks == 8 and plan.chunks > 1
+    assert plan.collectives == {
+        "statistics": ("all-gather", plan.chunks, 0, 7 * 2 * 8192 * STATISTIC),
+        "input_terms": ("all-to-all", 1, 0, 7 * BLOCK),
+        "summed_input": ("all-gather", 1, 0, 7 * BLOCK),
+    }
+    assert f"summed_input all-gather   1 forward   0 backward {7 * BLOCK:15d} bytes" in str(plan)
+    assert "ranks=8" in str(plan)
+
+
+def test_by_hand_with_other_options(device):
+    plan = flce.plan(**SIZE, device=device, save="stats", sequence=True, label_smoothing=0.1)
+    assert plan.collectives == {
+        "input": ("all-gather", 1, 1, 2 * 7 * BLOCK),
+        "statistics": ("all-gather", 1, 0, 7 * 7 * 8192 * STATISTIC),
+        "input_terms": ("all-to-all", 0, 1, 7 * BLOCK),
+    }
+    plan = flce.plan(**SIZE, device=device, sequence=True, grad_input=False, grad_weight=False)
+    assert plan.collectives == {
+        "input": ("all-gather", 1, 0, 7 * BLOCK),
+        "statistics": ("all-gather", 1, 0, 7 * 2 * 8192 * STATISTIC),
+    }
+    frozen = flce.plan(**SIZE, device=device, save="logits", grad_input=False)
+    assert frozen.collectives.keys() == {"statistics"}
+
+
+def test_a_rank_has_its_share(device):
+    """Its dW and its logits; without ranks there is nothing to tell."""
+    size = {"tokens": 100, "hidden": 64, "vocab": 1001, "device": device, "save": "logits"}
+    whole, share = flce.plan(**size), flce.plan(**size, ranks=4)
+    assert whole.ranks == 1 and whole.collectives == {} and "ranks" not in str(whole)
+    assert share.buffers["grad_weight"] == 251 * 64 * BF16
+    assert whole.buffers["grad_weight"] == 1001 * 64 * BF16
+    assert share.buffers["saved"] < whole.buffers["saved"] / 3
+    assert flce.plan(100, 64, 1001, device=device, ranks=1) == flce.plan(
+        100, 64, 1001, device=device
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ranks": 0}, ValueError, "ranks: expected an int of at least 1, got 0"),
+        ({"ranks": 2.0}, TypeError, "ranks: expected an int"),
+        ({"ranks": 2, "sequence": 1}, TypeError, "sequence: expected True or False"),
+        ({"ranks": 3, "sequence": True}, ValueError, "tokens: expected a multiple of 3 ranks"),
+        ({"ranks": 2, "probabilities": True}, ValueError, "target: expected class indices"),
+    ],
+)
+def test_refusals(device, options, error, message):
+    with pytest.raises(error, match=message):
+        flce.plan(64, 16, 100, device=device, **options)
+
+
+def counted(step, monkeypatch):
+    """[(kind, bytes received from others)] of the collectives that `step` begins."""
+    from flce import collectives
+
+    calls = []
+    gather, exchange = collectives._all_gather, dist.all_to_all_single
+
+    def gathered(received, sent, **options):
+        calls.append(("all-gather", received.nbytes - sent.nbytes))
+        return gather(received, sent, **options)
+
+    def exchanged(received, sent, **options):
+        calls.append(("all-to-all", received.nbytes // RANKS * (RANKS - 1)))
+        return exchange(received, sent, **options)
+
+    monkeypatch.setattr(collectives, "_all_gather", gathered)
+    monkeypatch.setattr(dist, "all_to_all_single", exchanged)
+    step()
+    monkeypatch.undo()
+    return calls
+
+
+def totals(calls, kind):
+    sizes = [size for one, size in calls if one == kind]
+    return len(sizes), sum(sizes)
+
+
+def compare(rank, sequence, dtype, wants, options):
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=VOCAB, sequence=sequence)
+    tokens = TOKENS if sequence else TOKENS + 1
+    rows = min(14, VOCAB - 14 * rank)
+    torch.manual_seed(rank)
+    x = torch.randn(tokens // RANKS if sequence else tokens, HIDDEN).to(dtype)
+    w = torch.randn(rows, HIDDEN).to(dtype)
+    x.requires_grad_("input" in wants), w.requires_grad_("weight" in wants)
+    y = torch.arange(tokens) % VOCAB
+    made = []
+
+    def forward():
+        made.append(flce.linear_cross_entropy(x, w, y, vocab_parallel=vp, **options))
+
+    def backward():
+        made[0].sum().backward()
+
+    monkeypatch = pytest.MonkeyPatch()
+    passes = [counted(forward, monkeypatch)]
+    passes.append(counted(backward, monkeypatch) if wants else [])
+    grads = {"grad_input": "input" in wants, "grad_weight": "weight" in wants}
+    plan = flce.plan(
+        tokens, HIDDEN, VOCAB, dtype=dtype, device="cpu", ranks=RANKS, sequence=sequence,
+        **grads, **options,
+    )  # fmt: skip
+    for kind in ("all-gather", "all-to-all"):
+        planned = [c for c in plan.collectives.values() if c.kind == kind]
+        calls = sum(c.forward for c in planned), sum(c.backward for c in planned)
+        found = [totals(one, kind) for one in passes]
+        assert calls == tuple(count for count, _ in found), (kind, sequence, options)
+        assert sum(c.bytes for c in planned) == sum(size for _, size in found), (kind, options)
+
+
+def run(rank, file):
+    with one_of(rank, file, RANKS, seconds=20):
+        budget = 8 * 16 * 8  # a few rows of logits
+        for case in cases.covering_rows(
+            sequence=[False, True],
+            dtype=[torch.float64, torch.bfloat16, torch.float16],
+            wants=[(), ("input",), ("weight",), ("input", "weight")],
+            options=[
+                {"save": "grads", "max_memory": budget},
+                {"save": "logits"},
+                {"save": "stats", "max_memory": budget, "label_smoothing": 0.1},
+                {"reduction": "none"},
+            ],
+        ):
+            compare(rank, *case)
+        compare(rank, False, torch.float32, ("input", "weight"), {"gradient": "sampled"})
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_as_counted(tmp_path):
+    mp.spawn(run, (tmp_path / "store",), RANKS)

@@ -1,0 +1,292 @@
+"""flce.VocabParallelHead: heads with a divided vocabulary, in four processes over gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from processes import one_of
+from torch import nn
+
+import flce
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+RANKS, HIDDEN, VOCAB, LENGTH, STEPS = 4, 8, 11, 6, 3
+FLOAT = torch.float64
+
+
+class Model(nn.Module):
+    def __init__(self, bias=True, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN, dtype=FLOAT)
+        self.body = nn.Linear(HIDDEN, HIDDEN, dtype=FLOAT)
+        size = HIDDEN, VOCAB, bias
+        self.head = flce.LinearCrossEntropyHead(*size, dtype=FLOAT, **options)
+
+    def hidden(self, ids):
+        return torch.tanh(self.body(self.embedding(ids)))
+
+    def forward(self, ids, labels=None, **options):
+        return self.head(self.hidden(ids), labels, **options)
+
+
+def pair(**options):
+    """Two equal models, the same on all ranks."""
+    torch.manual_seed(0)
+    model, whole = Model(**options), Model(**options)
+    whole.load_state_dict(model.state_dict())
+    return model, whole
+
+
+def batches(rank=0, sequences=4):
+    """(ids, labels) of each step; some labels are ignored, another number on each `rank`."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS):
+        ids = torch.randint(VOCAB, (sequences, LENGTH), generator=generator)
+        labels = torch.randint(VOCAB, (sequences, LENGTH), generator=generator)
+        labels.view(-1)[: 2 + rank] = -100
+        yield ids, labels
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_equal(model, whole, step):
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for which, a, b in (("value", one, other), ("gradient", one.grad, other.grad)):
+            torch.testing.assert_close(
+                full(a).detach(), b.detach(), rtol=1e-11, atol=1e-12,
+                msg=lambda text, label=f"step {step}, {which} of {name}": f"{label}: {text}",
+            )  # fmt: skip
+
+
+def optimizers(*models):
+    return [torch.optim.Adam(one.parameters(), lr=0.05, foreach=False) for one in models]
+
+
+def steps(optimizer):
+    for one in optimizer:
+        one.step()
+
+
+def zero(optimizer):
+    for one in optimizer:
+        one.zero_grad()
+
+
+def train(mesh):
+    """Three steps; the logits in between."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model, whole = pair(shift=1, class_weight=torch.linspace(0.5, 2.0, VOCAB, dtype=FLOAT))
+    parallelize_module(model, mesh, {"head": flce.VocabParallelHead()})
+    assert model.head.weight.placements == model.head.bias.placements == (Shard(0),)
+    optimizer = optimizers(model, whole)
+    for step, (ids, labels) in enumerate(batches()):
+        loss, expected = model(ids, labels), whole(ids, labels)
+        assert type(loss) is torch.Tensor
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+        loss.backward(), expected.backward()
+        steps(optimizer)
+        assert_equal(model, whole, step)
+        logits = model(ids)
+        assert logits.placements == (Shard(2),)
+        torch.testing.assert_close(logits.full_tensor(), whole(ids), rtol=1e-11, atol=1e-12)
+        zero(optimizer)
+
+
+def train_sequence(mesh):
+    """Each rank has one of four sequences; also by keyword, and without labels."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    rank = mesh.get_local_rank()
+    model, whole = pair()
+    parallelize_module(model, mesh, {"head": flce.VocabParallelHead(sequence=True)})
+    for step, (ids, labels) in enumerate(batches()):
+        x = model.hidden(ids).detach()
+        own, every = x[rank : rank + 1].clone().requires_grad_(), x.clone().requires_grad_()
+        if step == 0:
+            model.head(own, labels).backward()
+        else:
+            model.head(input=own, labels=labels).backward()
+        whole.head(every, labels).backward()
+        torch.testing.assert_close(own.grad, every.grad[rank : rank + 1], rtol=1e-12, atol=1e-14)
+        assert_equal(model.head, whole.head, step)
+        torch.testing.assert_close(model.head(own).full_tensor(), whole.head(x))
+        model.zero_grad(), whole.zero_grad()
+
+
+def train_loss_module(mesh):
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.manual_seed(1)
+    options = {"bias": True, "dtype": FLOAT, "label_smoothing": 0.1}
+    module, whole = (flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, **options) for _ in range(2))
+    whole.load_state_dict(module.state_dict())
+    parallelize_module(module, mesh, flce.VocabParallelHead())
+    x = torch.randn(LENGTH, HIDDEN, dtype=FLOAT)
+    labels = torch.arange(LENGTH)
+    for one in (module, whole):
+        one(x, labels).backward()
+    assert_equal(module, whole, "LinearCrossEntropyLoss")
+
+
+def train_tied(mesh):
+    """The embedding is divided by its rows too."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    model, whole = pair(bias=False)
+    whole.head.weight = whole.embedding.weight
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
+    parallelize_module(model, mesh, {**plan, "head": flce.VocabParallelHead()})
+    model.head.weight = model.embedding.weight
+    optimizer = optimizers(model, whole)
+    for step, (ids, labels) in enumerate(batches()):
+        loss, expected = model(ids, labels), whole(ids, labels)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+        loss.backward(), expected.backward()
+        steps(optimizer)
+        assert_equal(model, whole, step)
+        zero(optimizer)
+
+
+def train_fsdp(mesh, own_unit, reshard, tied=False):
+    """FSDP2 over "dp", the vocabulary over "tp"; the mean over the tokens of both dp ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    model, whole = pair(bias=not tied)
+    dp, tp = mesh["dp"], mesh["tp"]
+    parallelize_module(model, tp, {"head": flce.VocabParallelHead()})
+    if tied:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(model, tp, {"embedding": rows})
+        model.head.weight, whole.head.weight = model.embedding.weight, whole.embedding.weight
+        fully_shard([model.embedding, model.head], mesh=dp, reshard_after_forward=reshard)
+    elif own_unit:
+        fully_shard(model.head, mesh=dp, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dp, reshard_after_forward=reshard)
+    assert model.head.weight.device_mesh.ndim == 2
+    optimizer = optimizers(model, whole)
+    every = zip(*(batches(rank) for rank in (0, 1)), strict=True)
+    for step, parts in enumerate(every):
+        ids, labels = parts[dp.get_local_rank()]
+        count = flce.num_items(labels, dp, averaged_over=2)
+        model(ids, labels, num_items=count).backward()
+        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        whole(ids, labels).backward()
+        steps(optimizer)
+        assert_equal(model, whole, f"{step}, own unit {own_unit}, reshard {reshard}")
+        zero(optimizer)
+
+
+def train_plain_shards(mesh):
+    """FSDP2 over "dp" of a head that holds plain rows of W, with the option vocab_parallel."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, whole = pair()
+    dp, tp = mesh["dp"], mesh["tp"]
+    share = -(-VOCAB // 2)
+    own = slice(tp.get_local_rank() * share, min(VOCAB, (tp.get_local_rank() + 1) * share))
+    vp = flce.VocabParallel(tp, vocab=VOCAB)
+    rows = own.stop - own.start
+    head = flce.LinearCrossEntropyHead(HIDDEN, rows, dtype=FLOAT, vocab_parallel=vp)
+    for name in ("weight", "bias"):
+        getattr(head, name).data.copy_(getattr(model.head, name).data[own])
+    model.head = fully_shard(head, mesh=dp)
+    fully_shard(model, mesh=dp)
+    every = zip(*(batches(rank) for rank in (0, 1)), strict=True)
+    for parts in every:
+        ids, labels = parts[dp.get_local_rank()]
+        count = flce.num_items(labels, dp, averaged_over=2)
+        model(ids, labels, num_items=count).backward()
+        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        whole(ids, labels).backward()
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        expected = other.grad[own] if name.startswith("head.") else other.grad
+        torch.testing.assert_close(full(one.grad), expected, rtol=1e-11, atol=1e-12)
+
+
+def train_hsdp(mesh):
+    """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
+    vocabulary is whole, and the gradients are averaged over all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, whole = pair()
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    every = zip(*(batches(rank, 1) for rank in range(RANKS)), strict=True)
+    for step, parts in enumerate(every):
+        ids, labels = parts[dist.get_rank()]
+        count = flce.num_items(labels, dist.group.WORLD, averaged_over=RANKS)
+        model(ids, labels, num_items=count).backward()
+        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        whole(ids, labels).backward()
+        assert_equal(model, whole, f"{step}, HSDP")
+
+
+def check_refusals(mesh, square):
+    """Of the style, and of the functions with the weight of an FSDP unit."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    style = flce.VocabParallelHead()
+    assert repr(style) == "VocabParallelHead(sequence=False)"
+    with pytest.raises(TypeError, match="VocabParallelHead: expected a flce.Linear.*, got Linear"):
+        parallelize_module(nn.Linear(HIDDEN, VOCAB), mesh, style)
+    with pytest.raises(TypeError, match="sequence: expected True or False"):
+        flce.VocabParallelHead(sequence=1)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, bias=False)
+    with pytest.raises(ValueError, match="device_mesh: expected one dimension"):
+        style._apply(head, square)
+    head.vocab_parallel = flce.VocabParallel(mesh, vocab=4 * VOCAB)
+    with pytest.raises(ValueError, match="vocab_parallel: expected None with VocabParallelHead"):
+        parallelize_module(head, mesh, style)
+    head.vocab_parallel = None
+    head.weight = nn.Parameter(distribute_tensor(head.weight, mesh, [Replicate()]))
+    with pytest.raises(ValueError, match=r"weight: expected .*Shard\(dim=0\).*got .*Replicate"):
+        parallelize_module(head, mesh, style)
+
+    class Losses(flce.LinearCrossEntropyHead):
+        def loss_of(self, x, labels):
+            return flce.linear_cross_entropy(x, self.weight, labels)
+
+    torch.manual_seed(0)
+    head = fully_shard(Losses(HIDDEN, VOCAB, bias=False), mesh=mesh)
+    x, labels = torch.randn(LENGTH, HIDDEN), torch.arange(LENGTH)
+    ways = "Call the Module.*head.unshard.*register_fsdp_forward_method.*vocab_parallel"
+    with pytest.raises(ValueError, match=f"linear_weight: expected a plain tensor.*{ways}"):
+        head.loss_of(x, labels)
+    expected = head(x, labels)
+    head.reshard()
+    assert flce.linear_cross_entropy(x, head.weight.full_tensor(), labels) == expected
+    head.unshard()
+    assert flce.linear_cross_entropy(x, head.weight, labels) == expected
+    head.reshard()
+    register_fsdp_forward_method(head, "loss_of")
+    assert head.loss_of(x, labels) == expected
+
+
+def run(rank, file):
+    with one_of(rank, file, RANKS, seconds=20):
+        mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+        square = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        train(mesh)
+        train_sequence(mesh)
+        train_loss_module(mesh)
+        train_tied(mesh)
+        for own_unit in (True, False):
+            for reshard in (True, False):
+                train_fsdp(square, own_unit, reshard)
+        train_fsdp(square, own_unit=False, reshard=False, tied=True)
+        train_plain_shards(square)
+        train_hsdp(square)
+        check_refusals(mesh, square)
+
+
+def test_equals_one_process(tmp_path):
+    mp.spawn(run, (tmp_path / "store",), RANKS)
