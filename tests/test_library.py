@@ -143,7 +143,7 @@ OPCHECK_SAMPLES = {
 WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
 # Of flce.tune: its tensors are scratch memory, its result is a time. Never in a graph.
-WITHOUT_TENSORS |= {"gemm_time", "comm_place"}
+WITHOUT_TENSORS |= {"gemm_time"}
 # Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.
 WITHOUT_TENSORS |= {"comm_gather", "comm_exchange", "comm_wait", "comm_place"}
 # These refuse to be differentiated: their values are checked on detached tensors.
