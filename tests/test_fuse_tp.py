@@ -12,7 +12,8 @@ from processes import one_of
 
 import flce
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+# Earlier versions refuse a vocabulary that the ranks do not divide.
+transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("transformers.distributed.tensor_parallel")
 RANKS, VOCAB = 2, 101
 SIZE = {

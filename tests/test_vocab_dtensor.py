@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from cases import same_bits
+from packaging.version import Version
 from processes import one_of
 
 import flce
@@ -291,7 +292,8 @@ def run(rank, file):
         check_refusals(mesh, square)
         check_modules(mesh)
         check_bits(mesh)
-        check_compiled(mesh)
+        if Version(torch.__version__) >= Version("2.13"):  # 2.11 cannot trace a DeviceMesh
+            check_compiled(mesh)
 
 
 def test_dtensor_operands(tmp_path):

@@ -32,9 +32,10 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_sha
   FLCE_TRY(check_grid(blocks, "row_coefficients"));
   const double scale = r->options.logit_scale / r->options.temperature;
   FLCE_WITH_STAT(flce_stat_dtype(r->z_dtype), S, {
-    FLCE_TRY(launch_dependent(self, shard ? row_coefficients<S, true> : row_coefficients<S, false>,
-                              (unsigned)blocks, kThreads, "row_coefficients", *r, *upstream, scale,
-                              (const S*)factor, (S*)coef, shard ? *shard : flce_shard{}));
+    const auto kernel = shard ? row_coefficients<S, true> : row_coefficients<S, false>;
+    FLCE_TRY(launch_dependent(self, kernel, (unsigned)blocks, kThreads, "row_coefficients", *r,
+                              *upstream, scale, (const S*)factor, (S*)coef,
+                              shard ? *shard : flce_shard{}));
   });
   return FLCE_OK;
 }

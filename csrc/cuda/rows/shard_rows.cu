@@ -180,8 +180,8 @@ flce_status cuda_sum_partials(void* self, const flce_sum_partials_args* call) {
                         both_aligned(call->own, call->copy);
     const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
     FLCE_TRY(check_grid(blocks, "sum_partials"));
-    FLCE_TRY(launch_dependent(self, vector ? sum_partials<T, true> : sum_partials<T, false>,
-                              (unsigned)blocks, kThreads, "sum_partials", *call));
+    const auto kernel = vector ? sum_partials<T, true> : sum_partials<T, false>;
+    FLCE_TRY(launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_partials", *call));
   });
   return FLCE_OK;
 }
