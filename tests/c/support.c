@@ -11,7 +11,7 @@
 
 enum { FAILURES_SHOWN = 20 };
 
-static int64_t passed_count, failed_count;
+static _Atomic int64_t passed_count, failed_count; /* tests of ranks check on several threads */
 
 void test_check(bool passed, const char* file, int line, const char* format, ...) {
   if (passed) {
