@@ -340,14 +340,15 @@ typedef struct flce_merge_args {
 } flce_merge_args;
 
 typedef struct flce_sum_partials_args {
-  void* out;         /* [count] dtype */
-  void* copy;        /* [count] dtype, a second output; or NULL */
-  const void* parts; /* [ranks][count] dtype; the block of `rank` is not read */
-  const void* own;   /* [count] dtype: the term of `rank` */
-  flce_dtype dtype;  /* of all */
-  int64_t ranks;     /* terms */
-  int64_t rank;      /* this one */
-  int64_t count;     /* of elements */
+  void* out;            /* [count] out_dtype */
+  void* copy;           /* [count] out_dtype, a second output; or NULL */
+  flce_dtype out_dtype; /* dtype, or a 16-bit dtype where that is float32 */
+  const void* parts;    /* [ranks][count] dtype; the block of `rank` is not read */
+  const void* own;      /* [count] dtype: the term of `rank` */
+  flce_dtype dtype;     /* of the terms */
+  int64_t ranks;        /* terms */
+  int64_t rank;         /* this one */
+  int64_t count;        /* of elements */
 } flce_sum_partials_args;
 
 /* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at

@@ -217,6 +217,7 @@ typedef struct flce_problem {
   /* x and dX are those of this rank's tokens / ranks tokens, from rank * tokens / ranks on. */
   bool scatters_input;
   bool keeps_partial; /* dX is this rank's term of the sum over the ranks */
+  bool wide_terms;    /* the ranks' terms of dX are exchanged in float32, not in dX's dtype */
   /* Of flce_plan, where all ranks have to agree on it (flce_plan_call); 0 and false: not given. */
   int64_t chunk_rows;
   bool gathers;
@@ -343,7 +344,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
   FLCE_BUF_PARTS,         /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
-  /* [R][ceil(N/R)][H] grad_input_dtype: this rank's term of dX, sent, if it is not in dX. */
+  /* [R][ceil(N/R)][H] input_term_dtype: this rank's term of dX, sent, if it is not in dX. */
   FLCE_BUF_PARTIAL_INPUT,
   FLCE_BUF_INPUT_TERMS, /* the same shape: the terms of all ranks for this rank's tokens, received
                          */
@@ -417,6 +418,7 @@ typedef struct flce_plan {
       out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
       saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
   flce_dtype grad_input_dtype, /* of FLCE_BUF_GRAD_INPUT */
+      input_term_dtype,        /* of dX before it is summed over the ranks */
       grad_weight_dtype,       /* of FLCE_BUF_GRAD_WEIGHT, or of the caller's grad_weight */
       grad_bias_dtype;         /* of FLCE_BUF_GRAD_BIAS */
   /* The result of dX's GEMM. It goes directly to dX if that has this dtype and the same rows and

@@ -136,16 +136,18 @@ def show_options(function, options):
 
 
 # Raise it together with kLayout of csrc/binding/op_options.h.
-LAYOUT = 4
+LAYOUT = 5
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # Slots after the options, derived from outputs, tensors and torch's global settings.
 _FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
 _FLAGS += (*GRADIENTS, "allow_tf32")
 # Of a divided vocabulary (flce_problem); ranks 0: it is not divided.
-SHARDS = ("ranks", "rank", "first_class", "classes", "scatters_input", "keeps_partial")
+SHARDS = ("ranks", "rank", "first_class", "classes")
+_SHARD_FLAGS = ("scatters_input", "keeps_partial", "wide_terms")
+SHARDS += _SHARD_FLAGS
 _CODES = {"reduction": REDUCTIONS, "save": SAVES, "gradient": GRADIENT_KINDS}
 _CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
-_CODES |= dict.fromkeys((*_FLAGS, *SHARDS[-2:]), (False, True))
+_CODES |= dict.fromkeys((*_FLAGS, *_SHARD_FLAGS), (False, True))
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
 CAPS = tuple(name for name in NUMBERS if OPTIONS[name].default is None)
 INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)

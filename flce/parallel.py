@@ -3,6 +3,8 @@
 import functools
 import typing
 
+import torch
+
 from . import validate
 
 
@@ -17,6 +19,7 @@ class Shard(typing.NamedTuple):
     vocab: int | None
     sequence: bool
     reduce_input_grad: bool
+    wide: bool  # reduce_dtype=torch.float32
 
     def text(self):
         """The text of which `shard_of` makes it again."""
@@ -50,13 +53,11 @@ def shard_of(text):
     if not isinstance(text, str):
         validate.refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
     try:
-        group, *numbers = text.rsplit("|", 6)
-        ranks, rank, start, vocab, sequence, reduces = (
-            None if item == "-" else int(item) for item in numbers
-        )
+        group, *numbers = text.rsplit("|", 7)
+        ranks, rank, start, vocab, *flags = (None if item == "-" else int(item) for item in numbers)
     except ValueError:
         validate.refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
-    return Shard(group, ranks, rank, start, vocab, bool(sequence), bool(reduces))
+    return Shard(group, ranks, rank, start, vocab, *map(bool, flags))
 
 
 class VocabParallel:
@@ -78,12 +79,23 @@ class VocabParallel:
             dimension, and so is its gradient; target, of the shape (N, ...), is that of all tokens.
         reduce_input_grad: False leaves the gradient of input unsummed, for callers that sum it
             (as Megatron's copy_to_tensor_model_parallel_region does).
+        reduce_dtype: torch.float32 exchanges the ranks' terms of a bfloat16 or float16 gradient of
+            input in float32: one rounding instead of two, twice the bytes of that exchange. None:
+            in the gradient's dtype. The sum is computed in float32 in both cases.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or range, by name.
     """
 
-    def __init__(self, group, start=None, vocab=None, sequence=False, reduce_input_grad=True):
+    def __init__(
+        self,
+        group,
+        start=None,
+        vocab=None,
+        sequence=False,
+        reduce_input_grad=True,
+        reduce_dtype=None,
+    ):
         import torch.distributed as dist
 
         group = process_group("vocab_parallel", group)
@@ -99,12 +111,16 @@ class VocabParallel:
             validate.check_integer("start", start, 0, vocab)
         if sequence and not reduce_input_grad:
             validate.refuse("reduce_input_grad", "True with sequence=True", False)
+        wide = is_wide(reduce_dtype)
+        if wide and not reduce_input_grad:
+            validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
         numbers = (dist.get_world_size(group), dist.get_rank(group), start, vocab)
-        self.text = Shard(group.group_name, *numbers, sequence, reduce_input_grad).text()
+        self.text = Shard(group.group_name, *numbers, sequence, reduce_input_grad, wide).text()
 
     def __repr__(self):
-        group, ranks, rank, *rest = shard_of(self.text)
-        rest = zip(("start", "vocab", "sequence", "reduce_input_grad"), rest, strict=True)
+        group, ranks, rank, *rest, wide = shard_of(self.text)
+        names = ("start", "vocab", "sequence", "reduce_input_grad", "reduce_dtype")
+        rest = zip(names, (*rest, torch.float32 if wide else None), strict=True)
         shown = "".join(f", {name}={value}" for name, value in rest)
         return f"VocabParallel(group {group!r}, rank {rank} of {ranks}{shown})"
 
@@ -113,6 +129,13 @@ class VocabParallel:
 
     def __hash__(self):
         return hash(self.text)
+
+
+def is_wide(reduce_dtype):
+    """Whether the terms of dX are exchanged in float32; refuses other dtypes."""
+    if reduce_dtype is not None and reduce_dtype is not torch.float32:
+        validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
+    return reduce_dtype is not None
 
 
 def process_group(caller, group):

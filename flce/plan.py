@@ -122,6 +122,7 @@ def plan(
     grad_weight=True,
     ranks=1,
     sequence=False,
+    reduce_dtype=None,
     **options,
 ):
     """The `Plan` of a call of these sizes: strategy, chunks, number of GEMMs, bytes of each buffer.
@@ -136,8 +137,9 @@ def plan(
         valid_bound: the number of rows to compute, or None for all.
         return_lse, return_entropy, return_predictions: as in `linear_cross_entropy`.
         grad_input, grad_weight: whether they are wanted; without them and `bias`: no_grad.
-        ranks, sequence: the plan of one of `ranks` that divide the vocabulary equally, with the
-            collectives of a call; sequence as in VocabParallel. tokens and vocab are those of all.
+        ranks: the plan is that of one of `ranks` that divide the vocabulary equally, with the
+            collectives of a call; tokens and vocab are those of all.
+        sequence, reduce_dtype: as in VocabParallel.
         **options: those of the Modules, as in `linear_cross_entropy`; accumulate_into is for a
             .grad that exists already, or for a float32 .main_grad.
 
@@ -148,6 +150,7 @@ def plan(
     device = torch.device(device)
     _check_problem(device, tokens, hidden, vocab)
     _check_ranks(ranks, sequence, tokens)
+    wide = parallel.is_wide(reduce_dtype)
     validate.check_integer("shift", options["shift"], 0)
     for name in sorted(given.keys() & {"bias", *GRADIENTS, *RETURNS}):
         validate.check_flag(name, given[name])
@@ -169,7 +172,7 @@ def plan(
     own_tokens, rows, divided = tokens, vocab, None
     if ranks > 1:
         own_tokens, rows = tokens // ranks if sequence else tokens, -(-vocab // ranks)
-        divided = parallel.Shard("plan", ranks, 0, None, vocab, sequence, True).text()
+        divided = parallel.Shard("plan", ranks, 0, None, vocab, sequence, True, wide).text()
     call = linear_signature(
         (True, False, dtype, False, environment_memory),
         Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),

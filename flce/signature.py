@@ -151,7 +151,8 @@ def _of_shard(shard, start, classes, has_probabilities):
     if has_probabilities:
         validate.refuse("target", "class indices with vocab_parallel", "probabilities")
     values = shard.ranks, shard.rank, min(start, classes), classes, shard.sequence
-    values = dict(zip(SHARDS, (*values, not shard.reduce_input_grad), strict=True))
+    values += not shard.reduce_input_grad, shard.wide
+    values = dict(zip(SHARDS, values, strict=True))
     return {**values, "group": shard.group}
 
 

@@ -40,6 +40,9 @@ def test_by_hand_with_other_options(device):
         "input": ("all-gather", 1, 0, 7 * BLOCK),
         "statistics": ("all-gather", 1, 0, 7 * 2 * 8192 * STATISTIC),
     }
+    wide = flce.plan(**SIZE, device=device, save="grads", reduce_dtype=torch.float32)
+    assert wide.collectives["input_terms"] == ("all-to-all", 1, 0, 2 * 7 * BLOCK)
+    assert wide.collectives["summed_input"] == ("all-gather", 1, 0, 7 * BLOCK)
     frozen = flce.plan(**SIZE, device=device, save="logits", grad_input=False)
     assert frozen.collectives.keys() == {"statistics"}
 
@@ -64,6 +67,7 @@ def test_a_rank_has_its_share(device):
         ({"ranks": 2.0}, TypeError, "ranks: expected an int"),
         ({"ranks": 2, "sequence": 1}, TypeError, "sequence: expected True or False"),
         ({"ranks": 3, "sequence": True}, ValueError, "tokens: expected a multiple of 3 ranks"),
+        ({"ranks": 2, "reduce_dtype": torch.float16}, ValueError, "reduce_dtype: expected torch.f"),
         ({"ranks": 2, "probabilities": True}, ValueError, "target: expected class indices"),
     ],
 )

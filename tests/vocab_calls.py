@@ -13,6 +13,7 @@ import cases
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
 from vocab_ranks import RETURNS, SHARDED, Ranks, on, same_bytes
@@ -141,6 +142,36 @@ def autocast(ranks):
                 ranks.agree(f"{name} {save}", got, true, limit)
 
 
+@on(2, 4)
+def float32_terms(ranks):
+    """The error of dX is that of one rounding to bfloat16, not of two."""
+    generator = cases.generator(3)
+    x = torch.randn(96, 64, generator=generator).bfloat16()
+    # Logits near 1: dX is then mostly the target's row of W, and what E is rounded by averages out.
+    w = torch.randn(256, 64, generator=generator).div(8).bfloat16()
+    y = torch.randint(256, (96,), generator=generator)
+    expected = x.double().requires_grad_()
+    F.cross_entropy(expected @ w.double().T, y).backward()
+    rows, errors = ranks.classes(256), {}
+    for sequence in (False, True):
+        for dtype in (None, torch.float32):
+            own = (ranks.rows(x) if sequence else x).detach().requires_grad_()
+            vp = ranks.parallel(reduce_dtype=dtype, sequence=sequence)
+            flce.linear_cross_entropy(own, w[rows], y, vocab_parallel=vp).backward()
+            whole = ranks.rows(expected.grad) if sequence else expected.grad
+            errors[dtype] = float((own.grad.double() - whole).norm() / whole.norm())
+        rounded = float((whole.bfloat16().double() - whole).norm() / whole.norm())
+        narrow, wide = errors.values()
+        ranks.note(wide < 1.1 * rounded, f"error {wide}, of one rounding {rounded}")
+        ranks.note(narrow > 1.2 * rounded, f"bfloat16 terms have the error {narrow}")
+    vp = ranks.parallel(reduce_dtype=torch.float32)
+    double = [x.double().requires_grad_(), w[rows].double(), y]
+    raised(
+        ranks, "reduce_dtype", ValueError,
+        lambda: flce.linear_cross_entropy(*double, vocab_parallel=vp),
+    )  # fmt: skip
+
+
 @on(4)
 def torchs_options(ranks):
     """batch_chunk_size bounds the chunks, whose number is the same on all ranks, also where the
@@ -255,7 +286,7 @@ def modules(ranks):
                 ranks.note(other.vocab_parallel == vp, "a copy's vocab_parallel")
                 ranks.note(same_bytes(other(case.input, case.target), loss), "a copy's loss")
     expected = f"VocabParallel(group '{dist.group.WORLD.group_name}', rank {ranks.rank} of 4, "
-    expected += "start=None, vocab=41, sequence=False, reduce_input_grad=True)"
+    expected += "start=None, vocab=41, sequence=False, reduce_input_grad=True, reduce_dtype=None)"
     ranks.note(repr(ranks.parallel(VOCAB)) == expected, repr(ranks.parallel(VOCAB)))
     other = pickle.loads(pickle.dumps(ranks.parallel(VOCAB)))
     ranks.note(hash(other) == hash(ranks.parallel(VOCAB)), "the hash of an equal VocabParallel")
@@ -413,7 +444,7 @@ def refused_sequences(ranks):
 
 @on(2)
 def refused_groups(ranks):
-    world, flag = dist.group.WORLD, "sequence"
+    world, flag, wide = dist.group.WORLD, "sequence", {"reduce_dtype": torch.float32}
     others = [dist.new_group([rank]) for rank in range(2)][1 - ranks.rank]
     plane = dist.init_device_mesh("cpu", (2, 1))
     for what, error, group, options in (
@@ -431,6 +462,9 @@ def refused_groups(ranks):
         (flag, TypeError, world, {flag: 1}),
         ("reduce_input_grad", TypeError, world, {"reduce_input_grad": None}),
         ("reduce_input_grad", ValueError, world, {flag: True, "reduce_input_grad": False}),
+        ("reduce_dtype", ValueError, world, {"reduce_dtype": torch.bfloat16}),
+        ("reduce_dtype", ValueError, world, {"reduce_dtype": "float32"}),
+        ("reduce_dtype", ValueError, world, {**wide, "reduce_input_grad": False}),
     ):
         raised(
             ranks, what, error,

@@ -109,6 +109,7 @@ for _values in cases.covering_rows(**OPTIONS):
 INPUTS = {
     "how": [{"sequence": True}, {"reduce_input_grad": False}, {}],
     "dtype": [torch.float64, torch.float32, torch.bfloat16],
+    "wide": [False, True],
     "save": [*cases.SAVES, "auto"],
     "reduction": ["none", "mean", "sum"],
     "shape": [(TOKENS,), (2, TOKENS // 2)],
@@ -120,9 +121,13 @@ INPUTS = {
 }
 
 
-def inputs(ranks, how, dtype, save, reduction, shape, ignored, budget, ends, outputs, smoothing):
+def inputs(
+    ranks, how, dtype, wide, save, reduction, shape, ignored, budget, ends, outputs, smoothing
+):
     if save == "grads" and reduction == "none":
         save = "stats"
+    if wide and dtype != torch.float64 and "reduce_input_grad" not in how:
+        how = {**how, "reduce_dtype": torch.float32}
     case = make(dtype, ignored=ignored, reduction=reduction, label_smoothing=smoothing)
     rows = {"input": case.input.reshape(*shape, HIDDEN), "target": case.target.reshape(shape)}
     case = cases.Case(**rows, linear_weight=case.linear_weight, options=case.options)

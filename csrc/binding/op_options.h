@@ -15,12 +15,13 @@ namespace {
       SLOT(max_memory), SLOT(gradient), SLOT(dtype), SLOT(frozen_hidden), SLOT(wants_entropy), \
       SLOT(wants_predictions), SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input),   \
       SLOT(grad_weight), SLOT(grad_bias), SLOT(allow_tf32), SLOT(ranks), SLOT(rank),           \
-      SLOT(first_class), SLOT(classes), SLOT(scatters_input), SLOT(keeps_partial), SLOT(layout)
+      SLOT(first_class), SLOT(classes), SLOT(scatters_input), SLOT(keeps_partial),             \
+      SLOT(wide_terms), SLOT(layout)
 
 /* Version of the two lists and of the shapes of the tensors that a forward saves for its backward.
  * Raise it when they change for the same options: torch keeps compiled graphs on disk, and a graph
  * compiled with an earlier build must not run with this one. */
-constexpr int64_t kLayout = 4;
+constexpr int64_t kLayout = 5;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };
@@ -134,6 +135,7 @@ inline Options read_options(const std::vector<int64_t>& integers,
   problem.classes = read.integer(IntegerSlot::classes);
   problem.scatters_input = read.flag(IntegerSlot::scatters_input);
   problem.keeps_partial = read.flag(IntegerSlot::keeps_partial);
+  problem.wide_terms = read.flag(IntegerSlot::wide_terms);
   return options;
 }
 

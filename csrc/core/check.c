@@ -75,6 +75,10 @@ flce_status flce_check_shard(const flce_problem* problem) {
   if (problem->scatters_input && problem->keeps_partial)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "reduce_input_grad: expected True with sequence=True, got False");
+  if (problem->wide_terms && (problem->keeps_partial || problem->input_dtype == FLCE_F64))
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "reduce_dtype: expected None with %s, got torch.float32",
+                     problem->keeps_partial ? "reduce_input_grad=False" : "a float64 input");
   bool exact = classes <= FLCE_EXACT_CLASSES || problem->dtype == FLCE_F64;
   if (problem->wants_predictions && !exact)
     return flce_fail(FLCE_INVALID_ARGUMENT,

@@ -12,10 +12,10 @@ static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* dX of the chunk. */
+/* dX of the chunk; with a divided vocabulary this rank's term of it. */
 static void* input_rows(const engine* e, const chunk* c) {
   int64_t first = e->plan->gathers ? 0 : c->first;
-  return at(e->tensors->grad_input, first * e->problem->hidden, e->plan->grad_input_dtype);
+  return at(e->tensors->grad_input, first * e->problem->hidden, e->plan->input_term_dtype);
 }
 
 /* Its A operand is c->view.out, which holds E or dz. */
@@ -47,7 +47,7 @@ static flce_status finish_input(const engine* e, const chunk* c) {
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input,
        &(flce_grad_input_args){.dx = dx,
-                               .dx_dtype = plan->grad_input_dtype,
+                               .dx_dtype = plan->input_term_dtype,
                                .d = result,
                                .d_dtype = plan->dx_gemm_dtype,
                                .w = e->linear_weight,
@@ -225,7 +225,7 @@ flce_status flce_begin_gradients(const engine* e) {
     /* flce_finish_gradients sums coef over all tokens, also over those that are in no chunk. */
     CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
-      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->grad_input_dtype,
+      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->input_term_dtype,
            problem->hidden);
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no

@@ -117,7 +117,7 @@ static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
  * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  flce_dtype own = plan->grad_input_dtype;
+  flce_dtype own = plan->input_term_dtype;
   if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
@@ -211,6 +211,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
   plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
+  bool widens = flce_is_sharded(problem) && problem->wide_terms;
+  plan->input_term_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;
   plan->holds_weight = holds_weight(problem, plan);
   plan->grad_weight_dtype = problem->adds_grad_weight ? problem->added_dtype
                             : plan->holds_weight      ? FLCE_F16
@@ -349,7 +351,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
     add(plan, FLCE_BUF_SAMPLES, where, facts->sample_bytes);
   if (samples) return;
   bool padded = h != problem->hidden;
-  bool own_dx = plan->dx_gemm_dtype != plan->grad_input_dtype || plan->gathers || padded;
+  bool own_dx = plan->dx_gemm_dtype != plan->input_term_dtype || plan->gathers || padded;
   if (problem->want_grad_input && own_dx)
     add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
   if (problem->want_grad_weight) {
@@ -384,8 +386,9 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   add(plan, FLCE_BUF_PARTS, FLCE_IN_FORWARD, ranks * parts);
   if (!makes_gradients(problem) || !problem->want_grad_input || problem->keeps_partial) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
-  int64_t block = ceil_div(n, ranks) * problem->hidden * flce_size_of(plan->grad_input_dtype);
-  if (problem->scatters_input || n % ranks != 0)
+  int64_t block = ceil_div(n, ranks) * problem->hidden * flce_size_of(plan->input_term_dtype);
+  bool widens = plan->input_term_dtype != plan->grad_input_dtype;
+  if (problem->scatters_input || n % ranks != 0 || widens)
     add(plan, FLCE_BUF_PARTIAL_INPUT, where, ranks * block);
   add(plan, FLCE_BUF_INPUT_TERMS, where, ranks * block);
 }
@@ -449,10 +452,12 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   plan->collectives[FLCE_GATHER_STATISTICS] = (flce_collective){
       each_chunk ? plan->chunks : problem->rows > 0, 0, others * problem->rows * parts};
   if (!gradients || !problem->want_grad_input || problem->keeps_partial || n == 0) return;
-  int64_t block = ceil_div(n, problem->ranks) * h * flce_size_of(plan->grad_input_dtype);
-  flce_collective once = {grads, !grads, others * block};
-  plan->collectives[FLCE_EXCHANGE_TERMS] = once;
-  if (!problem->scatters_input) plan->collectives[FLCE_GATHER_SUMS] = once;
+  int64_t received = others * ceil_div(n, problem->ranks) * h;
+  plan->collectives[FLCE_EXCHANGE_TERMS] =
+      (flce_collective){grads, !grads, received * flce_size_of(plan->input_term_dtype)};
+  if (problem->scatters_input) return;
+  plan->collectives[FLCE_GATHER_SUMS] =
+      (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
 }
 
 /* Bytes that the passes of save=samples move, by the multiply-adds of the GEMMs that they replace.

@@ -20,7 +20,7 @@ flce_status flce_sample_chunk(const engine* e, const chunk* c) {
 static flce_status input_from_samples(const engine* e, const flce_rows* rows) {
   CALL(e, sampled_grad_input,
        &(flce_sampled_input_args){.dx = e->tensors->grad_input,
-                                  .dx_dtype = e->plan->grad_input_dtype,
+                                  .dx_dtype = e->plan->input_term_dtype,
                                   .rows = rows,
                                   .lists = lists_from(e, 0),
                                   .eps = e->problem->gradient_eps,

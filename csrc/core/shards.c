@@ -55,19 +55,22 @@ static bool exchanges_input(const flce_problem* problem) {
   return problem->want_grad_input && !problem->keeps_partial && problem->tokens > 0;
 }
 
-/* Bytes of the rows of dX that a rank sums. */
-static int64_t block_bytes(const engine* e) {
-  const flce_problem* problem = e->problem;
-  return ceil_div(problem->tokens, problem->ranks) * problem->hidden *
-         flce_size_of(e->plan->grad_input_dtype);
+/* Elements of the rows of dX that a rank sums. */
+static int64_t block_size(const engine* e) {
+  return ceil_div(e->problem->tokens, e->problem->ranks) * e->problem->hidden;
+}
+
+/* Bytes of a rank's term of them. */
+static int64_t term_bytes(const engine* e) {
+  return block_size(e) * flce_size_of(e->plan->input_term_dtype);
 }
 
 /* Where this rank's terms of dX are made: in memory of the collectives, in the caller's dX, or in
- * the workspace, where dX has not whole blocks of rows. */
+ * the workspace, where dX has not whole blocks of rows or another dtype. */
 static flce_status place_partial(const engine* e, flce_tensors* own) {
   if (!exchanges_input(e->whole) || !own->grad_input) return FLCE_OK;
   void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
-  return place(e, FLCE_SLOT_TERMS, e->whole->ranks * block_bytes(e),
+  return place(e, FLCE_SLOT_TERMS, e->whole->ranks * term_bytes(e),
                partial ? partial : own->grad_input, &own->grad_input);
 }
 
@@ -171,42 +174,44 @@ flce_status flce_merge_statistics(const engine* e, const chunk* c) {
 flce_status flce_send_input_gradient(const engine* e) {
   if (!e->problem->want_grad_input) return FLCE_OK;
   char* partial = e->tensors->grad_input;
-  int64_t row = e->problem->hidden * flce_size_of(e->plan->grad_input_dtype);
+  int64_t row = e->problem->hidden * flce_size_of(e->plan->input_term_dtype);
   /* What the GEMMs leave out: the rows after the last token, or all without a class. */
   int64_t made = e->problem->vocab > 0 ? e->problem->tokens * row : 0;
   bool exchanges = exchanges_input(e->problem);
-  int64_t all = exchanges ? e->problem->ranks * block_bytes(e) : e->problem->tokens * row;
+  int64_t all = exchanges ? e->problem->ranks * term_bytes(e) : e->problem->tokens * row;
   if (made < all) CALL(e, fill, partial + made, 0, all - made);
   if (!exchanges) return FLCE_OK;
   return e->comm->exchange(e->comm->self, FLCE_SLOT_TERMS, buffer(e, FLCE_BUF_INPUT_TERMS), partial,
-                           block_bytes(e));
+                           term_bytes(e));
 }
 
 /* Where dX is gathered: the terms' buffer, which has been sent, if dX has not whole blocks of rows.
  */
 static void* gathered_input(const engine* e) {
-  void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
-  return partial ? partial : e->given->grad_input;
+  bool whole_blocks = e->problem->tokens % e->problem->ranks == 0;
+  return whole_blocks ? e->given->grad_input : buffer(e, FLCE_BUF_PARTIAL_INPUT);
 }
 
 flce_status flce_sum_input_gradient(const engine* e) {
   const flce_problem* problem = e->problem;
   if (!exchanges_input(problem)) return FLCE_OK;
-  int64_t bytes = block_bytes(e), first = problem->rank * bytes;
+  flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->input_term_dtype;
+  int64_t count = block_size(e), bytes = count * flce_size_of(dtype), first = problem->rank * bytes;
   char* sum = problem->scatters_input ? e->given->grad_input : (char*)gathered_input(e) + first;
   void* sent = sum;
   if (!problem->scatters_input) FLCE_TRY(place(e, FLCE_SLOT_SUMS, bytes, sum, &sent));
   FLCE_TRY(e->comm->wait(e->comm->self, FLCE_SLOT_TERMS));
-  flce_dtype dtype = e->plan->grad_input_dtype;
   CALL(e, sum_partials,
-       &(flce_sum_partials_args){.out = sum,
-                                 .copy = sent != sum ? sent : NULL,
-                                 .parts = buffer(e, FLCE_BUF_INPUT_TERMS),
-                                 .own = (char*)e->tensors->grad_input + first,
-                                 .dtype = dtype,
-                                 .ranks = problem->ranks,
-                                 .rank = problem->rank,
-                                 .count = bytes / flce_size_of(dtype)});
+       &(flce_sum_partials_args){
+           .out = sum,
+           .copy = sent != sum ? sent : NULL,
+           .parts = buffer(e, FLCE_BUF_INPUT_TERMS),
+           .own = at(e->tensors->grad_input, problem->rank * count, term_dtype),
+           .out_dtype = dtype,
+           .dtype = term_dtype,
+           .ranks = problem->ranks,
+           .rank = problem->rank,
+           .count = count});
   if (problem->scatters_input) return FLCE_OK;
   return e->comm->gather(e->comm->self, FLCE_SLOT_SUMS, gathered_input(e), sent, bytes);
 }

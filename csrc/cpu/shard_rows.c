@@ -136,8 +136,8 @@ static void sum_range(int64_t begin, int64_t end, void* context) {
                                     : flce_load(call->parts, call->dtype, r * call->count + i);
       sum = wide ? sum + term : (double)((float)sum + (float)term);
     }
-    flce_store(call->out, call->dtype, i, sum);
-    if (call->copy) flce_store(call->copy, call->dtype, i, sum);
+    flce_store(call->out, call->out_dtype, i, sum);
+    if (call->copy) flce_store(call->copy, call->out_dtype, i, sum);
   }
 }
 

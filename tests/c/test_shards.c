@@ -305,6 +305,10 @@ static void test_input(void) {
     s.problem.scatters_input = k & 4;
     s.problem.keeps_partial = !(k & 4);
     test_ranks(&s);
+    s.problem.keeps_partial = false;
+    s.problem.wide_terms = true;
+    test_ranks(&s);
+    s.problem.wide_terms = false;
     if (k & 4) continue;
     s.problem.keeps_partial = false;
     s.problem.adds_grad_weight = s.problem.save == FLCE_SAVE_STATS;

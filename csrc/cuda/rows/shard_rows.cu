@@ -147,8 +147,8 @@ flce_status cuda_merge_statistics(void* self, const flce_merge_args* call) {
   return FLCE_OK;
 }
 
-/* One thread for 16 bytes of the sum; VECTOR false: for one element. */
-template <typename T, bool VECTOR>
+/* One thread for 16 bytes of each term; VECTOR false: for one element. OUT: of the sum. */
+template <typename T, typename OUT, bool VECTOR>
 __global__ void __launch_bounds__(kThreads)
     sum_partials(const __grid_constant__ flce_sum_partials_args call) {
   constexpr int N = VECTOR ? kVec<T> : 1;
@@ -167,21 +167,28 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int e = 0; e < N; e++) sum[e] += term[e];
   }
-  Vec<T, N> out;
+  Vec<OUT, N> out;
   pack(sum, out);
-  store_vec((T*)call.out + first, out);
-  if (call.copy) store_vec((T*)call.copy + first, out);
+  store_vec((OUT*)call.out + first, out);
+  if (call.copy) store_vec((OUT*)call.copy + first, out);
+}
+
+template <typename T, typename OUT>
+static flce_status launch_sum(void* self, const flce_sum_partials_args* call) {
+  const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->parts) &&
+                      both_aligned(call->own, call->copy);
+  const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
+  FLCE_TRY(check_grid(blocks, "sum_partials"));
+  const auto kernel = vector ? sum_partials<T, OUT, true> : sum_partials<T, OUT, false>;
+  return launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_partials", *call);
 }
 
 flce_status cuda_sum_partials(void* self, const flce_sum_partials_args* call) {
   if (call->count == 0) return FLCE_OK;
-  FLCE_WITH_TYPE(call->dtype, T, {
-    const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->parts) &&
-                        both_aligned(call->own, call->copy);
-    const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
-    FLCE_TRY(check_grid(blocks, "sum_partials"));
-    const auto kernel = vector ? sum_partials<T, true> : sum_partials<T, false>;
-    FLCE_TRY(launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_partials", *call));
-  });
+  if (call->dtype == FLCE_F32 && call->out_dtype == FLCE_BF16)
+    return launch_sum<float, __nv_bfloat16>(self, call);
+  if (call->dtype == FLCE_F32 && call->out_dtype == FLCE_F16)
+    return launch_sum<float, __half>(self, call);
+  FLCE_WITH_TYPE(call->dtype, T, { return launch_sum<T, T>(self, call); });
   return FLCE_OK;
 }
