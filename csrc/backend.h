@@ -158,15 +158,15 @@ typedef struct flce_rows {
   const void* wsum;
 } flce_rows;
 
-/* ---- a divided vocabulary (core/shards.c) ----
+/* ---- a sharded vocabulary (core/shards.c) ----
  *
- * Each rank runs the passes above over its own classes. In a row whose target is another rank's, a
- * column of this rank stands in for the target: it is treated as the target's column by all passes,
- * and TARGET of its coefficients leaves out the term of the one-hot target. So every row has one
- * column that is left out of E and one coefficient for it, on every rank. */
+ * Each rank runs the passes above over its own classes. In a row whose target y is another rank's
+ * class, all passes treat a substitute column as the target's: y modulo the rank's number of
+ * classes, 0 if it has none. TARGET of its coefficients leaves out the term of the one-hot target.
+ * So every row has one column that is left out of E and one coefficient for it, on every rank. */
 
 /* The targets of the rows' local view: a column of this rank, or one of these. */
-enum { FLCE_SHARD_IGNORED = -1, FLCE_SHARD_INVALID = -2 };
+enum { FLCE_SHARD_IGNORED = -1, FLCE_SHARD_OUT_OF_RANGE = -2 };
 
 /* The classes of this rank. */
 typedef struct flce_shard {
@@ -175,25 +175,25 @@ typedef struct flce_shard {
 } flce_shard;
 
 /* What a rank knows of a row from its own classes, in the stat dtype; the ranks exchange it. The
- * fields from ENTROPY on are exchanged if any of them is needed (flce_part_count). */
-enum flce_part {
-  FLCE_PART_LSE,     /* logsumexp of the rank's l; -inf if it has no class */
-  FLCE_PART_NLL,     /* LSE - l_y on the target's rank, -1 on the others */
-  FLCE_PART_ENTROPY, /* of the softmax over the rank's classes */
-  FLCE_PART_GAP,     /* sum_j w_j (LSE - l_j) */
-  FLCE_PART_WEIGHT,  /* sum_j w_j */
-  FLCE_PART_TOP,     /* the largest l, -inf if there is none */
-  FLCE_PART_COLUMN,  /* its lowest class */
-  FLCE_PARTS
+ * fields from ENTROPY on are exchanged if any of them is needed (flce_shard_stat_count). */
+enum flce_shard_stat {
+  FLCE_SHARD_STAT_LSE,       /* logsumexp of the rank's l; -inf if it has no class */
+  FLCE_SHARD_STAT_NLL,       /* LSE - l_y on the target's rank, -1 on the others */
+  FLCE_SHARD_STAT_ENTROPY,   /* of the softmax over the rank's classes */
+  FLCE_SHARD_STAT_SMOOTHING, /* sum_j w_j (LSE - l_j) */
+  FLCE_SHARD_STAT_WEIGHT,    /* sum_j w_j */
+  FLCE_SHARD_STAT_TOP,       /* the largest l, -inf if there is none */
+  FLCE_SHARD_STAT_COLUMN,    /* its lowest class */
+  FLCE_SHARD_STATS
 };
 
 /* The highest class count whose numbers float32 holds exactly. */
 enum { FLCE_EXACT_CLASSES = 1 << 24 };
 
-static inline int flce_part_count(const flce_problem* problem) {
+static inline int flce_shard_stat_count(const flce_problem* problem) {
   bool more =
       problem->wants_entropy || problem->wants_predictions || problem->loss.label_smoothing > 0.0;
-  return more ? FLCE_PARTS : FLCE_PART_NLL + 1;
+  return more ? FLCE_SHARD_STATS : FLCE_SHARD_STAT_NLL + 1;
 }
 
 /* Upstream gradients, stat dtype. Their vectors are indexed like those of flce_rows. */
@@ -316,8 +316,8 @@ typedef struct flce_shard_targets_args {
 } flce_shard_targets_args;
 
 typedef struct flce_pack_args {
-  void* parts; /* [count][rows->rows] stat dtype */
-  int count;   /* flce_part_count() */
+  void* shard_stats; /* [count][rows->rows] stat dtype */
+  int count;         /* flce_shard_stat_count() */
   /* Of the whole vocabulary: target, class_weight, vocab, options; stats, loss and predictions hold
    * what the passes over this rank's classes wrote. */
   const flce_rows* rows;
@@ -331,12 +331,12 @@ typedef struct flce_pack_args {
 } flce_pack_args;
 
 typedef struct flce_merge_args {
-  const flce_rows* rows; /* as in flce_pack_args */
-  flce_shard shard;      /* this rank's classes */
-  const void* parts;     /* [ranks][count][rows->rows] stat dtype */
-  int count;             /* flce_part_count() */
-  int64_t ranks;         /* of `parts` */
-  int64_t rank;          /* this one */
+  const flce_rows* rows;   /* as in flce_pack_args */
+  flce_shard shard;        /* this rank's classes */
+  const void* shard_stats; /* [ranks][count][rows->rows] stat dtype */
+  int count;               /* flce_shard_stat_count() */
+  int64_t ranks;           /* of `shard_stats` */
+  int64_t rank;            /* this one */
 } flce_merge_args;
 
 typedef struct flce_sum_partials_args {
@@ -534,19 +534,18 @@ struct flce_backend {
   /* accum[rows][cols] += block[rows][pitch], computed in accum_dtype's stat dtype. For GEMMs that
    * cannot add to the accumulator, and for adding dW to the caller's gradient. */
   flce_status (*add_block)(void* self, const flce_add_block_args* call);
-  /* ---- a divided vocabulary ---- */
+  /* ---- a sharded vocabulary ---- */
 
-  /* out[i]: target[i] as a column of this rank. A column that stands in for another rank's class y
-   * is y modulo the rank's number of classes, 0 if it has none. */
+  /* out[i]: target[i] as a column of this rank, its own or a substitute. */
   flce_status (*shard_targets)(void* self, const flce_shard_targets_args* call);
-  /* The rows' parts (enum flce_part), from what the passes over this rank's classes wrote: the
-   * statistics and, with label smoothing, the loss, which they wrote for label_smoothing 1, no
-   * z-loss and no token weight. Rows that are not valid: anything. */
+  /* The statistics of the rows over this rank's classes (enum flce_shard_stat), from FLCE_STAT_*
+   * and, with label smoothing, from `loss`, which the passes have computed with label_smoothing 1,
+   * z_loss 0 and no token_weight (flce_set_rank_view). Rows that are not valid: anything. */
   flce_status (*pack_statistics)(void* self, const flce_pack_args* call);
-  /* The parts of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in
-   * the order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and
-   * SLOPE: exp(l - OFFSET) INV_SUM is the probability of this rank's classes in the whole
-   * vocabulary; NLL and SLOPE are those of the target or of the column that stands in for it. */
+  /* Those of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in the
+   * order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and SLOPE:
+   * exp(l - OFFSET) INV_SUM is the probability of this rank's classes in the whole vocabulary; NLL
+   * and SLOPE are those of the target or of its substitute. */
   flce_status (*merge_statistics)(void* self, const flce_merge_args* call);
   /* out = the sum of the ranks' terms, in the order of the ranks, in the stat dtype, rounded once.
    */

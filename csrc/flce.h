@@ -170,9 +170,9 @@ typedef struct flce_problem {
   /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
    * [weight_rows][hidden - frozen_hidden]. */
   int64_t frozen_hidden;
-  /* Rows of the caller's W, b, dW, db and class weights, and columns of the caller's target
-   * probabilities; at least vocab. Rows from vocab on are padding: they are never read, and their
-   * gradient is 0. */
+  /* Rows of the caller's W, b, dW, db and, without ranks, class weights, and columns of the
+   * caller's target probabilities; at least vocab. Rows from vocab on are padding: they are never
+   * read, and their gradient is 0. */
   int64_t weight_rows;
   /* Rows to compute: `tokens`, or an upper bound of the number of rows that are not ignored. If it
    * is less than `tokens`, or if facts.skips_rows is set and the form is exp, the rows are gathered
@@ -209,16 +209,18 @@ typedef struct flce_problem {
   bool wants_statistics;
   bool has_temperature; /* a temperature for each row is given */
   bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
-  /* With ranks > 1 the vocabulary is divided among so many ranks (core/shards.c). W, b, dW and db
+  /* With ranks > 1 the vocabulary is sharded over so many ranks (core/shards.c). W, b, dW and db
    * are those of this rank's classes, `vocab` of the `classes` in all, from first_class on; `vocab`
    * may be 0. Targets and class weights are those of all classes. Else the vocabulary is not
-   * divided, and none of these fields is read. */
+   * sharded, and none of these fields is read. */
   int64_t ranks, rank, first_class, classes;
-  /* x and dX are those of this rank's tokens / ranks tokens, from rank * tokens / ranks on. */
-  bool scatters_input;
-  bool keeps_partial; /* dX is this rank's term of the sum over the ranks */
-  bool wide_terms;    /* the ranks' terms of dX are exchanged in float32, not in dX's dtype */
-  /* Of flce_plan, where all ranks have to agree on it (flce_plan_call); 0 and false: not given. */
+  /* x and dX have only this rank's share: tokens / ranks tokens, from rank * (tokens / ranks) on.
+   */
+  bool input_is_sharded;
+  bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
+  bool wide_terms;         /* the ranks' terms of dX are exchanged in float32, not in dX's dtype */
+  /* Set by flce_plan_call from the plan of an equal share, so that all ranks have the same chunks
+   * and row order. 0 and false without ranks. */
   int64_t chunk_rows;
   bool gathers;
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
@@ -238,7 +240,7 @@ static inline bool flce_is_sharded(const flce_problem* problem) {
 
 /* Rows of the caller's x and dX. */
 static inline int64_t flce_input_rows(const flce_problem* problem) {
-  bool scatters = flce_is_sharded(problem) && problem->scatters_input;
+  bool scatters = flce_is_sharded(problem) && problem->input_is_sharded;
   return scatters ? problem->tokens / problem->ranks : problem->tokens;
 }
 
@@ -339,15 +341,16 @@ typedef enum flce_buffer_id {
   FLCE_BUF_COLUMN_SUM, /* scratch of column_sum */
   FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,       /* scratch of a GEMM */
-  /* The vocabulary is divided (core/shards.c). R ranks, P flce_part_count(). */
-  FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is scattered */
+  /* The vocabulary is sharded (core/shards.c). R ranks, P flce_shard_stat_count(). */
+  FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is sharded */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
-  FLCE_BUF_PARTS,         /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
-  /* [R][ceil(N/R)][H] input_term_dtype: this rank's term of dX, sent, if it is not in dX. */
+  FLCE_BUF_SHARD_STATS,   /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
+  /* [R][ceil(N/R)][H] input_term_dtype: this rank's term of dX, sent, unless the caller's dX can
+   * hold it; then the sums of all ranks, received. */
   FLCE_BUF_PARTIAL_INPUT,
-  FLCE_BUF_INPUT_TERMS, /* the same shape: the terms of all ranks for this rank's tokens, received
-                         */
+  /* The same shape: the terms of all ranks for this rank's tokens, received. */
+  FLCE_BUF_INPUT_TERMS,
   FLCE_BUF_COUNT
 } flce_buffer_id;
 
@@ -363,12 +366,12 @@ typedef struct flce_buffer {
   unsigned lifetime; /* FLCE_IN_* and FLCE_OUTPUT bits */
 } flce_buffer;
 
-/* The collectives of a divided vocabulary (core/shards.c). */
+/* The collectives of a sharded vocabulary (core/shards.c). */
 typedef enum flce_collective_id {
-  FLCE_GATHER_INPUT,      /* all-gather of x, if it is scattered */
-  FLCE_GATHER_STATISTICS, /* all-gather of the rows' statistics */
-  FLCE_EXCHANGE_TERMS,    /* all-to-all of the ranks' terms of dX */
-  FLCE_GATHER_SUMS,       /* all-gather of the sums of these, unless dX is scattered */
+  FLCE_ALL_GATHER_INPUT,      /* of x, if it is sharded */
+  FLCE_ALL_GATHER_STATISTICS, /* of the rows' statistics */
+  FLCE_ALL_TO_ALL_TERMS,      /* of the ranks' terms of dX */
+  FLCE_ALL_GATHER_SUMS,       /* of the sums of these, unless dX is sharded */
   FLCE_COLLECTIVES
 } flce_collective_id;
 
@@ -438,14 +441,14 @@ typedef struct flce_plan {
    * as there can be, relative to the gradient GEMMs that they replace. From 1 on sampling may take
    * longer than exact gradients. 0 for the others. */
   double sampled_time;
-  int64_t ranks; /* that divide the vocabulary; 1 if it is not divided */
+  int64_t ranks;                                 /* over which the vocabulary is sharded, or 1 */
   flce_collective collectives[FLCE_COLLECTIVES]; /* by flce_collective_id; 0 without ranks */
 } flce_plan;
 
 /* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_loss* loss);
 
-/* The facts of the backend for `problem`, and the plan. Where the vocabulary is divided, what the
+/* The facts of the backend for `problem`, and the plan. Where the vocabulary is sharded, what the
  * ranks have to agree on (the chunks of the forward, the order of its rows) is decided for a rank
  * with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
@@ -501,7 +504,7 @@ typedef struct flce_tensors {
   void* workspace;
 } flce_tensors;
 
-/* `comm` is read if the vocabulary is divided (ranks > 1); every rank has to make the same call. */
+/* `comm` is read if the vocabulary is sharded (ranks > 1); every rank has to make the same call. */
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_problem* problem, const flce_plan* plan,
                          const flce_tensors* tensors);

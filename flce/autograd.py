@@ -42,7 +42,7 @@ def _fake_gradients(input, linear_weight, linear_bias, settings, wanted):
 
 def _fake_loss(rows, settings, dtype, keeps_statistics=True):
     """The fake loss, stats, scalars and predictions."""
-    tokens = rows.shape[0] * (settings.ranks if settings.scatters_input else 1)
+    tokens = rows.shape[0] * (settings.ranks if settings.input_is_sharded else 1)
     stats = scalars = predictions = None
     if keeps_statistics:
         stats = rows.new_empty((_ROWS_OF_STATS, tokens), dtype=dtype)
@@ -62,7 +62,7 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
         or (makes_grads and _holds_units(device_type, settings.dtype))
     )
     loss = _fake_loss(input, settings, stat_dtype(settings.dtype), keeps_statistics)
-    tokens = input.shape[0] * (settings.ranks if settings.scatters_input else 1)
+    tokens = input.shape[0] * (settings.ranks if settings.input_is_sharded else 1)
     saved, rows = None, tokens if settings.rows is None else settings.rows
     if settings.save == "samples":
         saved = input.new_empty((rows, sample_pitch(settings.gradient_eps)), dtype=torch.int32)

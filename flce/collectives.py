@@ -1,9 +1,10 @@
-"""The collectives of a divided vocabulary: the operators that csrc/binding/op_comm.h calls while an
+"""The collectives of a sharded vocabulary: the operators that csrc/binding/op_comm.h calls while an
 operator of flce runs. A collective begins on the current stream and is asynchronous until waited
-for; `slot` is its number among those in flight."""
+for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
 import socket
 import threading
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from ._C import getenv
 from .autograd import library
 
-_in_flight = threading.local()
+_in_flight = threading.local()  # forward and backward run in different threads
 # torch 2.13 renames the functions.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def _works():
@@ -26,73 +27,99 @@ def _group(name):
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def _gather(received, sent, group, slot):
-    work = _all_gather(received, sent, group=_group(group), async_op=True)
-    _works()[group, slot] = work
+def _all_gather(received, sent, group, id):
+    work = _all_gather_single(received, sent, group=_group(group), async_op=True)
+    _works()[group, id] = work
 
 
-def _exchange(received, sent, group, slot):
+def _all_to_all(received, sent, group, id):
     work = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
-    _works()[group, slot] = work
+    _works()[group, id] = work
 
 
-def _wait(group, slot):
-    _works().pop((group, slot)).wait()
+def _wait(group, id):
+    _works().pop((group, id)).wait()
 
 
-# ---- memory of all GPUs of a host ----
+# ---- symmetric memory ----
 
-_FLAG_BYTES = 256  # 2 x 16 ranks x uint32, and alignment
-_shares_memory = {}  # by group: whether its ranks can read each other's memory
-_placed = {}  # (group, slot): the tensor of this rank and its handle
+_MOST_RANKS = 16  # FLCE_MOST_PEERS
+_FLAG_BYTES = 256  # 2 x _MOST_RANKS x uint32, and alignment
 
 
 def _can_share(group):
     """Whether the group's ranks are GPUs of one host that can read each other's memory, by
-    agreement of all."""
-    if getenv("FLCE_PEERS") == "0" or dist.get_backend(group) != "nccl":
-        return False
+    agreement of all. torch's symmetric memory needs every rank's GPU to have a number of its own in
+    its process, so not with one visible GPU for each process."""
     ranks, own = dist.get_world_size(group), torch.cuda.current_device()
-    others = [other for other in range(torch.cuda.device_count()) if other != own]
-    reads = all(torch.cuda.can_device_access_peer(own, other) for other in others)
-    mine = (socket.gethostname(), own, reads and 1 < ranks <= 16)
-    all_of = [None] * ranks
-    dist.all_gather_object(all_of, mine, group=group)
-    hosts, devices, able = zip(*all_of, strict=True)
-    return len(set(hosts)) == 1 and len(set(devices)) == ranks and all(able)
+    if getenv("FLCE_PEERS") == "0" or not 1 < ranks <= _MOST_RANKS:
+        return False
+    if "cuda:nccl" not in dist.get_backend_config(group):
+        return False
+    of_ranks, readable = [None] * ranks, [None] * ranks
+    dist.all_gather_object(of_ranks, (socket.gethostname(), own), group=group)
+    hosts, devices = zip(*of_ranks, strict=True)
+    if len(set(hosts)) > 1 or len(set(devices)) < ranks:
+        return False
+    others = [device for device in devices if device != own]
+    visible = max(devices) < torch.cuda.device_count()
+    reads = visible and all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    dist.all_gather_object(readable, reads, group=group)
+    return all(readable)
+
+
+class _SharedMemory:
+    """The symmetric memory of a group, from which its copy engines send."""
+
+    def __init__(self, group):
+        self.group = weakref.ref(group)
+        self.possible = _can_share(group)
+        self.buffers = {}  # by id: bytes, addresses
+        self.kept = []  # a captured CUDA graph may have the addresses of a smaller one
+
+    def allocate(self, id, size):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        group = self.group()
+        data = -(-size // _FLAG_BYTES) * _FLAG_BYTES
+        memory = symmetric.empty(data + _FLAG_BYTES, dtype=torch.uint8, device="cuda")
+        handle = symmetric.rendezvous(memory, group)
+        memory[data:] = 0
+        torch.cuda.synchronize()
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+        self.kept.append((memory, handle))
+        addresses = [base + offset for base in handle.buffer_ptrs for offset in (0, data)]
+        self.buffers[id] = size, addresses
+
+
+_shared = {}  # by the group's name, which a later group may have again
 
 
 def shares_memory():
     """Whether a group of this process exchanges by copy engines."""
-    return any(_shares_memory.values())
+    return any(shared.possible for shared in _shared.values())
 
 
-def _place(name, slot, size):
-    """(data, flags) of each rank, as addresses, in memory that all ranks have mapped, of `size`
-    bytes on each; [] where there is none. Synchronises; a graph being captured cannot."""
-    if torch.cuda.is_current_stream_capturing():
-        return []
-    group = _group(name)
-    if name not in _shares_memory:
-        _shares_memory[name] = _can_share(group)
-    if not _shares_memory[name]:
-        return []
-    from torch.distributed import _symmetric_memory as symmetric
-
-    data = -(-size // _FLAG_BYTES) * _FLAG_BYTES
-    memory = symmetric.empty(data + _FLAG_BYTES, dtype=torch.uint8, device="cuda")
-    handle = symmetric.rendezvous(memory, group)
-    memory[data:] = 0
-    torch.cuda.synchronize()
-    dist.barrier(group, device_ids=[torch.cuda.current_device()])
-    _placed[name, slot] = memory, handle
-    return [base + offset for base in handle.buffer_ptrs for offset in (0, data)]
+def _send_buffer(name, id, size):
+    """(data, flags) of each rank, as addresses, in memory that all ranks have mapped, of at least
+    `size` bytes on each; [] where there is none. The first call and a larger `size` synchronise all
+    ranks, which is not possible while a CUDA graph is captured."""
+    group, shared = _group(name), _shared.get(name)
+    captures = torch.cuda.is_current_stream_capturing()
+    if shared is None or shared.group() is not group:
+        if captures:
+            return []
+        shared = _shared[name] = _SharedMemory(group)
+    if shared.possible and not captures and shared.buffers.get(id, (0,))[0] < size:
+        shared.allocate(id, size)
+    held, addresses = shared.buffers.get(id, (0, []))
+    return addresses if held >= size else []
 
 
 for _name, _function in (
-    ("gather", _gather),
-    ("exchange", _exchange),
+    ("all_gather", _all_gather),
+    ("all_to_all", _all_to_all),
     ("wait", _wait),
-    ("place", _place),
+    ("send_buffer", _send_buffer),
 ):
     library.impl(f"comm_{_name}", _function, "CompositeExplicitAutograd")

@@ -27,7 +27,9 @@ from .signature import (
 from .targets import shifted_target
 
 NOTHING = Wanted()
-_SEED_STEP = 0x9E3779B97F4A7C15 >> 1  # ranks draw from different keys
+# Each rank draws with a key of its own, because the draws of the ranks' classes in a row have to be
+# independent. Its multiples wrap as int64, and differ.
+_SEED_STEP = 0x9E3779B97F4A7C15 >> 1
 _DEFAULTS = {**defaults(), "token_temperature": None}
 _vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
 _OPERANDS = ("input", "linear_weight", "linear_bias")
@@ -125,6 +127,11 @@ def _of_ranks(settings, vectors, linear_weight):
     return {**settings, "vocab_parallel": text}, (weight, *vectors[1:])
 
 
+def _seed_of_rank(seed, rank):
+    step = (rank * _SEED_STEP + 2**63) % 2**64 - 2**63
+    return seed + step if rank else seed
+
+
 def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     """The loss and the outputs in `wanted`, None for the others. `settings`: the values of
     OPTIONS and of token_temperature, a vector of temperatures."""
@@ -168,7 +175,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     # so without a draw in the first every step would have the same seed.
     if call.settings.gradient == "sampled" or seed is not None:
         seed = validate.seed_tensor(seed, input)
-        seed = seed + call.settings.rank * _SEED_STEP if call.settings.rank else seed
+        seed = _seed_of_rank(seed, call.settings.rank)
     seed = seed if samples else None
     operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items, seed)
     made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))

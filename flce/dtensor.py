@@ -48,7 +48,7 @@ def _shown(value):
 
 
 def _check_call(given, settings):
-    """Refuses what says nothing about how the vocabulary is divided, or says it twice."""
+    """Refuses what says nothing about how the vocabulary is sharded, or says it twice."""
     weight, input = given["linear_weight"], given["input"]
     if settings["vocab_parallel"] is not None:
         which = next(name for name, value in given.items() if is_dtensor(value))

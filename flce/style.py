@@ -1,4 +1,4 @@
-"""`VocabParallelHead`: the ParallelStyle of a head whose vocabulary is divided. Imported on first
+"""`VocabParallelHead`: the ParallelStyle of a head whose vocabulary is sharded. Imported on first
 access, because torch.distributed.tensor takes long to import."""
 
 import functools

@@ -81,7 +81,7 @@ def counted(step, monkeypatch):
     from flce import collectives
 
     calls = []
-    gather, exchange = collectives._all_gather, dist.all_to_all_single
+    gather, exchange = collectives._all_gather_single, dist.all_to_all_single
 
     def gathered(received, sent, **options):
         calls.append(("all-gather", received.nbytes - sent.nbytes))
@@ -91,7 +91,7 @@ def counted(step, monkeypatch):
         calls.append(("all-to-all", received.nbytes // RANKS * (RANKS - 1)))
         return exchange(received, sent, **options)
 
-    monkeypatch.setattr(collectives, "_all_gather", gathered)
+    monkeypatch.setattr(collectives, "_all_gather_single", gathered)
     monkeypatch.setattr(dist, "all_to_all_single", exchanged)
     step()
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""flce.VocabParallelHead: heads with a divided vocabulary, in four processes over gloo."""
+"""flce.VocabParallelHead: heads with a sharded vocabulary, in four processes over gloo."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ways to call a divided vocabulary: adapters, accumulation, torch.compile, checkpoints, Modules,
+"""Ways to call a sharded vocabulary: adapters, accumulation, torch.compile, checkpoints, Modules,
 operators, refusals. Run by test_vocab_parallel.py."""
 
 import contextlib

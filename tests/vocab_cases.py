@@ -1,4 +1,4 @@
-"""Numbers of a divided vocabulary: options, shards and data. Run by test_vocab_parallel.py."""
+"""Numbers of a sharded vocabulary: options, shards and data. Run by test_vocab_parallel.py."""
 
 import functools
 import math

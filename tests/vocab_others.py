@@ -1,4 +1,4 @@
-"""Training and sampled gradients with a divided vocabulary, and what Megatron, CCE and FLA test of
+"""Training and sampled gradients with a sharded vocabulary, and what Megatron, CCE and FLA test of
 theirs. Run by test_vocab_parallel.py."""
 
 import cases

@@ -1,4 +1,4 @@
-"""The ranks of a divided vocabulary: a case's operands on each, and their results against those of
+"""The ranks of a sharded vocabulary: a case's operands on each, and their results against those of
 one process."""
 
 import cases

@@ -1,7 +1,7 @@
-/* The operators: schemas, boxing, argument checks, status -> error. Together with op_options.h,
- * op_outputs.h, op_tune.cpp, module.cpp and torch_device.h this is the only C++ and the only code
- * that includes torch. It uses torch's stable ABI only, so one build works with every torch >=
- * 2.10. */
+/* The operators: schemas, boxing, argument checks, status -> error. The files of csrc/binding are
+ * the only C++ and the only code that includes torch. They use torch's stable ABI only, so one
+ * build works with every torch >= 2.10.
+ */
 #include <tuple>
 
 #include "binding/op_comm.h"
@@ -79,7 +79,7 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
 struct Settings {
   std::optional<int64_t> valid_vocab, rows;
   Options options;
-  std::optional<std::string> group; /* of a divided vocabulary: its name in torch.distributed */
+  std::optional<std::string> group; /* of a sharded vocabulary: its name in torch.distributed */
 };
 
 /* The number of W's rows that are classes. */
@@ -104,7 +104,7 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
   DeviceId id = device_of(input);
   expect_dim("input", input, 2);
   expect_dim("linear_weight", linear_weight, 2);
-  bool scatters = flce_is_sharded(problem) && problem->scatters_input;
+  bool scatters = flce_is_sharded(problem) && problem->input_is_sharded;
   problem->tokens = input.size(0) * (scatters ? problem->ranks : 1);
   problem->hidden = input.size(1);
   problem->weight_rows = linear_weight.size(0);
@@ -514,10 +514,10 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "scale_(Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, "
       "Tensor grad_output, Tensor? scalars) -> ()");
-  for (const char* name : {"comm_gather", "comm_exchange"})
+  for (const char* name : {"comm_all_gather", "comm_all_to_all"})
     m.def((std::string(name) + COMM_SCHEMA).c_str());
-  m.def("comm_wait(str group, int slot) -> ()");
-  m.def("comm_place(str group, int slot, int bytes) -> int[]");
+  m.def("comm_wait(str group, int id) -> ()");
+  m.def("comm_send_buffer(str group, int id, int bytes) -> int[]");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, Tensor? token_weight, "

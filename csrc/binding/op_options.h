@@ -15,7 +15,7 @@ namespace {
       SLOT(max_memory), SLOT(gradient), SLOT(dtype), SLOT(frozen_hidden), SLOT(wants_entropy), \
       SLOT(wants_predictions), SLOT(wants_statistics), SLOT(saves_memory), SLOT(grad_input),   \
       SLOT(grad_weight), SLOT(grad_bias), SLOT(allow_tf32), SLOT(ranks), SLOT(rank),           \
-      SLOT(first_class), SLOT(classes), SLOT(scatters_input), SLOT(keeps_partial),             \
+      SLOT(first_class), SLOT(classes), SLOT(input_is_sharded), SLOT(partial_grad_input),      \
       SLOT(wide_terms), SLOT(layout)
 
 /* Version of the two lists and of the shapes of the tensors that a forward saves for its backward.
@@ -133,8 +133,8 @@ inline Options read_options(const std::vector<int64_t>& integers,
   problem.rank = read.integer(IntegerSlot::rank);
   problem.first_class = read.integer(IntegerSlot::first_class);
   problem.classes = read.integer(IntegerSlot::classes);
-  problem.scatters_input = read.flag(IntegerSlot::scatters_input);
-  problem.keeps_partial = read.flag(IntegerSlot::keeps_partial);
+  problem.input_is_sharded = read.flag(IntegerSlot::input_is_sharded);
+  problem.partial_grad_input = read.flag(IntegerSlot::partial_grad_input);
   problem.wide_terms = read.flag(IntegerSlot::wide_terms);
   return options;
 }

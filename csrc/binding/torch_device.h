@@ -1,5 +1,5 @@
-/* What the operators need of torch: errors, dtypes, devices, allocation, argument checks. Included
- * by op.cpp, its headers op_options.h and op_outputs.h, op_tune.cpp and module.cpp only. */
+/* What the operators need of torch: errors, dtypes, devices, allocation, argument checks. For
+ * the files of csrc/binding. */
 #ifndef FLCE_TORCH_DEVICE_H
 #define FLCE_TORCH_DEVICE_H
 

@@ -61,24 +61,23 @@ flce_status flce_check_shard(const flce_problem* problem) {
                      (long long)ranks - 1, (long long)problem->rank);
   if (first < 0 || classes < 1 || problem->vocab > classes || first > classes - problem->vocab)
     return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "vocab_parallel: expected classes of the %lld in all, got those from %lld to "
-                     "%lld",
+                     "vocab_parallel: expected a range within the %lld classes, got [%lld, %lld)",
                      (long long)classes, (long long)first, (long long)(first + problem->vocab));
   if (problem->has_probabilities)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "target: expected classes with vocab_parallel, got probabilities");
-  if (problem->scatters_input && problem->tokens % ranks != 0)
+  if (problem->input_is_sharded && problem->tokens % ranks != 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "target: expected a multiple of the %lld ranks as the number of tokens with "
                      "sequence=True, got %lld",
                      (long long)ranks, (long long)problem->tokens);
-  if (problem->scatters_input && problem->keeps_partial)
+  if (problem->input_is_sharded && problem->partial_grad_input)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "reduce_input_grad: expected True with sequence=True, got False");
-  if (problem->wide_terms && (problem->keeps_partial || problem->input_dtype == FLCE_F64))
+  if (problem->wide_terms && (problem->partial_grad_input || problem->input_dtype == FLCE_F64))
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "reduce_dtype: expected None with %s, got torch.float32",
-                     problem->keeps_partial ? "reduce_input_grad=False" : "a float64 input");
+                     problem->partial_grad_input ? "reduce_input_grad=False" : "a float64 input");
   bool exact = classes <= FLCE_EXACT_CLASSES || problem->dtype == FLCE_F64;
   if (problem->wants_predictions && !exact)
     return flce_fail(FLCE_INVALID_ARGUMENT,

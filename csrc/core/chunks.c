@@ -132,6 +132,8 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
                               int64_t* chunks) {
+  *chunk_rows = *chunks = 0;
+  if (problem->rows == 0) return FLCE_OK;
   int64_t row = loop->row_bytes > 0 ? loop->row_bytes : 1; /* a rank without a class has none */
   int64_t fit = min64(problem->max_memory / row, loop->max_rows);
   /* A row of equal shares fits: a rank with more classes must not refuse what the others run. */
@@ -145,8 +147,8 @@ flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* fac
   bool modelled = facts->multiprocessors > 0 && flce_size_of(dtype) == 2 && tile >= TILE_ROWS &&
                   (loop->makes_dx || problem->saves_memory);
   *chunk_rows = problem->rows;
-  *chunks = problem->rows > 0;
-  if (problem->rows == 0 || (fewest == 1 && !(modelled && problem->saves_memory))) return FLCE_OK;
+  *chunks = 1;
+  if (fewest == 1 && !(modelled && problem->saves_memory)) return FLCE_OK;
   *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
                          : equal_chunks(problem, fewest, tile);
   *chunks = ceil_div(problem->rows, *chunk_rows);

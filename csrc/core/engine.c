@@ -2,6 +2,7 @@
  * all strategies (flce_save) share. It executes the plan by calling a backend's functions. Sizes,
  * dtypes and buffers are decided in plan.c, the arithmetic is the backend's. */
 #include "core/engine.h"
+#include "core/plan.h"
 
 #include <stdatomic.h>
 
@@ -48,15 +49,17 @@ static flce_status convert(const engine* e, flce_buffer_id id, const void* given
 }
 
 /* `e` has the backend, and the caller's problem, plan and tensors. */
-static flce_status open_engine(engine* e, const flce_comm* comm, shard_call* own, bool needs_bias) {
+static flce_status open_engine(engine* e, const flce_comm* comm, shard_call* own, bool needs_input,
+                               bool needs_bias) {
   const flce_plan* plan = e->plan;
   e->stat = flce_stat_dtype(plan->dtype);
-  if (flce_is_sharded(e->problem)) FLCE_TRY(flce_open_shard(e, comm, own));
+  if (flce_is_sharded(e->problem)) FLCE_TRY(flce_open_shard(e, comm, needs_input, own));
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
   int64_t h = problem->hidden, v = problem->vocab;
-  FLCE_TRY(convert(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
-                   problem->tokens, h, plan->hidden, &e->input));
+  if (needs_input)
+    FLCE_TRY(convert(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
+                     problem->tokens, h, plan->hidden, &e->input));
   FLCE_TRY(convert(e, FLCE_BUF_WEIGHT_CAST, tensors->linear_weight, problem->weight_dtype,
                    plan->dtype, v, h, plan->hidden, &e->linear_weight));
   if (!needs_bias) return FLCE_OK;
@@ -281,12 +284,14 @@ static flce_status compute_rows(const engine* e, chunk* c, bool gradients) {
 /* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
 static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   bool samples = e->plan->save == FLCE_SAVE_SAMPLES;
-  flce_rows own = c->view;
+  flce_rows caller = c->view;
   if (e->comm) flce_set_rank_view(e, &c->view);
   FLCE_TRY(compute_rows(e, c, gradients));
-  c->view.options = own.options;
-  c->view.token_weight = own.token_weight;
-  c->view.scalars = own.scalars;
+  if (e->comm) { /* the merge needs the caller's options of the loss */
+    c->view.options = caller.options;
+    c->view.token_weight = caller.token_weight;
+    c->view.scalars = caller.scalars;
+  }
   if (e->comm && (gradients || samples)) FLCE_TRY(flce_send_statistics(e, c));
   if (gradients) return forward_gradients(e, c);
   if (!samples) return FLCE_OK;
@@ -294,7 +299,7 @@ static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
   return flce_sample_chunk(e, c);
 }
 
-/* A divided vocabulary, and no chunk needed the merged statistics: they are exchanged at once. */
+/* A sharded vocabulary, and no chunk needed the merged statistics: they are exchanged at once. */
 static flce_status exchange_statistics(const engine* e) {
   if (e->problem->rows == 0) return FLCE_OK;
   chunk all = open_chunk(e, 0, e->problem->rows, e->plan->gathered_x);
@@ -312,7 +317,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
     tensors.stats = buffer(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
   }
-  FLCE_TRY(open_engine(&e, comm, &own, true));
+  FLCE_TRY(open_engine(&e, comm, &own, true, true));
   e.losses = problem->reduction == FLCE_NONE ? tensors.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   FLCE_TRY(gather_rows(&e));
@@ -375,7 +380,7 @@ flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
   engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
   bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
   bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
-  FLCE_TRY(open_engine(&e, comm, &own, needs_bias));
+  FLCE_TRY(open_engine(&e, comm, &own, backward_reads_input(problem), needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e));
   FLCE_TRY(flce_sum_weight(&e));

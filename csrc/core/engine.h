@@ -1,5 +1,5 @@
-/* Shared by engine.c, gradients.c and cross_entropy.c: the pointers of a call and of a chunk, and
- * helpers that make the arguments of a backend's functions from them. Not for other files. */
+/* For the files of csrc/core: the pointers of a call and of a chunk, and helpers that make the
+ * arguments of a backend's functions from them. */
 #ifndef FLCE_ENGINE_H
 #define FLCE_ENGINE_H
 
@@ -9,17 +9,17 @@
 /* The state of one call. Nothing of it outlives the call. */
 typedef struct engine {
   const flce_backend* backend;
-  const flce_comm* comm;       /* NULL unless the vocabulary is divided */
-  const flce_problem* problem; /* of this rank, if the vocabulary is divided */
-  const flce_plan* plan;       /* NULL in cross_entropy.c */
-  const flce_tensors* tensors; /* of this rank, if the vocabulary is divided */
-  const flce_problem* whole;   /* the caller's, of all ranks; NULL if comm is */
-  const flce_tensors* given;   /* the caller's; NULL if comm is */
-  flce_dtype stat;             /* the stat dtype */
-  const void* input;           /* [N][plan->hidden] plan->dtype */
-  const void* linear_weight;   /* [V][plan->hidden] plan->dtype */
-  const void* bias;            /* [V] stat dtype, or NULL */
-  void* losses;                /* [N] stat dtype, or NULL in a backward */
+  const flce_comm* comm;              /* NULL unless the vocabulary is sharded */
+  const flce_problem* problem;        /* the caller's, or this rank's (flce_open_shard) */
+  const flce_plan* plan;              /* NULL in cross_entropy.c */
+  const flce_tensors* tensors;        /* the same */
+  const flce_problem* caller_problem; /* as the caller gave it; NULL if comm is */
+  const flce_tensors* caller_tensors; /* the same */
+  flce_dtype stat;                    /* the stat dtype */
+  const void* input;         /* [N][plan->hidden] plan->dtype; NULL if the call does not read it */
+  const void* linear_weight; /* [V][plan->hidden] plan->dtype */
+  const void* bias;          /* [V] stat dtype, or NULL */
+  void* losses;              /* [N] stat dtype, or NULL in a backward */
 } engine;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -110,9 +110,10 @@ typedef struct chunk {
   const void* coef;          /* [FLCE_COEF_ROWS][N] stat dtype, indexed like the view's vectors */
 } chunk;
 
-/* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. */
+/* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. NULL in a
+ * backward that does not read x. */
 static inline const void* rows_of_input(const engine* e, const chunk* c) {
-  return at(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+  return from(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
 /* x from column frozen_hidden on: the columns that dW is computed from. */
@@ -124,31 +125,31 @@ static inline bool wants_gradients(const engine* e) {
   return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
 }
 
-/* shards.c: what a divided vocabulary adds to a call. */
-/* The problem and the tensors of one rank, and a place for the engine's pointers to them. */
+/* shards.c: what a sharded vocabulary adds to a call. */
+/* Storage of this rank's problem and tensors. */
 typedef struct shard_call {
   flce_problem problem;
   flce_tensors tensors;
 } shard_call;
-/* Makes e->problem and e->tensors, which are the caller's, those of this rank, in `own`. Of the
- * tensors, x and the targets become those of all tokens and of this rank's columns. */
-flce_status flce_open_shard(engine* e, const flce_comm* comm, shard_call* own);
+/* Fills `own` and points e->problem and e->tensors to it: x of all tokens, targets as columns of
+ * this rank. Begins and completes the all-gather of x, if the call reads it. */
+flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, shard_call* own);
 /* `prepare` for all classes, and for this rank's. */
 flce_status flce_prepare_shard(const engine* e, void* order, bool overlaps);
 /* The view with which the statistics of this rank's logits are computed. */
 void flce_set_rank_view(const engine* e, flce_rows* view);
-/* Begins the exchange of a chunk's statistics. */
+/* Begins the all-gather of a chunk's statistics. */
 flce_status flce_send_statistics(const engine* e, const chunk* c);
-/* Ends it: statistics and losses of the whole vocabulary. */
+/* Waits for it: statistics and losses of the whole vocabulary. */
 flce_status flce_merge_statistics(const engine* e, const chunk* c);
 /* The chunk's rows in the whole vocabulary, for row_coefficients. */
 flce_rows flce_whole_view(const engine* e, const chunk* c);
 flce_shard flce_shard_of(const engine* e);
-/* Begins the exchange of dX, after its last chunk: this rank's terms are complete. */
+/* Begins the all-to-all of dX, after its last chunk: this rank's terms are complete. */
 flce_status flce_send_input_gradient(const engine* e);
-/* Sums the terms of all ranks, and begins the exchange of the sums. */
+/* Waits for it, sums the terms of all ranks, and begins the all-gather of the sums. */
 flce_status flce_sum_input_gradient(const engine* e);
-/* Ends it. */
+/* Waits for that. */
 flce_status flce_receive_input_gradient(const engine* e);
 
 /* engine.c */

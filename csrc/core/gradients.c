@@ -12,7 +12,7 @@ static void* scaled_input(const engine* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* dX of the chunk; with a divided vocabulary this rank's term of it. */
+/* dX of the chunk; with a sharded vocabulary this rank's term of it. */
 static void* input_rows(const engine* e, const chunk* c) {
   int64_t first = e->plan->gathers ? 0 : c->first;
   return at(e->tensors->grad_input, first * e->problem->hidden, e->plan->input_term_dtype);

@@ -196,8 +196,8 @@ static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, 
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
-  bool finds = plan->form == FLCE_FORM_EXP && facts->skips_rows;
-  if (flce_is_sharded(problem)) finds = problem->gathers;
+  bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
+  bool finds = plan->form == FLCE_FORM_EXP && skips;
   plan->gathers = problem->rows < problem->tokens || finds;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
@@ -370,7 +370,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
     add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
 }
 
-/* What the exchanges of a divided vocabulary need (shards.c). */
+/* What the exchanges of a sharded vocabulary need (shards.c). */
 static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   if (!flce_is_sharded(problem)) return;
   int64_t n = problem->tokens, ranks = problem->ranks;
@@ -378,17 +378,17 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   bool grads = plan->save == FLCE_SAVE_GRADS, samples = plan->save == FLCE_SAVE_SAMPLES;
   unsigned both = FLCE_IN_FORWARD | (flce_has_backward(plan->save) ? FLCE_IN_BACKWARD : 0);
   int64_t rows = grads || samples ? plan->chunk_rows : problem->rows;
-  int64_t parts = flce_part_count(problem) * rows * stat;
-  if (problem->scatters_input)
+  int64_t parts = flce_shard_stat_count(problem) * rows * stat;
+  if (problem->input_is_sharded)
     add(plan, FLCE_BUF_SHARD_INPUT, both, n * problem->hidden * flce_size_of(problem->input_dtype));
   add(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
   add(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
-  add(plan, FLCE_BUF_PARTS, FLCE_IN_FORWARD, ranks * parts);
-  if (!makes_gradients(problem) || !problem->want_grad_input || problem->keeps_partial) return;
+  add(plan, FLCE_BUF_SHARD_STATS, FLCE_IN_FORWARD, ranks * parts);
+  if (!sums_input(problem)) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
-  int64_t block = ceil_div(n, ranks) * problem->hidden * flce_size_of(plan->input_term_dtype);
+  int64_t block = summed_elements(problem) * flce_size_of(plan->input_term_dtype);
   bool widens = plan->input_term_dtype != plan->grad_input_dtype;
-  if (problem->scatters_input || n % ranks != 0 || widens)
+  if (problem->input_is_sharded || n % ranks != 0 || widens)
     add(plan, FLCE_BUF_PARTIAL_INPUT, where, ranks * block);
   add(plan, FLCE_BUF_INPUT_TERMS, where, ranks * block);
 }
@@ -439,24 +439,24 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
 static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   plan->ranks = flce_is_sharded(problem) ? problem->ranks : 1;
   if (plan->ranks == 1) return;
-  int64_t others = problem->ranks - 1, n = problem->tokens, h = problem->hidden;
+  int64_t others = problem->ranks - 1;
   bool gradients = makes_gradients(problem), grads = plan->save == FLCE_SAVE_GRADS;
-  if (problem->scatters_input) {
-    int64_t backward = flce_has_backward(plan->save) ? 1 : 0;
-    int64_t x = flce_input_rows(problem) * h * flce_size_of(problem->input_dtype);
-    plan->collectives[FLCE_GATHER_INPUT] =
+  if (problem->input_is_sharded) {
+    int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
+    int64_t x = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
+    plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1, backward, others * (1 + backward) * x};
   }
   bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients);
-  int64_t parts = flce_part_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
-  plan->collectives[FLCE_GATHER_STATISTICS] = (flce_collective){
+  int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
+  plan->collectives[FLCE_ALL_GATHER_STATISTICS] = (flce_collective){
       each_chunk ? plan->chunks : problem->rows > 0, 0, others * problem->rows * parts};
-  if (!gradients || !problem->want_grad_input || problem->keeps_partial || n == 0) return;
-  int64_t received = others * ceil_div(n, problem->ranks) * h;
-  plan->collectives[FLCE_EXCHANGE_TERMS] =
+  if (!gradients || !sums_input(problem)) return;
+  int64_t received = others * summed_elements(problem);
+  plan->collectives[FLCE_ALL_TO_ALL_TERMS] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->input_term_dtype)};
-  if (problem->scatters_input) return;
-  plan->collectives[FLCE_GATHER_SUMS] =
+  if (problem->input_is_sharded) return;
+  plan->collectives[FLCE_ALL_GATHER_SUMS] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
 }
 
@@ -497,7 +497,8 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   return FLCE_OK;
 }
 
-/* The facts of the backend for the problem. A rank without a class has none of its own. */
+/* The facts of the backend for the problem. A rank without a class asks for one
+ * class: backends refuse vocab 0. */
 static flce_status ask_facts(const flce_backend* backend, const flce_problem* problem,
                              flce_facts* facts) {
   flce_problem asked = *problem;

@@ -1,5 +1,5 @@
-/* Shared by plan.c and chunks.c: integer helpers, and the description of a chunk loop. Not for
- * other files. */
+/* For the files of csrc/core: integer helpers, the description of a chunk loop, and what the plan
+ * and shards.c have to agree on. */
 #ifndef FLCE_PLAN_H
 #define FLCE_PLAN_H
 
@@ -23,7 +23,23 @@ enum { TILE_ROWS = 128 }; /* token rows of a GEMM tile; chunks are whole tiles i
 
 /* check.c: FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range. */
 flce_status flce_check_problem(const flce_problem* problem);
-flce_status flce_check_shard(const flce_problem* problem); /* a part of the other */
+flce_status flce_check_shard(const flce_problem* problem); /* called by flce_check_problem too */
+
+/* ---- a sharded vocabulary ---- */
+
+/* Whether the ranks' terms of dX are exchanged and summed. */
+static inline bool sums_input(const flce_problem* problem) {
+  return flce_is_sharded(problem) && problem->want_grad_input && !problem->partial_grad_input &&
+         problem->tokens > 0;
+}
+/* Elements of the rows of dX that one rank sums. */
+static inline int64_t summed_elements(const flce_problem* problem) {
+  return ceil_div(problem->tokens, problem->ranks) * problem->hidden;
+}
+/* Whether a backward reads x: for dW and db, or to compute the logits again. */
+static inline bool backward_reads_input(const flce_problem* problem) {
+  return problem->want_grad_weight || problem->save == FLCE_SAVE_STATS;
+}
 
 /* The loop over chunks of the forward or of the backward. */
 typedef struct chunk_loop {

@@ -40,7 +40,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SHARD_INPUT] = "shard_input",
       [FLCE_BUF_SHARD_TARGET] = "shard_target",
       [FLCE_BUF_SHARD_SCALARS] = "shard_scalars",
-      [FLCE_BUF_PARTS] = "parts",
+      [FLCE_BUF_SHARD_STATS] = "parts",
       [FLCE_BUF_PARTIAL_INPUT] = "partial_input",
       [FLCE_BUF_INPUT_TERMS] = "input_terms",
   };
@@ -48,10 +48,10 @@ static const char* buffer_name(int id) {
 }
 
 static const char* const kCollectives[FLCE_COLLECTIVES] = {
-    [FLCE_GATHER_INPUT] = "input all-gather",
-    [FLCE_GATHER_STATISTICS] = "statistics all-gather",
-    [FLCE_EXCHANGE_TERMS] = "input_terms all-to-all",
-    [FLCE_GATHER_SUMS] = "summed_input all-gather",
+    [FLCE_ALL_GATHER_INPUT] = "input all-gather",
+    [FLCE_ALL_GATHER_STATISTICS] = "statistics all-gather",
+    [FLCE_ALL_TO_ALL_TERMS] = "input_terms all-to-all",
+    [FLCE_ALL_GATHER_SUMS] = "summed_input all-gather",
 };
 
 /* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */

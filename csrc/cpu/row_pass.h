@@ -37,7 +37,7 @@ typedef struct row_sums {
 } row_sums;
 
 /* Where all logits are -inf the offset is 0, relative to which exp(-inf) is 0: another rank of a
- * divided vocabulary may have finite logits in this row. */
+ * sharded vocabulary may have finite logits in this row. */
 static inline void flce_cpu_bound_offset(row_sums* sums) {
   if (sums->offset == -INFINITY) sums->offset = 0.0;
 }

@@ -1,4 +1,4 @@
-/* Backend functions of a divided vocabulary: shard_targets, pack_statistics, merge_statistics and
+/* Backend functions of a sharded vocabulary: shard_targets, pack_statistics, merge_statistics and
  * sum_partials. The merge of a row is in merge.h. */
 #include "cpu/row_pass.h"
 #include "loss.h"
@@ -6,17 +6,8 @@
 
 flce_status flce_cpu_shard_targets(void* self, const flce_shard_targets_args* call) {
   (void)self;
-  for (int64_t i = 0; i < call->tokens; i++) {
-    int64_t y = call->target[i], count = call->shard.count;
-    if (y == call->ignore_index)
-      call->out[i] = FLCE_SHARD_IGNORED;
-    else if (y < 0 || y >= call->classes)
-      call->out[i] = FLCE_SHARD_INVALID;
-    else if (flce_holds_class(&call->shard, y))
-      call->out[i] = y - call->shard.first;
-    else
-      call->out[i] = count > 0 ? y % count : 0;
-  }
+  for (int64_t i = 0; i < call->tokens; i++)
+    call->out[i] = flce_shard_column(call, call->target[i]);
   return FLCE_OK;
 }
 
@@ -45,24 +36,26 @@ static void pack_row(const shard_pass* job, int64_t r) {
   flce_dtype stat = job->pass.stat;
   int64_t i = flce_row_index(rows, r);
   if (flce_row_kind_at(rows, i) != FLCE_ROW_VALID) return;
-  double parts[FLCE_PARTS] = {
-      [FLCE_PART_LSE] = -INFINITY, [FLCE_PART_NLL] = -1.0, [FLCE_PART_TOP] = -INFINITY};
+  double values[FLCE_SHARD_STATS] = {[FLCE_SHARD_STAT_LSE] = -INFINITY,
+                                     [FLCE_SHARD_STAT_NLL] = -1.0,
+                                     [FLCE_SHARD_STAT_TOP] = -INFINITY};
   if (call->shard.count > 0) {
-    parts[FLCE_PART_LSE] = row_stat(&job->pass, FLCE_STAT_LSE, i);
+    values[FLCE_SHARD_STAT_LSE] = row_stat(&job->pass, FLCE_STAT_LSE, i);
     if (flce_holds_class(&call->shard, rows->target[i]))
-      parts[FLCE_PART_NLL] = row_stat(&job->pass, FLCE_STAT_NLL, i);
-    parts[FLCE_PART_ENTROPY] = row_stat(&job->pass, FLCE_STAT_ENTROPY, i);
+      values[FLCE_SHARD_STAT_NLL] = row_stat(&job->pass, FLCE_STAT_NLL, i);
+    values[FLCE_SHARD_STAT_ENTROPY] = row_stat(&job->pass, FLCE_STAT_ENTROPY, i);
     if (rows->options.label_smoothing > 0.0) {
-      parts[FLCE_PART_GAP] = flce_load(rows->loss, stat, i) * (double)call->shard.count;
-      parts[FLCE_PART_WEIGHT] = flce_load(call->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
+      values[FLCE_SHARD_STAT_SMOOTHING] =
+          flce_load(rows->loss, stat, i) * (double)call->shard.count;
+      values[FLCE_SHARD_STAT_WEIGHT] = flce_load(call->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
     }
     if (rows->predictions) {
-      parts[FLCE_PART_TOP] = logit_of(call, stat, i, rows->predictions[i]);
-      parts[FLCE_PART_COLUMN] = (double)(call->shard.first + rows->predictions[i]);
+      values[FLCE_SHARD_STAT_TOP] = logit_of(call, stat, i, rows->predictions[i]);
+      values[FLCE_SHARD_STAT_COLUMN] = (double)(call->shard.first + rows->predictions[i]);
     }
   }
-  for (int part = 0; part < call->count; part++)
-    flce_store(call->parts, stat, part * rows->rows + r, parts[part]);
+  for (int k = 0; k < call->count; k++)
+    flce_store(call->shard_stats, stat, k * rows->rows + r, values[k]);
 }
 
 static void pack_range(int64_t begin, int64_t end, void* context) {
@@ -74,8 +67,8 @@ flce_status flce_cpu_pack_statistics(void* self, const flce_pack_args* call) {
   shard_pass job = {
       .pass = {.rows = rows, .dtype = rows->z_dtype, .stat = flce_stat_dtype(rows->z_dtype)},
       .pack = call};
-  flce_cpu_parallel(self, rows->rows, rows->predictions ? call->hidden : FLCE_PARTS, pack_range,
-                    &job);
+  flce_cpu_parallel(self, rows->rows, rows->predictions ? call->hidden : FLCE_SHARD_STATS,
+                    pack_range, &job);
   return FLCE_OK;
 }
 
@@ -92,8 +85,8 @@ static void merge_row(const shard_pass* job, int64_t r) {
     return;
   }
   flce_merged merged = flce_merge_row(call, stat, r);
-  double lse = flce_part_at(call, stat, call->rank, FLCE_PART_LSE, r);
-  double share = exp(-flce_above_rank(&merged, lse)), inv_sum = 0.0, nll = merged.nll;
+  double lse = flce_shard_stat_at(call, stat, call->rank, FLCE_SHARD_STAT_LSE, r);
+  double share = exp(-flce_lse_minus_shard(&merged, lse)), inv_sum = 0.0, nll = merged.nll;
   if (lse != -INFINITY)
     inv_sum = row_stat(&job->pass, FLCE_STAT_INV_SUM, i) * share;
   else /* all l of this rank are -inf, or it has none: exp(l - 0) is 0 */
@@ -104,7 +97,7 @@ static void merge_row(const shard_pass* job, int64_t r) {
   } else if (!flce_holds_class(&call->shard, rows->target[i])) {
     nll = flce_merged_nll(&merged, lse, row_stat(&job->pass, FLCE_STAT_NLL, i));
   }
-  flce_store(rows->stats, stat, FLCE_STAT_LSE * pitch + i, merged.largest + merged.above);
+  flce_store(rows->stats, stat, FLCE_STAT_LSE * pitch + i, merged.largest + merged.log_ratio);
   flce_store(rows->stats, stat, FLCE_STAT_NLL * pitch + i, nll);
   flce_store(rows->stats, stat, FLCE_STAT_INV_SUM * pitch + i, inv_sum);
   flce_store(rows->stats, stat, FLCE_STAT_ENTROPY * pitch + i,
@@ -122,7 +115,7 @@ flce_status flce_cpu_merge_statistics(void* self, const flce_merge_args* call) {
   shard_pass job = {
       .pass = {.rows = rows, .dtype = rows->z_dtype, .stat = flce_stat_dtype(rows->z_dtype)},
       .merge = call};
-  flce_cpu_parallel(self, rows->rows, FLCE_PARTS * call->ranks, merge_range, &job);
+  flce_cpu_parallel(self, rows->rows, FLCE_SHARD_STATS * call->ranks, merge_range, &job);
   return FLCE_OK;
 }
 

@@ -1,6 +1,6 @@
-/* The CUDA backend's facts and table of functions, and two exports of libflce_cuda.so:
- * flce_cuda_backend and flce_cuda_describe (the third is in gemm/tuning.cu). The functions of the
- * table are defined in the files that backend.cuh names. */
+/* The CUDA backend's facts and table of functions, and the exports flce_cuda_backend and
+ * flce_cuda_describe of libflce_cuda.so. The functions of the table are defined in the files that
+ * backend.cuh names. */
 #include "cuda/backend.cuh"
 
 #include <stdio.h>

@@ -4,33 +4,39 @@
 #include "peers.h"
 
 #include <cuda.h>
+#include <pthread.h>
 
 #include "cuda/common/types.cuh"
 
 enum Flag { kWritten, kCopied };
 
-/* The stream and the events of a lane; created once for each device and never destroyed. */
-struct Lane {
+/* What the collectives of one id run on; created once for each device and never destroyed. */
+struct CopyStream {
   cudaStream_t stream;
   cudaEvent_t begin, end;
 };
 
-static Lane g_lanes[kMaxDevices][FLCE_PEER_LANES];
+static CopyStream g_streams[kMaxDevices][FLCE_COLLECTIVES];
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* held while one is created */
 
-static flce_status lane_of(const flce_cuda* cuda, int lane, const Lane** found) {
-  FLCE_TRY(check_device(cuda->device));
-  Lane* own = &g_lanes[cuda->device][lane];
-  *found = own;
-  if (__atomic_load_n(&own->end, __ATOMIC_ACQUIRE)) return FLCE_OK;
+static flce_status create_stream(CopyStream* made) {
   int least, greatest;
   FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
-  FLCE_TRY(check_cuda(cudaStreamCreateWithPriority(&own->stream, cudaStreamNonBlocking, greatest),
+  FLCE_TRY(check_cuda(cudaStreamCreateWithPriority(&made->stream, cudaStreamNonBlocking, greatest),
                       "peers"));
-  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&own->begin, cudaEventDisableTiming), "peers"));
-  cudaEvent_t end;
-  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&end, cudaEventDisableTiming), "peers"));
-  __atomic_store_n(&own->end, end, __ATOMIC_RELEASE);
-  return FLCE_OK;
+  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&made->begin, cudaEventDisableTiming), "peers"));
+  return check_cuda(cudaEventCreateWithFlags(&made->end, cudaEventDisableTiming), "peers");
+}
+
+static flce_status copy_stream(const flce_cuda* cuda, flce_collective_id id, CopyStream* found) {
+  FLCE_TRY(check_device(cuda->device));
+  CopyStream* own = &g_streams[cuda->device][id];
+  pthread_mutex_lock(&g_lock);
+  flce_status status = FLCE_OK;
+  if (!own->end) status = create_stream(own);
+  *found = *own;
+  pthread_mutex_unlock(&g_lock);
+  return status;
 }
 
 /* A function of the driver, which is not linked. */
@@ -69,35 +75,36 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
 }
 
 extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
-                                                         const flce_peers* peers, int lane,
-                                                         void* recv, int64_t offset,
-                                                         int64_t bytes) {
-  const Lane* own;
-  FLCE_TRY(lane_of(cuda, lane, &own));
+                                                         const flce_peers* peers,
+                                                         flce_collective_id id, void* recv,
+                                                         int64_t offset, int64_t bytes) {
+  CopyStream own;
+  FLCE_TRY(copy_stream(cuda, id, &own));
   const int rank = peers->rank, ranks = peers->ranks;
-  FLCE_TRY(check_cuda(cudaEventRecord(own->begin, (cudaStream_t)cuda->stream), "peers"));
-  FLCE_TRY(check_cuda(cudaStreamWaitEvent(own->stream, own->begin, 0), "peers"));
+  FLCE_TRY(check_cuda(cudaEventRecord(own.begin, (cudaStream_t)cuda->stream), "peers"));
+  FLCE_TRY(check_cuda(cudaStreamWaitEvent(own.stream, own.begin, 0), "peers"));
   for (int step = 1; step < ranks; step++) {
     const int peer = (rank + step) % ranks;
-    FLCE_TRY(set_flag(own->stream, flag_at(peers, peer, kWritten, rank), 1));
+    FLCE_TRY(set_flag(own.stream, flag_at(peers, peer, kWritten, rank), 1));
   }
   for (int step = 1; step < ranks; step++) { /* every rank begins with another one */
     const int peer = (rank + step) % ranks;
-    FLCE_TRY(take_flag(own->stream, flag_at(peers, rank, kWritten, peer)));
+    FLCE_TRY(take_flag(own.stream, flag_at(peers, rank, kWritten, peer)));
     const char* from = (const char*)peers->data[peer] + offset;
     FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)recv + peer * bytes, from, (size_t)bytes,
-                                        cudaMemcpyDefault, own->stream),
+                                        cudaMemcpyDefault, own.stream),
                         "peers"));
-    FLCE_TRY(set_flag(own->stream, flag_at(peers, peer, kCopied, rank), 1));
+    FLCE_TRY(set_flag(own.stream, flag_at(peers, peer, kCopied, rank), 1));
   }
   for (int peer = 0; peer < ranks; peer++) {
-    if (peer != rank) FLCE_TRY(take_flag(own->stream, flag_at(peers, rank, kCopied, peer)));
+    if (peer != rank) FLCE_TRY(take_flag(own.stream, flag_at(peers, rank, kCopied, peer)));
   }
-  return check_cuda(cudaEventRecord(own->end, own->stream), "peers");
+  return check_cuda(cudaEventRecord(own.end, own.stream), "peers");
 }
 
-extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda, int lane) {
-  const Lane* own;
-  FLCE_TRY(lane_of(cuda, lane, &own));
-  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, own->end, 0), "peers");
+extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,
+                                                        flce_collective_id id) {
+  CopyStream own;
+  FLCE_TRY(copy_stream(cuda, id, &own));
+  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, own.end, 0), "peers");
 }

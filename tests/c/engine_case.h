@@ -16,7 +16,7 @@ typedef struct setting {
   bool fused;            /* the backend has fused_logits and grad_weight_gemm */
   bool skips;            /* fused_logits and grad_weight_gemm skip rows */
   int64_t seed;          /* of save=samples */
-  const flce_comm* comm; /* of a rank of a divided vocabulary */
+  const flce_comm* comm; /* of a rank of a sharded vocabulary */
 } setting;
 
 /* Inputs, and the loss and gradients by definition. */

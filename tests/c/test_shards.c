@@ -1,4 +1,4 @@
-/* A divided vocabulary: ranks are threads, their collectives copy memory. Every rank's results
+/* A sharded vocabulary: ranks are threads, their collectives copy memory. Every rank's results
  * against the definition of the whole vocabulary, and the bits of the ranks against each other. */
 #include "engine_case.h"
 
@@ -10,24 +10,30 @@
 
 enum { MOST_RANKS = 8 };
 
-/* What the ranks share: a barrier that fails once a rank has ended, and the buffers sent. */
+/* A collective in flight: what a rank sends, and where it receives. */
+typedef struct transfer {
+  const char* sent;
+  char* recv;
+  int64_t bytes;
+  bool to_all; /* block r of what is sent goes to rank r; else all ranks get the same */
+  bool flies;
+} transfer;
+
+/* What the ranks share: a barrier that fails once a rank has ended, and their transfers. */
 typedef struct group {
   int ranks;
   pthread_mutex_t mutex;
   pthread_cond_t all_here;
   int waiting, rounds, ended;
-  bool places; /* the collectives have memory of their own */
-  const char* sent[FLCE_SLOTS][MOST_RANKS];
-  int64_t bytes[MOST_RANKS];
+  bool has_buffers; /* the collectives send from memory of their own */
+  transfer transfers[FLCE_COLLECTIVES][MOST_RANKS];
   _Atomic int unequal; /* collectives whose sizes differ between ranks */
 } group;
 
 typedef struct member {
   group* all;
   int rank;
-  int in_flight[FLCE_SLOTS];
-  bool places;
-  void* placed[FLCE_SLOTS];
+  void* buffers[FLCE_COLLECTIVES];
   int collectives;
 } member;
 
@@ -52,53 +58,60 @@ static void end(group* all) {
   pthread_mutex_unlock(&all->mutex);
 }
 
-/* Both ends of a collective wait for all ranks: no rank may change what another still reads. */
-static flce_status copy_blocks(member* own, flce_slot slot, char* recv, const void* send,
-                               int64_t bytes, int64_t stride) {
-  group* all = own->all;
-  all->sent[slot][own->rank] = send;
-  all->bytes[own->rank] = bytes;
-  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended before a collective");
-  for (int r = 0; r < all->ranks; r++) {
-    if (all->bytes[r] != bytes) atomic_fetch_add(&all->unequal, 1);
-    const char* from = all->sent[slot][r] + own->rank * stride;
-    bool mine = r == own->rank && (own->placed[slot] || recv + r * bytes == from);
-    if (!mine) memcpy(recv + r * bytes, from, (size_t)bytes);
+/* The blocks received are NaN until the wait, which copies what the send buffers then hold: neither
+ * buffer may be touched in between. */
+static flce_status begin(member* own, flce_collective_id id, transfer given) {
+  transfer* mine = &own->all->transfers[id][own->rank];
+  if (mine->flies) return flce_fail(FLCE_DEVICE_ERROR, "collective %d is in flight", (int)id);
+  *mine = given;
+  mine->flies = true;
+  for (int r = 0; r < own->all->ranks; r++) {
+    char* block = given.recv + r * given.bytes;
+    bool sends = block >= given.sent && block < given.sent + given.bytes;
+    if (r != own->rank || !(sends || own->buffers[id])) memset(block, 0xff, (size_t)given.bytes);
   }
-  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended in a collective");
-  own->in_flight[slot]++;
   own->collectives++;
   return FLCE_OK;
 }
 
-static flce_status gather(void* self, flce_slot slot, void* recv, const void* send, int64_t bytes) {
-  member* own = self;
-  if (own->in_flight[slot] > 0) return flce_fail(FLCE_DEVICE_ERROR, "the slot is taken");
-  return copy_blocks(own, slot, recv, send, bytes, 0);
+static flce_status all_gather(void* self, flce_collective_id id, void* recv, const void* send,
+                              int64_t bytes) {
+  return begin(self, id, (transfer){.sent = send, .recv = recv, .bytes = bytes});
 }
 
-static flce_status exchange(void* self, flce_slot slot, void* recv, const void* send,
-                            int64_t bytes) {
-  member* own = self;
-  if (own->in_flight[slot] > 0) return flce_fail(FLCE_DEVICE_ERROR, "the slot is taken");
-  return copy_blocks(own, slot, recv, send, bytes, bytes);
+static flce_status all_to_all(void* self, flce_collective_id id, void* recv, const void* send,
+                              int64_t bytes) {
+  return begin(self, id, (transfer){.sent = send, .recv = recv, .bytes = bytes, .to_all = true});
 }
 
 /* Memory of the table, full of NaN. */
-static flce_status place(void* self, flce_slot slot, int64_t bytes, void** memory) {
+static flce_status send_buffer(void* self, flce_collective_id id, int64_t bytes, void** memory) {
   member* own = self;
   *memory = NULL;
-  if (!own->places) return FLCE_OK;
-  free(own->placed[slot]);
-  *memory = own->placed[slot] = malloc((size_t)bytes + 1);
+  if (!own->all->has_buffers) return FLCE_OK;
+  free(own->buffers[id]);
+  *memory = own->buffers[id] = malloc((size_t)bytes + 1);
   memset(*memory, 0xff, (size_t)bytes);
   return FLCE_OK;
 }
 
-static flce_status wait_for(void* self, flce_slot slot) {
+/* Both ends wait for all ranks: no rank may change what another has not copied yet. */
+static flce_status wait_for(void* self, flce_collective_id id) {
   member* own = self;
-  if (own->in_flight[slot] != 1) return flce_fail(FLCE_DEVICE_ERROR, "nothing to wait for");
-  own->in_flight[slot] = 0;
+  group* all = own->all;
+  transfer* mine = &all->transfers[id][own->rank];
+  if (!mine->flies) return flce_fail(FLCE_DEVICE_ERROR, "nothing to wait for");
+  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended before a collective");
+  for (int r = 0; r < all->ranks; r++) {
+    const transfer* other = &all->transfers[id][r];
+    if (other->bytes != mine->bytes) atomic_fetch_add(&all->unequal, 1);
+    const char* from = other->sent + (mine->to_all ? own->rank * mine->bytes : 0);
+    char* to = mine->recv + r * mine->bytes;
+    bool keeps = r == own->rank && (own->buffers[id] || to == from);
+    if (!keeps) memcpy(to, from, (size_t)mine->bytes);
+  }
+  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended in a collective");
+  mine->flies = false;
   return FLCE_OK;
 }
 
@@ -120,7 +133,7 @@ static void* run_rank(void* context) {
 
 static void free_rank(rank_call* call) {
   free_run(&call->r);
-  for (int slot = 0; slot < FLCE_SLOTS; slot++) free(call->own.placed[slot]);
+  for (int id = 0; id < FLCE_COLLECTIVES; id++) free(call->own.buffers[id]);
 }
 
 static void* elements(void* data, flce_dtype dtype, int64_t count) {
@@ -133,8 +146,7 @@ static void open_rank(rank_call* call, group* all, int rank, const setting* s, c
   const flce_problem* p = &s->problem;
   int64_t cols = flce_grad_weight_cols(p);
   *call = (rank_call){.own = {.all = all, .rank = rank}, .s = *s, .m = *m};
-  call->own.places = all->places;
-  call->comm = (flce_comm){&call->own, place, gather, exchange, wait_for};
+  call->comm = (flce_comm){&call->own, send_buffer, all_gather, all_to_all, wait_for};
   flce_problem* own = &call->s.problem;
   own->ranks = all->ranks;
   own->rank = rank;
@@ -144,30 +156,30 @@ static void open_rank(rank_call* call, group* all, int rank, const setting* s, c
   own->vocab = (end < p->vocab ? end : p->vocab) - own->first_class;
   call->s.comm = &call->comm;
   int64_t rows = flce_input_rows(own);
-  if (own->scatters_input) call->m.x = elements(m->x, p->input_dtype, rank * rows * p->hidden);
+  if (own->input_is_sharded) call->m.x = elements(m->x, p->input_dtype, rank * rows * p->hidden);
   call->m.w = elements(m->w, p->weight_dtype, first * p->hidden);
   call->m.bias = elements(m->bias, p->bias_dtype, first);
   call->m.start = elements(m->start, p->added_dtype, first * cols);
   call->m.dw = m->dw + first * cols, call->m.dw_size = m->dw_size + first * cols;
   call->m.db = m->db + first, call->m.db_size = m->db_size + first;
-  if (own->scatters_input) {
+  if (own->input_is_sharded) {
     call->m.dx = m->dx + rank * rows * p->hidden;
     call->m.dx_size = m->dx_size + rank * rows * p->hidden;
   }
 }
 
-/* dX of a rank; with keeps_partial it is a term of the sum. */
+/* dX of a rank; with partial_grad_input it is a term of the sum. */
 static void check_input(const rank_call* calls, int rank, int ranks, const model* m) {
   const rank_call* call = &calls[rank];
   const flce_problem* p = &call->s.problem;
   flce_dtype dtype = call->r.plan.grad_input_dtype;
   int64_t count = flce_input_rows(p) * p->hidden;
-  if (!p->keeps_partial || rank > 0) {
-    if (!p->keeps_partial)
-      compare(&call->s, &call->r, "dX", call->r.t.grad_input, dtype, call->m.dx, call->m.dx_size,
-              count);
+  if (!p->partial_grad_input) {
+    compare(&call->s, &call->r, "dX", call->r.t.grad_input, dtype, call->m.dx, call->m.dx_size,
+            count);
     return;
   }
+  if (rank > 0) return;
   void* sum = test_buffer(FLCE_F64, count);
   for (int64_t k = 0; k < count; k++) {
     double value = 0.0;
@@ -209,19 +221,25 @@ static void check_rank(const rank_call* calls, int rank, int ranks, const model*
             p->weight_rows);
 }
 
-/* Runs the setting on ranks whose rows of W end at `ends`. */
-static void run_ranks(const setting* s, const model* m, int ranks, const int64_t* ends) {
-  group all = {.ranks = ranks,
-               .places = ranks % 3 == 1,
-               .mutex = PTHREAD_MUTEX_INITIALIZER,
-               .all_here = PTHREAD_COND_INITIALIZER};
-  rank_call calls[MOST_RANKS];
+/* Runs the setting on ranks whose rows of W end at `ends`, each in a thread. */
+static void run_threads(const setting* s, const model* m, int ranks, const int64_t* ends,
+                        group* all, rank_call* calls) {
   pthread_t threads[MOST_RANKS];
+  *all = (group){.ranks = ranks,
+                 .has_buffers = ranks == 4,
+                 .mutex = PTHREAD_MUTEX_INITIALIZER,
+                 .all_here = PTHREAD_COND_INITIALIZER};
   for (int r = 0; r < ranks; r++)
-    open_rank(&calls[r], &all, r, s, m, r > 0 ? ends[r - 1] : 0, ends[r]);
+    open_rank(&calls[r], all, r, s, m, r > 0 ? ends[r - 1] : 0, ends[r]);
   for (int r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run_rank, &calls[r]);
   for (int r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
-  CHECK(all.unequal == 0, "%d blocks of a collective differ in size", all.unequal);
+  CHECK(all->unequal == 0, "%d blocks of a collective differ in size", all->unequal);
+}
+
+static void run_ranks(const setting* s, const model* m, int ranks, const int64_t* ends) {
+  group all;
+  rank_call calls[MOST_RANKS];
+  run_threads(s, m, ranks, ends, &all, calls);
   for (int r = 0; r < ranks; r++) check_rank(calls, r, ranks, m);
   for (int r = 0; r < ranks; r++) free_rank(&calls[r]);
 }
@@ -233,12 +251,13 @@ static void test_ranks(const setting* s) {
   for (int kind = 0; kind < 3; kind++) {
     setting kernel = *s;
     kernel.fused = kind > 0, kernel.skips = kind > 1;
-    for (int ranks = 2; ranks <= MOST_RANKS; ranks += ranks == 2 ? 1 : ranks == 3 ? 1 : 4) {
+    for (int k = 0; k < 4; k++) {
+      int ranks = (int[]){2, 3, 4, MOST_RANKS}[k];
       int64_t ends[MOST_RANKS], share = (rows + ranks - 1) / ranks;
-      if (s->problem.scatters_input && s->problem.tokens % ranks != 0) continue;
+      if (s->problem.input_is_sharded && s->problem.tokens % ranks != 0) continue;
       for (int r = 0; r < ranks; r++) ends[r] = (r + 1) * share < rows ? (r + 1) * share : rows;
       run_ranks(&kernel, &m, ranks, ends);
-      for (int r = 0; r < ranks; r++)
+      for (int r = 0; r < ranks; r++) /* the first rank has no class, nor the last of eight */
         ends[r] = r == ranks - 1 || 5 * r * r > rows ? rows : 5 * r * r;
       run_ranks(&kernel, &m, ranks, ends);
     }
@@ -302,15 +321,15 @@ static void test_input(void) {
     setting s =
         make_setting(k % 2 ? FLCE_BF16 : FLCE_F32, k & 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS);
     s.problem.tokens = s.problem.rows = 24;
-    s.problem.scatters_input = k & 4;
-    s.problem.keeps_partial = !(k & 4);
+    s.problem.input_is_sharded = k & 4;
+    s.problem.partial_grad_input = !(k & 4);
     test_ranks(&s);
-    s.problem.keeps_partial = false;
+    s.problem.partial_grad_input = false;
     s.problem.wide_terms = true;
     test_ranks(&s);
     s.problem.wide_terms = false;
     if (k & 4) continue;
-    s.problem.keeps_partial = false;
+    s.problem.partial_grad_input = false;
     s.problem.adds_grad_weight = s.problem.save == FLCE_SAVE_STATS;
     s.problem.added_dtype = FLCE_F32;
     test_ranks(&s);
@@ -330,13 +349,9 @@ static void test_hidden_shard(void) {
     setting whole = s;
     run one = run_all(&whole, &m, 1);
     const int64_t ends[] = {40, 67};
-    group all = {
-        .ranks = 2, .mutex = PTHREAD_MUTEX_INITIALIZER, .all_here = PTHREAD_COND_INITIALIZER};
+    group all;
     rank_call calls[2];
-    pthread_t threads[2];
-    for (int r = 0; r < 2; r++) open_rank(&calls[r], &all, r, &s, &m, r ? ends[0] : 0, ends[r]);
-    for (int r = 0; r < 2; r++) pthread_create(&threads[r], NULL, run_rank, &calls[r]);
-    for (int r = 0; r < 2; r++) pthread_join(threads[r], NULL);
+    run_threads(&s, &m, 2, ends, &all, calls);
     for (int r = 0; r < 2; r++) {
       double loss = flce_load(calls[r].r.t.loss, FLCE_F32, 0);
       double expected = flce_load(one.t.loss, FLCE_F32, 0);
@@ -363,13 +378,13 @@ static void test_refusals(void) {
   flce_problem* p = &s.problem;
   p->ranks = 2, p->classes = 130, p->first_class = 67;
   CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
-            strstr(flce_last_error(), "vocab_parallel: expected classes of the 130"),
+            strstr(flce_last_error(), "expected a range within the 130 classes, got [67, 134)"),
         "classes beyond the end: %s", flce_last_error());
-  p->first_class = 63, p->scatters_input = true;
+  p->first_class = 63, p->input_is_sharded = true;
   CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
             strstr(flce_last_error(), "multiple of the 2 ranks"),
         "an odd number of tokens: %s", flce_last_error());
-  p->scatters_input = false, p->rank = 2;
+  p->input_is_sharded = false, p->rank = 2;
   CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
             strstr(flce_last_error(), "rank: expected 0 to 1, got 2"),
         "a rank too high: %s", flce_last_error());

@@ -7,7 +7,7 @@
 
 enum { kThreads = 256 };
 
-/* SHARDED: the vocabulary is divided, and this rank has the classes of `shard`. */
+/* SHARDED: the vocabulary is sharded, and this rank has the classes of `shard`. */
 template <typename S, bool SHARDED>
 __global__ void __launch_bounds__(kThreads)
     row_coefficients(const __grid_constant__ flce_rows r,

@@ -1,4 +1,4 @@
-/* The backend functions of a divided vocabulary: shard_targets, pack_statistics, merge_statistics
+/* The backend functions of a sharded vocabulary: shard_targets, pack_statistics, merge_statistics
  * and sum_partials. The merge of a row is in merge.h. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
@@ -15,12 +15,7 @@ __global__ void __launch_bounds__(kThreads)
   pdl_wait();
   const int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x;
   if (i >= call.tokens) return;
-  const int64_t y = call.target[i], count = call.shard.count;
-  int64_t column = count > 0 ? y % count : 0; /* stands in for another rank's class */
-  if (flce_holds_class(&call.shard, y)) column = y - call.shard.first;
-  if (y < 0 || y >= call.classes) column = FLCE_SHARD_INVALID;
-  if (y == call.ignore_index) column = FLCE_SHARD_IGNORED;
-  call.out[i] = column;
+  call.out[i] = flce_shard_column(&call, call.target[i]);
 }
 
 flce_status cuda_shard_targets(void* self, const flce_shard_targets_args* call) {
@@ -58,28 +53,29 @@ __global__ void __launch_bounds__(kPackWarps* kWarp)
   if (row >= r.rows) return;
   const RowRef ref = row_ref_of(r, row);
   if (ref.kind != kRowValid) return;
-  double parts[FLCE_PARTS] = {-INFINITY, -1, 0, 0, 0, -INFINITY, 0};
+  double values[FLCE_SHARD_STATS] = {-INFINITY, -1, 0, 0, 0, -INFINITY, 0};
   if (call.shard.count > 0) {
     const S* stats = (const S*)r.stats + ref.at;
-    parts[FLCE_PART_LSE] = stats[FLCE_STAT_LSE * r.stat_pitch];
+    values[FLCE_SHARD_STAT_LSE] = stats[FLCE_STAT_LSE * r.stat_pitch];
     if (flce_holds_class(&call.shard, r.target[ref.at])) {
-      parts[FLCE_PART_NLL] = stats[FLCE_STAT_NLL * r.stat_pitch];
+      values[FLCE_SHARD_STAT_NLL] = stats[FLCE_STAT_NLL * r.stat_pitch];
     }
-    parts[FLCE_PART_ENTROPY] = stats[FLCE_STAT_ENTROPY * r.stat_pitch];
+    values[FLCE_SHARD_STAT_ENTROPY] = stats[FLCE_STAT_ENTROPY * r.stat_pitch];
     if (r.options.label_smoothing > 0) {
-      parts[FLCE_PART_GAP] = (double)((const S*)r.loss)[ref.at] * (double)call.shard.count;
-      parts[FLCE_PART_WEIGHT] = ((const S*)call.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
+      values[FLCE_SHARD_STAT_SMOOTHING] =
+          (double)((const S*)r.loss)[ref.at] * (double)call.shard.count;
+      values[FLCE_SHARD_STAT_WEIGHT] = ((const S*)call.scalars)[FLCE_SCALAR_WEIGHT_TOTAL];
     }
     if (r.predictions) {
       const int64_t column = r.predictions[ref.at];
       const double z = map.inner_scale * logit_of<T>(call, kStat, ref.at, column, lane);
-      parts[FLCE_PART_TOP] = map.outer_scale * (map.curve == FLCE_TANH ? tanh(z) : z);
-      parts[FLCE_PART_COLUMN] = (double)(call.shard.first + column);
+      values[FLCE_SHARD_STAT_TOP] = map.outer_scale * (map.curve == FLCE_TANH ? tanh(z) : z);
+      values[FLCE_SHARD_STAT_COLUMN] = (double)(call.shard.first + column);
     }
   }
 #pragma unroll
-  for (int part = 0; part < FLCE_PARTS; part++) {
-    if (lane == 0 && part < call.count) ((S*)call.parts)[part * r.rows + row] = (S)parts[part];
+  for (int k = 0; k < FLCE_SHARD_STATS; k++) {
+    if (lane == 0 && k < call.count) ((S*)call.shard_stats)[k * r.rows + row] = (S)values[k];
   }
 }
 
@@ -114,11 +110,11 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const flce_merged merged = flce_merge_row(&call, kStat, row);
-  const double lse = flce_part_at(&call, kStat, call.rank, FLCE_PART_LSE, row);
+  const double lse = flce_shard_stat_at(&call, kStat, call.rank, FLCE_SHARD_STAT_LSE, row);
   S* stats = (S*)r.stats + ref.at;
   double inv_sum = 0, nll = merged.nll;
   if (lse != -INFINITY) {
-    inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch] * exp(-flce_above_rank(&merged, lse));
+    inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch] * exp(-flce_lse_minus_shard(&merged, lse));
   } else { /* all l of this rank are -inf, or it has none: exp(l - 0) is 0 */
     stats[FLCE_STAT_OFFSET * r.stat_pitch] = 0;
   }
@@ -127,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   } else if (!flce_holds_class(&call.shard, r.target[ref.at])) {
     nll = flce_merged_nll(&merged, lse, stats[FLCE_STAT_NLL * r.stat_pitch]);
   }
-  stats[FLCE_STAT_LSE * r.stat_pitch] = (S)(merged.largest + merged.above);
+  stats[FLCE_STAT_LSE * r.stat_pitch] = (S)(merged.largest + merged.log_ratio);
   stats[FLCE_STAT_NLL * r.stat_pitch] = (S)nll;
   stats[FLCE_STAT_INV_SUM * r.stat_pitch] = (S)inv_sum;
   stats[FLCE_STAT_ENTROPY * r.stat_pitch] = r.wants_entropy ? (S)merged.entropy : (S)0;
