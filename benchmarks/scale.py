@@ -11,7 +11,7 @@ inputs. Errors are relative ones of loss, dX and this rank's dW against a float3
     python benchmarks/scale.py head --ranks 2
     python benchmarks/scale.py head 16384x8192x128256 --ranks 4 --json benchmarks/results/new.json
     python benchmarks/scale.py head --ranks 2 --device cpu --rounds 2      # a dry run over gloo
-    python benchmarks/scale.py head --predict                              # no GPU: a model
+    python benchmarks/scale.py head --predict      # no GPU: 2 to 1024 ranks calculated, predict.py
 """
 
 import argparse
@@ -23,6 +23,7 @@ import statistics
 import tempfile
 
 import measure
+import predict
 import problem as problems
 import torch
 import torch.distributed as dist
@@ -346,12 +347,16 @@ def parse_options():
     )
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-errors", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="calculate, for any number of ranks")
     parser.add_argument("--json", type=pathlib.Path)
     return parser.parse_args()
 
 
 def main():
     options = parse_options()
+    if options.predict:
+        predict.report(options.shapes, options.json)
+        return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (options, f"{folder}/init"), nprocs=options.ranks)
 

@@ -1,0 +1,565 @@
+#!/usr/bin/env python3
+"""Predicts the time of a step with the vocabulary divided among ranks: no GPU, no process group.
+
+    python benchmarks/scale.py head 16384x8192x128256 8192x2048x151936 --predict
+
+A step of the slowest rank, of T ranks and C chunks (docs/parallel.md has the formula):
+
+    products of all chunks + passes + exposed exchanges + jitter
+
+A Plan of flce.plan says the chunks and the collectives with their calls and bytes; `predict` gives
+each a time. `table` is of T ranks that all divide the vocabulary; `meshes` of T ranks of which TP
+divide it and T / TP groups divide the tokens, with the best TP, chunks, save and sequence.
+
+Only two H200 of one host were measured (benchmarks/results/2026-11-23-h200x2-vocab-parallel.json).
+All beyond is calculated.
+"""
+
+import itertools
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import flce
+
+ELEMENT, WIDE = 2, 4  # bytes of bfloat16 and of float32
+RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SAVES = ("grads", "logits", "stats")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Constants of the GPUs and of what joins them. Times in seconds, rates per second."""
+
+    multiprocessors: int = 132
+    # Multiply-adds at full waves. Fitted to one number: with it the three bare products of half of
+    # head's vocabulary take 18.84 ms, the median of the record's five runs (18.77 to 19.01).
+    multiply_adds: float = 347.2e12
+    # Bytes of a pass over rows, and what a kernel takes in addition. Fitted to a profile taken with
+    # those runs (its times are in no record), chunks of 4096 rows: gather of x 22 us (67 MB),
+    # offsets 22 us (67 MB), finish_grad_input 57 us (201 MB). Nominal: 4.8 TB/s.
+    # benchmarks/NOTES.md, 2026-11-22: a small kernel takes 2 to 6 us.
+    memory: float = 3.7e12
+    launch: float = 4e-6
+    # A target's share of the kernels in which one block reads all targets. Fitted: prepare runs
+    # twice, 47 us for 8192 tokens (the same profile). Finding the valid rows: 40 us
+    # (csrc/cuda/sm90/select.cu), taken as those of 8192 tokens.
+    prepare_target: float = 2.4e-9
+    find_target: float = 4.4e-9
+    # merge_statistics: a thread goes over the numbers of all ranks three times, one load at a time.
+    # Assumed: 0.15 us a load. Of two ranks it cannot be told from the launch.
+    merge_rank: float = 0.45e-6
+    # What a chunk takes longer if a rank's classes are no multiple of 8 (csrc/core/chunks.c).
+    ragged: float = 50e-6
+    # One direction of a GPU's NVLink: the ring's peak (nccl-tests#212). What a peer adds, its flags
+    # and the start of a copy, follows from 33.5 MB measured in 0.10 ms between two GPUs
+    # (NOTES.md, 2026-11-23). Copies from several peers run one after the other (peers.cu).
+    nvlink: float = 370e9
+    copy_peer: float = 9e-6
+    # NCCL inside a host. Fitted to 0.15 ms for those bytes, the mean of its all-to-all and its
+    # all-gather (the same note), with the latency of small messages (Triton-distributed#57).
+    nccl: float = 268e9
+    nccl_latency: float = 25e-6
+    # A network card of 400 Gb/s for each GPU: 46 to 48 GB/s are what NCCL's authors expect of it
+    # (nccl-tests#290). Nothing beyond one host was measured here: the latency of each doubling of
+    # the hosts, and of each message of an all-to-all, are assumed.
+    host: int = 8
+    network: float = 45e9
+    network_latency: float = 10e-6
+    message: float = 1e-6
+    # Standard deviation of a rank's time between two synchronisations, relative to that time. One
+    # GPU's step over the bare products right before it: (p95 - p5) / median 3.65 %, which are 3.29
+    # standard deviations (results/2026-11-21-h200-loop-control.json). Taken as that of GPUs.
+    sigma: float = 0.011
+
+
+H200 = Machine()
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+# ---- products ----
+
+# csrc/core/chunks.c: output tiles of cuBLASLt and the time of their elements over the largest's.
+TILES = (
+    (128, 256, 1.0),
+    (256, 128, 1.0),
+    (192, 192, 1.0),
+    (192, 128, 1.02),
+    (128, 192, 1.02),
+    (128, 128, 1.06),
+)
+MOST_SPLITS, SPLIT_BYTES = 3, 32 << 20  # of k; partial results in the GEMM's workspace
+LOGITS_TILE, CLUSTER_ROWS = (128, 192), 256  # csrc/cuda/sm90/fused_logits.cuh
+LEAST_ROWS = 193  # of a chunk, for that kernel (csrc/cuda/sm90/select.cu)
+
+
+def product(machine, m, n, k, out=ELEMENT):
+    """Seconds of a GEMM [m][k] x [k][n] by its best tile and splits: whole waves of tiles, or its
+    bytes if they take longer."""
+    efforts = []
+    for (rows, columns, effort), splits in itertools.product(TILES, range(1, MOST_SPLITS + 1)):
+        if splits > 1 and splits * m * n * WIDE > SPLIT_BYTES:
+            continue
+        waves = ceil_div(ceil_div(m, rows) * ceil_div(n, columns) * splits, machine.multiprocessors)
+        efforts.append(waves * rows * columns * effort / splits)
+    adds = min(efforts) * machine.multiprocessors * k
+    moved = (m * k + k * n) * ELEMENT + m * n * out
+    return machine.launch + max(adds / machine.multiply_adds, moved / machine.memory)
+
+
+def logits_product(machine, rows, hidden, vocab, out=ELEMENT):
+    """The product with exp in its epilogue. `out`: bytes of an element that it writes, or 0."""
+    if rows < LEAST_ROWS:  # float32 logits by cuBLASLt, which a pass over the rows reads
+        passes = rows * vocab * (WIDE + out) / machine.memory + machine.launch
+        return product(machine, rows, vocab, hidden, WIDE) + passes
+    tiles = ceil_div(rows, CLUSTER_ROWS) * 2 * ceil_div(vocab, LOGITS_TILE[1])
+    waves = ceil_div(tiles, machine.multiprocessors)
+    adds = waves * machine.multiprocessors * math.prod(LOGITS_TILE) * hidden
+    moved = (rows + vocab) * hidden * ELEMENT + rows * vocab * out
+    return machine.launch + max(adds / machine.multiply_adds, moved / machine.memory)
+
+
+def weight_product(machine, rows, hidden, vocab, added):
+    """dW of a chunk. The share of dW's own traffic that the mainloop does not hide is a linear fit
+    to measured GEMMs (csrc/core/chunks.c: dw_effort)."""
+    adds, elements = product(machine, vocab, hidden, rows), vocab * hidden
+    moves = elements * 2 * ELEMENT
+    hidden_until = elements * rows / machine.multiply_adds * machine.memory / moves
+    share = min(max(1.2 - 0.58 * hidden_until, 0.0), 1.0)
+    return adds + share * (moves if added else moves / 2) / machine.memory
+
+
+def bare_products(machine, tokens, hidden, vocab):
+    """The three GEMMs of a rank's share, as scale.py's `products` runs them."""
+    sizes = (tokens, vocab, hidden), (tokens, hidden, vocab), (vocab, hidden, tokens)
+    return sum(product(machine, *size) for size in sizes)
+
+
+# ---- collectives ----
+
+
+class Transport(NamedTuple):
+    """How ranks exchange, and whether products run at full speed at the same time."""
+
+    name: str
+    hides: bool
+
+
+# Measured under a product of dW: +0.02 ms of 0.10 (NOTES.md, 2026-11-23).
+COPIES = Transport("copy engines", True)
+# Measured: as long as exposed, or longer. A collective waits for multiprocessors that the products
+# hold, or delays their last clusters. Beyond a host this is what flce runs today.
+NCCL = Transport("NCCL", False)
+# Not built: within the hosts first, which sum, then between them, by what takes no multiprocessor.
+HIERARCHICAL = Transport("hierarchical", True)
+
+
+def transport_of(machine, ranks):
+    """What flce takes today; ranks of one host are neighbours."""
+    return COPIES if ranks <= machine.host else NCCL
+
+
+def latency(machine, hosts):
+    return machine.nccl_latency + machine.network_latency * math.log2(hosts)
+
+
+def gather_seconds(machine, transport, ranks, received, members=None):
+    """An all-gather, or a reduce-scatter, in which a rank receives (sends) `received` bytes.
+    `members`: ranks of the group on a host. Its cards share what the host receives."""
+    members = members or min(ranks, machine.host)
+    if transport is COPIES:
+        return (ranks - 1) * machine.copy_peer + received / machine.nvlink
+    link = machine.nccl if transport is NCCL else machine.nvlink
+    remote = received * (ranks - members) / max(ranks - 1, 1) / members
+    hosts = ceil_div(ranks, members)
+    return latency(machine, hosts) + max(received / link, remote / machine.network)
+
+
+def exchange_seconds(machine, transport, ranks, received):
+    """An all-to-all in which a rank receives `received` bytes. NCCL's is of pairs: what comes from
+    other hosts comes through a GPU's own card (nccl-tests#267). Hierarchically the ranks of a host
+    exchange, and sum, before one sum for each host crosses the network."""
+    if transport is COPIES or ranks <= machine.host:
+        return gather_seconds(machine, transport, ranks, received)
+    members, block = machine.host, received / (ranks - 1)
+    hosts = ceil_div(ranks, members)
+    if transport is NCCL:
+        remote = (ranks - members) * (block / machine.network)
+        local = (members - 1) * block / machine.nccl
+        return latency(machine, hosts) + (ranks - members) * machine.message + max(remote, local)
+    whole = ranks * block
+    within = whole * (members - 1) / members / machine.nvlink
+    sums = whole * (1 + 1 / members) / machine.memory
+    between = (hosts - 1) * (block / machine.network)
+    latencies = machine.nccl_latency + latency(machine, hosts) + machine.launch
+    return latencies + within + sums + between
+
+
+# ---- a step ----
+
+
+@dataclass
+class Prediction:
+    """Seconds of a step of the slowest rank. `exchange`: all collectives, `exposed`: what of them
+    no product or pass hides. `received`: bytes by collective."""
+
+    ranks: int
+    chunks: int
+    save: str
+    sequence: bool
+    transport: str
+    products: float  # the bare ones of the same share
+    gemm: float = 0.0
+    passes: float = 0.0
+    exchange: float = 0.0
+    exposed: float = 0.0
+    jitter: float = 0.0
+    received: dict = field(default_factory=dict)
+
+    @property
+    def step(self):
+        return self.gemm + self.passes + self.exposed + self.jitter
+
+    @property
+    def ratio(self):
+        """To the bare products of the slowest rank, as scale.py measures it."""
+        return self.step / (self.products * (1 + self.jitter / (self.gemm + self.passes)))
+
+
+class _Step:
+    """Adds up the parts of a step in the order of csrc/core/engine.c. Passes are (bytes, launches);
+    sizes are those of the share of a rank with the most classes."""
+
+    def __init__(self, machine, transport, plan, hidden, vocab, result):
+        self.machine, self.transport, self.plan, self.result = machine, transport, plan, result
+        self.hidden, self.ranks, self.tokens = hidden, plan.ranks, plan.rows
+        self.vocab = ceil_div(vocab, plan.ranks)
+        self.divided = plan.ranks > 1
+        # csrc/cuda/sm90/select.cu: is_worth_finding_rows
+        self.finds = self.vocab >= 8192 and self.tokens * self.vocab >= 1 << 27
+
+    def a_pass(self, moved, launches=1):
+        seconds = moved / self.machine.memory + launches * self.machine.launch
+        self.result.passes += seconds
+        return seconds
+
+    def a_product(self, seconds):
+        self.result.gemm += seconds
+        return seconds
+
+    def collective(self, name, cover):
+        """One call of a collective, `cover` seconds of work at the same time. What is hidden still
+        takes the memory's time to read and write the bytes: of 33.5 MB 18 us, measured 20."""
+        if name not in self.plan.collectives:
+            return
+        result, planned = self.result, self.plan.collectives[name]
+        received = planned.bytes / (planned.forward + planned.backward)
+        result.received[name] = result.received.get(name, 0) + received
+        seconds_of = exchange_seconds if planned.kind == "all-to-all" else gather_seconds
+        seconds = seconds_of(self.machine, self.transport, self.ranks, received)
+        result.exchange += seconds
+        exposed = seconds
+        if self.transport.hides:
+            exposed = max(seconds - cover, 0.0) + 2 * received / self.machine.memory
+        result.exposed += min(exposed, seconds)
+
+    def row_bytes(self, rows, per_element):
+        return rows * self.hidden * per_element
+
+    def open(self):
+        """Before the chunks, in the forward and in the backward: sequence's x, a rank's targets,
+        the rows to compute and what has to be cleared."""
+        if "input" in self.plan.collectives:
+            if self.transport is COPIES:  # x into shared memory, and from there into x of all
+                self.a_pass(self.row_bytes(self.tokens // self.ranks, 4 * ELEMENT), 2)
+            self.collective("input", 0.0)
+        if self.divided:
+            self.a_pass(16 * self.tokens)
+        if self.finds:
+            self.a_pass(0, 3)
+            self.result.passes += self.machine.launch + self.tokens * self.machine.find_target
+
+    def prepare(self, times):
+        """The scalars of all classes, and of a rank's with the order of its targets."""
+        one = self.machine.launch + self.tokens * self.machine.prepare_target
+        self.result.passes += times * one
+
+    def logits(self, rows, writes, fused=True):
+        """Logits, statistics, and E with `writes`. Not `fused`: in the backward of "stats"."""
+        machine, ragged = self.machine, self.vocab % 8 > 0
+        if self.finds:
+            self.a_pass(self.row_bytes(rows, 2 * ELEMENT))
+        if not fused:
+            self.a_product(product(machine, rows, self.vocab, self.hidden, WIDE))
+            self.a_pass(rows * self.vocab * (WIDE + ELEMENT))
+        else:
+            self.a_pass(self.row_bytes(rows, 2 * ELEMENT))  # the offsets: x and the targets' W
+            out = ELEMENT if writes else 0
+            self.a_product(logits_product(machine, rows, self.hidden, self.vocab, out))
+            self.a_pass(rows * ceil_div(self.vocab, LOGITS_TILE[1]) * WIDE, 2)
+        if ragged:
+            self.result.passes += machine.ragged
+
+    def statistics(self, rows, cover):
+        """Pack, a copy of a rank's own, the exchange, the merge of all ranks'."""
+        if self.divided:
+            self.a_pass(rows * 2 * WIDE * (3 + self.ranks), 3)
+            self.result.passes += self.ranks * self.machine.merge_rank
+            self.collective("statistics", cover)
+
+    def input_product(self, rows):
+        return self.a_product(product(self.machine, rows, self.hidden, self.vocab, WIDE))
+
+    def gradients(self, rows, first, last):
+        """Behind dX's product: coefficients, dX and coef x of the rows, dW."""
+        self.a_pass(0)
+        # D in float32, x and the targets' W are read, dX and coef x written
+        self.a_pass(self.row_bytes(rows, WIDE + 4 * ELEMENT))
+        added = not first
+        weight = weight_product(self.machine, rows, self.hidden, self.vocab, added)
+        self.a_product(weight)
+        if last:
+            self.collective("input_terms", weight)
+
+    def finish(self):
+        """The sum of the ranks' terms, the target rows of dW, dX from the other ranks."""
+        terms = "input_terms" in self.plan.collectives
+        if terms:
+            self.a_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
+        # Every token has a column on every rank; random ones touch so many rows of dW.
+        touched = self.vocab * -math.expm1(-self.tokens / self.vocab)
+        moved = self.row_bytes(self.tokens, ELEMENT) + self.row_bytes(touched, 2 * ELEMENT)
+        covered = self.a_pass(moved)
+        self.collective("summed_input", covered)
+        self.a_pass(0, 2)  # reduce, scale_grads
+
+
+def _chunks(rows, chunk_rows):
+    return [min(chunk_rows, rows - first) for first in range(0, rows, chunk_rows)]
+
+
+def _forward_gradients(step):
+    """save="grads": all products in the forward's loop."""
+    chunks = _chunks(step.tokens, step.plan.chunk_rows)
+    for index, rows in enumerate(chunks):
+        step.logits(rows, writes=True)
+        if index == 0:
+            step.prepare(2 if step.divided else 1)
+        cover = step.input_product(rows)
+        step.statistics(rows, cover)
+        step.gradients(rows, index == 0, index == len(chunks) - 1)
+
+
+def _forward_then_backward(step):
+    """save="logits" and "stats": the statistics are exchanged behind the forward."""
+    plan = step.plan
+    for index, rows in enumerate(_chunks(step.tokens, plan.chunk_rows)):
+        step.logits(rows, writes=plan.save == "logits")
+        if index == 0:
+            step.prepare(2 if step.divided else 1)
+    step.statistics(step.tokens, 0.0)
+    step.open()
+    chunks = _chunks(step.tokens, plan.backward_chunk_rows)
+    for index, rows in enumerate(chunks):
+        if plan.save == "stats":
+            step.logits(rows, writes=True, fused=False)
+        step.input_product(rows)
+        step.gradients(rows, index == 0, index == len(chunks) - 1)
+    step.prepare(1)  # the order of the targets once more
+
+
+def predict(plan, hidden, vocab, machine=H200, transport=None):
+    """The Prediction of a plan of flce.plan(..., ranks=): forward and backward with class targets
+    and no options, bfloat16. `vocab`: classes of all ranks."""
+    transport = transport or transport_of(machine, plan.ranks)
+    share = ceil_div(vocab, plan.ranks)
+    result = Prediction(
+        ranks=plan.ranks,
+        chunks=plan.chunks if plan.save == "grads" else plan.backward_chunks,
+        save=plan.save,
+        sequence="input" in plan.collectives,
+        transport=transport.name if plan.ranks > 1 else "",
+        products=bare_products(machine, plan.rows, hidden, share),
+    )
+    step = _Step(machine, transport, plan, hidden, vocab, result)
+    step.open()
+    if plan.save == "grads":
+        _forward_gradients(step)
+    else:
+        _forward_then_backward(step)
+    step.finish()
+    # E[max of T] - E about sigma sqrt(2 ln T), of the work since the synchronisation before. The
+    # share of time does not depend on how many synchronisations divide it.
+    spread = machine.sigma * math.sqrt(2 * math.log(plan.ranks))
+    result.jitter = spread * (result.gemm + result.passes)
+    return result
+
+
+# ---- plans and their choice ----
+
+BUDGET = 1 << 30  # bytes of a chunk's E: the default max_memory
+
+
+def make_plan(tokens, hidden, vocab, ranks, save="grads", chunks=1, sequence=False):
+    """A rank's Plan with that many chunks. It is of the CPU, which every machine has: collectives,
+    calls and bytes are those of GPUs, and max_memory decides the chunks, as it does there."""
+    share = ceil_div(vocab, ranks)
+    rows = min(ceil_div(ceil_div(tokens, chunks), CLUSTER_ROWS) * CLUSTER_ROWS, tokens)
+    pitch = ceil_div(share, 32) * 32  # elements: the CPU aligns rows to 64 bytes
+    size = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "ranks": ranks}
+    options = {"save": save, "max_memory": rows * pitch * ELEMENT, "sequence": sequence}
+    return flce.plan(**size, **options, device="cpu")
+
+
+def chunk_counts(tokens, share):
+    """As many chunks as fit the default budget, and up to four times as many."""
+    fewest = max(1, ceil_div(tokens * share * ELEMENT, BUDGET))
+    return sorted({*range(fewest, 2 * fewest + 1), 4 * fewest})
+
+
+def best(tokens, hidden, vocab, ranks, machine=H200, transport=None, saves=SAVES, sequences=None):
+    """The fastest Prediction over save, chunks and sequence."""
+    found = []
+    counts = chunk_counts(tokens, ceil_div(vocab, ranks))
+    sequences = (False, True) if sequences is None else sequences
+    for save, chunks, sequence in itertools.product(saves, counts, sequences):
+        if save == "logits" and chunks > 1:  # one chunk, which has to fit
+            continue
+        if sequence and (ranks == 1 or tokens % ranks > 0):
+            continue
+        plan = make_plan(tokens, hidden, vocab, ranks, save, chunks, sequence)
+        found.append(predict(plan, hidden, vocab, machine, transport))
+    return min(found, key=lambda one: one.step)
+
+
+def table(shape, machine=H200, ranks=RANKS, transport=None):
+    """Rows of T ranks that all divide the vocabulary, with save="grads" and the best chunks; the
+    first one is of one GPU. `efficiency`: against that one."""
+    rows = []
+    for count in (1, *ranks):
+        size = shape.tokens, shape.hidden, shape.vocab, count
+        one = best(*size, machine, transport, saves=("grads",), sequences=(False,))
+        alone = rows[0]["step"] if rows else one.step
+        figures = {"step": one.step, "ratio": one.ratio, "efficiency": alone / one.step / count}
+        rows.append({**asdict(one), **figures})
+    return rows
+
+
+# ---- meshes of two dimensions ----
+
+
+def data_parallel(machine, hidden, vocab, ranks, groups):
+    """(bytes, seconds) for W gathered before the head and dW reduce-scattered behind it, each once,
+    in bfloat16, among the `groups` ranks that hold the same classes."""
+    if groups == 1:
+        return 0, 0.0
+    share = ceil_div(vocab, ranks) * hidden * ELEMENT
+    received = 2 * share * (groups - 1) / groups
+    members = max(machine.host // ranks, 1)
+    if groups <= members:
+        return received, 2 * gather_seconds(machine, NCCL, groups, received / 2, groups)
+    return received, 2 * gather_seconds(machine, NCCL, groups, received / 2, members)
+
+
+def mesh(shape, total, tp, machine=H200, transport=None):
+    """A row of `total` ranks, tp of which divide the vocabulary; shape.tokens are those of all.
+    `exposed_step`: with the exchange of W and dW, which the layers below the head may hide."""
+    groups = total // tp
+    if shape.tokens % groups > 0:
+        return None
+    tokens = shape.tokens // groups
+    one = best(tokens, shape.hidden, shape.vocab, tp, machine, transport)
+    received, seconds = data_parallel(machine, shape.hidden, shape.vocab, tp, groups)
+    spread = machine.sigma * (math.sqrt(2 * math.log(total)) - math.sqrt(2 * math.log(tp)))
+    late = spread * (one.gemm + one.passes)  # the slowest of all ranks, not only of a group
+    return {
+        **asdict(one),
+        "ranks": total,
+        "tp": tp,
+        "tokens": tokens,
+        "jitter": one.jitter + late,
+        "step": one.step + late,
+        "ratio": one.ratio,
+        "dp_bytes": received,
+        "dp_seconds": seconds,
+        "exposed_step": one.step + late + seconds,
+    }
+
+
+def meshes(shape, machine=H200, ranks=RANKS, tokens_of=None, key="step", transport=None):
+    """The best mesh for each number of ranks, by `key`. tokens_of(T): tokens of all ranks, those of
+    the shape if None. `efficiency`: against the time that one GPU takes for a token of the shape.
+    """
+    alone = best(*shape[:3], 1, machine).step / shape.tokens
+    rows = []
+    for total in ranks:
+        given = shape._replace(tokens=tokens_of(total)) if tokens_of else shape
+        divisors = [1 << power for power in range(total.bit_length())]
+        found = [mesh(given, total, tp, machine, transport) for tp in divisors]
+        row = min((one for one in found if one), key=lambda one: one[key])
+        row["efficiency"] = alone * given.tokens / total / row[key]
+        rows.append(row)
+    return rows
+
+
+# ---- report ----
+
+
+def ms(seconds):
+    return f"{1e3 * seconds:9.3f}"
+
+
+def table_lines(rows, designed):
+    """`designed`: the same ranks by HIERARCHICAL, beyond a host."""
+    times = ("gemm", "passes", "exchange", "exposed", "jitter", "step")
+    yield " ".join(f"{name:>9}" for name in ("ranks", "chunks", *times)) + "  effic.   ratio  by"
+    for row, other in zip(rows, designed, strict=True):
+        text = f"{row['ranks']:9d} {row['chunks']:9d} "
+        text += " ".join(ms(row[name]) for name in times)
+        text += f" {row['efficiency']:6.1%} {row['ratio']:6.3f}x  {row['transport']}"
+        if row["transport"] == NCCL.name:
+            text += f"; hierarchical and hidden {ms(other['step']).strip()} ms,"
+            text += f" {other['efficiency']:.1%}, {other['ratio']:.3f}x"
+        yield text
+
+
+def mesh_lines(rows, key):
+    columns = ("ranks", "tokens", "TP", "chunks", "step", "DP MB", "DP ms", "with DP")
+    yield " ".join(f"{name:>9}" for name in columns) + "  effic.  save"
+    for row in rows:
+        text = f"{row['ranks']:9d} {row['tokens']:9d} {row['tp']:9d} {row['chunks']:9d} "
+        text += f"{ms(row['step'])} {row['dp_bytes'] / 1e6:9.0f} {ms(row['dp_seconds'])} "
+        text += f"{ms(row['exposed_step'])} {row['efficiency']:6.1%}  {row['save']}"
+        yield text + (" sequence" if row["sequence"] else "")
+
+
+def report(shapes, path=None, machine=H200):
+    """Prints the tables of [(name, Shape)]; with `path`, also a record."""
+    if any(shape.bias or shape.dtype for _, shape in shapes):
+        raise SystemExit("--predict: expected shapes in bfloat16 without a bias")
+    record = {"machine": asdict(machine), "shapes": []}
+    for name, shape in shapes:
+        sizes = f"{shape.tokens} x {shape.hidden} x {shape.vocab}"
+        rows, designed = table(shape, machine), table(shape, machine, transport=HIERARCHICAL)
+        print(f"\n{name}: {sizes}, vocabulary over all ranks, ms")
+        print(*table_lines(rows, designed), sep="\n")
+        entry = {"name": name, **shape._asdict(), "vocabulary": rows, "hierarchical": designed}
+
+        def growing(total, tokens=shape.tokens):
+            return max(tokens * total // machine.host, tokens)
+
+        many = [count for count in RANKS if count >= 2 * machine.host]
+        for label, tokens_of in (("fixed tokens", None), ("tokens grow beyond 8 ranks", growing)):
+            for key in ("step", "exposed_step"):
+                found = meshes(shape, machine, many, tokens_of, key)
+                hides = "hidden" if key == "step" else "exposed"
+                print(f"\n{name}: best mesh, {label}, W's and dW's exchange {hides}, ms")
+                print(*mesh_lines(found, key), sep="\n")
+                entry[f"{label}, {hides}"] = found
+        record["shapes"].append(entry)
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
