@@ -113,18 +113,39 @@ def _joined_operands(input, linear_weight, settings):
 
 def _of_ranks(settings, vectors, linear_weight):
     """The settings and vectors where vocab_parallel is given: its text, None for a group of one
-    rank, and the class weights of all ranks."""
+    rank; and the VocabShard if the class weights are those of this rank alone, else None."""
     text = parallel.text_of(settings["vocab_parallel"])
     shard = parallel.shard_of(text)
     validate.check_tensor("linear_weight", linear_weight)
     rows = linear_weight.shape[0] if linear_weight.dim() else 0
     if shard.ranks == 1:
-        classes = shard.place(rows)[1]
+        classes = shard.class_range(rows)[1]
         if rows != classes:
             validate.refuse("linear_weight", f"all {classes} rows in a group of one rank", rows)
-        return {**settings, "vocab_parallel": None}, vectors
-    weight = parallel.whole_class_weight(vectors[0], shard, rows)
-    return {**settings, "vocab_parallel": text}, (weight, *vectors[1:])
+        return {**settings, "vocab_parallel": None}, vectors, None
+    weight, sharded = parallel.class_weight_of_rank(vectors[0], shard, rows)
+    vectors = weight, *vectors[1:]
+    return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None
+
+
+def _described(target, vectors, classes):
+    """The fields of _LOSS_TENSORS. `classes`: of the class weights, which are exchanged once all
+    arguments have been checked; None if they are whole."""
+    described = list(map(describe, _LOSS_TENSORS, (target, *vectors)))
+    if classes is not None:
+        described[1] = *described[1][:2], (classes,), described[1][3]
+    return tuple(described)
+
+
+def _with_all_class_weights(tensors, shard, rows, call):
+    """`tensors` with the class weights of all ranks, and without those of padding. `shard`: None
+    if they are whole."""
+    target, weight, *vectors = tensors
+    if not call.settings.ranks or weight is None:
+        return tensors
+    if shard is not None:
+        weight = parallel.whole_class_weight(weight, shard, rows)
+    return target, weight[: call.vocab], *vectors
 
 
 def _seed_of_rank(seed, rank):
@@ -139,8 +160,9 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     vectors = _vectors(settings)
     joined = _joined_operands(input, linear_weight, settings)
     input, linear_weight = joined.input, joined.weight
+    weight_shard = None
     if settings["vocab_parallel"] is not None:
-        settings, vectors = _of_ranks(settings, vectors, linear_weight)
+        settings, vectors, weight_shard = _of_ranks(settings, vectors, linear_weight)
     operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
     if joined.frozen_hidden > 0:
         # The joined weight was made without a graph; adapter_weight is what may want a gradient.
@@ -149,12 +171,12 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
         environment(input, settings["max_memory"]),
         wanted,
         tuple(operands),
-        tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
+        _described(
+            target, vectors, weight_shard and weight_shard.class_range(len(linear_weight))[1]
+        ),
         joined.frozen_hidden,
         *linear_values(settings),
     )
-    if call.settings.ranks and vectors[0] is not None:
-        vectors = (vectors[0][: call.vocab], *vectors[1:])  # without padding
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
     attribute = settings["accumulate_into"]
@@ -170,6 +192,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
+    tensors = _with_all_class_weights(tensors, weight_shard, len(linear_weight), call)
     seed, samples = settings["gradient_seed"], resolved.save == "samples"
     # Drawn under no_grad too: a reentrant checkpoint restores the generator for its second forward,
     # so without a draw in the first every step would have the same seed.

@@ -18,7 +18,7 @@ def _all_classes(rows, options):
     """The number of classes where a Module has `rows` of them, all or, with vocab_parallel, those
     of this rank."""
     shard = parallel.shard_of(parallel.text_of(options.get("vocab_parallel")))
-    return rows if shard is None else shard.place(rows)[1]
+    return rows if shard is None else shard.class_range(rows)[1]
 
 
 def _check_class_weight(name, tensor, rows, options):

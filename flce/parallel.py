@@ -8,9 +8,9 @@ import torch
 from . import validate
 
 
-class Shard(typing.NamedTuple):
-    """What a call needs of VocabParallel; its text is an argument of the operators. group: the
-    name of the process group. start, vocab: None if all ranks have as many rows of W."""
+class VocabShard(typing.NamedTuple):
+    """What a call needs of VocabParallel; `text()` is how the operators take it. group: the name of
+    the process group. start, vocab: None if all ranks have as many rows of W."""
 
     group: str
     ranks: int
@@ -22,11 +22,11 @@ class Shard(typing.NamedTuple):
     wide: bool  # reduce_dtype=torch.float32
 
     def text(self):
-        """The text of which `shard_of` makes it again."""
+        """A string; `shard_of` is the inverse."""
         texts = ("-" if number is None else str(int(number)) for number in self[1:])
         return "|".join((self.group, *texts))
 
-    def place(self, rows):
+    def class_range(self, rows):
         """(this rank's first class, number of all classes) for `rows` rows of W on this rank."""
         if self.vocab is None:
             return self.rank * rows, self.ranks * rows
@@ -45,19 +45,23 @@ class Shard(typing.NamedTuple):
         return start, self.vocab
 
 
-@functools.lru_cache(maxsize=64)
 def shard_of(text):
-    """The Shard whose text it is; None for None."""
+    """The VocabShard of a text; None for None."""
     if text is None:
         return None
     if not isinstance(text, str):
         validate.refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
+    return _parsed(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text):
     try:
         group, *numbers = text.rsplit("|", 7)
         ranks, rank, start, vocab, *flags = (None if item == "-" else int(item) for item in numbers)
     except ValueError:
         validate.refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
-    return Shard(group, ranks, rank, start, vocab, *map(bool, flags))
+    return VocabShard(group, ranks, rank, start, vocab, *map(bool, flags))
 
 
 class VocabParallel:
@@ -115,7 +119,7 @@ class VocabParallel:
         if wide and not reduce_input_grad:
             validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
         numbers = (dist.get_world_size(group), dist.get_rank(group), start, vocab)
-        self.text = Shard(group.group_name, *numbers, sequence, reduce_input_grad, wide).text()
+        self.text = VocabShard(group.group_name, *numbers, sequence, reduce_input_grad, wide).text()
 
     def __repr__(self):
         group, ranks, rank, *rest, wide = shard_of(self.text)
@@ -165,31 +169,37 @@ def text_of(vocab_parallel):
 
 
 def share_of(vocab_parallel, linear_weight):
-    """The classes of a rank if all have as many, the same number on all ranks; None without
-    vocab_parallel."""
+    """V / ranks rounded up: equal on all ranks. None without vocab_parallel."""
     if vocab_parallel is None:
         return None
     shard = shard_of(text_of(vocab_parallel))
-    return -(-shard.place(linear_weight.shape[0])[1] // shard.ranks)
+    return -(-shard.class_range(linear_weight.shape[0])[1] // shard.ranks)
+
+
+def class_weight_of_rank(weight, shard, rows):
+    """(class weights, whether they are of this rank's `rows` classes alone): `weight`, of these or
+    of all classes."""
+    if weight is None:
+        return None, False
+    validate.check_tensor("weight", weight)
+    validate.check_constant("weight", weight, "class weights that do")
+    start, classes = shard.class_range(rows)
+    if weight.shape == (classes,):
+        # With shards of any size one rank may have all classes. Its shape does not tell whether
+        # the other ranks' are whole, so all take part in the exchange.
+        if shard.start is None and classes > 1:
+            return weight, False
+        weight = weight[start : start + rows]
+    validate.check_shape("weight", weight, (rows,), f" for this rank's classes, or ({classes},)")
+    return weight, True
 
 
 def whole_class_weight(weight, shard, rows):
-    """`weight` for all classes, from this rank's, of which there are `rows`, or from all."""
-    if weight is None:
-        return None
+    """The class weights of all ranks from those of their own classes. Sums of one number and zeros
+    are exact in any order."""
     from torch.distributed import _functional_collectives as functional
 
-    validate.check_tensor("weight", weight)
-    validate.check_constant("weight", weight, "class weights that do")
-    start, classes = shard.place(rows)
-    if weight.shape == (classes,):
-        # With shares of any size one rank may have all classes. Its shape does not tell whether
-        # the other ranks' are whole, so all take part.
-        if shard.start is None and classes > 1:
-            return weight
-        weight = weight[start : start + rows]
-    validate.check_shape("weight", weight, (rows,), f" for this rank's classes, or ({classes},)")
-    # Sums of one number and zeros are exact in any order.
+    start, classes = shard.class_range(rows)
     whole = weight.new_zeros(classes)
     whole[start : start + rows] = weight.detach()
     return functional.wait_tensor(functional.all_reduce(whole, "sum", shard.group))

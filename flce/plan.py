@@ -172,7 +172,7 @@ def plan(
     own_tokens, rows, divided = tokens, vocab, None
     if ranks > 1:
         own_tokens, rows = tokens // ranks if sequence else tokens, -(-vocab // ranks)
-        divided = parallel.Shard("plan", ranks, 0, None, vocab, sequence, True, wide).text()
+        divided = parallel.VocabShard("plan", ranks, 0, None, vocab, sequence, True, wide).text()
     call = linear_signature(
         (True, False, dtype, False, environment_memory),
         Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),

@@ -174,7 +174,9 @@ def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *va
     validate.check_rows("input", input)
     shard = parallel.shard_of(given["vocab_parallel"])
     validate.check_head(*operands, 0 if shard else 1)
-    start, vocab = shard.place(linear_weight.shape[0]) if shard else (0, linear_weight.shape[0])
+    start, vocab = (
+        shard.class_range(linear_weight.shape[0]) if shard else (0, linear_weight.shape[0])
+    )
     if shard and shard.sequence:
         input = input._replace(shape=(shard.ranks * input.shape[0], *input.shape[1:]))
     has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("input", input))

@@ -346,7 +346,7 @@ def counted_exchanges():
                 unittest.mock.patch.object(module, name, wraps=getattr(module, name))
             )
             for module, name in (
-                (collectives, "_all_gather"), (dist, "all_to_all_single"),
+                (collectives, "_all_gather_single"), (dist, "all_to_all_single"),
                 (functional, "all_reduce"),
             )
         ]  # fmt: skip
@@ -384,32 +384,33 @@ def refused_calls(ranks):
         refused(ranks, what, error, changed, vocab_parallel=vocab_parallel, **options)
 
     probabilities = torch.rand(TOKENS, VOCAB).double()
-    plain = own.with_options(weight=None)
     refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities))
     refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities[:, :share]))
     refuse("linear_weight: expected", ValueError, case)  # all classes on each rank
     for start in (VOCAB, VOCAB - share + 1):
         beyond = flce.VocabParallel(dist.group.WORLD, start=start, vocab=VOCAB)
         refuse("linear_weight: expected at most", ValueError, vocab_parallel=beyond)
-    refuse("linear_bias", ValueError, plain, linear_bias=case.options["linear_bias"])
+    refuse("linear_bias", ValueError, linear_bias=case.options["linear_bias"])
     refuse("weight", ValueError, weight=class_weights()[1:])
     refuse("weight", ValueError, weight=own.options["weight"].clone().requires_grad_())
     refuse("weight", TypeError, weight=[1.0] * share)
     refuse("vocab_parallel", TypeError, vocab_parallel=3)
+    refuse("vocab_parallel", TypeError, vocab_parallel=[vp.text])
     refuse("vocab_parallel", TypeError, vocab_parallel=dist.group.WORLD)
     refuse("vocab_parallel", ValueError, vocab_parallel="0")
-    refuse("valid_vocab", ValueError, plain, valid_vocab=VOCAB + 1)
-    refuse("max_memory", ValueError, plain, max_memory=1)
-    refuse("gradient", ValueError, plain, gradient="sampled")
+    refuse("valid_vocab", ValueError, valid_vocab=VOCAB + 1)
+    refuse("max_memory", ValueError, max_memory=1)
+    refuse("gradient", ValueError, gradient="sampled")
+    unweighted = {**own.options, "weight": None}  # no class weights are exchanged before
     for target in (VOCAB, VOCAB + 3, -1, -(2**40)):
         bad = own.target.clone()
         bad[3] = target
-        bad = cases.Case(own.input, own.linear_weight, bad, plain.options)
+        bad = cases.Case(own.input, own.linear_weight, bad, unweighted)
         refuse(f"target[3] is {target}", IndexError, bad)
         refuse(f"target[3] is {target}", IndexError, bad, save="grads", max_memory=4 * ROW)
-    bad = plain.target.clamp(max=29)
+    bad = own.target.clamp(max=29)
     bad[3] = 30
-    bad = cases.Case(own.input, own.linear_weight, bad, plain.options)
+    bad = cases.Case(own.input, own.linear_weight, bad, unweighted)
     refuse("target[3] is 30", IndexError, bad, valid_vocab=30)
     raised(
         ranks, "cross_entropy()", TypeError,

@@ -239,8 +239,16 @@ static void run_threads(const setting* s, const model* m, int ranks, const int64
 static void run_ranks(const setting* s, const model* m, int ranks, const int64_t* ends) {
   group all;
   rank_call calls[MOST_RANKS];
+  int64_t planned = 0, before = flce_gemm_count();
   run_threads(s, m, ranks, ends, &all, calls);
-  for (int r = 0; r < ranks; r++) check_rank(calls, r, ranks, m);
+  int64_t counted = flce_gemm_count() - before;
+  for (int r = 0; r < ranks; r++) {
+    const flce_plan* plan = &calls[r].r.plan;
+    if (calls[r].s.problem.vocab > 0) planned += plan->forward_gemms + plan->backward_gemms;
+    check_rank(calls, r, ranks, m);
+  }
+  CHECK(counted == planned, "GEMMs of %d ranks %lld, planned %lld", ranks, (long long)counted,
+        (long long)planned);
   for (int r = 0; r < ranks; r++) free_rank(&calls[r]);
 }
 
