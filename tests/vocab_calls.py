@@ -399,7 +399,7 @@ def refused_calls(ranks):
     refuse("vocab_parallel", TypeError, vocab_parallel=dist.group.WORLD)
     refuse("vocab_parallel", ValueError, vocab_parallel="0")
     refuse("valid_vocab", ValueError, valid_vocab=VOCAB + 1)
-    refuse("max_memory", ValueError, max_memory=1)
+    refuse("max_memory", ValueError, weight=None, max_memory=1)
     refuse("gradient", ValueError, gradient="sampled")
     unweighted = {**own.options, "weight": None}  # no class weights are exchanged before
     for target in (VOCAB, VOCAB + 3, -1, -(2**40)):
