@@ -234,10 +234,8 @@ class _Step:
     """Adds up the parts of a step in the order of csrc/core/engine.c. Passes are (bytes, launches);
     sizes are those of the share of a rank with the most classes."""
 
-    def __init__(self, machine, transport, plan, hidden, vocab, result, splits_dw):
+    def __init__(self, machine, transport, plan, hidden, vocab, result):
         self.machine, self.transport, self.plan, self.result = machine, transport, plan, result
-        self.splits_dw = splits_dw and "summed_input" in plan.collectives
-        self.cover = 0.0  # of the sums' exchange
         self.hidden, self.ranks, self.tokens = hidden, plan.ranks, plan.rows
         self.vocab = ceil_div(vocab, plan.ranks)
         self.divided = plan.ranks > 1
@@ -325,10 +323,7 @@ class _Step:
         weight = weight_product(self.machine, rows, self.hidden, self.vocab, added)
         self.a_product(weight)
         if last:
-            # Made in two GEMMs of whole waves, dX's terms are exchanged during the first, and their
-            # sums during the second (csrc/core/plan.c: split_dw).
-            self.cover = weight / 2 if self.splits_dw else 0.0
-            self.collective("input_terms", weight - self.cover)
+            self.collective("input_terms", weight)
 
     def finish(self):
         """The sum of the ranks' terms, the target rows of dW, dX from the other ranks."""
@@ -339,7 +334,7 @@ class _Step:
         touched = self.vocab * -math.expm1(-self.tokens / self.vocab)
         moved = self.row_bytes(self.tokens, ELEMENT) + self.row_bytes(touched, 2 * ELEMENT)
         covered = self.a_pass(moved)
-        self.collective("summed_input", self.cover + covered)
+        self.collective("summed_input", covered)
         self.a_pass(0, 2)  # reduce, scale_grads
 
 
@@ -377,10 +372,9 @@ def _forward_then_backward(step):
     step.prepare(1)  # the order of the targets once more
 
 
-def predict(plan, hidden, vocab, machine=H200, transport=None, splits_dw=True):
+def predict(plan, hidden, vocab, machine=H200, transport=None):
     """The Prediction of a plan of flce.plan(..., ranks=): forward and backward with class targets
-    and no options, bfloat16. `vocab`: classes of all ranks. `splits_dw` False: dW's last GEMM is
-    one, as it was when two GPUs were measured."""
+    and no options, bfloat16. `vocab`: classes of all ranks."""
     transport = transport or transport_of(machine, plan.ranks)
     share = ceil_div(vocab, plan.ranks)
     result = Prediction(
@@ -391,7 +385,7 @@ def predict(plan, hidden, vocab, machine=H200, transport=None, splits_dw=True):
         transport=transport.name if plan.ranks > 1 else "",
         products=bare_products(machine, plan.rows, hidden, share),
     )
-    step = _Step(machine, transport, plan, hidden, vocab, result, splits_dw)
+    step = _Step(machine, transport, plan, hidden, vocab, result)
     step.open()
     if plan.save == "grads":
         _forward_gradients(step)

@@ -27,9 +27,9 @@ def model(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-def of_head(model, ranks=2, machine=None, transport=None, splits_dw=True, **options):
+def of_head(model, ranks=2, machine=None, transport=None, **options):
     plan = model.make_plan(*HEAD, ranks, **options)
-    return model.predict(plan, *HEAD[1:], machine or model.H200, transport, splits_dw)
+    return model.predict(plan, *HEAD[1:], machine or model.H200, transport)
 
 
 def measured_ratios(contestant, runs):
@@ -52,10 +52,9 @@ COPIES, NCCL = ("copies1", "copies2"), ("nccl1", "nccl2")
     ],
 )
 def test_two_gpus(model, contestant, runs, options):
-    """Within two points of every run; 2 chunks of 4096 rows, and dW in one GEMM,
-    are what those runs had."""
+    """Within two points of every run; 2 chunks of 4096 rows are what those runs had."""
     transport = model.NCCL if runs is NCCL else model.COPIES
-    predicted = of_head(model, transport=transport, splits_dw=False, **options)
+    predicted = of_head(model, transport=transport, **options)
     measured = measured_ratios(contestant, runs)
     assert len(measured) == 2
     assert all(abs(predicted.ratio - one) < 0.02 for one in measured), (predicted.ratio, measured)
@@ -76,8 +75,9 @@ def test_two_gpus_without_an_exchange_of_dx(model):
 
 def test_what_nccl_costs(model):
     """Two points are more than an exchange costs: so the difference of transports by itself."""
-    whole = {"chunks": 2, "splits_dw": False}
-    predicted = of_head(model, transport=model.NCCL, **whole).ratio - of_head(model, **whole).ratio
+    predicted = (
+        of_head(model, chunks=2, transport=model.NCCL).ratio - of_head(model, chunks=2).ratio
+    )
     nccl, copies = (statistics.mean(measured_ratios("flce", runs)) for runs in (NCCL, COPIES))
     assert predicted == pytest.approx(nccl - copies, abs=0.005)
 
@@ -164,10 +164,9 @@ def test_parts_of_a_step(model):
             assert one.step == pytest.approx(one.gemm + one.passes + one.exposed + one.jitter)
     nccl = of_head(model, 8, transport=model.NCCL)
     assert nccl.exposed == nccl.exchange
-    # What a product hides: of two ranks all of dX's exchange but the memory's time, and in one GEMM
-    # of dW all of the all-to-all.
-    copies, whole = (of_head(model, chunks=2, splits_dw=splits) for splits in (True, False))
-    assert copies.exposed < whole.exposed < whole.exchange / 2
+    # What a product hides: of two ranks all of the all-to-all but the memory's time.
+    copies = of_head(model, chunks=2)
+    assert copies.exposed < copies.exchange / 2
 
 
 @pytest.mark.parametrize("name", ["nvlink", "nccl", "network", "memory", "multiply_adds"])
