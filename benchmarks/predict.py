@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predicts the time of a step with the vocabulary divided among ranks: no GPU, no process group.
+"""Predicts the time of a step with the vocabulary sharded over ranks: no GPU, no process group.
 
     python benchmarks/scale.py head 16384x8192x128256 8192x2048x151936 --predict
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times linear cross entropy with the vocabulary divided among the GPUs of one machine.
+"""Times linear cross entropy with the vocabulary sharded over the GPUs of one machine.
 
 One process for each rank. Contestants run interleaved, on fresh data in each round, several steps
 in a row; a time is that of the slowest rank, by events of the device; medians are compared. Ratios

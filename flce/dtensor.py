@@ -9,10 +9,10 @@ _ROWS = ("input", "adapter_input")
 _CLASSES = ("linear_weight", "linear_bias", "adapter_weight")
 _OPERANDS = ("input", "linear_weight", "target")
 # The tensors among the options.
-_OPTIONS = (*_ROWS[1:], *_CLASSES[1:], "weight", "token_weight", "temperature", "num_items")
-_OPTIONS += ("cu_seqlens",)
+_OPTIONS = ("linear_bias", "adapter_input", "adapter_weight", "weight", "token_weight")
+_OPTIONS += ("temperature", "num_items", "cu_seqlens")
 
-_WAYS = (
+_REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
     "about the vocabulary. Call the Module, whose hooks gather the weight "
     "(flce.LinearCrossEntropyHead, or the model after flce.fuse); or call head.unshard() or "
@@ -48,7 +48,8 @@ def _shown(value):
 
 
 def _check_call(given, settings):
-    """Refuses what says nothing about how the vocabulary is sharded, or says it twice."""
+    """Refuses calls whose placements do not say how the vocabulary is sharded, or that also give
+    vocab_parallel."""
     weight, input = given["linear_weight"], given["input"]
     if settings["vocab_parallel"] is not None:
         which = next(name for name, value in given.items() if is_dtensor(value))
@@ -60,10 +61,10 @@ def _check_call(given, settings):
         validate.refuse("linear_weight", expected, _shown(weight))
     if not is_dtensor(input):
         expected = "a plain tensor, as input is one"
-        validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_WAYS}")
+        validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_REMEDIES}")
     if weight.device_mesh.ndim != 1:
         expected = "a DTensor on a mesh of one dimension, that of the vocabulary"
-        validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_WAYS}")
+        validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_REMEDIES}")
     accumulates = settings["accumulate_into"] is not None and weight.requires_grad
     if accumulates and torch.is_grad_enabled():
         got = f"{_shown(weight)}; use accumulate_into=None"
@@ -80,7 +81,7 @@ def _local(name, value, mesh, allowed):
 
 
 def _scatters(input, placements, ranks):
-    """Whether `input` is divided by tokens, which it has to be equally."""
+    """Whether `input` is sharded by tokens; the shares have to be equal."""
     if not placements[0].is_shard():
         return False
     if input.dim() < 2 or input.shape[0] % ranks != 0:

@@ -1,4 +1,4 @@
-"""A vocabulary divided among ranks: `VocabParallel`."""
+"""A vocabulary sharded over ranks: `VocabParallel`."""
 
 import functools
 import typing

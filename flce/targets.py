@@ -11,7 +11,7 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
     """The target of each position: that `shift` later, `ignore_index` at a sequence's end.
 
     Sequences are slices along the last dimension of `target`; `cu_seqlens` adds boundaries to
-    these. Without it `shift` is not 0.
+    these. `shift` is at least 1: 0 is refused.
     """
     validate.check_integer("shift", shift, 0)
     if shift == 0:
@@ -73,7 +73,7 @@ def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None,
         cu_seqlens: as in the loss, or a list with one for each of `targets`.
 
     Returns:
-        A 0-d float64 tensor on the targets' device: the number of valid targets over
+        A 0-d float64 tensor on the targets' device: the number of valid targets divided by
         `averaged_over`.
 
     Raises:

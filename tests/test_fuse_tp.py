@@ -109,7 +109,7 @@ def fall_back(folder):
                 output.loss.backward()
             assert_equal(fused, plain, outputs, "accumulate_into")
             assert list(handle.fallbacks) == [
-                "accumulate_into with a vocabulary divided among ranks"
+                "accumulate_into with a vocabulary sharded over ranks"
             ]
     assert any("all logits" in str(warning.message) for warning in caught)
     x, target = torch.randn(5, 16), torch.arange(5)

@@ -1,4 +1,4 @@
-"""Heads of transformers' tensor parallelism: an nn.Linear whose weight is a DTensor divided by
+"""Heads of transformers' tensor parallelism: an nn.Linear whose weight is a DTensor sharded by
 classes, and whose `forward` gathers the logits. Their losses are computed without that."""
 
 from ..dtensor import is_dtensor
@@ -13,6 +13,7 @@ def gathering_forward(linear):
     forward = linear.__dict__.get("forward")
     if getattr(forward, "__module__", None) != _STYLES or not forward.__closure__:
         return None
+    # transformers keeps the style in the closure of the forward that it sets, and nowhere else.
     names = forward.__code__.co_freevars
     style = dict(zip(names, forward.__closure__, strict=True)).get("self")
     style = None if style is None else style.cell_contents
@@ -35,11 +36,13 @@ def unserved(record, target, chosen):
     if not any(is_divided(source.linear) for source in record.sources):
         return None
     if len(record.sources) > 1:
-        return "a vocabulary divided among ranks, with an adapter"
+        return "a vocabulary sharded over ranks, with an adapter"
     kinds = {step.kind for step in record.steps}
     if kinds & {steps.BIAS, steps.CLASSES} or target.is_floating_point():
-        return "a vocabulary divided among ranks, with a bias, a slice of it or probabilities"
-    return chosen.get("accumulate_into") and "accumulate_into with a vocabulary divided among ranks"
+        return "a vocabulary sharded over ranks, with a bias, a slice of the classes or probabilities"
+    if chosen.get("accumulate_into"):
+        return "accumulate_into with a vocabulary sharded over ranks"
+    return None
 
 
 def rows_for(weight, x):
