@@ -404,14 +404,18 @@ def predict(plan, hidden, vocab, machine=H200, transport=None):
 BUDGET = 1 << 30  # bytes of a chunk's E: the default max_memory
 
 
+def budget_of(tokens, hidden, vocab, ranks, chunks, row_bytes=64):
+    """The max_memory of so many chunks. `row_bytes`: E's rows are aligned to them."""
+    rows = min(ceil_div(ceil_div(tokens, chunks), CLUSTER_ROWS) * CLUSTER_ROWS, tokens)
+    return rows * ceil_div(ceil_div(vocab, ranks) * ELEMENT, row_bytes) * row_bytes
+
+
 def make_plan(tokens, hidden, vocab, ranks, save="grads", chunks=1, sequence=False):
     """A rank's Plan with that many chunks. It is of the CPU, which every machine has: collectives,
     calls and bytes are those of GPUs, and max_memory decides the chunks, as it does there."""
-    share = ceil_div(vocab, ranks)
-    rows = min(ceil_div(ceil_div(tokens, chunks), CLUSTER_ROWS) * CLUSTER_ROWS, tokens)
-    pitch = ceil_div(share, 32) * 32  # elements: the CPU aligns rows to 64 bytes
     size = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "ranks": ranks}
-    options = {"save": save, "max_memory": rows * pitch * ELEMENT, "sequence": sequence}
+    budget = budget_of(tokens, hidden, vocab, ranks, chunks)
+    options = {"save": save, "max_memory": budget, "sequence": sequence}
     return flce.plan(**size, **options, device="cpu")
 
 

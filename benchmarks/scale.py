@@ -4,9 +4,9 @@
 One process for each rank. Contestants run interleaved, on fresh data in each round, several steps
 in a row; a time is that of the slowest rank, by events of the device; medians are compared. Ratios
 are relative to `products`, the three bare GEMMs of a rank's share. `no exchange` leaves out the
-exchange of dX (reduce_input_grad=False): what the exchange costs is the difference. FLCE_PEERS=0
-exchanges by NCCL instead of copy engines. Peak bytes are those of a rank, in addition to its
-inputs. Errors are relative ones of loss, dX and this rank's dW against a float32 reference.
+exchange of dX (reduce_input_grad=False): what the exchange costs is the difference. `exposed` sums
+dX by an all-reduce behind the step. FLCE_PEERS=0 exchanges by NCCL instead of copy engines. Peak
+bytes are those of a rank's allocator, in addition to its inputs, without symmetric memory. Errors are relative ones of loss, dX and this rank's dW against a float32 reference.
 
     python benchmarks/scale.py head --ranks 2
     python benchmarks/scale.py head 16384x8192x128256 --ranks 4 --json benchmarks/results/new.json
@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 import flce
 
 FLOOR = "products"
-AHEAD, STEPS = 2, 4  # steps before the clock, and on it
+AHEAD, STEPS = 2, 4  # warm-up steps, timed steps
 
 
 class Part:
@@ -81,16 +81,17 @@ def gradients(loss_of, x_of=lambda p: p.x):
     return run
 
 
-def divided(part, sequence=False, reduce_input_grad=True, **options):
-    vocab_parallel = flce.VocabParallel(
-        dist.group.WORLD,
-        vocab=part.shape.vocab,
-        sequence=sequence,
-        reduce_input_grad=reduce_input_grad,
-    )
+def sharded(part, chunks=None, ways=None, **options):
+    """flce. `ways`: options of VocabParallel. `chunks`: by max_memory."""
+    ways = ways or {}
+    vocab_parallel = flce.VocabParallel(dist.group.WORLD, vocab=part.shape.vocab, **ways)
+    if chunks is not None:
+        options["max_memory"] = predict.budget_of(
+            *part.shape[:3], part.ranks, chunks, row_bytes=128
+        )
 
     def x_of(p):
-        return p.own if sequence else p.x
+        return p.own if "sequence" in ways else p.x
 
     def loss_of(p):
         return flce.linear_cross_entropy(
@@ -98,6 +99,18 @@ def divided(part, sequence=False, reduce_input_grad=True, **options):
         )
 
     return gradients(loss_of, x_of)
+
+
+def exposed(part):
+    """The terms of dX, summed by an all-reduce behind the step."""
+    run_terms = sharded(part, ways={"reduce_input_grad": False})
+
+    def run(p):
+        loss, dx, dw = run_terms(p)
+        dist.all_reduce(dx)
+        return loss, dx, dw
+
+    return run
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -147,8 +160,9 @@ def eager(part):
     return gradients(loss_of)
 
 
-def functional_loss(x, w, y, first, group):
-    """As EagerLoss, by functional collectives, which torch.compile can trace."""
+def local_sums(x, w, y, first, group):
+    """The target's logit and the sum of exp of this rank's classes, less the maximum over ranks;
+    torch.compile can trace its functional collectives."""
     from torch.distributed._functional_collectives import all_reduce
 
     z = (x @ w.T).float()
@@ -167,7 +181,7 @@ def compiled(part):
 
     @functools.partial(torch.compile, dynamic=False)
     def local(x, w, y):
-        return functional_loss(x, w, y, part.first, group)
+        return local_sums(x, w, y, part.first, group)
 
     class Reduced(torch.autograd.Function):
         @staticmethod
@@ -209,12 +223,15 @@ def verl(part):
 
 CONTESTANTS = {
     FLOOR: products,
-    "flce": divided,
-    "no exchange": functools.partial(divided, reduce_input_grad=False),
-    "sequence": functools.partial(divided, sequence=True),
-    "logits": functools.partial(divided, save="logits"),
-    "256MiB": functools.partial(divided, max_memory="256MiB"),
-    "sampled": functools.partial(divided, gradient="sampled"),
+    "flce": sharded,
+    "no exchange": functools.partial(sharded, ways={"reduce_input_grad": False}),
+    "exposed": exposed,
+    "float32 terms": functools.partial(sharded, ways={"reduce_dtype": torch.float32}),
+    "sequence": functools.partial(sharded, ways={"sequence": True}),
+    "logits": functools.partial(sharded, save="logits"),
+    **{f"chunks={count}": functools.partial(sharded, chunks=count) for count in (1, 2, 4)},
+    **{size: functools.partial(sharded, max_memory=size) for size in ("256MiB", "64MiB", "16MiB")},
+    "sampled": functools.partial(sharded, gradient="sampled"),
     "eager": eager,
     "compile": compiled,
     "cce": cce,
@@ -258,8 +275,8 @@ def prepared(name, part, truth, device):
 
 
 def timed(run, part, device):
-    """Seconds of a step in a sequence of steps, as in training: the host is ahead, and the GPU has
-    the clock that it keeps."""
+    """Seconds of a step in a sequence of steps, as in training: the host queues ahead, and the GPU
+    has its sustained clock."""
     dist.barrier()
     if device == "cpu":
         return measure.seconds(run, part, device)
@@ -284,9 +301,9 @@ def bench(shape, options, rank):
     agreed = slowest([float(run is None) for run, _ in made.values()], device)
     ready = [name for name, failed in zip(made, agreed, strict=True) if not failed]
     taken = {name: [] for name in ready}
-    for turn in range(options.rounds):
+    for round_index in range(options.rounds):
         part.refresh()
-        for index in measure.balanced_order(len(ready), turn):
+        for index in measure.balanced_order(len(ready), round_index):
             taken[ready[index]].append(timed(made[ready[index]][0], part, device))
     rows = []
     for name in made:

@@ -19,9 +19,10 @@ class VocabParallelHead(ParallelStyle):
     Weight and bias become DTensors with Shard(0), and so do their gradients. A call with labels
     takes the input and the labels of all tokens on every rank and gives the whole loss on every
     rank, plain. A call without labels gives the logits as a DTensor with Shard(-1), of which
-    ``full_tensor()`` is the whole. A parameter that is a DTensor with Shard(0) on the mesh already is
-    left unchanged. Any other is replaced by a new Parameter: tie a shared weight again after
-    parallelize_module, before the first forward: ``model.lm_head.weight = model.embedding.weight``.
+    ``full_tensor()`` is the whole. A parameter that is a DTensor with Shard(0) on the mesh already
+    is left unchanged. Any other is replaced by a new Parameter: tie a shared weight again after
+    parallelize_module, before the first forward:
+    ``model.lm_head.weight = model.embedding.weight``.
 
     Args:
         sequence: the plain input is this rank's equal share of the tokens along its first

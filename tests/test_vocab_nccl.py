@@ -1,6 +1,7 @@
-"""The vocabulary divided over two GPUs, through NCCL and by copy engines, against one GPU. One
-spawn runs all cases."""
+"""The vocabulary sharded over two, four and eight GPUs, through NCCL and by copy engines, against
+one GPU. One spawn runs all cases."""
 
+import functools
 import os
 import traceback
 
@@ -8,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 import flce
 
-RANKS = 2
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-# tokens, hidden, vocab, dtype, options
+# tokens, hidden, vocab, dtype, options, among them VocabParallel's reduce_dtype
 CASES = {
     "fused": (1024, 512, 9000, torch.bfloat16, {}),
     "fused, skipping rows": (16384, 256, 17000, torch.bfloat16, {"ignored": 0.3}),
+    "float32 terms": (1024, 512, 9000, torch.bfloat16, {"reduce_dtype": torch.float32}),
+    "float32 terms, ragged": (777, 256, 5003, torch.float16, {"reduce_dtype": torch.float32}),
     "ragged vocabulary": (777, 256, 5003, torch.bfloat16, {}),
     "bias": (1024, 512, 9000, torch.bfloat16, {"bias": True}),
     "logits": (1024, 512, 9000, torch.bfloat16, {"save": "logits"}),
@@ -80,12 +83,19 @@ def off(value, true):
     return ((value - true).norm().item()) / (size if size > 0 else 1.0)
 
 
-def check_case(name, rank):
+def classes_of(vocab):
+    """The slice of this rank's classes."""
+    rank, share = dist.get_rank(), -(-vocab // dist.get_world_size())
+    return slice(rank * share, min((rank + 1) * share, vocab))
+
+
+def check_case(name):
     tokens, hidden, vocab, dtype, given = CASES[name]
+    given = dict(given)
+    terms = given.pop("reduce_dtype", None)
     x, w, b, y, options = draw(tokens, hidden, vocab, dtype, given)
-    share = -(-vocab // RANKS)
-    mine = slice(rank * share, min((rank + 1) * share, vocab))
-    vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab)
+    mine = classes_of(vocab)
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab, reduce_dtype=terms)
     local = {**options, "vocab_parallel": vp}
     if "weight" in options:
         local["weight"] = options["weight"][mine]
@@ -114,38 +124,38 @@ def check_case(name, rank):
             assert torch.equal(got, same[which]), f"gradient {which} differs between two runs"
     assert torch.equal(two.loss, again.loss)
     bits = torch.cat([two.loss.reshape(-1), two.lse, two.predictions.to(two.lse.dtype)])
-    all_bits = [torch.empty_like(bits) for _ in range(RANKS)]
+    all_bits = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
     dist.all_gather(all_bits, bits)
-    assert torch.equal(all_bits[0], all_bits[1]), "the ranks' outputs differ"
+    assert all(torch.equal(all_bits[0], other) for other in all_bits), "the ranks' outputs differ"
 
 
-def check_sequence(rank):
+def check_sequence():
     x, w, b, y, options = draw(1024, 512, 9000, torch.bfloat16, {})
     _, expected = run(x, w, b, y, options)
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000, sequence=True)
-    rows, mine = slice(rank * 512, (rank + 1) * 512), slice(rank * 4500, (rank + 1) * 4500)
+    rows, mine = classes_of(1024), classes_of(9000)
     _, grads = run(x[rows], w[mine], None, y, {"vocab_parallel": vp})
     assert off(grads[0], expected[0][rows]) < 8e-3 and off(grads[1], expected[1][mine]) < 8e-3
 
 
-def check_hidden(rank):
-    """All logits of the second rank are -inf."""
+def check_hidden():
+    """All logits of all ranks but the first are -inf."""
     x, w, b, y, options = draw(512, 256, 2000, torch.bfloat16, {"bias": True})
-    b = b.float()
-    b[1000:], y = -torch.inf, y % 1000
+    b, share = b.float(), 2000 // dist.get_world_size()
+    b[share:], y = -torch.inf, y % share
     one, expected = run(x, w, b, y, options)
     vp = flce.VocabParallel(dist.group.WORLD, vocab=2000)
-    mine = slice(rank * 1000, (rank + 1) * 1000)
+    mine = classes_of(2000)
     two, grads = run(x, w[mine], b[mine], y, {"vocab_parallel": vp})
     assert off(two, one) < 1e-5, (two, one)
     assert off(grads[0], expected[0]) < 8e-3
 
 
-def check_graph(rank):
+def check_graph():
     """A captured step, replayed with other operands, equals an eager one."""
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
-    x, w = x.requires_grad_(), w[rank * 4500 : (rank + 1) * 4500].clone().requires_grad_()
+    x, w = x.requires_grad_(), w[classes_of(9000)].clone().requires_grad_()
 
     def step():
         loss = flce.linear_cross_entropy(x, w, y, vocab_parallel=vp)
@@ -167,15 +177,15 @@ def check_graph(rank):
             assert torch.equal(got, true)
 
 
-def check_training(rank):
+def check_training():
     """200 steps of SGD: losses as on one GPU."""
     losses = {}
-    for ranks in (1, RANKS):
+    for ranks in (1, dist.get_world_size()):
         torch.manual_seed(5)
         table = torch.randn(3000, 64, device="cuda")
         head = torch.randn(3000, 64, device="cuda") * 0.1
         if ranks > 1:
-            head = head[rank * 1500 : (rank + 1) * 1500]
+            head = head[classes_of(3000)]
         table, head = table.clone().requires_grad_(), head.clone().requires_grad_()
         vp = flce.VocabParallel(dist.group.WORLD, vocab=3000) if ranks > 1 else None
         optimizer, kept = torch.optim.SGD([table, head], lr=3.0), []
@@ -188,23 +198,66 @@ def check_training(rank):
             optimizer.zero_grad()
             kept.append(loss.detach())
         losses[ranks] = torch.stack(kept)
-    assert off(losses[RANKS], losses[1]) < 1e-4
+    assert off(losses[ranks], losses[1]) < 1e-4
     assert losses[1][-1] < losses[1][0] - 0.5
 
 
-def run_rank(rank, folder, transport):
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3000, 64)
+        self.body = nn.Linear(64, 64)
+        self.head = flce.LinearCrossEntropyHead(64, 3000, bias=False)
+
+    def forward(self, ids, labels):
+        return self.head(torch.relu(self.body(self.embedding(ids))), labels)
+
+
+def check_fsdp():
+    """FSDP2 over half of the ranks, the vocabulary over pairs: 100 steps of SGD as on one GPU."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    groups = dist.get_world_size() // 2
+    mesh = dist.init_device_mesh("cuda", (groups, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    with torch.device("cuda"):
+        model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    parallelize_module(model, mesh["tp"], {"head": flce.VocabParallelHead()})
+    for module in (model.head, model):
+        fully_shard(module, mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, whole)]
+    losses = []
+    for _ in range(100):
+        ids = torch.randint(3000, (groups, 128), device="cuda")
+        labels, own = (7 * ids) % 3000, mesh["dp"].get_local_rank()
+        pair = model(ids[own], labels[own]), whole(ids.flatten(), labels.flatten())
+        for loss, optimizer in zip(pair, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = pair[0].detach().clone()
+        dist.all_reduce(mean, group=mesh["dp"].get_group())
+        losses.append(torch.stack([mean / groups, pair[1].detach()]))
+    sharded, single = torch.stack(losses).unbind(1)
+    assert off(sharded, single) < 1e-4
+    assert single[-1] < single[0]
+
+
+def run_rank(rank, folder, transport, ranks):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/init", rank=rank, world_size=RANKS
+        "nccl", init_method=f"file://{folder}/init", rank=rank, world_size=ranks
     )
-    checks = {name: lambda rank, name=name: check_case(name, rank) for name in CASES}
+    checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "hidden": check_hidden, "training": check_training}
-    checks |= {"graph": check_graph}
+    checks |= {"graph": check_graph, "fsdp": check_fsdp}
     for name, check in checks.items():
         try:
-            check(rank)
+            check()
             error = ""
         except Exception:
             error = traceback.format_exc()
@@ -221,7 +274,10 @@ def run_rank(rank, folder, transport):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copy engines"])
-def test_all_cases(tmp_path, transport):
-    mp.spawn(run_rank, (str(tmp_path), transport), nprocs=RANKS)
-    texts = [(tmp_path / str(rank)).read_text() for rank in range(RANKS)]
-    assert texts == ["", ""], "\n".join(texts)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_cases(tmp_path, ranks, transport):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    mp.spawn(run_rank, (str(tmp_path), transport, ranks), nprocs=ranks)
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(ranks)]
+    assert not any(texts), "\n".join(texts)

@@ -39,7 +39,9 @@ def unserved(record, target, chosen):
         return "a vocabulary sharded over ranks, with an adapter"
     kinds = {step.kind for step in record.steps}
     if kinds & {steps.BIAS, steps.CLASSES} or target.is_floating_point():
-        return "a vocabulary sharded over ranks, with a bias, a slice of the classes or probabilities"
+        return (
+            "a vocabulary sharded over ranks, with a bias, a slice of the classes or probabilities"
+        )
     if chosen.get("accumulate_into"):
         return "accumulate_into with a vocabulary sharded over ranks"
     return None
