@@ -6,8 +6,8 @@ in a row; a time is that of the slowest rank, by events of the device; medians a
 are relative to `products`, the three bare GEMMs of a rank's share. `no exchange` leaves out the
 exchange of dX (reduce_input_grad=False): what the exchange costs is the difference. `exposed` sums
 dX by an all-reduce behind the step. FLCE_PEERS=0 exchanges by NCCL instead of copy engines. Peak
-bytes are those of a rank's allocator, in addition to its inputs, without symmetric memory. Errors are
-relative ones of loss, dX and this rank's dW against a float32 reference.
+bytes are those of a rank's allocator, in addition to its inputs, without symmetric memory. Errors
+are relative ones of loss, dX and this rank's dW against a float32 reference.
 
     python benchmarks/scale.py head --ranks 2
     python benchmarks/scale.py head 16384x8192x128256 --ranks 4 --json benchmarks/results/new.json
