@@ -98,6 +98,23 @@ def train(folder, name):
     assert fused.lm_head.forward is forward and type(fused.lm_head) is torch.nn.Linear
 
 
+def compiled(folder):
+    """Two steps of the fused model under torch.compile."""
+    fused, plain = divided(folder), divided(folder)
+    handle = flce.fuse(fused, strict=True)
+    models = torch.compile(fused), plain
+    for step in range(2):
+        outputs = [one(**inputs_of(step)) for one in models]
+        for output, model in zip(outputs, (fused, plain), strict=True):
+            model.zero_grad()
+            output.loss.backward()
+        torch.testing.assert_close(outputs[0].loss, outputs[1].loss, rtol=2e-6, atol=0.0)
+        for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+            gradients = full(one.grad), full(other.grad)
+            torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-7, msg=name)
+    assert handle.losses and not handle.fallbacks, flce.explain(fused)
+
+
 def fall_back(folder):
     """What needs all logits gets them, with a warning, and right results."""
     fused, plain = divided(folder), divided(folder)
@@ -131,10 +148,11 @@ def run(rank, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with one_of(rank, folder / "store", RANKS, seconds=40):
+    with one_of(rank, folder / "store", RANKS, seconds=60):
         for name, config in configurations():
             train(saved(config, folder / name), name)
         fall_back(folder / "Llama")
+        compiled(folder / "Llama")
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
