@@ -6,6 +6,7 @@ arguments alone. The operators that users call are in flce/composite.py.
 
 import torch
 
+from . import inductor
 from .options import GRADIENTS, Settings
 from .strategy import gemm_dtype, row_pitch, sample_pitch, saved_dtype, stat_dtype
 from .validate import refuse_vmap
@@ -55,6 +56,8 @@ def _fake_loss(rows, settings, dtype, keeps_statistics=True):
 
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     settings, device_type = Settings.of_arguments(*rest[5:]), input.device.type
+    if settings.ranks:
+        inductor.order_exchanges()
     makes_grads = settings.save == "grads"
     keeps_statistics = (  # as in plan.c: keeps_statistics
         settings.wants_statistics
