@@ -55,6 +55,10 @@ def test_a_rank_has_its_share(device):
     assert share.buffers["grad_weight"] == 251 * 64 * BF16
     assert whole.buffers["grad_weight"] == 1001 * 64 * BF16
     assert share.buffers["saved"] < whole.buffers["saved"] / 3
+    automatic = {**size, "save": "auto", "reduction": "none"}
+    automatic["max_memory"] = 2 * share.buffers["saved"]  # less than all logits
+    assert flce.plan(**automatic, ranks=4).save == "logits"
+    assert flce.plan(**automatic).save == "stats"
     assert flce.plan(100, 64, 1001, device=device, ranks=1) == flce.plan(
         100, 64, 1001, device=device
     )

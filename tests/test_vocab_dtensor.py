@@ -1,6 +1,7 @@
 """DTensor operands of linear_cross_entropy, in four processes over gloo."""
 
 import contextlib
+import functools
 import types
 
 import pytest
@@ -88,6 +89,20 @@ def check_vectors(mesh):
         for labels in (target, whole):
             loss = flce.linear_cross_entropy(rows, head, labels, weight=given)
             assert_close(loss, expected, "class weights")
+    replicate = functools.partial(distribute_tensor, device_mesh=mesh, placements=[Replicate()])
+    per_row = torch.linspace(0.5, 2.0, TOKENS, dtype=x.dtype)
+    bounds = torch.tensor([0, 5, TOKENS])
+    for options in (
+        {"temperature": per_row},
+        {"token_weight": per_row, "num_items": torch.tensor(7.0)},
+        {"shift": 1, "cu_seqlens": bounds},
+    ):
+        expected = flce.linear_cross_entropy(x, w, target, **options)
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor):
+                given = {**options, name: replicate(value)}
+                loss = flce.linear_cross_entropy(rows, head, target, **given)
+                assert_close(loss, expected, name)
     with torch.no_grad():
         plain = flce.linear_cross_entropy(x, w, target)
         assert_close(flce.linear_cross_entropy(rows, head, target), plain, "no_grad")
@@ -189,6 +204,7 @@ def check_refusals(mesh, square):
     every = "register_fsdp_forward_method.*to_local"
     replicated, elsewhere = leaf(w, mesh, Replicate()), leaf(x, other, Replicate())
     columns, odd = leaf(x, mesh, Shard(1)), leaf(x[:9], mesh, Shard(0))
+    vector = leaf(x[0], mesh, Shard(0))
     wide = distribute_tensor(x, square, [Replicate()] * 2)
     for operands, options, message in (
         ((x, head), {}, f"linear_weight: expected a plain .*LinearCrossEntropyHead.*{every}"),
@@ -199,6 +215,7 @@ def check_refusals(mesh, square):
         ((partial, head), {}, r"input: expected .*Replicate\(\) or Shard\(dim=0\).*got .*Partial"),
         ((columns, head), {}, r"input: expected .*Shard\(dim=0\).*got .*Shard\(dim=1\)"),
         ((odd, head), {}, r"input: expected a first dimension that 4 ranks share.*\(9, 8\)"),
+        ((vector, head), {}, r"input: expected a first dimension that 4 ranks share.*\(8,\)"),
         ((elsewhere, head), {}, "input: expected .* that of linear_weight, got"),
         ((rows, head), {"vocab_parallel": vp}, "vocab_parallel: expected None with .*input"),
         ((x, head), {"vocab_parallel": vp}, "vocab_parallel: expected None with .*linear_weight"),

@@ -132,6 +132,40 @@ def train_loss_module(mesh):
     assert_equal(module, whole, "LinearCrossEntropyLoss")
 
 
+def check_targets_by_keyword(mesh):
+    """The input stays divided where there are labels, under each of their names."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    x, labels = torch.randn(1, HIDDEN, dtype=FLOAT), torch.arange(RANKS)
+    for kind, named in (
+        (flce.LinearCrossEntropyHead, {"labels": labels}),
+        (flce.LinearCrossEntropyLoss, {"target": labels}),
+        (flce.LinearCrossEntropyHead, {}),
+    ):
+        module, inputs = kind(HIDDEN, VOCAB, dtype=FLOAT), []
+        parallelize_module(module, mesh, flce.VocabParallelHead(sequence=True))
+        module.register_forward_pre_hook(
+            lambda _, args, given, inputs=inputs: inputs.append(given["input"]), with_kwargs=True
+        )
+        module(input=x, **named)
+        assert inputs[0].placements == ((Shard(0) if named else Replicate()),), named
+
+
+def check_parameters(mesh):
+    """A frozen weight remains frozen; src_data_rank says whose values are distributed."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    rank = mesh.get_local_rank()
+    for source in (0, None):
+        head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, dtype=FLOAT)
+        torch.nn.init.constant_(head.weight, float(rank))
+        head.weight.requires_grad_(False)
+        parallelize_module(head, mesh, flce.VocabParallelHead(), src_data_rank=source)
+        assert not head.weight.requires_grad and head.bias.requires_grad
+        assert (head.weight.to_local() == (rank if source is None else source)).all()
+
+
 def train_tied(mesh):
     """The embedding is divided by its rows too."""
     from torch.distributed.tensor import Replicate
@@ -278,6 +312,8 @@ def run(rank, file):
         train(mesh)
         train_sequence(mesh)
         train_loss_module(mesh)
+        check_targets_by_keyword(mesh)
+        check_parameters(mesh)
         train_tied(mesh)
         for own_unit in (True, False):
             for reshard in (True, False):

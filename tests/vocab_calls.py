@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from torch._subclasses.fake_utils import CrossRefFakeMode, MetadataMismatchError
 from torch.utils.checkpoint import checkpoint
 from vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
 from vocab_ranks import RETURNS, SHARDED, Ranks, on, same_bytes
@@ -233,6 +234,22 @@ def compiled(ranks):
             ):
                 ranks.agree(f"{name} {backend} {sequence} {save} {tokens}", got, true, 1e-13)
         torch._dynamo.reset()
+
+
+@on(2)
+def fake_outputs(ranks):
+    """The forward's outputs have the shapes, dtypes and strides that torch.compile assumes."""
+    for sequence, valid_vocab, save in itertools.product((False, True), (None, 30, 9), cases.SAVES):
+        own = ranks.divided(make(valid_vocab=valid_vocab), sequence=sequence)
+        options = {"vocab_parallel": ranks.parallel(VOCAB, sequence=sequence), "save": save}
+        x = own.input.clone().requires_grad_()
+        try:
+            with CrossRefFakeMode():
+                flce.linear_cross_entropy(
+                    x, own.linear_weight, own.target, **own.options, **options, **RETURNS
+                )
+        except MetadataMismatchError as error:
+            ranks.note(False, f"{sequence} {valid_vocab} {save}: {error}")
 
 
 @on(2)

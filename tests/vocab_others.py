@@ -10,7 +10,7 @@ from vocab_cases import HIDDEN, TOKENS, UNEVEN, VOCAB, make
 from vocab_ranks import Ranks, on
 
 import flce
-from flce import reference
+from flce import composite, reference
 
 # ---- sampled gradients ----
 
@@ -112,6 +112,22 @@ def mean_of_samples(ranks):
             (outside <= 0.0).all(), f"{name}: {int((outside > 0.0).sum())} of {true.numel()}"
         )
         ranks.note(kept.std(0).max() > 0.1 * true.std(), f"{name}: nothing was drawn")
+
+
+@on(2)
+def keys_of_ranks(ranks):
+    """Each rank draws with a key of its own: ranks with equal rows of W draw different classes."""
+    for seed in (0, 5, 2**63 - 1, -(2**63)):
+        keys = [composite._seed_of_rank(torch.tensor([seed]), rank) for rank in range(1024)]
+        ranks.note(int(keys[0]) == seed, f"rank 0 has another key than {seed}")
+        ranks.note(len({int(key) for key in keys}) == 1024, f"equal keys of ranks, {seed}")
+        ranks.note({key.dtype for key in keys} == {torch.int64}, "the dtype of a key")
+    case = cases.make_case(64, 16, 20, dtype=torch.float32, std=1.0)
+    case.target[:] = 0
+    call = {"vocab_parallel": ranks.parallel(), **sampled(2**-2, 5)}
+    own = cases.outcome(flce.linear_cross_entropy, case, **call)["linear_weight"][1:]
+    first, other = ranks.gathered(own)
+    ranks.note(not torch.equal(first, other), "both ranks draw the same")
 
 
 # ---- training ----

@@ -1,5 +1,6 @@
 /* A sharded vocabulary: ranks are threads, their collectives copy memory. Every rank's results
  * against the definition of the whole vocabulary, and the bits of the ranks against each other. */
+#include "cpu/cpu.h"
 #include "engine_case.h"
 
 #include <pthread.h>
@@ -331,7 +332,9 @@ static void test_input(void) {
     s.problem.tokens = s.problem.rows = 24;
     s.problem.input_is_sharded = k & 4;
     s.problem.partial_grad_input = !(k & 4);
+    s.problem.frozen_hidden = 8;
     test_ranks(&s);
+    s.problem.frozen_hidden = 0;
     s.problem.partial_grad_input = false;
     s.problem.wide_terms = true;
     test_ranks(&s);
@@ -344,16 +347,24 @@ static void test_input(void) {
   }
 }
 
-/* All logits of a rank are -inf: its probabilities are 0, the others' are as without it. */
+/* All logits of a rank are -inf: its probabilities are 0, the others' are as without it. With label
+ * smoothing the loss is infinite, unless the weights of these classes are 0; then they may also be
+ * targets. */
 static void test_hidden_shard(void) {
-  for (int k = 0; k < 6; k++) {
+  for (int k = 0; k < 15; k++) {
     const flce_save saves[] = {FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
     setting s = make_setting(FLCE_F32, saves[k % 3]);
-    s.problem.wants_entropy = s.problem.wants_predictions = k > 2;
+    bool smooths = k / 3 == 2 || k / 3 == 4, weighs = k >= 9;
+    s.problem.wants_entropy = s.problem.wants_predictions = k / 3 == 1;
+    s.problem.has_class_weight = weighs;
+    if (smooths) s.problem.loss.label_smoothing = 0.2;
     model m = make_model(&s);
     for (int64_t i = 0; i < s.problem.tokens; i++)
-      if (m.target[i] != IGNORE_INDEX) m.target[i] %= 40;
-    for (int64_t j = 40; j < 67; j++) flce_store(m.bias, FLCE_F32, j, -INFINITY);
+      if (m.target[i] != IGNORE_INDEX) m.target[i] = weighs ? 30 + i : m.target[i] % 40;
+    for (int64_t j = 40; j < 67; j++) {
+      flce_store(m.bias, FLCE_F32, j, -INFINITY);
+      flce_store(m.class_weight, FLCE_F32, j, 0.0);
+    }
     setting whole = s;
     run one = run_all(&whole, &m, 1);
     const int64_t ends[] = {40, 67};
@@ -363,7 +374,9 @@ static void test_hidden_shard(void) {
     for (int r = 0; r < 2; r++) {
       double loss = flce_load(calls[r].r.t.loss, FLCE_F32, 0);
       double expected = flce_load(one.t.loss, FLCE_F32, 0);
-      CHECK(test_close(loss, expected, 1e-5 * expected), "loss %g, expected %g", loss, expected);
+      CHECK(isinf(expected) == (smooths && !weighs), "loss of one process %g", expected);
+      CHECK(loss == expected || fabs(loss - expected) < 1e-5 * fmin(expected, 1e3),
+            "loss %g, expected %g", loss, expected);
       for (int64_t i = 0; i < s.problem.tokens * s.problem.hidden; i++) {
         double value = flce_load(calls[r].r.t.grad_input, FLCE_F32, i);
         double exact = flce_load(one.t.grad_input, FLCE_F32, i);
@@ -377,6 +390,80 @@ static void test_hidden_shard(void) {
   }
 }
 
+/* Logits that reach the softcap are equal, on all ranks: the prediction is the lowest class. */
+static void test_equal_caps(void) {
+  for (int k = 0; k < 2; k++) {
+    setting s = make_setting(k ? FLCE_F64 : FLCE_F32, FLCE_SAVE_LOGITS);
+    s.std = 100.0, s.problem.loss.softcap = 1.0, s.problem.wants_predictions = true;
+    model m = make_model(&s);
+    run one = run_all(&s, &m, 1);
+    const int64_t ends[] = {2, 30, 67};
+    group all;
+    rank_call calls[3];
+    run_threads(&s, &m, 3, ends, &all, calls);
+    CHECK(test_same(calls[0].r.t.predictions, one.t.predictions, s.problem.tokens * 8),
+          "predictions of %s", flce_dtype_name(s.problem.dtype));
+    for (int r = 0; r < 3; r++) free_rank(&calls[r]);
+    free_run(&one);
+    free_model(&m);
+  }
+}
+
+/* Sums in the order of the ranks, in float32 or float64, rounded once. */
+static void test_sums(void) {
+  static const struct {
+    flce_dtype terms, out;
+    double values[3], sum;
+  } cases[] = {
+      {FLCE_F32, FLCE_F32, {1.0, 0x1p30, -0x1p30}, 0.0},
+      {FLCE_F32, FLCE_F32, {-0x1p30, 0x1p30, 1.0}, 1.0},
+      {FLCE_F64, FLCE_F64, {1.0, 0x1p30, -0x1p30}, 1.0},
+      {FLCE_F64, FLCE_F64, {1.0, 0x1p60, -0x1p60}, 0.0},
+      {FLCE_F32, FLCE_BF16, {1.0, 0x1p-9, 0x1p-8}, 1.0 + 0x1p-7},
+      {FLCE_BF16, FLCE_BF16, {1.0, 0x1p-9, 0x1p-8}, 1.0 + 0x1p-7},
+      {FLCE_F32, FLCE_F16, {1.0, 0x1p-12, 0x1p-11}, 1.0 + 0x1p-10},
+  };
+  enum { COUNT = 5 };
+  flce_cpu cpu = test_cpu(3);
+  for (size_t k = 0; k < 2 * sizeof cases / sizeof *cases; k++)
+    for (int rank = 0; rank < 3; rank++) {
+      flce_dtype terms = cases[k / 2].terms, dtype = cases[k / 2].out;
+      void *parts = test_buffer(terms, 3 * COUNT), *own = test_buffer(terms, COUNT);
+      void *out = test_buffer(dtype, COUNT), *copy = k % 2 ? test_buffer(dtype, COUNT) : NULL;
+      for (int i = 0; i < 3 * COUNT; i++)
+        flce_store(parts, terms, i, i / COUNT == rank ? NAN : cases[k / 2].values[i / COUNT]);
+      for (int i = 0; i < COUNT; i++) flce_store(own, terms, i, cases[k / 2].values[rank]);
+      flce_sum_partials_args args = {.out = out, .copy = copy, .out_dtype = dtype};
+      args.parts = parts, args.own = own, args.dtype = terms;
+      args.ranks = 3, args.rank = rank, args.count = COUNT;
+      CHECK_OK(flce_cpu_sum_partials(&cpu, &args));
+      for (int i = 0; i < COUNT; i++) {
+        double sum = flce_load(out, dtype, i), other = copy ? flce_load(copy, dtype, i) : sum;
+        CHECK(sum == cases[k / 2].sum && other == sum, "case %zu, rank %d: %g and %g, expected %g",
+              k, rank, sum, other, cases[k / 2].sum);
+      }
+      free(parts), free(own), free(out), free(copy);
+    }
+}
+
+/* No class has a probability below eps: nothing is drawn, and the gradients are exact. */
+static void test_samples(void) {
+  for (int k = 0; k < 2; k++) {
+    setting s = make_setting(k ? FLCE_BF16 : FLCE_F32, FLCE_SAVE_SAMPLES);
+    s.problem.gradient_eps = 0x1p-12;
+    s.std = 0.5;
+    if (k) s.problem.loss.label_smoothing = 0.2, s.problem.frozen_hidden = 8;
+    s.problem.wide_terms = k;
+    test_ranks(&s);
+  }
+}
+
+static void check_refused(const flce_backend* b, const flce_problem* p, const char* text) {
+  flce_plan plan;
+  CHECK(flce_plan_call(b, p, &plan) == FLCE_INVALID_ARGUMENT && strstr(flce_last_error(), text),
+        "expected \"%s\", got \"%s\"", text, flce_last_error());
+}
+
 static void test_refusals(void) {
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
@@ -384,19 +471,23 @@ static void test_refusals(void) {
   flce_cpu_backend(&cpu, &b);
   setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
   flce_problem* p = &s.problem;
-  p->ranks = 2, p->classes = 130, p->first_class = 67;
-  CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
-            strstr(flce_last_error(), "expected a range within the 130 classes, got [67, 134)"),
-        "classes beyond the end: %s", flce_last_error());
+  p->ranks = 2, p->classes = 130, p->first_class = 67, p->max_memory = 1 << 28;
+  check_refused(&b, p, "expected a range within the 130 classes, got [67, 134)");
   p->first_class = 63, p->input_is_sharded = true;
-  CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
-            strstr(flce_last_error(), "multiple of the 2 ranks"),
-        "an odd number of tokens: %s", flce_last_error());
-  p->input_is_sharded = false, p->rank = 2;
-  CHECK(flce_plan_call(&b, p, &plan) == FLCE_INVALID_ARGUMENT &&
-            strstr(flce_last_error(), "rank: expected 0 to 1, got 2"),
-        "a rank too high: %s", flce_last_error());
-  p->rank = 1;
+  check_refused(&b, p, "multiple of the 2 ranks");
+  p->tokens = 24, p->partial_grad_input = true;
+  check_refused(&b, p, "reduce_input_grad: expected True with sequence=True");
+  p->input_is_sharded = false, p->wide_terms = true;
+  check_refused(&b, p, "reduce_dtype: expected None with reduce_input_grad=False");
+  p->partial_grad_input = false, p->input_dtype = FLCE_F64;
+  check_refused(&b, p, "reduce_dtype: expected None with a float64 input");
+  p->wide_terms = false, p->input_dtype = FLCE_F32, p->tokens = 23, p->rank = 2;
+  check_refused(&b, p, "rank: expected 0 to 1, got 2");
+  p->rank = 1, p->wants_predictions = true, p->classes = (1 << 24) + 1;
+  check_refused(&b, p, "expected at most 16777216 classes with vocab_parallel, got 16777217");
+  p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F64;
+  CHECK_OK(flce_plan_call(&b, p, &plan));
+  p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32, p->classes--;
   CHECK_OK(flce_plan_call(&b, p, &plan));
   flce_tensors none = {.workspace = workspace(plan.forward_workspace_bytes)};
   CHECK(flce_forward(&b, NULL, p, &plan, &none) == FLCE_INVALID_ARGUMENT &&
@@ -412,6 +503,9 @@ int main(void) {
   test_edges();
   test_input();
   test_hidden_shard();
+  test_equal_caps();
+  test_sums();
+  test_samples();
   test_refusals();
   return test_verdict();
 }
