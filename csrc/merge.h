@@ -103,7 +103,7 @@ static FLCE_HOST_DEVICE flce_merged flce_merge_row(const flce_merge_args* call, 
     merged.largest = lse;
     top = r;
   }
-  for (int64_t r = 0; r < call->ranks; r++)
+  for (int64_t r = 0; r < call->ranks && merged.largest != -INFINITY; r++)
     if (r != top)
       rest += exp(flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_LSE, row) - merged.largest);
   merged.log_ratio = log1p(rest);

@@ -2,6 +2,7 @@
 operator of flce runs. A collective begins on the current stream and is asynchronous until waited
 for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
+import functools
 import socket
 import threading
 import weakref
@@ -9,12 +10,15 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from . import validate
 from ._C import getenv
 from .autograd import library
 
 _in_flight = threading.local()  # forward and backward run in different threads
-# torch 2.13 renames the functions.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# torch 2.13 renames the function.
+_renamed = hasattr(dist, "all_gather_single")
+_all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
+_equal_rows = weakref.WeakKeyDictionary()  # by group: numbers of rows that all ranks had
 
 
 def _works():
@@ -25,6 +29,29 @@ def _works():
 
 def _group(name):
     return dist.distributed_c10d._resolve_process_group(name)
+
+
+def check_group(shard, rows):
+    """Refuses a VocabShard of another rank or process, as a pickle may have, and, once for each
+    group and number of rows of W, equal shares where they are not equal."""
+    try:
+        group = _group(shard.group)
+    except Exception:
+        validate.refuse("vocab_parallel", "a group of this process", repr(shard.group))
+    given, present = (shard.rank, shard.ranks), (dist.get_rank(group), dist.get_world_size(group))
+    if given != present:
+        expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
+        validate.refuse("vocab_parallel", expected, "that of rank {} of {}".format(*given))
+    known = _equal_rows.setdefault(group, set())
+    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if shard.vocab is not None or rows in known or captures:
+        return
+    of_ranks = [None] * shard.ranks
+    dist.all_gather_object(of_ranks, rows, group=group)
+    if len(set(of_ranks)) > 1:
+        expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
+        validate.refuse("linear_weight", expected, of_ranks)
+    known.add(rows)
 
 
 def _all_gather(received, sent, group, id):
@@ -116,10 +143,27 @@ def _send_buffer(name, id, size):
     return addresses if held >= size else []
 
 
+def _noting(name, function):
+    """`function`, which keeps the text of its exception for flce::comm_error."""
+
+    @functools.wraps(function)
+    def called(*args):
+        try:
+            return function(*args)
+        except Exception as error:
+            group = next((arg for arg in args if isinstance(arg, str)), "")
+            _in_flight.error = f"{name} of group {group!r}: {type(error).__name__}: {error}"
+            raise
+
+    return called
+
+
 for _name, _function in (
     ("all_gather", _all_gather),
     ("all_to_all", _all_to_all),
     ("wait", _wait),
     ("send_buffer", _send_buffer),
 ):
+    _function = _noting(_name, _function)
     library.impl(f"comm_{_name}", _function, "CompositeExplicitAutograd")
+library.impl("comm_error", lambda: _in_flight.error, "CompositeExplicitAutograd")

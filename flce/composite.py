@@ -123,6 +123,10 @@ def _of_ranks(settings, vectors, linear_weight):
         if rows != classes:
             validate.refuse("linear_weight", f"all {classes} rows in a group of one rank", rows)
         return {**settings, "vocab_parallel": None}, vectors, None
+    from . import collectives  # also implements the operators that the call needs
+
+    if not torch.compiler.is_compiling():
+        collectives.check_group(shard, rows)
     weight, sharded = parallel.class_weight_of_rank(vectors[0], shard, rows)
     vectors = weight, *vectors[1:]
     return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None

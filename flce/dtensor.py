@@ -10,7 +10,7 @@ _CLASSES = ("linear_weight", "linear_bias", "adapter_weight")
 _OPERANDS = ("input", "linear_weight", "target")
 # The tensors among the options.
 _OPTIONS = ("linear_bias", "adapter_input", "adapter_weight", "weight", "token_weight")
-_OPTIONS += ("temperature", "num_items", "cu_seqlens")
+_OPTIONS += ("temperature", "num_items", "cu_seqlens", "gradient_seed")
 
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
@@ -28,16 +28,10 @@ def is_dtensor(value):
 
 
 def has_dtensors(operands, settings):
-    """Whether the call has a DTensor among `operands` (input, linear_weight, target), or as bias
-    or class weight. Other options have to be plain where none of these is a DTensor."""
-    input, linear_weight, target = operands
-    return (
-        is_dtensor(linear_weight)
-        or is_dtensor(input)
-        or is_dtensor(target)
-        or is_dtensor(settings["linear_bias"])
-        or is_dtensor(settings["weight"])
-    )
+    """Whether the call has a DTensor among `operands` (input, linear_weight, target) or options."""
+    if any(map(is_dtensor, operands)):
+        return True
+    return any(is_dtensor(settings.get(name)) for name in _OPTIONS)
 
 
 def _shown(value):

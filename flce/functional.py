@@ -276,6 +276,9 @@ def cross_entropy(logits, target, **options):
     Raises: as `linear_cross_entropy`.
     """
     settings = completed("cross_entropy", _OF_LOGITS, options)
+    if dtensor.is_dtensor(logits):
+        expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
+        validate.refuse("logits", expected, "a DTensor", TypeError)
     return _call("cross_entropy", (logits, target), settings)
 
 

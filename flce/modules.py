@@ -116,7 +116,9 @@ class LinearCrossEntropyHead(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as nn.Linear; with vocab_parallel
-            out_features is the number of this rank's classes.
+            out_features is the number of this rank's classes. Without labels the call then gives
+            the logits of this rank's rows of input and classes. Ranks with one seed begin with the
+            same weights in all shards.
         class_weight: a factor for each class, shape (out_features,), or None; a non-persistent
             buffer. With vocab_parallel it may be that of all classes.
         **options: as for LinearCrossEntropyLoss, except `weight`.

@@ -103,8 +103,6 @@ class VocabParallel:
         import torch.distributed as dist
 
         group = process_group("vocab_parallel", group)
-        from . import collectives  # noqa: F401  implements the operators that a call needs
-
         validate.check_flag("sequence", sequence)
         validate.check_flag("reduce_input_grad", reduce_input_grad)
         if vocab is not None:
@@ -149,10 +147,14 @@ def process_group(caller, group):
     if not dist.is_available() or not dist.is_initialized():
         expected = "torch.distributed initialised: call init_process_group first"
         raise RuntimeError(f"{caller}: expected {expected}")
-    if hasattr(group, "mesh_dim_names"):
-        if group.ndim != 1:
-            validate.refuse("group", "a DeviceMesh of one dimension", f"{group.ndim} dimensions")
-        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup) and hasattr(group, "mesh_dim_names"):
+        mesh = group
+        if mesh.ndim != 1:
+            validate.refuse("group", "a DeviceMesh of one dimension", f"{mesh.ndim} dimensions")
+        group = mesh.get_group()
+        if mesh.get_local_rank() != dist.get_rank(group):
+            expected = "a DeviceMesh whose ranks are in the order of its group"
+            validate.refuse("group", expected, mesh)
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         validate.refuse("group", "a group that this rank belongs to", "new_group of other ranks")
     if not isinstance(group, dist.ProcessGroup):

@@ -70,7 +70,7 @@ _MOST_ELEMENTS = 1 << 54
 
 
 def _check_ranks(ranks, sequence, tokens):
-    validate.check_integer("ranks", ranks, 1)
+    validate.check_integer("ranks", ranks, 1, 1 << 20)
     if validate.check_flag("sequence", sequence) and tokens % ranks != 0:
         validate.refuse("tokens", f"a multiple of {ranks} ranks with sequence=True", tokens)
 

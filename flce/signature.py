@@ -150,7 +150,9 @@ def _of_shard(shard, start, classes, has_probabilities):
         return {**dict.fromkeys(SHARDS, 0), "group": None}
     if has_probabilities:
         validate.refuse("target", "class indices with vocab_parallel", "probabilities")
-    values = shard.ranks, shard.rank, min(start, classes), classes, shard.sequence
+    # int: under torch.compile sizes may be symbols, which the packed list cannot hold.
+    classes = int(classes)
+    values = shard.ranks, shard.rank, int(min(start, classes)), classes, shard.sequence
     values += not shard.reduce_input_grad, shard.wide
     values = dict(zip(SHARDS, values, strict=True))
     return {**values, "group": shard.group}
@@ -177,9 +179,11 @@ def linear_signature(global_state, wanted, operands, tensors, frozen_hidden, *va
     start, vocab = (
         shard.class_range(linear_weight.shape[0]) if shard else (0, linear_weight.shape[0])
     )
+    named = "input"
     if shard and shard.sequence:
         input = input._replace(shape=(shard.ranks * input.shape[0], *input.shape[1:]))
-    has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, ("input", input))
+        named = f"the inputs of {shard.ranks} ranks (sequence=True)"
+    has_probabilities = _check_loss_tensors(tensors, wanted, vocab, scalars, (named, input))
     if given["valid_vocab"] is not None:
         vocab = validate.check_integer("valid_vocab", given["valid_vocab"], 1, vocab)
     if shard:

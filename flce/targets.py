@@ -1,10 +1,12 @@
 """The targets that a loss counts: after a shift, and their number over micro-batches and ranks."""
 
+import math
 import numbers
 
 import torch
 
 from . import parallel, validate
+from .dtensor import is_dtensor
 
 
 def shifted_target(target, shift, cu_seqlens, ignore_index):
@@ -47,6 +49,11 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
 def _count(target, shift, cu_seqlens, ignore_index):
     """The number of valid targets, a 0-d tensor."""
     validate.check_tensor("targets", target)
+    if is_dtensor(target):
+        if not all(placement.is_replicate() for placement in target.placements):
+            expected = "plain tensors, or DTensors with the placement Replicate()"
+            validate.refuse("targets", expected, f"a DTensor with {target.placements}")
+        target = target.to_local()
     if target.dtype not in (torch.int64, torch.int32):
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("targets", expected, target.dtype, TypeError)
@@ -89,8 +96,9 @@ def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None,
         validate.refuse("cu_seqlens", expected, len(offsets))
     if isinstance(averaged_over, bool) or not isinstance(averaged_over, numbers.Real):
         validate.refuse("averaged_over", "a number", repr(averaged_over), TypeError)
-    if not averaged_over > 0:
+    if not 0 < averaged_over < math.inf:
         validate.refuse("averaged_over", "a positive number", averaged_over)
+    validate.check_integer("shift", shift, 0)
     ignore_index = validate.check_ignore_index(ignore_index)
     counts = [
         _count(target, shift, offset, ignore_index)

@@ -145,7 +145,13 @@ WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use
 # Of flce.tune: its tensors are scratch memory, its result is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}
 # Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.
-WITHOUT_TENSORS |= {"comm_all_gather", "comm_all_to_all", "comm_wait", "comm_send_buffer"}
+WITHOUT_TENSORS |= {
+    "comm_all_gather",
+    "comm_all_to_all",
+    "comm_wait",
+    "comm_send_buffer",
+    "comm_error",
+}
 # These refuse to be differentiated: their values are checked on detached tensors.
 REFUSE_GRADIENTS = {"backward", "backward_into", "cross_entropy_backward", "scaled"}
 

@@ -67,7 +67,7 @@ def test_a_rank_has_its_share(device):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"ranks": 0}, ValueError, "ranks: expected an int of at least 1, got 0"),
+        ({"ranks": 0}, ValueError, "ranks: expected an int from 1 to 1048576, got 0"),
         ({"ranks": 2.0}, TypeError, "ranks: expected an int"),
         ({"ranks": 2, "sequence": 1}, TypeError, "sequence: expected True or False"),
         ({"ranks": 3, "sequence": True}, ValueError, "tokens: expected a multiple of 3 ranks"),

@@ -517,6 +517,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
   for (const char* name : {"comm_all_gather", "comm_all_to_all"})
     m.def((std::string(name) + COMM_SCHEMA).c_str());
   m.def("comm_wait(str group, int id) -> ()");
+  m.def("comm_error() -> str");
   m.def("comm_send_buffer(str group, int id, int bytes) -> int[]");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
   m.def(

@@ -36,7 +36,12 @@ class Collectives {
   static flce_status called(const char* op, StableIValue* arguments) {
     if (torch_call_dispatcher(op, "", arguments, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS)
       return FLCE_OK;
-    return flce_fail(FLCE_DEVICE_ERROR, "%s failed; torch has printed why", op);
+    StableIValue text[1]; /* the dispatcher's error has lost that of the operator */
+    if (torch_call_dispatcher("flce::comm_error", "", text, TORCH_ABI_VERSION) !=
+        AOTI_TORCH_SUCCESS)
+      return flce_fail(FLCE_DEVICE_ERROR, "%s failed", op);
+    return flce_fail(FLCE_DEVICE_ERROR, "%s",
+                     torch::stable::detail::to<std::string>(text[0]).c_str());
   }
 
   /* The status of a function of the CUDA library, with the library's own error message. */

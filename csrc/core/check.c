@@ -46,10 +46,12 @@ static flce_status check_samples(const flce_problem* problem) {
   if (problem->dtype == FLCE_F64)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "save: expected another than \"samples\" with float64 operands");
-  if (problem->vocab > FLCE_SAMPLE_CLASSES)
+  /* Of all ranks: each has to refuse what one does. */
+  int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
+  if (classes > FLCE_SAMPLE_CLASSES)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "vocab: expected at most %d with save=\"samples\", got %lld",
-                     FLCE_SAMPLE_CLASSES, (long long)problem->vocab);
+                     FLCE_SAMPLE_CLASSES, (long long)classes);
   return FLCE_OK;
 }
 
