@@ -59,9 +59,9 @@ def _parsed(text):
     try:
         group, *numbers = text.rsplit("|", 7)
         ranks, rank, start, vocab, *flags = (None if item == "-" else int(item) for item in numbers)
-    except ValueError:
+        return VocabShard(group, ranks, rank, start, vocab, *map(bool, flags))
+    except (TypeError, ValueError):
         validate.refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
-    return VocabShard(group, ranks, rank, start, vocab, *map(bool, flags))
 
 
 class VocabParallel:

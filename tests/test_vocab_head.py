@@ -324,5 +324,25 @@ def run(rank, file):
         check_refusals(mesh, square)
 
 
+def save_head(rank, folder):
+    with one_of(rank, folder / "saving", 2, seconds=20):
+        vp = flce.VocabParallel(dist.group.WORLD, vocab=VOCAB)
+        head = flce.LinearCrossEntropyHead(HIDDEN, 6 - rank, dtype=FLOAT, vocab_parallel=vp)
+        x, labels = torch.ones(3, HIDDEN, dtype=FLOAT), torch.tensor([1, 7, 10])
+        torch.save((head, x, labels, head(x, labels)), folder / f"head{rank}")
+
+
+def load_head(rank, folder):
+    """No VocabParallel has been made in this process."""
+    with one_of(rank, folder / "loading", 2, seconds=20):
+        head, x, labels, loss = torch.load(folder / f"head{rank}", weights_only=False)
+        assert torch.equal(head(x, labels), loss)
+
+
+def test_unpickled_in_other_processes(tmp_path):
+    for function in (save_head, load_head):
+        mp.spawn(function, (tmp_path,), 2)
+
+
 def test_equals_one_process(tmp_path):
     mp.spawn(run, (tmp_path / "store",), RANKS)

@@ -1,10 +1,11 @@
 """vocab_parallel over gloo: two and four processes run the functions of vocab_cases.py,
-vocab_calls.py and vocab_others.py, each of which is a test here."""
+vocab_calls.py, vocab_graphs.py and vocab_others.py, each of which is a test here."""
 
 import pytest
 import torch.distributed as dist
 import vocab_calls  # noqa: F401  registers its functions
 import vocab_cases  # noqa: F401
+import vocab_graphs  # noqa: F401
 import vocab_others  # noqa: F401
 from processes import failures_of
 from vocab_ranks import CASES

@@ -309,7 +309,21 @@ def modules(ranks):
     ranks.note(hash(other) == hash(ranks.parallel(VOCAB)), "the hash of an equal VocabParallel")
     ranks.note(other != ranks.parallel(VOCAB, sequence=True), "an unequal VocabParallel")
     other.text = other.text.replace(dist.group.WORLD.group_name, "no such group", 1)
-    refused(ranks, "flce", RuntimeError, ranks.divided(make()), vocab_parallel=other)
+    which = "vocab_parallel: expected a group of this process"
+    refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=other)
+    with unittest.mock.patch.object(collectives, "_all_gather_single", side_effect=OSError("lost")):
+        which = f"flce: device error: all_gather of group '{dist.group.WORLD.group_name}': OSError"
+        own, call = ranks.divided(make()), flce.linear_cross_entropy
+        vp = ranks.parallel(VOCAB)
+        raised(ranks, which, RuntimeError, lambda: cases.outcome(call, own, vocab_parallel=vp))
+    sent = [ranks.parallel(VOCAB)]
+    dist.broadcast_object_list(sent, src=0)
+    if ranks.rank > 0:
+        which = f"vocab_parallel: expected that of rank {ranks.rank} of 4"
+        refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=sent[0])
+    # Equal shares are not equal: compared once, so it is not a wrong loss.
+    which = "linear_weight: expected as many rows on all ranks"
+    refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=ranks.parallel())
 
 
 @on(2)

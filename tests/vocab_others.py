@@ -284,3 +284,15 @@ def extreme_logits(ranks):
     one = flce.linear_cross_entropy(x, w, y, reduction="none", linear_bias=bias)
     ranks.agree("losses near 0", made, one, 1e-10)
     ranks.note((made > 0.0).all(), "losses near 0 are lost")
+
+
+@on(2)
+def all_logits_hidden(ranks):
+    """All logits of all ranks are -inf: so is lse, as in one process."""
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    hidden, y = torch.full((6,), -torch.inf), torch.arange(4)
+    options = {"linear_bias": hidden[:3], "vocab_parallel": ranks.parallel(), "return_lse": True}
+    made = flce.linear_cross_entropy(x, w[3 * ranks.rank :][:3], y, **options)
+    one = flce.linear_cross_entropy(x, w, y, linear_bias=hidden, return_lse=True)
+    ranks.note(torch.equal(made.lse, one.lse), f"lse {made.lse}, of one process {one.lse}")
+    ranks.note(made.loss.isnan() == one.loss.isnan(), f"{made.loss}, of one process {one.loss}")
