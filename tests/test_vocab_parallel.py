@@ -20,7 +20,9 @@ def failures(request, tmp_path_factory):
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     found = {}
     for ranks in CASES:
-        names = [given["name"] for given in chosen if given.get("ranks") == ranks]
+        names = [
+            given["name"] for given in chosen if given.get("ranks") == ranks and "name" in given
+        ]
         if names:
             folder = tmp_path_factory.mktemp(f"ranks{ranks}")
             found[ranks] = failures_of(ranks, folder, __name__, names)
