@@ -1,7 +1,8 @@
 """The vocabulary sharded over two, four and eight GPUs, through NCCL and by copy engines, against
-one GPU. One spawn runs all cases."""
+one GPU; and by copy engines over processes on one GPU. One spawn runs all cases."""
 
 import functools
+import itertools
 import os
 import traceback
 
@@ -12,8 +13,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import flce
+import flce.collectives
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 # tokens, hidden, vocab, dtype, options, among them VocabParallel's reduce_dtype
 CASES = {
@@ -245,16 +247,30 @@ def check_fsdp():
     assert single[-1] < single[0]
 
 
+def share_one_gpu():
+    """Symmetric memory and its copies among processes on one GPU. NCCL refuses them: the group is
+    gloo's, whose barrier takes no device."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    barrier = dist.barrier
+    dist.barrier = lambda group=None, **ignored: barrier(group)
+    flce.collectives._can_share = lambda group: True
+
+
 def run_rank(rank, folder, transport, ranks):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/init", rank=rank, world_size=ranks
-    )
     checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "hidden": check_hidden, "training": check_training}
-    checks |= {"graph": check_graph, "fsdp": check_fsdp}
+    checks |= {"graph": check_graph}
+    backend, device = "nccl", rank
+    if transport == "one GPU":
+        share_one_gpu()
+        backend, device = "gloo", 0
+    else:
+        checks["fsdp"] = check_fsdp
+    torch.cuda.set_device(device)
+    init = f"file://{folder}/init"
+    dist.init_process_group(backend, init_method=init, rank=rank, world_size=ranks)
     for name, check in checks.items():
         try:
             check()
@@ -273,10 +289,12 @@ def run_rank(rank, folder, transport, ranks):
     os._exit(0)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "copy engines"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [*itertools.product((2, 4, 8), ("nccl", "copy engines")), (2, "one GPU"), (4, "one GPU")],
+)
 def test_all_cases(tmp_path, ranks, transport):
-    if torch.cuda.device_count() < ranks:
+    if transport != "one GPU" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     mp.spawn(run_rank, (str(tmp_path), transport, ranks), nprocs=ranks)
     texts = [(tmp_path / str(rank)).read_text() for rank in range(ranks)]
