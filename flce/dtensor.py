@@ -1,8 +1,6 @@
 """DTensor operands of `linear_cross_entropy`: their local parts, and the VocabParallel that follows
 from their placements. A plain call pays for a comparison of types."""
 
-import operator
-
 import torch
 
 from . import validate
@@ -13,7 +11,6 @@ _OPERANDS = ("input", "linear_weight", "target")
 # The tensors among the options.
 _OPTIONS = ("linear_bias", "adapter_input", "adapter_weight", "weight", "token_weight")
 _OPTIONS += ("temperature", "num_items", "cu_seqlens", "gradient_seed")
-_options_of = operator.itemgetter(*_OPTIONS)
 
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
@@ -32,10 +29,9 @@ def is_dtensor(value):
 
 def has_dtensors(operands, settings):
     """Whether the call has a DTensor among `operands` (input, linear_weight, target) or options."""
-    for value in (*operands, *_options_of(settings)):
-        if value is not None and is_dtensor(value):
-            return True
-    return False
+    if any(map(is_dtensor, operands)):
+        return True
+    return any(is_dtensor(settings.get(name)) for name in _OPTIONS)
 
 
 def _shown(value):
