@@ -132,23 +132,24 @@ def _of_ranks(settings, vectors, linear_weight):
     return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None
 
 
-def _described(target, vectors, classes):
-    """The fields of _LOSS_TENSORS. `classes`: of the class weights, which are exchanged once all
-    arguments have been checked; None if they are whole."""
+def _described(target, vectors, shard, linear_weight):
+    """The fields of _LOSS_TENSORS, with class weights of all ranks, which are exchanged once all
+    arguments have been checked. `shard`: None if they are whole."""
     described = list(map(describe, _LOSS_TENSORS, (target, *vectors)))
-    if classes is not None:
-        described[1] = *described[1][:2], (classes,), described[1][3]
+    if shard is not None:
+        dtype, device, _, requires_grad = described[1]
+        described[1] = dtype, device, shard.class_range(len(linear_weight))[1:], requires_grad
     return tuple(described)
 
 
-def _with_all_class_weights(tensors, shard, rows, call):
+def _with_all_class_weights(tensors, shard, linear_weight, call):
     """`tensors` with the class weights of all ranks, and without those of padding. `shard`: None
     if they are whole."""
     target, weight, *vectors = tensors
     if not call.settings.ranks or weight is None:
         return tensors
     if shard is not None:
-        weight = parallel.whole_class_weight(weight, shard, rows)
+        weight = parallel.whole_class_weight(weight, shard, len(linear_weight))
     return target, weight[: call.vocab], *vectors
 
 
@@ -175,9 +176,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
         environment(input, settings["max_memory"]),
         wanted,
         tuple(operands),
-        _described(
-            target, vectors, weight_shard and weight_shard.class_range(len(linear_weight))[1]
-        ),
+        _described(target, vectors, weight_shard, linear_weight),
         joined.frozen_hidden,
         *linear_values(settings),
     )
@@ -196,7 +195,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
-    tensors = _with_all_class_weights(tensors, weight_shard, len(linear_weight), call)
+    tensors = _with_all_class_weights(tensors, weight_shard, linear_weight, call)
     seed, samples = settings["gradient_seed"], resolved.save == "samples"
     # Drawn under no_grad too: a reentrant checkpoint restores the generator for its second forward,
     # so without a draw in the first every step would have the same seed.

@@ -141,7 +141,7 @@ GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # Slots after the options, derived from outputs, tensors and torch's global settings.
 _FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
 _FLAGS += (*GRADIENTS, "allow_tf32")
-# Of a sharded vocabulary (flce_problem); ranks 0: it is not divided.
+# Of a sharded vocabulary (flce_problem); ranks 0: it is not sharded.
 SHARDS = ("ranks", "rank", "first_class", "classes")
 _SHARD_FLAGS = ("input_is_sharded", "partial_grad_input", "wide_terms")
 SHARDS += _SHARD_FLAGS

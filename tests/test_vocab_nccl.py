@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_cuda import captured
 from torch import nn
 
 import flce
@@ -163,13 +164,7 @@ def check_graph():
         loss = flce.linear_cross_entropy(x, w, y, vocab_parallel=vp)
         return loss.detach(), *torch.autograd.grad(loss, (x, w))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = captured(step)
     for _ in range(3):
         with torch.no_grad():
             x.mul_(0.9)

@@ -164,7 +164,7 @@ def train(loss_of, body, head, rows=None, reduce=None, steps=200):
 
 @on(2, 4)
 def training(ranks):
-    """200 steps follow those of one process, whoever sums dX."""
+    """200 steps follow those of one process, with dX summed by flce and by the caller."""
     torch.manual_seed(1)
     first, weight = Body(), torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5
     states = {name: value.clone() for name, value in first.state_dict().items()}

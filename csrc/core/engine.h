@@ -12,9 +12,9 @@ typedef struct engine {
   const flce_comm* comm;              /* NULL unless the vocabulary is sharded */
   const flce_problem* problem;        /* the caller's, or this rank's (flce_open_shard) */
   const flce_plan* plan;              /* NULL in cross_entropy.c */
-  const flce_tensors* tensors;        /* the same */
+  const flce_tensors* tensors;        /* the caller's, or this rank's */
   const flce_problem* caller_problem; /* as the caller gave it; NULL if comm is */
-  const flce_tensors* caller_tensors; /* the same */
+  const flce_tensors* caller_tensors; /* as the caller gave them; NULL if comm is */
   flce_dtype stat;                    /* the stat dtype */
   const void* input;         /* [N][plan->hidden] plan->dtype; NULL if the call does not read it */
   const void* linear_weight; /* [V][plan->hidden] plan->dtype */

@@ -384,7 +384,7 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   add(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
   add(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
   add(plan, FLCE_BUF_SHARD_STATS, FLCE_IN_FORWARD, ranks * parts);
-  if (!sums_input(problem)) return;
+  if (!makes_gradients(problem) || !sums_input(problem)) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t block = summed_elements(problem) * flce_size_of(plan->input_term_dtype);
   bool widens = plan->input_term_dtype != plan->grad_input_dtype;

@@ -40,7 +40,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   if (rows->target) {
     /* r p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
     double nll = row_stat(pass, FLCE_STAT_NLL, i);
-    /* Another rank's target: the column that stands in for it has no one-hot term. */
+    /* Another rank's target: its substitute column has no one-hot term. */
     bool here = !job->shard || flce_holds_class(job->shard, rows->target[i]);
     double target = own * (here ? expm1(-nll) : exp(-nll)) + other * exp(-nll);
     coef[FLCE_COEF_TARGET] = a * row_stat(pass, FLCE_STAT_SLOPE, i) * target;

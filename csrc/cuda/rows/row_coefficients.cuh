@@ -8,7 +8,7 @@
 
 /* Factors of a valid row; `i` is its position in the per-row vectors. `scale` is logit_scale /
  * temperature, without a temperature of the row's own. `elsewhere`: the target is another rank's
- * class; the column that stands in for it has no one-hot term. */
+ * class; its substitute column has no one-hot term. */
 template <typename S>
 __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_upstream& upstream,
                                                 int64_t i, const RowStatistics<S>& stats, S factor,
