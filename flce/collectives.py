@@ -10,7 +10,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from . import validate
+from . import parallel, validate
 from ._C import getenv
 from .autograd import library
 
@@ -18,7 +18,7 @@ _in_flight = threading.local()  # forward and backward run in different threads
 # torch 2.13 renames the function.
 _renamed = hasattr(dist, "all_gather_single")
 _all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
-_compared = weakref.WeakSet()  # groups whose equal shares have been compared
+_compared = weakref.WeakSet()  # groups whose ranges of classes have been compared
 
 
 def _works():
@@ -32,9 +32,9 @@ def _group(name):
 
 
 def check_group(shard, rows):
-    """Refuses a VocabShard of another rank or process, as a pickle may have, and equal shares that
-    are not equal, in the first call of a group that expects them: all ranks have to agree on when
-    they compare."""
+    """Refuses a VocabShard of another rank or process, as a pickle may have, and, in a group's
+    first call, ranges of classes that do not fit together: all ranks have to agree on when they
+    compare."""
     try:
         group = _group(shard.group)
     except Exception:
@@ -43,15 +43,13 @@ def check_group(shard, rows):
     if given != present:
         expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
         validate.refuse("vocab_parallel", expected, "that of rank {} of {}".format(*given))
-    if shard.vocab is not None or group in _compared:
+    if group in _compared:
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     of_ranks = [None] * shard.ranks
-    dist.all_gather_object(of_ranks, rows, group=group)
-    if len(set(of_ranks)) > 1:
-        expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
-        validate.refuse("linear_weight", expected, of_ranks)
+    dist.all_gather_object(of_ranks, (shard.start, shard.vocab, rows), group=group)
+    parallel.check_ranges(shard, of_ranks)
     _compared.add(group)
 
 

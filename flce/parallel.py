@@ -45,6 +45,26 @@ class VocabShard(typing.NamedTuple):
         return start, self.vocab
 
 
+def check_ranges(shard, of_ranks):
+    """Refuses ranges that do not hold every class once. of_ranks: the start and vocab of each
+    rank's VocabShard, and its rows of W."""
+    rows = [rank_rows for _, _, rank_rows in of_ranks]
+    if shard.vocab is None and len(set(rows)) > 1:
+        expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
+        validate.refuse("linear_weight", expected, rows)
+    shards = [
+        shard._replace(rank=rank, start=start, vocab=vocab).class_range(rank_rows)
+        for rank, (start, vocab, rank_rows) in enumerate(of_ranks)
+    ]
+    ranges = [range(first, first + n) for (first, _), n in zip(shards, rows, strict=True)]
+    totals, end = {classes for _, classes in shards}, 0
+    for held in sorted(filter(None, ranges), key=lambda held: held.start):
+        end = held.stop if held.start == end else -1
+    if totals != {end}:
+        expected = f"ranges that hold each of {max(totals)} classes once"
+        validate.refuse("vocab_parallel", expected, ranges)
+
+
 def shard_of(text):
     """The VocabShard of a text; None for None."""
     if text is None:

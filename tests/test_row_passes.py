@@ -141,6 +141,26 @@ def test_masked_columns(device, vocab, save):
         assert cases.relative_error(got[name], expected[name].double()) <= limit, name
 
 
+@pytest.mark.parametrize("save", ["logits", "stats"])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"temperature": 2.0}], ids=str)
+def test_rows_of_minus_infinity(device, dtype, save, options):
+    """All logits of a row are -inf: so is its lse, and its predicted class is 0, as in torch."""
+    case = make(device, 1000, dtype)
+    x, w, y = case.input, case.linear_weight, case.target
+    x, w[:, 0] = torch.zeros_like(x), 1.0
+    x[5, 0] = -torch.inf
+    x, w = x.requires_grad_(), w.requires_grad_()
+    wants = {"return_lse": True, "return_entropy": True, "return_predictions": True}
+    for returns in ({"return_lse": True}, wants):
+        made = flce.linear_cross_entropy(x, w, y, reduction="none", save=save, **options, **returns)
+        assert made.lse[5] == -torch.inf
+        assert made.loss[5].isnan() or made.loss[5] == torch.inf
+        assert (made.lse.isfinite() == made.loss.isfinite()).all()
+        if made.predictions is not None:
+            assert made.predictions[5] == 0
+
+
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("vocab", [7, 1000, 50257, 128256])

@@ -142,16 +142,27 @@ def check_sequence():
 
 
 def check_hidden():
-    """All logits of all ranks but the first are -inf."""
-    x, w, b, y, options = draw(512, 256, 2000, torch.bfloat16, {"bias": True})
-    b, share = b.float(), 2000 // dist.get_world_size()
-    b[share:], y = -torch.inf, y % share
-    one, expected = run(x, w, b, y, options)
-    vp = flce.VocabParallel(dist.group.WORLD, vocab=2000)
-    mine = classes_of(2000)
-    two, grads = run(x, w[mine], b[mine], y, {"vocab_parallel": vp})
-    assert off(two, one) < 1e-5, (two, one)
-    assert off(grads[0], expected[0]) < 8e-3
+    """All logits of all ranks but the first are -inf: probability 0, gradient 0. The settings
+    reach every kernel of the forward."""
+    mine, returns = classes_of(2000), {"return_lse": True, "return_predictions": True}
+    for dtype, save, options in itertools.product(
+        TOLERANCE, ("auto", "logits", "stats"), ({}, {"softcap": 10.0}, {"temperature": 0.5})
+    ):
+        x, w, b, y, options = draw(512, 256, 2000, dtype, {"bias": True, "save": save, **options})
+        b = b.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        # A softcap leaves no logit at -inf, and these classes count like others.
+        b[2000 // dist.get_world_size() :] = -torch.inf
+        y %= 2000 // dist.get_world_size()
+        one, expected = run(x, w, b, y, options, **returns)
+        vp = flce.VocabParallel(dist.group.WORLD, vocab=2000)
+        options["vocab_parallel"] = vp
+        two, grads = run(x, w[mine], b[mine], y, options, **returns)
+        setting = f"{dtype} {save} {options}"
+        assert off(two.loss, one.loss) < 1e-5, (setting, two.loss, one.loss)
+        assert off(two.lse, one.lse) < 1e-5, setting
+        assert (two.predictions == one.predictions).double().mean() > 0.995, setting
+        for got, true in zip(grads, (expected[0], *(e[mine] for e in expected[1:])), strict=True):
+            assert off(got, true) < TOLERANCE[dtype], setting
 
 
 def check_graph():

@@ -321,9 +321,22 @@ def modules(ranks):
     if ranks.rank > 0:
         which = f"vocab_parallel: expected that of rank {ranks.rank} of 4"
         refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=sent[0])
-    # Equal shares are compared in the first call of a group.
-    which, vp = "linear_weight: expected as many rows", flce.VocabParallel(dist.new_group())
-    refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=vp)
+
+
+@on(4)
+def ranges_of_classes(ranks):
+    """A group's first call compares them."""
+    own, group, first = ranks.divided(make()), dist.new_group(), 11 * ranks.rank
+    which = "linear_weight: expected as many rows"
+    refused(ranks, which, ValueError, own, vocab_parallel=flce.VocabParallel(group))
+    which = "vocab_parallel: expected ranges that hold each of"
+    # An overlap; a class without a rank at the beginning, between two ranks and at the end.
+    for rank, start, vocab in ((2, 21, 41), (0, 1, 42), (3, 34, 42), (3, 33, 44)):
+        vp = flce.VocabParallel(group, start if ranks.rank == rank else first, vocab)
+        refused(ranks, which, ValueError, own, vocab_parallel=vp)
+    vp = flce.VocabParallel(group, first, VOCAB)
+    made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
+    ranks.note(made["loss"].isfinite(), "a call after those refused")
 
 
 @on(2)

@@ -170,9 +170,8 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
       rescale_written(out, row, first, factor);
       raise_sums<KIND>(sums, raised, factor);
     }
-    /* An offset of -inf: every logit so far is -inf (or NaN), and exp(-inf - shift) needs a finite
-     * shift. */
-    const float shift = sums.offset == -INFINITY ? 0.0f : sums.offset;
+    /* An offset of -inf: every logit so far is -inf (or NaN). */
+    const float shift = offset_of(sums.offset);
 #pragma unroll
     for (int u = 0; u < kUnroll<Z>; u++) {
       const int col = column_of<Z>(mine + u * blockDim.x, row.lead);
@@ -184,6 +183,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(4, KIND))
     }
   }
   pad_row(out, r.vocab, r.out_columns);
+  sums.offset = offset_of(sums.offset);
   add_up<KIND>(p, sums, scratch);
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
@@ -284,7 +284,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   }
   const Row<T> row = open_row<KIND, false, T>(p, ref.at);
   RowSums<T> sums = {};
-  sums.offset = sums.weighted_gap_from = sums.entropy_sum_from = row_max<KIND>(row, scratch);
+  sums.offset = offset_of(row_max<KIND>(row, scratch));
+  sums.weighted_gap_from = sums.entropy_sum_from = sums.offset;
   int lowest = INT32_MAX; /* column that holds the offset */
   /* In place: a thread overwrites only what it has read itself, and z_y was read before the
    * barriers in row_max. */
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 ? 1 : 2)
   }
   pad_row(out, r.vocab, r.out_columns);
   add_up<KIND>(p, sums, scratch);
-  Best<T> best = {sums.offset, lowest};
+  Best<T> best = lowest == INT32_MAX ? no_best<T>() : Best<T>{sums.offset, lowest};
   if (KIND == kGeneral && r.predictions) best = block_best(best, scratch);
   if (threadIdx.x != 0) return;
   const int64_t at = vectors_at(r, blockIdx.x); /* read again: frees a register in the loop */
@@ -367,6 +368,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(sizeof(Z), KIND))
   sums.offset = unit * block_max(run.top, scratch);
   if constexpr (KIND == kGeneral) row.l_target = parked;
   if (row.target >= 0) sums.offset = fmax(sums.offset, row.l_target);
+  sums.offset = offset_of(sums.offset);
   rebase_sums<KIND>(run, sums, unit);
   add_up<KIND>(p, sums, scratch);
   Best<S> best = {run.top, lowest};

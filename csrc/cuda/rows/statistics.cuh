@@ -276,6 +276,12 @@ __device__ __forceinline__ void add_exps(const S (&l)[N], S shift, bool entropy,
 
 /* ---- the end of a row ---- */
 
+/* The row's offset c: its largest l, but 0 where that is -inf, so that every exp(l - c) is 0. */
+template <typename S>
+__device__ __forceinline__ S offset_of(S top) {
+  return top == -infinity_of(top) ? 0 : top;
+}
+
 /* Adds up the sums of all threads of the block. */
 template <Kind KIND, typename S>
 __device__ __forceinline__ void add_up(const row_args& p, RowSums<S>& sums, S* scratch) {
