@@ -9,6 +9,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from . import parallel, validate
 from ._C import getenv
@@ -31,6 +32,14 @@ def _group(name):
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+def _communicates(group):
+    """Whether ranks can exchange objects: not where tensors or the group are fake, nor while a CUDA
+    graph is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return dist.get_backend(group) != "fake" and detect_fake_mode() is None
+
+
 def check_group(shard, rows):
     """Refuses a VocabShard of another rank or process, as a pickle may have, and, in a group's
     first call, ranges of classes that do not fit together: all ranks have to agree on when they
@@ -43,9 +52,7 @@ def check_group(shard, rows):
     if given != present:
         expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
         validate.refuse("vocab_parallel", expected, "that of rank {} of {}".format(*given))
-    if group in _compared:
-        return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if group in _compared or not _communicates(group):
         return
     of_ranks = [None] * shard.ranks
     dist.all_gather_object(of_ranks, (shard.start, shard.vocab, rows), group=group)

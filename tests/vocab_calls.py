@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_utils import CrossRefFakeMode, MetadataMismatchError
 from torch.utils.checkpoint import checkpoint
 from vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
@@ -335,8 +336,23 @@ def ranges_of_classes(ranks):
         vp = flce.VocabParallel(group, start if ranks.rank == rank else first, vocab)
         refused(ranks, which, ValueError, own, vocab_parallel=vp)
     vp = flce.VocabParallel(group, first, VOCAB)
+    with FakeTensorMode() as mode:  # not compared: nothing is exchanged
+        x, w, y = map(mode.from_tensor, (own.input, own.linear_weight, own.target))
+        made = flce.linear_cross_entropy(x, w, y, vocab_parallel=vp)
+    ranks.note(made.shape == (), "a call with fake tensors")
     made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
     ranks.note(made["loss"].isfinite(), "a call after those refused")
+
+
+@on(2)
+def a_group_without_others(ranks):
+    """torch's "fake" backend, for dry runs of one rank, has no other ranks to compare with."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+    group, own = dist.new_group(backend="fake"), ranks.divided(make())
+    vp = flce.VocabParallel(group, 21 * ranks.rank, VOCAB)
+    made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
+    ranks.note(made["linear_weight"].shape == own.linear_weight.shape, "the gradient's shape")
 
 
 @on(2)
