@@ -103,29 +103,34 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   scalars[FLCE_SCALAR_Z_SHARE] = (S)z_share;
 }
 
-/* Block 0 computes the scalars, unless t.scalars is NULL; the others sort the tokens, one warp for
- * each. When it overlaps the previous kernel, which is one of ours (PDL), it reads its inputs
- * before pdl_wait: they are the caller's, and were complete before that kernel started. */
+/* Block 0 computes the scalars, unless t.scalars is NULL; the others sort the tokens. When it
+ * overlaps the previous kernel, which is one of ours (PDL), it reads its inputs before pdl_wait:
+ * they are the caller's, and were complete before that kernel started. */
 template <typename S>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
                  int held_shift, uint32_t* keys, uint32_t* values) {
   const int scalar_blocks = t.scalars ? 1 : 0;
-  const bool ranks = (int)blockIdx.x >= scalar_blocks;
-  const int token = (blockIdx.x - scalar_blocks) * kRankedTokensOfBlock + (int)threadIdx.x / kWarp;
+  const bool sorts = (int)blockIdx.x >= scalar_blocks;
+  const int warp = (blockIdx.x - scalar_blocks) * (kPrepareThreads / kWarp) + threadIdx.x / kWarp;
+  const int first = warp * kRankedTokensOfWarp, tokens = (int)p.tokens;
   S scalars[FLCE_SCALAR_COUNT] = {};
-  uint32_t key = 0, place = 0;
-  if (ranks) {
-    place = rank_of(t.target, (int)p.tokens, p.vocab, p.loss.ignore_index, token, &key);
+  uint32_t key[kRankedTokensOfWarp] = {}, ranks[kRankedTokensOfWarp] = {};
+  if (sorts) {
+    const uint32_t* all = load_keys(t.target, tokens, p.vocab, p.loss.ignore_index);
+    rank_tokens(all, tokens, first, key, ranks);
   } else {
     make_scalars<S>(p, t, held_shift, scalars);
   }
   pdl_wait();
-  if (ranks && threadIdx.x % kWarp == 0 && token < p.tokens) {
-    keys[place] = key;
-    values[place] = (uint32_t)token;
+#pragma unroll
+  for (int i = 0; i < kRankedTokensOfWarp; i++) {
+    if (sorts && threadIdx.x % kWarp == 0 && first + i < tokens) {
+      keys[ranks[i]] = key[i];
+      values[ranks[i]] = (uint32_t)(first + i);
+    }
   }
-  if (!ranks && threadIdx.x == 0) {
+  if (!sorts && threadIdx.x == 0) {
 #pragma unroll
     for (int which = 0; which < FLCE_SCALAR_COUNT; which++) ((S*)t.scalars)[which] = scalars[which];
   }

@@ -40,35 +40,65 @@ enum { kPrepareThreads = 1024 };
 /* ---- sorting few tokens ---- */
 
 /* Up to kRankedTokens tokens are sorted by rank: for each token, the tokens that precede it are
- * counted. This runs in the kernel that computes the scalars. For so few tokens CUB uses one block,
- * in an additional kernel, and takes 15 us (benchmarks/NOTES.md, 2026-11-22). */
-enum { kRankedTokens = 4096, kRankedTokensOfBlock = kPrepareThreads / kWarp };
+ * counted. This runs in the kernel that computes the scalars, which overlaps the end of the logits
+ * GEMM. CUB takes a kernel for each of its passes, 15 to 40 us (benchmarks/NOTES.md, 2026-11-22 and
+ * 23). A warp ranks several tokens with each key that it reads: shared memory is the bound. */
+enum {
+  kRankedTokens = 8192, /* 32 KiB of shared memory */
+  kRankedTokensOfWarp = 2,
+  kRankedTokensOfBlock = kRankedTokensOfWarp * kPrepareThreads / kWarp
+};
 
 /* The sort key: the target, or V if it is ignored or out of range. */
 __device__ __forceinline__ uint32_t key_of(int64_t y, int64_t vocab, int64_t ignore_index) {
   return (uint32_t)(y != ignore_index && y >= 0 && y < vocab ? y : vocab);
 }
 
-/* The rank of `token` and its key, by one warp: the number of tokens with a smaller key, or with
- * the same key and a smaller number. The block first loads all keys to shared memory, so that it
- * waits for global memory once. */
-__device__ __forceinline__ uint32_t rank_of(const int64_t* target, int tokens, int64_t vocab,
-                                            int64_t ignore_index, int token, uint32_t* key) {
-  __shared__ uint32_t all[kRankedTokens];
+/* All keys, in shared memory; UINT32_MAX, which is no key, after the last one up to a multiple of
+ * 4. Called by the whole block, so that it waits for global memory once. */
+__device__ __forceinline__ const uint32_t* load_keys(const int64_t* target, int tokens,
+                                                     int64_t vocab, int64_t ignore_index) {
+  __shared__ alignas(16) uint32_t keys[kRankedTokens];
 #pragma unroll
   for (int step = 0; step < kRankedTokens / kPrepareThreads; step++) {
     const int j = step * kPrepareThreads + threadIdx.x;
-    if (j < tokens) all[j] = key_of(target[j], vocab, ignore_index);
+    if (j < tokens) {
+      keys[j] = key_of(target[j], vocab, ignore_index);
+    } else if (j < (tokens + 3) / 4 * 4) {
+      keys[j] = UINT32_MAX;
+    }
   }
   __syncthreads();
-  *key = token < tokens ? all[token] : 0;
-  uint32_t before = 0;
-#pragma unroll 4
-  for (int j = threadIdx.x % kWarp; j < tokens; j += kWarp) {
-    const uint32_t other = all[j];
-    before += other < *key || (other == *key && j < token);
+  return keys;
+}
+
+/* The keys and ranks of the tokens from `first` on, by one warp. A rank is the number of tokens
+ * with a smaller key, or with the same key and a smaller number. */
+__device__ __forceinline__ void rank_tokens(const uint32_t* keys, int tokens, int first,
+                                            uint32_t (&key)[kRankedTokensOfWarp],
+                                            uint32_t (&ranks)[kRankedTokensOfWarp]) {
+  constexpr int T = kRankedTokensOfWarp;
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int t = 0; t < T; t++) {
+    key[t] = keys[min(first + t, tokens - 1)];
+    ranks[t] = 0;
   }
-  return __reduce_add_sync(0xffffffffu, before);
+  for (int quad = lane; quad < (tokens + 3) / 4; quad += kWarp) {
+    const uint4 others = ((const uint4*)keys)[quad];
+#pragma unroll
+    for (int t = 0; t < T; t++) {
+      const uint32_t limit =
+          key[t] + (quad < (first + t) / 4); /* of the quads before, also equal */
+      ranks[t] += (others.x < limit) + (others.y < limit) + (others.z < limit) + (others.w < limit);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < T; t++) {
+    const int token = min(first + t, tokens - 1);
+    if (lane < token % 4) ranks[t] += keys[token / 4 * 4 + lane] == key[t];
+    ranks[t] = __reduce_add_sync(0xffffffffu, ranks[t]);
+  }
 }
 
 /* Launches the kernel of prepare.cu. tensors->scalars NULL: no scalars are computed. `order` NULL:
