@@ -1,6 +1,7 @@
 """flce.tune: refusals, its file, and on a GPU that its choice is used and correct."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -242,6 +243,40 @@ def test_every_candidate_is_right(cuda, dtype, bias):
             if c.dtype == torch.float16:
                 bound = 2.0**-11
             assert error <= bound, (p, i)
+
+
+def line_of(like, m, n, k, transpose_a, transpose_b, dtype, c_dtype):
+    """The line of a GEMM on the GPU of the line `like`."""
+    ahead = {"dtype": dtype, "c_dtype": c_dtype, "k": k, "m": m, "n": n, "pitch_c": n}
+    ahead |= {"pitch_a": m if transpose_a else -(-k // 8) * 8}
+    ahead |= {"pitch_b": -(-k // 8) * 8 if transpose_b else n}
+    ahead |= {"transpose_a": int(transpose_a), "transpose_b": int(transpose_b), "accumulate": 0}
+    *_, gpu = like.split(" ", len(tune.PRODUCT))
+    numbers = tune.numbers_of(like) | {"workspace_bytes": 32 << 20, "tf32": 0, "bias": 0} | ahead
+    return " ".join(map(str, [*numbers.values(), gpu]))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("k", [1025, 4097, 4098, 6145, 8193, 11528, 12290, 57608])
+def test_no_candidate_loses_the_last_products(cuda, dtype, k):
+    """cuBLASLt's split-K leaves out the products after the last whole tile for such k."""
+    like, device = products(cuda, dtype)[0], torch.device(cuda, 0)
+    own = tune.DTYPES.index(dtype)
+    results = {own, tune.DTYPES.index(torch.float32)} if dtype != torch.float64 else {own}
+    sizes, transposed = ((64, 1000), (1, 8), (16, 512)), ((1, 0), (0, 0), (0, 1))
+    for (m, n), (ta, tb), c_dtype in itertools.product(sizes, transposed, sorted(results)):
+        if ta and m % 8:
+            continue  # the rows of E are padded to 128 bytes
+        line = line_of(like, m, n, k, ta, tb, own, c_dtype)
+        p = tune.numbers_of(line)
+        a, b, c, _, _ = memory = tune.operands_of(line, device)
+        whole = a[: (k if ta else m) * p["pitch_a"]].view(-1, p["pitch_a"]).zero_()
+        (whole if ta else whole.T)[k - 63 : k] = 1.0
+        b.fill_(1.0)
+        for i, algorithm in enumerate(taken(line)[1]):
+            c.fill_(-1.0)
+            torch.ops.flce.gemm_time(*memory, line, i, 1)
+            assert (c[: m * n] == 63.0).all(), (p, algorithm, c[: m * n].unique())
 
 
 @pytest.mark.parametrize("save", cases.SAVES)

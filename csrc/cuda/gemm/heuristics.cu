@@ -103,14 +103,15 @@ int shipped_choice(const gemm_device* device, const gemm_key* key, const gemm_ca
 
 /* ---- candidates ---- */
 
-static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* key,
+/* How split-K may add its partial sums. In 16 bits it would round once for each split. */
+static uint32_t exact_schemes(const gemm_key* key) {
+  const bool wide = key->c_dtype == FLCE_F32 || key->c_dtype == FLCE_F64;
+  return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | (wide ? CUBLASLT_REDUCTION_SCHEME_INPLACE : 0);
+}
+
+static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* key, uint32_t schemes,
                                       cublasLtMatmulPreference_t preference) {
   const uint64_t workspace = (uint64_t)key->workspace_bytes;
-  /* Split-K with 16-bit partial sums would round once for each split. */
-  uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  if (key->c_dtype == FLCE_F32 || key->c_dtype == FLCE_F64) {
-    schemes |= CUBLASLT_REDUCTION_SCHEME_INPLACE;
-  }
   const uint32_t align_a = (uint32_t)key->align_a, align_b = (uint32_t)key->align_b;
   const uint32_t align_c = (uint32_t)key->align_c, align_d = (uint32_t)key->align_d;
   const struct {
@@ -164,6 +165,18 @@ static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_
   return a;
 }
 
+/* True if split-K may leave out the last of the k products. With `step` of them to a tile, cuBLASLt
+ * 12.8 to 13.2 loses the k % step after the last whole tile if the splits divide the whole tiles
+ * and are more than these; seen with a step of 64
+ * (github.com/facebookexperimental/triton/pull/2767; benchmarks/NOTES.md, 2026-11-23). */
+static bool loses_products(const gemm_key* key, const gemm_algorithm* a) {
+  for (int64_t step = 16; step <= 128 && a->splits > 1; step *= 2) {
+    const int64_t rest = key->k % step;
+    if (rest != 0 && rest < a->splits && key->k / step % a->splits == 0) return true;
+  }
+  return false;
+}
+
 /* True if split-K would round partial sums to 16 bits. set_preferences excludes this already; the
  * check holds also if a library version interprets the preferences differently. */
 static bool rounds_partial_sums(const gemm_key* key, const gemm_algorithm* a) {
@@ -183,22 +196,23 @@ static void add_candidate(const gemm_device* device, const gemm_key* key,
   if ((int64_t)result->workspaceSize > key->workspace_bytes) return;
   gemm_candidate c = {result->algo, describe(&device->lt, &result->algo),
                       (int64_t)result->workspaceSize};
-  if (rounds_partial_sums(key, &c.algorithm)) return;
+  if (rounds_partial_sums(key, &c.algorithm) || loses_products(key, &c.algorithm)) return;
   for (int i = 0; i < found->count; i++) {
     c.algorithm.nth += same(&found->list[i].algorithm, &c.algorithm);
   }
   found->list[found->count++] = c;
 }
 
-cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
-                               const gemm_descriptors* d, gemm_candidates* found) {
+static cublasStatus_t query_candidates(const gemm_device* device, const gemm_key* key,
+                                       const gemm_descriptors* d, uint32_t schemes,
+                                       gemm_candidates* found) {
   const lt_functions* lt = &device->lt;
   cublasLtMatmulPreference_t preference = NULL;
   cublasLtMatmulHeuristicResult_t results[kCandidates];
   int given = 0;
   found->count = 0;
   cublasStatus_t status = lt->preference_create(&preference);
-  if (status == CUBLAS_STATUS_SUCCESS) status = set_preferences(lt, key, preference);
+  if (status == CUBLAS_STATUS_SUCCESS) status = set_preferences(lt, key, schemes, preference);
   if (status == CUBLAS_STATUS_SUCCESS) {
     status = lt->heuristic(device->handle, d->product, d->first, d->second, d->result, d->result,
                            preference, kCandidates, results, &given);
@@ -206,6 +220,16 @@ cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
   if (preference) lt->preference_destroy(preference);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   for (int i = 0; i < given; i++) add_candidate(device, key, &results[i], found);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
+                               const gemm_descriptors* d, gemm_candidates* found) {
+  cublasStatus_t status = query_candidates(device, key, d, exact_schemes(key), found);
+  if (status == CUBLAS_STATUS_SUCCESS && found->count == 0) { /* all given are inexact */
+    status = query_candidates(device, key, d, CUBLASLT_REDUCTION_SCHEME_NONE, found);
+  }
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
   return found->count > 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
