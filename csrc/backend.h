@@ -339,17 +339,17 @@ typedef struct flce_merge_args {
   int64_t rank;            /* this one */
 } flce_merge_args;
 
-typedef struct flce_sum_partials_args {
+typedef struct flce_sum_terms_args {
   void* out;            /* [count] out_dtype */
   void* copy;           /* [count] out_dtype, a second output; or NULL */
   flce_dtype out_dtype; /* dtype, or a 16-bit dtype where that is float32 */
-  const void* parts;    /* [ranks][count] dtype; the block of `rank` is not read */
+  const void* received; /* [ranks][count] dtype; the block of `rank` is not read */
   const void* own;      /* [count] dtype: the term of `rank` */
   flce_dtype dtype;     /* of the terms */
   int64_t ranks;        /* terms */
   int64_t rank;         /* this one */
   int64_t count;        /* of elements */
-} flce_sum_partials_args;
+} flce_sum_terms_args;
 
 /* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at
  * token 0 and first_token is 0. */
@@ -549,7 +549,7 @@ struct flce_backend {
   flce_status (*merge_statistics)(void* self, const flce_merge_args* call);
   /* out = the sum of the ranks' terms, in the order of the ranks, in the stat dtype, rounded once.
    */
-  flce_status (*sum_partials)(void* self, const flce_sum_partials_args* call);
+  flce_status (*sum_terms)(void* self, const flce_sum_terms_args* call);
 
   /* ---- save=samples (flce.h); the stat dtype is float32. The classes and counts of the lists are
    * not checked: they must be those that sample_rows wrote. ---- */

@@ -17,7 +17,8 @@ struct flce_comm {
   void* self; /* the first argument of every function */
   /* The memory from which the collectives of this id have to send, of at least `bytes` bytes, valid
    * until the next call for the id; *memory NULL: they send from any memory. With such memory a
-   * collective does not write this rank's own block of recv; a caller that reads it writes it. */
+   * collective leaves this rank's own block of recv unwritten; a caller that reads it has to copy
+   * it there. */
   flce_status (*send_buffer)(void* self, flce_collective_id id, int64_t bytes, void** memory);
   /* recv [ranks][bytes] gets `send` [bytes] of every rank, by rank. */
   flce_status (*all_gather)(void* self, flce_collective_id id, void* recv, const void* send,

@@ -348,9 +348,9 @@ typedef enum flce_buffer_id {
   FLCE_BUF_SHARD_STATS,   /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
   /* [R][ceil(N/R)][H] input_term_dtype: this rank's term of dX, sent, unless the caller's dX can
    * hold it; then the sums of all ranks, received. */
-  FLCE_BUF_PARTIAL_INPUT,
+  FLCE_BUF_OWN_TERMS,
   /* The same shape: the terms of all ranks for this rank's tokens, received. */
-  FLCE_BUF_INPUT_TERMS,
+  FLCE_BUF_RECEIVED_TERMS,
   FLCE_BUF_COUNT
 } flce_buffer_id;
 

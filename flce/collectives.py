@@ -19,7 +19,7 @@ _in_flight = threading.local()  # forward and backward run in different threads
 # torch 2.13 renames the function.
 _renamed = hasattr(dist, "all_gather_single")
 _all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
-_compared = weakref.WeakSet()  # groups whose ranges of classes have been compared
+_compared = weakref.WeakSet()  # groups whose class ranges have been compared
 
 
 def _works():
@@ -32,18 +32,8 @@ def _group(name):
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def _communicates(group):
-    """Whether ranks can exchange objects: not where tensors or the group are fake, nor while a CUDA
-    graph is captured."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    return dist.get_backend(group) != "fake" and detect_fake_mode() is None
-
-
-def check_group(shard, rows):
-    """Refuses a VocabShard of another rank or process, as a pickle may have, and, in a group's
-    first call, ranges of classes that do not fit together: all ranks have to agree on when they
-    compare."""
+def check_group(shard):
+    """Refuses a VocabShard of another rank or process, as a pickle may have."""
     try:
         group = _group(shard.group)
     except Exception:
@@ -52,11 +42,25 @@ def check_group(shard, rows):
     if given != present:
         expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
         validate.refuse("vocab_parallel", expected, "that of rank {} of {}".format(*given))
+
+
+def _communicates(group):
+    """Whether ranks can exchange objects: not where tensors or the group are fake, nor while a CUDA
+    graph is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return dist.get_backend(group) != "fake" and detect_fake_mode() is None
+
+
+def compare_ranges(shard, rows):
+    """Compares the class ranges of all ranks, once for each group: all ranks have to take part in
+    the same call. `rows`: this rank's rows of W."""
+    group = _group(shard.group)
     if group in _compared or not _communicates(group):
         return
-    of_ranks = [None] * shard.ranks
-    dist.all_gather_object(of_ranks, (shard.start, shard.vocab, rows), group=group)
-    parallel.check_ranges(shard, of_ranks)
+    ranges = [None] * shard.ranks
+    dist.all_gather_object(ranges, (shard.start, shard.vocab, rows), group=group)
+    parallel.check_ranges(shard, ranges)
     _compared.add(group)
 
 
@@ -82,8 +86,8 @@ _FLAG_BYTES = 256  # 2 x _MOST_RANKS x uint32, and alignment
 
 def _can_share(group):
     """Whether the group's ranks are GPUs of one host that can read each other's memory, by
-    agreement of all. torch's symmetric memory needs every rank's GPU to have a number of its own in
-    its process, so not with one visible GPU for each process."""
+    agreement of all. torch's symmetric memory requires that the ranks' device indices differ: not
+    where CUDA_VISIBLE_DEVICES gives each process one GPU."""
     ranks, own = dist.get_world_size(group), torch.cuda.current_device()
     if getenv("FLCE_PEERS") == "0" or not 1 < ranks <= _MOST_RANKS:
         return False
@@ -125,7 +129,7 @@ class _SharedMemory:
         self.buffers[id] = size, addresses
 
 
-_shared = {}  # by the group's name, which a later group may have again
+_shared = {}  # by the group's name; a later group may reuse a name
 
 
 def shares_memory():

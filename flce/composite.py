@@ -111,9 +111,10 @@ def _joined_operands(input, linear_weight, settings):
     return adapter.joined(input, linear_weight, *low_rank, autocast, least)
 
 
-def _of_ranks(settings, vectors, linear_weight):
-    """The settings and vectors where vocab_parallel is given: its text, None for a group of one
-    rank; and the VocabShard if the class weights are those of this rank alone, else None."""
+def _resolve_vocab_parallel(settings, vectors, linear_weight):
+    """(settings, vectors, shard) where vocab_parallel is given: the settings have its text, or None
+    for a group of one rank. `shard` is the VocabShard if the class weights are this rank's only,
+    so that the ranks have to exchange them, else None."""
     text = parallel.text_of(settings["vocab_parallel"])
     shard = parallel.shard_of(text)
     validate.check_tensor("linear_weight", linear_weight)
@@ -126,13 +127,13 @@ def _of_ranks(settings, vectors, linear_weight):
     from . import collectives  # also implements the operators that the call needs
 
     if not torch.compiler.is_compiling():
-        collectives.check_group(shard, rows)
+        collectives.check_group(shard)
     weight, sharded = parallel.class_weight_of_rank(vectors[0], shard, rows)
     vectors = weight, *vectors[1:]
     return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None
 
 
-def _described(target, vectors, shard, linear_weight):
+def _describe_loss_tensors(target, vectors, shard, linear_weight):
     """The fields of _LOSS_TENSORS, with class weights of all ranks, which are exchanged once all
     arguments have been checked. `shard`: None if they are whole."""
     described = list(map(describe, _LOSS_TENSORS, (target, *vectors)))
@@ -142,11 +143,18 @@ def _described(target, vectors, shard, linear_weight):
     return tuple(described)
 
 
-def _with_all_class_weights(tensors, shard, linear_weight, call):
-    """`tensors` with the class weights of all ranks, and without those of padding. `shard`: None
-    if they are whole."""
+def _exchange_first(tensors, vocab_parallel, shard, linear_weight, call):
+    """What the ranks exchange before the operator runs, once all arguments have been checked: in a
+    group's first call their class ranges, and class weights, unless `shard` is None. Returns
+    `tensors` with the class weights of all ranks, and without those of padding."""
+    if not call.settings.ranks:
+        return tensors
+    if not torch.compiler.is_compiling():
+        from . import collectives
+
+        collectives.compare_ranges(parallel.shard_of(vocab_parallel), len(linear_weight))
     target, weight, *vectors = tensors
-    if not call.settings.ranks or weight is None:
+    if weight is None:
         return tensors
     if shard is not None:
         weight = parallel.whole_class_weight(weight, shard, len(linear_weight))
@@ -167,7 +175,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     input, linear_weight = joined.input, joined.weight
     weight_shard = None
     if settings["vocab_parallel"] is not None:
-        settings, vectors, weight_shard = _of_ranks(settings, vectors, linear_weight)
+        resolved = _resolve_vocab_parallel(settings, vectors, linear_weight)
+        settings, vectors, weight_shard = resolved
     operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
     if joined.frozen_hidden > 0:
         # The joined weight was made without a graph; adapter_weight is what may want a gradient.
@@ -176,7 +185,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
         environment(input, settings["max_memory"]),
         wanted,
         tuple(operands),
-        _described(target, vectors, weight_shard, linear_weight),
+        _describe_loss_tensors(target, vectors, weight_shard, linear_weight),
         joined.frozen_hidden,
         *linear_values(settings),
     )
@@ -195,7 +204,8 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
-    tensors = _with_all_class_weights(tensors, weight_shard, linear_weight, call)
+    vocab_parallel = settings["vocab_parallel"]
+    tensors = _exchange_first(tensors, vocab_parallel, weight_shard, linear_weight, call)
     seed, samples = settings["gradient_seed"], resolved.save == "samples"
     # Drawn under no_grad too: a reentrant checkpoint restores the generator for its second forward,
     # so without a draw in the first every step would have the same seed.

@@ -74,7 +74,7 @@ def _local(name, value, mesh, allowed):
     return value.to_local(grad_placements=value.placements)
 
 
-def _scatters(input, placements, ranks):
+def _input_is_sharded(input, placements, ranks):
     """Whether `input` is sharded by tokens; the shares have to be equal."""
     if not placements[0].is_shard():
         return False
@@ -111,7 +111,7 @@ def local_call(operands, settings):
             expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} or None"
             validate.refuse(name, expected, _shown(value))
         local[name] = value
-    sequence = _scatters(input, tokens, mesh.size())
+    sequence = _input_is_sharded(input, tokens, mesh.size())
     local["vocab_parallel"] = VocabParallel(mesh, vocab=vocab, sequence=sequence)
     operands = tuple(local.pop(name) for name in _OPERANDS)
     return operands, {**settings, **local}

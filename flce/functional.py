@@ -225,7 +225,8 @@ def linear_cross_entropy(
         torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
             MemoryError).
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
-            or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled".
+            or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled"; a
+            collective of `vocab_parallel` that fails.
     """
     settings = dict(
         linear_bias=linear_bias, adapter_input=adapter_input, adapter_weight=adapter_weight,

@@ -45,19 +45,19 @@ class VocabShard(typing.NamedTuple):
         return start, self.vocab
 
 
-def check_ranges(shard, of_ranks):
-    """Refuses ranges that do not hold every class once. of_ranks: the start and vocab of each
-    rank's VocabShard, and its rows of W."""
-    rows = [rank_rows for _, _, rank_rows in of_ranks]
+def check_ranges(shard, given):
+    """Refuses class ranges that do not hold every class once. `given`: of each rank, the start and
+    vocab of its VocabShard, and its rows of W."""
+    rows = [rank_rows for _, _, rank_rows in given]
     if shard.vocab is None and len(set(rows)) > 1:
         expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
         validate.refuse("linear_weight", expected, rows)
-    shards = [
-        shard._replace(rank=rank, start=start, vocab=vocab).class_range(rank_rows)
-        for rank, (start, vocab, rank_rows) in enumerate(of_ranks)
-    ]
-    ranges = [range(first, first + n) for (first, _), n in zip(shards, rows, strict=True)]
-    totals, end = {classes for _, classes in shards}, 0
+    ranges, totals, end = [], set(), 0
+    for rank, (start, vocab, rank_rows) in enumerate(given):
+        of_rank = shard._replace(rank=rank, start=start, vocab=vocab)
+        first, classes = of_rank.class_range(rank_rows)
+        ranges.append(range(first, first + rank_rows))
+        totals.add(classes)
     for held in sorted(filter(None, ranges), key=lambda held: held.start):
         end = held.stop if held.start == end else -1
     if totals != {end}:
@@ -109,6 +109,7 @@ class VocabParallel:
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or range, by name.
+        RuntimeError: torch.distributed is not initialised.
     """
 
     def __init__(
@@ -199,16 +200,17 @@ def share_of(vocab_parallel, linear_weight):
 
 
 def class_weight_of_rank(weight, shard, rows):
-    """(class weights, whether they are of this rank's `rows` classes alone): `weight`, of these or
-    of all classes."""
+    """Checks `weight`, of shape (rows,) or (classes,). Returns (weights, whether they are those of
+    this rank's `rows` classes), which the ranks then have to exchange."""
     if weight is None:
         return None, False
     validate.check_tensor("weight", weight)
     validate.check_constant("weight", weight, "class weights that do")
     start, classes = shard.class_range(rows)
     if weight.shape == (classes,):
-        # With shards of any size one rank may have all classes. Its shape does not tell whether
-        # the other ranks' are whole, so all take part in the exchange.
+        # With start= a rank may hold all classes, and its shape does not tell a whole vector from
+        # a shard: then all ranks exchange, whatever they were given. One class in all is such a
+        # case without start= too.
         if shard.start is None and classes > 1:
             return weight, False
         weight = weight[start : start + rows]

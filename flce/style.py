@@ -20,9 +20,10 @@ class VocabParallelHead(ParallelStyle):
     takes the input and the labels of all tokens on every rank and gives the whole loss on every
     rank, plain. A call without labels gives the logits as a DTensor with Shard(-1), of which
     ``full_tensor()`` is the whole. A parameter that is a DTensor with Shard(0) on the mesh already
-    is left unchanged. Any other is replaced by a new Parameter: tie a shared weight again after
-    parallelize_module, before the first forward:
-    ``model.lm_head.weight = model.embedding.weight``.
+    is left unchanged. Any other is replaced by a new Parameter, which unties a shared weight. To
+    tie it again, parallelize the embedding with
+    ``RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())`` and then set
+    ``model.lm_head.weight = model.embedding.weight``, before fully_shard.
 
     Args:
         sequence: the plain input is this rank's equal share of the tokens along its first

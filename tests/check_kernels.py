@@ -53,7 +53,7 @@ CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 DEPENDENT = {
     *("find_row_offsets", "tile_statistics", "row_coefficients", "scale_rows", "finish_grad_input"),
     *("scale_elements", "finish_touched_rows"),
-    *("shard_targets", "pack_statistics", "merge_statistics", "sum_partials"),
+    *("shard_targets", "pack_statistics", "merge_statistics", "sum_terms"),
     *("sample_rows", "sampled_grad_input", "sampled_grad_weight"),
     *("logits_gemm_sm90", "grad_weight_gemm_sm90"),
 }

@@ -175,7 +175,7 @@ def float32_terms(ranks):
 
 
 @on(4)
-def torchs_options(ranks):
+def torch_options(ranks):
     """batch_chunk_size bounds the chunks, whose number is the same on all ranks, also where the
     rows of one rank are longer than the bound."""
     case = make()
@@ -194,7 +194,7 @@ def torchs_options(ranks):
 # ---- what torch does with a call ----
 
 
-def leaves_of(case, **options):
+def leaves_of(case):
     named = {"x": case.input, "w": case.linear_weight, "linear_bias": case.options["linear_bias"]}
     return {name: value.clone().requires_grad_() for name, value in named.items()}
 
@@ -329,12 +329,12 @@ def ranges_of_classes(ranks):
     """A group's first call compares them."""
     own, group, first = ranks.divided(make()), dist.new_group(), 11 * ranks.rank
     which = "linear_weight: expected as many rows"
-    refused(ranks, which, ValueError, own, vocab_parallel=flce.VocabParallel(group))
+    refused(ranks, which, ValueError, own, 1, vocab_parallel=flce.VocabParallel(group))
     which = "vocab_parallel: expected ranges that hold each of"
     # An overlap; a class without a rank at the beginning, between two ranks and at the end.
     for rank, start, vocab in ((2, 21, 41), (0, 1, 42), (3, 34, 42), (3, 33, 44)):
         vp = flce.VocabParallel(group, start if ranks.rank == rank else first, vocab)
-        refused(ranks, which, ValueError, own, vocab_parallel=vp)
+        refused(ranks, which, ValueError, own, 1, vocab_parallel=vp)
     vp = flce.VocabParallel(group, first, VOCAB)
     with FakeTensorMode() as mode:  # not compared: nothing is exchanged
         x, w, y = map(mode.from_tensor, (own.input, own.linear_weight, own.target))
@@ -407,7 +407,7 @@ def counted_exchanges():
             )
             for module, name in (
                 (collectives, "_all_gather_single"), (dist, "all_to_all_single"),
-                (functional, "all_reduce"),
+                (functional, "all_reduce"), (dist, "all_gather_object"),
             )
         ]  # fmt: skip
 
@@ -436,8 +436,9 @@ def refused(ranks, what, error, case, exchanges=0, **options):
 
 @on(2, 4)
 def refused_calls(ranks):
+    """Before anything is exchanged, also in a group's first call."""
     case = make(weight=True)
-    own, vp = ranks.divided(case), ranks.parallel(VOCAB)
+    own, vp = ranks.divided(case), flce.VocabParallel(dist.new_group(), vocab=VOCAB)
     share = len(own.linear_weight)
 
     def refuse(what, error, changed=own, vocab_parallel=vp, **options):
@@ -459,9 +460,13 @@ def refused_calls(ranks):
     refuse("vocab_parallel", TypeError, vocab_parallel=dist.group.WORLD)
     refuse("vocab_parallel", ValueError, vocab_parallel="0")
     refuse("valid_vocab", ValueError, valid_vocab=VOCAB + 1)
-    refuse("max_memory", ValueError, weight=None, max_memory=1)
     refuse("gradient", ValueError, gradient="sampled")
-    unweighted = {**own.options, "weight": None}  # no class weights are exchanged before
+    # Targets and max_memory are checked by the operator, after the exchange of class ranges and
+    # class weights.
+    unweighted = {**own.options, "weight": None}
+    good = cases.Case(own.input, own.linear_weight, own.target, unweighted)
+    cases.outcome(flce.linear_cross_entropy, good, vocab_parallel=vp)
+    refuse("max_memory", ValueError, good, max_memory=1)
     for target in (VOCAB, VOCAB + 3, -1, -(2**40)):
         bad = own.target.clone()
         bad[3] = target

@@ -33,10 +33,10 @@ class Collectives {
     return torch::stable::detail::from(item);
   }
 
-  static flce_status called(const char* op, StableIValue* arguments) {
+  static flce_status call_operator(const char* op, StableIValue* arguments) {
     if (torch_call_dispatcher(op, "", arguments, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS)
       return FLCE_OK;
-    StableIValue text[1]; /* the dispatcher's error has lost that of the operator */
+    StableIValue text[1]; /* the dispatcher's error message does not include the operator's */
     if (torch_call_dispatcher("flce::comm_error", "", text, TORCH_ABI_VERSION) !=
         AOTI_TORCH_SUCCESS)
       return flce_fail(FLCE_DEVICE_ERROR, "%s failed", op);
@@ -45,7 +45,7 @@ class Collectives {
   }
 
   /* The status of a function of the CUDA library, with the library's own error message. */
-  flce_status checked(flce_status status) const {
+  flce_status with_cuda_message(flce_status status) const {
     return status == FLCE_OK ? status : flce_fail(status, "%s", device_.table()->last_error());
   }
 
@@ -64,7 +64,7 @@ class Collectives {
     StableIValue arguments[] = {value(byte_tensor(recv, ranks_ * bytes)),
                                 value(byte_tensor(send, sent_bytes)), value(group_),
                                 value(static_cast<int64_t>(id))};
-    return called(op, arguments);
+    return call_operator(op, arguments);
   }
 
   static flce_status send_buffer(void* self, flce_collective_id id, int64_t bytes, void** memory) {
@@ -74,7 +74,7 @@ class Collectives {
     peers = {};
     if (own->device_.id().type == aoti_torch_device_type_cpu()) return FLCE_OK;
     StableIValue arguments[] = {value(own->group_), value(static_cast<int64_t>(id)), value(bytes)};
-    FLCE_TRY(called("flce::comm_send_buffer", arguments));
+    FLCE_TRY(call_operator("flce::comm_send_buffer", arguments));
     auto addresses = torch::stable::detail::to<std::vector<int64_t>>(arguments[0]);
     if (static_cast<int64_t>(addresses.size()) != 2 * own->ranks_ || own->ranks_ > FLCE_MOST_PEERS)
       return FLCE_OK;
@@ -89,32 +89,33 @@ class Collectives {
   }
 
   /* Whether copy engines serve the collective: what it sends is in the memory of send_buffer. */
-  bool copies(flce_collective_id id) const { return peers_[id].ranks > 0; }
+  bool uses_copy_engines(flce_collective_id id) const { return peers_[id].ranks > 0; }
 
   static flce_status all_gather(void* self, flce_collective_id id, void* recv, const void* send,
                                 int64_t bytes) {
     const auto* own = static_cast<const Collectives*>(self);
-    if (!own->copies(id))
+    if (!own->uses_copy_engines(id))
       return own->call_collective("flce::comm_all_gather", id, recv, send, bytes, bytes);
-    return own->checked(
+    return own->with_cuda_message(
         cuda_library().peers_begin(own->device_.cuda(), &own->peers_[id], id, recv, 0, bytes));
   }
 
   static flce_status all_to_all(void* self, flce_collective_id id, void* recv, const void* send,
                                 int64_t bytes) {
     const auto* own = static_cast<const Collectives*>(self);
-    if (!own->copies(id))
+    if (!own->uses_copy_engines(id))
       return own->call_collective("flce::comm_all_to_all", id, recv, send, own->ranks_ * bytes,
                                   bytes);
-    return own->checked(cuda_library().peers_begin(own->device_.cuda(), &own->peers_[id], id, recv,
-                                                   own->rank_ * bytes, bytes));
+    return own->with_cuda_message(cuda_library().peers_begin(own->device_.cuda(), &own->peers_[id],
+                                                             id, recv, own->rank_ * bytes, bytes));
   }
 
   static flce_status wait(void* self, flce_collective_id id) {
     const auto* own = static_cast<const Collectives*>(self);
-    if (own->copies(id)) return own->checked(cuda_library().peers_wait(own->device_.cuda(), id));
+    if (own->uses_copy_engines(id))
+      return own->with_cuda_message(cuda_library().peers_wait(own->device_.cuda(), id));
     StableIValue arguments[] = {value(own->group_), value(static_cast<int64_t>(id))};
-    return called("flce::comm_wait", arguments);
+    return call_operator("flce::comm_wait", arguments);
   }
 
   const Device& device_;

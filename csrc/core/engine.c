@@ -49,11 +49,11 @@ static flce_status convert(const engine* e, flce_buffer_id id, const void* given
 }
 
 /* `e` has the backend, and the caller's problem, plan and tensors. */
-static flce_status open_engine(engine* e, const flce_comm* comm, shard_call* own, bool needs_input,
-                               bool needs_bias) {
+static flce_status open_engine(engine* e, const flce_comm* comm, local_call* local,
+                               bool needs_input, bool needs_bias) {
   const flce_plan* plan = e->plan;
   e->stat = flce_stat_dtype(plan->dtype);
-  if (flce_is_sharded(e->problem)) FLCE_TRY(flce_open_shard(e, comm, needs_input, own));
+  if (flce_is_sharded(e->problem)) FLCE_TRY(flce_open_shard(e, comm, needs_input, local));
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
   int64_t h = problem->hidden, v = problem->vocab;
@@ -311,13 +311,13 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_problem* problem, const flce_plan* plan,
                          const flce_tensors* given) {
   flce_tensors tensors = *given;
-  shard_call own;
+  local_call local;
   engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = &tensors};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
   }
-  FLCE_TRY(open_engine(&e, comm, &own, true, true));
+  FLCE_TRY(open_engine(&e, comm, &local, true, true));
   e.losses = problem->reduction == FLCE_NONE ? tensors.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
   FLCE_TRY(gather_rows(&e));
@@ -376,11 +376,11 @@ flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_problem* problem, const flce_plan* plan,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
-  shard_call own;
+  local_call local;
   engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
   bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
   bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
-  FLCE_TRY(open_engine(&e, comm, &own, backward_reads_input(problem), needs_bias));
+  FLCE_TRY(open_engine(&e, comm, &local, backward_reads_input(problem), needs_bias));
   if (!wants_gradients(&e)) return FLCE_OK;
   FLCE_TRY(gather_rows(&e));
   FLCE_TRY(flce_sum_weight(&e));

@@ -9,10 +9,12 @@
 /* The state of one call. Nothing of it outlives the call. */
 typedef struct engine {
   const flce_backend* backend;
-  const flce_comm* comm;              /* NULL unless the vocabulary is sharded */
-  const flce_problem* problem;        /* the caller's, or this rank's (flce_open_shard) */
-  const flce_plan* plan;              /* NULL in cross_entropy.c */
-  const flce_tensors* tensors;        /* the caller's, or this rank's */
+  const flce_comm* comm; /* NULL unless the vocabulary is sharded */
+  /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
+   * with targets as columns of this rank (flce_open_shard). */
+  const flce_problem* problem;
+  const flce_plan* plan; /* NULL in cross_entropy.c */
+  const flce_tensors* tensors;
   const flce_problem* caller_problem; /* as the caller gave it; NULL if comm is */
   const flce_tensors* caller_tensors; /* as the caller gave them; NULL if comm is */
   flce_dtype stat;                    /* the stat dtype */
@@ -125,15 +127,16 @@ static inline bool wants_gradients(const engine* e) {
   return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
 }
 
-/* shards.c: what a sharded vocabulary adds to a call. */
-/* Storage of this rank's problem and tensors. */
-typedef struct shard_call {
+/* ---- shards.c: what a sharded vocabulary adds to a call ---- */
+
+/* Storage of the copies of the problem and the tensors. */
+typedef struct local_call {
   flce_problem problem;
   flce_tensors tensors;
-} shard_call;
-/* Fills `own` and points e->problem and e->tensors to it: x of all tokens, targets as columns of
+} local_call;
+/* Fills `local` and points e->problem and e->tensors to it: x of all tokens, targets as columns of
  * this rank. Begins and completes the all-gather of x, if the call reads it. */
-flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, shard_call* own);
+flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, local_call* local);
 /* `prepare` for all classes, and for this rank's. */
 flce_status flce_prepare_shard(const engine* e, void* order, bool overlaps);
 /* The view with which the statistics of this rank's logits are computed. */

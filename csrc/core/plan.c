@@ -389,8 +389,8 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   int64_t block = summed_elements(problem) * flce_size_of(plan->input_term_dtype);
   bool widens = plan->input_term_dtype != plan->grad_input_dtype;
   if (problem->input_is_sharded || n % ranks != 0 || widens)
-    add(plan, FLCE_BUF_PARTIAL_INPUT, where, ranks * block);
-  add(plan, FLCE_BUF_INPUT_TERMS, where, ranks * block);
+    add(plan, FLCE_BUF_OWN_TERMS, where, ranks * block);
+  add(plan, FLCE_BUF_RECEIVED_TERMS, where, ranks * block);
 }
 
 static int64_t common_divisor(int64_t a, int64_t b) {

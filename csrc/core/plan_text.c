@@ -41,8 +41,8 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SHARD_TARGET] = "shard_target",
       [FLCE_BUF_SHARD_SCALARS] = "shard_scalars",
       [FLCE_BUF_SHARD_STATS] = "shard_stats",
-      [FLCE_BUF_PARTIAL_INPUT] = "partial_input",
-      [FLCE_BUF_INPUT_TERMS] = "input_terms",
+      [FLCE_BUF_OWN_TERMS] = "own_terms",
+      [FLCE_BUF_RECEIVED_TERMS] = "received_terms",
   };
   return names[id];
 }

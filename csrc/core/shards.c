@@ -1,5 +1,6 @@
-/* A sharded vocabulary: each rank has the rows of W, b, dW and db of its own classes, and every
- * rank gets the whole loss and dX.
+/* A sharded vocabulary: each rank has the rows of W, b, dW and db of its own classes. Every rank
+ * gets the whole loss, and of dX all tokens, its share of the tokens (input_is_sharded) or its own
+ * term (partial_grad_input).
  *
  * A rank runs the passes and GEMMs on its own classes, with substitute columns for the targets of
  * others (backend.h). The ranks exchange (1) the statistics of the rows, by an all-gather, which
@@ -13,11 +14,11 @@ flce_shard flce_shard_of(const engine* e) {
   return (flce_shard){.first = e->caller_problem->first_class, .count = e->caller_problem->vocab};
 }
 
-/* Where to write what the collective sends: memory of flce_comm, or `own` if it needs none. */
+/* Where to write what the collective sends: memory of flce_comm, or `fallback` if it needs none. */
 static flce_status choose_send_buffer(const engine* e, flce_collective_id id, int64_t bytes,
-                                      void* own, void** memory) {
+                                      void* fallback, void** memory) {
   FLCE_TRY(e->comm->send_buffer(e->comm->self, id, bytes, memory));
-  if (!*memory) *memory = own;
+  if (!*memory) *memory = fallback;
   return FLCE_OK;
 }
 
@@ -36,7 +37,7 @@ static flce_status copy(const engine* e, void* out, const void* in, int64_t elem
 }
 
 /* x of all tokens instead of those of this rank, if the call `reads` it. */
-static flce_status gather_input(const engine* e, bool reads, flce_tensors* own) {
+static flce_status gather_input(const engine* e, bool reads, flce_tensors* local) {
   const flce_problem* problem = e->caller_problem;
   if (!problem->input_is_sharded || !reads) return FLCE_OK;
   char* all = buffer(e, FLCE_BUF_SHARD_INPUT);
@@ -50,7 +51,7 @@ static flce_status gather_input(const engine* e, bool reads, flce_tensors* own) 
     FLCE_TRY(copy(e, all + problem->rank * bytes, sent, elements, problem->input_dtype));
   }
   FLCE_TRY(e->comm->all_gather(e->comm->self, FLCE_ALL_GATHER_INPUT, all, sent, bytes));
-  own->input = all;
+  local->input = all;
   return e->comm->wait(e->comm->self, FLCE_ALL_GATHER_INPUT);
 }
 
@@ -62,14 +63,14 @@ static int64_t term_bytes(const engine* e) {
 /* Where this rank's terms of dX are written: in memory of flce_comm, else in the caller's dX, or in
  * the workspace if that cannot hold `ranks` blocks of ceil(N / ranks) rows of them: it is sharded,
  * N is no multiple of the ranks, or the terms have another dtype. */
-static flce_status choose_partial_buffer(const engine* e, flce_tensors* own) {
-  if (!sums_input(e->caller_problem) || !own->grad_input) return FLCE_OK;
-  void* partial = buffer(e, FLCE_BUF_PARTIAL_INPUT);
+static flce_status choose_term_buffer(const engine* e, flce_tensors* local) {
+  if (!sums_input(e->caller_problem) || !local->grad_input) return FLCE_OK;
+  void* terms = buffer(e, FLCE_BUF_OWN_TERMS);
   return choose_send_buffer(e, FLCE_ALL_TO_ALL_TERMS, e->caller_problem->ranks * term_bytes(e),
-                            partial ? partial : own->grad_input, &own->grad_input);
+                            terms ? terms : local->grad_input, &local->grad_input);
 }
 
-flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, shard_call* own) {
+flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, local_call* local) {
   if (!comm)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "comm: expected the collectives of %lld ranks, got NULL",
@@ -77,15 +78,15 @@ flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, 
   e->comm = comm;
   e->caller_problem = e->problem;
   e->caller_tensors = e->tensors;
-  own->problem = *e->problem;
-  own->problem.loss.ignore_index = FLCE_SHARD_IGNORED;
-  own->tensors = *e->tensors;
+  local->problem = *e->problem;
+  local->problem.loss.ignore_index = FLCE_SHARD_IGNORED;
+  local->tensors = *e->tensors;
   int64_t* target = buffer(e, FLCE_BUF_SHARD_TARGET);
-  own->tensors.target = target;
-  own->tensors.class_weight =
-      from(own->tensors.class_weight, e->caller_problem->first_class, e->stat);
-  FLCE_TRY(choose_partial_buffer(e, &own->tensors));
-  FLCE_TRY(gather_input(e, reads_input, &own->tensors));
+  local->tensors.target = target;
+  local->tensors.class_weight =
+      from(local->tensors.class_weight, e->caller_problem->first_class, e->stat);
+  FLCE_TRY(choose_term_buffer(e, &local->tensors));
+  FLCE_TRY(gather_input(e, reads_input, &local->tensors));
   CALL(e, shard_targets,
        &(flce_shard_targets_args){.out = target,
                                   .target = e->caller_tensors->target,
@@ -93,8 +94,8 @@ flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, 
                                   .shard = flce_shard_of(e),
                                   .classes = e->caller_problem->classes,
                                   .ignore_index = e->caller_problem->loss.ignore_index});
-  e->problem = &own->problem;
-  e->tensors = &own->tensors;
+  e->problem = &local->problem;
+  e->tensors = &local->tensors;
   return FLCE_OK;
 }
 
@@ -108,9 +109,9 @@ flce_status flce_prepare_shard(const engine* e, void* order, bool overlaps) {
   CALL(e, prepare, &whole, &tensors, NULL, e->plan->holds_weight, overlaps);
   if (e->problem->vocab == 0) return FLCE_OK;
   /* The order of the targets, and WEIGHT_TOTAL of this rank's classes. */
-  flce_tensors own = *e->tensors;
-  own.scalars = buffer(e, FLCE_BUF_SHARD_SCALARS);
-  CALL(e, prepare, e->problem, &own, order, false, false);
+  flce_tensors local = *e->tensors;
+  local.scalars = buffer(e, FLCE_BUF_SHARD_SCALARS);
+  CALL(e, prepare, e->problem, &local, order, false, false);
   return FLCE_OK;
 }
 
@@ -137,9 +138,9 @@ flce_status flce_send_statistics(const engine* e, const chunk* c) {
   flce_rows view = flce_whole_view(e, c);
   int count = flce_shard_stat_count(e->problem);
   int64_t bytes = count * c->rows * flce_size_of(e->stat);
-  char *all = buffer(e, FLCE_BUF_SHARD_STATS), *own = all + e->problem->rank * bytes;
+  char *all = buffer(e, FLCE_BUF_SHARD_STATS), *own_block = all + e->problem->rank * bytes;
   void* sent;
-  FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_STATISTICS, bytes, own, &sent));
+  FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_STATISTICS, bytes, own_block, &sent));
   CALL(e, pack_statistics,
        &(flce_pack_args){.shard_stats = sent,
                          .count = count,
@@ -151,7 +152,7 @@ flce_status flce_send_statistics(const engine* e, const chunk* c) {
                          .bias = e->bias,
                          .dtype = e->plan->dtype,
                          .hidden = e->plan->hidden});
-  if (sent != own) FLCE_TRY(copy(e, own, sent, count * c->rows, e->stat));
+  if (sent != own_block) FLCE_TRY(copy(e, own_block, sent, count * c->rows, e->stat));
   return e->comm->all_gather(e->comm->self, FLCE_ALL_GATHER_STATISTICS, all, sent, bytes);
 }
 
@@ -172,23 +173,24 @@ flce_status flce_merge_statistics(const engine* e, const chunk* c) {
 
 flce_status flce_send_input_gradient(const engine* e) {
   if (!e->problem->want_grad_input) return FLCE_OK;
-  char* partial = e->tensors->grad_input;
+  char* terms = e->tensors->grad_input;
   int64_t row = e->problem->hidden * flce_size_of(e->plan->input_term_dtype);
-  /* What the GEMMs leave out: the rows after the last token, or all without a class. */
+  /* The GEMMs do not write the padding rows after token N - 1, and no row if this rank has no
+   * class. */
   int64_t made = e->problem->vocab > 0 ? e->problem->tokens * row : 0;
   bool exchanges = sums_input(e->problem);
   int64_t all = exchanges ? e->problem->ranks * term_bytes(e) : e->problem->tokens * row;
-  if (made < all) CALL(e, fill, partial + made, 0, all - made);
+  if (made < all) CALL(e, fill, terms + made, 0, all - made);
   if (!exchanges) return FLCE_OK;
-  return e->comm->all_to_all(e->comm->self, FLCE_ALL_TO_ALL_TERMS, buffer(e, FLCE_BUF_INPUT_TERMS),
-                             partial, term_bytes(e));
+  return e->comm->all_to_all(e->comm->self, FLCE_ALL_TO_ALL_TERMS,
+                             buffer(e, FLCE_BUF_RECEIVED_TERMS), terms, term_bytes(e));
 }
 
 /* Where the sums are gathered: the caller's dX or, if N is no multiple of the ranks,
- * FLCE_BUF_PARTIAL_INPUT, whose contents have been sent by then. */
+ * FLCE_BUF_OWN_TERMS, whose contents have been sent by then. */
 static void* gathered_input(const engine* e) {
   bool whole_blocks = e->problem->tokens % e->problem->ranks == 0;
-  return whole_blocks ? e->caller_tensors->grad_input : buffer(e, FLCE_BUF_PARTIAL_INPUT);
+  return whole_blocks ? e->caller_tensors->grad_input : buffer(e, FLCE_BUF_OWN_TERMS);
 }
 
 flce_status flce_sum_input_gradient(const engine* e) {
@@ -203,17 +205,16 @@ flce_status flce_sum_input_gradient(const engine* e) {
   if (!problem->input_is_sharded)
     FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_SUMS, bytes, sum, &sent));
   FLCE_TRY(e->comm->wait(e->comm->self, FLCE_ALL_TO_ALL_TERMS));
-  CALL(e, sum_partials,
-       &(flce_sum_partials_args){
-           .out = sum,
-           .copy = sent != sum ? sent : NULL,
-           .parts = buffer(e, FLCE_BUF_INPUT_TERMS),
-           .own = at(e->tensors->grad_input, problem->rank * count, term_dtype),
-           .out_dtype = dtype,
-           .dtype = term_dtype,
-           .ranks = problem->ranks,
-           .rank = problem->rank,
-           .count = count});
+  CALL(e, sum_terms,
+       &(flce_sum_terms_args){.out = sum,
+                              .copy = sent != sum ? sent : NULL,
+                              .received = buffer(e, FLCE_BUF_RECEIVED_TERMS),
+                              .own = at(e->tensors->grad_input, problem->rank * count, term_dtype),
+                              .out_dtype = dtype,
+                              .dtype = term_dtype,
+                              .ranks = problem->ranks,
+                              .rank = problem->rank,
+                              .count = count});
   if (problem->input_is_sharded) return FLCE_OK;
   return e->comm->all_gather(e->comm->self, FLCE_ALL_GATHER_SUMS, gathered_input(e), sent, bytes);
 }

@@ -128,7 +128,7 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .shard_targets = flce_cpu_shard_targets,
                             .pack_statistics = flce_cpu_pack_statistics,
                             .merge_statistics = flce_cpu_merge_statistics,
-                            .sum_partials = flce_cpu_sum_partials,
+                            .sum_terms = flce_cpu_sum_terms,
                             .sample_rows = flce_cpu_sample_rows,
                             .sampled_grad_input = flce_cpu_sampled_grad_input,
                             .order_samples = flce_cpu_order_samples,

@@ -103,7 +103,7 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const f
 flce_status flce_cpu_shard_targets(void* self, const flce_shard_targets_args* call);
 flce_status flce_cpu_pack_statistics(void* self, const flce_pack_args* call);
 flce_status flce_cpu_merge_statistics(void* self, const flce_merge_args* call);
-flce_status flce_cpu_sum_partials(void* self, const flce_sum_partials_args* call);
+flce_status flce_cpu_sum_terms(void* self, const flce_sum_terms_args* call);
 
 /* grad_input.c */
 flce_status flce_cpu_scale_rows(void* self, const flce_scale_rows_args* call);

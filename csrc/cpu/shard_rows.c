@@ -1,5 +1,5 @@
 /* Backend functions of a sharded vocabulary: shard_targets, pack_statistics, merge_statistics and
- * sum_partials. The merge of a row is in merge.h. */
+ * sum_terms. The merge of a row is in merge.h. */
 #include "cpu/row_pass.h"
 #include "loss.h"
 #include "merge.h"
@@ -120,13 +120,13 @@ flce_status flce_cpu_merge_statistics(void* self, const flce_merge_args* call) {
 }
 
 static void sum_range(int64_t begin, int64_t end, void* context) {
-  const flce_sum_partials_args* call = context;
+  const flce_sum_terms_args* call = context;
   bool wide = call->dtype == FLCE_F64;
   for (int64_t i = begin; i < end; i++) {
     double sum = 0.0;
     for (int64_t r = 0; r < call->ranks; r++) {
       double term = r == call->rank ? flce_load(call->own, call->dtype, i)
-                                    : flce_load(call->parts, call->dtype, r * call->count + i);
+                                    : flce_load(call->received, call->dtype, r * call->count + i);
       sum = wide ? sum + term : (double)((float)sum + (float)term);
     }
     flce_store(call->out, call->out_dtype, i, sum);
@@ -134,7 +134,7 @@ static void sum_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_sum_partials(void* self, const flce_sum_partials_args* call) {
+flce_status flce_cpu_sum_terms(void* self, const flce_sum_terms_args* call) {
   flce_cpu_parallel(self, call->count, call->ranks, sum_range, (void*)call);
   return FLCE_OK;
 }

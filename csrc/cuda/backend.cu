@@ -103,7 +103,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .shard_targets = cuda_shard_targets,
       .pack_statistics = cuda_pack_statistics,
       .merge_statistics = cuda_merge_statistics,
-      .sum_partials = cuda_sum_partials,
+      .sum_terms = cuda_sum_terms,
       .sample_rows = cuda_sample_rows,
       .sampled_grad_input = cuda_sampled_grad_input,
       .order_samples = cuda_order_samples,

@@ -33,7 +33,7 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_
 flce_status cuda_shard_targets(void* self, const flce_shard_targets_args* call);
 flce_status cuda_pack_statistics(void* self, const flce_pack_args* call);
 flce_status cuda_merge_statistics(void* self, const flce_merge_args* call);
-flce_status cuda_sum_partials(void* self, const flce_sum_partials_args* call);
+flce_status cuda_sum_terms(void* self, const flce_sum_terms_args* call);
 
 /* passes/elementwise.cu */
 flce_status cuda_fill(void* self, void* data, int byte, int64_t bytes);

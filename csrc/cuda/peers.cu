@@ -17,7 +17,7 @@ struct CopyStream {
 };
 
 static CopyStream g_streams[kMaxDevices][FLCE_COLLECTIVES];
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* held while one is created */
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards g_streams */
 
 static flce_status create_stream(CopyStream* made) {
   int least, greatest;
@@ -30,17 +30,17 @@ static flce_status create_stream(CopyStream* made) {
 
 static flce_status copy_stream(const flce_cuda* cuda, flce_collective_id id, CopyStream* found) {
   FLCE_TRY(check_device(cuda->device));
-  CopyStream* own = &g_streams[cuda->device][id];
+  CopyStream* copies = &g_streams[cuda->device][id];
   pthread_mutex_lock(&g_lock);
   flce_status status = FLCE_OK;
-  if (!own->end) status = create_stream(own);
-  *found = *own;
+  if (!copies->end) status = create_stream(copies);
+  *found = *copies;
   pthread_mutex_unlock(&g_lock);
   return status;
 }
 
-/* A function of the driver, which is not linked. */
-static flce_status driver_function(const char* name, void** cached) {
+/* Stores the address of a driver function in *cached; the driver library is not linked. */
+static flce_status load_driver_function(const char* name, void** cached) {
   if (__atomic_load_n(cached, __ATOMIC_ACQUIRE)) return FLCE_OK;
   void* found = NULL;
   cudaDriverEntryPointQueryResult result;
@@ -57,7 +57,7 @@ static CUdeviceptr flag_at(const flce_peers* peers, int owner, Flag flag, int ra
 
 static flce_status set_flag(cudaStream_t stream, CUdeviceptr flag, uint32_t value) {
   static void* function;
-  FLCE_TRY(driver_function("cuStreamWriteValue32", &function));
+  FLCE_TRY(load_driver_function("cuStreamWriteValue32", &function));
   const auto write = (decltype(&cuStreamWriteValue32))function;
   const CUresult status = write((CUstream)stream, flag, value, CU_STREAM_WRITE_VALUE_DEFAULT);
   if (status == CUDA_SUCCESS) return FLCE_OK;
@@ -67,7 +67,7 @@ static flce_status set_flag(cudaStream_t stream, CUdeviceptr flag, uint32_t valu
 /* Waits for the flag, and clears it for the next collective: a captured graph may be replayed. */
 static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
   static void* function;
-  FLCE_TRY(driver_function("cuStreamWaitValue32", &function));
+  FLCE_TRY(load_driver_function("cuStreamWaitValue32", &function));
   const auto wait = (decltype(&cuStreamWaitValue32))function;
   const CUresult status = wait((CUstream)stream, flag, 1, CU_STREAM_WAIT_VALUE_EQ);
   if (status == CUDA_SUCCESS) return set_flag(stream, flag, 0);
@@ -78,33 +78,33 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
                                                          const flce_peers* peers,
                                                          flce_collective_id id, void* recv,
                                                          int64_t offset, int64_t bytes) {
-  CopyStream own;
-  FLCE_TRY(copy_stream(cuda, id, &own));
+  CopyStream copies;
+  FLCE_TRY(copy_stream(cuda, id, &copies));
   const int rank = peers->rank, ranks = peers->ranks;
-  FLCE_TRY(check_cuda(cudaEventRecord(own.begin, (cudaStream_t)cuda->stream), "peers"));
-  FLCE_TRY(check_cuda(cudaStreamWaitEvent(own.stream, own.begin, 0), "peers"));
+  FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
+  FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.stream, copies.begin, 0), "peers"));
   for (int step = 1; step < ranks; step++) {
     const int peer = (rank + step) % ranks;
-    FLCE_TRY(set_flag(own.stream, flag_at(peers, peer, kWritten, rank), 1));
+    FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kWritten, rank), 1));
   }
   for (int step = 1; step < ranks; step++) { /* every rank begins with another one */
     const int peer = (rank + step) % ranks;
-    FLCE_TRY(take_flag(own.stream, flag_at(peers, rank, kWritten, peer)));
+    FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kWritten, peer)));
     const char* from = (const char*)peers->data[peer] + offset;
     FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)recv + peer * bytes, from, (size_t)bytes,
-                                        cudaMemcpyDefault, own.stream),
+                                        cudaMemcpyDefault, copies.stream),
                         "peers"));
-    FLCE_TRY(set_flag(own.stream, flag_at(peers, peer, kCopied, rank), 1));
+    FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kCopied, rank), 1));
   }
   for (int peer = 0; peer < ranks; peer++) {
-    if (peer != rank) FLCE_TRY(take_flag(own.stream, flag_at(peers, rank, kCopied, peer)));
+    if (peer != rank) FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kCopied, peer)));
   }
-  return check_cuda(cudaEventRecord(own.end, own.stream), "peers");
+  return check_cuda(cudaEventRecord(copies.end, copies.stream), "peers");
 }
 
 extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,
                                                         flce_collective_id id) {
-  CopyStream own;
-  FLCE_TRY(copy_stream(cuda, id, &own));
-  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, own.end, 0), "peers");
+  CopyStream copies;
+  FLCE_TRY(copy_stream(cuda, id, &copies));
+  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, copies.end, 0), "peers");
 }

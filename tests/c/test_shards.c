@@ -428,21 +428,21 @@ static void test_sums(void) {
   for (size_t k = 0; k < 2 * sizeof cases / sizeof *cases; k++)
     for (int rank = 0; rank < 3; rank++) {
       flce_dtype terms = cases[k / 2].terms, dtype = cases[k / 2].out;
-      void *parts = test_buffer(terms, 3 * COUNT), *own = test_buffer(terms, COUNT);
+      void *received = test_buffer(terms, 3 * COUNT), *own = test_buffer(terms, COUNT);
       void *out = test_buffer(dtype, COUNT), *copy = k % 2 ? test_buffer(dtype, COUNT) : NULL;
       for (int i = 0; i < 3 * COUNT; i++)
-        flce_store(parts, terms, i, i / COUNT == rank ? NAN : cases[k / 2].values[i / COUNT]);
+        flce_store(received, terms, i, i / COUNT == rank ? NAN : cases[k / 2].values[i / COUNT]);
       for (int i = 0; i < COUNT; i++) flce_store(own, terms, i, cases[k / 2].values[rank]);
-      flce_sum_partials_args args = {.out = out, .copy = copy, .out_dtype = dtype};
-      args.parts = parts, args.own = own, args.dtype = terms;
+      flce_sum_terms_args args = {.out = out, .copy = copy, .out_dtype = dtype};
+      args.received = received, args.own = own, args.dtype = terms;
       args.ranks = 3, args.rank = rank, args.count = COUNT;
-      CHECK_OK(flce_cpu_sum_partials(&cpu, &args));
+      CHECK_OK(flce_cpu_sum_terms(&cpu, &args));
       for (int i = 0; i < COUNT; i++) {
         double sum = flce_load(out, dtype, i), other = copy ? flce_load(copy, dtype, i) : sum;
         CHECK(sum == cases[k / 2].sum && other == sum, "case %zu, rank %d: %g and %g, expected %g",
               k, rank, sum, other, cases[k / 2].sum);
       }
-      free(parts), free(own), free(out), free(copy);
+      free(received), free(own), free(out), free(copy);
     }
 }
 

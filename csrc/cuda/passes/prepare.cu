@@ -1,5 +1,5 @@
 /* prepare: the scalars of a call (enum flce_scalar). The same kernel also sorts the tokens by
- * target if there are at most kRankedTokens; more are sorted in target_order.cu. */
+ * target if there are at most kCountedTokens; more are sorted in target_order.cu. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -113,21 +113,21 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const int scalar_blocks = t.scalars ? 1 : 0;
   const bool sorts = (int)blockIdx.x >= scalar_blocks;
   const int warp = (blockIdx.x - scalar_blocks) * (kPrepareThreads / kWarp) + threadIdx.x / kWarp;
-  const int first = warp * kRankedTokensOfWarp, tokens = (int)p.tokens;
+  const int first = warp * kTokensPerWarp, tokens = (int)p.tokens;
   S scalars[FLCE_SCALAR_COUNT] = {};
-  uint32_t key[kRankedTokensOfWarp] = {}, ranks[kRankedTokensOfWarp] = {};
+  uint32_t key[kTokensPerWarp] = {}, positions[kTokensPerWarp] = {};
   if (sorts) {
     const uint32_t* all = load_keys(t.target, tokens, p.vocab, p.loss.ignore_index);
-    rank_tokens(all, tokens, first, key, ranks);
+    count_preceding(all, tokens, first, key, positions);
   } else {
     make_scalars<S>(p, t, held_shift, scalars);
   }
   pdl_wait();
 #pragma unroll
-  for (int i = 0; i < kRankedTokensOfWarp; i++) {
+  for (int i = 0; i < kTokensPerWarp; i++) {
     if (sorts && threadIdx.x % kWarp == 0 && first + i < tokens) {
-      keys[ranks[i]] = key[i];
-      values[ranks[i]] = (uint32_t)(first + i);
+      keys[positions[i]] = key[i];
+      values[positions[i]] = (uint32_t)(first + i);
     }
   }
   if (!sorts && threadIdx.x == 0) {
@@ -141,8 +141,8 @@ flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
                                 bool overlaps) {
   const int held_shift = holds_weight ? flce_held_shift(problem->rows) : 0;
   const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
-  const int64_t ranking = order ? ceil_div(problem->tokens, kRankedTokensOfBlock) : 0;
-  const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + ranking);
+  const int64_t sorting = order ? ceil_div(problem->tokens, kTokensPerBlock) : 0;
+  const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + sorting);
   FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
     FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", overlaps,
                                 *problem, *tensors, held_shift, view.keys, view.tokens));
@@ -189,7 +189,7 @@ static flce_status launch_largest(void* self, const flce_problem* p, const flce_
 
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, bool holds_weight, bool overlaps) {
-  const bool few = problem->tokens <= kRankedTokens;
+  const bool few = problem->tokens <= kCountedTokens;
   if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
   if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
   /* The kernel reads find_largest's result before pdl_wait, so it must not overlap it. */

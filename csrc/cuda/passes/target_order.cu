@@ -1,4 +1,4 @@
-/* order_targets: sorts the tokens by target with CUB, if there are more than kRankedTokens. Fewer
+/* order_targets: sorts the tokens by target with CUB, if there are more than kCountedTokens. Fewer
  * are sorted by the kernel of prepare.cu. */
 #include "cuda/passes/target_order.cuh"
 
@@ -8,7 +8,7 @@ enum { kKeyThreads = 256 };
 
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
   FLCE_TRY(check_order(tokens, vocab));
-  if (tokens <= kRankedTokens) { /* sorted without CUB: no scratch */
+  if (tokens <= kCountedTokens) { /* sorted without CUB: no scratch */
     *bytes = 2 * order_stride(tokens);
     return FLCE_OK;
   }
@@ -32,7 +32,7 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
   const int64_t tokens = problem->tokens, vocab = problem->vocab;
   if (tokens == 0) return FLCE_OK;
   FLCE_TRY(check_order(tokens, vocab));
-  if (tokens <= kRankedTokens) {
+  if (tokens <= kCountedTokens) {
     flce_tensors tensors = {};
     tensors.target = target;
     return cuda_launch_prepare(self, problem, &tensors, order, false, false);

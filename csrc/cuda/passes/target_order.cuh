@@ -1,4 +1,4 @@
-/* The format of the tokens sorted by target, and the sort of at most kRankedTokens tokens, which
+/* The format of the tokens sorted by target, and the sort of at most kCountedTokens tokens, which
  * runs in the kernel of prepare.cu. target_order.cu sorts more tokens; grad_weight.cu reads the
  * result. */
 #ifndef FLCE_CUDA_PASSES_TARGET_ORDER_CUH
@@ -39,14 +39,15 @@ enum { kPrepareThreads = 1024 };
 
 /* ---- sorting few tokens ---- */
 
-/* Up to kRankedTokens tokens are sorted by rank: for each token, the tokens that precede it are
- * counted. This runs in the kernel that computes the scalars, which overlaps the end of the logits
- * GEMM. CUB takes a kernel for each of its passes, 15 to 40 us (benchmarks/NOTES.md, 2026-11-22 and
- * 23). A warp ranks several tokens with each key that it reads: shared memory is the bound. */
+/* Up to kCountedTokens tokens are sorted by counting: a token's position is the number of tokens
+ * with a smaller key, or with an equal key and a smaller index. This runs in the kernel that
+ * computes the scalars, which overlaps the end of the logits GEMM. CUB takes a kernel for each of
+ * its passes, 15 to 40 us (benchmarks/NOTES.md, 2026-11-22 and 23). A warp compares several tokens
+ * with each key that it loads, because the bandwidth of shared memory is the limit. */
 enum {
-  kRankedTokens = 8192, /* 32 KiB of shared memory */
-  kRankedTokensOfWarp = 2,
-  kRankedTokensOfBlock = kRankedTokensOfWarp * kPrepareThreads / kWarp
+  kCountedTokens = 8192, /* 32 KiB of shared memory */
+  kTokensPerWarp = 2,
+  kTokensPerBlock = kTokensPerWarp * kPrepareThreads / kWarp
 };
 
 /* The sort key: the target, or V if it is ignored or out of range. */
@@ -58,9 +59,9 @@ __device__ __forceinline__ uint32_t key_of(int64_t y, int64_t vocab, int64_t ign
  * 4. Called by the whole block, so that it waits for global memory once. */
 __device__ __forceinline__ const uint32_t* load_keys(const int64_t* target, int tokens,
                                                      int64_t vocab, int64_t ignore_index) {
-  __shared__ alignas(16) uint32_t keys[kRankedTokens];
+  __shared__ alignas(16) uint32_t keys[kCountedTokens];
 #pragma unroll
-  for (int step = 0; step < kRankedTokens / kPrepareThreads; step++) {
+  for (int step = 0; step < kCountedTokens / kPrepareThreads; step++) {
     const int j = step * kPrepareThreads + threadIdx.x;
     if (j < tokens) {
       keys[j] = key_of(target[j], vocab, ignore_index);
@@ -72,37 +73,38 @@ __device__ __forceinline__ const uint32_t* load_keys(const int64_t* target, int 
   return keys;
 }
 
-/* The keys and ranks of the tokens from `first` on, by one warp. A rank is the number of tokens
- * with a smaller key, or with the same key and a smaller number. */
-__device__ __forceinline__ void rank_tokens(const uint32_t* keys, int tokens, int first,
-                                            uint32_t (&key)[kRankedTokensOfWarp],
-                                            uint32_t (&ranks)[kRankedTokensOfWarp]) {
-  constexpr int T = kRankedTokensOfWarp;
+/* The keys and the positions in the order of the tokens from `first` on, by one warp. */
+__device__ __forceinline__ void count_preceding(const uint32_t* keys, int tokens, int first,
+                                                uint32_t (&key)[kTokensPerWarp],
+                                                uint32_t (&positions)[kTokensPerWarp]) {
+  constexpr int T = kTokensPerWarp;
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int t = 0; t < T; t++) {
     key[t] = keys[min(first + t, tokens - 1)];
-    ranks[t] = 0;
+    positions[t] = 0;
   }
   for (int quad = lane; quad < (tokens + 3) / 4; quad += kWarp) {
     const uint4 others = ((const uint4*)keys)[quad];
 #pragma unroll
     for (int t = 0; t < T; t++) {
       const uint32_t limit =
-          key[t] + (quad < (first + t) / 4); /* of the quads before, also equal */
-      ranks[t] += (others.x < limit) + (others.y < limit) + (others.z < limit) + (others.w < limit);
+          key[t] + (quad < (first + t) / 4); /* before the token's own quad equal keys count too */
+      positions[t] +=
+          (others.x < limit) + (others.y < limit) + (others.z < limit) + (others.w < limit);
     }
   }
 #pragma unroll
   for (int t = 0; t < T; t++) {
     const int token = min(first + t, tokens - 1);
-    if (lane < token % 4) ranks[t] += keys[token / 4 * 4 + lane] == key[t];
-    ranks[t] = __reduce_add_sync(0xffffffffu, ranks[t]);
+    /* Equal keys before it in its own quad. */
+    if (lane < token % 4) positions[t] += keys[token / 4 * 4 + lane] == key[t];
+    positions[t] = __reduce_add_sync(0xffffffffu, positions[t]);
   }
 }
 
 /* Launches the kernel of prepare.cu. tensors->scalars NULL: no scalars are computed. `order` NULL:
- * the tokens are not sorted; else there are at most kRankedTokens. */
+ * the tokens are not sorted; else there are at most kCountedTokens. */
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
                                 const flce_tensors* tensors, void* order, bool holds_weight,
                                 bool overlaps);

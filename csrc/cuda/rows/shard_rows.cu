@@ -1,5 +1,5 @@
 /* The backend functions of a sharded vocabulary: shard_targets, pack_statistics, merge_statistics
- * and sum_partials. The merge of a row is in merge.h. */
+ * and sum_terms. The merge of a row is in merge.h. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -27,8 +27,8 @@ flce_status cuda_shard_targets(void* self, const flce_shard_targets_args* call) 
 
 /* z + bias of a column of this rank. Called by a warp; every lane gets it. */
 template <typename T>
-__device__ __forceinline__ double logit_of(const flce_pack_args& call, flce_dtype stat, int64_t at,
-                                           int64_t column, int lane) {
+__device__ __forceinline__ double z_of_column(const flce_pack_args& call, flce_dtype stat,
+                                              int64_t at, int64_t column, int lane) {
   const T* x = (const T*)call.x + at * call.hidden;
   const T* w = (const T*)call.w + column * call.hidden;
   double z = 0;
@@ -39,8 +39,8 @@ __device__ __forceinline__ double logit_of(const flce_pack_args& call, flce_dtyp
   return call.bias ? z + flce_stat_at(call.bias, stat, column) : z;
 }
 
-/* One warp for each row. `map` makes l of a logit, without the row's temperature: it does not
- * change which is largest. */
+/* One warp for each row. `map` computes l from z. The row's own temperature is left out: it does
+ * not change the argmax. */
 template <typename T>
 __global__ void __launch_bounds__(kPackWarps* kWarp)
     pack_statistics(const __grid_constant__ flce_pack_args call,
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kPackWarps* kWarp)
     }
     if (r.predictions) {
       const int64_t column = r.predictions[ref.at];
-      const double z = map.inner_scale * logit_of<T>(call, kStat, ref.at, column, lane);
+      const double z = map.inner_scale * z_of_column<T>(call, kStat, ref.at, column, lane);
       values[FLCE_SHARD_STAT_TOP] = map.outer_scale * (map.curve == FLCE_TANH ? tanh(z) : z);
       values[FLCE_SHARD_STAT_COLUMN] = (double)(call.shard.first + column);
     }
@@ -143,10 +143,12 @@ flce_status cuda_merge_statistics(void* self, const flce_merge_args* call) {
   return FLCE_OK;
 }
 
-/* One thread for 16 bytes of each term; VECTOR false: for one element. OUT: of the sum. */
+/* Each thread sums 16 bytes of every term, or one element if VECTOR is false. OUT: dtype of the
+ * sum.
+ */
 template <typename T, typename OUT, bool VECTOR>
 __global__ void __launch_bounds__(kThreads)
-    sum_partials(const __grid_constant__ flce_sum_partials_args call) {
+    sum_terms(const __grid_constant__ flce_sum_terms_args call) {
   constexpr int N = VECTOR ? kVec<T> : 1;
   using S = stat_t<T>;
   pdl_wait();
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kThreads)
     Vec<T, N> raw;
     S term[N];
     const T* from =
-        rank == call.rank ? (const T*)call.own : (const T*)call.parts + rank * call.count;
+        rank == call.rank ? (const T*)call.own : (const T*)call.received + rank * call.count;
     load_vec<true>(from + first, raw);
     unpack(raw, term);
 #pragma unroll
@@ -170,16 +172,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, typename OUT>
-static flce_status launch_sum(void* self, const flce_sum_partials_args* call) {
-  const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->parts) &&
+static flce_status launch_sum(void* self, const flce_sum_terms_args* call) {
+  const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->received) &&
                       both_aligned(call->own, call->copy);
   const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
-  FLCE_TRY(check_grid(blocks, "sum_partials"));
-  const auto kernel = vector ? sum_partials<T, OUT, true> : sum_partials<T, OUT, false>;
-  return launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_partials", *call);
+  FLCE_TRY(check_grid(blocks, "sum_terms"));
+  const auto kernel = vector ? sum_terms<T, OUT, true> : sum_terms<T, OUT, false>;
+  return launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_terms", *call);
 }
 
-flce_status cuda_sum_partials(void* self, const flce_sum_partials_args* call) {
+flce_status cuda_sum_terms(void* self, const flce_sum_terms_args* call) {
   if (call->count == 0) return FLCE_OK;
   if (call->dtype == FLCE_F32 && call->out_dtype == FLCE_BF16)
     return launch_sum<float, __nv_bfloat16>(self, call);
