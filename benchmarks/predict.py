@@ -146,7 +146,7 @@ class Transport(NamedTuple):
     """How ranks exchange, and whether products run at full speed at the same time."""
 
     name: str
-    hides: bool
+    overlaps_products: bool
 
 
 # Measured under a product of dW: +0.02 ms of 0.10 (NOTES.md, 2026-11-23).
@@ -159,7 +159,7 @@ HIERARCHICAL = Transport("hierarchical", True)
 
 
 def transport_of(machine, ranks):
-    """What flce takes today; ranks of one host are neighbours."""
+    """The transport that flce uses. Ranks of one host are consecutive."""
     return COPIES if ranks <= machine.host else NCCL
 
 
@@ -212,8 +212,8 @@ class Prediction:
     save: str
     sequence: bool
     transport: str
-    products: float  # the bare ones of the same share
-    gemm: float = 0.0
+    bare: float  # the bare products of the same share
+    products: float = 0.0
     passes: float = 0.0
     exchange: float = 0.0
     exposed: float = 0.0
@@ -222,12 +222,12 @@ class Prediction:
 
     @property
     def step(self):
-        return self.gemm + self.passes + self.exposed + self.jitter
+        return self.products + self.passes + self.exposed + self.jitter
 
     @property
     def ratio(self):
         """To the bare products of the slowest rank, as scale.py measures it."""
-        return self.step / (self.products * (1 + self.jitter / (self.gemm + self.passes)))
+        return self.step / (self.bare * (1 + self.jitter / (self.products + self.passes)))
 
 
 class _Step:
@@ -244,13 +244,13 @@ class _Step:
         # csrc/cuda/sm90/select.cu: is_worth_finding_rows
         self.finds = self.vocab >= 8192 and self.tokens * self.vocab >= 1 << 27
 
-    def a_pass(self, moved, launches=1):
+    def add_pass(self, moved, launches=1):
         seconds = moved / self.machine.memory + launches * self.machine.launch
         self.result.passes += seconds
         return seconds
 
-    def a_product(self, seconds):
-        self.result.gemm += seconds
+    def add_product(self, seconds):
+        self.result.products += seconds
         return seconds
 
     def collective(self, name, cover):
@@ -265,7 +265,7 @@ class _Step:
         seconds = seconds_of(self.machine, self.transport, self.ranks, received)
         result.exchange += seconds
         exposed = seconds
-        if self.transport.hides:
+        if self.transport.overlaps_products:
             exposed = max(seconds - cover, 0.0) + 2 * received / self.machine.memory
         result.exposed += min(exposed, seconds)
 
@@ -277,12 +277,12 @@ class _Step:
         the rows to compute and what has to be cleared."""
         if "input" in self.plan.collectives:
             if self.transport is COPIES:  # x into shared memory, and from there into x of all
-                self.a_pass(self.row_bytes(self.tokens // self.ranks, 4 * ELEMENT), 2)
+                self.add_pass(self.row_bytes(self.tokens // self.ranks, 4 * ELEMENT), 2)
             self.collective("input", 0.0)
         if self.divided:
-            self.a_pass(16 * self.tokens)
+            self.add_pass(16 * self.tokens)
         if self.finds:
-            self.a_pass(0, 3)
+            self.add_pass(0, 3)
             self.result.passes += self.machine.launch + self.tokens * self.machine.find_target
 
     def prepare(self, times):
@@ -294,36 +294,36 @@ class _Step:
         """Logits, statistics, and E with `writes`. Not `fused`: in the backward of "stats"."""
         machine, ragged = self.machine, self.vocab % 8 > 0
         if self.finds:
-            self.a_pass(self.row_bytes(rows, 2 * ELEMENT))
+            self.add_pass(self.row_bytes(rows, 2 * ELEMENT))
         if not fused:
-            self.a_product(product(machine, rows, self.vocab, self.hidden, WIDE))
-            self.a_pass(rows * self.vocab * (WIDE + ELEMENT))
+            self.add_product(product(machine, rows, self.vocab, self.hidden, WIDE))
+            self.add_pass(rows * self.vocab * (WIDE + ELEMENT))
         else:
-            self.a_pass(self.row_bytes(rows, 2 * ELEMENT))  # the offsets: x and the targets' W
+            self.add_pass(self.row_bytes(rows, 2 * ELEMENT))  # the offsets: x and the targets' W
             out = ELEMENT if writes else 0
-            self.a_product(logits_product(machine, rows, self.hidden, self.vocab, out))
-            self.a_pass(rows * ceil_div(self.vocab, LOGITS_TILE[1]) * WIDE, 2)
+            self.add_product(logits_product(machine, rows, self.hidden, self.vocab, out))
+            self.add_pass(rows * ceil_div(self.vocab, LOGITS_TILE[1]) * WIDE, 2)
         if ragged:
             self.result.passes += machine.ragged
 
     def statistics(self, rows, cover):
         """Pack, a copy of a rank's own, the exchange, the merge of all ranks'."""
         if self.divided:
-            self.a_pass(rows * 2 * WIDE * (3 + self.ranks), 3)
+            self.add_pass(rows * 2 * WIDE * (3 + self.ranks), 3)
             self.result.passes += self.ranks * self.machine.merge_rank
             self.collective("statistics", cover)
 
     def input_product(self, rows):
-        return self.a_product(product(self.machine, rows, self.hidden, self.vocab, WIDE))
+        return self.add_product(product(self.machine, rows, self.hidden, self.vocab, WIDE))
 
     def gradients(self, rows, first, last):
         """Behind dX's product: coefficients, dX and coef x of the rows, dW."""
-        self.a_pass(0)
+        self.add_pass(0)
         # D in float32, x and the targets' W are read, dX and coef x written
-        self.a_pass(self.row_bytes(rows, WIDE + 4 * ELEMENT))
+        self.add_pass(self.row_bytes(rows, WIDE + 4 * ELEMENT))
         added = not first
         weight = weight_product(self.machine, rows, self.hidden, self.vocab, added)
-        self.a_product(weight)
+        self.add_product(weight)
         if last:
             # Made in two GEMMs of whole waves, dX's terms are exchanged during the first, and their
             # sums during the second (csrc/core/plan.c: split_dw).
@@ -334,13 +334,14 @@ class _Step:
         """The sum of the ranks' terms, the target rows of dW, dX from the other ranks."""
         terms = "input_terms" in self.plan.collectives
         if terms:
-            self.a_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
-        # Every token has a column on every rank; random ones touch so many rows of dW.
+            self.add_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
+        # Each token adds to one row of dW on every rank (its target's or its substitute's): the
+        # expected number of distinct rows of random targets.
         touched = self.vocab * -math.expm1(-self.tokens / self.vocab)
         moved = self.row_bytes(self.tokens, ELEMENT) + self.row_bytes(touched, 2 * ELEMENT)
-        covered = self.a_pass(moved)
+        covered = self.add_pass(moved)
         self.collective("summed_input", self.cover + covered)
-        self.a_pass(0, 2)  # reduce, scale_grads
+        self.add_pass(0, 2)  # reduce, scale_grads
 
 
 def _chunks(rows, chunk_rows):
@@ -360,7 +361,7 @@ def _forward_gradients(step):
 
 
 def _forward_then_backward(step):
-    """save="logits" and "stats": the statistics are exchanged behind the forward."""
+    """save="logits" and "stats": the statistics are exchanged after the forward."""
     plan = step.plan
     for index, rows in enumerate(_chunks(step.tokens, plan.chunk_rows)):
         step.logits(rows, writes=plan.save == "logits")
@@ -388,7 +389,7 @@ def predict(plan, hidden, vocab, machine=H200, transport=None):
         save=plan.save,
         sequence="input" in plan.collectives,
         transport=transport.name if plan.ranks > 1 else "",
-        products=bare_products(machine, plan.rows, hidden, share),
+        bare=bare_products(machine, plan.rows, hidden, share),
     )
     step = _Step(machine, transport, plan, hidden, vocab, result)
     step.open()
@@ -400,7 +401,7 @@ def predict(plan, hidden, vocab, machine=H200, transport=None):
     # E[max of T] - E about sigma sqrt(2 ln T), of the work since the synchronisation before. The
     # share of time does not depend on how many synchronisations divide it.
     spread = machine.sigma * math.sqrt(2 * math.log(plan.ranks))
-    result.jitter = spread * (result.gemm + result.passes)
+    result.jitter = spread * (result.products + result.passes)
     return result
 
 
@@ -462,7 +463,7 @@ def table(shape, machine=H200, ranks=RANKS, transport=None):
 
 
 def data_parallel(machine, hidden, vocab, ranks, groups):
-    """(bytes, seconds) for W gathered before the head and dW reduce-scattered behind it, each once,
+    """(bytes, seconds) for W gathered before the head and dW reduce-scattered after it, each once,
     in bfloat16, among the `groups` ranks that hold the same classes."""
     if groups == 1:
         return 0, 0.0
@@ -484,18 +485,20 @@ def mesh(shape, total, tp, machine=H200, transport=None):
     one = best(tokens, shape.hidden, shape.vocab, tp, machine, transport)
     received, seconds = data_parallel(machine, shape.hidden, shape.vocab, tp, groups)
     spread = machine.sigma * (math.sqrt(2 * math.log(total)) - math.sqrt(2 * math.log(tp)))
-    late = spread * (one.gemm + one.passes)  # the slowest of all ranks, not only of a group
+    extra_jitter = spread * (
+        one.products + one.passes
+    )  # the slowest of all ranks, not only of a group
     return {
         **asdict(one),
         "ranks": total,
         "tp": tp,
         "tokens": tokens,
-        "jitter": one.jitter + late,
-        "step": one.step + late,
+        "jitter": one.jitter + extra_jitter,
+        "step": one.step + extra_jitter,
         "ratio": one.ratio,
         "dp_bytes": received,
         "dp_seconds": seconds,
-        "exposed_step": one.step + late + seconds,
+        "exposed_step": one.step + extra_jitter + seconds,
     }
 
 
@@ -522,11 +525,11 @@ def ms(seconds):
     return f"{1e3 * seconds:9.3f}"
 
 
-def table_lines(rows, designed):
-    """`designed`: the same ranks by HIERARCHICAL, beyond a host."""
-    times = ("gemm", "passes", "exchange", "exposed", "jitter", "step")
+def table_lines(rows, hierarchical):
+    """`hierarchical`: the same ranks by HIERARCHICAL, beyond a host."""
+    times = ("products", "passes", "exchange", "exposed", "jitter", "step")
     yield " ".join(f"{name:>9}" for name in ("ranks", "chunks", *times)) + "  effic.   ratio  by"
-    for row, other in zip(rows, designed, strict=True):
+    for row, other in zip(rows, hierarchical, strict=True):
         text = f"{row['ranks']:9d} {row['chunks']:9d} "
         text += " ".join(ms(row[name]) for name in times)
         text += f" {row['efficiency']:6.1%} {row['ratio']:6.3f}x  {row['transport']}"
@@ -553,18 +556,17 @@ def report(shapes, path=None, machine=H200):
     record = {"machine": asdict(machine), "shapes": []}
     for name, shape in shapes:
         sizes = f"{shape.tokens} x {shape.hidden} x {shape.vocab}"
-        rows, designed = table(shape, machine), table(shape, machine, transport=HIERARCHICAL)
+        rows, hierarchical = table(shape, machine), table(shape, machine, transport=HIERARCHICAL)
         print(f"\n{name}: {sizes}, vocabulary over all ranks, ms")
-        print(*table_lines(rows, designed), sep="\n")
-        entry = {"name": name, **shape._asdict(), "vocabulary": rows, "hierarchical": designed}
+        print(*table_lines(rows, hierarchical), sep="\n")
+        entry = {"name": name, **shape._asdict(), "vocabulary": rows, "hierarchical": hierarchical}
 
         def growing(total, tokens=shape.tokens):
             return max(tokens * total // machine.host, tokens)
 
-        many = [count for count in RANKS if count >= 2 * machine.host]
         for label, tokens_of in (("fixed tokens", None), ("tokens grow beyond 8 ranks", growing)):
             for key in ("step", "exposed_step"):
-                found = meshes(shape, machine, many, tokens_of, key)
+                found = meshes(shape, machine, RANKS, tokens_of, key)
                 hides = "hidden" if key == "step" else "exposed"
                 print(f"\n{name}: best mesh, {label}, W's and dW's exchange {hides}, ms")
                 print(*mesh_lines(found, key), sep="\n")

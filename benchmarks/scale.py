@@ -4,10 +4,10 @@
 One process for each rank. Contestants run interleaved, on fresh data in each round, several steps
 in a row; a time is that of the slowest rank, by events of the device; medians are compared. Ratios
 are relative to `products`, the three bare GEMMs of a rank's share. `no exchange` leaves out the
-exchange of dX (reduce_input_grad=False): what the exchange costs is the difference. `exposed` sums
-dX by an all-reduce behind the step. FLCE_PEERS=0 exchanges by NCCL instead of copy engines. Peak
-bytes are those of a rank's allocator, in addition to its inputs, without symmetric memory. Errors
-are relative ones of loss, dX and this rank's dW against a float32 reference.
+exchange of dX (reduce_input_grad=False): what the exchange costs is the difference. `all-reduce
+after` sums dX by an all-reduce after the step. FLCE_PEERS=0 exchanges by NCCL instead of copy
+engines. Peak bytes are those of a rank's allocator, in addition to its inputs, without symmetric
+memory. Errors are relative ones of loss, dX and this rank's dW against a float32 reference.
 
     python benchmarks/scale.py head --ranks 2
     python benchmarks/scale.py head 16384x8192x128256 --ranks 4 --json benchmarks/results/new.json
@@ -102,8 +102,8 @@ def sharded(part, chunks=None, ways=None, **options):
     return gradients(loss_of, x_of)
 
 
-def exposed(part):
-    """The terms of dX, summed by an all-reduce behind the step."""
+def summed_after(part):
+    """dX summed by an all-reduce after the step."""
     run_terms = sharded(part, ways={"reduce_input_grad": False})
 
     def run(p):
@@ -226,7 +226,7 @@ CONTESTANTS = {
     FLOOR: products,
     "flce": sharded,
     "no exchange": functools.partial(sharded, ways={"reduce_input_grad": False}),
-    "exposed": exposed,
+    "all-reduce after": summed_after,
     "float32 terms": functools.partial(sharded, ways={"reduce_dtype": torch.float32}),
     "sequence": functools.partial(sharded, ways={"sequence": True}),
     "logits": functools.partial(sharded, save="logits"),

@@ -85,7 +85,7 @@ def test_what_nccl_costs(model):
 def test_the_fitted_rate(model):
     record = json.loads((RESULTS / "2026-11-23-h200x2-vocab-parallel.json").read_text())
     measured = [row["ms"] for row in record["rows"] if row["contestant"] == "products"]
-    predicted = 1e3 * of_head(model).products
+    predicted = 1e3 * of_head(model).bare
     assert predicted == pytest.approx(statistics.median(measured), rel=0.005)
 
 
@@ -160,8 +160,8 @@ def test_parts_of_a_step(model):
         for transport in transports:
             one = of_head(model, ranks, transport=transport)
             assert 0 <= one.exposed <= one.exchange
-            assert min(one.gemm, one.passes, one.jitter) > 0
-            assert one.step == pytest.approx(one.gemm + one.passes + one.exposed + one.jitter)
+            assert min(one.products, one.passes, one.jitter) > 0
+            assert one.step == pytest.approx(one.products + one.passes + one.exposed + one.jitter)
     nccl = of_head(model, 8, transport=model.NCCL)
     assert nccl.exposed == nccl.exchange
     # What a product hides: of two ranks all of the all-to-all but the memory's time.

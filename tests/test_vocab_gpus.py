@@ -141,9 +141,9 @@ def check_sequence():
     assert off(grads[0], expected[0][rows]) < 8e-3 and off(grads[1], expected[1][mine]) < 8e-3
 
 
-def check_hidden():
-    """All logits of all ranks but the first are -inf: probability 0, gradient 0. The settings
-    reach every kernel of the forward."""
+def check_minus_infinity():
+    """All logits of all ranks but the first are -inf: probability 0, gradient 0. Dtypes, save and
+    options select each kernel of the forward."""
     mine, returns = classes_of(2000), {"return_lse": True, "return_predictions": True}
     for dtype, save, options in itertools.product(
         TOLERANCE, ("auto", "logits", "stats"), ({}, {"softcap": 10.0}, {"temperature": 0.5})
@@ -266,7 +266,7 @@ def run_rank(rank, folder, transport, ranks):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     checks = {name: functools.partial(check_case, name) for name in CASES}
-    checks |= {"sequence": check_sequence, "hidden": check_hidden, "training": check_training}
+    checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity, "training": check_training}
     checks |= {"graph": check_graph}
     backend, device = "nccl", rank
     if transport == "one GPU":
