@@ -266,8 +266,8 @@ def run_rank(rank, folder, transport, ranks):
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     checks = {name: functools.partial(check_case, name) for name in CASES}
-    checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity, "training": check_training}
-    checks |= {"graph": check_graph}
+    checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity}
+    checks |= {"training": check_training, "graph": check_graph}
     backend, device = "nccl", rank
     if transport == "one GPU":
         share_one_gpu()
