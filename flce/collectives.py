@@ -2,6 +2,7 @@
 operator of flce runs. A collective begins on the current stream and is asynchronous until waited
 for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
+import contextlib
 import functools
 import socket
 import threading
@@ -19,7 +20,7 @@ _in_flight = threading.local()  # forward and backward run in different threads
 # torch 2.13 renames the function.
 _renamed = hasattr(dist, "all_gather_single")
 _all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
-_compared = weakref.WeakSet()  # groups whose class ranges have been compared
+_compared = weakref.WeakSet()  # groups whose class ranges are not compared any more
 
 
 def _works():
@@ -52,19 +53,25 @@ def _communicates(group):
     return dist.get_backend(group) != "fake" and detect_fake_mode() is None
 
 
-def compare_ranges(shard, rows):
-    """Compares the class ranges of all ranks, once for each group: all ranks have to take part in
-    the same call. `rows`: this rank's rows of W."""
+def compare_ranges(shard, linear_weight):
+    """Compares the class ranges of all ranks in a group's first call: all ranks have to take part
+    in the same call."""
     group = _group(shard.group)
     if group in _compared or not _communicates(group):
         return
     ranges = [None] * shard.ranks
-    dist.all_gather_object(ranges, (shard.start, shard.vocab, rows), group=group)
+    own = shard.start, shard.vocab, len(linear_weight)
+    device = linear_weight.device  # NCCL exchanges objects through the current device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(ranges, own, group=group)
     parallel.check_ranges(shard, ranges)
     _compared.add(group)
 
 
 def _all_gather(received, sent, group, id):
+    # No later call compares class ranges. Where this call is of a compiled graph, a rank that falls
+    # back to eager would compare them alone.
+    _compared.add(_group(group))
     work = _all_gather_single(received, sent, group=_group(group), async_op=True)
     _works()[group, id] = work
 
@@ -142,6 +149,7 @@ def _send_buffer(name, id, size):
     `size` bytes on each; [] where there is none. The first call and a larger `size` synchronise all
     ranks, which is not possible while a CUDA graph is captured."""
     group, shared = _group(name), _shared.get(name)
+    _compared.add(group)  # as in _all_gather
     captures = torch.cuda.is_current_stream_capturing()
     if shared is None or shared.group() is not group:
         if captures:

@@ -152,7 +152,7 @@ def _exchange_first(tensors, vocab_parallel, shard, linear_weight, call):
     if not torch.compiler.is_compiling():
         from . import collectives
 
-        collectives.compare_ranges(parallel.shard_of(vocab_parallel), len(linear_weight))
+        collectives.compare_ranges(parallel.shard_of(vocab_parallel), linear_weight)
     target, weight, *vectors = tensors
     if weight is None:
         return tensors

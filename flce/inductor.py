@@ -1,9 +1,10 @@
 """The order of a sharded vocabulary's calls in a graph that TorchInductor compiles.
 
 Inductor orders independent operators by the sizes of their results, which differ between ranks
-whose shares of the vocabulary differ. The exchanges of two calls would then not match: wrong
-gradients, or a hang. So each call that exchanges depends on the one before it. (torch's own effect
-tokens keep the order up to Inductor, which drops it in torch 2.11 and 2.13.)
+whose shares of the vocabulary differ. The exchanges of two calls, or of a call and a collective of
+torch over the same group, would then not match: wrong gradients, or a hang. So each of them
+depends on the one before it. (torch's own effect tokens keep the order up to Inductor, which drops
+it in torch 2.11 and 2.13.)
 """
 
 import functools
@@ -12,9 +13,6 @@ import warnings
 
 import torch
 
-from .options import INTEGERS
-
-_RANKS = INTEGERS.index("ranks")
 _OPERATORS = ("forward", "backward", "backward_into")
 
 
@@ -37,20 +35,37 @@ def _register():
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
-    for name in _OPERATORS:
-        op = getattr(torch.ops.flce, name).default
+    own = {getattr(torch.ops.flce, name).default for name in _OPERATORS}
+    for op in own:
         if op not in lowering.lowerings:  # as Inductor does for an operator without a lowering
             tag = get_layout_constraint_tag(op, with_default=True)
             constraint = lowering.tag_to_layout_constraint(tag)
             lowering.make_fallback(op, layout_constraint=constraint, warn=False)
-        arguments = [argument.name for argument in op._schema.arguments]
-        integers = arguments.index("integers")
-        lowering.lowerings[op] = _ordered(lowering.lowerings[op], integers)
+    overloads = (op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload))
+    collectives = {op for op in overloads if op.namespace == "_c10d_functional"}
+    for op in own | collectives - {torch.ops._c10d_functional.wait_tensor.default}:
+        lowering.lowerings[op] = _ordered(op, lowering.lowerings[op], own)
 
 
-def _ordered(lower, integers):
-    """`lower`, a lowering, with a dependency on the call before. `integers`: the position of the
-    operator's list of options."""
+def _group_of(op, args, kwargs):
+    """The name of the group over which `op` exchanges with these arguments, or None."""
+    names = [argument.name for argument in op._schema.arguments]
+    index = next(i for i, name in enumerate(names) if name in ("group", "group_name"))
+    return args[index] if index < len(args) else kwargs.get(names[index])
+
+
+def _last_exchanges(graph, own):
+    """{group: name of the last exchange, None before the first}, for the groups over which the
+    operators `own` exchange in this graph."""
+    if not hasattr(graph, "_flce_last_exchanges"):
+        calls = [node for node in graph.module.graph.nodes if node.target in own]
+        groups = {_group_of(node.target, node.args, node.kwargs) for node in calls}
+        graph._flce_last_exchanges = dict.fromkeys(groups - {None})
+    return graph._flce_last_exchanges
+
+
+def _ordered(op, lower, own):
+    """`lower`, the lowering of `op`, with a dependency on the group's exchange before."""
 
     @functools.wraps(lower)
     def ordered(*args, **kwargs):
@@ -59,14 +74,16 @@ def _ordered(lower, integers):
 
         graph, first = V.graph, len(V.graph.operations)
         made = lower(*args, **kwargs)
-        if args[integers][_RANKS] == 0:
+        group, last = _group_of(op, args, kwargs), _last_exchanges(graph, own)
+        if group not in last:
             return made
         # The other operations realise arguments, or take an output.
-        (call,) = (one for one in graph.operations[first:] if isinstance(one, FallbackKernel))
-        before = getattr(graph, "_flce_last_exchange", None)
-        if before is not None:
-            graph.additional_buffer_deps[call.get_operation_name()].add(before)
-        graph._flce_last_exchange = call.get_name()
+        calls = [one for one in graph.operations[first:] if isinstance(one, FallbackKernel)]
+        if op not in own and not calls:
+            return made  # lowered to what is no collective of the group
+        if last[group] is not None:
+            graph.additional_buffer_deps[calls[0].get_operation_name()].add(last[group])
+        last[group] = calls[0].get_name()
         return made
 
     return ordered

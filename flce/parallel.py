@@ -4,6 +4,7 @@ import functools
 import typing
 
 import torch
+from torch._guards import detect_fake_mode
 
 from . import validate
 
@@ -29,6 +30,9 @@ class VocabShard(typing.NamedTuple):
     def class_range(self, rows):
         """(this rank's first class, number of all classes) for `rows` rows of W on this rank."""
         if self.vocab is None:
+            if rows == 0:
+                expected = "at least one row, or vocab= in flce.VocabParallel"
+                validate.refuse("linear_weight", expected, rows)
             return self.rank * rows, self.ranks * rows
         start = self.start
         if start is None:
@@ -49,19 +53,22 @@ def check_ranges(shard, given):
     """Refuses class ranges that do not hold every class once. `given`: of each rank, the start and
     vocab of its VocabShard, and its rows of W."""
     rows = [rank_rows for _, _, rank_rows in given]
+    forms = {(start is None, vocab) for start, vocab, _ in given}
+    if len(forms) > 1:
+        expected = "the same vocab on all ranks, and start on all or on none"
+        shown = [f"start={start}, vocab={vocab}" for start, vocab, _ in given]
+        validate.refuse("vocab_parallel", expected, "; ".join(shown))
     if shard.vocab is None and len(set(rows)) > 1:
         expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
         validate.refuse("linear_weight", expected, rows)
-    ranges, totals, end = [], set(), 0
-    for rank, (start, vocab, rank_rows) in enumerate(given):
-        of_rank = shard._replace(rank=rank, start=start, vocab=vocab)
-        first, classes = of_rank.class_range(rank_rows)
+    ranges, end = [], 0
+    for rank, (start, _, rank_rows) in enumerate(given):
+        first, classes = shard._replace(rank=rank, start=start).class_range(rank_rows)
         ranges.append(range(first, first + rank_rows))
-        totals.add(classes)
     for held in sorted(filter(None, ranges), key=lambda held: held.start):
         end = held.stop if held.start == end else -1
-    if totals != {end}:
-        expected = f"ranges that hold each of {max(totals)} classes once"
+    if end != classes:
+        expected = f"ranges that hold each of {classes} classes once"
         validate.refuse("vocab_parallel", expected, ranges)
 
 
@@ -172,10 +179,14 @@ def process_group(caller, group):
         mesh = group
         if mesh.ndim != 1:
             validate.refuse("group", "a DeviceMesh of one dimension", f"{mesh.ndim} dimensions")
+        if mesh.get_coordinate() is None:
+            validate.refuse("group", "a DeviceMesh that this rank belongs to", mesh)
         group = mesh.get_group()
-        if mesh.get_local_rank() != dist.get_rank(group):
-            expected = "a DeviceMesh whose ranks are in the order of its group"
-            validate.refuse("group", expected, mesh)
+        # The mesh's tensor of ranks cannot be read while shapes are traced.
+        if not torch.compiler.is_compiling() and detect_fake_mode() is None:
+            ranks, expected = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+            if ranks != expected:
+                validate.refuse("group", f"a DeviceMesh with the ranks {expected}", ranks)
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         validate.refuse("group", "a group that this rank belongs to", "new_group of other ranks")
     if not isinstance(group, dist.ProcessGroup):

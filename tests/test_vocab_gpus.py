@@ -25,6 +25,7 @@ CASES = {
     "float32 terms": (1024, 512, 9000, torch.bfloat16, {"reduce_dtype": torch.float32}),
     "float32 terms, ragged": (777, 256, 5003, torch.float16, {"reduce_dtype": torch.float32}),
     "ragged vocabulary": (777, 256, 5003, torch.bfloat16, {}),
+    "padded hidden size": (777, 100, 5003, torch.bfloat16, {}),
     "bias": (1024, 512, 9000, torch.bfloat16, {"bias": True}),
     "logits": (1024, 512, 9000, torch.bfloat16, {"save": "logits"}),
     "stats": (1024, 512, 9000, torch.bfloat16, {"save": "stats"}),
@@ -133,12 +134,14 @@ def check_case(name):
 
 
 def check_sequence():
-    x, w, b, y, options = draw(1024, 512, 9000, torch.bfloat16, {})
-    _, expected = run(x, w, b, y, options)
-    vp = flce.VocabParallel(dist.group.WORLD, vocab=9000, sequence=True)
     rows, mine = classes_of(1024), classes_of(9000)
-    _, grads = run(x[rows], w[mine], None, y, {"vocab_parallel": vp})
-    assert off(grads[0], expected[0][rows]) < 8e-3 and off(grads[1], expected[1][mine]) < 8e-3
+    for dtype, save in itertools.product((torch.bfloat16, torch.float16), ("auto", "logits")):
+        x, w, b, y, options = draw(1024, 512, 9000, dtype, {"save": save})
+        _, expected = run(x, w, b, y, options)
+        options["vocab_parallel"] = flce.VocabParallel(dist.group.WORLD, vocab=9000, sequence=True)
+        _, grads = run(x[rows], w[mine], None, y, options)
+        assert off(grads[0], expected[0][rows]) < TOLERANCE[dtype]
+        assert off(grads[1], expected[1][mine]) < TOLERANCE[dtype]
 
 
 def check_minus_infinity():

@@ -331,17 +331,54 @@ def ranges_of_classes(ranks):
     which = "linear_weight: expected as many rows"
     refused(ranks, which, ValueError, own, 1, vocab_parallel=flce.VocabParallel(group))
     which = "vocab_parallel: expected ranges that hold each of"
-    # An overlap; a class without a rank at the beginning, between two ranks and at the end.
-    for rank, start, vocab in ((2, 21, 41), (0, 1, 42), (3, 34, 42), (3, 33, 44)):
+    # Overlaps; a class without a rank at the beginning, between two ranks and at the end.
+    changes = (2, 21, 41), (3, 25, 33), (0, 1, 42), (3, 34, 42), (3, 33, 44)
+    for rank, start, vocab in changes:
         vp = flce.VocabParallel(group, start if ranks.rank == rank else first, vocab)
         refused(ranks, which, ValueError, own, 1, vocab_parallel=vp)
+    which = "vocab_parallel: expected the same vocab on all ranks, and start on all or on none"
+    for given in ((None, None), (None, VOCAB), (first, VOCAB + 1)):
+        vp = flce.VocabParallel(group, *(given if ranks.rank == 0 else (first, VOCAB)))
+        refused(ranks, which, ValueError, own, 1, vocab_parallel=vp)
+    empty = cases.Case(own.input, own.linear_weight[:0], own.target, {})
+    which = "linear_weight: expected at least one row"
+    refused(ranks, which, ValueError, empty, vocab_parallel=flce.VocabParallel(group))
     vp = flce.VocabParallel(group, first, VOCAB)
     with FakeTensorMode() as mode:  # not compared: nothing is exchanged
         x, w, y = map(mode.from_tensor, (own.input, own.linear_weight, own.target))
         made = flce.linear_cross_entropy(x, w, y, vocab_parallel=vp)
     ranks.note(made.shape == (), "a call with fake tensors")
-    made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
-    ranks.note(made["loss"].isfinite(), "a call after those refused")
+    for compared in (1, 0):
+        with counted_exchanges() as counts:
+            made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
+        ranks.note(made["loss"].isfinite(), "a call after those refused")
+        ranks.note(counts[-1].call_count == compared, f"{counts[-1].call_count} comparisons")
+
+
+@on(2)
+def a_compiled_first_call(ranks):
+    """Ranges are not compared after it: one rank alone may fall back to eager calls."""
+    own, vp = ranks.divided(make()), flce.VocabParallel(dist.new_group(), vocab=VOCAB)
+    call = torch.compile(flce.linear_cross_entropy, backend="aot_eager")
+    for function in (call, flce.linear_cross_entropy):
+        with counted_exchanges() as counts:
+            function(own.input, own.linear_weight, own.target, vocab_parallel=vp)
+        ranks.note(counts[-1].call_count == 0, "a comparison")
+    torch._dynamo.reset()
+
+
+@on(4)
+def other_meshes(ranks):
+    """Ranks in another order than their group's, and a mesh without this rank."""
+    mesh = dist.DeviceMesh("cpu", [0, 2, 1, 3])
+    which = "group: expected a DeviceMesh with the ranks [0, 1, 2, 3]"
+    raised(ranks, which, ValueError, lambda: flce.VocabParallel(mesh))
+    pair = dist.DeviceMesh("cpu", [0, 1])
+    if ranks.rank < 2:
+        flce.VocabParallel(pair)
+    else:
+        which = "group: expected a DeviceMesh that this rank belongs to"
+        raised(ranks, which, ValueError, lambda: flce.VocabParallel(pair))
 
 
 @on(2)

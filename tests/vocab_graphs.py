@@ -5,6 +5,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from vocab_ranks import on
 
@@ -50,6 +51,69 @@ def several_losses(ranks):
         wanted = (*gradients[:2], gradients[2][classes], gradients[3][classes])
         for name, got, true in zip("xpwb", made, wanted, strict=True):
             ranks.agree(f"gradient of {name}, {save}", got, true, 1e-5)
+        torch._dynamo.reset()
+
+
+class SummedOutput(torch.autograd.Function):
+    """As Megatron's reduce_from_tensor_model_parallel_region."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class SummedGradient(torch.autograd.Function):
+    """As Megatron's copy_to_tensor_model_parallel_region."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return functional.wait_tensor(functional.all_reduce(grad, "sum", dist.group.WORLD))
+
+
+def layers_and_losses(loss_of, begin, end, x, a, b, w, y):
+    """Two tensor-parallel layers, with a loss before each and after the last."""
+    loss = loss_of(x, w, y)
+    for ahead in (1, 2):
+        x = x + end(torch.tanh(begin(x) @ a.T) @ b.T)
+        loss = loss + 0.3 * loss_of(x, w, y.roll(-ahead))
+    return loss
+
+
+@on(2)
+def layers_between_losses(ranks):
+    """The collectives of torch over the same group keep their order too: two classes of five are
+    on rank 1, whose Inductor would end a backward with another exchange than that of rank 0."""
+    torch._inductor.config.compile_threads = 1
+    (x, _, w, _), y = operands(16, 5)
+    a, b = torch.randn(128, 64) / 8, torch.randn(64, 128) / 11
+    leaves = [one.clone().requires_grad_() for one in (x, a, b, w)]
+
+    def plain(x, w, y):
+        return F.cross_entropy(x @ w.T, y)
+
+    expected = layers_and_losses(plain, torch.clone, torch.clone, *leaves, y)
+    gradients = torch.autograd.grad(expected, leaves)
+    units, classes = slice(64 * ranks.rank, 64 * ranks.rank + 64), ranks.classes(5)
+    gradients = gradients[0], gradients[1][units], gradients[2][:, units], gradients[3][classes]
+    for save in ("logits", "stats"):
+        own = [one.clone().requires_grad_() for one in (x, a[units], b[:, units], w[classes])]
+        options = {"vocab_parallel": ranks.parallel(5), "save": save}
+        loss_of = functools.partial(flce.linear_cross_entropy, **options)
+        regions = SummedGradient.apply, SummedOutput.apply
+        function = functools.partial(layers_and_losses, loss_of, *regions)
+        loss = torch.compile(function, fullgraph=True)(*own, y)
+        made = torch.autograd.grad(loss, own)
+        ranks.agree(f"loss {save}", loss.detach(), expected.detach(), 1e-5)
+        for name, got, true in zip("xabw", made, gradients, strict=True):
+            ranks.agree(f"gradient of {name}, {save}", got, true, 1e-4)
         torch._dynamo.reset()
 
 
