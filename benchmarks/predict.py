@@ -485,9 +485,8 @@ def mesh(shape, total, tp, machine=H200, transport=None):
     one = best(tokens, shape.hidden, shape.vocab, tp, machine, transport)
     received, seconds = data_parallel(machine, shape.hidden, shape.vocab, tp, groups)
     spread = machine.sigma * (math.sqrt(2 * math.log(total)) - math.sqrt(2 * math.log(tp)))
-    extra_jitter = spread * (
-        one.products + one.passes
-    )  # the slowest of all ranks, not only of a group
+    # The slowest of all ranks, not only of a group.
+    extra_jitter = spread * (one.products + one.passes)
     return {
         **asdict(one),
         "ranks": total,

@@ -45,19 +45,19 @@ def check_group(shard):
         validate.refuse("vocab_parallel", expected, "that of rank {} of {}".format(*given))
 
 
-def _communicates(group):
-    """Whether ranks can exchange objects: not where tensors or the group are fake, nor while a CUDA
-    graph is captured."""
+def _communicates(group, tensor):
+    """Whether ranks can exchange objects: not where the tensors or the group are fake, nor while a
+    CUDA graph is captured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
-    return dist.get_backend(group) != "fake" and detect_fake_mode() is None
+    return dist.get_backend(group) != "fake" and detect_fake_mode((tensor,)) is None
 
 
 def compare_ranges(shard, linear_weight):
     """Compares the class ranges of all ranks in a group's first call: all ranks have to take part
     in the same call."""
     group = _group(shard.group)
-    if group in _compared or not _communicates(group):
+    if group in _compared or not _communicates(group, linear_weight):
         return
     ranges = [None] * shard.ranks
     own = shard.start, shard.vocab, len(linear_weight)

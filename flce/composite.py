@@ -118,7 +118,9 @@ def _resolve_vocab_parallel(settings, vectors, linear_weight):
     text = parallel.text_of(settings["vocab_parallel"])
     shard = parallel.shard_of(text)
     validate.check_tensor("linear_weight", linear_weight)
-    rows = linear_weight.shape[0] if linear_weight.dim() else 0
+    if linear_weight.dim() == 0:  # which linear_signature refuses
+        return {**settings, "vocab_parallel": None}, vectors, None
+    rows = linear_weight.shape[0]
     if shard.ranks == 1:
         classes = shard.class_range(rows)[1]
         if rows != classes:
@@ -128,6 +130,8 @@ def _resolve_vocab_parallel(settings, vectors, linear_weight):
 
     if not torch.compiler.is_compiling():
         collectives.check_group(shard)
+        if not shard.fits(rows):  # in a group's first call all ranks then refuse
+            collectives.compare_ranges(shard, linear_weight)
     weight, sharded = parallel.class_weight_of_rank(vectors[0], shard, rows)
     vectors = weight, *vectors[1:]
     return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None
@@ -144,8 +148,8 @@ def _describe_loss_tensors(target, vectors, shard, linear_weight):
 
 
 def _exchange_first(tensors, vocab_parallel, shard, linear_weight, call):
-    """What the ranks exchange before the operator runs, once all arguments have been checked: in a
-    group's first call their class ranges, and class weights, unless `shard` is None. Returns
+    """What the ranks exchange before the operator runs, once all arguments have been checked: their
+    class ranges, in a group's first call; their class weights, where `shard` is given. Returns
     `tensors` with the class weights of all ranks, and without those of padding."""
     if not call.settings.ranks:
         return tensors
@@ -175,8 +179,7 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     input, linear_weight = joined.input, joined.weight
     weight_shard = None
     if settings["vocab_parallel"] is not None:
-        resolved = _resolve_vocab_parallel(settings, vectors, linear_weight)
-        settings, vectors, weight_shard = resolved
+        settings, vectors, weight_shard = _resolve_vocab_parallel(settings, vectors, linear_weight)
     operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
     if joined.frozen_hidden > 0:
         # The joined weight was made without a graph; adapter_weight is what may want a gradient.

@@ -14,6 +14,7 @@ import warnings
 import torch
 
 _OPERATORS = ("forward", "backward", "backward_into")
+_OF_TORCH = ("_c10d_functional", "_dtensor")  # the namespaces of torch's collectives
 
 
 def order_exchanges():
@@ -25,7 +26,7 @@ def order_exchanges():
     except (AttributeError, ImportError) as error:
         warnings.warn(
             f"flce: this torch does not order exchanges under torch.compile ({error}): use equal "
-            "shares of the vocabulary, or one loss in a graph",
+            "shares of the vocabulary, or one exchange of a group in a graph, torch's included",
             stacklevel=2,
         )
 
@@ -42,16 +43,22 @@ def _register():
             constraint = lowering.tag_to_layout_constraint(tag)
             lowering.make_fallback(op, layout_constraint=constraint, warn=False)
     overloads = (op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload))
-    collectives = {op for op in overloads if op.namespace == "_c10d_functional"}
-    for op in own | collectives - {torch.ops._c10d_functional.wait_tensor.default}:
+    for op in own | {op for op in overloads if op.namespace in _OF_TORCH}:
+        if _group_index(op) is None:
+            continue
         lowering.lowerings[op] = _ordered(op, lowering.lowerings[op], own)
+
+
+def _group_index(op):
+    """The position of the argument that names a group; None without one."""
+    names = [argument.name for argument in op._schema.arguments]
+    return next((i for i, name in enumerate(names) if name in ("group", "group_name")), None)
 
 
 def _group_of(op, args, kwargs):
     """The name of the group over which `op` exchanges with these arguments, or None."""
-    names = [argument.name for argument in op._schema.arguments]
-    index = next(i for i, name in enumerate(names) if name in ("group", "group_name"))
-    return args[index] if index < len(args) else kwargs.get(names[index])
+    index = _group_index(op)
+    return args[index] if index < len(args) else kwargs.get(op._schema.arguments[index].name)
 
 
 def _last_exchanges(graph, own):
@@ -69,7 +76,7 @@ def _ordered(op, lower, own):
 
     @functools.wraps(lower)
     def ordered(*args, **kwargs):
-        from torch._inductor.ir import FallbackKernel
+        from torch._inductor.ir import ExternKernelOut, FallbackKernel
         from torch._inductor.virtualized import V
 
         graph, first = V.graph, len(V.graph.operations)
@@ -78,9 +85,10 @@ def _ordered(op, lower, own):
         if group not in last:
             return made
         # The other operations realise arguments, or take an output.
-        calls = [one for one in graph.operations[first:] if isinstance(one, FallbackKernel)]
+        kinds = FallbackKernel, ExternKernelOut
+        calls = [one for one in graph.operations[first:] if isinstance(one, kinds)]
         if op not in own and not calls:
-            return made  # lowered to what is no collective of the group
+            return made  # it has no kernel of its own
         if last[group] is not None:
             graph.additional_buffer_deps[calls[0].get_operation_name()].add(last[group])
         last[group] = calls[0].get_name()

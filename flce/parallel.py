@@ -48,6 +48,14 @@ class VocabShard(typing.NamedTuple):
             )
         return start, self.vocab
 
+    def fits(self, rows):
+        """Whether `class_range` takes `rows`."""
+        try:
+            self.class_range(rows)
+        except ValueError:
+            return False
+        return True
+
 
 def check_ranges(shard, given):
     """Refuses class ranges that do not hold every class once. `given`: of each rank, the start and

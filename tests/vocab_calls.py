@@ -340,14 +340,30 @@ def ranges_of_classes(ranks):
     for given in ((None, None), (None, VOCAB), (first, VOCAB + 1)):
         vp = flce.VocabParallel(group, *(given if ranks.rank == 0 else (first, VOCAB)))
         refused(ranks, which, ValueError, own, 1, vocab_parallel=vp)
+    # Rows that do not fit on one rank are refused on all.
+    fewer = cases.Case(own.input, own.linear_weight[:-1], own.target, {})
     empty = cases.Case(own.input, own.linear_weight[:0], own.target, {})
+    whole = cases.Case(own.input, own.linear_weight, own.target, {})
+    for rank, given, changed, which in (
+        (1, (None, VOCAB), fewer, "linear_weight: expected 11 rows on rank 1 of 4"),
+        (0, (None, VOCAB), empty, "linear_weight: expected 11 rows on rank 0 of 4"),
+        (2, (None, None), empty, "linear_weight: expected as many rows on all ranks"),
+        (3, (VOCAB - 7, VOCAB), whole, "linear_weight: expected at most 7 rows"),
+    ):
+        mine = ranks.rank == rank
+        start = given[0] if mine or given[0] is None else first
+        vp = flce.VocabParallel(group, start, given[1])
+        refused(ranks, which, ValueError, changed if mine else whole, 1, vocab_parallel=vp)
     which = "linear_weight: expected at least one row"
-    refused(ranks, which, ValueError, empty, vocab_parallel=flce.VocabParallel(group))
+    refused(ranks, which, ValueError, empty, 1, vocab_parallel=flce.VocabParallel(group))
     vp = flce.VocabParallel(group, first, VOCAB)
-    with FakeTensorMode() as mode:  # not compared: nothing is exchanged
-        x, w, y = map(mode.from_tensor, (own.input, own.linear_weight, own.target))
-        made = flce.linear_cross_entropy(x, w, y, vocab_parallel=vp)
-    ranks.note(made.shape == (), "a call with fake tensors")
+    with counted_exchanges() as counts:
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(one) for one in (own.input, own.linear_weight, own.target)]
+            made = flce.linear_cross_entropy(*fakes, vocab_parallel=vp)
+        again = flce.linear_cross_entropy(*fakes, vocab_parallel=vp)
+    ranks.note(made.shape == again.shape == (), "a call with fake tensors")
+    ranks.note(counts[-1].call_count == 0, "fake tensors are compared")
     for compared in (1, 0):
         with counted_exchanges() as counts:
             made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
@@ -473,9 +489,9 @@ def refused(ranks, what, error, case, exchanges=0, **options):
 
 @on(2, 4)
 def refused_calls(ranks):
-    """Before anything is exchanged, also in a group's first call."""
-    case = make(weight=True)
-    own, vp = ranks.divided(case), flce.VocabParallel(dist.new_group(), vocab=VOCAB)
+    """Before anything is exchanged, also in a group's first call; but there class ranges are."""
+    case, group = make(weight=True), dist.new_group()
+    own, vp = ranks.divided(case), flce.VocabParallel(group, vocab=VOCAB)
     share = len(own.linear_weight)
 
     def refuse(what, error, changed=own, vocab_parallel=vp, **options):
@@ -484,10 +500,10 @@ def refused_calls(ranks):
     probabilities = torch.rand(TOKENS, VOCAB).double()
     refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities))
     refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities[:, :share]))
-    refuse("linear_weight: expected", ValueError, case)  # all classes on each rank
+    refuse("linear_weight: expected", ValueError, case, exchanges=1)  # all classes on each rank
     for start in (VOCAB, VOCAB - share + 1):
-        beyond = flce.VocabParallel(dist.group.WORLD, start=start, vocab=VOCAB)
-        refuse("linear_weight: expected at most", ValueError, vocab_parallel=beyond)
+        beyond = flce.VocabParallel(group, start=start, vocab=VOCAB)
+        refuse("linear_weight: expected at most", ValueError, vocab_parallel=beyond, exchanges=1)
     refuse("linear_bias", ValueError, linear_bias=case.options["linear_bias"])
     refuse("weight", ValueError, weight=class_weights()[1:])
     refuse("weight", ValueError, weight=own.options["weight"].clone().requires_grad_())

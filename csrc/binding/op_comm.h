@@ -68,23 +68,24 @@ class Collectives {
   }
 
   static flce_status send_buffer(void* self, flce_collective_id id, int64_t bytes, void** memory) {
-    auto* own = static_cast<Collectives*>(self);
-    flce_peers& peers = own->peers_[id];
+    auto* comm = static_cast<Collectives*>(self);
+    flce_peers& peers = comm->peers_[id];
     *memory = nullptr;
     peers = {};
-    if (own->device_.id().type == aoti_torch_device_type_cpu()) return FLCE_OK;
-    StableIValue arguments[] = {value(own->group_), value(static_cast<int64_t>(id)), value(bytes)};
+    if (comm->device_.id().type == aoti_torch_device_type_cpu()) return FLCE_OK;
+    StableIValue arguments[] = {value(comm->group_), value(static_cast<int64_t>(id)), value(bytes)};
     FLCE_TRY(call_operator("flce::comm_send_buffer", arguments));
     auto addresses = torch::stable::detail::to<std::vector<int64_t>>(arguments[0]);
-    if (static_cast<int64_t>(addresses.size()) != 2 * own->ranks_ || own->ranks_ > FLCE_MOST_PEERS)
+    if (static_cast<int64_t>(addresses.size()) != 2 * comm->ranks_ ||
+        comm->ranks_ > FLCE_MOST_PEERS)
       return FLCE_OK;
-    peers.ranks = static_cast<int>(own->ranks_);
-    peers.rank = static_cast<int>(own->rank_);
-    for (int64_t r = 0; r < own->ranks_; r++) {
+    peers.ranks = static_cast<int>(comm->ranks_);
+    peers.rank = static_cast<int>(comm->rank_);
+    for (int64_t r = 0; r < comm->ranks_; r++) {
       peers.data[r] = reinterpret_cast<void*>(addresses[2 * r]);
       peers.flags[r] = reinterpret_cast<void*>(addresses[2 * r + 1]);
     }
-    *memory = peers.data[own->rank_];
+    *memory = peers.data[comm->rank_];
     return FLCE_OK;
   }
 
@@ -93,28 +94,28 @@ class Collectives {
 
   static flce_status all_gather(void* self, flce_collective_id id, void* recv, const void* send,
                                 int64_t bytes) {
-    const auto* own = static_cast<const Collectives*>(self);
-    if (!own->uses_copy_engines(id))
-      return own->call_collective("flce::comm_all_gather", id, recv, send, bytes, bytes);
-    return own->with_cuda_message(
-        cuda_library().peers_begin(own->device_.cuda(), &own->peers_[id], id, recv, 0, bytes));
+    const auto* comm = static_cast<const Collectives*>(self);
+    if (!comm->uses_copy_engines(id))
+      return comm->call_collective("flce::comm_all_gather", id, recv, send, bytes, bytes);
+    return comm->with_cuda_message(
+        cuda_library().peers_begin(comm->device_.cuda(), &comm->peers_[id], id, recv, 0, bytes));
   }
 
   static flce_status all_to_all(void* self, flce_collective_id id, void* recv, const void* send,
                                 int64_t bytes) {
-    const auto* own = static_cast<const Collectives*>(self);
-    if (!own->uses_copy_engines(id))
-      return own->call_collective("flce::comm_all_to_all", id, recv, send, own->ranks_ * bytes,
-                                  bytes);
-    return own->with_cuda_message(cuda_library().peers_begin(own->device_.cuda(), &own->peers_[id],
-                                                             id, recv, own->rank_ * bytes, bytes));
+    const auto* comm = static_cast<const Collectives*>(self);
+    if (!comm->uses_copy_engines(id))
+      return comm->call_collective("flce::comm_all_to_all", id, recv, send, comm->ranks_ * bytes,
+                                   bytes);
+    return comm->with_cuda_message(cuda_library().peers_begin(
+        comm->device_.cuda(), &comm->peers_[id], id, recv, comm->rank_ * bytes, bytes));
   }
 
   static flce_status wait(void* self, flce_collective_id id) {
-    const auto* own = static_cast<const Collectives*>(self);
-    if (own->uses_copy_engines(id))
-      return own->with_cuda_message(cuda_library().peers_wait(own->device_.cuda(), id));
-    StableIValue arguments[] = {value(own->group_), value(static_cast<int64_t>(id))};
+    const auto* comm = static_cast<const Collectives*>(self);
+    if (comm->uses_copy_engines(id))
+      return comm->with_cuda_message(cuda_library().peers_wait(comm->device_.cuda(), id));
+    StableIValue arguments[] = {value(comm->group_), value(static_cast<int64_t>(id))};
     return call_operator("flce::comm_wait", arguments);
   }
 

@@ -165,10 +165,10 @@ static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_
   return a;
 }
 
-/* True if split-K may leave out the last of the k products. With `step` of them to a tile, cuBLASLt
- * 12.8 to 13.2 loses the k % step after the last whole tile if the splits divide the whole tiles
- * and are more than these; seen with a step of 64
- * (github.com/facebookexperimental/triton/pull/2767; benchmarks/NOTES.md, 2026-11-23). */
+/* True if split-K may leave out the last of the k products. A tile has `step` of them.
+ * cuBLASLt 12.8 to 13.2 leaves out the rest, k % step, if the splits divide the number of whole
+ * tiles, k / step, and are more than the rest. Seen with a step of 64, the others are excluded to
+ * be safe (github.com/facebookexperimental/triton/pull/2767; benchmarks/NOTES.md, 2026-11-23). */
 static bool loses_products(const gemm_key* key, const gemm_algorithm* a) {
   for (int64_t step = 16; step <= 128 && a->splits > 1; step *= 2) {
     const int64_t rest = key->k % step;
@@ -226,7 +226,8 @@ static cublasStatus_t query_candidates(const gemm_device* device, const gemm_key
 cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
                                const gemm_descriptors* d, gemm_candidates* found) {
   cublasStatus_t status = query_candidates(device, key, d, exact_schemes(key), found);
-  if (status == CUBLAS_STATUS_SUCCESS && found->count == 0) { /* all given are inexact */
+  if (status == CUBLAS_STATUS_SUCCESS &&
+      found->count == 0) { /* none is exact and fits the workspace */
     status = query_candidates(device, key, d, CUBLASLT_REDUCTION_SCHEME_NONE, found);
   }
   if (status != CUBLAS_STATUS_SUCCESS) return status;

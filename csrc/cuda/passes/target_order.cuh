@@ -41,7 +41,8 @@ enum { kPrepareThreads = 1024 };
 
 /* Up to kCountedTokens tokens are sorted by counting: a token's position is the number of tokens
  * with a smaller key, or with an equal key and a smaller index. This runs in the kernel that
- * computes the scalars, which overlaps the end of the logits GEMM. CUB takes a kernel for each of
+ * computes the scalars, which overlaps the end of the logits GEMM unless the vocabulary is sharded.
+ * CUB takes a kernel for each of
  * its passes, 15 to 40 us (benchmarks/NOTES.md, 2026-11-22 and 23). A warp compares several tokens
  * with each key that it loads, because the bandwidth of shared memory is the limit. */
 enum {
