@@ -34,9 +34,11 @@ typedef struct flce_comm flce_comm;       /* comm.h: the collectives of a group 
 
 typedef enum flce_status {
   FLCE_OK = 0,
-  FLCE_INVALID_ARGUMENT,    /* a size, dtype, option or memory budget is out of its range */
+  FLCE_INVALID_ARGUMENT,    /* a size, option or memory budget is out of its range */
+  FLCE_INVALID_TYPE,        /* a dtype that an argument cannot have */
   FLCE_TARGET_OUT_OF_RANGE, /* a target is neither in [0, V) nor ignore_index (CPU only: the GPU
                                marks the row with NaN) */
+  FLCE_OUT_OF_MEMORY,       /* the binding's allocator had no memory for a buffer */
   FLCE_UNSUPPORTED,         /* no kernel for this combination */
   FLCE_GEMM_FAILED,         /* the GEMM library returned an error */
   FLCE_DEVICE_ERROR,        /* a launch or a driver call failed */

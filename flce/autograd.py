@@ -4,6 +4,9 @@ The tensors of the inner operators are positional, and their output shapes follo
 arguments alone. The operators that users call are in flce/composite.py.
 """
 
+import functools
+import re
+
 import torch
 
 from . import inductor
@@ -100,40 +103,74 @@ _FAKES = {
     "cross_entropy_forward": _fake_cross_entropy_forward,
     "cross_entropy_backward": lambda _, grad_stats, logits, *rest: torch.empty_like(logits),
 }
-for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"flce::{_name}", _fake, lib=library)
-    for _key in ("FuncTorchBatched", "Batched"):  # Batched: is_grads_batched, vectorize=True
-        library.impl(_name, refuse_vmap, _key)
-
-
 # Kernels for the Autograd key with autograd Functions of our own. torch.library.register_autograd
 # parses the operator's schema in every call, which takes more host time than the rest of a small
 # step. A Function is applied to the outputs that its operator has already produced: on a GPU the
 # kernels are running by then, so the host time of the Function is hidden.
 
 
-def run(op, *args):
-    """Calls the operator below autograd. Out of memory is raised as torch.OutOfMemoryError."""
+_EXCEPTIONS = {  # by flce_status_name; any other status is a RuntimeError with the whole text
+    "invalid argument": ValueError,
+    "invalid type": TypeError,
+    "target out of range": IndexError,
+    "out of memory": torch.OutOfMemoryError,
+}
+_FAILURE = re.compile(f"flce: ({'|'.join(_EXCEPTIONS)}): (.*)", re.DOTALL)
+
+
+def below_autograd(op, *args, **kwargs):
+    """Calls an operator of C++. Which class an exception of C++ arrives as differs between versions
+    of torch, so its text has the status (torch_device.h: Failure)."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-    except MemoryError as error:
-        raise torch.OutOfMemoryError(str(error)) from None
+            return op(*args, **kwargs)
+    except Exception as error:
+        if (found := _FAILURE.search(str(error))) is None:
+            raise
+        raise _EXCEPTIONS[found[1]](found[2]) from None
+
+
+def run(name, *args):
+    """Calls the operator below autograd or, with tensors that are traced, its `graph_` variant."""
+    operators = _operators if type(args[0]) in _PLAIN else _of_graphs
+    return below_autograd(operators[name], *args)
+
+
+def _graph_variant(name):
+    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++, so that
+    its exceptions are translated there too."""
+    op = _operators[name]
+    variant = f"graph_{name}"
+    library.define(str(op._schema).replace(f"flce::{name}", variant, 1))
+    for key in ("CPU", "CUDA"):
+        library.impl(variant, functools.partial(below_autograd, op), key)
+    return getattr(inner, variant).default
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Not those that write to an argument, which no graph has.
+_TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
+_operators = {name: getattr(inner, name).default for name in _FAKES}
+_of_graphs = {**_operators, **{name: _graph_variant(name) for name in _TRACED}}
+for _name, _fake in _FAKES.items():
+    for _variant in {_operators[_name], _of_graphs[_name]}:
+        torch.library.register_fake(_variant, _fake, lib=library)
+        for _key in ("FuncTorchBatched", "Batched"):  # Batched: is_grads_batched, vectorize=True
+            library.impl(_variant, refuse_vmap, _key)
 
 
 def _register_autograd(name, apply):
-    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is the
-    Function's `apply`, called with the outputs and the arguments."""
-    op = getattr(inner, name).default
+    """Registers the kernel for the Autograd key of the operator and its `graph_` variant;
+    `apply(made, *args)` is the Function's `apply`, called with the outputs and the arguments."""
 
     def kernel(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            made = op(*args)
+        made = run(name, *args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return apply(made, *args)
         return made
 
-    library.impl(name, kernel, "Autograd")
+    for op in {_operators[name], _of_graphs[name]}:
+        library.impl(op, kernel, "Autograd")
 
 
 def _refuse_double_backward():
@@ -295,7 +332,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
             # A new tensor on the same memory, which autograd may keep as .grad.
             own[i], made[i] = grad, grad.detach()
         else:
-            made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
+            made[i] = run("scaled", grad, grad_output, scalars, dtype)
     ctx.scaled = may_write
     if any(grad is not None for grad in own):
         _scale_untracked(*own, grad_output, scalars)
@@ -310,12 +347,12 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
     grads = dict(zip(GRADIENTS, wanted, strict=True))
     args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
     if accumulator is None:
-        return run(inner.backward.default, *args)
+        return run("backward", *args)
     with accumulator.lock:
         if (into := accumulator.checked_target()) is None:
-            grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
+            grad_input, grad_weight, grad_bias = run("backward", *args)
         else:
-            grad_input, grad_bias = run(inner.backward_into.default, into, *args)
+            grad_input, grad_bias = run("backward_into", into, *args)
             grad_weight = None
         return grad_input, accumulator.finish(grad_weight), grad_bias
 
@@ -332,7 +369,7 @@ class CrossEntropyForward(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
-        return (run(inner.cross_entropy_backward.default, *args),)
+        return (run("cross_entropy_backward", *args),)
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):

@@ -222,8 +222,7 @@ def linear_cross_entropy(
             a combination without a meaning; a tensor that `accumulate_into` cannot add to.
         IndexError: a target out of range on the CPU, or on CUDA with FLCE_CHECK=1. Without it
             such a row's loss and gradients are NaN on CUDA, where a check would synchronise.
-        torch.OutOfMemoryError: names the buffer and a smaller max_memory (under torch.compile:
-            MemoryError).
+        torch.OutOfMemoryError: names the buffer and a smaller max_memory.
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
             or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled"; a
             collective of `vocab_parallel` that fails.

@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-_OPERATORS = ("forward", "backward", "backward_into")
+_OPERATORS = ("graph_forward", "graph_backward")
 _OF_TORCH = ("_c10d_functional", "_dtensor")  # the namespaces of torch's collectives
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import parallel, strategy, validate
+from . import autograd, parallel, strategy, validate
 from ._C import getenv
 from .options import DTYPES, GRADIENTS, RETURNS, Wanted, completed, defaults, show_options
 from .signature import linear_signature, linear_values
@@ -191,7 +191,8 @@ def plan(
     bias_dtype, added_dtype = weight_dtype if bias else None, added if call.accumulates else None
     dtypes = input_dtype, weight_dtype, bias_dtype, added_dtype
     _, arguments = call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))
-    text = torch.ops.flce.plan(*sizes, *dtypes, bool(probabilities), *arguments)
+    operator = torch.ops.flce.plan.default
+    text = autograd.below_autograd(operator, *sizes, *dtypes, bool(probabilities), *arguments)
     return _plan_of(text)
 
 

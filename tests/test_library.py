@@ -139,6 +139,8 @@ OPCHECK_SAMPLES = {
     "cross_entropy_forward": opcheck_cross_entropy_forward,
     "cross_entropy_backward": opcheck_cross_entropy_backward,
 }
+TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
+OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = {"gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
@@ -154,6 +156,7 @@ WITHOUT_TENSORS |= {
 }
 # These refuse to be differentiated: their values are checked on detached tensors.
 REFUSE_GRADIENTS = {"backward", "backward_into", "cross_entropy_backward", "scaled"}
+REFUSE_GRADIENTS |= {"graph_backward", "graph_cross_entropy_backward", "graph_scaled"}
 
 
 def registered_ops():

@@ -486,3 +486,37 @@ def test_errors_leave_the_engine_usable(device):
         flce.linear_cross_entropy(**arguments(device), max_memory=1)
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float32, device=device)
     cases.check(flce.linear_cross_entropy, case)
+
+
+@pytest.mark.parametrize("how", ["eager", "operator", "compiled"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_c_refuses_has_its_class(how, mode):
+    """However torch translates an exception of C++, which differs between its versions."""
+    call = torch.ops.flce.linear_cross_entropy if how == "operator" else flce.linear_cross_entropy
+
+    def loss(x, w, target):
+        return call(x, w, target, save="logits", max_memory=2**60)
+
+    if how == "compiled":
+        torch._dynamo.reset()
+        loss = torch.compile(loss, backend="aot_eager", dynamic=True)
+    with mode():
+        out_of_range = torch.ones(3, 1), torch.ones(4, 1), torch.tensor([0, 4, 1])
+        with pytest.raises(IndexError, match=r"^target\[1\] is 4: expected 0 <= target < 4 or"):
+            loss(*(leaf(t) if t.is_floating_point() else t for t in out_of_range))
+        if mode is torch.enable_grad:  # it keeps 2^50 bytes of logits
+            x, target = torch.ones(2**24, 1), torch.zeros(2**24, dtype=torch.int64)
+            with pytest.raises(torch.OutOfMemoryError, match='^[0-9]+ bytes for buffer "saved"; '):
+                loss(leaf(x), x, target)
+
+
+@pytest.mark.parametrize("argument", ["integers", "numbers"])
+def test_inner_operators_refuse_with_their_class(argument):
+    x, w = torch.ones(3, 1), torch.ones(4, 1)
+    lists = {"integers": [0] * 25, "numbers": [0.0] * 6, argument: [0]}
+    with pytest.raises(ValueError, match=f"^{argument}: expected [0-9]+ values, got 1"):
+        torch.ops.flce.forward(x, w, torch.zeros(3).long(), *(None,) * 8, *lists.values())
+
+
+def leaf(tensor):
+    return tensor.clone().requires_grad_()

@@ -51,22 +51,24 @@ int64_t rows_to_compute(const flce_problem& problem, const flce_tensors& tensors
                         std::optional<int64_t> bound) {
   int64_t tokens = problem.tokens;
   if (bound && (*bound < 0 || *bound > tokens))
-    throw std::invalid_argument("rows: expected 0 to " + std::to_string(tokens) +
-                                ", the number of tokens, got " + std::to_string(*bound));
+    throw Failure(FLCE_INVALID_ARGUMENT, "rows: expected 0 to " + std::to_string(tokens) +
+                                             ", the number of tokens, got " +
+                                             std::to_string(*bound));
   if (problem.has_probabilities) {
     if (bound.value_or(tokens) < tokens)
-      throw std::invalid_argument("rows: expected " + std::to_string(tokens) +
-                                  " with probabilities, of which no row is ignored, got " +
-                                  std::to_string(*bound));
+      throw Failure(FLCE_INVALID_ARGUMENT,
+                    "rows: expected " + std::to_string(tokens) +
+                        " with probabilities, of which no row is ignored, got " +
+                        std::to_string(*bound));
     return tokens;
   }
   if (id.type != aoti_torch_device_type_cpu()) return bound.value_or(tokens);
   int64_t valid = 0;
   for (int64_t i = 0; i < tokens; i++) valid += tensors.target[i] != problem.loss.ignore_index;
   if (bound && valid > *bound)
-    throw std::invalid_argument("valid_bound: expected at least " + std::to_string(valid) +
-                                ", the number of rows that are not ignored, got " +
-                                std::to_string(*bound));
+    throw Failure(FLCE_INVALID_ARGUMENT, "valid_bound: expected at least " + std::to_string(valid) +
+                                             ", the number of rows that are not ignored, got " +
+                                             std::to_string(*bound));
   return valid;
 }
 
@@ -127,8 +129,8 @@ void bind_operands(const Operands& given, const LossTensors& loss, const Setting
     problem->bias_dtype = to_dtype(linear_bias->scalar_type(), "linear_bias");
     tensors->linear_bias = linear_bias->const_data_ptr();
   } else if (problem->want_grad_bias) {
-    throw std::invalid_argument(
-        "grad_bias: expected a linear_bias to take the gradient of, got None");
+    throw Failure(FLCE_INVALID_ARGUMENT,
+                  "grad_bias: expected a linear_bias to take the gradient of, got None");
   }
   bind_loss(loss, id, problem, tensors);
   problem->rows = rows_to_compute(*problem, *tensors, id, settings.rows);
@@ -149,6 +151,13 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
+/* Rethrows; out of memory with that text. */
+[[noreturn]] void rethrow_with_advice(const Failure& failure, const flce_problem& problem,
+                                      const flce_plan& plan) {
+  if (failure.status() != FLCE_OUT_OF_MEMORY) throw;
+  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(problem, plan));
+}
+
 /* The shape [rows][leading dimension] of what save="logits" and save="samples" keep, with the rows
  * that the operator's caller has given. */
 std::vector<int64_t> saved_shape(const flce_problem& problem, const flce_plan& plan,
@@ -164,8 +173,8 @@ bool keeps_tensor(const flce_plan& plan) {
 void expect_saved(const OptionalTensor& saved, const std::vector<int64_t>& shape,
                   const flce_plan& plan, DeviceId id) {
   if (!saved)
-    throw std::invalid_argument(std::string("saved: expected a tensor with save=\"") +
-                                flce_save_name(plan.save) + "\", got None");
+    throw Failure(FLCE_INVALID_ARGUMENT, std::string("saved: expected a tensor with save=\"") +
+                                             flce_save_name(plan.save) + "\", got None");
   expect_shape("saved", *saved, shape);
   if (plan.save == FLCE_SAVE_LOGITS)
     expect_type("saved", *saved, to_scalar_type(plan.saved_dtype),
@@ -176,7 +185,7 @@ void expect_saved(const OptionalTensor& saved, const std::vector<int64_t>& shape
   /* the CUDA backend reads the lists as pairs */
   bool aligned = reinterpret_cast<uintptr_t>(saved->const_data_ptr()) % 8 == 0;
   if (plan.save == FLCE_SAVE_SAMPLES && !aligned)
-    throw std::invalid_argument("saved: expected memory aligned to 8 bytes");
+    throw Failure(FLCE_INVALID_ARGUMENT, "saved: expected memory aligned to 8 bytes");
 }
 
 /* A caller that could not count the valid rows (torch.compile on the CPU) allocates more rows than
@@ -220,10 +229,11 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
 void bind_seed(const OptionalTensor& seed, const flce_problem& problem, DeviceId id,
                flce_tensors* tensors) {
   if (problem.save != FLCE_SAVE_SAMPLES) return;
-  if (!seed) throw std::invalid_argument("seed: expected a tensor with save=\"samples\", got None");
+  if (!seed)
+    throw Failure(FLCE_INVALID_ARGUMENT, "seed: expected a tensor with save=\"samples\", got None");
   if (seed->numel() != 1)
-    throw std::invalid_argument("seed: expected one element, got shape " +
-                                shape_text(shape_of(*seed)));
+    throw Failure(FLCE_INVALID_ARGUMENT,
+                  "seed: expected one element, got shape " + shape_text(shape_of(*seed)));
   expect_type("seed", *seed, ScalarType::Long, "int64");
   expect_same_device("seed", *seed, id);
   tensors->seed = static_cast<const int64_t*>(seed->const_data_ptr());
@@ -246,8 +256,8 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   flce_plan plan = device.plan(problem);
   try {
     return run_forward(device, problem, plan, settings, &tensors);
-  } catch (const OutOfMemory& error) {
-    throw OutOfMemory(error.what() + memory_advice(problem, plan));
+  } catch (const Failure& failure) {
+    rethrow_with_advice(failure, problem, plan);
   }
 }
 
@@ -291,7 +301,8 @@ void bind_added(const Tensor& grad_weight, DeviceId id, flce_problem* problem,
   expect_shape(name, grad_weight, {problem->weight_rows, flce_grad_weight_cols(problem)});
   expect_same_device(name, grad_weight, id);
   if (!problem->want_grad_weight)
-    throw std::invalid_argument("grad_weight: expected True with grad_weight_into, got False");
+    throw Failure(FLCE_INVALID_ARGUMENT,
+                  "grad_weight: expected True with grad_weight_into, got False");
   problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
   problem->adds_grad_weight = true;
   tensors->grad_weight = grad_weight.mutable_data_ptr();
@@ -325,8 +336,8 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
     expect_saved(kept.saved, saved_shape(problem, plan, settings.rows), plan, id);
   try {
     return run_backward(device, problem, plan, settings.group, &tensors);
-  } catch (const OutOfMemory& error) {
-    throw OutOfMemory(error.what() + memory_advice(problem, plan));
+  } catch (const Failure& failure) {
+    rethrow_with_advice(failure, problem, plan);
   }
 }
 

@@ -63,17 +63,18 @@ class OptionReader {
   int64_t choice(IntegerSlot slot, int64_t count) const {
     int64_t value = integer(slot);
     if (value < 0 || value >= count)
-      throw std::invalid_argument(std::string(kIntegerNames[static_cast<size_t>(slot)]) +
-                                  ": expected 0 to " + std::to_string(count - 1) + ", got " +
-                                  std::to_string(value));
+      throw Failure(FLCE_INVALID_ARGUMENT, std::string(kIntegerNames[static_cast<size_t>(slot)]) +
+                                               ": expected 0 to " + std::to_string(count - 1) +
+                                               ", got " + std::to_string(value));
     return value;
   }
 
  private:
   static void expect_count(const char* name, size_t got, size_t expected) {
     if (got != expected)
-      throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(expected) +
-                                  " values, got " + std::to_string(got));
+      throw Failure(FLCE_INVALID_ARGUMENT, std::string(name) + ": expected " +
+                                               std::to_string(expected) + " values, got " +
+                                               std::to_string(got));
   }
 
   const std::vector<int64_t>& integers_;
@@ -104,9 +105,9 @@ inline Options read_options(const std::vector<int64_t>& integers,
   OptionReader read(integers, numbers);
   int64_t layout = read.integer(IntegerSlot::layout);
   if (layout != kLayout)
-    throw std::invalid_argument("layout: expected " + std::to_string(kLayout) +
-                                ", that of this build of flce, got " + std::to_string(layout) +
-                                "; compile the graph again");
+    throw Failure(FLCE_INVALID_ARGUMENT, "layout: expected " + std::to_string(kLayout) +
+                                             ", that of this build of flce, got " +
+                                             std::to_string(layout) + "; compile the graph again");
   Options options{};
   flce_problem& problem = options.problem;
   read_loss(read, &problem);
@@ -118,10 +119,10 @@ inline Options read_options(const std::vector<int64_t>& integers,
   problem.gradient_eps = read.number(NumberSlot::gradient_eps);
   bool samples = problem.save == FLCE_SAVE_SAMPLES, keeps = problem.save != FLCE_SAVE_NOTHING;
   if (keeps && read.flag(IntegerSlot::gradient) != samples)
-    throw std::invalid_argument(
-        std::string("save: expected ") +
-        (samples ? "another with gradient=\"exact\"" : "\"samples\" with gradient=\"sampled\"") +
-        ", got \"" + flce_save_name(problem.save) + "\"");
+    throw Failure(FLCE_INVALID_ARGUMENT, std::string("save: expected ") +
+                                             (samples ? "another with gradient=\"exact\""
+                                                      : "\"samples\" with gradient=\"sampled\"") +
+                                             ", got \"" + flce_save_name(problem.save) + "\"");
   problem.max_memory = read.integer(IntegerSlot::max_memory);
   problem.frozen_hidden = read.integer(IntegerSlot::frozen_hidden);
   problem.saves_memory = read.flag(IntegerSlot::saves_memory);

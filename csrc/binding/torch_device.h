@@ -31,23 +31,25 @@ using OptionalTensor = std::optional<Tensor>;
 
 // ---- errors ----
 
-/* Becomes a MemoryError in Python. flce/autograd.py raises torch.OutOfMemoryError instead, which
- * the stable ABI cannot raise. */
-class OutOfMemory : public std::bad_alloc {
+/* What every refusal and failure of the binding is thrown as. Which Python exception an exception
+ * of C++ becomes differs between versions of torch, so the text says which one it has to be: "flce:
+ * ", the name of the status, ": " and the message. flce/autograd.py raises it. */
+class Failure : public std::runtime_error {
  public:
-  explicit OutOfMemory(std::string text) : text_(std::move(text)) {}
-  const char* what() const noexcept override { return text_.c_str(); }
+  Failure(flce_status status, const std::string& message)
+      : std::runtime_error("flce: " + std::string(flce_status_name(status)) + ": " + message),
+        status_(status),
+        message_(message) {}
+  flce_status status() const { return status_; }
+  const std::string& message() const { return message_; }
 
  private:
-  std::string text_;
+  flce_status status_;
+  std::string message_;
 };
 
 inline void check(flce_status status) {
-  if (status == FLCE_OK) return;
-  std::string text = flce_last_error();
-  if (status == FLCE_TARGET_OUT_OF_RANGE) throw std::out_of_range(text);
-  if (status == FLCE_INVALID_ARGUMENT) throw std::invalid_argument(text);
-  throw std::runtime_error("flce: " + std::string(flce_status_name(status)) + ": " + text);
+  if (status != FLCE_OK) throw Failure(status, flce_last_error());
 }
 
 inline std::string shape_text(const std::vector<int64_t>& shape) {
@@ -75,9 +77,9 @@ inline flce_dtype to_dtype(ScalarType type, const char* argument) {
     case ScalarType::Half:
       return FLCE_F16;
     default:
-      throw std::invalid_argument(
-          std::string(argument) +
-          ": expected float64, float32, bfloat16 or float16, got another dtype");
+      throw Failure(FLCE_INVALID_TYPE,
+                    std::string(argument) +
+                        ": expected float64, float32, bfloat16 or float16, got another dtype");
   }
 }
 
@@ -196,13 +198,13 @@ class Device {
     }
     const CudaLibrary& library = cuda_library();
     if (!library.error.empty())
-      throw std::runtime_error(
-          "flce: no CUDA library for a CUDA tensor: looked for " + library.path + ": " +
-          library.error +
-          ". Build flce with nvcc and cublasLt.h at hand (FLCE_CUDA=1 says what is missing).");
+      throw Failure(
+          FLCE_UNSUPPORTED,
+          "no CUDA library for a CUDA tensor: looked for " + library.path + ": " + library.error +
+              ". Build flce with nvcc and cublasLt.h at hand (FLCE_CUDA=1 says what is missing).");
     if (!library.current_stream)
-      throw std::runtime_error(
-          "flce: a CUDA tensor, but no libtorch_cuda.so with the current stream is loaded");
+      throw Failure(FLCE_UNSUPPORTED,
+                    "a CUDA tensor, but no libtorch_cuda.so with the current stream is loaded");
     TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(id.index, &guard_));
     cuda_ = {id.index, nullptr, allow_tf32};
     if (library.current_stream(id.index, &cuda_.stream) != AOTI_TORCH_SUCCESS)
@@ -247,7 +249,7 @@ class Device {
  private:
   [[noreturn]] void fail_opening(const char* reason) {
     if (guard_) aoti_torch_delete_device_guard(guard_);
-    throw std::runtime_error(std::string("flce: cuda: ") + reason);
+    throw Failure(FLCE_DEVICE_ERROR, reason);
   }
 
   Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, int64_t element_bytes,
@@ -266,8 +268,8 @@ class Device {
       if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
       return tensor;
     }
-    throw OutOfMemory("flce: out of memory: " + std::to_string(bytes) + " bytes for buffer \"" +
-                      buffer + "\"");
+    throw Failure(FLCE_OUT_OF_MEMORY,
+                  std::to_string(bytes) + " bytes for buffer \"" + buffer + "\"");
   }
 
   DeviceId id_;
@@ -281,34 +283,36 @@ class Device {
 
 inline void expect_contiguous(const char* name, const Tensor& tensor) {
   if (!tensor.is_contiguous())
-    throw std::invalid_argument(std::string(name) + ": expected a contiguous tensor");
+    throw Failure(FLCE_INVALID_ARGUMENT, std::string(name) + ": expected a contiguous tensor");
 }
 
 inline void expect_shape(const char* name, const Tensor& tensor,
                          const std::vector<int64_t>& expected) {
   if (shape_of(tensor) != expected)
-    throw std::invalid_argument(std::string(name) + ": expected shape " + shape_text(expected) +
-                                ", got " + shape_text(shape_of(tensor)));
+    throw Failure(FLCE_INVALID_ARGUMENT, std::string(name) + ": expected shape " +
+                                             shape_text(expected) + ", got " +
+                                             shape_text(shape_of(tensor)));
   expect_contiguous(name, tensor);
 }
 
 inline void expect_same_device(const char* name, const Tensor& tensor, DeviceId id) {
   DeviceId got = device_of(tensor);
   if (got.type != id.type || got.index != id.index)
-    throw std::invalid_argument(std::string(name) +
-                                ": expected the device of input, got another device");
+    throw Failure(FLCE_INVALID_ARGUMENT,
+                  std::string(name) + ": expected the device of input, got another device");
 }
 
 inline void expect_type(const char* name, const Tensor& tensor, ScalarType type,
                         const char* type_name) {
   if (tensor.scalar_type() != type)
-    throw std::invalid_argument(std::string(name) + ": expected dtype " + type_name);
+    throw Failure(FLCE_INVALID_TYPE, std::string(name) + ": expected dtype " + type_name);
 }
 
 inline void expect_dim(const char* name, const Tensor& tensor, int64_t dim) {
   if (tensor.dim() != dim)
-    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(dim) +
-                                " dimensions, got shape " + shape_text(shape_of(tensor)));
+    throw Failure(FLCE_INVALID_ARGUMENT, std::string(name) + ": expected " + std::to_string(dim) +
+                                             " dimensions, got shape " +
+                                             shape_text(shape_of(tensor)));
 }
 
 inline void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,

@@ -15,8 +15,12 @@ const char* flce_status_name(flce_status status) {
       return "ok";
     case FLCE_INVALID_ARGUMENT:
       return "invalid argument";
+    case FLCE_INVALID_TYPE:
+      return "invalid type";
     case FLCE_TARGET_OUT_OF_RANGE:
       return "target out of range";
+    case FLCE_OUT_OF_MEMORY:
+      return "out of memory";
     case FLCE_UNSUPPORTED:
       return "unsupported";
     case FLCE_GEMM_FAILED:
