@@ -551,8 +551,9 @@ struct flce_backend {
    */
   flce_status (*sum_terms)(void* self, const flce_sum_terms_args* call);
 
-  /* ---- save=samples (flce.h); the stat dtype is float32. The classes and counts of the lists are
-   * not checked: they must be those that sample_rows wrote. ---- */
+  /* ---- save=samples (flce.h); the stat dtype is float32. Lists that sample_rows did not write for
+   * as many classes: FLCE_INVALID_ARGUMENT on the CPU; on CUDA NaN in place of the sums that would
+   * read beyond W or the list. ---- */
 
   /* Draws the lists of a chunk's rows from their E and statistics. */
   flce_status (*sample_rows)(void* self, const flce_sample_rows_args* call);

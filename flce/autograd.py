@@ -5,9 +5,11 @@ arguments alone. The operators that users call are in flce/composite.py.
 """
 
 import functools
+import math
 import re
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from . import inductor
 from .options import GRADIENTS, Settings
@@ -118,59 +120,71 @@ _EXCEPTIONS = {  # by flce_status_name; any other status is a RuntimeError with 
 _FAILURE = re.compile(f"flce: ({'|'.join(_EXCEPTIONS)}): (.*)", re.DOTALL)
 
 
-def below_autograd(op, *args, **kwargs):
-    """Calls an operator of C++. Which class an exception of C++ arrives as differs between versions
-    of torch, so its text has the status (torch_device.h: Failure)."""
+def run(op, *args, **kwargs):
+    """Calls an operator below autograd; where tensors are traced, its `graph_` variant."""
+    if type(args[0]) not in _PLAIN:
+        op = _graph_variants.get(op, op)
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
     except Exception as error:
-        if (found := _FAILURE.search(str(error))) is None:
-            raise
-        raise _EXCEPTIONS[found[1]](found[2]) from None
+        if found := _FAILURE.search(str(error)):
+            raise _EXCEPTIONS[found[1]](found[2]) from None
+        if isinstance(error, (NotImplementedError, TypeError)):
+            _refuse_subclasses(op, args, error)
+        raise
 
 
-def run(name, *args):
-    """Calls the operator below autograd or, with tensors that are traced, its `graph_` variant."""
-    operators = _operators if type(args[0]) in _PLAIN else _of_graphs
-    return below_autograd(operators[name], *args)
+def _refuse_subclasses(op, args, error):
+    """Names the first operand of a class whose __torch_dispatch__ has no rule for the operator, as
+    those of quantised weights."""
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+            expected = f"{argument.name}: expected a plain tensor, as dequantize() makes it, got"
+            raise TypeError(f"{expected} {type(value).__name__}, which has no {op}") from error
 
 
-def _graph_variant(name):
-    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++, so that
-    its exceptions are translated there too."""
-    op = _operators[name]
-    variant = f"graph_{name}"
+def _define_graph_variant(name):
+    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++, because
+    these call it where nothing else could translate its exceptions."""
+    op, variant = getattr(inner, name).default, f"graph_{name}"
     library.define(str(op._schema).replace(f"flce::{name}", variant, 1))
     for key in ("CPU", "CUDA"):
-        library.impl(variant, functools.partial(below_autograd, op), key)
-    return getattr(inner, variant).default
+        library.impl(variant, functools.partial(run, op), key)
+    _graph_variants[op] = getattr(inner, variant).default
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Not those that write to an argument, which no graph has.
-_TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
-_operators = {name: getattr(inner, name).default for name in _FAKES}
-_of_graphs = {**_operators, **{name: _graph_variant(name) for name in _TRACED}}
+_graph_variants = {}
+for _name in ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward"):
+    _define_graph_variant(_name)
+
+
+def _variants(name):
+    """The operator and, unless it writes to an argument, its variant for graphs."""
+    op = getattr(inner, name).default
+    return (op, _graph_variants[op]) if op in _graph_variants else (op,)
+
+
 for _name, _fake in _FAKES.items():
-    for _variant in {_operators[_name], _of_graphs[_name]}:
-        torch.library.register_fake(_variant, _fake, lib=library)
+    for _op in _variants(_name):
+        torch.library.register_fake(_op, _fake, lib=library)
         for _key in ("FuncTorchBatched", "Batched"):  # Batched: is_grads_batched, vectorize=True
-            library.impl(_variant, refuse_vmap, _key)
+            library.impl(_op, refuse_vmap, _key)
 
 
 def _register_autograd(name, apply):
-    """Registers the kernel for the Autograd key of the operator and its `graph_` variant;
-    `apply(made, *args)` is the Function's `apply`, called with the outputs and the arguments."""
+    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is the
+    Function's `apply`, called with the outputs and the arguments."""
+    for op in _variants(name):
+        library.impl(op, functools.partial(_differentiable, op, apply), "Autograd")
 
-    def kernel(*args):
-        made = run(name, *args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return apply(made, *args)
-        return made
 
-    for op in {_operators[name], _of_graphs[name]}:
-        library.impl(op, kernel, "Autograd")
+def _differentiable(op, apply, *args):
+    made = run(op, *args)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return apply(made, *args)
+    return made
 
 
 def _refuse_double_backward():
@@ -215,6 +229,8 @@ def _once_differentiable(make):
             return (None,) * len(needs)
         if grad_output is None:
             grad_output = grad_stats.new_zeros(ctx.loss_shape)
+        elif grad_output._is_zerotensor():  # without memory
+            grad_output = torch.zeros_like(grad_output)
         if grad_stats is not None:
             grad_stats = grad_stats.contiguous()
         grads = make(ctx, grad_output.contiguous(), grad_stats)
@@ -237,7 +253,7 @@ def _returned(ctx, made, count):
     return tuple(made[:count])
 
 
-class Forward(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """The Function of flce::forward: takes its outputs `made`, returns `count` of them (_returned).
 
     `constants`: the operator's tensors without a gradient, except num_items, which has already
@@ -332,7 +348,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
             # A new tensor on the same memory, which autograd may keep as .grad.
             own[i], made[i] = grad, grad.detach()
         else:
-            made[i] = run("scaled", grad, grad_output, scalars, dtype)
+            made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
     ctx.scaled = may_write
     if any(grad is not None for grad in own):
         _scale_untracked(*own, grad_output, scalars)
@@ -347,18 +363,18 @@ def _run_backward(ctx, settings, saved, grad_output, grad_stats, wanted):
     grads = dict(zip(GRADIENTS, wanted, strict=True))
     args = (grad_output, grad_stats, *saved, *settings._replace(**grads).arguments())
     if accumulator is None:
-        return run("backward", *args)
+        return run(inner.backward.default, *args)
     with accumulator.lock:
         if (into := accumulator.checked_target()) is None:
-            grad_input, grad_weight, grad_bias = run("backward", *args)
+            grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
         else:
-            grad_input, grad_bias = run("backward_into", into, *args)
+            grad_input, grad_bias = run(inner.backward_into.default, into, *args)
             grad_weight = None
         return grad_input, accumulator.finish(grad_weight), grad_bias
 
 
-class CrossEntropyForward(torch.autograd.Function):
-    """The autograd Function of flce::cross_entropy_forward, as Forward."""
+class CrossEntropy(torch.autograd.Function):
+    """The autograd Function of flce::cross_entropy_forward, as LinearCrossEntropy."""
 
     @staticmethod
     def forward(ctx, logits, made, count, lists, constants):
@@ -369,17 +385,17 @@ class CrossEntropyForward(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
-        return (run("cross_entropy_backward", *args),)
+        return (run(inner.cross_entropy_backward.default, *args),)
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
     constants, settings = (target, *rest[:3]), Settings.of_arguments(*rest[5:])
     leaves = (input, linear_weight, linear_bias)
-    return Forward.apply(*leaves, made, None, settings, constants, None, None)
+    return LinearCrossEntropy.apply(*leaves, made, None, settings, constants, None, None)
 
 
 def _apply_cross_entropy_forward(made, logits, target, *rest):
-    return CrossEntropyForward.apply(logits, made, None, rest[4:], (target, *rest[:3]))
+    return CrossEntropy.apply(logits, made, None, rest[4:], (target, *rest[:3]))
 
 
 _register_autograd("forward", _apply_forward)
@@ -418,3 +434,36 @@ def _backward_into_bumping_version(grad_weight_into, *args):
 
 library.impl("scale_", _scale_bumping_version, "ADInplaceOrView")
 library.impl("backward_into", _backward_into_bumping_version, "ADInplaceOrView")
+
+
+# ---- FLOPs, for torch.utils.flop_counter ----
+
+
+def _gemm_flops(input, linear_weight, settings, gemms):
+    """Of GEMMs as large as that of the logits, over the rows that are computed."""
+    (tokens, hidden), (vocab, _) = input, linear_weight
+    rows = tokens if settings.rows is None else settings.rows
+    return 2 * gemms * rows * hidden * (settings.valid_vocab or vocab)
+
+
+def _forward_flops(input, linear_weight, *rest, **_):
+    settings = Settings.of_arguments(*rest[7:])
+    gemms = 1 + (settings.grad_input + settings.grad_weight) * (settings.save == "grads")
+    return _gemm_flops(input, linear_weight, settings, gemms)
+
+
+def _backward_flops(grad_output, grad_stats, input, linear_weight, *rest, **_):
+    settings = Settings.of_arguments(*rest[8:])
+    wanted = settings.grad_input + settings.grad_weight
+    if settings.save == "samples":  # a row's list in place of all classes
+        pairs = math.ceil(1 / settings.gradient_eps)
+        return _gemm_flops(input, (pairs, None), settings._replace(valid_vocab=None), wanted)
+    recomputed = settings.save == "stats"
+    return _gemm_flops(input, linear_weight, settings, wanted + recomputed)
+
+
+register_flop_formula([inner.forward, inner.graph_forward])(_forward_flops)
+register_flop_formula([inner.backward, inner.graph_backward])(_backward_flops)
+register_flop_formula(inner.backward_into)(
+    lambda _, *args, **named: _backward_flops(*args, **named)
+)

@@ -217,14 +217,14 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
         seed = _seed_of_rank(seed, call.settings.rank)
     seed = seed if samples else None
     operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items, seed)
-    made = list(autograd.run("forward", *operands, *arguments))
+    made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
         gemm_weight = None
         if joined.frozen_hidden > 0:
             gemm_weight, leaves = leaves[1], (leaves[0], joined.differentiated, leaves[2])
         rest = made, count, resolved, tensors, accumulator, gemm_weight
-        made[:count] = autograd.Forward.apply(*leaves, *rest)
+        made[:count] = autograd.LinearCrossEntropy.apply(*leaves, *rest)
     return _outputs(call, made, tensors, num_items, call.rows.shape[:-1], rows)
 
 
@@ -256,10 +256,11 @@ def cross_entropy_of(wanted, logits, target, settings):
     tensors = _loss_tensors(call, target, vectors)
     num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, logits)
     rows = _rows_of(logits)
-    made = list(autograd.run("cross_entropy_forward", rows, *tensors, num_items, *call.lists))
+    forward = autograd.inner.cross_entropy_forward.default
+    made = list(autograd.run(forward, rows, *tensors, num_items, *call.lists))
     if call.differentiable:
         count = 1 + call.differentiates_outputs
-        made[:count] = autograd.CrossEntropyForward.apply(rows, made, count, call.lists, tensors)
+        made[:count] = autograd.CrossEntropy.apply(rows, made, count, call.lists, tensors)
     return _outputs(call, made, tensors, num_items, logits.shape[:-1])
 
 

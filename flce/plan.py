@@ -192,7 +192,7 @@ def plan(
     dtypes = input_dtype, weight_dtype, bias_dtype, added_dtype
     _, arguments = call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))
     operator = torch.ops.flce.plan.default
-    text = autograd.below_autograd(operator, *sizes, *dtypes, bool(probabilities), *arguments)
+    text = autograd.run(operator, *sizes, *dtypes, bool(probabilities), *arguments)
     return _plan_of(text)
 
 

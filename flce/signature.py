@@ -39,7 +39,8 @@ def describe(name, tensor):
     """The fields of Meta of a tensor that is checked to be dense; None for an optional None."""
     if tensor is None and name not in _REQUIRED:
         return None
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+    dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    if not dense or tensor.is_nested:
         validate.check_tensor(name, tensor)
     return tensor.dtype, tensor.device, tensor.shape, tensor.requires_grad
 

@@ -21,6 +21,7 @@ _ROW_ALIGNMENT = {"cpu": 64, "cuda": 128, "meta": 128}
 # Up to this size of the weight "auto" makes the gradients in the forward even if the logits fit: an
 # H200 scales such a gradient faster than the backward launches a kernel (benchmarks/NOTES.md).
 _SMALL_WEIGHT_BYTES = 128 << 20
+_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
@@ -137,6 +138,11 @@ def resolve_save(call, rows):
     return "grads" if prefers_gradients and small and one_chunk else "logits"
 
 
+def _is_traced():
+    """By torch.compile, torch.export or make_fx."""
+    return is_compiling() or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
+
+
 def rows_to_compute(target, valid_bound, ignore_index):
     """The number of rows to compute, None for all.
 
@@ -149,7 +155,7 @@ def rows_to_compute(target, valid_bound, ignore_index):
             refuse("valid_bound", expected, repr(valid_bound))
         return None
     # Without values to count (compile, export) the operator counts them itself.
-    counts = target.is_cpu and type(target) is torch.Tensor and not is_compiling()
+    counts = target.is_cpu and type(target) is torch.Tensor and not _is_traced()
     if valid_bound is None and not counts:
         return None
     if counts or isinstance(valid_bound, str) or checks_targets(target.device):

@@ -25,7 +25,7 @@ def number(name, value):
         check_constant(name, value)
         refuse_transforms(value)
         value = value.item()
-    if not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         refuse(name, "a number", type(value).__name__, TypeError)
     return value
 
@@ -191,8 +191,9 @@ def compute_dtype(input, linear_weight, linear_bias, autocast):
 def check_tensor(name, tensor):
     if not isinstance(tensor, torch.Tensor):
         refuse(name, "a tensor", type(tensor).__name__, TypeError)
-    if tensor.layout is not torch.strided:
-        refuse(name, "a dense tensor", f"layout {tensor.layout}", TypeError)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        refuse(name, "a dense tensor", got, TypeError)
 
 
 def check_shape(name, tensor, shape, meaning=""):
@@ -315,15 +316,20 @@ _forward_ad = torch.autograd.forward_ad
 
 
 def transforms_are_on():
-    """Whether a transform of torch.func or forward-mode AD is active."""
-    return getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
+    """Whether a transform of torch.func, forward-mode AD or torch.jit.trace is active."""
+    differentiates = getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
+    return differentiates or torch._C._is_tracing()
 
 
 def refuse_transforms(*tensors):
-    """Refuses forward-mode AD and torch.func's transforms, for which the operators have no
-    rule, and names an alternative. Skips arguments that are not tensors."""
+    """Refuses forward-mode AD, torch.func's transforms and torch.jit.trace, for which the operators
+    have no rule, and names an alternative. Skips arguments that are not tensors."""
     if not transforms_are_on() or is_compiling():
         return
+    if torch._C._is_tracing():
+        raise RuntimeError(
+            "flce: torch.jit.trace is not supported; use torch.export.export or torch.compile"
+        )
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue

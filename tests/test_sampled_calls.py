@@ -220,6 +220,29 @@ def test_fakes_give_what_the_operator_gives(device, eps, rows):
     assert described(made)[4] == ((rows or TOKENS, sample_pitch(eps)), torch.int32)
 
 
+@pytest.mark.parametrize("place", ["target", "class", "count"])
+@pytest.mark.parametrize("grads", [(True, False, False), (False, True, True)])
+def test_foreign_lists_are_not_followed(device, grads, place):
+    """Lists of another call: nothing beyond the operands is read or written."""
+    arguments = inner_call(device)
+    made = list(torch.ops.flce.forward(*arguments))
+    lists = made[4].clone()
+    classes = len(arguments[1])
+    row = 2  # of which one number is changed
+    lists[row, {"target": 0, "class": 2, "count": 1}[place]] = classes + 10**6
+    settings = raw.settings("samples", gradient="sampled", gradient_eps=2**-6, grads=grads)
+    passed = raw.backward(arguments, made, torch.ones((), device=device), saved=lists)[:-5]
+    if device == "cpu":
+        with pytest.raises(ValueError, match=f"^saved: expected .* in row {row}, got "):
+            torch.ops.flce.backward(*passed, *settings)
+        return
+    of_input, of_weight, _ = torch.ops.flce.backward(*passed, *settings)
+    if of_input is not None:
+        assert of_input[row].isnan().all() and of_input.isnan().any(1).sum() == 1
+    elif place != "count":  # the slots of a list are as many as fit
+        assert of_weight.isnan().any(1).sum() == 1
+
+
 def test_a_replayed_cuda_graph_draws_anew(cuda):
     case = make(cuda, torch.bfloat16)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()

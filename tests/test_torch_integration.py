@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flce
 
@@ -593,3 +594,100 @@ def test_modules_without_the_newer_options(device, make, batch):
         del module.__dict__[name]
     assert torch.equal(module(x, y), expected)
     assert "ignore_index=-1" in repr(module)
+
+
+# ---- tracing, counting and other kinds of tensors ----
+
+
+def test_make_fx_of_real_tensors(batch_of_floats):
+    """The valid rows are counted when the graph runs, not when it is traced."""
+    x, w, y = batch_of_floats
+
+    def step(x, w, y):
+        return torch.autograd.grad(flce.linear_cross_entropy(x, w, y, ignore_index=-1), (x, w))
+
+    traced = torch.fx.experimental.proxy_tensor.make_fx(step)(x, w, y)
+    for target in (y, y.roll(1), torch.full_like(y, -1)):
+        made, expected = traced(x, w, target), step(x, w, target)
+        assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+
+
+@pytest.fixture
+def batch_of_floats(device, batch):
+    x, y = batch
+    return x.float().requires_grad_(), torch.randn(VOCAB, HIDDEN, device=device).requires_grad_(), y
+
+
+def test_an_upstream_gradient_without_memory(batch_of_floats):
+    x, w, y = batch_of_floats
+    for save in ("logits", "stats"):
+        loss = flce.linear_cross_entropy(x, w, y, ignore_index=-1, reduction="none", save=save)
+        zero = torch._efficientzerotensor(TOKENS, device=x.device)
+        assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, w), zero))
+
+
+@pytest.mark.parametrize("save", ["logits", "grads", "stats", "samples"])
+@pytest.mark.parametrize("trained", ["both", "input", "weight"])
+def test_flops(batch_of_floats, save, trained):
+    """Those of the GEMMs that run, over the rows that are not ignored on the CPU."""
+    x, w, y = batch_of_floats
+    leaves = [x] * (trained != "weight") + [w] * (trained != "input")
+    options = {"gradient": "sampled"} if save == "samples" else {"save": save}
+    x.requires_grad_(trained != "weight")
+    w.requires_grad_(trained != "input")
+    rows = int((y != -1).sum()) if x.is_cpu else TOKENS
+    gemm = 2 * rows * HIDDEN * VOCAB
+    with FlopCounterMode(display=False) as counter:
+        loss = flce.linear_cross_entropy(x, w, y, ignore_index=-1, **options)
+        forward = counter.get_total_flops()
+        torch.autograd.grad(loss, leaves)
+    gradient = 2 * rows * HIDDEN * 64 if save == "samples" else gemm
+    assert forward == gemm + len(leaves) * gemm * (save == "grads")
+    backward = len(leaves) * gradient + gemm * (save == "stats")
+    assert counter.get_total_flops() == forward + backward * (save != "grads")
+
+
+def test_flops_are_those_of_eager(device):
+    x, w = (torch.randn(size, 32, device=device, requires_grad=True) for size in (64, 100))
+    y = torch.randint(0, 100, (64,), device=device)
+    counts = []
+    for loss in (lambda: F.cross_entropy(x @ w.T, y), lambda: flce.linear_cross_entropy(x, w, y)):
+        with FlopCounterMode(display=False) as counter:
+            loss().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+class Quantised(torch.Tensor):
+    """A subclass that has rules for few operators, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"no rule for {function}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_weight": Quantised(torch.ones(VOCAB, HIDDEN))}, "linear_weight: .*Quantised"),
+        ({"input": torch.nested.nested_tensor([torch.ones(3, HIDDEN)] * 2)}, "input: .*nested"),
+        ({"label_smoothing": True}, "label_smoothing: expected a number, got bool"),
+        ({"softcap": False}, "softcap: expected a number, got bool"),
+    ],
+)
+def test_what_is_no_dense_tensor_or_number_is_named(change, message):
+    given = {"input": torch.ones(6, HIDDEN), "linear_weight": torch.ones(VOCAB, HIDDEN)}
+    with pytest.raises(TypeError, match=f"^{message}"):
+        flce.linear_cross_entropy(**{**given, "target": torch.arange(6), **change})
+
+
+def test_jit_trace_is_refused():
+    x, w = torch.ones(6, HIDDEN), torch.ones(VOCAB, HIDDEN)
+    with pytest.raises(RuntimeError, match="torch.jit.trace is not supported; use"):
+        torch.jit.trace(flce.linear_cross_entropy, (x, w, torch.arange(6)))

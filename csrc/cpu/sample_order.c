@@ -11,6 +11,23 @@ int64_t flce_cpu_sample_bytes(int64_t rows, int64_t vocab, double eps) {
          rows * (flce_most_samples(eps) + 1) * (int64_t)sizeof(sample_entry);
 }
 
+flce_status flce_cpu_check_lists(const int32_t* lists, int64_t rows, int64_t vocab, double eps) {
+  int64_t pitch = flce_sample_pitch(eps), most = flce_most_samples(eps);
+  for (int64_t r = 0; r < rows; r++) {
+    const int32_t* list = lists + r * pitch;
+    if (list[1] < 0 || list[1] > most)
+      return flce_fail(FLCE_INVALID_ARGUMENT, "saved: expected 0 to %lld pairs in row %lld, got %d",
+                       (long long)most, (long long)r, list[1]);
+    for (int32_t m = 0; m <= list[1]; m++) {
+      if (list[2 * m] < vocab && (m == 0 || list[2 * m] >= 0)) continue;
+      return flce_fail(FLCE_INVALID_ARGUMENT,
+                       "saved: expected classes below %lld in row %lld, got %d", (long long)vocab,
+                       (long long)r, list[2 * m]);
+    }
+  }
+  return FLCE_OK;
+}
+
 /* Adds the classes of row r's list to counts[class + 1]. */
 static void count_list(const int32_t* list, int64_t* counts) {
   if (list[0] >= 0) counts[list[0] + 1]++;
@@ -36,6 +53,7 @@ flce_status flce_cpu_order_samples(void* self, const flce_order_samples_args* ca
   const flce_rows* rows = call->rows;
   int64_t pitch = flce_sample_pitch(call->eps), vocab = rows->vocab;
   int64_t* start = call->order;
+  FLCE_TRY(flce_cpu_check_lists(call->lists, rows->rows, vocab, call->eps));
   memset(start, 0, (size_t)(vocab + 1) * sizeof *start);
   for (int64_t r = 0; r < rows->rows; r++) count_list(call->lists + r * pitch, start);
   for (int64_t j = 0; j < vocab; j++) start[j + 1] += start[j];

@@ -3,7 +3,7 @@
 #ifndef FLCE_CPU_SAMPLE_ORDER_H
 #define FLCE_CPU_SAMPLE_ORDER_H
 
-#include <stdint.h>
+#include "flce.h"
 
 /* An entry of the gradient of the logits. */
 typedef struct sample_entry {
@@ -19,5 +19,8 @@ static inline const int64_t* sample_starts(const void* order) {
 static inline sample_entry* sample_entries(const void* order, int64_t vocab) {
   return (sample_entry*)((int64_t*)order + vocab + 1);
 }
+
+/* FLCE_INVALID_ARGUMENT if a list has a class beyond `vocab`, or more pairs than it has room for. */
+flce_status flce_cpu_check_lists(const int32_t* lists, int64_t rows, int64_t vocab, double eps);
 
 #endif

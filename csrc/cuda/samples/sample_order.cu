@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kOrderThreads)
   const int2* list = (const int2*)(lists + position / slots * pitch);
   const int2 head = list[0];
   const bool used = slot == 0 ? head.x >= 0 : slot <= head.y;
-  o.keys_in[position] = used ? (uint32_t)list[slot].x : vocab;
+  const uint32_t key = (uint32_t)list[slot].x;
+  o.keys_in[position] = !used ? vocab : key < vocab ? key : 0; /* entry_at makes it NaN */
   o.slots_in[position] = (uint32_t)position;
 }
 
@@ -45,9 +46,10 @@ __device__ __forceinline__ int2 entry_at(const sample_order& o, const flce_rows&
   const int slot = (int)(where % slots);
   const int64_t at = vectors_at(r, row);
   const float* coef = (const float*)r.coef + at;
-  const float value = __int_as_float(((const int2*)(lists + row * pitch))[slot].y);
-  const float factor = slot == 0 ? coef[FLCE_COEF_TARGET * r.stat_pitch]
-                                 : coef[FLCE_COEF_ROW * r.stat_pitch] * value;
+  const int2 pair = ((const int2*)(lists + row * pitch))[slot];
+  float factor = slot == 0 ? coef[FLCE_COEF_TARGET * r.stat_pitch]
+                           : coef[FLCE_COEF_ROW * r.stat_pitch] * __int_as_float(pair.y);
+  if ((uint32_t)pair.x >= r.vocab) factor = NAN;
   return make_int2((int)at, __float_as_int(factor));
 }
 

@@ -68,11 +68,13 @@ typedef struct sampled_input_args {
   int64_t hidden, cols; /* elements of a row of W, of dX */
 } sampled_input_args;
 
-/* The pairs of a list from `first` on, one a lane; not beyond the list's memory. */
+/* The pairs of a list from `first` on, one a lane; not beyond the list's memory. The value NaN for
+ * a class beyond W. */
 __device__ __forceinline__ int2 pair_of_lane(const sampled_input_args& p, const int2* pairs,
                                              int first) {
   const int m = first + (int)threadIdx.x % kWarp;
-  return m < p.pitch / 2 - 1 ? pairs[m] : make_int2(0, 0);
+  const int2 pair = m < p.pitch / 2 - 1 ? pairs[m] : make_int2(0, 0);
+  return (uint32_t)pair.x < p.r.vocab ? pair : make_int2(0, __float_as_int(NAN));
 }
 
 /* sum = the columns from `column` on of sum_m value_m W[class_m]; `own`: the first pairs of the
@@ -125,8 +127,12 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
   const int2 head = list[0], own = pair_of_lane(p, list + 1, 0);
   if (at < 0) return;
   const RowFactors<float> factors = factors_of<float>(p.r, at);
+  const bool fits = head.x < p.r.vocab && head.y < p.pitch / 2;
   float v[N] = {};
-  if (head.x >= 0) {
+  if (head.x >= 0 && !fits) {
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = NAN;
+  } else if (head.x >= 0) {
     Vec<T, N> target;
     load_part((const T*)p.w, head.x * p.hidden + column, column < p.hidden, target);
     gather_list<T, N>(p, list + 1, head.y, own, column, v);
