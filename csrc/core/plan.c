@@ -15,6 +15,11 @@ enum {
    * not read W less often, which is read once for every 2048 or 4096 rows anyway, and the copy of x
    * stays small. */
   GATHERED_ROWS = 4096,
+  /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
+   * all logits would take at least SMALL_VOCAB_BYTES, a chunk takes no more than these: no more
+   * than a loss that holds the logits in the GEMMs' dtype. */
+  SMALL_VOCAB = 8192,
+  SMALL_VOCAB_BYTES = 128 << 20,
   /* Bytes of FLCE_BUF_DW_BLOCK: add_block reads it from the cache. */
   DW_BLOCK_BYTES = 4 << 20,
 };
@@ -37,11 +42,25 @@ static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dty
 
 /* ---- chunks ---- */
 
+/* The most rows of a chunk with a small vocabulary, see SMALL_VOCAB. */
+static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
+                         const flce_plan* plan) {
+  int64_t size = flce_size_of(plan->dtype), bytes = problem->rows * problem->vocab * size;
+  bool bounded = problem->saves_memory && facts->multiprocessors > 0 &&
+                 plan->save == FLCE_SAVE_GRADS && problem->vocab <= SMALL_VOCAB &&
+                 bytes >= SMALL_VOCAB_BYTES;
+  if (!bounded) return INT64_MAX;
+  int64_t row = plan->z_pitch * flce_size_of(plan->z_dtype);
+  if (problem->want_grad_input) row += plan->hidden * flce_size_of(plan->dx_gemm_dtype);
+  if (problem->want_grad_weight) row += plan->input_pitch * size;
+  return (bytes - facts->gemm_workspace_bytes) / row;
+}
+
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
                                const flce_plan* plan) {
   bool gradients = plan->save == FLCE_SAVE_GRADS;
   chunk_loop loop = {.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype),
-                     .max_rows = INT64_MAX,
+                     .max_rows = most_rows(problem, facts, plan),
                      .tile_rows = TILE_ROWS,
                      .makes_logits = true,
                      .makes_dx = problem->want_grad_input && gradients,

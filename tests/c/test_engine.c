@@ -441,6 +441,10 @@ static void test_small_chunks(void) {
       {65536, 4096, 128256, 2048, 2048}, /* whatever the number of tokens */
       {32768, 768, 128256, 2560, 8192},  /* with smaller H a chunk has less work */
       {8192, 4096, 32000, 8192, 8192},   /* with smaller V too */
+      {4096, 16384, 128256, 2048, 2048}, /* with larger H dW takes more than the launches */
+      {65536, 1024, 4096, 32768, 32768}, /* a chunk with dX and x takes no more than all logits */
+      {32768, 4096, 8192, 8192, 12288},
+      {8192, 768, 4096, 8192, 8192}, /* unless these are small */
       {512, 64, 1000, 512, 512},
   };
   const flce_facts facts = {.gemm_writes_f32 = true,
@@ -462,6 +466,9 @@ static void test_small_chunks(void) {
     CHECK(saving.chunk_rows >= cases[k].least && saving.chunk_rows <= cases[k].most,
           "case %zu: %lld rows", k, (long long)saving.chunk_rows);
     CHECK(saving.peak_bytes <= bound.peak_bytes, "case %zu: more than within 1 GiB", k);
+    int64_t logits = p.tokens * p.vocab * 2, outputs = (p.tokens + p.vocab) * p.hidden * 2;
+    CHECK(p.vocab > 8192 || logits < 128 << 20 || saving.peak_bytes <= 1.02 * (logits + outputs),
+          "case %zu: %lld bytes", k, (long long)saving.peak_bytes);
     CHECK(saving.chunks == 1 || saving.chunk_rows % facts.fused_tile_rows == 0, "case %zu", k);
     p.max_memory = 512 * saving.z_pitch * 2;
     CHECK_OK(flce_plan_make(&p, &facts, &saving));
