@@ -38,11 +38,13 @@ def find_cuda():
     for root in spec.submodule_search_locations if spec else []:
         folders += sorted(Path(root).glob("*/include"), reverse=True)
     header = next((folder for folder in folders if (folder / "cublasLt.h").exists()), None)
-    if nvcc and header:
+    lacking = [] if nvcc else [f"no nvcc in {places}"]
+    if not header:
+        remedy = "pip install --no-deps nvidia-cublas brings it"
+        lacking.append(f"no cublasLt.h in {':'.join(map(str, folders))} ({remedy})")
+    if not lacking:
         return nvcc, header, None
-    lacking = "cublasLt.h" if nvcc else "nvcc" if header else "nvcc and cublasLt.h"
-    looked = f"nvcc in {places}; cublasLt.h in {':'.join(map(str, folders))}"
-    why = f"{lacking} not found; looked for {looked}"
+    why = "; ".join(lacking)
     if wanted == "1":
         sys.exit(f"flce: FLCE_CUDA=1, but {why}")
     return None, None, why

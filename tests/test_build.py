@@ -30,7 +30,10 @@ LACKING = {
         "import types; sys.modules['torch'] = types.SimpleNamespace(__version__='2.9.1+cpu')",
         "torch 2.10 or later is needed, not 2.9.1+cpu",
     ),
-    "no nvcc": ("import shutil; shutil.which = lambda *_, **__: None", "FLCE_CUDA=1, but nvcc "),
+    "no nvcc": (
+        "import shutil; shutil.which = lambda *_, **__: None",
+        "FLCE_CUDA=1, but no nvcc in ",
+    ),
 }
 
 
