@@ -80,7 +80,8 @@ def compile_cuda_source(number, source, command):
     newest = max(os.path.getmtime(path) for path in (source, *HEADERS))
     if not out.exists() or out.stat().st_mtime < newest:
         out.parent.mkdir(parents=True, exist_ok=True)
-        print(f"flce: nvcc {number} of {len(CUDA_SOURCES)}: {source}", flush=True)
+        # The line's end is in the text: print writes its own apart, and other threads print too.
+        print(f"flce: nvcc {number} of {len(CUDA_SOURCES)}: {source}\n", end="", flush=True)
         subprocess.run([*command, "-c", source, "-o", str(out)], check=True)
     return str(out)
 
