@@ -139,7 +139,8 @@ class Build(build_ext):
             print(f"flce: CPU module and {library}: {nvcc}, cublasLt.h in {header}", flush=True)
             return build_cuda(library, nvcc, header)
         print("flce: CPU module alone:", why, flush=True)
-        left_out.write_text(f"left out of the build: {why}\n")
+        text = f"left out of the build: {why}\n"
+        left_out.write_text(text, encoding="utf-8", errors="replace")  # PATH may not be UTF-8
 
     def build_extensions(self):
         headers, libraries = torch_folders()
