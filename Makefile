@@ -68,21 +68,21 @@ cuda: $(READY)
 
 wheel: $(READY)
 	rm -rf build/lib.*  # else modules that were deleted since would go into the wheel
-	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
 
 # Prints the interpreter that the other targets use.
 python: $(READY)
 	@echo $(PYTHON)
 
 clean:
-	rm -rf build dist flce/*.so *.egg-info
+	rm -rf build dist flce/*.so flce/libflce_cuda.txt *.egg-info
 	$(MAKE) -C tests/c clean
 
 # Never a range for torch: what is there satisfies flce's own, so pip leaves it as it is.
 $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
 	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "setuptools>=77" wheel
 	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
-		--no-build-isolation -e ".[tests,dev,example]"
+		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation -e ".[tests,dev,example]"
 	@mkdir -p $(@D) && touch $@
 
 # The extra's packages without flce, which would be built anew. torch is named with the version that

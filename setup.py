@@ -24,7 +24,11 @@ C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden
 
 
 def find_cuda():
-    """(nvcc or None, the folder of cublasLt.h or None, where they were looked for)."""
+    """(nvcc, the folder of cublasLt.h, None), or (None, None, why the CUDA library is left out).
+    Ends the build where FLCE_CUDA=1 wants it."""
+    wanted = os.environ.get("FLCE_CUDA", "")
+    if wanted == "0":
+        return None, None, "FLCE_CUDA=0"
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     places = f"{home}/bin:{os.environ.get('PATH')}:/usr/local/cuda/bin"
     nvcc = shutil.which("nvcc", path=places)
@@ -34,7 +38,29 @@ def find_cuda():
     for root in spec.submodule_search_locations if spec else []:
         folders += sorted(Path(root).glob("*/include"), reverse=True)
     header = next((folder for folder in folders if (folder / "cublasLt.h").exists()), None)
-    return nvcc, header, f"nvcc in {places}; cublasLt.h in {':'.join(map(str, folders))}"
+    lacking = [] if nvcc else [f"no nvcc in {places}"]
+    if not header:
+        remedy = "pip install --no-deps nvidia-cublas brings it"
+        lacking.append(f"no cublasLt.h in {':'.join(map(str, folders))} ({remedy})")
+    if not lacking:
+        return nvcc, header, None
+    why = "; ".join(lacking)
+    if wanted == "1":
+        sys.exit(f"flce: FLCE_CUDA=1, but {why}")
+    return None, None, why
+
+
+def torch_folders():
+    """torch's folders of headers and of libraries; ends the build where torch does not fit."""
+    try:
+        import torch
+    except ImportError as error:
+        sys.exit(f"flce: to build, install torch and use --no-build-isolation ({error})")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        sys.exit(f"flce: to build, torch 2.10 or later is needed, not {torch.__version__}")
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    return include_paths(), library_paths()
 
 
 def arch_flags(nvcc):
@@ -47,13 +73,15 @@ def arch_flags(nvcc):
     return [f"-gencode={code}" for code in codes + ptx]
 
 
-def compile_cuda_source(source, command):
+def compile_cuda_source(number, source, command):
     """The object of a source, made unless this very command made one since a file changed."""
     digest = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
     out = Path("build/cuda", f"{source.replace(os.sep, '-')}-{digest}.o")
     newest = max(os.path.getmtime(path) for path in (source, *HEADERS))
     if not out.exists() or out.stat().st_mtime < newest:
         out.parent.mkdir(parents=True, exist_ok=True)
+        # The line's end is in the text: print writes its own apart, and other threads print too.
+        print(f"flce: nvcc {number} of {len(CUDA_SOURCES)}: {source}\n", end="", flush=True)
         subprocess.run([*command, "-c", source, "-o", str(out)], check=True)
     return str(out)
 
@@ -79,7 +107,8 @@ def cuda_commands(nvcc, header):
 def build_cuda(library, nvcc, header):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         commands = cuda_commands(nvcc, header)
-        objects = list(pool.map(compile_cuda_source, CUDA_SOURCES, commands))
+        numbers = range(1, len(CUDA_SOURCES) + 1)
+        objects = list(pool.map(compile_cuda_source, numbers, CUDA_SOURCES, commands))
     library.parent.mkdir(parents=True, exist_ok=True)
     # exclude-libs: the static runtime's symbols must not be bound to those of torch's libcudart.
     link = ["-shared", "--cudart", "static", "-Xlinker", "--exclude-libs,ALL", "-ldl"]
@@ -87,6 +116,11 @@ def build_cuda(library, nvcc, header):
 
 
 class BuildCore(build_clib):
+    def run(self):  # the first command: what lacks is said before anything is compiled
+        torch_folders()
+        find_cuda()
+        super().run()
+
     def build_libraries(self, libraries):
         for name, _ in libraries:  # ar adds to an archive, which would keep objects of old sources
             Path(self.build_clib, f"lib{name}.a").unlink(missing_ok=True)
@@ -97,25 +131,21 @@ class Build(build_ext):
     def run(self):
         super().run()
         library = Path("" if self.inplace else self.build_lib, "flce", "libflce_cuda.so")
-        wanted = os.environ.get("FLCE_CUDA", "")
-        nvcc, header, looked = (None, None, "nothing") if wanted == "0" else find_cuda()
-        if nvcc and header:
+        nvcc, header, why = find_cuda()
+        left_out = library.with_suffix(".txt")  # in place of the library; the module reads it
+        for path in (library, left_out):  # one of an earlier build may not fit this module
+            path.unlink(missing_ok=True)
+        if nvcc:
             print(f"flce: CPU module and {library}: {nvcc}, cublasLt.h in {header}", flush=True)
             return build_cuda(library, nvcc, header)
-        lacking = "cublasLt.h" if nvcc else "nvcc" if header else "nvcc and cublasLt.h"
-        if wanted == "1":
-            sys.exit(f"flce: FLCE_CUDA=1, but {lacking} not found; looked for {looked}")
-        why = "FLCE_CUDA=0" if wanted == "0" else f"{lacking} not found; looked for {looked}"
         print("flce: CPU module alone:", why, flush=True)
-        library.unlink(missing_ok=True)  # one of an earlier build may not fit this module
+        text = f"left out of the build: {why}\n"
+        left_out.write_text(text, encoding="utf-8", errors="replace")  # PATH may not be UTF-8
 
     def build_extensions(self):
-        try:
-            from torch.utils.cpp_extension import include_paths, library_paths
-        except ImportError as error:
-            sys.exit(f"flce: to build, install torch and use --no-build-isolation ({error})")
-        self.extensions[0].include_dirs += include_paths()
-        self.extensions[0].library_dirs += library_paths()
+        headers, libraries = torch_folders()
+        self.extensions[0].include_dirs += headers
+        self.extensions[0].library_dirs += libraries
         for name in ("linker_so", "linker_so_cxx"):  # Python's own may name this machine's folders
             words = getattr(self.compiler, name)
             setattr(self.compiler, name, [w for w in words if not w.startswith("-Wl,-rpath")])

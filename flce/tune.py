@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import stat
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -236,6 +237,9 @@ def read(path):
     """The choices in a file, empty if there is no file. ValueError, which names the file, if it
     was not written by `tune`."""
     try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > 16 << 20:  # a device may have no end
+            raise ValueError("no regular file of at most 16 MiB")
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         if content["format"] != _FORMAT:

@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+import flce
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -19,3 +23,12 @@ def test_it_prints_what_was_built(tmp_path, monkeypatch, named):
     assert lines[0].startswith("flce ") and any("default max_memory" in line for line in lines)
     (tuned,) = (line for line in lines if line.startswith("tuned products: none"))
     assert (f"there is no {path}" if named else "FLCE_TUNE_FILE is not set") in tuned, tuned
+
+
+def test_it_says_why_there_is_no_cuda_library():
+    library = Path(flce.__file__).with_name("libflce_cuda.so")
+    if library.exists():
+        pytest.skip("the CUDA library was built")
+    why = library.with_suffix(".txt").read_text(encoding="utf-8")
+    assert why.startswith("left out of the build: ") and why.count("\n") == 1
+    assert torch.ops.flce.cuda_describe() == f"not loaded: {library}: {why.strip()}"

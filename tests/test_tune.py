@@ -130,6 +130,28 @@ def test_a_corrupt_file_is_named(corrupt, monkeypatch):
         tune.load()
 
 
+def test_what_may_have_no_end_is_refused(tmp_path):
+    """In another process: such a read does not return. The pipe is first, it takes no memory."""
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with open(large, "wb") as file:
+        file.truncate((16 << 20) + 1)
+    code = (
+        "import importlib, os, sys; tune = importlib.import_module('flce.tune')\n"
+        "for os.environ['FLCE_TUNE_FILE'] in sys.argv[1:]:\n"
+        "    try:\n"
+        "        tune.load()\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+    )
+    paths = [str(path) for path in (pipe, tmp_path, "/dev/zero", large)]
+    command = [sys.executable, "-c", code, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for path, line in zip(paths, done.stdout.splitlines(), strict=True):
+        assert line.startswith(f"FLCE_TUNE_FILE: {path}: ") and "at most 16 MiB" in line
+
+
 def test_no_file_is_read_that_nobody_named(tmp_path, monkeypatch):
     """Choices change bits: a cache of the user is not read unless FLCE_TUNE_FILE names it."""
     looked = []

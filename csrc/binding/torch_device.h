@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cmath>
+#include <fstream>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -161,10 +162,13 @@ struct CudaLibrary {
     Dl_info self;
     dladdr(reinterpret_cast<void*>(&torch_gemm), &self);
     std::string module = self.dli_fname;
-    path = module.substr(0, module.find_last_of('/') + 1) + "libflce_cuda.so";
+    std::string folder = module.substr(0, module.find_last_of('/') + 1);
+    path = folder + "libflce_cuda.so";
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) {
       error = dlerror();
+      std::string why;  // a build without the library has written this file (setup.py)
+      if (std::getline(std::ifstream(folder + "libflce_cuda.txt"), why)) error = why;
       return;
     }
     open = reinterpret_cast<flce_cuda_backend_fn>(dlsym(library, "flce_cuda_backend"));

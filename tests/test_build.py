@@ -1,0 +1,90 @@
+"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, and where an
+editable installation is found."""
+
+import os
+import runpy
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code, *arguments, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+LACKING = {
+    "no torch": ("sys.modules['torch'] = None", "install torch and use --no-build-isolation"),
+    "old torch": (
+        "import types; sys.modules['torch'] = types.SimpleNamespace(__version__='2.9.1+cpu')",
+        "torch 2.10 or later is needed, not 2.9.1+cpu",
+    ),
+    "no nvcc": (
+        "import shutil; shutil.which = lambda *_, **__: None",
+        "FLCE_CUDA=1, but no nvcc in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_nothing_is_compiled_where_something_lacks(tmp_path, lacking):
+    pytest.importorskip("setuptools", "77")
+    prelude, said = LACKING[lacking]
+    code = f"import runpy, sys; {prelude}; runpy.run_path('setup.py', run_name='__main__')"
+    folders = ("-b", tmp_path, "-t", tmp_path)
+    commands = ("build_clib", *folders, "build_ext", *folders)
+    done = python(code, *commands, cwd=ROOT, FLCE_CUDA="1" if lacking == "no nvcc" else "0")
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("flce: "))
+    assert done.returncode == 1 and said in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nvcc_says_which_file_of_how_many(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("setuptools", "77")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLCE_CUDA_ARCHS", "90")
+    Path("csrc/core").mkdir(parents=True)
+    Path("csrc/cuda").mkdir()
+    sources = ["csrc/core/status.c", "csrc/cuda/a.cu", "csrc/cuda/b.cu"]
+    for source in sources:
+        Path(source).touch()
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    setup["build_cuda"](Path("flce/libflce_cuda.so"), "true", Path("include"))
+    expected = [f"flce: nvcc {i} of 3: {source}" for i, source in enumerate(sources, 1)]
+    assert sorted(capsys.readouterr().out.splitlines()) == expected
+
+
+def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
+    """The clone's folder is called flce too and has no __init__.py: it must not be imported, as a
+    namespace package, in place of the package in it."""
+    pytest.importorskip("setuptools", "77")
+    clone, site = tmp_path / "flce", tmp_path / "site"
+    clone.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "flce"):  # no setup.py: nothing compiles
+        (clone / name).symlink_to(ROOT / name)
+    build = "from setuptools import build_meta; build_meta.build_editable('..')"
+    done = python(build, cwd=clone)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        "import site, sys; site.addsitedir(sys.argv[1]); sys.path += sys.argv[2:];"
+        "import flce; flce.fuse; print(flce.__file__)"
+    )
+    # -S: without the .pth files of this environment, which may name another clone.
+    command = [sys.executable, "-S", "-c", code, str(site), *filter(None, sys.path)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == clone / "flce" / "__init__.py"
