@@ -100,6 +100,9 @@ struct flce_gemm {
   flce_dtype c_dtype; /* of C */
   double beta;        /* 0 or 1; with 0, C is not read */
   int shift;          /* the result is multiplied by 2^shift */
+  /* NULL, or float32 numbers in the device's memory: the factor of the result in place of 2^shift,
+   * 0 and 1. Only where operands are float16. */
+  const float* factors;
   /* [n] c_dtype, added to every row of C, or NULL. Only if facts.gemm_adds_bias. */
   const void* bias;
 };
@@ -483,6 +486,11 @@ struct flce_backend {
    * classes of this rank; `rows` is then as in flce_merge_args. */
   flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_shard* shard,
                                   const flce_upstream* upstream, const void* factor, void* coef);
+  /* Form dz in float16, which has few bits for a gradient that is small for want of a loss scale:
+   * multiplies the rows' coef, except FLCE_COEF_VALID, by the power of two u with u max |dz| of at
+   * most 2^12. unit becomes {1/u, 0, 1, 0}, then 1/u `weights` times. */
+  flce_status (*scale_coefficients)(void* self, const flce_rows* rows, void* coef, float* unit,
+                                    int64_t weights);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
    * dtype `stat`. `overlaps`: as in prepare. */

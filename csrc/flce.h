@@ -315,8 +315,10 @@ typedef enum flce_buffer_id {
   FLCE_BUF_WEIGHT_CAST,
   FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
   FLCE_BUF_LOGITS,    /* [chunk][z_pitch] z_dtype: logits of a chunk, overwritten by E or dz */
-  FLCE_BUF_COEF,      /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
-  FLCE_BUF_INDEX,     /* int64: the rows to compute, if they are gathered (compact_rows) */
+  /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
+  FLCE_BUF_DZ_UNIT,
+  FLCE_BUF_COEF,  /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_INDEX, /* int64: the rows to compute, if they are gathered (compact_rows) */
   /* [chunk][input_pitch] dtype: the chunk's rows of x as the A operand of the logits GEMM, if they
    * are copied and the copy is not in FLCE_BUF_SCALED_X. */
   FLCE_BUF_GATHERED_X,

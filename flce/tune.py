@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .autograd import inner
+from .autograd import inner, run
 from .functional import linear_cross_entropy
 from .options import DTYPES
 from .validate import refuse
@@ -149,14 +149,14 @@ def products_of(sizes, types, bias, device, options):
         if attribute := options.get("accumulate_into"):
             held = weight_dtype if attribute == "grad" else torch.float32
             setattr(w, attribute, torch.zeros_like(w, dtype=held))
-        inner.gemm_record(device.index)
+        run(inner.gemm_record.default, device.index)
         try:
             with torch.autocast("cuda", dtype=dtype, enabled=len(set(types)) > 1):
                 options = {"linear_bias": b, "gradient_seed": 0, **options}  # draws none
                 made = linear_cross_entropy(x, w, y, **options)
             getattr(made, "loss", made).sum().backward()
         finally:
-            lines = inner.gemm_recorded(device.index).splitlines()
+            lines = run(inner.gemm_recorded.default, device.index).splitlines()
     return lines
 
 
@@ -173,7 +173,7 @@ def _name_of(p):
 
 def candidates_of(line, device):
     """(default candidate, current candidate) as indices, and the algorithm of each candidate."""
-    first, *rows = inner.gemm_candidates(device.index, line).splitlines()
+    first, *rows = run(inner.gemm_candidates.default, device.index, line).splitlines()
     # A row ends with the candidate's workspace size in bytes.
     return tuple(map(int, first.split())), [row.rsplit(" ", 1)[0] for row in rows]
 
@@ -186,7 +186,7 @@ def _tune_product(line, device):
     for iteration in range(_ROUNDS + 1):
         for i in range(count):
             candidate = (i + iteration) % count
-            samples[candidate].append(inner.gemm_time(*memory, line, candidate, repeats))
+            samples[candidate].append(run(inner.gemm_time.default, *memory, line, candidate, repeats))
         if iteration == 0:  # a warm-up: a kernel is loaded at its first launch
             fastest = max(min(sample.pop() for sample in samples), 1e-3)
             repeats = min(math.ceil(_SAMPLE_MS / fastest), 100)
@@ -225,7 +225,7 @@ def use(choices):
     for product, algorithm in choices.items():
         *numbers, gpu = product.split(" ", len(PRODUCT))
         lines.append(" ".join((*numbers, algorithm, gpu)))
-    inner.gemm_use("\n".join(lines))
+    run(inner.gemm_use.default, "\n".join(lines))
 
 
 def _file(path):

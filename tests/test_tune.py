@@ -82,7 +82,7 @@ def test_numbers_are_those_of_the_header():
         body = re.search(rf"typedef struct {struct} {{(.*?)}} {struct};", text, re.S)[1]
         return re.findall(r"\w+(?=[,;])", re.sub(r"int64_t|/\*.*?\*/", "", body, flags=re.S))
 
-    assert ["cublaslt", *fields("gemm_key")] == [*tune.PRODUCT, "device"]
+    assert ["cublaslt", *fields("gemm_key")] == [*tune.PRODUCT, "factors", "device"]
     assert len(fields("gemm_algorithm")) == len(ALGORITHM.split())
     assert tune._ALGORITHM.fullmatch(ALGORITHM)
 

@@ -192,6 +192,10 @@ flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream ups
   flce_rows rows = e->comm ? flce_whole_view(e, c) : c->view;
   flce_shard shard = e->comm ? flce_shard_of(e) : (flce_shard){0};
   CALL(e, row_coefficients, &rows, e->comm ? &shard : NULL, &upstream, factor, (void*)c->coef);
+  float* unit = buffer(e, FLCE_BUF_DZ_UNIT);
+  if (unit)
+    CALL(e, scale_coefficients, &c->view, (void*)c->coef, unit,
+         e->problem->want_grad_bias ? c->rows : 0);
   return FLCE_OK;
 }
 

@@ -32,7 +32,8 @@ flce_status flce_input_product(const engine* e, const chunk* c) {
                                       .pitch_a = c->view.out_pitch,
                                       .pitch_b = h,
                                       .pitch_c = h,
-                                      .c_dtype = e->plan->dx_gemm_dtype});
+                                      .c_dtype = e->plan->dx_gemm_dtype,
+                                      .factors = buffer(e, FLCE_BUF_DZ_UNIT)});
 }
 
 /* dX of the chunk from its GEMM. In form exp the pass also writes scaled_input, since it reads the
@@ -72,9 +73,10 @@ static bool sums_in_callers(const engine* e) {
   return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
 }
 
-/* The weights of the chunk's rows of E in db, [rows] stat dtype. NULL, for ones, in form dz. */
+/* The weights of the chunk's rows of E or dz in db, [rows] stat dtype; NULL for ones. */
 static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
-  *weights = NULL;
+  const float* unit = buffer(e, FLCE_BUF_DZ_UNIT);
+  *weights = unit ? unit + 4 : NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
   *weights = coef_row(e, c, FLCE_COEF_ROW);
   if (!e->plan->gathers) return FLCE_OK;
@@ -150,7 +152,8 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
-                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0};
+                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0,
+                    .factors = buffer(e, FLCE_BUF_DZ_UNIT)};
   if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
   if (plan->dw_first_rows > 0 && is_last(e, c)) return weight_in_two(e, gemm);
   if (plan->dw_block_rows == 0) return flce_run_gemm(e, gemm);

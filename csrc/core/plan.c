@@ -20,6 +20,8 @@ enum {
    * than a loss that holds the logits in the GEMMs' dtype. */
   SMALL_VOCAB = 8192,
   SMALL_VOCAB_BYTES = 128 << 20,
+  /* About the bytes of a token's statistics, coefficients, target order and index. */
+  TOKEN_BYTES = 128,
   /* Bytes of FLCE_BUF_DW_BLOCK: add_block reads it from the cache. */
   DW_BLOCK_BYTES = 4 << 20,
 };
@@ -53,7 +55,7 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
   int64_t row = plan->z_pitch * flce_size_of(plan->z_dtype);
   if (problem->want_grad_input) row += plan->hidden * flce_size_of(plan->dx_gemm_dtype);
   if (problem->want_grad_weight) row += plan->input_pitch * size;
-  return (bytes - facts->gemm_workspace_bytes) / row;
+  return (bytes - facts->gemm_workspace_bytes - problem->tokens * TOKEN_BYTES) / row;
 }
 
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
@@ -363,6 +365,8 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
+  if (plan->dtype == FLCE_F16 && !exp_form && !in_forward)
+    add(plan, FLCE_BUF_DZ_UNIT, where, (4 + (problem->want_grad_bias ? rows : 0)) * stat);
   if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
   if (smooth || (problem->want_grad_bias && !samples))
     add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);

@@ -21,6 +21,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_WEIGHT_CAST] = "weight_cast",
       [FLCE_BUF_BIAS_CAST] = "bias_cast",
       [FLCE_BUF_LOGITS] = "logits",
+      [FLCE_BUF_DZ_UNIT] = "dz_unit",
       [FLCE_BUF_COEF] = "coef",
       [FLCE_BUF_INDEX] = "index",
       [FLCE_BUF_GATHERED_X] = "gathered_x",

@@ -117,6 +117,7 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
                             .exp_rows = flce_cpu_exp_rows,
                             .grad_rows = flce_cpu_grad_rows,
                             .row_coefficients = flce_cpu_row_coefficients,
+                            .scale_coefficients = flce_cpu_scale_coefficients,
                             .reduce = flce_cpu_reduce,
                             .scale_rows = flce_cpu_scale_rows,
                             .finish_grad_input = flce_cpu_finish_grad_input,

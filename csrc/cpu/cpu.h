@@ -98,6 +98,8 @@ flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, 
 flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const flce_shard* shard,
                                       const flce_upstream* upstream, const void* factor,
                                       void* coef);
+flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void* coef, float* unit,
+                                        int64_t weights);
 
 /* shard_rows.c */
 flce_status flce_cpu_shard_targets(void* self, const flce_shard_targets_args* call);

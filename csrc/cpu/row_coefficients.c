@@ -1,5 +1,5 @@
-/* Backend function `row_coefficients`: computes the factors of each row's gradient (enum
- * flce_coef_row) from its statistics and the upstream gradients. */
+/* Backend functions `row_coefficients`: computes the factors of each row's gradient (enum
+ * flce_coef_row) from its statistics and the upstream gradients; `scale_coefficients`. */
 #include "cpu/row_pass.h"
 
 #include "merge.h"
@@ -73,5 +73,48 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const f
     for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
       flce_store(coef, stat, c * rows->stat_pitch + i, values[c]);
   }
+  return FLCE_OK;
+}
+
+/* A bound of |dz| in row i. The entropy's term p (m - l) is at most about the entropy where it is
+ * negative, and 1/e where it is positive. */
+static double bound_of_dz(const row_pass* pass, const float* coef, int64_t i, double top_weight) {
+  const flce_rows* rows = pass->rows;
+  double size[FLCE_COEF_ROWS];
+  for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
+    size[c] = fabs((double)coef[c * rows->stat_pitch + i]);
+  double factor = size[FLCE_COEF_ROW];
+  if (rows->wants_entropy)
+    factor += size[FLCE_COEF_ENTROPY] * (1.0 + row_stat(pass, FLCE_STAT_ENTROPY, i));
+  return factor / row_stat(pass, FLCE_STAT_INV_SUM, i) + size[FLCE_COEF_TARGET] +
+         size[FLCE_COEF_SMOOTH] * top_weight +
+         size[FLCE_COEF_SOFT] * row_stat(pass, FLCE_STAT_WEIGHT_SUM, i);
+}
+
+flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void* coef, float* unit,
+                                        int64_t weights) {
+  (void)self;
+  const int kLargest = 12, kMostBits = 100;
+  row_pass pass = {.rows = rows, .dtype = rows->z_dtype, .stat = FLCE_F32};
+  float* values = coef;
+  double top_weight = rows->class_weight ? 0.0 : 1.0, top = 0.0;
+  for (int64_t j = 0; rows->class_weight && j < rows->vocab; j++)
+    top_weight = fmax(top_weight, fabs((double)((const float*)rows->class_weight)[j]));
+  for (int64_t r = 0; r < rows->rows; r++) {
+    int64_t i = flce_row_index(rows, r);
+    if (flce_row_kind_at(rows, i) == FLCE_ROW_VALID)
+      top = fmax(top, bound_of_dz(&pass, values, i, top_weight));
+  }
+  int bits = 0;
+  if (top > 0.0 && isfinite(top)) bits = kLargest - (int)ceil(log2(top));
+  double u = ldexp(1.0, bits < kMostBits ? bits : kMostBits);
+  for (int64_t r = 0; r < rows->rows; r++) {
+    int64_t i = flce_row_index(rows, r);
+    for (int64_t c = 0; i >= 0 && c < FLCE_COEF_ROWS; c++)
+      if (c != FLCE_COEF_VALID) values[c * rows->stat_pitch + i] *= (float)u;
+  }
+  for (int64_t k = 0; k < 4 + weights; k++) unit[k] = (float)(1.0 / u);
+  unit[1] = unit[3] = 0.0f;
+  unit[2] = 1.0f;
   return FLCE_OK;
 }

@@ -20,7 +20,8 @@ static inline sample_entry* sample_entries(const void* order, int64_t vocab) {
   return (sample_entry*)((int64_t*)order + vocab + 1);
 }
 
-/* FLCE_INVALID_ARGUMENT if a list has a class beyond `vocab`, or more pairs than it has room for. */
+/* FLCE_INVALID_ARGUMENT if a list has a class beyond `vocab`, or more pairs than it has room for.
+ */
 flce_status flce_cpu_check_lists(const int32_t* lists, int64_t rows, int64_t vocab, double eps);
 
 #endif

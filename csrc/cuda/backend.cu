@@ -91,6 +91,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
       .fused_statistics = cuda_fused_statistics,
       .grad_rows = cuda_grad_rows,
       .row_coefficients = cuda_row_coefficients,
+      .scale_coefficients = cuda_scale_coefficients,
       .reduce = cuda_reduce,
       .scale_rows = cuda_scale_rows,
       .finish_grad_input = cuda_finish_grad_input,

@@ -28,6 +28,8 @@ flce_status cuda_grad_rows(void* self, const flce_rows* rows, double scale, bool
 /* rows/row_coefficients.cu */
 flce_status cuda_row_coefficients(void* self, const flce_rows* rows, const flce_shard* shard,
                                   const flce_upstream* upstream, const void* factor, void* coef);
+flce_status cuda_scale_coefficients(void* self, const flce_rows* rows, void* coef, float* unit,
+                                    int64_t weights);
 
 /* rows/shard_rows.cu */
 flce_status cuda_shard_targets(void* self, const flce_shard_targets_args* call);

@@ -115,7 +115,8 @@ static flce_status plain_gemm(void* context, const flce_gemm* g) {
         int64_t b = g->transpose_b ? j * g->pitch_b + k : k * g->pitch_b + j;
         sum += flce_load(g->a, g->dtype, a) * flce_load(g->b, g->dtype, b);
       }
-      flce_store(g->c, g->c_dtype, i * g->pitch_c + j, ldexp(sum, g->shift) + before);
+      flce_store(g->c, g->c_dtype, i * g->pitch_c + j,
+                 (g->factors ? sum * g->factors[0] : ldexp(sum, g->shift)) + before);
     }
   }
   return FLCE_OK;

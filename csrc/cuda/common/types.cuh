@@ -22,6 +22,16 @@ static inline flce_status check_cuda(cudaError_t error, const char* what) {
 /* Returns from the calling function if the last launch failed. */
 #define FLCE_LAUNCHED(what) FLCE_TRY(check_cuda(cudaGetLastError(), what))
 
+/* The power of two u, at most 2^127, with u * top in (2^(high - 1), 2^high]; 1 if top is not a
+ * positive finite number. */
+static __device__ __forceinline__ double unit_for(double top, int high) {
+  if (!(top > 0) || top == (double)INFINITY) return 1;
+  int exponent;
+  const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
+  const int power = (fraction == 0.5 ? high + 1 : high) - exponent;
+  return ldexp(1.0, power < 127 ? power : 127); /* at most 2^127, which a float can hold */
+}
+
 /* ---- types ---- */
 
 /* Runs the statements with T as the element type of `dtype`. */

@@ -126,6 +126,10 @@ cublasStatus_t make_descriptors(const gemm_device* device, const gemm_key* key,
   if (status == CUBLAS_STATUS_SUCCESS && key->transpose_a) {
     status = lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_TRANSB, &transpose, sizeof(transpose));
   }
+  if (status == CUBLAS_STATUS_SUCCESS && key->factors) {
+    const cublasLtPointerMode_t mode = CUBLASLT_POINTER_MODE_DEVICE;
+    status = lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_POINTER_MODE, &mode, sizeof(mode));
+  }
   if (status == CUBLAS_STATUS_SUCCESS && key->bias) {
     /* cuBLASLt's bias has one element for each row; in its column-major view rows are our columns.
      */

@@ -68,7 +68,7 @@ static void record(const gemm_key* key) {
  * them: two threads must not share them. A second thread finds none and makes its own. */
 static void take(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_lock(&g_lock);
-  if (g_recording) record(key);
+  if (g_recording && !key->factors) record(key);
   p->generation = g_generation;
   gemm_slot* slot = slot_of(key);
   p->known = slot->used && equal(&slot->key, key);
@@ -150,6 +150,7 @@ gemm_key gemm_key_of(const flce_cuda* cuda, const flce_gemm* g, int64_t workspac
   key.accumulate = g->beta != 0;
   key.tf32 = cuda->allow_tf32;
   key.bias = g->bias != NULL;
+  key.factors = g->factors != NULL;
   key.device = cuda->device;
   return key;
 }
@@ -175,8 +176,13 @@ cublasStatus_t launch_gemm(const gemm_device* device, const flce_cuda* cuda, con
         lt->desc_set(d->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof(g->bias));
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
-  return lt->matmul(device->handle, d->product, wide ? (const void*)&alpha_f64 : &alpha_f32, g->b,
-                    d->first, g->a, d->second, wide ? (const void*)&beta_f64 : &beta_f32, g->c,
+  const void* alpha = wide ? (const void*)&alpha_f64 : &alpha_f32;
+  const void* beta = wide ? (const void*)&beta_f64 : &beta_f32;
+  if (g->factors) {
+    alpha = g->factors;
+    beta = g->factors + (g->beta != 0 ? 2 : 1);
+  }
+  return lt->matmul(device->handle, d->product, alpha, g->b, d->first, g->a, d->second, beta, g->c,
                     d->result, g->c, d->result, algo, workspace, (size_t)workspace_bytes,
                     (cudaStream_t)cuda->stream);
 }

@@ -47,14 +47,15 @@ flce_status open_gemm_device(int index, const gemm_device** device);
 /* Identifies a GEMM: everything on which the choice of its algorithm depends, and everything that
  * its descriptors hold except the address of the bias. All fields are int64_t, because a key is
  * compared, hashed and written as kKeyNumbers numbers. The align_ fields are the largest powers of
- * two, up to 256 bytes, that divide the addresses; `accumulate` is beta != 0. */
+ * two, up to 256 bytes, that divide the addresses; `accumulate` is beta != 0, `factors` whether the
+ * result's factor is in the device's memory. */
 typedef struct gemm_key {
   int64_t m, n, k, pitch_a, pitch_b, pitch_c, workspace_bytes;
   int64_t dtype, c_dtype, align_a, align_b, align_c, align_d;
   int64_t transpose_a, transpose_b, accumulate, tf32, bias;
-  int64_t device; /* last, because the text of a GEMM (tuning.h) leaves it out */
+  int64_t factors, device; /* last, because the text of a GEMM (tuning.h) leaves them out */
 } gemm_key;
-enum { kKeyNumbers = 19, kProductNumbers = kKeyNumbers - 1 };
+enum { kKeyNumbers = 20, kProductNumbers = kKeyNumbers - 2 };
 static_assert(sizeof(gemm_key) == kKeyNumbers * sizeof(int64_t), "numbers alone");
 
 /* cuBLASLt's descriptors. It sees our row-major matrices as column-major transposes and computes

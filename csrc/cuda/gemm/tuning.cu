@@ -41,6 +41,7 @@ static flce_status read_product(const char* text, const flce_cuda* cuda, const g
                      1 + kProductNumbers, (long long)device->library_version, device->gpu);
   }
   memcpy(key, numbers + 1, kProductNumbers * sizeof(int64_t));
+  key->factors = 0;
   key->device = cuda->device;
   return FLCE_OK;
 }

@@ -8,16 +8,6 @@
 
 /* ---- scalars ---- */
 
-/* The power of two u, at most 2^127, with u * top in (2^(high - 1), 2^high]; 1 if top is not a
- * positive finite number. */
-__device__ double unit_for(double top, int high) {
-  if (!(top > 0) || top == (double)INFINITY) return 1;
-  int exponent;
-  const double fraction = frexp(top, &exponent); /* in [1/2, 1) */
-  const int power = (fraction == 0.5 ? high + 1 : high) - exponent;
-  return ldexp(1.0, power < 127 ? power : 127); /* at most 2^127, which a float can hold */
-}
-
 /* Totals over valid rows, of one thread or of the block. */
 struct RowTotals {
   double valid,  /* number of rows that are not ignored */

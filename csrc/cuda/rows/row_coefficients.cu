@@ -1,11 +1,13 @@
-/* The backend function row_coefficients: gradient factors of each row (enum flce_coef_row) from its
- * statistics, one thread a row. The formulas are in row_coefficients.cuh. */
+/* row_coefficients: gradient factors of each row (enum flce_coef_row) from its statistics, one
+ * thread a row. The formulas are in row_coefficients.cuh. scale_coefficients: the same times a
+ * unit. */
 #include "cuda/rows/row_coefficients.cuh"
 
 #include "cuda/backend.cuh"
+#include "cuda/common/reductions.cuh"
 #include "merge.h"
 
-enum { kThreads = 256 };
+enum { kThreads = 256, kScaleThreads = 1024 };
 
 /* SHARDED: the vocabulary is sharded, and this rank has the classes of `shard`. */
 template <typename S, bool SHARDED>
@@ -38,4 +40,53 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_sha
                               shard ? *shard : flce_shard{}));
   });
   return FLCE_OK;
+}
+
+/* A bound of |dz| in a row. The entropy's term p (m - l) is at most about the entropy where it is
+ * negative, and 1/e where it is positive. */
+__device__ __forceinline__ float bound_of_dz(const flce_rows& r, const float* coef, int64_t at,
+                                             float top_weight) {
+  const float* stats = (const float*)r.stats + at;
+  const float sum = 1 / stats[FLCE_STAT_INV_SUM * r.stat_pitch];
+  const auto size = [&](int which) { return fabsf(coef[which * r.stat_pitch + at]); };
+  const float soft = size(FLCE_COEF_SOFT) * stats[FLCE_STAT_WEIGHT_SUM * r.stat_pitch];
+  float factor = size(FLCE_COEF_ROW);
+  if (r.wants_entropy) {
+    factor += size(FLCE_COEF_ENTROPY) * (1 + stats[FLCE_STAT_ENTROPY * r.stat_pitch]);
+  }
+  return factor * sum + size(FLCE_COEF_TARGET) + size(FLCE_COEF_SMOOTH) * top_weight + soft;
+}
+
+/* One block, because all rows need the same unit. */
+__global__ void __launch_bounds__(kScaleThreads)
+    scale_coefficients(const __grid_constant__ flce_rows r, float* coef, float* unit,
+                       int64_t weights) {
+  pdl_wait();
+  __shared__ float scratch[kMaxWarps];
+  const float* class_weight = (const float*)r.class_weight;
+  float top_weight = class_weight ? 0 : 1, top = 0;
+  for (int64_t j = threadIdx.x; class_weight && j < r.vocab; j += kScaleThreads) {
+    top_weight = fmaxf(top_weight, fabsf(class_weight[j]));
+  }
+  if (class_weight) top_weight = block_max(top_weight, scratch);
+  for (int64_t row = threadIdx.x; row < r.rows; row += kScaleThreads) {
+    const RowRef ref = row_ref_of(r, row);
+    if (ref.kind == kRowValid) top = fmaxf(top, bound_of_dz(r, coef, ref.at, top_weight));
+  }
+  const float u = (float)fmin(unit_for((double)block_max(top, scratch), 12), 0x1p100);
+  for (int64_t row = threadIdx.x; row < r.rows; row += kScaleThreads) {
+    const RowRef ref = row_ref_of(r, row);
+    for (int which = 0; ref.kind != kRowAbsent && which < FLCE_COEF_ROWS; which++) {
+      if (which != FLCE_COEF_VALID) coef[which * r.stat_pitch + ref.at] *= u;
+    }
+  }
+  for (int64_t i = threadIdx.x; i < 4 + weights; i += kScaleThreads) {
+    unit[i] = i == 2 ? 1.0f : i == 1 || i == 3 ? 0.0f : 1 / u;
+  }
+}
+
+flce_status cuda_scale_coefficients(void* self, const flce_rows* r, void* coef, float* unit,
+                                    int64_t weights) {
+  return launch_dependent(self, scale_coefficients, 1, kScaleThreads, "scale_coefficients", *r,
+                          (float*)coef, unit, weights);
 }
