@@ -27,6 +27,12 @@ struct flce_comm {
   flce_status (*all_to_all)(void* self, flce_collective_id id, void* recv, const void* send,
                             int64_t bytes);
   flce_status (*wait)(void* self, flce_collective_id id);
+  /* What the engine calls last in a call that fails while collectives are in flight: those with bit
+   * `id` in `in_flight`, which have been asked to begin, and whose wait() has not succeeded. They
+   * may go on after the call, whose buffers the caller may then free or reuse: the table keeps
+   * their memory until they have ended, or lets what is queued from now on run after them. The last
+   * error message stays as it is. */
+  void (*abandon)(void* self, unsigned in_flight);
 };
 
 #ifdef __cplusplus

@@ -42,6 +42,7 @@ typedef enum flce_status {
   FLCE_UNSUPPORTED,         /* no kernel for this combination */
   FLCE_GEMM_FAILED,         /* the GEMM library returned an error */
   FLCE_DEVICE_ERROR,        /* a launch or a driver call failed */
+  FLCE_COMM_FAILED,         /* a collective of a sharded vocabulary failed (comm.h) */
 } flce_status;
 
 /* The name of a status: a static string. */

@@ -67,6 +67,14 @@ static flce_status open_engine(engine* e, const flce_comm* comm, local_call* loc
                  &e->bias);
 }
 
+/* `status`, that of the call. Every call ends here, so that no failure leaves a collective in
+ * flight whose buffers the caller frees. */
+static flce_status close_engine(const engine* e, flce_status status) {
+  if (status != FLCE_OK && e->comm && *e->in_flight != 0)
+    e->comm->abandon(e->comm->self, *e->in_flight);
+  return status;
+}
+
 /* ---- one chunk ---- */
 
 static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
@@ -311,6 +319,32 @@ static flce_status exchange_statistics(const engine* e) {
   return flce_merge_statistics(e, &all);
 }
 
+static flce_status forward(engine* e, const flce_comm* comm, local_call* local) {
+  const flce_problem* problem = e->problem;
+  const flce_plan* plan = e->plan;
+  void* loss = e->tensors->loss;
+  FLCE_TRY(open_engine(e, comm, local, true, true));
+  e->losses = problem->reduction == FLCE_NONE ? loss : buffer(e, FLCE_BUF_ROW_LOSS);
+  bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
+  FLCE_TRY(gather_rows(e));
+  if (gradients) FLCE_TRY(flce_sum_weight(e));
+  if (problem->rows == 0) FLCE_TRY(begin_rows(e, gradients, false));
+  for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
+    chunk c = open_chunk(e, first, plan->chunk_rows, plan->gathered_x);
+    FLCE_TRY(forward_rows(e, &c, gradients));
+  }
+  if (e->comm && !gradients && plan->save != FLCE_SAVE_SAMPLES) FLCE_TRY(exchange_statistics(e));
+  if (gradients) FLCE_TRY(flce_finish_gradients(e));
+  /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
+   * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
+   * library's GEMM. */
+  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP && !e->comm;
+  if (problem->reduction != FLCE_NONE)
+    CALL(e, reduce, loss, buffer(e, FLCE_BUF_ROW_LOSS), problem->tokens,
+         scalar(e, FLCE_SCALAR_INV_DENOM), e->stat, overlaps);
+  return FLCE_OK;
+}
+
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_problem* problem, const flce_plan* plan,
                          const flce_tensors* given) {
@@ -321,26 +355,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
     tensors.stats = buffer(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
   }
-  FLCE_TRY(open_engine(&e, comm, &local, true, true));
-  e.losses = problem->reduction == FLCE_NONE ? tensors.loss : buffer(&e, FLCE_BUF_ROW_LOSS);
-  bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(&e);
-  FLCE_TRY(gather_rows(&e));
-  if (gradients) FLCE_TRY(flce_sum_weight(&e));
-  if (problem->rows == 0) FLCE_TRY(begin_rows(&e, gradients, false));
-  for (int64_t first = 0; first < problem->rows; first += plan->chunk_rows) {
-    chunk c = open_chunk(&e, first, plan->chunk_rows, plan->gathered_x);
-    FLCE_TRY(forward_rows(&e, &c, gradients));
-  }
-  if (e.comm && !gradients && plan->save != FLCE_SAVE_SAMPLES) FLCE_TRY(exchange_statistics(&e));
-  if (gradients) FLCE_TRY(flce_finish_gradients(&e));
-  /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
-   * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
-   * library's GEMM. */
-  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP && !e.comm;
-  if (problem->reduction != FLCE_NONE)
-    CALL(&e, reduce, tensors.loss, buffer(&e, FLCE_BUF_ROW_LOSS), problem->tokens,
-         scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, overlaps);
-  return FLCE_OK;
+  return close_engine(&e, forward(&e, comm, &local));
 }
 
 /* ---- backward ---- */
@@ -376,33 +391,39 @@ flce_status flce_check_backward(const flce_plan* plan) {
                    flce_save_name(plan->save));
 }
 
+static flce_status backward(engine* e, const flce_comm* comm, local_call* local) {
+  const flce_problem* problem = e->problem;
+  const flce_plan* plan = e->plan;
+  bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
+  bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
+  FLCE_TRY(open_engine(e, comm, local, backward_reads_input(problem), needs_bias));
+  if (!wants_gradients(e)) return FLCE_OK;
+  FLCE_TRY(gather_rows(e));
+  FLCE_TRY(flce_sum_weight(e));
+  FLCE_TRY(flce_begin_gradients(e));
+  flce_upstream upstream = upstream_of(e);
+  if (plan->save == FLCE_SAVE_SAMPLES) {
+    chunk all = open_chunk(e, 0, problem->rows, plan->backward_gathered_x);
+    FLCE_TRY(flce_coefficients(e, &all, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
+    return flce_sampled_gradients(e, &all);
+  }
+  for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
+    chunk c = open_chunk(e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
+    FLCE_TRY(flce_coefficients(e, &c, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
+    FLCE_TRY(backward_rows(e, &c));
+    FLCE_TRY(flce_input_product(e, &c));
+    FLCE_TRY(flce_chunk_gradients(e, &c));
+  }
+  void* order = buffer(e, FLCE_BUF_ORDER);
+  if (order && e->problem->vocab > 0) CALL(e, order_targets, e->problem, e->tensors->target, order);
+  return flce_finish_gradients(e);
+}
+
 flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_problem* problem, const flce_plan* plan,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
   local_call local;
   engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
-  bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
-  bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
-  FLCE_TRY(open_engine(&e, comm, &local, backward_reads_input(problem), needs_bias));
-  if (!wants_gradients(&e)) return FLCE_OK;
-  FLCE_TRY(gather_rows(&e));
-  FLCE_TRY(flce_sum_weight(&e));
-  FLCE_TRY(flce_begin_gradients(&e));
-  flce_upstream upstream = upstream_of(&e);
-  if (plan->save == FLCE_SAVE_SAMPLES) {
-    chunk all = open_chunk(&e, 0, problem->rows, plan->backward_gathered_x);
-    FLCE_TRY(flce_coefficients(&e, &all, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
-    return flce_sampled_gradients(&e, &all);
-  }
-  for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
-    chunk c = open_chunk(&e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
-    FLCE_TRY(flce_coefficients(&e, &c, upstream, scalar(&e, FLCE_SCALAR_INV_DENOM)));
-    FLCE_TRY(backward_rows(&e, &c));
-    FLCE_TRY(flce_input_product(&e, &c));
-    FLCE_TRY(flce_chunk_gradients(&e, &c));
-  }
-  void* order = buffer(&e, FLCE_BUF_ORDER);
-  if (order && e.problem->vocab > 0) CALL(&e, order_targets, e.problem, e.tensors->target, order);
-  return flce_finish_gradients(&e);
+  return close_engine(&e, backward(&e, comm, &local));
 }

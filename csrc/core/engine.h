@@ -10,6 +10,7 @@
 typedef struct engine {
   const flce_backend* backend;
   const flce_comm* comm; /* NULL unless the vocabulary is sharded */
+  unsigned* in_flight;   /* its collectives that have begun, as flce_comm.abandon takes them */
   /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
    * with targets as columns of this rank (flce_open_shard). */
   const flce_problem* problem;
@@ -129,10 +130,11 @@ static inline bool wants_gradients(const engine* e) {
 
 /* ---- shards.c: what a sharded vocabulary adds to a call ---- */
 
-/* Storage of the copies of the problem and the tensors. */
+/* Storage of what an engine points to: the copies of the problem and the tensors. */
 typedef struct local_call {
   flce_problem problem;
   flce_tensors tensors;
+  unsigned in_flight;
 } local_call;
 /* Fills `local` and points e->problem and e->tensors to it: x of all tokens, targets as columns of
  * this rank. Begins and completes the all-gather of x, if the call reads it. */

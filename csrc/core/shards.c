@@ -14,6 +14,25 @@ flce_shard flce_shard_of(const engine* e) {
   return (flce_shard){.first = e->caller_problem->first_class, .count = e->caller_problem->vocab};
 }
 
+/* The collectives of e->comm, noted in e->in_flight. One whose begin fails may have begun. */
+static flce_status all_gather(const engine* e, flce_collective_id id, void* recv, const void* send,
+                              int64_t bytes) {
+  *e->in_flight |= 1u << id;
+  return e->comm->all_gather(e->comm->self, id, recv, send, bytes);
+}
+
+static flce_status all_to_all(const engine* e, flce_collective_id id, void* recv, const void* send,
+                              int64_t bytes) {
+  *e->in_flight |= 1u << id;
+  return e->comm->all_to_all(e->comm->self, id, recv, send, bytes);
+}
+
+static flce_status wait_for(const engine* e, flce_collective_id id) {
+  FLCE_TRY(e->comm->wait(e->comm->self, id));
+  *e->in_flight &= ~(1u << id);
+  return FLCE_OK;
+}
+
 /* Where to write what the collective sends: memory of flce_comm, or `fallback` if it needs none. */
 static flce_status choose_send_buffer(const engine* e, flce_collective_id id, int64_t bytes,
                                       void* fallback, void** memory) {
@@ -50,9 +69,9 @@ static flce_status gather_input(const engine* e, bool reads, flce_tensors* local
     FLCE_TRY(copy(e, sent, e->caller_tensors->input, elements, problem->input_dtype));
     FLCE_TRY(copy(e, all + problem->rank * bytes, sent, elements, problem->input_dtype));
   }
-  FLCE_TRY(e->comm->all_gather(e->comm->self, FLCE_ALL_GATHER_INPUT, all, sent, bytes));
+  FLCE_TRY(all_gather(e, FLCE_ALL_GATHER_INPUT, all, sent, bytes));
   local->input = all;
-  return e->comm->wait(e->comm->self, FLCE_ALL_GATHER_INPUT);
+  return wait_for(e, FLCE_ALL_GATHER_INPUT);
 }
 
 /* Bytes of a rank's term of the rows of dX that one rank sums. */
@@ -75,7 +94,9 @@ flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, 
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "comm: expected the collectives of %lld ranks, got NULL",
                      (long long)e->problem->ranks);
+  local->in_flight = 0;
   e->comm = comm;
+  e->in_flight = &local->in_flight;
   e->caller_problem = e->problem;
   e->caller_tensors = e->tensors;
   local->problem = *e->problem;
@@ -153,11 +174,11 @@ flce_status flce_send_statistics(const engine* e, const chunk* c) {
                          .dtype = e->plan->dtype,
                          .hidden = e->plan->hidden});
   if (sent != own_block) FLCE_TRY(copy(e, own_block, sent, count * c->rows, e->stat));
-  return e->comm->all_gather(e->comm->self, FLCE_ALL_GATHER_STATISTICS, all, sent, bytes);
+  return all_gather(e, FLCE_ALL_GATHER_STATISTICS, all, sent, bytes);
 }
 
 flce_status flce_merge_statistics(const engine* e, const chunk* c) {
-  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_ALL_GATHER_STATISTICS));
+  FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_STATISTICS));
   flce_rows view = flce_whole_view(e, c);
   CALL(e, merge_statistics,
        &(flce_merge_args){.rows = &view,
@@ -182,8 +203,8 @@ flce_status flce_send_input_gradient(const engine* e) {
   int64_t all = exchanges ? e->problem->ranks * term_bytes(e) : e->problem->tokens * row;
   if (made < all) CALL(e, fill, terms + made, 0, all - made);
   if (!exchanges) return FLCE_OK;
-  return e->comm->all_to_all(e->comm->self, FLCE_ALL_TO_ALL_TERMS,
-                             buffer(e, FLCE_BUF_RECEIVED_TERMS), terms, term_bytes(e));
+  return all_to_all(e, FLCE_ALL_TO_ALL_TERMS, buffer(e, FLCE_BUF_RECEIVED_TERMS), terms,
+                    term_bytes(e));
 }
 
 /* Where the sums are gathered: the caller's dX or, if N is no multiple of the ranks,
@@ -204,7 +225,7 @@ flce_status flce_sum_input_gradient(const engine* e) {
   void* sent = sum;
   if (!problem->input_is_sharded)
     FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_SUMS, bytes, sum, &sent));
-  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_ALL_TO_ALL_TERMS));
+  FLCE_TRY(wait_for(e, FLCE_ALL_TO_ALL_TERMS));
   CALL(e, sum_terms,
        &(flce_sum_terms_args){.out = sum,
                               .copy = sent != sum ? sent : NULL,
@@ -216,13 +237,13 @@ flce_status flce_sum_input_gradient(const engine* e) {
                               .rank = problem->rank,
                               .count = count});
   if (problem->input_is_sharded) return FLCE_OK;
-  return e->comm->all_gather(e->comm->self, FLCE_ALL_GATHER_SUMS, gathered_input(e), sent, bytes);
+  return all_gather(e, FLCE_ALL_GATHER_SUMS, gathered_input(e), sent, bytes);
 }
 
 flce_status flce_receive_input_gradient(const engine* e) {
   const flce_problem* problem = e->problem;
   if (!sums_input(problem) || problem->input_is_sharded) return FLCE_OK;
-  FLCE_TRY(e->comm->wait(e->comm->self, FLCE_ALL_GATHER_SUMS));
+  FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_SUMS));
   void *gathered = gathered_input(e), *dx = e->caller_tensors->grad_input;
   int64_t elements = problem->tokens * problem->hidden;
   return gathered == dx ? FLCE_OK : copy(e, dx, gathered, elements, e->plan->grad_input_dtype);

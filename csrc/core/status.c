@@ -27,6 +27,8 @@ const char* flce_status_name(flce_status status) {
       return "matrix product failed";
     case FLCE_DEVICE_ERROR:
       return "device error";
+    case FLCE_COMM_FAILED:
+      return "exchange failed";
   }
   return "unknown status";
 }

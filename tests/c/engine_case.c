@@ -278,15 +278,20 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
   CHECK_OK(b->scale_grads(b->self, made, number, g, scalars, stat));
 }
 
-static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
+void open_backward(const setting* s, const model* m, run* r) {
   r->t.grad_output = m->grad_output;
   r->t.grad_lse = s->upstream ? m->grad_lse : NULL;
   r->t.grad_entropy = s->upstream && s->problem.wants_entropy ? m->grad_entropy : NULL;
+  if (!flce_has_backward(r->plan.save)) return;
+  free(r->t.workspace);
+  r->t.workspace = workspace(r->plan.backward_workspace_bytes);
+}
+
+static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
+  open_backward(s, m, r);
   if (r->plan.save == FLCE_SAVE_GRADS) {
     scale_gradients(b, s, r, m->grad_output);
   } else if (r->plan.save != FLCE_SAVE_NOTHING) {
-    free(r->t.workspace);
-    r->t.workspace = workspace(r->plan.backward_workspace_bytes);
     int64_t before = flce_gemm_count();
     r->status = flce_backward(b, s->comm, &s->problem, &r->plan, &r->t);
     CHECK(r->status == FLCE_OK, "backward: %s", flce_last_error());
@@ -294,13 +299,9 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
   }
 }
 
-run run_all(const setting* s, const model* m, int threads) {
-  flce_cpu cpu = test_cpu(threads);
-  flce_backend b;
-  flce_cpu_backend(&cpu, &b);
-  if (s->fused) plain_fused(&b, s->skips);
+run open_run(const flce_backend* b, const setting* s, const model* m) {
   run r = {0};
-  r.status = flce_plan_call(&b, &s->problem, &r.plan);
+  r.status = flce_plan_call(b, &s->problem, &r.plan);
   CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
   if (r.status != FLCE_OK) return r;
   r.t = (flce_tensors){.input = m->x,
@@ -323,6 +324,16 @@ run run_all(const setting* s, const model* m, int threads) {
                        .grad_weight = weight_buffer(s, m, &r.plan),
                        .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
                        .workspace = workspace(r.plan.forward_workspace_bytes)};
+  return r;
+}
+
+run run_all(const setting* s, const model* m, int threads) {
+  flce_cpu cpu = test_cpu(threads);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  if (s->fused) plain_fused(&b, s->skips);
+  run r = open_run(&b, s, m);
+  if (r.status != FLCE_OK) return r;
   int64_t before = flce_gemm_count();
   r.status = flce_forward(&b, s->comm, &s->problem, &r.plan, &r.t);
   CHECK(r.status == FLCE_OK, "forward: %s", flce_last_error());

@@ -54,6 +54,9 @@ void* workspace(int64_t bytes);
  * facts. */
 void plain_fused(flce_backend* backend, bool skips);
 
+/* The plan of a run and its tensors, and then those of its backward. */
+run open_run(const flce_backend* b, const setting* s, const model* m);
+void open_backward(const setting* s, const model* m, run* r);
 run run_all(const setting* s, const model* m, int threads);
 void free_run(run* r);
 void describe(const setting* s, const run* r, char* text, size_t size);

@@ -116,6 +116,11 @@ static flce_status wait_for(void* self, flce_collective_id id) {
   return FLCE_OK;
 }
 
+/* Only after a failure, which is noted where it occurs. */
+static void abandon(void* self, unsigned in_flight) {
+  (void)self, (void)in_flight;
+}
+
 /* One rank's call: its setting and its view of the model. */
 typedef struct rank_call {
   member own;
@@ -147,7 +152,7 @@ static void open_rank(rank_call* call, group* all, int rank, const setting* s, c
   const flce_problem* p = &s->problem;
   int64_t cols = flce_grad_weight_cols(p);
   *call = (rank_call){.own = {.all = all, .rank = rank}, .s = *s, .m = *m};
-  call->comm = (flce_comm){&call->own, send_buffer, all_gather, all_to_all, wait_for};
+  call->comm = (flce_comm){&call->own, send_buffer, all_gather, all_to_all, wait_for, abandon};
   flce_problem* own = &call->s.problem;
   own->ranks = all->ranks;
   own->rank = rank;
