@@ -130,9 +130,22 @@ def run(op, *args, **kwargs):
     except Exception as error:
         if found := _FAILURE.search(str(error)):
             raise _EXCEPTIONS[found[1]](found[2]) from None
+        if "flce: exchange failed: " in str(error):
+            _raise_pending()
         if isinstance(error, (NotImplementedError, TypeError)):
             _refuse_subclasses(op, args, error)
         raise
+
+
+def _raise_pending():
+    """Raises what has ended a collective, if flce.collectives knows it."""
+    from .collectives import pending_error  # which imports this module
+
+    if (error := pending_error()) is not None:
+        try:
+            raise error from error.__cause__
+        finally:
+            del error  # its frames hold the call's memory, and would be held by this one
 
 
 def _refuse_subclasses(op, args, error):

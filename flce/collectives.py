@@ -6,6 +6,7 @@ import contextlib
 import functools
 import socket
 import threading
+import traceback
 import weakref
 
 import torch
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from . import parallel, validate
-from ._C import getenv
+from ._C import call_keeping, getenv
 from .autograd import library
 
 _in_flight = threading.local()  # forward and backward run in different threads
+_IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan
 # torch 2.13 renames the function.
 _renamed = hasattr(dist, "all_gather_single")
 _all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
@@ -37,7 +39,9 @@ def check_group(shard):
     """Refuses a VocabShard of another rank or process, as a pickle may have."""
     try:
         group = _group(shard.group)
-    except Exception:
+    except RuntimeError as error:
+        if not _is_of_torch(error):
+            raise
         validate.refuse("vocab_parallel", "a group of this process", repr(shard.group))
     given, present = (shard.rank, shard.ranks), (dist.get_rank(group), dist.get_world_size(group))
     if given != present:
@@ -53,22 +57,26 @@ def _communicates(group, tensor):
     return dist.get_backend(group) != "fake" and detect_fake_mode((tensor,)) is None
 
 
-def compare_ranges(shard, linear_weight):
-    """Compares the class ranges of all ranks in a group's first call: all ranks have to take part
-    in the same call."""
+def compare(shard, linear_weight, options):
+    """Compares the class ranges of all ranks in a group's first call, and with FLCE_CHECK=1 in
+    every call: all ranks have to take part in the same calls. `options`: what else to compare, as
+    parallel.check_options takes it; or None."""
     group = _group(shard.group)
-    if group in _compared or not _communicates(group, linear_weight):
+    compares = group not in _compared or validate.checks_more()
+    if not compares or not _communicates(group, linear_weight):
         return
-    ranges = [None] * shard.ranks
-    own = shard.start, shard.vocab, len(linear_weight)
+    gathered = [None] * shard.ranks
+    own = (shard.start, shard.vocab, len(linear_weight)), options
     device = linear_weight.device  # NCCL exchanges objects through the current device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        dist.all_gather_object(ranges, own, group=group)
+        dist.all_gather_object(gathered, own, group=group)
+    ranges, options = zip(*gathered, strict=True)
     parallel.check_ranges(shard, ranges)
+    parallel.check_options(options)
     _compared.add(group)
 
 
-def _all_gather(received, sent, group, id):
+def _all_gather(group, id, received, sent):
     # No later call compares class ranges. Where this call is of a compiled graph, a rank that falls
     # back to eager would compare them alone.
     _compared.add(_group(group))
@@ -76,13 +84,19 @@ def _all_gather(received, sent, group, id):
     _works()[group, id] = work
 
 
-def _all_to_all(received, sent, group, id):
+def _all_to_all(group, id, received, sent):
     work = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
     _works()[group, id] = work
 
 
 def _wait(group, id):
     _works().pop((group, id)).wait()
+
+
+def _abandon():
+    # A thread runs one operator at a time. Without their Works the collectives keep their memory
+    # until they have ended (op_comm.h), and no longer.
+    _works().clear()
 
 
 # ---- symmetric memory ----
@@ -161,27 +175,38 @@ def _send_buffer(name, id, size):
     return addresses if held >= size else []
 
 
-def _noting(name, function):
-    """`function`, which keeps the text of its exception for flce::comm_error."""
-
-    @functools.wraps(function)
-    def called(*args):
-        try:
-            return function(*args)
-        except Exception as error:
-            group = next((arg for arg in args if isinstance(arg, str)), "")
-            _in_flight.error = f"{name} of group {group!r}: {type(error).__name__}: {error}"
-            raise
-
-    return called
+# ---- errors ----
 
 
-for _name, _function in (
-    ("all_gather", _all_gather),
-    ("all_to_all", _all_to_all),
-    ("wait", _wait),
-    ("send_buffer", _send_buffer),
-):
-    _function = _noting(_name, _function)
-    library.impl(f"comm_{_name}", _function, "CompositeExplicitAutograd")
-library.impl("comm_error", lambda: _in_flight.error, "CompositeExplicitAutograd")
+def _text(failed):
+    error, (function, group, id, *_) = failed
+    which = f"{function.__name__.strip('_')} ({_IDS[id]}) of group {group!r}"
+    return f"{which}: {type(error).__name__}: {error}"
+
+
+def _is_of_torch(error):
+    """Whether an exception is an error of torch.distributed, and not what a signal's handler has
+    raised while a collective ran, which may have any class."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    return isinstance(error, RuntimeError) and f"{module}.".startswith(("torch.", f"{__name__}."))
+
+
+def pending_error():
+    """The exception to raise for an operator of this thread that failed in a collective, once; None
+    if there is none. An interrupt is that exception itself, with its traceback; an error of
+    torch.distributed is the cause of a RuntimeError that names the collective and its group."""
+    failed = _in_flight.__dict__.pop("failed", None)
+    if failed is None or not _is_of_torch(failed[0]):
+        return failed and failed[0]
+    error = RuntimeError(f"flce: exchange failed: {_text(failed)}")
+    error.__cause__ = failed[0]
+    return error
+
+
+for _function in (_all_gather, _all_to_all, _wait, _send_buffer):
+    _name = f"comm{_function.__name__}"
+    _function = functools.partial(call_keeping, _in_flight, _function)
+    library.impl(_name, _function, "CompositeExplicitAutograd")
+library.impl("comm_abandon", _abandon, "CompositeExplicitAutograd")
+library.impl("comm_error", lambda: _text(_in_flight.failed), "CompositeExplicitAutograd")

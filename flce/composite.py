@@ -14,7 +14,7 @@ import torch
 
 from . import adapter, autograd, parallel, strategy, validate
 from .accumulate import Accumulator
-from .options import OPTIONS, OUTPUTS, RETURNS, Wanted, defaults
+from .options import OPTIONS, OUTPUTS, RETURNS, SHARDS, Wanted, defaults
 from .signature import (
     autocast_dtype,
     describe,
@@ -131,7 +131,7 @@ def _resolve_vocab_parallel(settings, vectors, linear_weight):
     if not torch.compiler.is_compiling():
         collectives.check_group(shard)
         if not shard.fits(rows):  # in a group's first call all ranks then refuse
-            collectives.compare_ranges(shard, linear_weight)
+            collectives.compare(shard, linear_weight, None)
     weight, sharded = parallel.class_weight_of_rank(vectors[0], shard, rows)
     vectors = weight, *vectors[1:]
     return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None
@@ -147,21 +147,39 @@ def _describe_loss_tensors(target, vectors, shard, linear_weight):
     return tuple(described)
 
 
-def _exchange_first(tensors, vocab_parallel, shard, linear_weight, call):
+def _common_options(call, rows, operands, tensors, num_items, shard, weight_shard):
+    """Pairs of a name and a value: what the calls of all ranks have to have in common."""
+    input, *others = operands
+    pairs = [("input", (input.dtype, tuple(call.rows.shape))), ("valid_vocab", call.vocab)]
+    names = *_OPERANDS[1:], *_LOSS_TENSORS, "num_items"
+    for name, tensor in zip(names, (*others, *tensors, num_items), strict=True):
+        pairs.append((name, None if tensor is None else tensor.dtype))
+    own = (*SHARDS, "group")
+    pairs += (pair for pair in call.settings._asdict().items() if pair[0] not in own)
+    pairs += (("sequence", shard.sequence), ("reduce_input_grad", shard.reduce_input_grad))
+    pairs += (("reduce_dtype", torch.float32 if shard.wide else None),)
+    pairs += (("weight", "sharded" if weight_shard else "whole, or none"),)
+    return [*pairs, ("accumulate_into", call.accumulates), ("rows that are not ignored", rows)]
+
+
+def _exchange_first(call, rows, operands, tensors, num_items, vocab_parallel, weight_shard):
     """What the ranks exchange before the operator runs, once all arguments have been checked: their
-    class ranges, in a group's first call; their class weights, where `shard` is given. Returns
-    `tensors` with the class weights of all ranks, and without those of padding."""
-    if not call.settings.ranks:
-        return tensors
+    class ranges, in a group's first call; their options, with FLCE_CHECK=1; their class weights,
+    where `weight_shard` is given. Returns `tensors` with the class weights of all ranks, and
+    without those of padding."""
     if not torch.compiler.is_compiling():
         from . import collectives
 
-        collectives.compare_ranges(parallel.shard_of(vocab_parallel), linear_weight)
+        shard, options = parallel.shard_of(vocab_parallel), None
+        if validate.checks_more():
+            given = operands, tensors, num_items, shard, weight_shard
+            options = _common_options(call, rows, *given)
+        collectives.compare(shard, operands[1], options)
     target, weight, *vectors = tensors
     if weight is None:
         return tensors
-    if shard is not None:
-        weight = parallel.whole_class_weight(weight, shard, len(linear_weight))
+    if weight_shard is not None:
+        weight = parallel.whole_class_weight(weight, weight_shard, len(operands[1]))
     return target, weight[: call.vocab], *vectors
 
 
@@ -207,8 +225,9 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     linear_bias = None if linear_bias is None else linear_bias.contiguous()
     leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
     resolved, arguments = call.resolved(rows)
-    vocab_parallel = settings["vocab_parallel"]
-    tensors = _exchange_first(tensors, vocab_parallel, weight_shard, linear_weight, call)
+    if call.settings.ranks:
+        given = leaves, tensors, num_items, settings["vocab_parallel"], weight_shard
+        tensors = _exchange_first(call, rows, *given)
     seed, samples = settings["gradient_seed"], resolved.save == "samples"
     # Drawn under no_grad too: a reentrant checkpoint restores the generator for its second forward,
     # so without a draw in the first every step would have the same seed.

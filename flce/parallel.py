@@ -80,6 +80,16 @@ def check_ranges(shard, given):
         validate.refuse("vocab_parallel", expected, ranges)
 
 
+def check_options(given):
+    """Refuses options that differ between ranks. `given`: of each rank, its pairs of a name and a
+    value, or None if they are not compared."""
+    for rank, pairs in enumerate(given):
+        for (name, first), (_, value) in zip(given[0] or (), pairs or (), strict=False):
+            if value != first:
+                got = f"{first!r} on rank 0, {value!r} on rank {rank}"
+                validate.refuse(name, "the same on all ranks", got)
+
+
 def shard_of(text):
     """The VocabShard of a text; None for None."""
     if text is None:

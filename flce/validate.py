@@ -284,9 +284,14 @@ def check_vector(name, tensor, shape, each, first_name, first, which="a tensor t
     check_same_device(name, tensor, first_name, first)
 
 
+def checks_more():
+    """FLCE_CHECK=1: checks that cost a synchronisation of the device, or of the ranks."""
+    return getenv("FLCE_CHECK") not in (None, "", "0")
+
+
 def checks_targets(device):
     """Whether the range is checked: on the CPU (in C); on CUDA with FLCE_CHECK=1, synchronising."""
-    return device.type == "cuda" and getenv("FLCE_CHECK") not in (None, "", "0")
+    return device.type == "cuda" and checks_more()
 
 
 def check_target_range(target, vocab, ignore_index):

@@ -152,6 +152,7 @@ WITHOUT_TENSORS |= {
     "comm_all_to_all",
     "comm_wait",
     "comm_send_buffer",
+    "comm_abandon",
     "comm_error",
 }
 # These refuse to be differentiated: their values are checked on detached tensors.

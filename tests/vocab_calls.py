@@ -312,11 +312,6 @@ def modules(ranks):
     other.text = other.text.replace(dist.group.WORLD.group_name, "no such group", 1)
     which = "vocab_parallel: expected a group of this process"
     refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=other)
-    with unittest.mock.patch.object(collectives, "_all_gather_single", side_effect=OSError("lost")):
-        which = f"flce: device error: all_gather of group '{dist.group.WORLD.group_name}': OSError"
-        own, call = ranks.divided(make()), flce.linear_cross_entropy
-        vp = ranks.parallel(VOCAB)
-        raised(ranks, which, RuntimeError, lambda: cases.outcome(call, own, vocab_parallel=vp))
     sent = [ranks.parallel(VOCAB)]
     dist.broadcast_object_list(sent, src=0)
     if ranks.rank > 0:
@@ -548,6 +543,7 @@ def refused_sequences(ranks):
         case = cases.Case(own.input[:rows], own.linear_weight, own.target[:tokens], own.options)
         refused(ranks, "target", ValueError, case, vocab_parallel=vp, **options)
 
+    ranks.compare(make(), vocab_parallel={"sequence": True})  # its first call compares ranges
     refuse(10, 21)
     refuse(11, 21)
     refuse(11, 11)  # this rank's share of the target

@@ -36,6 +36,29 @@ PyObject* get_variable(PyObject*, PyObject* name) {
   return PyUnicode_DecodeFSDefault(value);
 }
 
+/* call_keeping(keeper, function, *arguments): what function(*arguments) returns. If it raises,
+ * keeper.failed becomes (the exception, (function, *arguments)). In C, because a signal's handler
+ * may raise before the first statement of a function in Python, outside of its `try`. */
+PyObject* call_keeping(PyObject*, PyObject* arguments) {
+  PyObject *keeper = PyTuple_GetItem(arguments, 0), *function = PyTuple_GetItem(arguments, 1);
+  if (!keeper || !function) return nullptr;
+  PyObject* own = PyTuple_GetSlice(arguments, 2, PyTuple_Size(arguments));
+  PyObject* result = own ? PyObject_CallObject(function, own) : nullptr;
+  Py_XDECREF(own);
+  if (result) return result;
+  PyObject *type, *error, *traceback;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  if (traceback) PyException_SetTraceback(error, traceback);
+  PyObject* call = PyTuple_GetSlice(arguments, 1, PyTuple_Size(arguments));
+  PyObject* failed = call ? PyTuple_Pack(2, error, call) : nullptr;
+  if (!failed || PyObject_SetAttrString(keeper, "failed", failed) != 0) PyErr_Clear();
+  Py_XDECREF(call);
+  Py_XDECREF(failed);
+  PyErr_Restore(type, error, traceback);
+  return nullptr;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
@@ -55,6 +78,7 @@ STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
 extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
   static PyMethodDef functions[] = {
       {"getenv", get_variable, METH_O, "The environment variable of this name, or None."},
+      {"call_keeping", call_keeping, METH_VARARGS, "Calls a function, and keeps its exception."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT,
                                "_C",

@@ -204,7 +204,7 @@ using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, Optiona
                                  OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 ForwardResult run_forward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                          const Settings& settings, flce_tensors* tensors) {
+                          const Settings& settings, const Tensor& input, flce_tensors* tensors) {
   Statistics made = allocate_statistics(device, problem, plan.keeps_statistics, tensors);
   OptionalTensor saved;
   if (keeps_tensor(plan)) {
@@ -219,7 +219,7 @@ ForwardResult run_forward(const Device& device, const flce_problem& problem, con
   if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  Collectives collectives(device, problem, settings.group);
+  Collectives collectives(device, problem, settings.group, {input, gradients.input, workspace});
   check(flce_forward(device.table(), collectives.table(), &problem, &plan, tensors));
   return {loss,  made.stats,      made.scalars,     made.predictions,
           saved, gradients.input, gradients.weight, gradients.bias};
@@ -255,18 +255,19 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   Device device(device_of(input), settings.options.allow_tf32);
   flce_plan plan = device.plan(problem);
   try {
-    return run_forward(device, problem, plan, settings, &tensors);
+    return run_forward(device, problem, plan, settings, input, &tensors);
   } catch (const Failure& failure) {
     rethrow_with_advice(failure, problem, plan);
   }
 }
 
 Gradients run_backward(const Device& device, const flce_problem& problem, const flce_plan& plan,
-                       const std::optional<std::string>& group, flce_tensors* tensors) {
+                       const std::optional<std::string>& group, const Tensor& input,
+                       flce_tensors* tensors) {
   Gradients gradients = allocate_gradients(device, problem, plan, tensors);
   Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
   tensors->workspace = workspace.mutable_data_ptr();
-  Collectives collectives(device, problem, group);
+  Collectives collectives(device, problem, group, {input, gradients.input, workspace});
   check(flce_backward(device.table(), collectives.table(), &problem, &plan, tensors));
   return gradients;
 }
@@ -335,7 +336,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   if (keeps_tensor(plan))
     expect_saved(kept.saved, saved_shape(problem, plan, settings.rows), plan, id);
   try {
-    return run_backward(device, problem, plan, settings.group, &tensors);
+    return run_backward(device, problem, plan, settings.group, operands.input, &tensors);
   } catch (const Failure& failure) {
     rethrow_with_advice(failure, problem, plan);
   }
@@ -528,6 +529,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
   for (const char* name : {"comm_all_gather", "comm_all_to_all"})
     m.def((std::string(name) + COMM_SCHEMA).c_str());
   m.def("comm_wait(str group, int id) -> ()");
+  m.def("comm_abandon() -> ()");
   m.def("comm_error() -> str");
   m.def("comm_send_buffer(str group, int id, int bytes) -> int[]");
   m.def("scaled(Tensor grad, Tensor grad_output, Tensor? scalars, ScalarType dtype) -> Tensor");
