@@ -1,73 +1,155 @@
-"""The processes of the tests that need several."""
+"""The processes of the tests that need several. They are started once in a run of pytest, because a
+start takes as long as hundreds of calls; each case gets a process group of its own in them. What a
+case raises, or that it hangs, ends that case alone, on all its ranks."""
 
 import contextlib
 import datetime
+import functools
+import gc
 import importlib
-import json
+import itertools
 import os
-import time
+import sys
 import traceback
+import unittest.mock
+import warnings
+from multiprocessing.connection import wait
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Seconds after which a hang ends, in a collective and in a case: no case is expected to take nearly
+# as long, however busy the machine is. Once a rank has failed the others have AFTER_FAILURE.
+IN_COLLECTIVE, IN_CASE, AFTER_FAILURE = 600, 1800, 30
+_numbers = itertools.count()  # of the cases: their groups' prefixes in the store
 
-@contextlib.contextmanager
-def one_of(rank, file, ranks=2, seconds=600):
-    """The body of a process that torch.multiprocessing.spawn has started: a group of `ranks` over
-    gloo, whose collectives wait `seconds` for each other. The process ends after it."""
+
+def on_ranks(ranks, fresh=False):
+    """Makes a test of a function that `ranks` processes run, in a group over gloo. `fresh`: in
+    processes of its own, for what leaves traces in a process or finds those of others."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(**arguments):
+            run_on_ranks(ranks, function, fresh=fresh, **arguments)
+
+        return test
+
+    return decorate
+
+
+def run_on_ranks(ranks, function, /, *, fresh=False, backend="gloo", **arguments):
+    """Runs function(**arguments), of a module's top level, in a group of `ranks` processes, and
+    fails as it does."""
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    processes = Processes() if fresh else _shared()
+    try:
+        texts = processes.run(ranks, backend, function.__module__, function.__name__, arguments)
+    finally:
+        if fresh:
+            processes.stop()
+    if texts:
+        pytest.fail("\n".join(texts), pytrace=False)
+
+
+class Processes:
+    """Processes that wait for cases: the first ones are the ranks of a case."""
+
+    def __init__(self):
+        self.started, seconds = [], datetime.timedelta(seconds=IN_COLLECTIVE)
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, seconds, wait_for_workers=False)
+
+    def start(self):
+        context = mp.get_context("spawn")
+        own, other = context.Pipe()
+        arguments = len(self.started), self.store.port, other
+        process = context.Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        other.close()
+        self.started.append((process, own))
+
+    def stop(self):
+        for process, connection in self.started:
+            process.kill()
+            process.join()
+            connection.close()
+        self.started = []
+
+    def run(self, ranks, *case):
+        """The texts of the failures. Each rank sends a text, "" if nothing failed, and then None
+        when its group is gone."""
+        if any(process.exitcode is not None for process, _ in self.started):
+            self.stop()
+        while len(self.started) < ranks:
+            self.start()
+        number, waiting = next(_numbers), {}
+        for rank, (process, connection) in enumerate(self.started[:ranks]):
+            connection.send((number, ranks, *case))
+            waiting[connection] = rank, process
+        texts, seconds = {}, IN_CASE
+        while waiting and (ready := wait(list(waiting), seconds)):
+            for connection in ready:
+                rank, process = waiting[connection]
+                try:
+                    text = connection.recv()
+                except EOFError:
+                    process.join()
+                    text = f"the process ended with exit code {process.exitcode}"
+                if text is None or process.exitcode is not None:
+                    del waiting[connection]
+                if text:
+                    texts.setdefault(rank, text)
+                    seconds = AFTER_FAILURE
+        for rank, _ in waiting.values():
+            texts.setdefault(rank, f"not ended after {seconds} s")
+        if waiting:
+            self.stop()
+        own = {rank: text for rank, text in texts.items() if text != OTHER_FAILED} or texts
+        return [f"rank {rank}: {text}" for rank, text in sorted(own.items())]
+
+
+_shared = functools.cache(Processes)
+OTHER_FAILED = "the barrier after the case failed"
+
+
+def serve(rank, port, connection):
+    """The body of a process."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=seconds)
-    store = {"init_method": f"file://{file}", "rank": rank, "world_size": ranks}
-    dist.init_process_group("gloo", timeout=timeout, **store)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-    # A normal exit aborts now and then: gloo's threads may outlive their group.
-    os._exit(0)
+    seconds = datetime.timedelta(seconds=IN_COLLECTIVE)
+    store = dist.TCPStore("127.0.0.1", port, None, False, seconds)
+    with contextlib.suppress(EOFError):  # pytest has ended
+        while True:
+            number, ranks, backend, *case = connection.recv()
+            named = {"rank": rank, "world_size": ranks, "timeout": seconds}
+            prefix = dist.PrefixStore(f"case {number}", store)
+            join = functools.partial(dist.init_process_group, backend, store=prefix, **named)
+            text = text_of(join, *case)
+            connection.send(text)
+            if text:  # without its groups the collectives fail in which others wait for this rank
+                gc.collect()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            connection.send(None)
+    os._exit(0)  # a normal exit aborts now and then: gloo's threads may outlive their group
 
 
-def run_named(rank, ranks, folder, module, names):
-    """The body of one of `ranks` processes: runs the functions `names` of the dict CASES[ranks] in
-    `module`. A function gets a Ranks and returns the failures that it noted. An exception ends the
-    process, because the ranks' collectives may no longer be the same; the others then end too,
-    with an exception of the group."""
-    for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
-        os.environ.pop(name, None)
-    os.environ["FLCE_TUNE_FILE"] = ""
-    report, stopped, seconds = {}, None, {}
-    with one_of(rank, folder / "store", ranks, seconds=20):
-        functions = importlib.import_module(module).CASES[ranks]
-        for name in names:
-            begin = time.perf_counter()
-            try:
-                report[name] = functions[name]()
-            except BaseException:
-                stopped = [name, traceback.format_exc(limit=-3)]
-                break
-            finally:
-                seconds[name] = time.perf_counter() - begin
-        made = {"report": report, "stopped": stopped, "seconds": seconds}
-        (folder / f"rank{rank}").write_text(json.dumps(made))
-        with contextlib.suppress(RuntimeError):  # of the group, where a rank has stopped
-            dist.barrier()
-        os._exit(0)
-
-
-def failures_of(ranks, folder, module, names):
-    """{name: text of its failures, empty if there are none} of CASES[ranks] in `module`, run by
-    `ranks` processes."""
-    mp.spawn(run_named, (ranks, folder, module, names), ranks)
-    made = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(ranks)]
-    found = {}
-    for name in names:
-        texts = []
-        for rank, own in enumerate(made):
-            texts += [f"rank {rank}: {text}" for text in own["report"].get(name, ())]
-            if own["stopped"] and own["stopped"][0] == name:
-                texts.append(f"rank {rank} stopped: {own['stopped'][1]}")
-        if not texts and any(name not in own["report"] for own in made):
-            texts = ["did not run: a rank stopped before"]
-        found[name] = "\n".join(texts)
-    return found
+def text_of(join, module, name, arguments):
+    """What fails in a case; "" if nothing does."""
+    try:
+        function = getattr(importlib.import_module(module), name)
+        with unittest.mock.patch.dict(os.environ), warnings.catch_warnings():
+            torch.manual_seed(0)
+            join()
+            getattr(function, "__wrapped__", function)(**arguments)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+    except BaseException:
+        return traceback.format_exc(limit=-4)
+    try:
+        dist.barrier()
+    except RuntimeError:
+        return OTHER_FAILED
+    return ""

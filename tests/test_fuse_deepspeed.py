@@ -1,15 +1,14 @@
 """flce.fuse and flce's Module under DeepSpeed's ZeRO-3, in two processes over gloo."""
 
-import contextlib
 import importlib.util
 import os
 
 import cases
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
 from fuse_model import HIDDEN, VOCAB, Model, flat_loss
-from processes import one_of
+from processes import on_ranks, run_on_ranks
 from torch import nn
 
 import flce
@@ -208,33 +207,27 @@ def refuse_outside(rank):
         assert cases.relative_error(got, (one - 0.1 * one.grad).detach().double()) <= 1e-6
 
 
-@contextlib.contextmanager
-def zero_process(rank, file):
+def open_deepspeed():
+    """This process's rank."""
+    rank = dist.get_rank()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "DS_ACCELERATOR": "cpu"}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    with one_of(rank, file):
-        import deepspeed
+    import deepspeed
 
-        # It would be compiled, for a minute; gloo serves in its stead.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        yield
-
-
-def compare_all(rank, file, makes):
-    with zero_process(rank, file):
-        for name in makes:
-            make = (PLAIN | FRAMEWORKS)[name]
-            if name == "flce's Module":
-                compare(rank, make, lambda: WithHead(flce.LinearCrossEntropyHead), None, name)
-                continue
-            for fuse in ("before", "after"):
-                compare(rank, make, make, fuse, name)
+    # It would be compiled, for a minute; gloo serves in its stead.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return rank
 
 
-def refuse_all(rank, file):
-    with zero_process(rank, file):
-        refuse_outside(rank)
-        compare_enclosed(rank)
+def compare_all(names):
+    rank = open_deepspeed()
+    for name in names:
+        make = (PLAIN | FRAMEWORKS)[name]
+        if name == "flce's Module":
+            compare(rank, make, lambda: WithHead(flce.LinearCrossEntropyHead), None, name)
+            continue
+        for fuse in ("before", "after"):
+            compare(rank, make, make, fuse, name)
 
 
 needs_deepspeed = pytest.mark.skipif(
@@ -242,18 +235,22 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+# In fresh processes, because DeepSpeed keeps a group that it has seen.
 @needs_deepspeed
-def test_plain_models_train_as_unfused(tmp_path):
-    mp.spawn(compare_all, (tmp_path / "store", list(PLAIN)), 2)
+def test_plain_models_train_as_unfused():
+    run_on_ranks(2, compare_all, fresh=True, names=list(PLAIN))
 
 
 @needs_deepspeed
-def test_models_of_transformers_train_as_unfused(tmp_path):
+def test_models_of_transformers_train_as_unfused():
     pytest.importorskip("transformers", minversion="5.0")
     pytest.importorskip("peft")
-    mp.spawn(compare_all, (tmp_path / "store", list(FRAMEWORKS)), 2)
+    run_on_ranks(2, compare_all, fresh=True, names=list(FRAMEWORKS))
 
 
 @needs_deepspeed
-def test_what_is_refused_or_not_fused(tmp_path):
-    mp.spawn(refuse_all, (tmp_path / "store",), 2)
+@on_ranks(2, fresh=True)
+def test_what_is_refused_or_not_fused():
+    rank = open_deepspeed()
+    refuse_outside(rank)
+    compare_enclosed(rank)

@@ -6,9 +6,8 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from processes import one_of
+from processes import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,27 +91,23 @@ def compare(rank, wrap, name):
     assert sum(handle.losses.values()) == 3 and not handle.fallbacks, name
 
 
-def compare_all(rank, file, ways):
-    with one_of(rank, file):
-        if ways == "ddp":
-            for options in DDP:
-
-                def wrap(model, options=options):
-                    return nn.parallel.DistributedDataParallel(model, **options)
-
-                compare(rank, wrap, f"ddp {options}")
-        else:
-            for (own, reshard), order in itertools.product(FSDP, ("early", "late")):
-
-                def wrap(model, own=own, reshard=reshard):
-                    return sharded(model, own, reshard)
-
-                name = f"fsdp, own unit {own}, reshard {reshard}, fused {order}"
-                compare(rank, wrap, name)
-                compare(rank, wrap, f"{name}, adapted")
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize("ways", ["ddp", "fsdp"])
-def test_equals_the_unfused_model(tmp_path, ways):
-    mp.spawn(compare_all, (tmp_path / "store", ways), 2)
+@on_ranks(2)
+def test_equals_the_unfused_model(ways):
+    rank = dist.get_rank()
+    if ways == "ddp":
+        for options in DDP:
+
+            def wrap(model, options=options):
+                return nn.parallel.DistributedDataParallel(model, **options)
+
+            compare(rank, wrap, f"ddp {options}")
+    else:
+        for (own, reshard), order in itertools.product(FSDP, ("early", "late")):
+
+            def wrap(model, own=own, reshard=reshard):
+                return sharded(model, own, reshard)
+
+            name = f"fsdp, own unit {own}, reshard {reshard}, fused {order}"
+            compare(rank, wrap, name)
+            compare(rank, wrap, f"{name}, adapted")

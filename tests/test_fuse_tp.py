@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from processes import one_of
+from processes import on_ranks
 
 import flce
 
@@ -144,17 +143,13 @@ def fall_back(folder):
             assert bool(handle.fallbacks) == (what != "lse"), what
 
 
-def run(rank, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+@on_ranks(RANKS)
+def test_equals_the_unfused_model(tmp_path):
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS)}
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with one_of(rank, folder / "store", RANKS, seconds=60):
-        for name, config in configurations():
-            train(saved(config, folder / name), name)
-        fall_back(folder / "Llama")
-        compiled(folder / "Llama")
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_equals_the_unfused_model(tmp_path):
-    mp.spawn(run, (tmp_path,), RANKS)
+    for name, config in configurations():
+        train(saved(config, tmp_path / name), name)
+    fall_back(tmp_path / "Llama")
+    compiled(tmp_path / "Llama")

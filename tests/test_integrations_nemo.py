@@ -6,10 +6,9 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from operands import H, N, V, agree, indices, leaf
-from processes import one_of
+from processes import on_ranks
 
 pytest.importorskip("nemo_automodel.components.loss.linear_ce_base")
 
@@ -99,29 +98,25 @@ def test_refusals(given):
         FlceLinearCrossEntropy(shift=1)
 
 
-def compare(rank, file):
+@on_ranks(2)
+def test_a_weight_split_by_fsdp2():
     """A weight that FSDP2 has split, as a recipe uses it: outside of the head's forward, with the
     local loss times the number of ranks, which FSDP2's mean divides out."""
     from torch.distributed.fsdp import fully_shard
 
-    with one_of(rank, file):
-        mesh = dist.init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
-        head = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)
-        batches = [operands() for _ in range(2)]
-        whole = head.weight.detach().clone().requires_grad_()
-        expected = sum(truth(x, whole, y, 0, "sum") for x, _, y in batches) / 99
-        expected = torch.autograd.grad(expected, (whole, batches[rank][0]))
-        fully_shard(head, mesh=mesh)
-        x, _, y = batches[rank]
-        loss = FlceLinearCrossEntropy()(
-            x, y, head.weight, num_label_tokens=99, grad_reduce_group=dist.group.WORLD
-        )
-        (2 * loss).backward()
-        torch.testing.assert_close(head.weight.grad.full_tensor(), expected[0])
-        torch.testing.assert_close(x.grad, 2 * expected[1])
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_a_weight_split_by_fsdp2(tmp_path):
-    mp.spawn(compare, (tmp_path / "store",), 2)
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    head = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)
+    batches = [operands() for _ in range(2)]
+    whole = head.weight.detach().clone().requires_grad_()
+    expected = sum(truth(x, whole, y, 0, "sum") for x, _, y in batches) / 99
+    expected = torch.autograd.grad(expected, (whole, batches[rank][0]))
+    fully_shard(head, mesh=mesh)
+    x, _, y = batches[rank]
+    loss = FlceLinearCrossEntropy()(
+        x, y, head.weight, num_label_tokens=99, grad_reduce_group=dist.group.WORLD
+    )
+    (2 * loss).backward()
+    torch.testing.assert_close(head.weight.grad.full_tensor(), expected[0])
+    torch.testing.assert_close(x.grad, 2 * expected[1])

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import one_of
+from processes import on_ranks
 
 titan = pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)
 
@@ -131,37 +130,28 @@ def fsdp(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def compare(rank, file):
-    with one_of(rank, file):
-        mesh = dist.init_device_mesh("cpu", (2,))
-        plain = model()
-        mine = copy.deepcopy(plain)
-        torch.manual_seed(rank)
-        data = batch()
-        theirs = titan.ChunkedLossWrapper.Config(num_chunks=4)
-        valid = torch.tensor(31)
-        expected = step(fsdp(plain, mesh), theirs, *data, valid)
-        same(step(fsdp(mine, mesh), FlceLoss.Config(), *data, valid), expected)
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_fsdp2(tmp_path):
+@on_ranks(2)
+def test_fsdp2():
     """The units are torchtitan's: the norm and the head are one."""
-    mp.spawn(compare, (tmp_path / "store",), 2)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    plain = model()
+    mine = copy.deepcopy(plain)
+    torch.manual_seed(dist.get_rank())
+    data = batch()
+    theirs = titan.ChunkedLossWrapper.Config(num_chunks=4)
+    valid = torch.tensor(31)
+    expected = step(fsdp(plain, mesh), theirs, *data, valid)
+    same(step(fsdp(mine, mesh), FlceLoss.Config(), *data, valid), expected)
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_a_split_head_is_refused(tmp_path):
+@on_ranks(1)
+def test_a_split_head_is_refused():
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        head = torch.nn.Linear(H, V, bias=False)
-        mesh = dist.init_device_mesh("cpu", (1,))
-        head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
-        loss_fn = FlceLoss.Config().build()
-        loss_fn.set_lm_head(head)
-        with pytest.raises(TypeError, match="lm_head.weight: expected a plain tensor"):
-            loss_fn(torch.zeros(B, L, H), torch.zeros(B, L, dtype=torch.int64))
-    finally:
-        dist.destroy_process_group()
+    head = torch.nn.Linear(H, V, bias=False)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    loss_fn = FlceLoss.Config().build()
+    loss_fn.set_lm_head(head)
+    with pytest.raises(TypeError, match="lm_head.weight: expected a plain tensor"):
+        loss_fn(torch.zeros(B, L, H), torch.zeros(B, L, dtype=torch.int64))

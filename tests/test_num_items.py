@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import one_of
+from processes import on_ranks
 from torch import nn
 
 import flce
@@ -95,35 +94,31 @@ class Model(nn.Module):
         return self.head(torch.tanh(self.embedding(ids)), labels, num_items=num_items)
 
 
-def run(rank, file):
-    with one_of(rank, file, seconds=20):
-        mesh = dist.init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
-        model, whole = Model(), Model()
-        whole.load_state_dict(model.state_dict())
-        parallel = nn.parallel.DistributedDataParallel(model)
-        for group in (dist.group.WORLD, mesh):
-            batches = [batch_of(rank, micro) for micro in (0, 1)]
-            targets = [target for _, target in batches]
-            count = flce.num_items(targets, group, averaged_over=2, shift=1)
-            with parallel.no_sync():
-                parallel(*batches[0], count).backward()
-            parallel(*batches[1], count).backward()
-            every = [batch_of(other, micro) for other in (0, 1) for micro in (0, 1)]
-            ids, labels = (torch.cat(parts) for parts in zip(*every, strict=True))
-            assert count * 2 == flce.num_items(labels, shift=1)
-            whole(ids, labels, None).backward()
-            for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-                torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
-            for module in (model, whole):
-                module.zero_grad()
-        square = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
-        with pytest.raises(ValueError, match="group: expected a DeviceMesh of one dimension"):
-            flce.num_items(targets, square)
-        with pytest.raises(TypeError, match="group: expected a ProcessGroup or a D.*, got int"):
-            flce.num_items(targets, 7)
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_ddp_equals_the_whole_batch(tmp_path):
-    mp.spawn(run, (tmp_path / "store",), 2)
+@on_ranks(2)
+def test_ddp_equals_the_whole_batch():
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for group in (dist.group.WORLD, mesh):
+        batches = [batch_of(rank, micro) for micro in (0, 1)]
+        targets = [target for _, target in batches]
+        count = flce.num_items(targets, group, averaged_over=2, shift=1)
+        with parallel.no_sync():
+            parallel(*batches[0], count).backward()
+        parallel(*batches[1], count).backward()
+        every = [batch_of(other, micro) for other in (0, 1) for micro in (0, 1)]
+        ids, labels = (torch.cat(parts) for parts in zip(*every, strict=True))
+        assert count * 2 == flce.num_items(labels, shift=1)
+        whole(ids, labels, None).backward()
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+        for module in (model, whole):
+            module.zero_grad()
+    square = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match="group: expected a DeviceMesh of one dimension"):
+        flce.num_items(targets, square)
+    with pytest.raises(TypeError, match="group: expected a ProcessGroup or a D.*, got int"):
+        flce.num_items(targets, 7)

@@ -4,14 +4,12 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import one_of
+from processes import on_ranks
 from torch import nn
 
 import flce
 
 HIDDEN, VOCAB, TOKENS = 16, 40, 12
-WAYS = ("ddp", "ddp, bucket views", "fsdp")
 
 
 class Model(nn.Module):
@@ -39,16 +37,19 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def compare(rank, way):
-    """Compares the head's gradients with and without accumulate_into, over four steps with
-    different data in each process; DDP synchronises every other step."""
+@pytest.mark.parametrize("way", ["ddp", "ddp, bucket views", "fsdp"])
+@on_ranks(2)
+def test_accumulation(way):
+    """The head's gradients with and without accumulate_into, over four steps with different data in
+    each process; DDP synchronises every other step. Its hooks and those of FSDP run after the
+    weight's AccumulateGrad and find the sum in .grad."""
     plain, model = Model(None), Model("grad")
     model.load_state_dict(plain.state_dict())
     for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
         dist.broadcast(parameter.data, 0)
         other.data.copy_(parameter.data)
     wrapped = [wrap(module, way) for module in (plain, model)]
-    torch.manual_seed(rank)
+    torch.manual_seed(dist.get_rank())
     for step in range(4):
         x, labels = torch.randn(TOKENS, HIDDEN), torch.randint(VOCAB, (TOKENS,))
         for module in wrapped:
@@ -64,28 +65,12 @@ def compare(rank, way):
                 module.zero_grad(set_to_none=way != "ddp")
 
 
-def compare_all(rank, file):
-    with one_of(rank, file):
-        for way in WAYS:
-            compare(rank, way)
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_accumulation(tmp_path):
-    """Their hooks run after the weight's AccumulateGrad and find the sum in .grad."""
-    mp.spawn(compare_all, (tmp_path / "store",), 2)
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_a_dtensor_is_refused(tmp_path):
+@on_ranks(1)
+def test_a_dtensor_is_refused():
     from torch.distributed.tensor import distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        weight = torch.randn(VOCAB, HIDDEN)
-        weight = nn.Parameter(distribute_tensor(weight, dist.init_device_mesh("cpu", (1,))))
-        x, labels = torch.randn(TOKENS, HIDDEN), torch.randint(VOCAB, (TOKENS,))
-        with pytest.raises(ValueError, match="linear_weight: expected a plain .* got a DTensor"):
-            flce.linear_cross_entropy(x, weight, labels, accumulate_into="grad")
-    finally:
-        dist.destroy_process_group()
+    weight = torch.randn(VOCAB, HIDDEN)
+    weight = nn.Parameter(distribute_tensor(weight, dist.init_device_mesh("cpu", (1,))))
+    x, labels = torch.randn(TOKENS, HIDDEN), torch.randint(VOCAB, (TOKENS,))
+    with pytest.raises(ValueError, match="linear_weight: expected a plain .* got a DTensor"):
+        flce.linear_cross_entropy(x, weight, labels, accumulate_into="grad")

@@ -4,8 +4,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import one_of
+from processes import on_ranks
 
 import flce
 
@@ -140,24 +139,20 @@ def compare(rank, sequence, dtype, wants, options):
         assert sum(c.bytes for c in planned) == sum(size for _, size in found), (kind, options)
 
 
-def run(rank, file):
-    with one_of(rank, file, RANKS, seconds=20):
-        budget = 8 * 16 * 8  # a few rows of logits
-        for case in cases.covering_rows(
-            sequence=[False, True],
-            dtype=[torch.float64, torch.bfloat16, torch.float16],
-            wants=[(), ("input",), ("weight",), ("input", "weight")],
-            options=[
-                {"save": "grads", "max_memory": budget},
-                {"save": "logits"},
-                {"save": "stats", "max_memory": budget, "label_smoothing": 0.1},
-                {"reduction": "none"},
-            ],
-        ):
-            compare(rank, *case)
-        compare(rank, False, torch.float32, ("input", "weight"), {"gradient": "sampled"})
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_as_counted(tmp_path):
-    mp.spawn(run, (tmp_path / "store",), RANKS)
+@on_ranks(RANKS)
+def test_as_counted():
+    rank = dist.get_rank()
+    budget = 8 * 16 * 8  # a few rows of logits
+    for case in cases.covering_rows(
+        sequence=[False, True],
+        dtype=[torch.float64, torch.bfloat16, torch.float16],
+        wants=[(), ("input",), ("weight",), ("input", "weight")],
+        options=[
+            {"save": "grads", "max_memory": budget},
+            {"save": "logits"},
+            {"save": "stats", "max_memory": budget, "label_smoothing": 0.1},
+            {"reduction": "none"},
+        ],
+    ):
+        compare(rank, *case)
+    compare(rank, False, torch.float32, ("input", "weight"), {"gradient": "sampled"})

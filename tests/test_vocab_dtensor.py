@@ -7,15 +7,13 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from cases import same_bits
 from packaging.version import Version
-from processes import one_of
+from processes import on_ranks
 
 import flce
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 RANKS, TOKENS, HIDDEN = 4, 12, 8
 # Rows of linear_weight on each rank by torch.chunk: 3, 3, 3, 1 and 2, 2, 1, 0.
 VOCABS = (10, 5)
@@ -25,6 +23,14 @@ OPTIONS = (
     {"reduction": "sum", "softcap": 5.0, "z_loss": 0.1, "save": "stats"},
     {"save": "grads"},
 )
+
+
+def whole_mesh():
+    return dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+
+
+def square_mesh():
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def operands_of(vocab, dtype=torch.float64, shape=(TOKENS,)):
@@ -76,10 +82,25 @@ def check(mesh, vocab, tokens, options, shape=(TOKENS,), with_bias=True):
         assert_close(part.grad.full_tensor(), full.grad, case)
 
 
-def check_vectors(mesh):
+@on_ranks(RANKS)
+def test_options():
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = whole_mesh()
+    for vocab in VOCABS:
+        for tokens in (Replicate(), Shard(0)):
+            for options in OPTIONS:
+                check(mesh, vocab, tokens, options)
+    check(mesh, 10, Shard(0), {"shift": 1}, shape=(4, 5), with_bias=False)
+    check(square_mesh()["tp"], 10, Replicate(), {})
+
+
+@on_ranks(RANKS)
+def test_vectors():
     """Class weights and targets in every form that is allowed, no_grad, linear_logprobs."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10)
     weight = torch.linspace(0.5, 2.0, 10, dtype=x.dtype)
     expected = flce.linear_cross_entropy(x, w, target, weight=weight)
@@ -111,10 +132,12 @@ def check_vectors(mesh):
             assert_close(got, want, "linear_logprobs")
 
 
-def check_torch_options(mesh):
+@on_ranks(RANKS)
+def test_torch_options():
     """torch's options=, from which each rank derives the same chunks whatever its share."""
     from torch.distributed.tensor import Replicate, Shard
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(33)  # 9, 9, 9 and 6 rows, whose logits take 128 and 64 bytes
     expected = flce.linear_cross_entropy(x, w, target)
     options = types.SimpleNamespace(acc_dtype=None, acc_policy="compact", batch_chunk_size=2)
@@ -124,10 +147,12 @@ def check_torch_options(mesh):
     loss.backward()
 
 
-def check_pending(mesh):
+@on_ranks(RANKS)
+def test_pending():
     """An input whose gathering has not been waited for."""
     from torch.distributed.tensor import Replicate, Shard
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10)
     expected = x.clone().requires_grad_()
     flce.linear_cross_entropy(expected, w, target).backward()
@@ -137,10 +162,12 @@ def check_pending(mesh):
     assert_close(divided.grad.full_tensor(), expected.grad, "pending")
 
 
-def check_split(mesh):
+@on_ranks(RANKS)
+def test_split():
     """The gradient of the input, then that of the weight, which needs no collective."""
     from torch.distributed.tensor import Replicate, Shard
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10)
     whole = x.clone().requires_grad_(), w.clone().requires_grad_()
     expected = torch.autograd.grad(flce.linear_cross_entropy(*whole, target), whole)
@@ -171,10 +198,12 @@ def monitored(module):
         module.all_to_all_single = exchange
 
 
-def check_adapter(mesh):
+@on_ranks(RANKS)
+def test_adapter():
     """A low-rank term whose weight is divided as linear_weight."""
     from torch.distributed.tensor import Replicate, Shard
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10)
     low, up = torch.randn(TOKENS, 3, dtype=x.dtype), torch.randn(10, 3, dtype=x.dtype)
     for tensor in (low, up):
@@ -190,10 +219,12 @@ def check_adapter(mesh):
         assert_close(part.grad.full_tensor(), full.grad, "adapter")
 
 
-def check_refusals(mesh, square):
+@on_ranks(RANKS)
+def test_refusals():
     """Each before any collective, on all ranks alike."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+    mesh, square = whole_mesh(), square_mesh()
     x, w, b, target = operands_of(10)
     rows, head = leaf(x, mesh, Replicate()), leaf(w, mesh, Shard(0))
     bias = leaf(b, mesh, Shard(0))
@@ -234,8 +265,10 @@ def check_refusals(mesh, square):
         flce.linear_cross_entropy(rows, head, soft)
 
 
-def check_modules(mesh):
+@on_ranks(RANKS)
+def test_modules():
     """vocab_parallel as an option of the Modules; class weights of this rank or of all."""
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10)
     weight = torch.linspace(0.5, 2.0, 10, dtype=x.dtype)
     expected = flce.linear_cross_entropy(x, w, target, weight=weight)
@@ -258,10 +291,12 @@ def check_modules(mesh):
         flce.LinearCrossEntropyHead(HIDDEN, 10, vocab_parallel=mesh)
 
 
-def check_bits(mesh):
+@on_ranks(RANKS)
+def test_bits():
     """Two runs are equal, and all ranks have the same loss."""
     from torch.distributed.tensor import Replicate, Shard
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10, torch.float32)
     runs = []
     for _ in range(2):
@@ -276,9 +311,14 @@ def check_bits(mesh):
     assert len({loss.item() for loss in losses}) == 1
 
 
-def check_compiled(mesh):
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="torch 2.11 cannot trace a DeviceMesh"
+)
+@on_ranks(RANKS)
+def test_compiled():
     from torch.distributed.tensor import Replicate, Shard
 
+    mesh = whole_mesh()
     x, w, _, target = operands_of(10)
     expected = F.cross_entropy(x @ w.T, target)
     compiled = torch.compile(flce.linear_cross_entropy, backend="aot_eager", fullgraph=True)
@@ -287,31 +327,3 @@ def check_compiled(mesh):
     loss.backward()
     assert_close(loss, expected, "compiled")
     assert head.grad.placements == (Shard(0),)
-
-
-def run(rank, file):
-    from torch.distributed.tensor import Replicate, Shard
-
-    with one_of(rank, file, RANKS, seconds=20):
-        mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-        square = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for vocab in VOCABS:
-            for tokens in (Replicate(), Shard(0)):
-                for options in OPTIONS:
-                    check(mesh, vocab, tokens, options)
-        check(mesh, 10, Shard(0), {"shift": 1}, shape=(4, 5), with_bias=False)
-        check(square["tp"], 10, Replicate(), {})
-        check_vectors(mesh)
-        check_torch_options(mesh)
-        check_pending(mesh)
-        check_split(mesh)
-        check_adapter(mesh)
-        check_refusals(mesh, square)
-        check_modules(mesh)
-        check_bits(mesh)
-        if Version(torch.__version__) >= Version("2.13"):  # 2.11 cannot trace a DeviceMesh
-            check_compiled(mesh)
-
-
-def test_dtensor_operands(tmp_path):
-    mp.spawn(run, (tmp_path / "store",), RANKS)

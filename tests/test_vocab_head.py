@@ -1,17 +1,25 @@
 """flce.VocabParallelHead: heads with a sharded vocabulary, in four processes over gloo."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import one_of
+from processes import on_ranks, run_on_ranks
 from torch import nn
 
 import flce
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 RANKS, HIDDEN, VOCAB, LENGTH, STEPS = 4, 8, 11, 6, 3
 FLOAT = torch.float64
+
+
+def whole_mesh():
+    return dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+
+
+def square_mesh():
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 class Model(nn.Module):
@@ -74,11 +82,13 @@ def zero(optimizer):
         one.zero_grad()
 
 
-def train(mesh):
+@on_ranks(RANKS)
+def test_training():
     """Three steps; the logits in between."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
+    mesh = whole_mesh()
     model, whole = pair(shift=1, class_weight=torch.linspace(0.5, 2.0, VOCAB, dtype=FLOAT))
     parallelize_module(model, mesh, {"head": flce.VocabParallelHead()})
     assert model.head.weight.placements == model.head.bias.placements == (Shard(0),)
@@ -96,10 +106,12 @@ def train(mesh):
         zero(optimizer)
 
 
-def train_sequence(mesh):
+@on_ranks(RANKS)
+def test_sequence():
     """Each rank has one of four sequences; also by keyword, and without labels."""
     from torch.distributed.tensor.parallel import parallelize_module
 
+    mesh = whole_mesh()
     rank = mesh.get_local_rank()
     model, whole = pair()
     parallelize_module(model, mesh, {"head": flce.VocabParallelHead(sequence=True)})
@@ -117,9 +129,11 @@ def train_sequence(mesh):
         model.zero_grad(), whole.zero_grad()
 
 
-def train_loss_module(mesh):
+@on_ranks(RANKS)
+def test_loss_module():
     from torch.distributed.tensor.parallel import parallelize_module
 
+    mesh = whole_mesh()
     torch.manual_seed(1)
     options = {"bias": True, "dtype": FLOAT, "label_smoothing": 0.1}
     module, whole = (flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, **options) for _ in range(2))
@@ -132,11 +146,13 @@ def train_loss_module(mesh):
     assert_equal(module, whole, "LinearCrossEntropyLoss")
 
 
-def check_targets_by_keyword(mesh):
+@on_ranks(RANKS)
+def test_targets_by_keyword():
     """The input stays divided where there are labels, under each of their names."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
+    mesh = whole_mesh()
     x, labels = torch.randn(1, HIDDEN, dtype=FLOAT), torch.arange(RANKS)
     for kind, named in (
         (flce.LinearCrossEntropyHead, {"labels": labels}),
@@ -152,10 +168,12 @@ def check_targets_by_keyword(mesh):
         assert inputs[0].placements == ((Shard(0) if named else Replicate()),), named
 
 
-def check_parameters(mesh):
+@on_ranks(RANKS)
+def test_parameters():
     """A frozen weight remains frozen; src_data_rank says whose values are distributed."""
     from torch.distributed.tensor.parallel import parallelize_module
 
+    mesh = whole_mesh()
     rank = mesh.get_local_rank()
     for source in (0, None):
         head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, dtype=FLOAT)
@@ -166,11 +184,13 @@ def check_parameters(mesh):
         assert (head.weight.to_local() == (rank if source is None else source)).all()
 
 
-def train_tied(mesh):
+@on_ranks(RANKS)
+def test_tied():
     """The embedding is divided by its rows too."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+    mesh = whole_mesh()
     model, whole = pair(bias=False)
     whole.head.weight = whole.embedding.weight
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
@@ -186,12 +206,18 @@ def train_tied(mesh):
         zero(optimizer)
 
 
-def train_fsdp(mesh, own_unit, reshard, tied=False):
+@pytest.mark.parametrize(
+    ("own_unit", "reshard", "tied"),
+    [*itertools.product((True, False), (True, False), (False,)), (False, False, True)],
+)
+@on_ranks(RANKS)
+def test_fsdp(own_unit, reshard, tied):
     """FSDP2 over "dp", the vocabulary over "tp"; the mean over the tokens of both dp ranks."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+    mesh = square_mesh()
     model, whole = pair(bias=not tied)
     dp, tp = mesh["dp"], mesh["tp"]
     parallelize_module(model, tp, {"head": flce.VocabParallelHead()})
@@ -217,10 +243,12 @@ def train_fsdp(mesh, own_unit, reshard, tied=False):
         zero(optimizer)
 
 
-def train_plain_shards(mesh):
+@on_ranks(RANKS)
+def test_plain_shards():
     """FSDP2 over "dp" of a head that holds plain rows of W, with the option vocab_parallel."""
     from torch.distributed.fsdp import fully_shard
 
+    mesh = square_mesh()
     model, whole = pair()
     dp, tp = mesh["dp"], mesh["tp"]
     share = -(-VOCAB // 2)
@@ -244,11 +272,13 @@ def train_plain_shards(mesh):
         torch.testing.assert_close(full(one.grad), expected, rtol=1e-11, atol=1e-12)
 
 
-def train_hsdp(mesh):
+@on_ranks(RANKS)
+def test_hsdp():
     """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
     vocabulary is whole, and the gradients are averaged over all ranks."""
     from torch.distributed.fsdp import fully_shard
 
+    mesh = square_mesh()
     model, whole = pair()
     fully_shard(model.head, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -262,12 +292,14 @@ def train_hsdp(mesh):
         assert_equal(model, whole, f"{step}, HSDP")
 
 
-def check_refusals(mesh, square):
+@on_ranks(RANKS)
+def test_refusals():
     """Of the style, and of the functions with the weight of an FSDP unit."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import parallelize_module
 
+    mesh, square = whole_mesh(), square_mesh()
     style = flce.VocabParallelHead()
     assert repr(style) == "VocabParallelHead(sequence=False)"
     with pytest.raises(TypeError, match="VocabParallelHead: expected a flce.Linear.*, got Linear"):
@@ -305,44 +337,19 @@ def check_refusals(mesh, square):
     assert head.loss_of(x, labels) == expected
 
 
-def run(rank, file):
-    with one_of(rank, file, RANKS, seconds=20):
-        mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-        square = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        train(mesh)
-        train_sequence(mesh)
-        train_loss_module(mesh)
-        check_targets_by_keyword(mesh)
-        check_parameters(mesh)
-        train_tied(mesh)
-        for own_unit in (True, False):
-            for reshard in (True, False):
-                train_fsdp(square, own_unit, reshard)
-        train_fsdp(square, own_unit=False, reshard=False, tied=True)
-        train_plain_shards(square)
-        train_hsdp(square)
-        check_refusals(mesh, square)
+def save_head(folder):
+    rank, vp = dist.get_rank(), flce.VocabParallel(dist.group.WORLD, vocab=VOCAB)
+    head = flce.LinearCrossEntropyHead(HIDDEN, 6 - rank, dtype=FLOAT, vocab_parallel=vp)
+    x, labels = torch.ones(3, HIDDEN, dtype=FLOAT), torch.tensor([1, 7, 10])
+    torch.save((head, x, labels, head(x, labels)), folder / f"head{rank}")
 
 
-def save_head(rank, folder):
-    with one_of(rank, folder / "saving", 2, seconds=20):
-        vp = flce.VocabParallel(dist.group.WORLD, vocab=VOCAB)
-        head = flce.LinearCrossEntropyHead(HIDDEN, 6 - rank, dtype=FLOAT, vocab_parallel=vp)
-        x, labels = torch.ones(3, HIDDEN, dtype=FLOAT), torch.tensor([1, 7, 10])
-        torch.save((head, x, labels, head(x, labels)), folder / f"head{rank}")
-
-
-def load_head(rank, folder):
+def load_head(folder):
     """No VocabParallel has been made in this process."""
-    with one_of(rank, folder / "loading", 2, seconds=20):
-        head, x, labels, loss = torch.load(folder / f"head{rank}", weights_only=False)
-        assert torch.equal(head(x, labels), loss)
+    head, x, labels, loss = torch.load(folder / f"head{dist.get_rank()}", weights_only=False)
+    assert torch.equal(head(x, labels), loss)
 
 
 def test_unpickled_in_other_processes(tmp_path):
-    for function in (save_head, load_head):
-        mp.spawn(function, (tmp_path,), 2)
-
-
-def test_equals_one_process(tmp_path):
-    mp.spawn(run, (tmp_path / "store",), RANKS)
+    run_on_ranks(2, save_head, folder=tmp_path)
+    run_on_ranks(2, load_head, fresh=True, folder=tmp_path)

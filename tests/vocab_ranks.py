@@ -1,6 +1,8 @@
 """The ranks of a sharded vocabulary: a case's operands on each, and their results against those of
 one process."""
 
+import functools
+
 import cases
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ SHARDED = ("linear_weight", "linear_bias", "adapter_weight")
 RETURNS = {f"return_{name}": True for name in OUTPUTS[1:]}
 
 
-# The functions that processes run, by the number of ranks and by name (processes.run_named).
+# The functions of a Ranks that processes run, by the number of ranks and by name.
 CASES = {2: {}, 4: {}}
 
 
@@ -21,16 +23,10 @@ def on(*worlds, name=None, **given):
     """Registers a function of a Ranks for groups of these sizes; `given`: further arguments."""
 
     def register(function):
-        def run():
-            ranks = Ranks()
-            torch.manual_seed(0)
-            function(ranks, **given)
-            return ranks.failures
-
         for world in worlds:
             own = name or function.__name__
             assert own not in CASES[world], own
-            CASES[world][own] = run
+            CASES[world][own] = functools.partial(function, **given)
         return function
 
     return register
