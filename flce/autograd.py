@@ -120,10 +120,16 @@ _EXCEPTIONS = {  # by flce_status_name; any other status is a RuntimeError with 
 _FAILURE = re.compile(f"flce: ({'|'.join(_EXCEPTIONS)}): (.*)", re.DOTALL)
 
 
-def run(op, *args, **kwargs):
+def run(op, *args):
     """Calls an operator below autograd; where tensors are traced, its `graph_` variant."""
     if type(args[0]) not in _PLAIN:
         op = _graph_variants.get(op, op)
+    return _below_autograd(op, *args)
+
+
+def _below_autograd(op, *args, **kwargs):
+    """Calls an operator, whose exceptions it translates. Which class an exception of C++ arrives as
+    differs between versions of torch, so its text has the status (torch_device.h: Failure)."""
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
@@ -163,7 +169,7 @@ def _define_graph_variant(name):
     op, variant = getattr(inner, name).default, f"graph_{name}"
     library.define(str(op._schema).replace(f"flce::{name}", variant, 1))
     for key in ("CPU", "CUDA"):
-        library.impl(variant, functools.partial(run, op), key)
+        library.impl(variant, functools.partial(_below_autograd, op), key)
     _graph_variants[op] = getattr(inner, variant).default
 
 

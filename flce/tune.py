@@ -186,7 +186,9 @@ def _tune_product(line, device):
     for iteration in range(_ROUNDS + 1):
         for i in range(count):
             candidate = (i + iteration) % count
-            samples[candidate].append(run(inner.gemm_time.default, *memory, line, candidate, repeats))
+            samples[candidate].append(
+                run(inner.gemm_time.default, *memory, line, candidate, repeats)
+            )
         if iteration == 0:  # a warm-up: a kernel is loaded at its first launch
             fastest = max(min(sample.pop() for sample in samples), 1e-3)
             repeats = min(math.ceil(_SAMPLE_MS / fastest), 100)
