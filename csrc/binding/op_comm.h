@@ -19,6 +19,14 @@ struct CommMemory {
   const Tensor& workspace;
 };
 
+/* The same, kept. */
+struct CommTensors {
+  explicit CommTensors(const CommMemory& memory)
+      : input(memory.input), workspace(memory.workspace), grad_input(memory.grad_input) {}
+  Tensor input, workspace;
+  OptionalTensor grad_input;
+};
+
 /* The collectives of one call; table() is NULL without a group. */
 class Collectives {
  public:
@@ -166,19 +174,17 @@ class Collectives {
     });
   }
 
-  /* Copies hold no tensors: the stream waits for them, so that what uses their memory next on it
-   * runs after them. (If that fails, so does everything else on this device.) */
+  /* Copy engines hold no tensors, so the call's are kept for the rest of the process. A stream that
+   * waited for the copies would wait for ranks that may never begin theirs. */
   static void abandon(void* self, unsigned in_flight) {
     const auto* comm = static_cast<const Collectives*>(self);
-    bool has_works = false;
+    bool has_works = false, has_copies = false;
     for (int k = 0; k < FLCE_COLLECTIVES; k++) {
-      const auto id = static_cast<flce_collective_id>(k);
       if (!(in_flight >> k & 1)) continue;
-      if (comm->uses_copy_engines(id))
-        cuda_library().peers_wait(comm->device_.cuda(), id);
-      else
-        has_works = true;
+      bool copies = comm->uses_copy_engines(static_cast<flce_collective_id>(k));
+      (copies ? has_copies : has_works) = true;
     }
+    if (has_copies) new CommTensors(comm->memory_);
     if (has_works) torch_call_dispatcher("flce::comm_abandon", "", nullptr, TORCH_ABI_VERSION);
   }
 

@@ -74,9 +74,12 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
   return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWaitValue32: driver error %d", (int)status);
 }
 
-static flce_status queue_copies(const flce_cuda* cuda, const CopyStream& copies,
-                                const flce_peers* peers, void* recv, int64_t offset,
-                                int64_t bytes) {
+extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
+                                                         const flce_peers* peers,
+                                                         flce_collective_id id, void* recv,
+                                                         int64_t offset, int64_t bytes) {
+  CopyStream copies;
+  FLCE_TRY(copy_stream(cuda, id, &copies));
   const int rank = peers->rank, ranks = peers->ranks;
   FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
   FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.stream, copies.begin, 0), "peers"));
@@ -96,19 +99,7 @@ static flce_status queue_copies(const flce_cuda* cuda, const CopyStream& copies,
   for (int peer = 0; peer < ranks; peer++) {
     if (peer != rank) FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kCopied, peer)));
   }
-  return FLCE_OK;
-}
-
-extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
-                                                         const flce_peers* peers,
-                                                         flce_collective_id id, void* recv,
-                                                         int64_t offset, int64_t bytes) {
-  CopyStream copies;
-  FLCE_TRY(copy_stream(cuda, id, &copies));
-  const flce_status status = queue_copies(cuda, copies, peers, recv, offset, bytes);
-  /* After a failure too: flce_cuda_peers_wait then waits for what has been queued. */
-  const flce_status recorded = check_cuda(cudaEventRecord(copies.end, copies.stream), "peers");
-  return status == FLCE_OK ? recorded : status;
+  return check_cuda(cudaEventRecord(copies.end, copies.stream), "peers");
 }
 
 extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,
