@@ -11,7 +11,7 @@ class Explanation:
 
     model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
     consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
-    that flce.fuse returned, empty if the model is not fused.
+    that flce.fuse returned, empty if the model is not fused; summary: these in a phrase.
     """
 
     def __init__(self, model):
@@ -33,6 +33,7 @@ class Explanation:
         if fusion is not None:  # what head= named, which heads_of may not find
             names = [name for name, _ in found]
             self.refused += [one for one in fusion._refused if one[0] not in names]
+        self.summary = "" if fusion is None else fusion.summary()
         self.losses = {} if fusion is None else dict(fusion.losses)
         self.reads = {} if fusion is None else dict(fusion.reads)
         self.fallbacks = {} if fusion is None else dict(fusion.fallbacks)
@@ -42,6 +43,8 @@ class Explanation:
         lines = [f"{self.model}: {state}"]
         lines += [f"  head {name}: {text}" for name, text in self.heads]
         lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
+        if self.is_fused and not self.losses and not self.fallbacks:
+            lines.append(f"  {self.summary}")
         for record, count in self.losses.items():
             lines.append(f"  {count} x loss without logits (steps after the head: {record})")
         for reason, count in self.fallbacks.items():

@@ -8,6 +8,7 @@ import weakref
 
 from torch import nn
 from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import validate
 from ..options import OPTIONS, completed, defaults
@@ -22,6 +23,24 @@ _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_int
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
 _MAX_RECORDS = 16  # kinds of losses that are counted apart: an annealed factor makes one each step
 _OTHER = None  # the key of all further ones
+_fusions = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers():
+    """Lets every Fusion know of every step of an optimizer."""
+
+    def note(optimizer, args, kwargs):
+        if not is_compiling():  # what is compiled raises the versions of what it writes to
+            for fusion in list(_fusions):
+                fusion.note_step(optimizer)
+
+    register_optimizer_step_post_hook(note)
+
+
+class Era:
+    """From one step of an optimizer on the heads' weights to the next. Told by identity, which a
+    compiled call reads anew where a number would be part of its graph."""
 
 
 class Fusion:
@@ -39,7 +58,8 @@ class Fusion:
         self._when, self._strict, self.options = when, strict, options
         self._model, self._model_name = weakref.ref(model), type(model).__name__
         self._is_attached, self._refused = False, []
-        self._head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
+        # With labels: "eager" calls, "traced" graphs. "real": others, with gradients.
+        self._head_calls = collections.Counter()
         self._calls_before = 0
         self._fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
         self._forget()
@@ -47,12 +67,16 @@ class Fusion:
     def _forget(self):
         """Sets what belongs to Modules and to calls in progress to nothing."""
         self._linears, self._hooks = [], []  # weak references to each nn.Linear that defers
+        self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
+        self.era = Era()
+        _watch_optimizers()
+        _fusions.add(self)
 
     def __getstate__(self):
         """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
         state = dict(self.__dict__)
-        for name in ("_model", "_linears", "_hooks", "_label_stack"):
+        for name in ("_model", "_linears", "_hooks", "_places", "_label_stack", "era"):
             del state[name]
         return state
 
@@ -65,14 +89,18 @@ class Fusion:
     def model(self):
         return self._model()
 
+    def _fused_linears(self):
+        linears = [linear for reference in self._linears if (linear := reference()) is not None]
+        states = [(linear, linear.__dict__.get("_flce_linear")) for linear in linears]
+        return [linear for linear, state in states if state is not None and state.fusion is self]
+
     @property
     def _attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
         found = {}
-        for linear in (reference() for reference in self._linears):
-            if linear is not None:
-                state = linear._flce_linear
-                found.setdefault(state.name, (state.name, state.enclosing, []))[2].append(linear)
+        for linear in self._fused_linears():
+            state = linear._flce_linear
+            found.setdefault(state.name, (state.name, state.enclosing(linear), []))[2].append(linear)
         return list(found.values())
 
     def adopt(self, linear):
@@ -94,23 +122,62 @@ class Fusion:
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can."""
         for name, module in found:
-            linears = linears_of(module)
-            if reason := why_not(module, linears):
+            if reason := self._attach(name, module):
                 self._refused.append((name, reason))
                 continue
-            heads.attach(self, name, module, linears)
             self._is_attached = True
-        if self._when == "labels" and self._is_attached:
-            for caller in _callers(self.model, [module for _, module, _ in self._attached]):
-                begin = functools.partial(self._begin, _label_positions(caller))
-                self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
-                self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
+            parent, _, child = name.rpartition(".")
+            if name:
+                self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
+        for caller in _callers(self.model, [module for _, module, _ in self._attached]):
+            begin = functools.partial(self._begin, _label_positions(caller))
+            self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
+
+    def _attach(self, name, module):
+        """Why the head cannot defer; None if it does."""
+        linears = linears_of(module)
+        reason = why_not(module, linears)
+        if reason is None:
+            heads.attach(self, name, module, linears)
+        return reason
+
+    def _follow(self):
+        """Fuses what stands in the place of a head by now: resize_token_embeddings and
+        set_output_embeddings put an nn.Linear there, PEFT an adapter around the head, or the head
+        again."""
+        for place in list(self._places):
+            name, parent, child = place
+            module = None if parent() is None else parent()._modules.get(child)
+            module = getattr(module, "_orig_mod", module)  # of torch.compile(head)
+            if module is None or self._is_fused(module):
+                continue
+            for other, known, linears in self._attached:
+                if other == name:
+                    heads.detach(known, linears)
+            if reason := self._attach(name, module):
+                self._places.remove(place)
+                self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
+
+    def _is_fused(self, module):
+        """Whether a head defers, with all adapters that it has by now."""
+        linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
+        states = [linear.__dict__.get("_flce_linear") for linear in linears]
+        return all(
+            state is not None and state.fusion is self and state.enclosing(linear) is module
+            for linear, state in zip(linears, states, strict=True)
+        )
+
+    # While torch.compile traces, it is called and not traced.
+    _follow._dynamo_marked_constant = True
 
     def _begin(self, positions, model, args, kwargs):
         if model is self.model:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
-        if not self._label_stack and not is_compiling():
-            self._calls_before = self._head_calls["eager"]
+        if not self._label_stack:
+            self._follow()
+            if not is_compiling():
+                self._calls_before = self._head_calls["eager"]
         self._label_stack.append(_has_labels(positions, args, kwargs))
 
     def _end(self, model, args, output):
@@ -122,16 +189,43 @@ class Fusion:
         if is_compiling() or self._head_calls["traced"]:
             return
         if self._head_calls["eager"] == self._calls_before:
-            names = ", ".join(name for name, _, _ in self._attached)
-            reason = f"forward with labels did not call the head ({names})"
-            self.fall_back(reason, "flce computed no loss in it")
+            reason = f"forward with labels did not call the head ({self._head_names()})"
+            self.fall_back(reason, _NOT_CALLED)
 
-    def note_call(self):
-        """A head is called with labels."""
-        if is_compiling():
+    def _head_names(self):
+        return ", ".join(name for name, _, _ in self._places)
+
+    def note_call(self, is_on):
+        """A head is called: with labels, or to give real logits."""
+        if not is_on:
+            self._note("_head_calls", "real")
+        elif is_compiling():
             self.note_traced("_head_calls", "traced")
         else:
             self._head_calls["eager"] += 1
+
+    def note_step(self, optimizer):
+        """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        weights = [p for linear in self._fused_linears() for p in linear.parameters()]
+        # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
+        if any(p.requires_grad and (id(p) in stepped or hasattr(p, "ds_id")) for p in weights):
+            self.era = Era()
+        model = self.model
+        if model is not None and any(id(p) in stepped for p in model.parameters()):
+            self.tell_if_unused()
+
+    def tell_if_unused(self):
+        """After a step of training: warns if flce has computed no loss, and knows no reason."""
+        if not self._is_attached or self._fused or self.fallbacks:
+            return
+        if self._head_calls["real"]:
+            reason = f"the head ({self._head_names()}) was called without labels in training"
+            always = 'flce.fuse(model, when="always") serves F.cross_entropy of its output'
+            self.fall_back(reason, f"the loss is computed from all logits; {always}")
+        else:
+            reason = f"training did not call the head ({self._head_names()})"
+            self.fall_back(reason, _NOT_CALLED)
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -140,7 +234,20 @@ class Fusion:
         for _, module, linears in self._attached:
             heads.detach(module, linears)
         self._is_attached = False
-        self._forget()
+        self._hooks, self._places, self._label_stack = [], [], []
+
+    def summary(self):
+        """The counts in a phrase."""
+        count = sum(self._fused.values())
+        parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
+        parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
+        if not parts and (count := self._head_calls["real"]):
+            return f"no loss computed yet, {count} x head called without labels"
+        return ", ".join(parts) or "no loss computed yet"
+
+    def __repr__(self):
+        state = "attached" if self._is_attached else "removed"
+        return f"<flce.fuse of {self._model_name}: {state}, {self.summary()}>"
 
     def __enter__(self):
         return self
@@ -197,6 +304,13 @@ class Fusion:
             )
 
 
+_NOT_CALLED = (
+    "flce computed no loss; if a trainer of TRL computes it, flce.integrations.trl.install() serves "
+    "that; if the model multiplies by the weight itself (F.linear), call "
+    "flce.linear_cross_entropy(hidden, weight, labels) there"
+)
+
+
 def _nothing():
     """In place of a weak reference: to no Module."""
     return None
@@ -221,6 +335,8 @@ def _callers(model, modules):
     wrapper may call it directly, without the outer forward."""
     held = {id(module) for module in modules}
     for caller in model.modules():
+        if hasattr(caller, "_orig_mod"):
+            continue
         is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
         if caller is model or (is_around and _label_positions(caller)):
             yield caller
@@ -269,10 +385,14 @@ def _heads_to_fuse(model, head):
             f"{type(model).__name__} without; head= names another"
         )
     for name, module in found:
-        if heads.fusion_of(module) is not None:
+        fusion = heads.fusion_of(module)
+        if fusion is None:
+            continue
+        if fusion.model is model:
             raise ValueError(
                 f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
             )
+        fusion.remove()  # of another model, of which this one was taken
     return found
 
 
@@ -319,6 +439,8 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             whose loss was computed without them.
     """
     _check_model(model)
+    while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
+        model = model._orig_mod
     if when not in WHEN:
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
     _check_options(options)

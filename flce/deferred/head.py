@@ -14,6 +14,7 @@ from . import proxies, reentry, steps
 from .divided import gathering_forward
 from .node import HeadCall, Node
 from .reentry import foreign_hook
+from .snapshot import Snapshot
 
 
 class LinearState:
@@ -24,9 +25,9 @@ class LinearState:
     def __init__(self, fusion, name, enclosing):
         self.fusion, self.name, self._enclosing = fusion, name, weakref.ref(enclosing)
 
-    @property
-    def enclosing(self):
-        return self._enclosing()
+    def enclosing(self, linear):
+        """Of `linear`, whose state this is; itself, if PEFT has taken it out of an adapter."""
+        return self._enclosing() or linear
 
     def __reduce__(self):
         """Of a copy: the Modules that are copied along enter themselves (`_adopt`)."""
@@ -73,12 +74,12 @@ class _Deferring(_Reentrant):
         # torch.compile inlines forward without __call__ where there are no hooks.
         if len(args) == 1 and not is_compiling():
             if _try_to_defer(self, args, kwargs):
-                return _deferred(self, args[0], proxies.DeferredLogits)
+                return _deferred(self, args[0])
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and is_compiling() and _try_to_defer(self, args, kwargs):
-            return _deferred(self, args[0], proxies.TracedLogits)
+            return _deferred(self, args[0])
         return super().forward(*args, **kwargs)
 
     def compute_logits(self, x):
@@ -97,9 +98,11 @@ def _try_to_defer(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
     fusion = linear._flce_linear.fusion
-    if kwargs or not fusion.is_on():
+    is_on = fusion.is_on()
+    if is_on or torch.is_grad_enabled():
+        fusion.note_call(is_on)
+    if kwargs or not is_on:
         return False
-    fusion.note_call()
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     if not is_standard_linear(linear):
@@ -109,12 +112,15 @@ def _try_to_defer(linear, args, kwargs):
     if type(x) not in (torch.Tensor, nn.Parameter):
         fusion.fall_back(f"the head's input is a {type(x).__name__}")
         return False
-    if not x.is_floating_point() or x.dim() == 0:
+    if not x.is_floating_point() or x.dim() == 0 or x.is_meta:
+        return False
+    if "parametrizations" in linear._modules:
+        fusion.fall_back("the head is parametrized, so that each use would make its weight anew")
         return False
     if validate.function_transforms_are_on():
         fusion.fall_back("a transform of torch.func is active")
         return False
-    enclosing = linear._flce_linear.enclosing
+    enclosing = linear._flce_linear.enclosing(linear)
     for module in (linear,) if linear is enclosing else (linear, enclosing):
         if hook := foreign_hook(module):
             fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
@@ -128,30 +134,16 @@ DATA_PARALLEL = (
 )
 
 
-def _deferred(linear, x, proxy):
+def _deferred(linear, x):
     weight, bias = linear.weight, linear.bias
     grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     grad = torch.is_grad_enabled() and grad
     device = x.device if weight.is_meta else weight.device
-    watched = _watched(linear, x, weight, bias)
-    call = HeadCall(linear._flce_linear.fusion, proxy, device, grad, watched)
+    snapshots = [Snapshot(linear, x, weight, bias)]
+    call = HeadCall(linear._flce_linear.fusion, proxies.proxy_of, device, grad, snapshots)
     shape = (*x.shape[:-1], linear.out_features)
     record = steps.Record((steps.Source(linear, x),), (), shape, call.context.product_dtype(x))
-    return proxy(Node(call, record))
-
-
-def _watched(linear, x, weight, bias):
-    """What has to be unchanged when the logits are made, as a Context has it. Hooks may gather the
-    weight, which changes it, so only that of a head without hooks is watched."""
-    if is_compiling() or x.is_inference():
-        return []
-    watched = [(x, x._version, None, None)]
-    is_plain = type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_inference()
-    if is_plain and not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-        watched.append((weight, weight._version, linear, "weight"))
-        if bias is not None:
-            watched.append((bias, bias._version, linear, "bias"))
-    return watched
+    return call.proxy(Node(call, record))
 
 
 _classes = {}

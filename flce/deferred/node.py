@@ -12,16 +12,13 @@ from .reentry import call_through
 
 class Context:
     """The modes under which a head was called, for what is computed from its output later.
+    snapshots: of what must be the same then."""
 
-    watched: [(tensor, its version, Module, name)] of x, the weight and the bias, which must be the
-    same then; Module and name are None for x, and where the tensor is an attribute otherwise.
-    """
-
-    def __init__(self, device_type, watched):
+    def __init__(self, device_type, snapshots):
         self.grad = torch.is_grad_enabled()
         self.device_type = device_type
         self.autocast = self._autocast()
-        self.watched = watched
+        self.snapshots = snapshots
 
     def _autocast(self):
         enabled = torch.is_autocast_enabled(self.device_type)
@@ -36,16 +33,20 @@ class Context:
         is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device_type)
         return torch.float32 if is_cast else dtype
 
-    def entered(self, grad):
-        """Restores the autocast state of the head's call, with gradients on or off. Raises
-        RuntimeError if what was watched has been written to."""
-        for tensor, version, module, name in self.watched:
-            if tensor._version != version or _is_replaced(tensor, module, name):
+    def check(self, compares):
+        """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
+        if is_compiling():
+            return
+        for snapshot in self.snapshots:
+            if change := snapshot.change(compares):
                 raise RuntimeError(
                     "flce.fuse: expected the logits to be read before the head's weight or input "
-                    f"changes, got one of shape {tuple(tensor.shape)} that has been written to "
-                    "or replaced since; read outputs.logits before optimizer.step()"
+                    f"changes, got {change}: read outputs.logits before optimizer.step(), and give "
+                    "the head a copy of what is written to"
                 )
+
+    def entered(self, grad):
+        """Restores the autocast state of the head's call, with gradients on or off."""
         if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
             return contextlib.nullcontext()  # as in every training step
         return self._restored(grad)
@@ -57,34 +58,25 @@ class Context:
             yield
 
 
-def _is_replaced(tensor, module, name):
-    """Whether the attribute is another plain tensor by now; sharded and offloaded ones are made
-    whole by the hooks of an enclosing Module."""
-    current = None if module is None else getattr(module, name)
-    if current is None or current is tensor:
-        return False
-    return type(current) in (torch.nn.Parameter, torch.Tensor) and not current.is_meta
-
-
 class HeadCall:
     """What all values computed from one call of a head have in common.
 
-    fusion: what to do where an operation is not deferred. proxy: the class of what the caller
-    holds. requires_grad: of the real logits. loss_is_done: whether a loss was computed, or said to
+    fusion: what to do where an operation is not deferred. proxy: makes what the caller
+    holds for a Node. requires_grad: of the real logits. loss_is_done: whether a loss was computed, or said to
     need the logits; logits made after that are counted as reads, not as fall-backs.
     """
 
-    def __init__(self, fusion, proxy, device, requires_grad, watched):
+    def __init__(self, fusion, proxy, device, requires_grad, snapshots):
         self.fusion, self.proxy, self.device = fusion, proxy, device
         self.requires_grad = requires_grad
-        self.context = Context(device.type, watched)
+        self.context = Context(device.type, snapshots)
         self.loss_is_done = False
 
-    def watching(self, watched):
-        """The same call, whose values also depend on `watched` (Context)."""
+    def with_snapshots(self, snapshots):
+        """The same call, whose values depend on all `snapshots`."""
         other = copy.copy(self.now())
         other.context = copy.copy(other.context)
-        other.context.watched = watched
+        other.context.snapshots = snapshots
         return other
 
     def now(self):
@@ -156,6 +148,9 @@ class Node:
 
     def replay(self):
         """The real value, from the head on."""
+        context = self.call.context
+        # A first value for a loss is not compared: nothing may wait for the device in a step.
+        context.check(self.call.loss_is_done or not context.grad)
 
         def run(sources):
             return steps.replayed(self.record.from_sources(sources), real_logits)

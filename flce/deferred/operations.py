@@ -98,7 +98,7 @@ def _add_product(node, other):
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
     owner = node if node.call.requires_grad else other  # the sum has the gradients of both
-    call = owner.call.watching(first.watched + second.watched)
+    call = owner.call.with_snapshots(first.snapshots + second.snapshots)
     return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
 
 

@@ -51,7 +51,7 @@ def _modules_of(sources):
     for linear, x, _ in sources:
         if (state := linear.__dict__.get("_flce_linear")) is None:
             return None
-        for module in (state.enclosing, linear):
+        for module in (state.enclosing(linear), linear):
             if id(module) not in found:
                 if foreign_hook(module):
                     return None
@@ -61,8 +61,8 @@ def _modules_of(sources):
 
 def enclosing_modules(sources):
     """What the model calls for the outputs of the sources, as far as that is fused."""
-    states = [source.linear.__dict__.get("_flce_linear") for source in sources]
-    return [state.enclosing for state in states if state is not None]
+    linears = [source.linear for source in sources if "_flce_linear" in source.linear.__dict__]
+    return [linear._flce_linear.enclosing(linear) for linear in linears]
 
 
 def call_through(sources, work):
