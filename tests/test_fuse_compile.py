@@ -104,6 +104,61 @@ def test_a_compiled_forward_of_an_eager_model():
     assert handle.losses == {"none": 1}
 
 
+@pytest.mark.parametrize("when", ["labels", "always"])
+@pytest.mark.parametrize("was_called", [False, True])
+def test_a_compiled_model_is_fused(when, was_called):
+    """flce.fuse(torch.compile(model)): the model in it."""
+    model = Model(USES["plain"])
+    expected = run(model, model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if was_called:
+        run(compiled, model)
+    with flce.fuse(compiled, when=when, strict=True) as handle:
+        got = run(compiled, model)
+        assert handle.model is model and handle.losses and flce.explain(compiled).is_fused
+        assert torch.equal(got[2].argmax(-1), expected[2].argmax(-1))
+    assert abs(got[0] - expected[0]) <= 1e-6 * expected[0]
+    for one, other in zip(got[1], expected[1], strict=True):
+        assert (one - other).abs().max() <= 1e-6
+
+
+def test_a_replaced_head_of_a_compiled_model():
+    model = Model(USES["plain"])
+    with flce.fuse(model, strict=True) as handle:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        run(compiled, model)
+        model.lm_head = nn.Linear(HIDDEN, VOCAB)
+        got = run(compiled, model)[0]
+        assert handle.losses == {"none": 2}  # graphs
+    assert abs(got - run(model, model)[0]) <= 1e-6 * got
+
+
+def test_a_head_that_is_compiled_later():
+    model = Model(USES["plain"])
+    expected = run(model, model)[0]
+    with flce.fuse(model, strict=True) as handle:
+        model.lm_head = torch.compile(model.lm_head, backend="aot_eager")
+        assert abs(run(model, model)[0] - expected) <= 1e-6 * expected
+    assert handle.losses == {"none": 1}
+
+
+def test_logits_of_a_compiled_call_are_a_tensor():
+    """In functions that ask for instances, as inputs of other graphs, in collectives' copies."""
+    model = Model(USES["plain"])
+    expected = model(IDS)[1].detach()
+    with flce.fuse(model, strict=True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        logits = compiled(IDS, labels=IDS)[1]
+        assert torch.is_tensor(logits) and logits.shape == expected.shape
+        assert logits.dtype == expected.dtype and logits.untyped_storage().nbytes() > 4
+        for _ in range(2):
+            logits = compiled(IDS, labels=IDS)[1]
+            summed = torch.compile(lambda z: z.exp().sum() * z.shape[0], backend="aot_eager")
+            assert abs(summed(logits) - expected.exp().sum() * BATCH) <= 1e-3
+            assert (logits.detach() == expected).all() and logits.numpy(force=True).any()
+            assert abs(summed(logits) - expected.exp().sum() * BATCH) <= 1e-3  # made by now
+
+
 def test_dynamic_shapes():
     """Two lengths, one graph for both."""
     model = Model(USES["scale, cap, cast"])

@@ -15,7 +15,7 @@ from ..options import OPTIONS, completed, defaults
 from ..strategy import parse_bytes
 from . import head as heads
 from . import steps
-from .search import heads_of, linears_of, why_not
+from .search import BY_HAND, heads_of, linears_of, why_not
 
 WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
@@ -58,15 +58,16 @@ class Fusion:
         self._when, self._strict, self.options = when, strict, options
         self._model, self._model_name = weakref.ref(model), type(model).__name__
         self._is_attached, self._refused = False, []
-        # With labels: "eager" calls, "traced" graphs. "real": others, with gradients.
-        self._head_calls = collections.Counter()
+        self._head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
+        # Also by graphs that were compiled before and count nothing: they set attributes.
+        self._has_loss = self._gave_logits = self._was_called = False
         self._calls_before = 0
         self._fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
         self._forget()
 
     def _forget(self):
         """Sets what belongs to Modules and to calls in progress to nothing."""
-        self._linears, self._hooks = [], []  # weak references to each nn.Linear that defers
+        self._linears, self._hooks = [], []  # weak references to each nn.Linear that has deferred
         self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
         self.era = Era()
@@ -89,18 +90,19 @@ class Fusion:
     def model(self):
         return self._model()
 
-    def _fused_linears(self):
-        linears = [linear for reference in self._linears if (linear := reference()) is not None]
-        states = [(linear, linear.__dict__.get("_flce_linear")) for linear in linears]
-        return [linear for linear, state in states if state is not None and state.fusion is self]
+    def _known(self):
+        """Each nn.Linear that has deferred for it and is alive."""
+        return [linear for reference in self._linears if (linear := reference()) is not None]
 
     @property
     def _attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
         found = {}
-        for linear in self._fused_linears():
-            state = linear._flce_linear
-            found.setdefault(state.name, (state.name, state.enclosing(linear), []))[2].append(linear)
+        for linear in self._known():
+            state = linear.__dict__.get("_flce_linear")
+            if state is not None and state.fusion is self:
+                one = (state.name, state.enclosing(linear), [])
+                found.setdefault(state.name, one)[2].append(linear)
         return list(found.values())
 
     def adopt(self, linear):
@@ -129,7 +131,8 @@ class Fusion:
             parent, _, child = name.rpartition(".")
             if name:
                 self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
-        for caller in _callers(self.model, [module for _, module, _ in self._attached]):
+        attached = [module for _, module, _ in self._attached]
+        for caller in _callers(self.model, attached) if attached else ():
             begin = functools.partial(self._begin, _label_positions(caller))
             self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
             self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
@@ -152,12 +155,22 @@ class Fusion:
             module = getattr(module, "_orig_mod", module)  # of torch.compile(head)
             if module is None or self._is_fused(module):
                 continue
-            for other, known, linears in self._attached:
+            for other, head, linears in self._attached:
                 if other == name:
-                    heads.detach(known, linears)
+                    heads.detach(head, linears)
+            for copied in [m for m in module.modules() if "_flce_linear" in m.__dict__]:
+                heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
             if reason := self._attach(name, module):
                 self._places.remove(place)
+                self._is_attached = bool(self._places)
                 self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
+
+    # While torch.compile traces, it is called and not traced.
+    _follow._dynamo_marked_constant = True
+
+    def _defers(self, place):
+        _, parent, child = place
+        return parent() is not None and isinstance(parent()._modules.get(child), heads.Reentrant)
 
     def _is_fused(self, module):
         """Whether a head defers, with all adapters that it has by now."""
@@ -168,23 +181,23 @@ class Fusion:
             for linear, state in zip(linears, states, strict=True)
         )
 
-    # While torch.compile traces, it is called and not traced.
-    _follow._dynamo_marked_constant = True
-
     def _begin(self, positions, model, args, kwargs):
         if model is self.model:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
         if not self._label_stack:
-            self._follow()
+            self._was_called = True
             if not is_compiling():
                 self._calls_before = self._head_calls["eager"]
+            # Traced, so that a graph is guarded by the classes of the Modules in these places.
+            if not is_compiling() or not all([self._defers(place) for place in self._places]):
+                self._follow()
         self._label_stack.append(_has_labels(positions, args, kwargs))
 
     def _end(self, model, args, output):
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
         # output is None where the forward raised. What a compiled graph calls is not counted.
-        if not had_labels or self._label_stack or output is None:
+        if not had_labels or self._label_stack or output is None or not self._is_attached:
             return
         if is_compiling() or self._head_calls["traced"]:
             return
@@ -195,21 +208,24 @@ class Fusion:
     def _head_names(self):
         return ", ".join(name for name, _, _ in self._places)
 
-    def note_call(self, is_on):
-        """A head is called: with labels, or to give real logits."""
-        if not is_on:
-            self._note("_head_calls", "real")
-        elif is_compiling():
+    def note_call(self):
+        """A head is called with labels."""
+        if is_compiling():
             self.note_traced("_head_calls", "traced")
         else:
             self._head_calls["eager"] += 1
 
+    def note_logits(self):
+        """A head gives real logits with gradients, as it was not called with labels."""
+        self._gave_logits = True
+
     def note_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        weights = [p for linear in self._fused_linears() for p in linear.parameters()]
+        weights = [p for linear in self._known() for p in linear.parameters()]
+        weights = [p for p in weights if p.requires_grad or p.grad is not None]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
-        if any(p.requires_grad and (id(p) in stepped or hasattr(p, "ds_id")) for p in weights):
+        if any(id(p) in stepped or hasattr(p, "ds_id") for p in weights):
             self.era = Era()
         model = self.model
         if model is not None and any(id(p) in stepped for p in model.parameters()):
@@ -217,13 +233,13 @@ class Fusion:
 
     def tell_if_unused(self):
         """After a step of training: warns if flce has computed no loss, and knows no reason."""
-        if not self._is_attached or self._fused or self.fallbacks:
+        if not self._is_attached or self._has_loss or self.fallbacks:
             return
-        if self._head_calls["real"]:
+        if self._gave_logits:
             reason = f"the head ({self._head_names()}) was called without labels in training"
             always = 'flce.fuse(model, when="always") serves F.cross_entropy of its output'
             self.fall_back(reason, f"the loss is computed from all logits; {always}")
-        else:
+        elif self._was_called:
             reason = f"training did not call the head ({self._head_names()})"
             self.fall_back(reason, _NOT_CALLED)
 
@@ -241,9 +257,10 @@ class Fusion:
         count = sum(self._fused.values())
         parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
         parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
-        if not parts and (count := self._head_calls["real"]):
-            return f"no loss computed yet, {count} x head called without labels"
-        return ", ".join(parts) or "no loss computed yet"
+        if not parts and self._has_loss:
+            return "losses without logits, by a graph that was compiled before"
+        without_labels = ", calls without labels" if self._gave_logits else ""
+        return ", ".join(parts) or "no loss computed yet" + without_labels
 
     def __repr__(self):
         state = "attached" if self._is_attached else "removed"
@@ -263,6 +280,7 @@ class Fusion:
         return dict(described)
 
     def note_fused(self, record):
+        self._has_loss = True
         self._note("_fused", steps.key_of(record))
 
     def note_read(self, name):
@@ -305,9 +323,8 @@ class Fusion:
 
 
 _NOT_CALLED = (
-    "flce computed no loss; if a trainer of TRL computes it, flce.integrations.trl.install() serves "
-    "that; if the model multiplies by the weight itself (F.linear), call "
-    "flce.linear_cross_entropy(hidden, weight, labels) there"
+    "flce computed no loss; a loss by a trainer of TRL is served by flce.integrations.trl.install(); "
+    f"if the model multiplies by the weight itself (F.linear), {BY_HAND}"
 )
 
 
@@ -382,17 +399,16 @@ def _heads_to_fuse(model, head):
         raise ValueError(
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
             'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
-            f"{type(model).__name__} without; head= names another"
+            f"{type(model).__name__} without; head= names another; for logits by F.linear with "
+            f"the weight of an nn.Embedding {BY_HAND}"
         )
     for name, module in found:
-        fusion = heads.fusion_of(module)
-        if fusion is None:
-            continue
-        if fusion.model is model:
-            raise ValueError(
-                f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
-            )
-        fusion.remove()  # of another model, of which this one was taken
+        while (fusion := heads.fusion_of(module)) is not None:
+            if fusion.model is model:
+                raise ValueError(
+                    f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
+                )
+            fusion.remove()  # of a model that this one was taken from, or wraps
     return found
 
 

@@ -27,7 +27,8 @@ class LinearState:
 
     def enclosing(self, linear):
         """Of `linear`, whose state this is; itself, if PEFT has taken it out of an adapter."""
-        return self._enclosing() or linear
+        enclosing = self._enclosing()
+        return linear if enclosing is None else enclosing
 
     def __reduce__(self):
         """Of a copy: the Modules that are copied along enter themselves (`_adopt`)."""
@@ -53,7 +54,7 @@ def _adopt(module):
             state._enclosing = weakref.ref(module)
 
 
-class _Reentrant:
+class Reentrant:
     """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
 
     def forward(self, *args, **kwargs):
@@ -67,7 +68,7 @@ class _Reentrant:
         _adopt(self)
 
 
-class _Deferring(_Reentrant):
+class _Deferring(Reentrant):
     """Mixed into an nn.Linear whose products are logits."""
 
     def __call__(self, *args, **kwargs):
@@ -98,11 +99,13 @@ def _try_to_defer(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
     fusion = linear._flce_linear.fusion
-    is_on = fusion.is_on()
-    if is_on or torch.is_grad_enabled():
-        fusion.note_call(is_on)
-    if kwargs or not is_on:
+    if not fusion.is_on():
+        if torch.is_grad_enabled():
+            fusion.note_logits()
         return False
+    if kwargs:
+        return False
+    fusion.note_call()
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     if not is_standard_linear(linear):
@@ -161,7 +164,7 @@ def _class_of(base, mixin):
 
 def _reduce(module, protocol):
     """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
-    mixin = _Deferring if isinstance(module, _Deferring) else _Reentrant
+    mixin = _Deferring if isinstance(module, _Deferring) else Reentrant
     return _rebuilt, (module._flce_base, mixin), module.__dict__
 
 
@@ -190,7 +193,7 @@ def attach(fusion, name, enclosing, linears):
         linear._flce_linear = LinearState(fusion, name, enclosing)
         fusion.adopt(linear)
     if all(enclosing is not linear for linear in linears):
-        _swap(enclosing, _Reentrant)
+        _swap(enclosing, Reentrant)
 
 
 def detach(enclosing, linears):

@@ -148,9 +148,9 @@ class Node:
 
     def replay(self):
         """The real value, from the head on."""
-        context = self.call.context
-        # A first value for a loss is not compared: nothing may wait for the device in a step.
-        context.check(self.call.loss_is_done or not context.grad)
+        call = self.call
+        # Values for a loss are not compared: nothing may wait for the device in a training step.
+        call.context.check(call.loss_is_done or not call.requires_grad)
 
         def run(sources):
             return steps.replayed(self.record.from_sources(sources), real_logits)

@@ -21,7 +21,15 @@ _OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "sto
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta")
 _PROPERTIES += ("is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "name")
 _PROPERTIES += ("is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf")
-_PROPERTIES += ("retains_grad", "output_nr", "_base", "_version", "_backward_hooks", "grad", "_grad")
+_PROPERTIES += (
+    "retains_grad",
+    "output_nr",
+    "_base",
+    "_version",
+    "_backward_hooks",
+    "grad",
+    "_grad",
+)
 _ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
 _ZERO = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
