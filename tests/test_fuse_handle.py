@@ -188,8 +188,8 @@ class Own(Model):
 def test_a_head_that_is_not_called_is_told():
     model = Own()
     expected = (
-        r"labels did not call the head \(lm_head\): flce computed no loss; .*trl.install\(\); if the "
-        r"model multiplies by the weight itself.*call flce.linear_cross_entropy\(hidden, weight, lab"
+        r"labels did not call the head \(lm_head\): flce computed no loss; .*trl.install\(\).*"
+        r"multiplies by the weight itself.*call flce.linear_cross_entropy"
     )
     with flce.fuse(model), warnings.catch_warnings():
         warnings.simplefilter("error")

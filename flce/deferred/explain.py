@@ -32,7 +32,7 @@ class Explanation:
                 self.refused.append((name, reason))
         if fusion is not None:  # what head= named, which heads_of may not find
             names = [name for name, _ in found]
-            self.refused += [one for one in fusion._refused if one[0] not in names]
+            self.refused += [one for one in fusion.refused if one[0] not in names]
         self.summary = "" if fusion is None else fusion.summary()
         self.losses = {} if fusion is None else dict(fusion.losses)
         self.reads = {} if fusion is None else dict(fusion.reads)

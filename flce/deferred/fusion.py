@@ -6,6 +6,7 @@ import inspect
 import warnings
 import weakref
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,7 +23,10 @@ WHEN = ("labels", "always")
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
 _MAX_RECORDS = 16  # kinds of losses that are counted apart: an annealed factor makes one each step
-_OTHER = None  # the key of all further ones
+_NOT_CALLED = (
+    "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if the "
+    f"model multiplies by the weight itself (F.linear), {BY_HAND}"
+)
 _fusions = weakref.WeakSet()
 
 
@@ -57,12 +61,10 @@ class Fusion:
     def __init__(self, model, when, strict, options):
         self._when, self._strict, self.options = when, strict, options
         self._model, self._model_name = weakref.ref(model), type(model).__name__
-        self._is_attached, self._refused = False, []
-        self._head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
-        # Also by graphs that were compiled before and count nothing: they set attributes.
-        self._has_loss = self._gave_logits = self._was_called = False
-        self._calls_before = 0
-        self._fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self._is_attached = False
+        # Attributes are set by compiled calls too. Counts are of graphs then, when they are traced.
+        self._model_was_called = self._head_is_called = self._gave_logits = self._has_loss = False
+        self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
         self._forget()
 
     def _forget(self):
@@ -122,20 +124,21 @@ class Fusion:
         return self._when == "labels"
 
     def attach(self, found):
-        """Makes the heads [(name, Module)] defer where they can."""
+        """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
+        refused = []
         for name, module in found:
             if reason := self._attach(name, module):
-                self._refused.append((name, reason))
+                refused.append((name, reason))
                 continue
             self._is_attached = True
             parent, _, child = name.rpartition(".")
-            if name:
-                self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
+            self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
         attached = [module for _, module, _ in self._attached]
         for caller in _callers(self.model, attached) if attached else ():
             begin = functools.partial(self._begin, _label_positions(caller))
             self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
             self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
+        return refused
 
     def _attach(self, name, module):
         """Why the head cannot defer; None if it does."""
@@ -150,14 +153,16 @@ class Fusion:
         set_output_embeddings put an nn.Linear there, PEFT an adapter around the head, or the head
         again."""
         for place in list(self._places):
-            name, parent, child = place
-            module = None if parent() is None else parent()._modules.get(child)
-            module = getattr(module, "_orig_mod", module)  # of torch.compile(head)
-            if module is None or self._is_fused(module):
+            name, module = place[0], _module_at(place)
+            if module is None:
                 continue
-            for other, head, linears in self._attached:
+            linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
+            states = [(linear, linear.__dict__.get("_flce_linear")) for linear in linears]
+            if all(s and s.fusion is self and s.enclosing(x) is module for x, s in states):
+                continue
+            for other, head, before in self._attached:
                 if other == name:
-                    heads.detach(head, linears)
+                    heads.detach(head, before)
             for copied in [m for m in module.modules() if "_flce_linear" in m.__dict__]:
                 heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
             if reason := self._attach(name, module):
@@ -165,59 +170,40 @@ class Fusion:
                 self._is_attached = bool(self._places)
                 self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
 
-    # While torch.compile traces, it is called and not traced.
+    # While torch.compile traces, it is called and not traced: what
+    # torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
     _follow._dynamo_marked_constant = True
-
-    def _defers(self, place):
-        _, parent, child = place
-        return parent() is not None and isinstance(parent()._modules.get(child), heads.Reentrant)
-
-    def _is_fused(self, module):
-        """Whether a head defers, with all adapters that it has by now."""
-        linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
-        states = [linear.__dict__.get("_flce_linear") for linear in linears]
-        return all(
-            state is not None and state.fusion is self and state.enclosing(linear) is module
-            for linear, state in zip(linears, states, strict=True)
-        )
 
     def _begin(self, positions, model, args, kwargs):
         if model is self.model:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
         if not self._label_stack:
-            self._was_called = True
-            if not is_compiling():
-                self._calls_before = self._head_calls["eager"]
+            self._model_was_called, self._head_is_called = True, False
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
-            if not is_compiling() or not all([self._defers(place) for place in self._places]):
+            stay = [isinstance(_module_at(place), heads.Reentrant) for place in self._places]
+            if not is_compiling() or not all(stay):
                 self._follow()
         self._label_stack.append(_has_labels(positions, args, kwargs))
 
     def _end(self, model, args, output):
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
-        # output is None where the forward raised. What a compiled graph calls is not counted.
+        # output is None where the forward raised.
         if not had_labels or self._label_stack or output is None or not self._is_attached:
             return
-        if is_compiling() or self._head_calls["traced"]:
-            return
-        if self._head_calls["eager"] == self._calls_before:
+        if not self._head_is_called:
             reason = f"forward with labels did not call the head ({self._head_names()})"
             self.fall_back(reason, _NOT_CALLED)
 
     def _head_names(self):
-        return ", ".join(name for name, _, _ in self._places)
+        return ", ".join([name for name, _, _ in self._places])
 
-    def note_call(self):
-        """A head is called with labels."""
-        if is_compiling():
-            self.note_traced("_head_calls", "traced")
-        else:
-            self._head_calls["eager"] += 1
-
-    def note_logits(self):
-        """A head gives real logits with gradients, as it was not called with labels."""
-        self._gave_logits = True
+    def note_call(self, defers):
+        """A head is called, and would defer or, being called without labels, does not."""
+        if defers:
+            self._head_is_called = True
+        elif torch.is_grad_enabled():
+            self._gave_logits = True
 
     def note_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
@@ -239,7 +225,7 @@ class Fusion:
             reason = f"the head ({self._head_names()}) was called without labels in training"
             always = 'flce.fuse(model, when="always") serves F.cross_entropy of its output'
             self.fall_back(reason, f"the loss is computed from all logits; {always}")
-        elif self._was_called:
+        elif self._model_was_called:
             reason = f"training did not call the head ({self._head_names()})"
             self.fall_back(reason, _NOT_CALLED)
 
@@ -254,7 +240,7 @@ class Fusion:
 
     def summary(self):
         """The counts in a phrase."""
-        count = sum(self._fused.values())
+        count = sum(self.losses.values())
         parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
         parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
         if not parts and self._has_loss:
@@ -272,39 +258,20 @@ class Fusion:
     def __exit__(self, *exception):
         self.remove()
 
-    @property
-    def losses(self):
-        described = collections.Counter()  # keys that differ may read alike
-        for key, count in self._fused.items():
-            described["other steps" if key is _OTHER else steps.describe(key)] += count
-        return dict(described)
-
     def note_fused(self, record):
         self._has_loss = True
-        self._note("_fused", steps.key_of(record))
+        self._count_loss(steps.key_of(record))
+
+    # Traced, these would compile again for every value of a count.
+    def _count_loss(self, key):
+        name = steps.describe(key)
+        is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
+        self.losses["other steps" if is_new else name] += 1
 
     def note_read(self, name):
-        self._note("reads", name)
+        self.reads[name] += 1
 
-    def _note(self, counter, key):
-        if is_compiling():
-            self.note_traced(counter, key)
-        else:
-            self._count(counter, key)
-
-    def note_traced(self, counter, key):
-        """Counts once for each graph. Not traced but called while tracing: torch.compile would
-        compile again for every value of the count."""
-        self._count(counter, key)
-
-    # What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
-    note_traced._dynamo_marked_constant = True
-
-    def _count(self, counter, key):
-        counts = getattr(self, counter)
-        if counter == "_fused" and key not in counts and len(counts) >= _MAX_RECORDS:
-            key = _OTHER
-        counts[key] += 1
+    _count_loss._dynamo_marked_constant = note_read._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
         """flce does not compute a loss because of `reason`: a warning the first time, or an error
@@ -322,10 +289,13 @@ class Fusion:
             )
 
 
-_NOT_CALLED = (
-    "flce computed no loss; a loss by a trainer of TRL is served by flce.integrations.trl.install(); "
-    f"if the model multiplies by the weight itself (F.linear), {BY_HAND}"
-)
+def _module_at(place):
+    """What stands in a head's place by now, the Module itself where torch.compile wraps it."""
+    _, parent, child = place
+    module = parent()
+    if child and module is not None:
+        module = module._modules.get(child)
+    return getattr(module, "_orig_mod", module)
 
 
 def _nothing():
@@ -450,9 +420,8 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             fused. Without strict it is left alone, with a warning.
         RuntimeError, from later calls: with strict=True, where logits would have to be made for a
             loss; replicas of nn.DataParallel; logits that are read after the head's weight or input
-            has changed, or where the head's weight is sharded; logits that are written to before
-            they are made, by code that does not go through __torch_function__; a hook on logits
-            whose loss was computed without them.
+            has changed, where the weight is sharded, or written to before they are made, by code
+            that does not ask __torch_function__; a hook on logits whose loss was computed.
     """
     _check_model(model)
     while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
@@ -461,8 +430,8 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
     _check_options(options)
     fusion = Fusion(model, when, strict, options)
-    fusion.attach(_heads_to_fuse(model, head))
-    for name, reason in fusion._refused:
+    fusion.refused = fusion.attach(_heads_to_fuse(model, head))
+    for name, reason in fusion.refused:
         if strict:
             fusion.remove()
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")

@@ -30,15 +30,9 @@ class LinearState:
         enclosing = self._enclosing()
         return linear if enclosing is None else enclosing
 
-    def __reduce__(self):
+    def __getstate__(self):
         """Of a copy: the Modules that are copied along enter themselves (`_adopt`)."""
-        return _restored_state, (self.fusion, self.name)
-
-
-def _restored_state(fusion, name):
-    state = LinearState.__new__(LinearState)
-    state.fusion, state.name, state._enclosing = fusion, name, None
-    return state
+        return {**self.__dict__, "_enclosing": None}
 
 
 def _adopt(module):
@@ -99,13 +93,10 @@ def _try_to_defer(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
     fusion = linear._flce_linear.fusion
-    if not fusion.is_on():
-        if torch.is_grad_enabled():
-            fusion.note_logits()
+    is_on = fusion.is_on()
+    fusion.note_call(is_on)
+    if kwargs or not is_on:
         return False
-    if kwargs:
-        return False
-    fusion.note_call()
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
     if not is_standard_linear(linear):
@@ -145,7 +136,7 @@ def _deferred(linear, x):
     snapshots = [Snapshot(linear, x, weight, bias)]
     call = HeadCall(linear._flce_linear.fusion, proxies.proxy_of, device, grad, snapshots)
     shape = (*x.shape[:-1], linear.out_features)
-    record = steps.Record((steps.Source(linear, x),), (), shape, call.context.product_dtype(x))
+    record = steps.Record((steps.Source(linear, x),), (), shape, call.product_dtype(x))
     return call.proxy(Node(call, record))
 
 

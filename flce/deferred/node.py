@@ -10,19 +10,24 @@ from . import steps
 from .reentry import call_through
 
 
-class Context:
-    """The modes under which a head was called, for what is computed from its output later.
-    snapshots: of what must be the same then."""
+class HeadCall:
+    """One call of a head, as all values computed from it share it.
 
-    def __init__(self, device_type, snapshots):
-        self.grad = torch.is_grad_enabled()
-        self.device_type = device_type
-        self.autocast = self._autocast()
-        self.snapshots = snapshots
+    fusion: what to do where an operation is not deferred. proxy: makes what the caller holds for a
+    Node. requires_grad: of the real logits. snapshots: of what has to be the same when they are
+    made. grad, autocast: the modes of the call. loss_is_done: whether a loss was computed, or said
+    to need the logits; logits made after that are counted as reads, not as fall-backs.
+    """
+
+    def __init__(self, fusion, proxy, device, requires_grad, snapshots):
+        self.fusion, self.proxy, self.device = fusion, proxy, device
+        self.requires_grad, self.snapshots = requires_grad, snapshots
+        self.grad, self.autocast = torch.is_grad_enabled(), self._autocast()
+        self.loss_is_done = False
 
     def _autocast(self):
-        enabled = torch.is_autocast_enabled(self.device_type)
-        return torch.get_autocast_dtype(self.device_type) if enabled else None
+        enabled = torch.is_autocast_enabled(self.device.type)
+        return torch.get_autocast_dtype(self.device.type) if enabled else None
 
     def product_dtype(self, x):
         """The dtype of the output of an nn.Linear for x."""
@@ -30,7 +35,7 @@ class Context:
 
     def loss_dtype(self, dtype):
         """The dtype of F.cross_entropy of logits of `dtype`, in which autocast takes float32."""
-        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device_type)
+        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device.type)
         return torch.float32 if is_cast else dtype
 
     def check(self, compares):
@@ -54,39 +59,21 @@ class Context:
     @contextlib.contextmanager
     def _restored(self, grad):
         enabled = self.autocast is not None
-        with torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, enabled):
+        with torch.set_grad_enabled(grad), torch.autocast(self.device.type, self.autocast, enabled):
             yield
 
-
-class HeadCall:
-    """What all values computed from one call of a head have in common.
-
-    fusion: what to do where an operation is not deferred. proxy: makes what the caller
-    holds for a Node. requires_grad: of the real logits. loss_is_done: whether a loss was computed, or said to
-    need the logits; logits made after that are counted as reads, not as fall-backs.
-    """
-
-    def __init__(self, fusion, proxy, device, requires_grad, snapshots):
-        self.fusion, self.proxy, self.device = fusion, proxy, device
-        self.requires_grad = requires_grad
-        self.context = Context(device.type, snapshots)
-        self.loss_is_done = False
-
-    def with_snapshots(self, snapshots):
-        """The same call, whose values depend on all `snapshots`."""
-        other = copy.copy(self.now())
-        other.context = copy.copy(other.context)
-        other.context.snapshots = snapshots
+    def changed(self, **attributes):
+        """The same call but for these attributes."""
+        other = copy.copy(self)
+        for name, value in attributes.items():
+            setattr(other, name, value)
         return other
 
     def now(self):
         """The call of a value that is computed now: without a gradient where gradients are off."""
-        if torch.is_grad_enabled() or not self.context.grad:
+        if torch.is_grad_enabled() or not self.grad:
             return self
-        constant = copy.copy(self)
-        constant.context = copy.copy(self.context)
-        constant.context.grad = constant.requires_grad = False
-        return constant
+        return self.changed(grad=False, requires_grad=False)
 
 
 class Node:
@@ -141,7 +128,7 @@ class Node:
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
         if self.made is None:
-            with self.call.context.entered(self.call.context.grad):
+            with self.call.entered(self.call.grad):
                 made = self.replay() if self.parent is None else self.view(self.parent.make())
             self.made = made
         return self.made
@@ -150,7 +137,7 @@ class Node:
         """The real value, from the head on."""
         call = self.call
         # Values for a loss are not compared: nothing may wait for the device in a training step.
-        call.context.check(call.loss_is_done or not call.requires_grad)
+        call.check(call.loss_is_done or not call.requires_grad)
 
         def run(sources):
             return steps.replayed(self.record.from_sources(sources), real_logits)
@@ -162,7 +149,7 @@ class Node:
         strict, unless the logits were wanted in addition to a loss or without a gradient."""
         if self.is_pending():
             name = name_of(function)
-            if self.call.loss_is_done or not self.call.context.grad:
+            if self.call.loss_is_done or not self.call.grad:
                 self.call.fusion.note_read(name)
             else:
                 self.call.fusion.fall_back(f"{name} is not deferred")
@@ -177,7 +164,7 @@ class Node:
         with torch.enable_grad():
             value = self.make()
             if value._version == 0:  # its own graph, which the outer backward may have freed
-                with self.call.context.entered(True):
+                with self.call.entered(True):
                     value = self.replay()
         torch.autograd.backward(value, gradient, retain_graph=True)
 

@@ -86,7 +86,7 @@ def _add_product(node, other):
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
     if not is_sum or len(linears) < len(one.sources) + len(two.sources):
         return NotImplemented
-    first, second = node.call.context, other.call.context
+    first, second = node.call, other.call
     if (first.grad, first.autocast) != (second.grad, second.autocast):
         return NotImplemented
     if torch.float64 in (one.dtype, two.dtype) and one.dtype != two.dtype:
@@ -98,7 +98,7 @@ def _add_product(node, other):
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
     owner = node if node.call.requires_grad else other  # the sum has the gradients of both
-    call = owner.call.with_snapshots(first.snapshots + second.snapshots)
+    call = owner.call.now().changed(snapshots=first.snapshots + second.snapshots)
     return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
 
 

@@ -3,6 +3,7 @@
 Nothing here calls a Module or makes logits but `replayed`, which repeats the steps on real ones.
 """
 
+import functools
 import math
 import numbers
 import typing
@@ -196,6 +197,7 @@ def key_of(record):
     return len(record.sources), steps
 
 
+@functools.lru_cache(64)
 def describe(key):
     """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
     sources, steps = key
