@@ -77,7 +77,7 @@ def test_a_head_is_copied_without_its_model():
     head = copy.deepcopy(model.lm_head)
     x = torch.ones(2, HIDDEN, dtype=torch.float64)
     equal(head(x), model.lm_head(x))
-    assert head._flce_linear.fusion.model is None and handle.model is model
+    assert head._flce_fusion.model is None and handle.model is model
     assert type(pickle.loads(pickle.dumps(model.lm_head))(x)) is torch.Tensor
 
 

@@ -34,9 +34,8 @@ class Explanation:
             names = [name for name, _ in found]
             self.refused += [one for one in fusion.refused if one[0] not in names]
         self.summary = "" if fusion is None else fusion.summary()
-        self.losses = {} if fusion is None else dict(fusion.losses)
-        self.reads = {} if fusion is None else dict(fusion.reads)
-        self.fallbacks = {} if fusion is None else dict(fusion.fallbacks)
+        for name in ("losses", "reads", "fallbacks"):
+            setattr(self, name, dict(getattr(fusion, name, {})))
 
     def __str__(self):
         state = "fused" if self.is_fused else "not fused"

@@ -16,16 +16,21 @@ from ..options import OPTIONS, completed, defaults
 from ..strategy import parse_bytes
 from . import head as heads
 from . import steps
+from .reentry import enclosing_of, fusion_in
 from .search import BY_HAND, heads_of, linears_of, why_not
 
 WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
-_MAX_RECORDS = 16  # kinds of losses that are counted apart: an annealed factor makes one each step
+_MAX_RECORDS = 16  # kinds of losses counted apart: an annealed factor makes one each step
+_WITHOUT_LABELS = (
+    'the loss is computed from all logits; flce.fuse(model, when="always") serves F.cross_entropy '
+    "of its output"
+)
 _NOT_CALLED = (
-    "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if the "
-    f"model multiplies by the weight itself (F.linear), {BY_HAND}"
+    "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
+    f"the model multiplies by the weight itself (F.linear), {BY_HAND}"
 )
 _fusions = weakref.WeakSet()
 
@@ -42,11 +47,6 @@ def _watch_optimizers():
     register_optimizer_step_post_hook(note)
 
 
-class Era:
-    """From one step of an optimizer on the heads' weights to the next. Told by identity, which a
-    compiled call reads anew where a number would be part of its graph."""
-
-
 class Fusion:
     """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
 
@@ -59,7 +59,7 @@ class Fusion:
     """
 
     def __init__(self, model, when, strict, options):
-        self._when, self._strict, self.options = when, strict, options
+        self.when, self._strict, self.options = when, strict, options
         self._model, self._model_name = weakref.ref(model), type(model).__name__
         self._is_attached = False
         # Attributes are set by compiled calls too. Counts are of graphs then, when they are traced.
@@ -72,7 +72,9 @@ class Fusion:
         self._linears, self._hooks = [], []  # weak references to each nn.Linear that has deferred
         self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
-        self.era = Era()
+        # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
+        # compiled call reads anew where a number would be part of its graph.
+        self.era = object()
         _watch_optimizers()
         _fusions.add(self)
 
@@ -101,10 +103,9 @@ class Fusion:
         """[(name, the head's Module, its nn.Linears)]"""
         found = {}
         for linear in self._known():
-            state = linear.__dict__.get("_flce_linear")
-            if state is not None and state.fusion is self:
-                one = (state.name, state.enclosing(linear), [])
-                found.setdefault(state.name, one)[2].append(linear)
+            if fusion_in(linear) is self:
+                one = (linear._flce_name, enclosing_of(linear), [])
+                found.setdefault(linear._flce_name, one)[2].append(linear)
         return list(found.values())
 
     def adopt(self, linear):
@@ -117,11 +118,7 @@ class Fusion:
 
     def is_on(self):
         """Whether a head that is called now defers."""
-        return self._is_attached and (self._when == "always" or any(self._label_stack))
-
-    def loss_is_inside(self):
-        """Whether the model's forward computes the loss, as it does with labels."""
-        return self._when == "labels"
+        return self._is_attached and (self.when == "always" or any(self._label_stack))
 
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
@@ -157,13 +154,12 @@ class Fusion:
             if module is None:
                 continue
             linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
-            states = [(linear, linear.__dict__.get("_flce_linear")) for linear in linears]
-            if all(s and s.fusion is self and s.enclosing(x) is module for x, s in states):
+            if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
                 continue
             for other, head, before in self._attached:
                 if other == name:
                     heads.detach(head, before)
-            for copied in [m for m in module.modules() if "_flce_linear" in m.__dict__]:
+            for copied in [m for m in module.modules() if fusion_in(m) is not None]:
                 heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
             if reason := self._attach(name, module):
                 self._places.remove(place)
@@ -212,8 +208,8 @@ class Fusion:
         weights = [p for p in weights if p.requires_grad or p.grad is not None]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
         if any(id(p) in stepped or hasattr(p, "ds_id") for p in weights):
-            self.era = Era()
-        model = self.model
+            self.era = object()
+        model = None if self._has_loss else self.model
         if model is not None and any(id(p) in stepped for p in model.parameters()):
             self.tell_if_unused()
 
@@ -221,13 +217,12 @@ class Fusion:
         """After a step of training: warns if flce has computed no loss, and knows no reason."""
         if not self._is_attached or self._has_loss or self.fallbacks:
             return
+        names = self._head_names()
         if self._gave_logits:
-            reason = f"the head ({self._head_names()}) was called without labels in training"
-            always = 'flce.fuse(model, when="always") serves F.cross_entropy of its output'
-            self.fall_back(reason, f"the loss is computed from all logits; {always}")
+            reason = f"the head ({names}) was called without labels in training"
+            self.fall_back(reason, _WITHOUT_LABELS)
         elif self._model_was_called:
-            reason = f"training did not call the head ({self._head_names()})"
-            self.fall_back(reason, _NOT_CALLED)
+            self.fall_back(f"training did not call the head ({names})", _NOT_CALLED)
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -308,13 +303,9 @@ def _is_label(name):
 
 
 def _has_labels(positions, args, kwargs):
-    for i in positions:
-        if i < len(args) and args[i] is not None:
-            return True
-    for name, value in kwargs.items():
-        if value is not None and _is_label(name):
-            return True
-    return False
+    given = [args[i] for i in positions if i < len(args)]
+    given += [value for name, value in kwargs.items() if _is_label(name)]
+    return any(value is not None for value in given)
 
 
 def _callers(model, modules):

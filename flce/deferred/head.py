@@ -13,39 +13,21 @@ from ..dtensor import is_dtensor
 from . import proxies, reentry, steps
 from .divided import gathering_forward
 from .node import HeadCall, Node
-from .reentry import foreign_hook
+from .reentry import foreign_hook, fusion_in
 from .snapshot import Snapshot
 
-
-class LinearState:
-    """Of an nn.Linear that makes logits. name: of the head. enclosing: the Module that the model
-    calls, which is the nn.Linear itself unless an adapter wraps it; held weakly, because it holds
-    this."""
-
-    def __init__(self, fusion, name, enclosing):
-        self.fusion, self.name, self._enclosing = fusion, name, weakref.ref(enclosing)
-
-    def enclosing(self, linear):
-        """Of `linear`, whose state this is; itself, if PEFT has taken it out of an adapter."""
-        enclosing = self._enclosing()
-        return linear if enclosing is None else enclosing
-
-    def __getstate__(self):
-        """Of a copy: the Modules that are copied along enter themselves (`_adopt`)."""
-        return {**self.__dict__, "_enclosing": None}
+# An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
+# _flce_enclosing, a weak reference to the Module that the model calls.
 
 
 def _adopt(module):
-    """Enters a Module that was unpickled or copied in the states of the nn.Linears in it. What
-    encloses them is restored after they are."""
-    if (own := module.__dict__.get("_flce_linear")) is not None:
-        own._enclosing = weakref.ref(module)
-        if own.fusion.is_attached():
-            own.fusion.adopt(module)
-        return
+    """Enters a Module that was unpickled or copied in the nn.Linears in it. What encloses them is
+    restored after they are."""
+    if (fusion := fusion_in(module)) is not None and fusion.is_attached():
+        fusion.adopt(module)
     for linear in module.modules():
-        if (state := linear.__dict__.get("_flce_linear")) is not None:
-            state._enclosing = weakref.ref(module)
+        if fusion_in(linear) is not None:
+            linear._flce_enclosing = weakref.ref(module)
 
 
 class Reentrant:
@@ -92,34 +74,36 @@ class _Deferring(Reentrant):
 def _try_to_defer(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
-    fusion = linear._flce_linear.fusion
+    fusion = linear._flce_fusion
     is_on = fusion.is_on()
     fusion.note_call(is_on)
     if kwargs or not is_on:
         return False
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
-    if not is_standard_linear(linear):
-        fusion.fall_back("the head's forward was replaced")
-        return False
     x = args[0]
-    if type(x) not in (torch.Tensor, nn.Parameter):
-        fusion.fall_back(f"the head's input is a {type(x).__name__}")
+    if isinstance(x, torch.Tensor) and (x.is_meta or not x.is_floating_point() or x.dim() == 0):
         return False
-    if not x.is_floating_point() or x.dim() == 0 or x.is_meta:
-        return False
+    if reason := _obstacle(linear, x):
+        fusion.fall_back(reason)
+    return reason is None
+
+
+def _obstacle(linear, x):
+    """Why this call of a head cannot defer; None if it can."""
+    if not is_standard_linear(linear):
+        return "the head's forward was replaced"
     if "parametrizations" in linear._modules:
-        fusion.fall_back("the head is parametrized, so that each use would make its weight anew")
-        return False
+        return "the head is parametrized, so that each use would make its weight anew"
+    if type(x) not in (torch.Tensor, nn.Parameter):
+        return f"the head's input is a {type(x).__name__}"
     if validate.function_transforms_are_on():
-        fusion.fall_back("a transform of torch.func is active")
-        return False
-    enclosing = linear._flce_linear.enclosing(linear)
+        return "a transform of torch.func is active"
+    enclosing = reentry.enclosing_of(linear)
     for module in (linear,) if linear is enclosing else (linear, enclosing):
         if hook := foreign_hook(module):
-            fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
-            return False
-    return True
+            return f"{hook} is hooked to {type(module).__name__}, the head"
+    return None
 
 
 DATA_PARALLEL = (
@@ -134,7 +118,7 @@ def _deferred(linear, x):
     grad = torch.is_grad_enabled() and grad
     device = x.device if weight.is_meta else weight.device
     snapshots = [Snapshot(linear, x, weight, bias)]
-    call = HeadCall(linear._flce_linear.fusion, proxies.proxy_of, device, grad, snapshots)
+    call = HeadCall(linear._flce_fusion, proxies.proxy_of, device, grad, snapshots)
     shape = (*x.shape[:-1], linear.out_features)
     record = steps.Record((steps.Source(linear, x),), (), shape, call.product_dtype(x))
     return call.proxy(Node(call, record))
@@ -156,7 +140,8 @@ def _class_of(base, mixin):
 def _reduce(module, protocol):
     """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
     mixin = _Deferring if isinstance(module, _Deferring) else Reentrant
-    return _rebuilt, (module._flce_base, mixin), module.__dict__
+    state = {name: value for name, value in module.__dict__.items() if name != "_flce_enclosing"}
+    return _rebuilt, (module._flce_base, mixin), state
 
 
 def _rebuilt(base, mixin):
@@ -181,7 +166,8 @@ def attach(fusion, name, enclosing, linears):
             del linear.forward
             linear._flce_gathers = gathers
         _swap(linear, _Deferring)
-        linear._flce_linear = LinearState(fusion, name, enclosing)
+        linear._flce_fusion, linear._flce_name = fusion, name
+        linear._flce_enclosing = weakref.ref(enclosing)
         fusion.adopt(linear)
     if all(enclosing is not linear for linear in linears):
         _swap(enclosing, Reentrant)
@@ -196,8 +182,10 @@ def detach(enclosing, linears):
             module.__class__ = base
             if "_old_forward" in module.__dict__:
                 module._old_forward = types.MethodType(base.forward, module)
-            module.__dict__.pop("_flce_linear", None)
-            if gathers := module.__dict__.pop("_flce_gathers", None):
+            gathers = module.__dict__.get("_flce_gathers")
+            for name in [name for name in module.__dict__ if name.startswith("_flce_")]:
+                del module.__dict__[name]
+            if gathers:
                 module.forward = gathers
 
 
@@ -211,6 +199,5 @@ def is_standard_linear(module):
 
 def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
-    linears = (module for module in model.modules() if isinstance(module, _Deferring))
-    fusions = (linear._flce_linear.fusion for linear in linears)
+    fusions = [fusion for module in model.modules() if (fusion := fusion_in(module)) is not None]
     return next((fusion for fusion in fusions if fusion.is_attached()), None)

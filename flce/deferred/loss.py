@@ -46,7 +46,7 @@ def _fused(node, target, cuts_weight, options, logits_function):
     chosen = _chosen(call, options)
 
     def run(sources):
-        made = record.from_sources(sources)
+        made = record._replace(sources=sources)
         reason = unfit(sources) or _unserved(sources, chosen) or unserved(made, target, chosen)
         if reason:
             call.fusion.fall_back(reason)

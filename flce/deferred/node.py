@@ -7,7 +7,7 @@ import torch
 from torch.compiler import is_compiling
 
 from . import steps
-from .reentry import call_through
+from .reentry import call_through, fusion_in
 
 
 class HeadCall:
@@ -140,7 +140,7 @@ class Node:
         call.check(call.loss_is_done or not call.requires_grad)
 
         def run(sources):
-            return steps.replayed(self.record.from_sources(sources), real_logits)
+            return steps.replayed(self.record._replace(sources=sources), real_logits)
 
         return call_through(self.record.sources, run)
 
@@ -171,7 +171,7 @@ class Node:
 
 def real_logits(linear, x):
     """The real logits; of a head that is not fused any more, too."""
-    return linear.compute_logits(x) if hasattr(linear, "_flce_linear") else linear(x)
+    return linear.compute_logits(x) if fusion_in(linear) is not None else linear(x)
 
 
 def node_of(value):

@@ -57,7 +57,7 @@ def _is_called_by_hook(proxy, node):
     is needed for their gradient: it passes every Tensor that a Module takes or returns through an
     autograd Function, which gathers the Module's own parameters before their backward."""
     is_traced = isinstance(proxy, TracedLogits)
-    if is_traced or not node.call.fusion.loss_is_inside() or _has_own_graph(proxy):
+    if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
     frame = sys._getframe(3)  # of __torch_function__'s caller
     if frame.f_globals.get("__name__") != _ZERO:

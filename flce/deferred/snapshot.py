@@ -14,7 +14,7 @@ class Snapshot:
     """
 
     def __init__(self, linear, x, weight, bias):
-        self.fusion, self.linear = linear._flce_linear.fusion, linear
+        self.fusion, self.linear = linear._flce_fusion, linear
         self.era = self.fusion.era
         self.parts = [_part("hidden states", x, False)]
         # Hooks may gather the weight, which changes it: then the era alone tells.

@@ -53,10 +53,6 @@ class Record(typing.NamedTuple):
         shape = (*sources[0].x.shape[:-1], self.shape[-1])
         return Record(sources, self.steps, shape, self.dtype)
 
-    def from_sources(self, sources):
-        """The record with other values in place of its sources'."""
-        return Record(sources, self.steps, self.shape, self.dtype)
-
 
 class Folded(typing.NamedTuple):
     """outer tanh(scale z + bias), or scale z + bias where outer is None, for classes [start, stop).

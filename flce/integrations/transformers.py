@@ -16,8 +16,8 @@ class FuseCallback(TrainerCallback):
     The model stays fused until `handle.remove()`; use a new callback for each Trainer.
 
     Args:
-        head, when, strict, **options: as in `flce.fuse`. when="always" serves label_smoothing_factor's
-            and compute_loss_func's calls of F.cross_entropy.
+        head, strict, **options: as in `flce.fuse`. when="always" serves a compute_loss_func that
+            calls F.cross_entropy.
 
     Attributes:
         handle: what `flce.fuse` returned last; None before the Trainer is made.
