@@ -8,6 +8,7 @@ import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import flce
 
@@ -120,6 +121,43 @@ def test_a_compiled_model_is_fused(when, was_called):
     assert abs(got[0] - expected[0]) <= 1e-6 * expected[0]
     for one, other in zip(got[1], expected[1], strict=True):
         assert (one - other).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("when", ["labels", "always"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_models_give_logits(when, strict):
+    class Exported(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model(USES["plain"])
+
+        def forward(self, ids):
+            return self.model(ids, labels=ids)
+
+    module = Exported()
+    expected = module(IDS)
+    with flce.fuse(module, when=when), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        made = torch.export.export(module, (IDS,), strict=strict).module()(IDS)
+    for got, one in zip(made, expected, strict=True):
+        assert (got - one).abs().max() <= 1e-6
+
+
+def test_a_checkpoint_in_a_graph():
+    """Nothing that flce notes there breaks the graph."""
+    model = Model(USES["plain"])
+
+    def of_rows(x):
+        return F.cross_entropy(model.lm_head(x)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+    def loss_of(ids):
+        return checkpoint(of_rows, model.embedding(ids), use_reentrant=False)
+
+    loss = loss_of(IDS)
+    with flce.fuse(model, when="always", strict=True):
+        got = torch.compile(loss_of, backend="aot_eager", fullgraph=True)(IDS)
+        got.backward()
+    assert abs(got - loss) <= 1e-6 * loss
 
 
 def test_a_replaced_head_of_a_compiled_model():

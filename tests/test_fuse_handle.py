@@ -235,6 +235,7 @@ def test_a_loss_without_labels_is_told(compiles):
             trained(model, loss_of)
             trained(model, without_labels)
         assert handle.losses and not handle.fallbacks
+    torch.compiler.reset()
     with flce.fuse(model, strict=True), pytest.raises(RuntimeError, match="called without labels"):
         trained(model, without_labels)
 

@@ -58,12 +58,13 @@ class Fusion:
     model is freed when its last reference goes, and a copy of a head is not a copy of the model.
     """
 
+    _graphs_exist = False  # of any Fusion: they may serve other models of the same classes
+
     def __init__(self, model, when, strict, options):
         self.when, self._strict, self.options = when, strict, options
         self._model, self._model_name = weakref.ref(model), type(model).__name__
         self._is_attached = False
-        # Attributes are set by compiled calls too. Counts are of graphs then, when they are traced.
-        self._model_was_called = self._head_is_called = self._gave_logits = self._has_loss = False
+        self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
         self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
         self._forget()
 
@@ -166,40 +167,50 @@ class Fusion:
                 self._is_attached = bool(self._places)
                 self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
 
-    # While torch.compile traces, it is called and not traced: what
-    # torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
-    _follow._dynamo_marked_constant = True
-
     def _begin(self, positions, model, args, kwargs):
-        if model is self.model:
+        if model is self.model and self._label_stack:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
         if not self._label_stack:
-            self._model_was_called, self._head_is_called = True, False
+            if not is_compiling():
+                self._model_was_called, self._head_is_called = True, False
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
             stay = [isinstance(_module_at(place), heads.Reentrant) for place in self._places]
             if not is_compiling() or not all(stay):
                 self._follow()
-        self._label_stack.append(_has_labels(positions, args, kwargs))
+        if not self._needs_no_labels():
+            self._label_stack.append(_has_labels(positions, args, kwargs))
 
     def _end(self, model, args, output):
+        if self._needs_no_labels():
+            return
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
-        # output is None where the forward raised.
+        # output is None where the forward raised. What a compiled graph calls is not known.
         if not had_labels or self._label_stack or output is None or not self._is_attached:
             return
-        if not self._head_is_called:
+        if not (is_compiling() or self._is_traced or self._head_is_called):
             reason = f"forward with labels did not call the head ({self._head_names()})"
             self.fall_back(reason, _NOT_CALLED)
+
+    def _needs_no_labels(self):
+        """In a checkpoint torch.compile lets nothing be changed that was there before."""
+        return self.when == "always" and is_compiling()
 
     def _head_names(self):
         return ", ".join([name for name, _, _ in self._places])
 
     def note_call(self, defers):
         """A head is called, and would defer or, being called without labels, does not."""
-        if defers:
+        if is_compiling():
+            self._note_traced(not defers and torch.is_grad_enabled())
+        elif defers:
             self._head_is_called = True
         elif torch.is_grad_enabled():
             self._gave_logits = True
+
+    def _note_traced(self, gave_logits):
+        self._is_traced = Fusion._graphs_exist = True
+        self._gave_logits = self._gave_logits or gave_logits
 
     def note_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
@@ -209,14 +220,16 @@ class Fusion:
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
         if any(id(p) in stepped or hasattr(p, "ds_id") for p in weights):
             self.era = object()
-        model = None if self._has_loss else self.model
+        model = None if self.losses else self.model
         if model is not None and any(id(p) in stepped for p in model.parameters()):
             self.tell_if_unused()
 
     def tell_if_unused(self):
         """After a step of training: warns if flce has computed no loss, and knows no reason."""
-        if not self._is_attached or self._has_loss or self.fallbacks:
+        if not self._is_attached or self.losses or self.fallbacks:
             return
+        if self._graphs_exist and not self._is_traced:
+            return  # a graph of another model may compute the loss
         names = self._head_names()
         if self._gave_logits:
             reason = f"the head ({names}) was called without labels in training"
@@ -238,8 +251,6 @@ class Fusion:
         count = sum(self.losses.values())
         parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
         parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
-        if not parts and self._has_loss:
-            return "losses without logits, by a graph that was compiled before"
         without_labels = ", calls without labels" if self._gave_logits else ""
         return ", ".join(parts) or "no loss computed yet" + without_labels
 
@@ -254,10 +265,8 @@ class Fusion:
         self.remove()
 
     def note_fused(self, record):
-        self._has_loss = True
         self._count_loss(steps.key_of(record))
 
-    # Traced, these would compile again for every value of a count.
     def _count_loss(self, key):
         name = steps.describe(key)
         is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
@@ -266,7 +275,10 @@ class Fusion:
     def note_read(self, name):
         self.reads[name] += 1
 
-    _count_loss._dynamo_marked_constant = note_read._dynamo_marked_constant = True
+    # Called while torch.compile traces, and not traced, as it would compile again for each count:
+    # what torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
+    for _function in (_follow, _note_traced, _count_loss, note_read):
+        _function._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
         """flce does not compute a loss because of `reason`: a warning the first time, or an error

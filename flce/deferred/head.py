@@ -77,7 +77,7 @@ def _try_to_defer(linear, args, kwargs):
     fusion = linear._flce_fusion
     is_on = fusion.is_on()
     fusion.note_call(is_on)
-    if kwargs or not is_on:
+    if kwargs or not is_on or (is_compiling() and _exports()):
         return False
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
@@ -87,6 +87,13 @@ def _try_to_defer(linear, args, kwargs):
     if reason := _obstacle(linear, x):
         fusion.fall_back(reason)
     return reason is None
+
+
+def _exports():
+    return torch.compiler.is_exporting()
+
+
+_exports._dynamo_marked_constant = True  # torch 2.10 traces is_exporting as True
 
 
 def _obstacle(linear, x):

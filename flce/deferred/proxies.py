@@ -1,6 +1,5 @@
 """What a caller holds in place of logits: a Tensor without memory."""
 
-import math
 import sys
 
 import torch
@@ -12,25 +11,17 @@ from .operations import HANDLERS
 from .reentry import enclosing_modules
 
 # Answered from the shape, dtype and device, while there are no real logits.
-_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex")
-_METHODS += ("element_size", "get_device", "__len__", "is_inference", "is_signed")
-_METHODS += ("is_conj", "is_neg")
-_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS}
+_METHODS = """size dim ndimension numel nelement is_floating_point is_complex element_size __len__
+is_inference is_signed is_conj is_neg"""
+_PROPERTIES = """shape dtype layout ndim itemsize nbytes is_leaf name is_sparse is_quantized is_nested
+is_mkldnn is_sparse_csr retains_grad output_nr _base _version _backward_hooks grad _grad"""
+_OF_DEVICE = "device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan"
+_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS.split()}
+_ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta")
-_PROPERTIES += ("is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "name")
-_PROPERTIES += ("is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf")
-_PROPERTIES += (
-    "retains_grad",
-    "output_nr",
-    "_base",
-    "_version",
-    "_backward_hooks",
-    "grad",
-    "_grad",
-)
-_ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
+_OF_DEVICE = {getattr(torch.Tensor, name).__get__ for name in _OF_DEVICE.split()}
+_OF_DEVICE |= {torch.Tensor.get_device}
 _ZERO = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -44,6 +35,9 @@ def dispatch(function, args, kwargs):
         node = node_of(args[0])
     if function is _DETACH and node is not None and _is_called_by_hook(args[0], node):
         return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
+    if function == _GRAD_FN and node.is_pending():
+        # That of HookedLogits is no way of a gradient.
+        return _own_graph(args[0]) if _has_own_graph(args[0]) else None
     if node is not None and node.is_pending() and not _has_own_graph(args[0]):
         _hook_gradient(args[0], node)
         result = _answered(function, node, args, kwargs)
@@ -85,8 +79,8 @@ def _answered(function, node, args, kwargs):
     if function == _REQUIRES_GRAD:
         # In the forward of a custom autograd Function, which saves what its backward needs.
         return node.call.requires_grad and not torch.is_grad_enabled()
-    if function == _GRAD_FN:
-        return None  # that of HookedLogits is no way of a gradient
+    if function in _OF_DEVICE:
+        return function(torch.empty(0, device=node.call.device))
     if function in _ANSWERED:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -125,11 +119,15 @@ def _has_own_graph(proxy):
     kind = type(proxy)
     if kind is TracedLogits:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
-        graph = proxy.grad_fn
+    graph = _own_graph(proxy)
     if graph is None:
         return kind is HookedLogits
     return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO
+
+
+def _own_graph(proxy):
+    with torch._C.DisableTorchFunctionSubclass():
+        return proxy.grad_fn
 
 
 class _Attached(torch.autograd.Function):
@@ -211,8 +209,8 @@ class HookedLogits(DeferredLogits):
 
 
 class TracedLogits(torch.Tensor):
-    """Deferred logits under torch.compile, which traces no wrapper: one number, expanded to the
-    logits' shape. NaN, for code that does not ask __torch_function__."""
+    """Deferred logits under torch.compile, which traces no wrapper. On the meta device: code that
+    does not ask __torch_function__ finds no values."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -224,8 +222,8 @@ def proxy_of(node):
     if not is_compiling():
         return DeferredLogits(node)
     _let_dynamo_know()
-    one = torch.full((1,), math.nan, dtype=node.record.dtype, device=node.call.device)
-    proxy = one.expand(node.shape).as_subclass(TracedLogits)
+    proxy = torch.empty(node.shape, dtype=node.record.dtype, device="meta")
+    proxy = proxy.as_subclass(TracedLogits)
     proxy._flce = node
     return proxy
 
