@@ -173,9 +173,9 @@ class Fusion:
         if not self._label_stack:
             if not is_compiling():
                 self._model_was_called, self._head_is_called = True, False
+                self._follow()
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
-            stay = [isinstance(_module_at(place), heads.Reentrant) for place in self._places]
-            if not is_compiling() or not all(stay):
+            elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
                 self._follow()
         if not self._needs_no_labels():
             self._label_stack.append(_has_labels(positions, args, kwargs))

@@ -13,8 +13,9 @@ from .reentry import enclosing_modules
 # Answered from the shape, dtype and device, while there are no real logits.
 _METHODS = """size dim ndimension numel nelement is_floating_point is_complex element_size __len__
 is_inference is_signed is_conj is_neg"""
-_PROPERTIES = """shape dtype layout ndim itemsize nbytes is_leaf name is_sparse is_quantized is_nested
-is_mkldnn is_sparse_csr retains_grad output_nr _base _version _backward_hooks grad _grad"""
+_PROPERTIES = """shape dtype layout ndim itemsize nbytes is_leaf name is_sparse is_quantized
+is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version grad _grad
+_backward_hooks"""
 _OF_DEVICE = "device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan"
 _ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS.split()}
 _ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}

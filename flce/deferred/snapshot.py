@@ -10,17 +10,24 @@ class Snapshot:
     Three things tell that they have changed. An optimizer's step begins another era of the Fusion,
     because fused optimizers do not raise `_version`. Other writes raise it, but torch.compile does
     not trace it and inference tensors have none. The rest, as writes through `.data`, changes some
-    of the elements in the sample.
+    of the elements in a sample.
     """
 
     def __init__(self, linear, x, weight, bias):
         self.fusion, self.linear = linear._flce_fusion, linear
         self.era = self.fusion.era
-        self.parts = [_part("hidden states", x, False)]
+        named = [("hidden states", x)]
         # Hooks may gather the weight, which changes it: then the era alone tells.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-            named = (("weight", weight), ("bias", bias))
-            self.parts += [_part(name, tensor, True) for name, tensor in named if _is_plain(tensor)]
+            named += [("weight", weight), ("bias", bias)]
+        self.parts = []  # (name, tensor, version or None, sample or None)
+        for name, tensor in named:
+            if not _is_plain(tensor):
+                continue
+            version = None if is_compiling() or tensor.is_inference() else tensor._version
+            samples = version is None or name != "hidden states"
+            sample = _few(name, tensor).clone() if samples else None
+            self.parts.append((name, tensor, version, sample))
 
     def change(self, compares):
         """What has changed, in words; None if nothing was seen to. compares: look at the samples
@@ -34,8 +41,7 @@ class Snapshot:
                 is_same = not _is_plain(current)
             else:
                 is_same = version is None or tensor._version == version
-                if is_same and compares and sample is not None:
-                    is_same = _equal(sample, name, tensor)
+                is_same = is_same and not (compares and _differs(sample, name, tensor))
             if not is_same:
                 return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
         return None
@@ -45,24 +51,16 @@ def _is_plain(tensor):
     return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not tensor.is_meta
 
 
-def _part(name, tensor, samples):
-    """(name, tensor, version or None, sample or None); a sample in any case if there is no
-    version."""
-    version = None if is_compiling() or tensor.is_inference() else tensor._version
-    sample = _few(name, tensor).clone() if samples or version is None else None
-    return name, tensor, version, sample
-
-
 def _few(name, tensor):
-    """An element of each row, or at most 31 x 31 of a weight."""
+    """An element of each row of the hidden states, at most 31 x 31 of a weight."""
     if name == "hidden states":
         return tensor.detach()[..., :1]
     return tensor.detach()[tuple([slice(None, None, max(n // 16, 1)) for n in tensor.shape])]
 
 
-def _equal(sample, name, tensor):
-    if sample.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True  # a graph cannot wait
+def _differs(sample, name, tensor):
+    if sample is None or (sample.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False  # a graph that is captured cannot wait
     now = _few(name, tensor)
     is_alike = (now.shape, now.dtype, now.device) == (sample.shape, sample.dtype, sample.device)
-    return is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True)
+    return not (is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True))
