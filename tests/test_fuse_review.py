@@ -227,6 +227,13 @@ def compiled_step(model):
     torch.compile(torch.optim.AdamW(model.parameters(), 0.1).step, backend="aot_eager")()
 
 
+def step_of_zero3(model):
+    """Its optimizers own copies; DeepSpeed marks the weights by ds_id, and writes to them later."""
+    model.lm_head.weight.ds_id = 0
+    copy = torch.nn.Parameter(torch.zeros(1))
+    torch.optim.SGD([copy]).step()
+
+
 def scaled_state(model):
     model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
 
@@ -254,6 +261,7 @@ CHANGES = {
     "AdamW": step("AdamW"),
     "compiled step": compiled_step,
     "step after freezing": frozen_late_steps,
+    "ZeRO-3's step": step_of_zero3,
     "bfloat16": lambda model: model.bfloat16(),
     "bfloat16 and back": lambda model: model.bfloat16().float(),
     "data": lambda model: model.lm_head.weight.data.mul_(1.1),

@@ -400,7 +400,8 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
 
     Args:
         model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
-            adapters if it has any (call fuse after get_peft_model), or any other.
+            adapters or without, or any other; also in torch.compile(model). A head that is put
+            in the place of a fused one later is fused by the model's next call.
         head: the head or its name, or a list of these; None asks get_output_embeddings() of the
             model and of those in it, and takes every nn.Linear whose name ends in "lm_head".
         when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
