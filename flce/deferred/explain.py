@@ -19,10 +19,9 @@ class Explanation:
         fusion = fusion_of(model)
         self.is_fused = fusion is not None
         found = heads_of(model)
-        if fusion is not None:
-            known = {id(module) for _, module in found}
-            given = [(name, module) for name, module, _ in fusion._attached]
-            found += [(name, module) for name, module in given if id(module) not in known]
+        known = {id(module) for _, module in found}
+        given = () if fusion is None else fusion._attached
+        found += [(name, module) for name, module, _ in given if id(module) not in known]
         self.heads, self.refused = [], []
         for name, module in found:
             reason = None if fusion_of(module) else why_not(module, linears_of(module))

@@ -32,6 +32,7 @@ _NOT_CALLED = (
     "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
     f"the model multiplies by the weight itself (F.linear), {BY_HAND}"
 )
+_NOT_COPIED = ("_model", "_linears", "_hooks", "_places", "_label_stack", "era")
 _fusions = weakref.WeakSet()
 
 
@@ -62,14 +63,14 @@ class Fusion:
 
     def __init__(self, model, when, strict, options):
         self.when, self._strict, self.options = when, strict, options
-        self._model, self._model_name = weakref.ref(model), type(model).__name__
-        self._is_attached = False
+        self._model_name, self._is_attached = type(model).__name__, False
         self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
         self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
-        self._forget()
+        self._begin_anew(weakref.ref(model))
 
-    def _forget(self):
-        """Sets what belongs to Modules and to calls in progress to nothing."""
+    def _begin_anew(self, model):
+        """Sets what belongs to Modules and to calls in progress, which _NOT_COPIED names."""
+        self._model = model
         self._linears, self._hooks = [], []  # weak references to each nn.Linear that has deferred
         self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
@@ -81,15 +82,11 @@ class Fusion:
 
     def __getstate__(self):
         """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
-        state = dict(self.__dict__)
-        for name in ("_model", "_linears", "_hooks", "_places", "_label_stack", "era"):
-            del state[name]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._model = _nothing
-        self._forget()
+        self._begin_anew(lambda: None)
 
     @property
     def model(self):
@@ -305,11 +302,6 @@ def _module_at(place):
     return getattr(module, "_orig_mod", module)
 
 
-def _nothing():
-    """In place of a weak reference: to no Module."""
-    return None
-
-
 def _is_label(name):
     return name == "labels" or name.endswith("_labels")
 
@@ -423,9 +415,10 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             without a head, a head that is fused already, or with strict=True a head that cannot be
             fused. Without strict it is left alone, with a warning.
         RuntimeError, from later calls: with strict=True, where logits would have to be made for a
-            loss; replicas of nn.DataParallel; logits that are read after the head's weight or input
-            has changed, where the weight is sharded, or written to before they are made, by code
-            that does not ask __torch_function__; a hook on logits whose loss was computed.
+            loss, and in a training step without a loss by flce; replicas of nn.DataParallel; logits
+            that are read after the head's weight or input has changed, where the weight is sharded,
+            or written to before they are made, by code that does not ask __torch_function__; a hook
+            on logits whose loss was computed without them.
     """
     _check_model(model)
     while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
