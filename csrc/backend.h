@@ -83,6 +83,24 @@ enum flce_coef_row {
   FLCE_COEF_ROWS
 };
 
+/* The facts that follow from the type of the device and the dtype of a call alone. */
+static inline void flce_facts_of_type(bool cpu, flce_dtype dtype, flce_facts* facts) {
+  if (cpu) {
+    /* torch's CPU GEMMs write the operands' dtype, and its float16 GEMM is slow. oneDNN's bfloat16
+     * GEMM on AMX reads each row of A up to the next multiple of 32 elements beyond k and
+     * multiplies the excess by zeros, so a NaN there becomes a NaN in the result. Hence the
+     * alignments. */
+    facts->row_alignment = FLCE_AMX_DEPTH * 2;
+    facts->input_alignment = dtype == FLCE_BF16 ? FLCE_AMX_DEPTH : 1;
+    facts->hidden_alignment = 1;
+    return;
+  }
+  facts->gemm_writes_f32 = facts->gemm_adds_bias = facts->gemm_f16 = true;
+  facts->hidden_alignment = flce_size_of(dtype) == 2 ? 8 : 1;
+  facts->row_alignment = 128; /* a cache line, and a row of a TMA box */
+  facts->multiprocessors = 1; /* at least: which device it is decides */
+}
+
 /* C[m,n] = 2^shift op(A) op(B) + beta C + bias, all row-major. */
 struct flce_gemm {
   int64_t m,          /* rows of C */

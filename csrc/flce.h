@@ -91,6 +91,7 @@ typedef enum flce_save {
   FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
   FLCE_SAVE_SAMPLES, /* the sampled gradient: lists of entries of E; the backward gathers with
                         them the rows of W and x, without a GEMM */
+  FLCE_SAVE_AUTO,    /* of a problem alone: flce_choose_strategy() takes one of the others */
 } flce_save;
 const char* flce_save_name(flce_save save);
 
@@ -148,14 +149,14 @@ static inline int64_t flce_sample_pitch(double eps) {
 #define FLCE_LOSS_NUMBERS(X)                                                    \
   /* s: the target becomes (1 - s) target + s/V */                              \
   X(label_smoothing, value >= 0.0 && value <= 1.0, "0 <= label_smoothing <= 1") \
-  /* C in C tanh(logit_scale z / C) */                                          \
-  X(softcap, value >= 0.0, "a positive number, or 0 for none")                  \
+  /* C in C tanh(logit_scale z / C); 0 for none */                              \
+  X(softcap, value >= 0.0, "a positive finite number or None")                  \
   /* multiplies z */                                                            \
   X(logit_scale, value != 0.0, "a finite number other than 0")                  \
   /* divides the logits of all rows after the softcap */                        \
-  X(temperature, value > 0.0, "a positive number")                              \
+  X(temperature, value > 0.0, "a positive finite number")                       \
   /* adds z_loss lse^2 to the loss of a row */                                  \
-  X(z_loss, value >= 0.0, "a number of at least 0")
+  X(z_loss, value >= 0.0, "a finite number of at least 0")
 
 /* The scalar parameters of the loss. Its tensors are in flce_tensors. */
 typedef struct flce_loss {
@@ -192,10 +193,11 @@ typedef struct flce_problem {
   flce_dtype logits_dtype;
   flce_reduction reduction; /* of the row losses */
   flce_save save;           /* what the forward keeps for the backward */
-  double gradient_eps;      /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
-  bool want_grad_input,     /* dX is needed */
-      want_grad_weight,     /* dW is needed */
-      want_grad_bias;       /* db is needed */
+  bool sampled;         /* the gradient is sampled: save is samples, or auto before the choice */
+  double gradient_eps;  /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
+  bool want_grad_input, /* dX is needed */
+      want_grad_weight, /* dW is needed */
+      want_grad_bias;   /* db is needed */
   /* The backward adds dW to the contents of the caller's grad_weight, whose padding rows it leaves
    * unchanged. Not for save=grads, whose forward already computes dW. */
   bool adds_grad_weight;
@@ -210,6 +212,9 @@ typedef struct flce_problem {
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */
   bool wants_statistics;
+  /* For the choice of save=auto: lse or entropy are outputs that may be differentiated; the
+   * backward adds dW to a gradient of the caller's; the call is part of a compiled graph. */
+  bool differentiates_outputs, accumulates, traced;
   bool has_temperature; /* a temperature for each row is given */
   bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
   /* With ranks > 1 the vocabulary is sharded over so many ranks (core/shards.c). W, b, dW and db
@@ -452,12 +457,42 @@ typedef struct flce_plan {
   flce_collective collectives[FLCE_COLLECTIVES]; /* by flce_collective_id; 0 without ranks */
 } flce_plan;
 
+/* valid_vocab: not given. */
+#define FLCE_ABSENT INT64_MIN
+
+/* What save=auto is: a strategy for at most few_rows rows, one for at most some_rows, one for more.
+ */
+typedef struct flce_strategy {
+  flce_save few, some, many;
+  int64_t few_rows, some_rows;
+} flce_strategy;
+
+/* Pure. The strategies of a problem whose `rows` are not read; all three are the same unless save
+ * is auto. */
+void flce_choose_strategy(const flce_problem* problem, const flce_facts* facts,
+                          flce_strategy* strategy);
+
+static inline flce_save flce_strategy_of(const flce_strategy* strategy, int64_t rows) {
+  if (rows <= strategy->few_rows) return strategy->few;
+  return rows <= strategy->some_rows ? strategy->some : strategy->many;
+}
+
+/* A rank's problem if the classes were divided equally: what the ranks have to agree on is decided
+ * for it. The problem itself if the vocabulary is not sharded. */
+flce_problem flce_equal_share(const flce_problem* problem);
+
+/* Sets problem->vocab and, where the vocabulary is sharded, first_class and classes, from the
+ * `start` and `vocab` of VocabParallel, -1 for None, and valid_vocab, or FLCE_ABSENT. A group of
+ * one rank becomes no group. */
+flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t vocab,
+                              int64_t valid_vocab);
+
 /* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_loss* loss);
 
-/* The facts of the backend for `problem`, and the plan. Where the vocabulary is sharded, what the
- * ranks have to agree on (the chunks of the forward, the order of its rows) is decided for a rank
- * with an equal share of the classes. No allocation. */
+/* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
+ * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order
+ * of its rows) is decided for a rank with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 
@@ -469,6 +504,20 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
 /* Writes the plan as text, at most `size` bytes including the terminating 0. Returns the length of
  * the whole text without the 0, as snprintf does. */
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
+
+/* Pure. Sets the fields of a plan that depend neither on rows nor on sizes of buffers: form, dtypes,
+ * leading dimensions. plan->save is set. */
+void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
+
+/* Writes the plan's integers to `values`, unless that is NULL, and returns their number: the fields
+ * in flce_plan_names(), then the bytes of the buffers, then forward, backward and bytes of each
+ * collective. */
+int64_t flce_plan_values(const flce_plan* plan, int64_t* values);
+/* Three lists of names, separated by '/': fields, buffers, collectives and their kinds. */
+const char* flce_plan_names(void);
+/* FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range, or if options that exclude
+ * each other are combined. */
+flce_status flce_check_problem(const flce_problem* problem);
 
 /* ---- engine ---- */
 

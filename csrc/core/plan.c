@@ -204,7 +204,7 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   return facts->fused_writes_z && !gives_e;
 }
 
-static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
@@ -530,7 +530,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   FLCE_TRY(flce_check_problem(problem));
   plan->save = problem->save;
   plan->rows = problem->rows;
-  choose_dtypes(problem, facts, plan);
+  flce_choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
   if (plan->save != FLCE_SAVE_SAMPLES && makes_gradients(problem)) split_dw(problem, facts, plan);
   list_outputs(problem, plan);
@@ -555,22 +555,30 @@ static flce_status ask_facts(const flce_backend* backend, const flce_problem* pr
   return status == FLCE_OK ? status : flce_fail(status, "%s", backend->last_error());
 }
 
+flce_problem flce_equal_share(const flce_problem* problem) {
+  flce_problem equal = *problem;
+  if (!flce_is_sharded(problem)) return equal;
+  equal.vocab = equal.weight_rows = ceil_div(problem->classes, problem->ranks);
+  equal.rank = equal.first_class = 0;
+  equal.unaligned = equal.weight_unaligned = false;
+  return equal;
+}
+
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
                            flce_plan* plan) {
-  flce_problem problem = *given;
+  FLCE_TRY(flce_check_problem(given));
+  flce_problem problem = *given, equal = flce_equal_share(given);
   flce_facts facts = {0};
-  if (flce_is_sharded(given)) {
-    FLCE_TRY(flce_check_shard(given));
-    flce_problem equal = problem;
-    equal.vocab = equal.weight_rows = ceil_div(problem.classes, problem.ranks);
-    equal.rank = equal.first_class = 0;
-    equal.unaligned = equal.weight_unaligned = false;
-    FLCE_TRY(ask_facts(backend, &equal, &facts));
-    equal.gathers = facts.skips_rows;
-    FLCE_TRY(flce_plan_make(&equal, &facts, plan));
-    problem.gathers = plan->gathers;
-    problem.chunk_rows = plan->chunk_rows;
-  }
+  flce_strategy strategy;
+  equal.save = flce_known_strategy(given);
+  FLCE_TRY(ask_facts(backend, &equal, &facts));
+  flce_choose_strategy(&equal, &facts, &strategy);
+  problem.save = equal.save = flce_strategy_of(&strategy, problem.rows);
+  if (!flce_is_sharded(given)) return flce_plan_make(&problem, &facts, plan);
+  equal.gathers = facts.skips_rows;
+  FLCE_TRY(flce_plan_make(&equal, &facts, plan));
+  problem.gathers = plan->gathers;
+  problem.chunk_rows = plan->chunk_rows;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
   return flce_plan_make(&problem, &facts, plan);
 }

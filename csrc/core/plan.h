@@ -22,9 +22,9 @@ static const double kAddsPerByte = 80.0;
 /* Of a GEMM's tiles: chunks are whole tiles if they are larger. */
 enum { TILE_ROWS = 128, TILE_COLUMNS = 256 };
 
-/* check.c: FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range. */
-flce_status flce_check_problem(const flce_problem* problem);
-flce_status flce_check_shard(const flce_problem* problem); /* called by flce_check_problem too */
+/* strategy.c: the strategy where neither rows nor facts decide it, else auto. */
+flce_save flce_known_strategy(const flce_problem* problem);
+
 
 /* ---- a sharded vocabulary ---- */
 

@@ -87,16 +87,9 @@ static flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
-  /* torch's CPU GEMMs write the operands' dtype, and its float16 GEMM is slow. oneDNN's bfloat16
-   * GEMM on AMX reads each row of A up to the next multiple of 32 elements beyond k and multiplies
-   * the excess by zeros, so a NaN there becomes a NaN in the result. Hence the alignments. */
-  *out = (flce_facts){.gemm_writes_f32 = false,
-                      .gemm_f16 = false,
-                      .row_alignment = FLCE_AMX_DEPTH * 2,
-                      .input_alignment = problem->dtype == FLCE_BF16 ? FLCE_AMX_DEPTH : 1,
-                      .hidden_alignment = 1,
-                      .order_bytes = flce_cpu_order_bytes(problem->tokens),
+  *out = (flce_facts){.order_bytes = flce_cpu_order_bytes(problem->tokens),
                       .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
+  flce_facts_of_type(true, problem->dtype, out);
   if (problem->save == FLCE_SAVE_SAMPLES)
     out->sample_bytes = flce_cpu_sample_bytes(problem->rows, problem->vocab, problem->gradient_eps);
   return FLCE_OK;

@@ -39,7 +39,7 @@ static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
 
 static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;
+  flce_facts_of_type(false, given->dtype, facts);
   const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
   int major, minor, multiprocessors;
   FLCE_TRY(check_cuda(
@@ -50,10 +50,6 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
   facts->multiprocessors = multiprocessors;
-  facts->row_alignment = 128; /* bytes: a cache line, and a row of a TMA box */
-  facts->gemm_writes_f32 = true;
-  facts->gemm_adds_bias = true;
-  facts->gemm_f16 = true;
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = facts->sample_bytes = 0;

@@ -2,13 +2,13 @@
  * functional collectives have no stable type: flce/collectives.py implements operators for them.
  * Where the GPUs can read each other's memory, it also allocates symmetric memory, and
  * cuda/peers.cu copies. */
-#ifndef FLCE_OP_COMM_H
-#define FLCE_OP_COMM_H
+#ifndef FLCE_BINDING_COLLECTIVES_H
+#define FLCE_BINDING_COLLECTIVES_H
 
-#include "binding/torch_device.h"
+#include "binding/device.h"
 #include "comm.h"
 
-namespace {
+namespace flce {
 
 #define COMM_SCHEMA "(str group, int id, Tensor(a!) received, Tensor sent) -> ()"
 
@@ -196,6 +196,6 @@ class Collectives {
   flce_comm table_;
 };
 
-}  // namespace
+}  // namespace flce
 
 #endif

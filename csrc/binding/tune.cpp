@@ -1,6 +1,10 @@
 /* The operators that flce.tune calls: list the recorded GEMMs, list a GEMM's candidate algorithms,
  * time one, select one. */
-#include "binding/torch_device.h"
+#include <torch/csrc/stable/library.h>
+
+#include "binding/device.h"
+
+namespace flce {
 
 namespace {
 
@@ -90,3 +94,5 @@ STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
   m.impl("gemm_candidates", TORCH_BOX(&gemm_candidates));
   m.impl("gemm_use", TORCH_BOX(&gemm_use));
 }
+
+}  // namespace flce
