@@ -4,7 +4,6 @@ outputs. Also the operators `torch.ops.flce.linear_cross_entropy` and `cross_ent
 formula, as autograd records the operators that they call.
 """
 
-import functools
 import math
 import sys
 
@@ -179,16 +178,12 @@ def target_shape(made, target):
     return target.shape[:-1] if target.is_floating_point() else target.shape
 
 
-@functools.cache
-def _never_traced():
-    return torch._disable_dynamo(linear_cross_entropy_of)
-
-
 def linear_cross_entropy_untraced(*args):
     """Not traced: after a graph break at accumulate.refuse_tracing torch.compile would trace it.
     Without torch.compile nothing traces, and importing it would take a second."""
-    call = _never_traced() if "torch._dynamo" in sys.modules else linear_cross_entropy_of
-    return call(*args)
+    if "torch._dynamo" not in sys.modules:
+        return linear_cross_entropy_of(*args)
+    return torch._disable_dynamo(linear_cross_entropy_of)(*args)
 
 
 def cross_entropy_of(logits, target, given):
