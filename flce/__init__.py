@@ -14,10 +14,10 @@ except ImportError as error:
 
 from . import reference
 from .deferred import explain, fuse
+from .distributed import VocabParallel
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
-from .parallel import VocabParallel
 from .plan import Plan, plan
 from .targets import num_items
 from .tune import TunedProduct, Tuning, tune
@@ -50,7 +50,7 @@ def __getattr__(name):
     """Imports flce.compat and flce.integrations on first access, because they depend on flce, and
     VocabParallelHead, because of what it imports."""
     if name == "VocabParallelHead":
-        return importlib.import_module(".style", __name__).VocabParallelHead
+        return importlib.import_module(".distributed.vocab_parallel_head", __name__).VocabParallelHead
     if name in ("compat", "integrations"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from .targets import shifted_target
 before_sharded_call = None
 _matmul = torch.backends.cuda.matmul
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
-_COUNTED = -1  # csrc/binding/call.h: kCountedRows
+COUNTED = -1  # csrc/binding/call.h: kCountedRows
 # Each rank draws with a key of its own, because the draws of the ranks' classes in a row have to be
 # independent. Its multiples wrap as int64, and differ.
 _SEED_STEP = 0x9E3779B97F4A7C15 >> 1
@@ -30,15 +30,14 @@ def is_traced():
     return is_compiling() or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
 
 
-def _autocast(device_type):
-    """The index in DTYPES of the dtype to which autocast casts; -1 if it is off."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return -1
-    return DTYPES.index(torch.get_autocast_dtype(device_type))
+def autocast_dtype(device_type):
+    """The dtype to which autocast casts the GEMMs' operands; None if it is off."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def _rows(packed, target):
-    """The operator's `rows`: None for all, _COUNTED to count on the CPU, else a bound."""
+    """The operator's `rows`: None for all, COUNTED to count on the CPU, else a bound."""
     bound = packed.valid_bound
     if target.is_floating_point():
         if bound is not None:
@@ -47,7 +46,7 @@ def _rows(packed, target):
         return None
     if target.is_cpu and (bound is None or bound == "count"):
         # Without values to count the operator has memory for all.
-        return None if type(target) is not torch.Tensor or is_traced() else _COUNTED
+        return None if type(target) is not torch.Tensor or is_traced() else COUNTED
     if bound is None:
         return None
     if bound == "count" or (target.is_cuda and validate.checks_more()):
@@ -106,7 +105,7 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
         # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
         outputs[3] = right / sums[autograd.SCALAR_VALID].clamp(min=1.0)
-        if bound is not None and bound != _COUNTED:
+        if bound is not None and bound != COUNTED:
             outputs[3] = outputs[3].masked_fill(sums[autograd.SCALAR_VALID] > bound, math.nan)
     if wanted.predictions:
         outputs[4] = predictions
@@ -122,12 +121,26 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
     return outputs
 
 
+def check_options(given, rows, hidden=8):
+    """The checks of options that need no tensor; `rows`: of linear_weight on this rank."""
+    packed, _ = split(given)
+    accumulates = packed.accumulate_into is not None
+    integers = packed.integers(1 << 30, False, -1, 0, accumulates, False, True, True, False, False)
+    # Which ones are allowed depends on the operands' dtype.
+    integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
+    sizes = 1, 0, hidden, rows, 0, *(DTYPES.index(torch.float32),) * 2, -1, -1, 0
+    lists = {"valid_vocab": packed.valid_vocab, "integers": integers, "numbers": packed.numbers}
+    return autograd.describe_sizes(*sizes, **lists)
+
+
 def linear_cross_entropy_of(input, linear_weight, target, given):
     """The outputs, None for those that are not wanted. `given`: the options by name that are not
     their default."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
-    autocast = _autocast(input.device.type) if torch._C._is_any_autocast_enabled() else -1
+    autocast = -1
+    if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(input.device.type)):
+        autocast = DTYPES.index(dtype)
     frozen = 0
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
@@ -144,9 +157,10 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     accumulates = packed.accumulate_into is not None and needs[1]
     accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
     if packed.shift or "cu_seqlens" in tensors:
-        target = shifted_target(target, packed, tensors.get("cu_seqlens"))
+        target = shifted_target(
+            target, packed.shift, tensors.get("cu_seqlens"), packed.ignore_index
+        )
     _check_loss_tensors(packed, tensors, target)
-    validate.check_target_range(target, packed, weight)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, input)
     rows = _rows(packed, target)
@@ -158,6 +172,10 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
+    if target.is_cuda and validate.checks_more() and not target.is_floating_point():
+        found = autograd.described(input, weight, target, bias, lists)
+        classes = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
+        validate.check_target_range(target, classes, packed.ignore_index)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = autograd.with_strategy(input, weight, target, bias, lists)
@@ -193,7 +211,8 @@ def cross_entropy_of(logits, target, given):
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *tensors.values())
     _check_loss_tensors(packed, tensors, target)
-    validate.check_target_range(target, packed, logits.mT if logits.dim() > 1 else logits)
+    if target.is_cuda and validate.checks_more() and not target.is_floating_point():
+        validate.check_target_range(target, logits.shape[-1], packed.ignore_index)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, logits)
     differentiable = torch.is_grad_enabled() and logits.requires_grad

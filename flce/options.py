@@ -76,6 +76,43 @@ OPTIONS = {
 }
 
 
+class Options(typing.TypedDict, total=False):
+    """The types of the options, for type checkers; OPTIONS has the rest."""
+
+    linear_bias: torch.Tensor | None
+    adapter_input: torch.Tensor | None
+    adapter_weight: torch.Tensor | None
+    weight: torch.Tensor | None
+    reduction: typing.Literal["none", "mean", "sum"]
+    ignore_index: int | None
+    label_smoothing: float
+    options: object
+    softcap: float | None
+    logit_scale: float
+    temperature: float | torch.Tensor
+    z_loss: float
+    token_weight: torch.Tensor | None
+    num_items: float | torch.Tensor | None
+    shift: int
+    cu_seqlens: torch.Tensor | None
+    valid_vocab: int | None
+    valid_bound: int | typing.Literal["count"] | None
+    accum_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    save: typing.Literal["auto", "logits", "grads", "stats"]
+    max_memory: int | str | None
+    accumulate_into: typing.Literal["grad", "main_grad"] | None
+    gradient: typing.Literal["exact", "sampled"]
+    gradient_eps: float
+    vocab_parallel: object
+    gradient_seed: int | torch.Tensor | None
+    return_lse: bool
+    return_entropy: bool
+    return_accuracy: bool
+    return_predictions: bool
+    return_z_loss: bool
+
+
 class LinearCrossEntropyOutput(typing.NamedTuple):
     """The loss and the requested outputs; None for the others.
 
@@ -249,6 +286,13 @@ def _shard(text):
     except ValueError:
         pass
     return refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
+
+
+def all_classes(vocab_parallel, rows):
+    """(number of all classes, of ranks) where this rank's linear_weight has `rows` rows."""
+    _, shard = _shard(getattr(vocab_parallel, "text", vocab_parallel))
+    ranks, vocab = max(shard[0], 1), shard[3]
+    return (vocab if vocab >= 0 else ranks * rows), ranks
 
 
 class Packed:

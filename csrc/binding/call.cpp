@@ -190,8 +190,9 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   choose_dtypes(arguments.options, problem);
   std::string first = "input";
   if (scatters) first = "the inputs of " + std::to_string(ranks) + " ranks (sequence=True)";
-  bool sharded = flce_is_sharded(problem);
-  bind_loss(loss, sharded ? problem->classes : problem->weight_rows, first, &call);
+  int64_t classes = arguments.options.vocab; /* of all ranks, padding included */
+  if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
+  bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
   return call;
 }

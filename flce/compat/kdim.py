@@ -7,7 +7,7 @@ import torch
 
 import flce
 
-from ..strategy import resolve_max_memory, stat_dtype
+from ..options import default_memory, parse_bytes
 from ..validate import check_tensor
 
 
@@ -46,7 +46,7 @@ def k_dimensional(input, linear_weight, target, *, linear_bias, weight, reductio
     options["max_memory"] = _share_of_memory(options.get("max_memory"), linear_weight, shape)
     options |= {"weight": weight, "reduction": reduction}
     if reduction == "mean":
-        stat = stat_dtype(input.dtype)
+        stat = torch.float64 if input.dtype == torch.float64 else torch.float32
         ignore_index = options["ignore_index"]
         options["num_items"] = _denominator(target, weight, ignore_index, math.prod(shape), stat)
     losses = [
@@ -114,7 +114,7 @@ def _share_of_memory(max_memory, linear_weight, shape):
     """One position's part of the memory bound, at least one row of its logits."""
     if max_memory is None and torch.compiler.is_compiling():
         return None  # cannot query memory while tracing: each position gets all of it
-    whole = resolve_max_memory(max_memory, linear_weight.device)
+    whole = parse_bytes(max_memory) if max_memory else default_memory(linear_weight.device)
     row = 8 * (linear_weight.shape[0] + 15)  # bytes of float64, padded to 128 bytes
     return max(whole // math.prod(shape[1:]), row)
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import flce
 from flce.options import DTYPES
-from flce.signature import autocast_dtype
+from flce.composite import autocast_dtype
 
 _REDUCTIONS = ("mean", "sum", "none")
 

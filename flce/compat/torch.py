@@ -8,7 +8,7 @@ from torch import nn
 
 import flce
 
-from ..strategy import from_torch_options
+from ..functional import from_torch_options
 from ..validate import check_tensor
 from .kdim import k_dimensional
 

@@ -1,7 +1,7 @@
 """Heads of transformers' tensor parallelism: an nn.Linear whose weight is a DTensor sharded by
 classes, and whose `forward` gathers the logits. Their losses are computed without that."""
 
-from ..dtensor import is_dtensor
+from ..distributed.dtensor import is_dtensor
 from . import steps
 
 _STYLES = "transformers.distributed.tensor_parallel"

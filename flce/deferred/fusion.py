@@ -11,9 +11,8 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .. import validate
-from ..options import OPTIONS, completed, defaults
-from ..strategy import parse_bytes
+from .. import composite
+from ..options import OPTIONS, completed
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
@@ -335,16 +334,7 @@ def _label_positions(model):
 def _check_options(options):
     known = {name: OPTIONS[name].default for name in _OPTIONS}
     completed("flce.fuse", known, options)
-    values = {**defaults(), **options}
-    validate.check_choices(values)
-    validate.check_scalars(values)
-    for name in ("accum_dtype", "logits_dtype"):
-        validate.check_dtype_type(name, values[name])
-        if values[name] is not None:
-            validate.check_float(name, values[name])
-    validate.check_valid_bound(values["valid_bound"])
-    if options.get("max_memory") is not None:
-        parse_bytes(options["max_memory"])
+    composite.check_options(options, 1 << 20)
 
 
 def _check_model(model):

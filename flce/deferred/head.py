@@ -9,7 +9,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from .. import validate
-from ..dtensor import is_dtensor
+from ..distributed.dtensor import is_dtensor
 from . import proxies, reentry, steps
 from .divided import gathering_forward
 from .node import HeadCall, Node

@@ -5,7 +5,7 @@ import inspect
 import torch
 
 import flce
-from flce.signature import autocast_dtype
+from flce.composite import autocast_dtype
 
 from ._operands import in_dtype_of
 from ._rebind import Installation, is_ours

@@ -1,4 +1,4 @@
-"""The collectives of a sharded vocabulary: the operators that csrc/binding/op_comm.h calls while an
+"""The collectives of a sharded vocabulary: the operators that csrc/binding/binding/collectives.h calls while an
 operator of flce runs. A collective begins on the current stream and is asynchronous until waited
 for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
-from . import parallel, validate
-from ._C import call_keeping, getenv
-from .autograd import library
+from .. import validate
+from .._C import call_keeping, getenv
+from ..autograd import library
 
 _in_flight = threading.local()  # forward and backward run in different threads
 _IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan
@@ -35,51 +35,50 @@ def _group(name):
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def check_group(shard):
-    """Refuses a VocabShard of another rank or process, as a pickle may have."""
+def check_group(name, rank, ranks):
+    """Refuses a VocabParallel of another rank or process, as a pickle may have."""
     try:
-        group = _group(shard.group)
+        group = _group(name)
     except RuntimeError as error:
         if not _is_of_torch(error):
             raise
-        validate.refuse("vocab_parallel", "a group of this process", repr(shard.group))
-    given, present = (shard.rank, shard.ranks), (dist.get_rank(group), dist.get_world_size(group))
-    if given != present:
+        validate.refuse("vocab_parallel", "a group of this process", repr(name))
+    present = (dist.get_rank(group), dist.get_world_size(group))
+    if (rank, ranks) != present:
         expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
-        validate.refuse("vocab_parallel", expected, "that of rank {} of {}".format(*given))
+        validate.refuse("vocab_parallel", expected, f"that of rank {rank} of {ranks}")
 
 
-def _communicates(group, tensor):
-    """Whether ranks can exchange objects: not where the tensors or the group are fake, nor while a
-    CUDA graph is captured."""
+def compares(name, tensor):
+    """Whether the ranks compare a call, which exchanges objects: in a group's first one and with
+    FLCE_CHECK=1, but not where the tensors or the group are fake, nor while a CUDA graph is
+    captured."""
+    group = _group(name)
+    if group in _compared and not validate.checks_more():
+        return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
     return dist.get_backend(group) != "fake" and detect_fake_mode((tensor,)) is None
 
 
-def compare(shard, linear_weight, options):
-    """Compares the class ranges of all ranks in a group's first call, and with FLCE_CHECK=1 in
-    every call: all ranks have to take part in the same calls. `options`: what else to compare, as
-    parallel.check_options takes it; or None."""
-    group = _group(shard.group)
-    compares = group not in _compared or validate.checks_more()
-    if not compares or not _communicates(group, linear_weight):
-        return
-    gathered = [None] * shard.ranks
-    own = (shard.start, shard.vocab, len(linear_weight)), options
-    device = linear_weight.device  # NCCL exchanges objects through the current device
+def gathered(name, device, own):
+    """What each rank has given as `own`, by rank."""
+    group = _group(name)
+    found = [None] * dist.get_world_size(group)
+    # NCCL exchanges objects through the current device.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        dist.all_gather_object(gathered, own, group=group)
-    ranges, options = zip(*gathered, strict=True)
-    parallel.check_ranges(shard, ranges)
-    parallel.check_options(options)
-    _compared.add(group)
+        dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def mark_compared(name):
+    _compared.add(_group(name))
 
 
 def _all_gather(group, id, received, sent):
     # No later call compares class ranges. Where this call is of a compiled graph, a rank that falls
     # back to eager would compare them alone.
-    _compared.add(_group(group))
+    mark_compared(group)
     work = _all_gather_single(received, sent, group=_group(group), async_op=True)
     _works()[group, id] = work
 
@@ -95,7 +94,7 @@ def _wait(group, id):
 
 def _abandon():
     # A thread runs one operator at a time. Without their Works the collectives keep their memory
-    # until they have ended (op_comm.h), and no longer.
+    # until they have ended (binding/collectives.h), and no longer.
     _works().clear()
 
 

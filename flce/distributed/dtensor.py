@@ -3,7 +3,7 @@ from their placements. A plain call pays for a comparison of types."""
 
 import torch
 
-from . import validate
+from .. import validate
 
 _ROWS = ("input", "adapter_input")
 _CLASSES = ("linear_weight", "linear_bias", "adapter_weight")
@@ -27,13 +27,6 @@ def is_dtensor(value):
     return type(value).__name__ == "DTensor"
 
 
-def has_dtensors(operands, settings):
-    """Whether the call has a DTensor among `operands` (input, linear_weight, target) or options."""
-    if any(map(is_dtensor, operands)):
-        return True
-    return any(is_dtensor(settings.get(name)) for name in _OPTIONS)
-
-
 def _shown(value):
     if not is_dtensor(value):
         return "a plain tensor" if isinstance(value, torch.Tensor) else repr(value)
@@ -45,7 +38,7 @@ def _check_call(given, settings):
     """Refuses calls whose placements do not say how the vocabulary is sharded, or that also give
     vocab_parallel."""
     weight, input = given["linear_weight"], given["input"]
-    if settings["vocab_parallel"] is not None:
+    if settings.get("vocab_parallel") is not None:
         which = next(name for name, value in given.items() if is_dtensor(value))
         got = f"{settings['vocab_parallel']!r} with a DTensor as {which}"
         validate.refuse("vocab_parallel", "None with DTensors, or to_local() operands", got)
@@ -59,7 +52,7 @@ def _check_call(given, settings):
     if weight.device_mesh.ndim != 1:
         expected = "a DTensor on a mesh of one dimension, that of the vocabulary"
         validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_REMEDIES}")
-    accumulates = settings["accumulate_into"] is not None and weight.requires_grad
+    accumulates = settings.get("accumulate_into") is not None and weight.requires_grad
     if accumulates and torch.is_grad_enabled():
         got = f"{_shown(weight)}; use accumulate_into=None"
         validate.refuse("accumulate_into", "a plain tensor as linear_weight", got)
@@ -91,7 +84,7 @@ def local_call(operands, settings):
     from .parallel import VocabParallel
 
     given = dict(zip(_OPERANDS, operands, strict=True))
-    given |= {name: settings[name] for name in _OPTIONS}
+    given |= {name: settings.get(name) for name in _OPTIONS}
     _check_call(given, settings)
     input, weight = given["input"], given["linear_weight"]
     mesh, vocab, tokens = weight.device_mesh, weight.shape[0], input.placements

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from . import validate
+from .. import validate
+from ..modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .dtensor import is_dtensor
-from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 
 
 class VocabParallelHead(ParallelStyle):
