@@ -210,9 +210,9 @@ def default_memory(device):
 LAYOUT = 6  # raise it together with kLayout of csrc/binding/options.h
 NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "gradient_eps")
 # What a call adds to the options: autocast's dtype, the size of an adapter's join, global state.
-_OF_CALL = ("max_memory", "saves_memory", "autocast", "frozen_hidden", "accumulates", "traced")
+OF_CALL = ("max_memory", "saves_memory", "autocast", "frozen_hidden", "accumulates", "traced")
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
-_OF_CALL += (*GRADIENTS, "allow_tf32")
+OF_CALL += (*GRADIENTS, "allow_tf32")
 SHARD = ("ranks", "rank", "start", "vocab")  # of a flce.VocabParallel
 SHARD += ("input_is_sharded", "partial_grad_input", "wide_terms")
 INTEGERS = ("reduction", "ignore_index", "accum_dtype", "logits_dtype", "save", "max_memory")
@@ -323,7 +323,7 @@ class Packed:
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
-        values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(_OF_CALL, 0)
+        values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(OF_CALL, 0)
         wanted = self.wanted
         values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
@@ -340,10 +340,10 @@ class Packed:
         return default_memory(device), True
 
     def integers(self, *of_call):
-        """The list of integers; `of_call`: the values of _OF_CALL."""
+        """The list of integers; `of_call`: the values of OF_CALL."""
         found = self._lists.get(of_call)
         if found is None:
-            values = self._values | dict(zip(_OF_CALL, of_call, strict=True))
+            values = self._values | dict(zip(OF_CALL, of_call, strict=True))
             found = (*(int(values[name]) for name in INTEGERS), LAYOUT)
             if len(self._lists) < 64:
                 self._lists[of_call] = found
