@@ -10,11 +10,12 @@ import re
 import typing
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import register_flop_formula
 
 from .options import CHOICES, DTYPES, GRADIENTS, replaced, value_of
-from .validate import check_tensor, refuse_vmap
+from .validate import check_same_device, check_tensor, refuse, refuse_vmap
 
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
@@ -129,6 +130,7 @@ def _fake_gradients(input, linear_weight, linear_bias, integers, found):
 
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     operands = input, linear_weight, target, linear_bias
+    _check_devices("forward", *operands, *rest[:5])
     lists = with_strategy(*operands, _lists_of(rest[5:]))
     _, rows, integers, _, _ = lists
     found = described(*operands, lists)
@@ -144,6 +146,12 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     return *made, saved, *grads
 
 
+def _check_devices(name, input, *others):
+    for argument, tensor in zip(getattr(inner, name).default._schema.arguments[1:], others, strict=False):
+        if tensor is not None:
+            check_same_device(argument.name, tensor, "input", input)
+
+
 def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
     lists = _lists_of(rest[6:])
     found = described(input, linear_weight, target, linear_bias, lists)
@@ -152,7 +160,7 @@ def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear
 
 def _fake_cross_entropy_forward(logits, target, *rest):
     if logits.shape[-1] < 1:
-        raise ValueError("logits: expected at least one class, got 0")
+        refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return _fake_loss(target, rest[4], dtype, True)
 
@@ -371,7 +379,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight = linear_weight if gemm_weight is None else gemm_weight
         arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
         # What "auto" was shows in the outputs.
-        ctx.save = "stats"
+        ctx.save = "nothing" if stats is None else "stats"
         if saved is not None:
             ctx.save = "samples" if saved.dtype == torch.int32 else "logits"
         elif any(grad is not None for grad in grads):
@@ -544,34 +552,35 @@ library.impl("backward_into", _backward_into_bumping_version, "ADInplaceOrView")
 # ---- FLOPs, for torch.utils.flop_counter ----
 
 
-def _gemm_flops(input, linear_weight, lists, gemms):
+def _gemm_flops(input, linear_weight, target, lists, gemms):
     """Of GEMMs as large as that of the logits, over the rows that are computed."""
     valid_vocab, rows, integers, _, _ = lists
-    ranks = value_of(integers, "ranks")
-    vocab = linear_weight[0] if valid_vocab is None or ranks else valid_vocab
-    if rows is None or rows < 0:
-        rows = math.prod(input[:-1]) * (ranks if value_of(integers, "input_is_sharded") else 1)
-    return 2 * gemms * rows * input[-1] * vocab
+    vocab = len(linear_weight) if valid_vocab is None else min(valid_vocab, len(linear_weight))
+    if target.is_cpu and not target.is_floating_point() and not is_fake(target):
+        rows = int((target != value_of(integers, "ignore_index")).sum())
+    elif rows is None or rows < 0:
+        rows = math.prod(_rows_shape(target))
+    return 2 * gemms * rows * input.shape[-1] * vocab
 
 
-def _forward_flops(input, linear_weight, *rest, out_shape=None, **_):
-    made = sum(grad is not None for grad in out_shape[5:7])  # with save="grads"
-    return _gemm_flops(input, linear_weight, _lists_of(rest[7:]), 1 + made)
+def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
+    made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
+    return _gemm_flops(input, linear_weight, target, _lists_of(rest[6:]), 1 + made)
 
 
-def _backward_flops(grad_output, grad_stats, input, linear_weight, *rest, **_):
-    lists = _lists_of(rest[8:])
+def _backward_flops(grad_output, grad_stats, input, linear_weight, target, *rest, **_):
+    lists = _lists_of(rest[7:])
     integers, numbers = lists[2:4]
     wanted = value_of(integers, "grad_input") + value_of(integers, "grad_weight")
     save = CHOICES["save"][value_of(integers, "save")]
     if save == "samples":  # a row's list in place of all classes
-        pairs = math.ceil(1 / numbers[-1])
-        return _gemm_flops(input, (pairs, None), (None, *lists[1:]), wanted)
-    return _gemm_flops(input, linear_weight, lists, wanted + (save == "stats"))
+        pairs = range(math.ceil(1 / numbers[-1]))
+        return _gemm_flops(input, pairs, target, (None, *lists[1:]), wanted)
+    return _gemm_flops(input, linear_weight, target, lists, wanted + (save == "stats"))
 
 
-register_flop_formula([inner.forward, inner.graph_forward])(_forward_flops)
-register_flop_formula([inner.backward, inner.graph_backward])(_backward_flops)
-register_flop_formula(inner.backward_into)(
+register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)(_forward_flops)
+register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)(_backward_flops)
+register_flop_formula(inner.backward_into, get_raw=True)(
     lambda _, *args, **named: _backward_flops(*args, **named)
 )

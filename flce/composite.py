@@ -46,7 +46,8 @@ def _rows(packed, target):
         return None
     if target.is_cpu and (bound is None or bound == "count"):
         # Without values to count the operator has memory for all.
-        return None if type(target) is not torch.Tensor or is_traced() else COUNTED
+        counts = type(target) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
+        return COUNTED if counts and not is_compiling() else None
     if bound is None:
         return None
     if bound == "count" or (target.is_cuda and validate.checks_more()):
@@ -114,7 +115,7 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
         if "token_weight" in tensors:
             rows = rows * tensors["token_weight"].to(rows.dtype)
             rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
-        count = sums[autograd.SCALAR_VALID] if num_items is None else num_items
+        count = sums[autograd.SCALAR_VALID] if num_items is None else num_items.to(rows.dtype)
         if packed.reduction == "mean":
             rows = (rows.sum() / count).masked_fill(count == 0, 0.0)
         outputs[5] = rows.sum() if packed.reduction == "sum" else rows

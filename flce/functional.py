@@ -12,6 +12,7 @@ from .options import (
     NUMBERS,
     OPTIONS,
     RETURNS,
+    TENSORS,
     LinearCrossEntropyOutput,
     all_classes,
     check_names,
@@ -53,11 +54,13 @@ def _call(name, known, operands, options):
         operands, options = _of_plain_tensors(name, operands, options)
     if options.get("options") is not None:
         options = _with_torch_options(operands[1], options)
+    gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
+    if options.get("accumulate_into") is not None and gets_gradient:
+        accumulate.refuse_tracing()
+        made = composite.linear_cross_entropy_untraced(*operands, options)
+        return made[0] if len(made) == 1 else LinearCrossEntropyOutput(*made)
     try:
-        if options.get("accumulate_into") is not None:
-            accumulate.refuse_tracing()
-            made = composite.linear_cross_entropy_untraced(*operands, options)
-        elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
+        if torch.compiler.is_compiling() or validate.function_transforms_are_on():
             made = _through_operator(name, operands, options)
         else:
             made = _KERNELS[name](*operands, options)
@@ -70,10 +73,9 @@ def _call(name, known, operands, options):
 def _check_tensors(name, operands, options):
     first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
     given = dict(zip((*first, "target"), operands, strict=True))
-    given |= {option: options[option] for option in options if OPTIONS[option].schema == "Tensor?"}
+    others = TENSORS - {"num_items", "gradient_seed"}
+    given |= {option: options[option] for option in others if options.get(option) is not None}
     for option, value in given.items():
-        if option in ("num_items", "gradient_seed") or (option in options and value is None):
-            continue
         validate.check_tensor(option, value)
 
 

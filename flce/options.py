@@ -15,7 +15,7 @@ import typing
 import torch
 
 from ._C import getenv
-from .validate import check_flag, check_integer, refuse
+from .validate import check_flag, check_integer, refuse, refuse_transforms
 
 # In the order of the enums in csrc/flce.h.
 CHOICES = {
@@ -176,7 +176,6 @@ _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", star
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 
 
-@functools.lru_cache(maxsize=64)
 def parse_bytes(value, name="max_memory"):
     """Bytes from a number or text such as "512MiB", "1.5 GB" (units of 1000 or 1024 bytes).
 
@@ -244,7 +243,7 @@ def _number(name, value):
     try:
         converted = float(value)
     except OverflowError:
-        converted = math.inf if value > 0 else -math.inf
+        refuse(name, "a finite number", "a number beyond the range of float64")
     if converted == 0.0 and OPTIONS[name].default is None:
         refuse(name, "a positive finite number or None", converted)
     return converted
@@ -354,15 +353,15 @@ _DEFAULT = Packed(_PACKED)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _packed(items):
-    return Packed({**_PACKED, **dict(items)})
+def _packed(names, *values):
+    return Packed({**_PACKED, **dict(zip(names, values, strict=True))})
 
 
 def split(given):
     """The Packed of the options `given` by name, and a dict of the tensors among them."""
     if not given:
         return _DEFAULT, {}
-    tensors, items = {}, []
+    tensors, items = {}, {}
     for name, value in given.items():
         if name in TENSORS:
             if value is not None:
@@ -370,11 +369,11 @@ def split(given):
         elif isinstance(value, torch.Tensor):
             _split_scalar(name, value, tensors, items)
         else:
-            items.append((name, value))
+            items[name] = value
     try:
-        return _packed(tuple(items)), tensors
+        return _packed(tuple(items), *items.values()), tensors
     except TypeError:  # not hashable: a symbolic size, or a wrong type, which is refused by name
-        return Packed({**_PACKED, **dict(items)}), tensors
+        return Packed({**_PACKED, **items}), tensors
 
 
 def _split_scalar(name, value, tensors, items):
@@ -383,13 +382,14 @@ def _split_scalar(name, value, tensors, items):
     if value.requires_grad:
         got = "requires_grad=True; no gradient is defined for it"
         refuse(name, "a tensor that does not require grad", got)
+    refuse_transforms(value)
     is_known = value.dim() == 0 and value.is_cpu and not torch.compiler.is_compiling()
     if name == "temperature" and not is_known:
         tensors[name] = value
     elif value.dim() == 0 and name in (*NUMBERS, "ignore_index"):
-        items.append((name, value.item()))
+        items[name] = value.item()
     else:
-        items.append((name, value))
+        items[name] = value
 
 
 def replaced(integers, **values):

@@ -94,7 +94,11 @@ def num_items_tensor(num_items, reduction, first):
         refuse("num_items", "a number or a 0-d tensor", type(num_items).__name__, TypeError)
     if not 0.0 <= num_items < math.inf:
         refuse("num_items", "a finite number of at least 0", num_items)
-    return torch.full((), num_items, dtype=torch.float64, device=first.device)
+    try:
+        return torch.full((), float(num_items), dtype=torch.float64, device=first.device)
+    except OverflowError:
+        got = "a number beyond the range of float64"
+        refuse("num_items", "a finite number of at least 0", got)
 
 
 def checks_more():

@@ -20,7 +20,8 @@ def settings(
     """The arguments after the tensors, with exact logits. `others`: options, and integers by their
     name in flce.options.INTEGERS."""
     own = {name: others.pop(name) for name in list(others) if name not in OPTIONS}
-    packed, _ = split({name: value for name, value in others.items() if value is not None})
+    given = {name: value for name, value in others.items() if value or name != "softcap"}
+    packed, _ = split(given)
     values = {"save": CHOICES["save"].index(save), "max_memory": max_memory, **own}
     values |= dict(zip(GRADIENTS, grads, strict=True))
     integers = replaced(packed.integers(*(0,) * len(OF_CALL)), **{"autocast": -1, **values})

@@ -10,12 +10,22 @@
 
 /* A number as Python shows it: the shortest text that reads as the same number. */
 static const char* number_text(double value, char text[32]) {
-  for (int digits = 1; digits <= 17; digits++) {
-    snprintf(text, 32, "%.*g", digits, value);
-    if (strtod(text, NULL) == value) break;
-  }
-  if (isfinite(value) && !strpbrk(text, ".e")) strcat(text, ".0");
+  int digits = 0;
+  do snprintf(text, 32, "%.*e", digits, value);
+  while (strtod(text, NULL) != value && ++digits < 17);
+  const char* power = strchr(text, 'e');
+  int exponent = power ? atoi(power + 1) : 16; /* not finite */
+  if (exponent >= -4 && exponent < 16)
+    snprintf(text, 32, "%.*f", digits > exponent ? digits - exponent : 1, value);
   return text;
+}
+
+/* Checks that a dtype is that of the GEMMs' operands or the wide one. */
+static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own, flce_dtype wide) {
+  if (got == own || got == wide) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT, "%s: expected torch.%s%s%s, got torch.%s", name,
+                   flce_dtype_name(own), own == wide ? "" : " or torch.",
+                   own == wide ? "" : flce_dtype_name(wide), flce_dtype_name(got));
 }
 
 flce_status flce_check_loss(const flce_loss* loss) {
@@ -54,10 +64,11 @@ static flce_status check_samples(const flce_problem* problem) {
         FLCE_INVALID_ARGUMENT, "save: expected %s, got \"%s\"",
         samples ? "another with gradient=\"exact\"" : "\"auto\" with gradient=\"sampled\"",
         flce_save_name(problem->save));
-  if (!problem->sampled) return FLCE_OK;
-  if (!(eps >= FLCE_LEAST_EPS && eps <= 1.0))
+  bool unset = eps == 0.0 && !problem->sampled;
+  if (!unset && !(eps >= FLCE_LEAST_EPS && eps <= 1.0))
     return flce_fail(FLCE_INVALID_ARGUMENT, "gradient_eps: expected from 2**-12 to 1, got %s",
                      number_text(eps, text));
+  if (!problem->sampled) return FLCE_OK;
   if (problem->has_probabilities || problem->dtype == FLCE_F64)
     return flce_fail(FLCE_INVALID_ARGUMENT, "gradient: expected \"exact\" with %s, got \"sampled\"",
                      problem->has_probabilities ? "probabilities as target" : "float64 operands");
@@ -143,7 +154,7 @@ static flce_status check_shard(const flce_problem* problem) {
                      (long long)classes, (long long)first, (long long)(first + problem->vocab));
   if (problem->has_probabilities)
     return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "target: expected classes with vocab_parallel, got probabilities");
+                     "target: expected class indices with vocab_parallel, got probabilities");
   if (problem->input_is_sharded && problem->tokens % ranks != 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "target: expected a multiple of the %lld ranks as the number of tokens with "
@@ -197,13 +208,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
   FLCE_TRY(check_samples(problem));
   FLCE_TRY(check_shard(problem));
   flce_dtype stat = flce_stat_dtype(problem->dtype);
-  if (problem->accum_dtype != problem->dtype && problem->accum_dtype != stat)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "accum_dtype: expected %s or %s, got %s",
-                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
-                     flce_dtype_name(problem->accum_dtype));
-  if (problem->logits_dtype != problem->dtype && problem->logits_dtype != stat)
-    return flce_fail(FLCE_INVALID_ARGUMENT, "logits_dtype: expected %s or %s, got %s",
-                     flce_dtype_name(problem->dtype), flce_dtype_name(stat),
-                     flce_dtype_name(problem->logits_dtype));
+  FLCE_TRY(check_dtype("accum_dtype", problem->accum_dtype, problem->dtype, stat));
+  FLCE_TRY(check_dtype("logits_dtype", problem->logits_dtype, problem->dtype, stat));
   return flce_check_loss(&problem->loss);
 }
