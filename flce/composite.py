@@ -71,8 +71,12 @@ def _seed(packed, tensors, input):
     seed = tensors.get("gradient_seed")
     if packed.gradient != "sampled" and seed is None:
         return None
-    seed = validate.seed_tensor(seed, input)
-    return seed + (packed.rank * _SEED_STEP + 2**63) % 2**64 - 2**63 if packed.rank else seed
+    return _seed_of_rank(validate.seed_tensor(seed, input), packed.rank)
+
+
+def _seed_of_rank(seed, rank):
+    step = (rank * _SEED_STEP + 2**63) % 2**64 - 2**63
+    return seed + step if rank else seed
 
 
 def _check_loss_tensors(packed, tensors, target):

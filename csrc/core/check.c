@@ -133,7 +133,8 @@ flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t voca
   problem->vocab = classes;
   if (!sharded) return FLCE_OK;
   problem->classes = classes;
-  problem->vocab = min64(problem->weight_rows, classes - min64(problem->first_class, classes));
+  problem->first_class = min64(problem->first_class, classes);
+  problem->vocab = min64(problem->weight_rows, classes - problem->first_class);
   if (problem->ranks > 1) return FLCE_OK;
   problem->ranks = 0; /* a group of one rank has all classes */
   if (problem->weight_rows == all) return FLCE_OK;

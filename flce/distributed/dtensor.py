@@ -96,14 +96,15 @@ def local_call(operands, settings):
         elif name in _ROWS:
             allowed = (whole, sharded) if name == "input" else tokens
         else:
-            allowed = (whole, sharded) if name == "weight" else (whole,)
+            allowed = (whole,)
         if is_dtensor(value):
             local[name] = _local(name, value, mesh, allowed)
             continue
         if value is not None and name in (*_CLASSES, *_ROWS):
             expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} or None"
             validate.refuse(name, expected, _shown(value))
-        local[name] = value
+        if value is not None:
+            local[name] = value
     sequence = _input_is_sharded(input, tokens, mesh.size())
     local["vocab_parallel"] = VocabParallel(mesh, vocab=vocab, sequence=sequence)
     operands = tuple(local.pop(name) for name in _OPERANDS)
