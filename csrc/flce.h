@@ -411,8 +411,6 @@ typedef struct flce_plan {
   /* dW is kept in float16 before grad_output is known, times FLCE_SCALAR_WEIGHT_UNIT. */
   bool holds_weight;
   int64_t bias_parts; /* rows of FLCE_BUF_DB_PARTS if grad_weight_gemm makes dW and db, else 0 */
-  /* The last chunk's GEMM of dW is two GEMMs, with so many classes in the first; 0: it is one. */
-  int64_t dw_first_rows;
   int64_t chunk_rows, /* rows of a chunk of the forward */
       chunks;         /* chunks of the forward */
   /* Rows of a chunk of the backward's loop, and its chunks; 0 for save=grads and save=samples,

@@ -107,20 +107,6 @@ static bool is_last(const engine* e, const chunk* c) {
   return c->first + c->rows == e->problem->rows;
 }
 
-/* The GEMM of dW in two parts: the all-to-all of dX's terms runs during the first, the all-gather
- * of their sums during the second. */
-static flce_status weight_in_two(const engine* e, flce_gemm gemm) {
-  int64_t first = e->plan->dw_first_rows;
-  flce_gemm rest = gemm;
-  rest.m -= first;
-  rest.a = at(gemm.a, first, gemm.dtype);
-  rest.c = at(gemm.c, first * gemm.pitch_c, gemm.c_dtype);
-  gemm.m = first;
-  FLCE_TRY(flce_run_gemm(e, gemm));
-  FLCE_TRY(flce_sum_input_gradient(e));
-  return flce_run_gemm(e, rest);
-}
-
 /* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const engine* e, const chunk* c) {
   const flce_plan* plan = e->plan;
@@ -155,7 +141,6 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0,
                     .factors = buffer(e, FLCE_BUF_DZ_UNIT)};
   if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
-  if (plan->dw_first_rows > 0 && is_last(e, c)) return weight_in_two(e, gemm);
   if (plan->dw_block_rows == 0) return flce_run_gemm(e, gemm);
   void* block = buffer(e, FLCE_BUF_DW_BLOCK);
   for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
@@ -379,9 +364,8 @@ static flce_status finish_classes(const engine* e) {
 }
 
 flce_status flce_finish_gradients(const engine* e) {
-  bool no_chunks = e->problem->rows == 0;
-  if (e->comm && no_chunks) FLCE_TRY(flce_send_input_gradient(e));
-  if (e->comm && (no_chunks || e->plan->dw_first_rows == 0)) FLCE_TRY(flce_sum_input_gradient(e));
+  if (e->comm && e->problem->rows == 0) FLCE_TRY(flce_send_input_gradient(e));
+  if (e->comm) FLCE_TRY(flce_sum_input_gradient(e));
   FLCE_TRY(finish_classes(e));
   return e->comm ? flce_receive_input_gradient(e) : FLCE_OK;
 }

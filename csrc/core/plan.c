@@ -416,28 +416,6 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   add(plan, FLCE_BUF_RECEIVED_TERMS, where, ranks * block);
 }
 
-static int64_t common_divisor(int64_t a, int64_t b) {
-  return b == 0 ? a : common_divisor(b, a % b);
-}
-
-/* The classes of the first GEMM if dW is made in two, with the sum of dX's terms between them. Its
- * tiles fill whole waves, so that two GEMMs have as many waves as one. The parts are as the bytes
- * of the exchanges that they hide. Not for two ranks: with their shares two GEMMs take 2 % longer
- * than one, which is what the exchange takes that they would hide; with smaller shares they take as
- * long as one (benchmarks/NOTES.md, 2026-11-23). */
-static void split_dw(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  bool one_gemm = plan->bias_parts == 0 && plan->dw_block_rows == 0;
-  bool gathers_sums = sums_input(problem) && !problem->input_is_sharded && problem->ranks > 2;
-  if (!gathers_sums || !problem->want_grad_weight || !one_gemm) return;
-  int64_t unit = 1, sms = facts->multiprocessors;
-  if (sms > 0)
-    unit = TILE_ROWS * sms / common_divisor(sms, ceil_div(plan->weight_hidden, TILE_COLUMNS));
-  int64_t terms = flce_size_of(plan->input_term_dtype), sums = flce_size_of(plan->grad_input_dtype);
-  int64_t first = problem->vocab * terms / (terms + sums);
-  first = (first + unit / 2) / unit * unit;
-  plan->dw_first_rows = first < problem->vocab ? first : 0;
-}
-
 /* Buffers that forward and backward both have come first, so that their offsets are the same in
  * both workspaces. */
 static void assign_offsets(flce_plan* plan) {
@@ -475,11 +453,10 @@ static void assign_offsets(flce_plan* plan) {
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
   int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
-  int64_t split = plan->dw_first_rows > 0 && problem->rows > 0; /* of the last chunk */
   bool grads = plan->save == FLCE_SAVE_GRADS;
-  plan->forward_gemms = plan->chunks * (1 + (grads ? gradients : 0)) + (grads ? split : 0);
+  plan->forward_gemms = plan->chunks * (1 + (grads ? gradients : 0));
   int64_t again = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
-  plan->backward_gemms = plan->backward_chunks * (again + gradients) + (grads ? 0 : split);
+  plan->backward_gemms = plan->backward_chunks * (again + gradients);
 }
 
 /* The calls of shards.c. */
@@ -532,7 +509,6 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   plan->rows = problem->rows;
   choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
-  if (plan->save != FLCE_SAVE_SAMPLES && makes_gradients(problem)) split_dw(problem, facts, plan);
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);

@@ -20,7 +20,7 @@ static inline int64_t round_up(int64_t a, int64_t b) {
 static const double kAddsPerByte = 80.0;
 
 /* Of a GEMM's tiles: chunks are whole tiles if they are larger. */
-enum { TILE_ROWS = 128, TILE_COLUMNS = 256 };
+enum { TILE_ROWS = 128 };
 
 /* check.c: FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range. */
 flce_status flce_check_problem(const flce_problem* problem);
