@@ -1,25 +1,25 @@
 /* The gradients of a chunk from its E or dz, and what precedes and follows the loop over chunks. */
-#include "core/engine.h"
+#include "core/gradients.h"
 
-static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row row) {
+static const void* coef_row(const execution* e, const chunk* c, enum flce_coef_row row) {
   return at(c->coef, row * e->problem->tokens, e->stat);
 }
 
 /* The buffer for the B operand of dW's GEMM, or NULL if that is x itself. Form exp: coef * x. Form
  * dz: x * FLCE_SCALAR_INPUT_UNIT with zeros in ignored rows, because a NaN in x times a dz of 0
  * would be NaN. */
-static void* scaled_input(const engine* e) {
+static void* scaled_input(const execution* e) {
   return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
 /* dX of the chunk; with a sharded vocabulary this rank's term of it. */
-static void* input_rows(const engine* e, const chunk* c) {
+static void* input_rows(const execution* e, const chunk* c) {
   int64_t first = e->plan->gathers ? 0 : c->first;
   return at(e->tensors->grad_input, first * e->problem->hidden, e->plan->input_term_dtype);
 }
 
 /* Its A operand is c->view.out, which holds E or dz. */
-flce_status flce_input_product(const engine* e, const chunk* c) {
+flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
   void* own = buffer(e, FLCE_BUF_DX_ROWS);
@@ -38,7 +38,8 @@ flce_status flce_input_product(const engine* e, const chunk* c) {
 
 /* dX of the chunk from its GEMM. In form exp the pass also writes scaled_input, since it reads the
  * rows' factors anyway. */
-static flce_status finish_input(const engine* e, const chunk* c) {
+flce_status flce_finish_dx(const execution* e, const chunk* c) {
+  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, cols = e->problem->hidden;
   void *own = buffer(e, FLCE_BUF_DX_ROWS), *dx = input_rows(e, c), *result = own ? own : dx;
@@ -63,18 +64,18 @@ static flce_status finish_input(const engine* e, const chunk* c) {
 }
 
 /* The accumulator of dW over chunks: a buffer of its own, or the output itself. */
-static void* dw_accum(const engine* e) {
+static void* dw_accum(const execution* e) {
   void* own = buffer(e, FLCE_BUF_DW_ACCUM);
   return own ? own : e->tensors->grad_weight;
 }
 
 /* True if dW is accumulated in the caller's grad_weight, on top of its contents. */
-static bool sums_in_callers(const engine* e) {
+static bool sums_in_callers(const execution* e) {
   return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
 }
 
 /* The weights of the chunk's rows of E or dz in db, [rows] stat dtype; NULL for ones. */
-static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
+static flce_status row_weights(const execution* e, const chunk* c, const void** weights) {
   const float* unit = buffer(e, FLCE_BUF_DZ_UNIT);
   *weights = unit ? unit + 4 : NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
@@ -94,7 +95,7 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
 }
 
 /* dW's GEMM and the sums of db in one kernel. */
-static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
+static flce_status weight_and_bias(const execution* e, const chunk* c, const flce_gemm* gemm) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   flce_count_gemm();
@@ -103,12 +104,8 @@ static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_g
   return FLCE_OK;
 }
 
-static bool is_last(const engine* e, const chunk* c) {
-  return c->first + c->rows == e->problem->rows;
-}
-
 /* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
-static flce_status weight_gradient(const engine* e, const chunk* c) {
+static flce_status weight_gradient(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
@@ -162,7 +159,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-static flce_status bias_gradient(const engine* e, const chunk* c) {
+static flce_status bias_gradient(const execution* e, const chunk* c) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   CALL(e, column_sum,
@@ -178,11 +175,8 @@ static flce_status bias_gradient(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
-  bool empty = e->problem->vocab == 0;
-  if (e->problem->want_grad_input && !empty) FLCE_TRY(finish_input(e, c));
-  if (e->comm && is_last(e, c)) FLCE_TRY(flce_send_input_gradient(e));
-  if (empty) return FLCE_OK;
+flce_status flce_add_class_gradients(const execution* e, const chunk* c) {
+  if (e->problem->vocab == 0) return FLCE_OK;
   if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
   if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
   return FLCE_OK;
@@ -192,7 +186,7 @@ flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
 
 /* Zeros the gradients of the padding rows of W and b. If dW is added to the caller's gradient, its
  * padding rows are left unchanged. */
-static flce_status zero_padding(const engine* e) {
+static flce_status zero_padding(const execution* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   int64_t v = problem->vocab, padding = problem->weight_rows - v;
@@ -207,7 +201,7 @@ static flce_status zero_padding(const engine* e) {
 }
 
 /* sum_j w_j W_j, for label smoothing's term of dX. */
-flce_status flce_sum_weight(const engine* e) {
+flce_status flce_sum_weight(const execution* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
   if (!smooth || !problem->want_grad_input || problem->vocab == 0) return FLCE_OK;
@@ -224,12 +218,12 @@ flce_status flce_sum_weight(const engine* e) {
   return FLCE_OK;
 }
 
-flce_status flce_begin_gradients(const engine* e) {
+flce_status flce_begin_gradients(const execution* e) {
   const flce_problem* problem = e->problem;
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
-    /* flce_finish_gradients sums coef over all tokens, also over those that are in no chunk. */
+    /* flce_sum_smooth sums coef over all tokens, also over those that are in no chunk. */
     CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
       CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->input_term_dtype,
@@ -246,7 +240,7 @@ flce_status flce_begin_gradients(const engine* e) {
   return FLCE_OK;
 }
 
-flce_status flce_sum_smooth(const engine* e, void** xsum, void** total) {
+flce_status flce_sum_smooth(const execution* e, void** xsum, void** total) {
   const flce_problem* problem = e->problem;
   int64_t n = problem->tokens, h = e->plan->hidden;
   void* smooth = buffer(e, FLCE_BUF_SMOOTH);
@@ -277,7 +271,7 @@ typedef struct final_terms {
 
 /* Target terms and label smoothing's. A sum in another dtype or leading dimension than the caller's
  * dW is rounded once, when it is added or copied there. */
-static flce_status finish_weight(const engine* e, const final_terms* terms) {
+static flce_status finish_weight(const execution* e, const final_terms* terms) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->weight_hidden, v = e->problem->vocab;
   int64_t cols = flce_grad_weight_cols(e->problem);
@@ -321,7 +315,7 @@ static flce_status finish_weight(const engine* e, const final_terms* terms) {
   return FLCE_OK;
 }
 
-static flce_status finish_bias(const engine* e, const final_terms* terms) {
+static flce_status finish_bias(const execution* e, const final_terms* terms) {
   const flce_plan* plan = e->plan;
   int64_t n = e->problem->tokens, v = e->problem->vocab;
   void* accum = buffer(e, FLCE_BUF_DB_ACCUM);
@@ -348,8 +342,7 @@ static flce_status finish_bias(const engine* e, const final_terms* terms) {
   return FLCE_OK;
 }
 
-/* Target terms and label smoothing's of dW and db. */
-static flce_status finish_classes(const engine* e) {
+flce_status flce_finish_class_gradients(const execution* e) {
   const flce_problem* problem = e->problem;
   if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
     return FLCE_OK;
@@ -361,11 +354,4 @@ static flce_status finish_classes(const engine* e) {
   if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &terms));
   if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &terms));
   return FLCE_OK;
-}
-
-flce_status flce_finish_gradients(const engine* e) {
-  if (e->comm && e->problem->rows == 0) FLCE_TRY(flce_send_input_gradient(e));
-  if (e->comm) FLCE_TRY(flce_sum_input_gradient(e));
-  FLCE_TRY(finish_classes(e));
-  return e->comm ? flce_receive_input_gradient(e) : FLCE_OK;
 }

@@ -1,35 +1,33 @@
-/* For the files of csrc/core: the pointers of a call and of a chunk, and helpers that make the
- * arguments of a backend's functions from them. */
-#ifndef FLCE_ENGINE_H
-#define FLCE_ENGINE_H
+/* The state of a call and of a chunk, and helpers that make the arguments of a backend's functions
+ * from them: the lowest layer of the files that execute a plan. Above it are gradients.h and
+ * exchange.h, and above these engine.c. */
+#ifndef FLCE_EXECUTION_H
+#define FLCE_EXECUTION_H
 
 #include "backend.h"
-#include "comm.h"
 
 /* The state of one call. Nothing of it outlives the call. */
-typedef struct engine {
+typedef struct execution {
   const flce_backend* backend;
-  const flce_comm* comm; /* NULL unless the vocabulary is sharded */
-  unsigned* in_flight;   /* its collectives that have begun, as flce_comm.abandon takes them */
+  const struct exchange* exchange; /* with the other ranks (exchange.h); NULL in cross_entropy.c */
+  struct shard_call* shard; /* what that needs; NULL unless the vocabulary is sharded */
   /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
-   * with targets as columns of this rank (flce_open_shard). */
+   * with targets as columns of this rank. */
   const flce_problem* problem;
   const flce_plan* plan; /* NULL in cross_entropy.c */
   const flce_tensors* tensors;
-  const flce_problem* caller_problem; /* as the caller gave it; NULL if comm is */
-  const flce_tensors* caller_tensors; /* as the caller gave them; NULL if comm is */
-  flce_dtype stat;                    /* the stat dtype */
+  flce_dtype stat;           /* the stat dtype */
   const void* input;         /* [N][plan->hidden] plan->dtype; NULL if the call does not read it */
   const void* linear_weight; /* [V][plan->hidden] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
-} engine;
+} execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
  * the calling function returns the status. */
-#define CALL(engine, function, ...)                                                  \
+#define CALL(e, function, ...)                                                  \
   do {                                                                               \
-    const flce_backend* backend_ = (engine)->backend;                                \
+    const flce_backend* backend_ = (e)->backend;                                \
     flce_status status_ = backend_->function(backend_->self, __VA_ARGS__);           \
     if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
   } while (0)
@@ -43,12 +41,12 @@ static inline const void* from(const void* vector, int64_t count, flce_dtype dty
   return vector ? at(vector, count, dtype) : NULL;
 }
 
-static inline const void* scalar(const engine* e, enum flce_scalar index) {
+static inline const void* scalar(const execution* e, enum flce_scalar index) {
   return at(e->tensors->scalars, index, e->stat);
 }
 
 /* flce_rows without z and out; its vectors start at token `first`. */
-static inline flce_rows open_rows(const engine* e, int64_t first, int64_t rows) {
+static inline flce_rows open_rows(const execution* e, int64_t first, int64_t rows) {
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
   int64_t columns = problem->weight_rows;
@@ -91,7 +89,7 @@ static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t
 }
 
 /* The backward's upstream gradients; their vectors start at token 0. */
-static inline flce_upstream upstream_of(const engine* e) {
+static inline flce_upstream upstream_of(const execution* e) {
   const flce_tensors* tensors = e->tensors;
   return (flce_upstream){.loss = tensors->grad_output,
                          .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
@@ -100,7 +98,7 @@ static inline flce_upstream upstream_of(const engine* e) {
 }
 
 /* A buffer of the workspace; NULL where the plan has none. */
-static inline void* buffer(const engine* e, flce_buffer_id id) {
+static inline void* buffer(const execution* e, flce_buffer_id id) {
   const flce_buffer* b = &e->plan->buffers[id];
   return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
 }
@@ -115,74 +113,22 @@ typedef struct chunk {
 
 /* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. NULL in a
  * backward that does not read x. */
-static inline const void* rows_of_input(const engine* e, const chunk* c) {
+static inline const void* rows_of_input(const execution* e, const chunk* c) {
   return from(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
 /* x from column frozen_hidden on: the columns that dW is computed from. */
-static inline const void* weight_input(const engine* e) {
+static inline const void* weight_input(const execution* e) {
   return at(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
 }
 
-static inline bool wants_gradients(const engine* e) {
+static inline bool wants_gradients(const execution* e) {
   return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
 }
 
-/* ---- shards.c: what a sharded vocabulary adds to a call ---- */
-
-/* Storage of what an engine points to: the copies of the problem and the tensors. */
-typedef struct local_call {
-  flce_problem problem;
-  flce_tensors tensors;
-  unsigned in_flight;
-} local_call;
-/* Fills `local` and points e->problem and e->tensors to it: x of all tokens, targets as columns of
- * this rank. Begins and completes the all-gather of x, if the call reads it. */
-flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, local_call* local);
-/* `prepare` for all classes, and for this rank's. */
-flce_status flce_prepare_shard(const engine* e, void* order, bool overlaps);
-/* The view with which the statistics of this rank's logits are computed. */
-void flce_set_rank_view(const engine* e, flce_rows* view);
-/* Begins the all-gather of a chunk's statistics. */
-flce_status flce_send_statistics(const engine* e, const chunk* c);
-/* Waits for it: statistics and losses of the whole vocabulary. */
-flce_status flce_merge_statistics(const engine* e, const chunk* c);
-/* The chunk's rows in the whole vocabulary, for row_coefficients. */
-flce_rows flce_whole_view(const engine* e, const chunk* c);
-flce_shard flce_shard_of(const engine* e);
-/* Begins the all-to-all of dX, after its last chunk: this rank's terms are complete. */
-flce_status flce_send_input_gradient(const engine* e);
-/* Waits for it, sums the terms of all ranks, and begins the all-gather of the sums. */
-flce_status flce_sum_input_gradient(const engine* e);
-/* Waits for that. */
-flce_status flce_receive_input_gradient(const engine* e);
-
-/* engine.c */
+/* execution.c */
+/* GEMMs that a backend runs within its own functions are counted by their callers. */
 void flce_count_gemm(void);
-flce_status flce_run_gemm(const engine* e, flce_gemm gemm);
-/* Computes the chunk's coef. The vectors of `upstream` start at token 0. */
-flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream upstream,
-                              const void* factor);
-
-/* gradients.c */
-/* Label smoothing's sum of W, before the first chunk. */
-flce_status flce_sum_weight(const engine* e);
-/* Initial values of what the chunks add to, and the rows that no chunk holds. */
-flce_status flce_begin_gradients(const engine* e);
-/* The GEMM of the chunk's dX; in form exp it needs no coefficients. */
-flce_status flce_input_product(const engine* e, const chunk* c);
-/* The rest of the chunk's gradients: dX from that product, dW and db. */
-flce_status flce_chunk_gradients(const engine* e, const chunk* c);
-/* Label smoothing's sums over the rows, weighted with FLCE_COEF_SMOOTH: of x, and of ones. NULL
- * without smoothing, and where no gradient needs them. */
-flce_status flce_sum_smooth(const engine* e, void** xsum, void** total);
-/* The terms that no GEMM makes, after the last chunk. */
-flce_status flce_finish_gradients(const engine* e);
-
-/* samples.c */
-/* Draws the lists of the chunk's rows from its E. */
-flce_status flce_sample_chunk(const engine* e, const chunk* c);
-/* dX, dW and db from the lists. `all`: all computed rows as one chunk, with its coef. */
-flce_status flce_sampled_gradients(const engine* e, const chunk* all);
+flce_status flce_run_gemm(const execution* e, flce_gemm gemm);
 
 #endif
