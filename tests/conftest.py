@@ -13,6 +13,8 @@ import cases  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import flce.deferred  # noqa: E402
+
 NO_GPU = "no CUDA device"
 
 
@@ -52,4 +54,6 @@ def _fresh_settings(monkeypatch, pytestconfig):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
     monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, instead of the user's own
+    # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
+    monkeypatch.setattr(flce.deferred.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import flce
 
@@ -102,6 +103,98 @@ def test_a_compiled_forward_of_an_eager_model():
         for _ in range(2):
             assert abs(run(model, model)[0] - expected) <= 1e-6 * expected
     assert handle.losses == {"none": 1}
+
+
+@pytest.mark.parametrize("when", ["labels", "always"])
+@pytest.mark.parametrize("was_called", [False, True])
+def test_a_compiled_model_is_fused(when, was_called):
+    """flce.fuse(torch.compile(model)): the model in it."""
+    model = Model(USES["plain"])
+    expected = run(model, model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if was_called:
+        run(compiled, model)
+    with flce.fuse(compiled, when=when, strict=True) as handle:
+        got = run(compiled, model)
+        assert handle.model is model and handle.losses and flce.explain(compiled).is_fused
+        assert torch.equal(got[2].argmax(-1), expected[2].argmax(-1))
+    assert abs(got[0] - expected[0]) <= 1e-6 * expected[0]
+    for one, other in zip(got[1], expected[1], strict=True):
+        assert (one - other).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("when", ["labels", "always"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_models_give_logits(when, strict):
+    class Exported(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model(USES["plain"])
+
+        def forward(self, ids):
+            return self.model(ids, labels=ids)
+
+    module = Exported()
+    expected = module(IDS)
+    with flce.fuse(module, when=when), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        made = torch.export.export(module, (IDS,), strict=strict).module()(IDS)
+    for got, one in zip(made, expected, strict=True):
+        assert (got - one).abs().max() <= 1e-6
+
+
+def test_a_checkpoint_in_a_graph():
+    """Nothing that flce notes there breaks the graph."""
+    model = Model(USES["plain"])
+
+    def of_rows(x):
+        return F.cross_entropy(model.lm_head(x)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+    def loss_of(ids):
+        return checkpoint(of_rows, model.embedding(ids), use_reentrant=False)
+
+    loss = loss_of(IDS)
+    with flce.fuse(model, when="always", strict=True):
+        got = torch.compile(loss_of, backend="aot_eager", fullgraph=True)(IDS)
+        got.backward()
+    assert abs(got - loss) <= 1e-6 * loss
+
+
+def test_a_replaced_head_of_a_compiled_model():
+    model = Model(USES["plain"])
+    with flce.fuse(model, strict=True) as handle:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        run(compiled, model)
+        model.lm_head = nn.Linear(HIDDEN, VOCAB)
+        got = run(compiled, model)[0]
+        assert handle.losses == {"none": 2}  # graphs
+    assert abs(got - run(model, model)[0]) <= 1e-6 * got
+
+
+def test_a_head_that_is_compiled_later():
+    model = Model(USES["plain"])
+    expected = run(model, model)[0]
+    with flce.fuse(model, strict=True) as handle:
+        model.lm_head = torch.compile(model.lm_head, backend="aot_eager")
+        assert abs(run(model, model)[0] - expected) <= 1e-6 * expected
+    assert handle.losses == {"none": 1}
+
+
+def test_logits_of_a_compiled_call_are_a_tensor():
+    """In functions that ask for instances, as inputs of other graphs, in collectives' copies."""
+    model = Model(USES["plain"])
+    expected = model(IDS)[1].detach()
+    with flce.fuse(model, strict=True):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        logits = compiled(IDS, labels=IDS)[1]
+        assert torch.is_tensor(logits) and logits.shape == expected.shape
+        assert logits.dtype == expected.dtype and logits.untyped_storage().nbytes() > 4
+        for _ in range(2):
+            logits = compiled(IDS, labels=IDS)[1]
+            summed = torch.compile(lambda z: z.exp().sum() * z.shape[0], backend="aot_eager")
+            assert abs(summed(logits) - expected.exp().sum() * BATCH) <= 1e-3
+            assert (logits.detach() == expected).all() and logits.numpy(force=True).any()
+            assert abs(summed(logits) - expected.exp().sum() * BATCH) <= 1e-3  # made by now
 
 
 def test_dynamic_shapes():

@@ -177,15 +177,19 @@ def test_a_weight_that_is_whole_inside_the_hooks_alone(save):
             equal(one.grad, other.grad)
 
 
-def test_a_head_that_is_not_called_is_told():
-    class Own(Model):
-        def forward(self, ids, labels=None):
-            logits = F.linear(self.embedding(ids), self.lm_head.weight, self.lm_head.bias)
-            return (None if labels is None else flat_loss(logits, labels)), logits
+class Own(Model):
+    """Multiplies by the head's weight itself."""
 
+    def forward(self, ids, labels=None):
+        logits = F.linear(self.embedding(ids), self.lm_head.weight, self.lm_head.bias)
+        return (None if labels is None else flat_loss(logits, labels)), logits
+
+
+def test_a_head_that_is_not_called_is_told():
     model = Own()
     expected = (
-        r"labels did not call the head \(lm_head\): flce computed no loss in it; flce.explain"
+        r"labels did not call the head \(lm_head\): flce computed no loss; .*trl.install\(\).*"
+        r"multiplies by the weight itself.*call flce.linear_cross_entropy"
     )
     with flce.fuse(model), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -195,6 +199,58 @@ def test_a_head_that_is_not_called_is_told():
     with flce.fuse(model, strict=True):
         with pytest.raises(RuntimeError, match="strict=True: forward with labels did not call"):
             model(IDS, IDS)
+
+
+def trained(model, loss_of):
+    """A step with an optimizer that owns the model's parameters."""
+    loss_of(model).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_loss_without_labels_is_told(compiles):
+    """Once, in the first step; not before, and not after a loss by flce."""
+    torch.compiler.reset()
+    model = Model()
+    called = torch.compile(model, backend="aot_eager") if compiles else model
+
+    def without_labels(model):
+        return flat_loss(called(IDS)[1], IDS)
+
+    expected = (
+        r'\(lm_head\) was called without labels in training.*flce.fuse\(model, when="always"\)'
+    )
+    with flce.fuse(model) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without_labels(model)
+        trained(Model(), lambda other: flat_loss(other(IDS)[1], IDS))
+        with pytest.raises(UserWarning, match=expected):
+            trained(model, without_labels)
+        trained(model, without_labels)
+        assert len(handle.fallbacks) == 1
+    for when, loss_of in (("labels", lambda m: m(IDS, IDS)[0]), ("always", without_labels)):
+        with flce.fuse(model, when=when) as handle, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trained(model, loss_of)
+            trained(model, without_labels)
+        assert handle.losses and not handle.fallbacks
+    torch.compiler.reset()
+    with flce.fuse(model, strict=True), pytest.raises(RuntimeError, match="called without labels"):
+        trained(model, without_labels)
+
+
+def test_a_head_that_training_does_not_call_is_told():
+    model = Own()
+    for when in ("labels", "always"):
+        expected = r"training did not call the head \(lm_head\).*F.linear"
+        with flce.fuse(model, when=when), pytest.warns(UserWarning, match=expected):
+            trained(model, lambda model: flat_loss(model(IDS)[1], IDS))
+    model.get_output_embeddings = lambda: model.embedding
+    del model.lm_head
+    expected = "it is an nn.Embedding, .* call flce.linear_cross_entropy"
+    with pytest.warns(UserWarning, match=expected):
+        flce.fuse(model)
 
 
 def test_odd_heads_are_left_alone():
@@ -348,6 +404,35 @@ def test_accumulation_with_an_adapter():
         model.lm_head.base_layer.requires_grad_(False)
         equal(model(IDS, IDS)[0], expected)
         assert handle.losses
+
+
+def test_the_handle_in_words():
+    model = Model()
+    handle = flce.fuse(model)
+    assert repr(handle) == "<flce.fuse of Model: attached, no loss computed yet>"
+    assert str(flce.explain(model)).endswith("\n  no loss computed yet")
+    model(IDS)
+    assert "no loss computed yet, calls without labels" in str(flce.explain(model))
+    for _ in range(3):
+        model(IDS, IDS)
+    model.use = torch.exp
+    with pytest.warns(UserWarning):
+        model(IDS, IDS)
+    counts = "3 losses without logits, 1 from logits because torch.exp is not deferred"
+    assert repr(handle) == f"<flce.fuse of Model: attached, {counts}>"
+    assert flce.explain(model).summary == counts
+    handle.remove()
+    assert repr(handle) == f"<flce.fuse of Model: removed, {counts}>"
+
+
+def test_a_model_on_meta():
+    """Shapes alone: as without fuse."""
+    model = Model().to("meta")
+    with flce.fuse(model, strict=True):
+        loss, logits = model(IDS.to("meta"), IDS.to("meta"))
+        loss.backward()
+    assert loss.device.type == "meta" and logits.shape == (BATCH, LENGTH, VOCAB)
+    assert model.lm_head.weight.grad.shape == model.lm_head.weight.shape
 
 
 def test_explain():

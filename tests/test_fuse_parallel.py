@@ -88,7 +88,11 @@ def compare(rank, wrap, name):
         for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
             error = cases.relative_error(whole(one.grad), whole(other.grad).double())
             assert error <= 2e-6, f"{name}, step {step}: {error}"
-    assert sum(handle.losses.values()) == 3 and not handle.fallbacks, name
+    logits = wrapped[1](ids, labels=ids)[1]
+    torch.optim.SGD(fused.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="an optimizer that has stepped since"):
+        logits.sum()
+    assert sum(handle.losses.values()) == 4 and not handle.fallbacks, name
 
 
 @pytest.mark.parametrize("ways", ["ddp", "fsdp"])

@@ -157,16 +157,57 @@ def test_a_bfloat16_base(adapter_dtype):
         assert errors[0] <= 1.5 * errors[1] + 2e-3, (name, errors)
 
 
-def test_an_adapter_added_after_fuse():
-    """The base layer defers and the new adapter does not: real logits, and the loss is right."""
-    base = llama()
-    flce.fuse(base)
-    model = adapted(base, target_modules=["lm_head"])
-    with pytest.warns(UserWarning, match="torch.Tensor.add is not deferred"):
-        fused_loss, fused_gradients, _ = step(model, TEXT)
-    loss, gradients, _ = step(adapted(llama(), target_modules=["lm_head"]), TEXT)
-    assert abs(fused_loss - loss) <= 1e-6 * loss
-    assert worst_error(fused_gradients, gradients) <= 1e-5
+def added(model):
+    model.add_adapter("other", peft.LoraConfig(r=8, target_modules=["lm_head"]))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def deleted(model):
+    added(model)
+    model.set_adapter("other")
+    model.delete_adapter("default")
+
+
+def to_save(model):
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    return peft.get_peft_model(model, settings)
+
+
+LATER = {
+    "get_peft_model": (False, adapted),
+    "modules_to_save": (False, to_save),
+    "add_adapter": (True, added),
+    "delete_adapter": (True, deleted),
+    "merge_adapter": (True, lambda model: model.merge_adapter()),
+    "merge_and_unload": (True, lambda model: model.merge_and_unload()),
+    "unload": (True, lambda model: model.unload()),
+    "unload of get_peft_model": (False, lambda model: adapted(model).merge_and_unload()),
+}
+
+
+@pytest.mark.parametrize("when", ["labels", "always"])
+@pytest.mark.parametrize("name", LATER)
+def test_adapters_that_change_after_fuse(name, when):
+    """What stands in the head's place is fused by its next call, and flce.fuse takes it anew."""
+    is_adapted, change = LATER[name]
+    model = adapted(llama()) if is_adapted else llama()
+    handle = flce.fuse(model, when=when, strict=True)
+    step(model, TEXT)
+    model = moved(change(model) or model)
+    model.requires_grad_(True)
+    before = sum(handle.losses.values())
+    loss, gradients, output = step(model, TEXT)
+    assert sum(handle.losses.values()) == before + 1 and flce.explain(model).is_fused
+    if handle.model is not model:
+        again = flce.fuse(model, strict=True)
+        assert abs(step(model, TEXT)[0] - loss) <= 1e-6 * loss
+        assert again.losses and "removed" in repr(handle)
+        again.remove()
+    handle.remove()
+    expected, expected_gradients, expected_output = step(model, TEXT)
+    assert abs(loss - expected) <= 1e-6 * expected
+    assert worst_error(gradients, expected_gradients) <= 1e-5
+    assert torch.equal(output.logits, expected_output.logits)
 
 
 def test_explain_names_the_adapter():

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch.utils.checkpoint import checkpoint
 
 import flce
@@ -216,6 +217,148 @@ def test_logits_of_what_has_changed_are_refused(what):
             logits = torch.func.functional_call(model, weight, (IDS,))
         with pytest.raises(RuntimeError, match="expected the logits to be read before"):
             logits.sum()
+
+
+def step(kind, **options):
+    return lambda model: getattr(torch.optim, kind)(model.parameters(), 0.1, **options).step()
+
+
+def compiled_step(model):
+    torch.compile(torch.optim.AdamW(model.parameters(), 0.1).step, backend="aot_eager")()
+
+
+def step_of_zero3(model):
+    """Its optimizers own copies; DeepSpeed marks the weights by ds_id, and writes to them later."""
+    model.lm_head.weight.ds_id = 0
+    copy = torch.nn.Parameter(torch.zeros(1))
+    torch.optim.SGD([copy]).step()
+
+
+def scaled_state(model):
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+
+
+def another_model_steps(model):
+    other = copy.deepcopy(model)
+    cross_entropy(other(IDS)).backward()
+    step("AdamW", fused=True)(other)
+
+
+def frozen_head_steps(model):
+    model.lm_head.requires_grad_(False).zero_grad()
+    step("AdamW", fused=True)(model)
+
+
+def frozen_late_steps(model):
+    """Its gradient is there already."""
+    model.lm_head.requires_grad_(False)
+    step("AdamW", fused=True)(model)
+
+
+CHANGES = {
+    "fused AdamW": step("AdamW", fused=True),
+    "fused SGD": step("SGD", fused=True),
+    "AdamW": step("AdamW"),
+    "compiled step": compiled_step,
+    "step after freezing": frozen_late_steps,
+    "ZeRO-3's step": step_of_zero3,
+    "bfloat16": lambda model: model.bfloat16(),
+    "bfloat16 and back": lambda model: model.bfloat16().float(),
+    "data": lambda model: model.lm_head.weight.data.mul_(1.1),
+    "other data": lambda model: setattr(model.lm_head.weight, "data", torch.ones(V, H)),
+    "load_state_dict": scaled_state,
+}
+NO_CHANGES = {
+    "none": lambda model: None,
+    "moved to its device": lambda model: model.to("cpu").float().eval().zero_grad(),
+    "another model's step": another_model_steps,
+    "a frozen head's step": frozen_head_steps,
+    "the embedding's step": lambda model: torch.optim.SGD(model.embedding.parameters(), 1.0).step(),
+    "a second call": lambda model: cross_entropy(model(IDS)).backward(),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("name", [*CHANGES, *NO_CHANGES])
+def test_logits_read_late(name, compiles, mode):
+    """After a change a RuntimeError, whatever has changed the weight; else the values."""
+    torch.compiler.reset()
+    model = Model()
+    expected = model(IDS).detach()
+
+    def loss_and_logits(ids):
+        logits = model(ids)
+        return cross_entropy(logits), logits
+
+    with flce.fuse(model, when="always", strict=True):
+        with mode():
+            called = torch.compile(loss_and_logits, backend="aot_eager", fullgraph=True)
+            logits = (called if compiles else loss_and_logits)(IDS)[1]
+            assert isinstance(logits, torch.Tensor)
+        cross_entropy(model(IDS)).backward()
+        {**CHANGES, **NO_CHANGES}[name](model)
+        if name in CHANGES:
+            with pytest.raises(RuntimeError, match="expected the logits to be read before"):
+                logits.argmax(-1)
+        else:
+            torch.testing.assert_close(logits + 0, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_frozen_head_whose_input_is_written_to(compiles):
+    """Eager autograd keeps no input of a frozen head, so that this is no error there."""
+    torch.compiler.reset()
+    model = Model().requires_grad_(False)
+    x = torch.randn(5, H)
+
+    def logits_of(x):
+        return model.lm_head(x * 1), x
+
+    with flce.fuse(model, when="always"):
+        call = torch.compile(logits_of, backend="aot_eager") if compiles else logits_of
+        logits = call(x)[0]
+        logits._flce.record.sources[0].x.mul_(2)
+        with pytest.raises(RuntimeError, match="got hidden states of shape .* written to"):
+            logits.sum()
+        logits = call(x)[0]
+        if not compiles:
+            logits._flce.record.sources[0].x.mul_(2)
+            with pytest.raises(RuntimeError, match="give the head a copy"):
+                F.cross_entropy(logits, TARGET[0, :5])
+
+
+def test_logits_of_diverged_weights():
+    """NaN equals NaN here."""
+    model = Model()
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    with flce.fuse(model, when="always"), torch.no_grad():
+        assert model(IDS).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned", "weight_norm by hooks"])
+def test_a_weight_made_anew_after_fuse(name):
+    """Real logits, with a warning: each use would make the weight again."""
+    change = {
+        "weight_norm": torch.nn.utils.parametrizations.weight_norm,
+        "spectral_norm": lambda m: torch.nn.utils.parametrizations.spectral_norm(m.eval()),
+        "pruned": lambda m: torch.nn.utils.prune.l1_unstructured(m, "weight", 0.3),
+        "weight_norm by hooks": torch.nn.utils.weight_norm,
+    }[name]
+    torch.manual_seed(0)
+    plain = Model().double()
+    fused = copy.deepcopy(plain)
+    with flce.fuse(fused, when="always"):
+        for model in (plain, fused):
+            torch.manual_seed(1)
+            change(model.lm_head)
+        loss, gradients = run(plain, lambda m: cross_entropy(m(IDS)))
+        with pytest.warns(UserWarning, match="the head is parametrized|is hooked to"):
+            got, got_gradients = run(fused, lambda m: cross_entropy(m(IDS)))
+    torch.testing.assert_close(got, loss)
+    assert got_gradients.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(got_gradients[key], gradient)
 
 
 def test_a_parametrized_head_is_left_alone():

@@ -131,11 +131,48 @@ def test_evaluation(tmp_path):
     assert (found.predictions == expected.predictions).all()
 
 
+@pytest.mark.parametrize("order", [("evaluate", "predict"), ("predict", "evaluate")])
+def test_evaluation_of_a_compiled_model(tmp_path, order):
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+    def results(callbacks):
+        torch.compiler.reset()
+        trainer = trainer_of(llama(), tmp_path, callbacks, **settings)
+        trainer.compute_metrics = lambda found: {"sum": float(found.predictions.sum())}
+        made = {name: getattr(trainer, name) for name in order}
+        made = {n: f(Rows(8)).metrics if n == "predict" else f() for n, f in made.items()}
+        return [made["evaluate"][f"eval_{n}"] for n in ("loss", "sum")] + [
+            made["predict"][f"test_{n}"] for n in ("loss", "sum")
+        ]
+
+    expected = results([])
+    callback = FuseCallback(strict=True)
+    assert_equal(results([callback]), expected, 1e-5)
+    assert callback.handle.losses
+
+
+def test_a_loss_function_of_the_user(tmp_path):
+    """compute_loss_func takes the labels away; when="always" serves its F.cross_entropy."""
+
+    def compute_loss(outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    def losses(callbacks):
+        trainer = trainer_of(llama(), tmp_path, callbacks, max_steps=2)
+        trainer.compute_loss_func = compute_loss
+        trainer.train()
+        return trainer.losses
+
+    callback = FuseCallback(when="always", strict=True)
+    assert_equal(losses([callback]), losses([]), 1e-6)
+    assert sum(callback.handle.losses.values()) == 8
+
+
 def test_label_smoothing_of_the_trainer(tmp_path):
     """It calls the model without labels: real logits, the same losses, and a warning."""
     settings = {"label_smoothing_factor": 0.1, "max_steps": 2}
     expected = train(llama(), tmp_path, **settings).losses
-    with pytest.warns(UserWarning, match="label_smoothing_factor: the Trainer calls the model"):
+    with pytest.warns(UserWarning, match=r'called without labels in training.*when="always"'):
         callback = FuseCallback()
         got = train(llama(), tmp_path, callbacks=[callback], **settings).losses
     assert got == expected and not callback.handle.losses

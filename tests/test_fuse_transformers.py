@@ -391,6 +391,36 @@ def test_the_coverage_script():
     assert made.returncode == 2 and "--write: expected no class names" in made.stderr
 
 
+def resized(model):
+    model.resize_token_embeddings(VOCAB + 24)
+
+
+def other_head(model):
+    model.set_output_embeddings(torch.nn.Linear(32, VOCAB, bias=False))
+
+
+@pytest.mark.parametrize("change", [resized, other_head])
+@pytest.mark.parametrize("when", ["labels", "always"])
+def test_a_replaced_head_is_fused(change, when):
+    """By the next call, in its place; one that cannot be is told of by name."""
+    model = llama()
+    handle = flce.fuse(model, when=when, strict=True)
+    step(model, TEXT)
+    change(model)
+    loss, gradients, output = step(model, TEXT)
+    assert sum(handle.losses.values()) == 2 and flce.explain(model).is_fused
+    handle.remove()
+    expected, expected_gradients, expected_output = step(model, TEXT)
+    assert torch.equal(output.logits, expected_output.logits)
+    assert abs(loss - expected) <= 1e-6 * expected
+    assert worst_error(gradients, expected_gradients) <= FLOAT32[1]
+    handle = flce.fuse(model)
+    model.set_output_embeddings(type("Odd", (torch.nn.Linear,), {"forward": lambda s, x: x})(2, 2))
+    with pytest.warns(UserWarning, match="lm_head was replaced after flce.fuse: Odd is no plain"):
+        model(IDS)
+    assert not handle.is_attached()
+
+
 def test_nothing_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,7 @@ import types
 import pytest
 
 import flce
-from flce.integrations._rebind import Installation
+from flce.integrations._rebind import Installation, is_ours
 
 FRAMEWORKS = ("transformers", "trl", "liger_kernel", "cut_cross_entropy", "verl", "torchtitan")
 FRAMEWORKS += ("axolotl", "nemo_automodel")
@@ -55,6 +55,19 @@ def test_every_binding_is_replaced_and_brought_back(modules, monkeypatch):
         assert package.loss is user.theirs is later.loss is original
         package.loss = ours
     assert package.loss is ours  # the end of the block has removed nothing once more
+
+
+def test_calls_are_counted(modules):
+    package, _ = modules
+    with Installation("package", [(package.loss, replacement(package.loss))]) as handle:
+        assert repr(handle) == "<flce.integrations.package: installed, no calls yet>"
+        assert [is_ours("package", serves) for serves in (True, False, True)] == [True, False, True]
+        counts = "2 calls by flce, 1 calls by package"
+        assert repr(handle) == f"<flce.integrations.package: installed, {counts}>"
+        assert handle.calls == {"flce": 2, "package": 1}
+    assert repr(handle) == f"<flce.integrations.package: removed, {counts}>"
+    with Installation("package", [(package.loss, replacement(package.loss))]) as other:
+        assert not other.calls
 
 
 def test_a_block_that_raises_removes_too(modules):

@@ -109,9 +109,9 @@ def test_softcap(calls):
     args = operands()
     options = {"softcap": 5.0, "scale": 0.5, "outputs": OUTPUTS[2]}
     theirs = applied(*args, **options)
-    with ours.install():
+    with ours.install() as handle:
         same(applied(*args, **options), theirs, 1e-5)
-    assert calls == {"trl": 1, "flce": 1}
+    assert calls == {"trl": 1, "flce": 1} and handle.calls == {"flce": 1}
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])

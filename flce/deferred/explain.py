@@ -11,7 +11,7 @@ class Explanation:
 
     model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
     consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
-    that flce.fuse returned, empty if the model is not fused.
+    that flce.fuse returned, empty if the model is not fused; summary: these in a phrase.
     """
 
     def __init__(self, model):
@@ -19,10 +19,9 @@ class Explanation:
         fusion = fusion_of(model)
         self.is_fused = fusion is not None
         found = heads_of(model)
-        if fusion is not None:
-            known = {id(module) for _, module in found}
-            given = [(name, module) for name, module, _ in fusion._attached]
-            found += [(name, module) for name, module in given if id(module) not in known]
+        known = {id(module) for _, module in found}
+        given = () if fusion is None else fusion._attached
+        found += [(name, module) for name, module, _ in given if id(module) not in known]
         self.heads, self.refused = [], []
         for name, module in found:
             reason = None if fusion_of(module) else why_not(module, linears_of(module))
@@ -32,16 +31,18 @@ class Explanation:
                 self.refused.append((name, reason))
         if fusion is not None:  # what head= named, which heads_of may not find
             names = [name for name, _ in found]
-            self.refused += [one for one in fusion._refused if one[0] not in names]
-        self.losses = {} if fusion is None else dict(fusion.losses)
-        self.reads = {} if fusion is None else dict(fusion.reads)
-        self.fallbacks = {} if fusion is None else dict(fusion.fallbacks)
+            self.refused += [one for one in fusion.refused if one[0] not in names]
+        self.summary = "" if fusion is None else fusion.summary()
+        for name in ("losses", "reads", "fallbacks"):
+            setattr(self, name, dict(getattr(fusion, name, {})))
 
     def __str__(self):
         state = "fused" if self.is_fused else "not fused"
         lines = [f"{self.model}: {state}"]
         lines += [f"  head {name}: {text}" for name, text in self.heads]
         lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
+        if self.is_fused and not self.losses and not self.fallbacks:
+            lines.append(f"  {self.summary}")
         for record, count in self.losses.items():
             lines.append(f"  {count} x loss without logits (steps after the head: {record})")
         for reason, count in self.fallbacks.items():

@@ -6,22 +6,46 @@ import inspect
 import warnings
 import weakref
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import validate
 from ..options import OPTIONS, completed, defaults
 from ..strategy import parse_bytes
 from . import head as heads
 from . import steps
-from .search import heads_of, linears_of, why_not
+from .reentry import enclosing_of, fusion_in
+from .search import BY_HAND, heads_of, linears_of, why_not
 
 WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
-_MAX_RECORDS = 16  # kinds of losses that are counted apart: an annealed factor makes one each step
-_OTHER = None  # the key of all further ones
+_MAX_RECORDS = 16  # kinds of losses counted apart: an annealed factor makes one each step
+_WITHOUT_LABELS = (
+    'the loss is computed from all logits; flce.fuse(model, when="always") serves F.cross_entropy '
+    "of its output"
+)
+_NOT_CALLED = (
+    "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
+    f"the model multiplies by the weight itself (F.linear), {BY_HAND}"
+)
+_NOT_COPIED = ("_model", "_linears", "_hooks", "_places", "_label_stack", "era")
+_fusions = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers():
+    """Lets every Fusion know of every step of an optimizer."""
+
+    def note(optimizer, args, kwargs):
+        if not is_compiling():  # what is compiled raises the versions of what it writes to
+            for fusion in list(_fusions):
+                fusion.note_step(optimizer)
+
+    register_optimizer_step_post_hook(note)
 
 
 class Fusion:
@@ -35,44 +59,51 @@ class Fusion:
     model is freed when its last reference goes, and a copy of a head is not a copy of the model.
     """
 
-    def __init__(self, model, when, strict, options):
-        self._when, self._strict, self.options = when, strict, options
-        self._model, self._model_name = weakref.ref(model), type(model).__name__
-        self._is_attached, self._refused = False, []
-        self._head_calls = collections.Counter()  # with labels: "eager" calls, "traced" graphs
-        self._calls_before = 0
-        self._fused, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
-        self._forget()
+    _graphs_exist = False  # of any Fusion: they may serve other models of the same classes
 
-    def _forget(self):
-        """Sets what belongs to Modules and to calls in progress to nothing."""
-        self._linears, self._hooks = [], []  # weak references to each nn.Linear that defers
+    def __init__(self, model, when, strict, options):
+        self.when, self._strict, self.options = when, strict, options
+        self._model_name, self._is_attached = type(model).__name__, False
+        self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
+        self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self._begin_anew(weakref.ref(model))
+
+    def _begin_anew(self, model):
+        """Sets what belongs to Modules and to calls in progress, which _NOT_COPIED names."""
+        self._model = model
+        self._linears, self._hooks = [], []  # weak references to each nn.Linear that has deferred
+        self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
+        # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
+        # compiled call reads anew where a number would be part of its graph.
+        self.era = object()
+        _watch_optimizers()
+        _fusions.add(self)
 
     def __getstate__(self):
         """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
-        state = dict(self.__dict__)
-        for name in ("_model", "_linears", "_hooks", "_label_stack"):
-            del state[name]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._model = _nothing
-        self._forget()
+        self._begin_anew(lambda: None)
 
     @property
     def model(self):
         return self._model()
 
+    def _known(self):
+        """Each nn.Linear that has deferred for it and is alive."""
+        return [linear for reference in self._linears if (linear := reference()) is not None]
+
     @property
     def _attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
         found = {}
-        for linear in (reference() for reference in self._linears):
-            if linear is not None:
-                state = linear._flce_linear
-                found.setdefault(state.name, (state.name, state.enclosing, []))[2].append(linear)
+        for linear in self._known():
+            if fusion_in(linear) is self:
+                one = (linear._flce_name, enclosing_of(linear), [])
+                found.setdefault(linear._flce_name, one)[2].append(linear)
         return list(found.values())
 
     def adopt(self, linear):
@@ -85,53 +116,123 @@ class Fusion:
 
     def is_on(self):
         """Whether a head that is called now defers."""
-        return self._is_attached and (self._when == "always" or any(self._label_stack))
-
-    def loss_is_inside(self):
-        """Whether the model's forward computes the loss, as it does with labels."""
-        return self._when == "labels"
+        return self._is_attached and (self.when == "always" or any(self._label_stack))
 
     def attach(self, found):
-        """Makes the heads [(name, Module)] defer where they can."""
+        """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
+        refused = []
         for name, module in found:
-            linears = linears_of(module)
-            if reason := why_not(module, linears):
-                self._refused.append((name, reason))
+            if reason := self._attach(name, module):
+                refused.append((name, reason))
                 continue
-            heads.attach(self, name, module, linears)
             self._is_attached = True
-        if self._when == "labels" and self._is_attached:
-            for caller in _callers(self.model, [module for _, module, _ in self._attached]):
-                begin = functools.partial(self._begin, _label_positions(caller))
-                self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
-                self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
+            parent, _, child = name.rpartition(".")
+            self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
+        attached = [module for _, module, _ in self._attached]
+        for caller in _callers(self.model, attached) if attached else ():
+            begin = functools.partial(self._begin, _label_positions(caller))
+            self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
+        return refused
+
+    def _attach(self, name, module):
+        """Why the head cannot defer; None if it does."""
+        linears = linears_of(module)
+        reason = why_not(module, linears)
+        if reason is None:
+            heads.attach(self, name, module, linears)
+        return reason
+
+    def _follow(self):
+        """Fuses what stands in the place of a head by now: resize_token_embeddings and
+        set_output_embeddings put an nn.Linear there, PEFT an adapter around the head, or the head
+        again."""
+        for place in list(self._places):
+            name, module = place[0], _module_at(place)
+            if module is None:
+                continue
+            linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
+            if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
+                continue
+            for other, head, before in self._attached:
+                if other == name:
+                    heads.detach(head, before)
+            for copied in [m for m in module.modules() if fusion_in(m) is not None]:
+                heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
+            if reason := self._attach(name, module):
+                self._places.remove(place)
+                self._is_attached = bool(self._places)
+                self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
 
     def _begin(self, positions, model, args, kwargs):
-        if model is self.model:
+        if model is self.model and self._label_stack:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
-        if not self._label_stack and not is_compiling():
-            self._calls_before = self._head_calls["eager"]
-        self._label_stack.append(_has_labels(positions, args, kwargs))
+        if not self._label_stack:
+            if not is_compiling():
+                self._model_was_called, self._head_is_called = True, False
+                self._follow()
+            # Traced, so that a graph is guarded by the classes of the Modules in these places.
+            elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
+                self._follow()
+        if not self._needs_no_labels():
+            self._label_stack.append(_has_labels(positions, args, kwargs))
 
     def _end(self, model, args, output):
+        if self._needs_no_labels():
+            return
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
-        # output is None where the forward raised. What a compiled graph calls is not counted.
-        if not had_labels or self._label_stack or output is None:
+        # output is None where the forward raised. What a compiled graph calls is not known.
+        if not had_labels or self._label_stack or output is None or not self._is_attached:
             return
-        if is_compiling() or self._head_calls["traced"]:
-            return
-        if self._head_calls["eager"] == self._calls_before:
-            names = ", ".join(name for name, _, _ in self._attached)
-            reason = f"forward with labels did not call the head ({names})"
-            self.fall_back(reason, "flce computed no loss in it")
+        if not (is_compiling() or self._is_traced or self._head_is_called):
+            reason = f"forward with labels did not call the head ({self._head_names()})"
+            self.fall_back(reason, _NOT_CALLED)
 
-    def note_call(self):
-        """A head is called with labels."""
+    def _needs_no_labels(self):
+        """In a checkpoint torch.compile lets nothing be changed that was there before."""
+        return self.when == "always" and is_compiling()
+
+    def _head_names(self):
+        return ", ".join([name for name, _, _ in self._places])
+
+    def note_call(self, defers):
+        """A head is called, and would defer or, being called without labels, does not."""
         if is_compiling():
-            self.note_traced("_head_calls", "traced")
-        else:
-            self._head_calls["eager"] += 1
+            self._note_traced(not defers and torch.is_grad_enabled())
+        elif defers:
+            self._head_is_called = True
+        elif torch.is_grad_enabled():
+            self._gave_logits = True
+
+    def _note_traced(self, gave_logits):
+        self._is_traced = Fusion._graphs_exist = True
+        self._gave_logits = self._gave_logits or gave_logits
+
+    def note_step(self, optimizer):
+        """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        weights = [p for linear in self._known() for p in linear.parameters()]
+        weights = [p for p in weights if p.requires_grad or p.grad is not None]
+        # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
+        if any(id(p) in stepped or hasattr(p, "ds_id") for p in weights):
+            self.era = object()
+        model = None if self.losses else self.model
+        if model is not None and any(id(p) in stepped for p in model.parameters()):
+            self.tell_if_unused()
+
+    def tell_if_unused(self):
+        """After a step of training: warns if flce has computed no loss, and knows no reason."""
+        if not self._is_attached or self.losses or self.fallbacks:
+            return
+        if self._graphs_exist and not self._is_traced:
+            return  # a graph of another model may compute the loss
+        names = self._head_names()
+        if self._gave_logits:
+            reason = f"the head ({names}) was called without labels in training"
+            self.fall_back(reason, _WITHOUT_LABELS)
+        elif self._model_was_called:
+            self.fall_back(f"training did not call the head ({names})", _NOT_CALLED)
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -140,7 +241,19 @@ class Fusion:
         for _, module, linears in self._attached:
             heads.detach(module, linears)
         self._is_attached = False
-        self._forget()
+        self._hooks, self._places, self._label_stack = [], [], []
+
+    def summary(self):
+        """The counts in a phrase."""
+        count = sum(self.losses.values())
+        parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
+        parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
+        without_labels = ", calls without labels" if self._gave_logits else ""
+        return ", ".join(parts) or "no loss computed yet" + without_labels
+
+    def __repr__(self):
+        state = "attached" if self._is_attached else "removed"
+        return f"<flce.fuse of {self._model_name}: {state}, {self.summary()}>"
 
     def __enter__(self):
         return self
@@ -148,38 +261,21 @@ class Fusion:
     def __exit__(self, *exception):
         self.remove()
 
-    @property
-    def losses(self):
-        described = collections.Counter()  # keys that differ may read alike
-        for key, count in self._fused.items():
-            described["other steps" if key is _OTHER else steps.describe(key)] += count
-        return dict(described)
-
     def note_fused(self, record):
-        self._note("_fused", steps.key_of(record))
+        self._count_loss(steps.key_of(record))
+
+    def _count_loss(self, key):
+        name = steps.describe(key)
+        is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
+        self.losses["other steps" if is_new else name] += 1
 
     def note_read(self, name):
-        self._note("reads", name)
+        self.reads[name] += 1
 
-    def _note(self, counter, key):
-        if is_compiling():
-            self.note_traced(counter, key)
-        else:
-            self._count(counter, key)
-
-    def note_traced(self, counter, key):
-        """Counts once for each graph. Not traced but called while tracing: torch.compile would
-        compile again for every value of the count."""
-        self._count(counter, key)
-
-    # What torch.compiler.assume_constant_result sets; that imports all of torch._dynamo.
-    note_traced._dynamo_marked_constant = True
-
-    def _count(self, counter, key):
-        counts = getattr(self, counter)
-        if counter == "_fused" and key not in counts and len(counts) >= _MAX_RECORDS:
-            key = _OTHER
-        counts[key] += 1
+    # Called while torch.compile traces, and not traced, as it would compile again for each count:
+    # what torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
+    for _function in (_follow, _note_traced, _count_loss, note_read):
+        _function._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
         """flce does not compute a loss because of `reason`: a warning the first time, or an error
@@ -197,9 +293,13 @@ class Fusion:
             )
 
 
-def _nothing():
-    """In place of a weak reference: to no Module."""
-    return None
+def _module_at(place):
+    """What stands in a head's place by now, the Module itself where torch.compile wraps it."""
+    _, parent, child = place
+    module = parent()
+    if child and module is not None:
+        module = module._modules.get(child)
+    return getattr(module, "_orig_mod", module)
 
 
 def _is_label(name):
@@ -207,13 +307,9 @@ def _is_label(name):
 
 
 def _has_labels(positions, args, kwargs):
-    for i in positions:
-        if i < len(args) and args[i] is not None:
-            return True
-    for name, value in kwargs.items():
-        if value is not None and _is_label(name):
-            return True
-    return False
+    given = [args[i] for i in positions if i < len(args)]
+    given += [value for name, value in kwargs.items() if _is_label(name)]
+    return any(value is not None for value in given)
 
 
 def _callers(model, modules):
@@ -221,6 +317,8 @@ def _callers(model, modules):
     wrapper may call it directly, without the outer forward."""
     held = {id(module) for module in modules}
     for caller in model.modules():
+        if hasattr(caller, "_orig_mod"):
+            continue
         is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
         if caller is model or (is_around and _label_positions(caller)):
             yield caller
@@ -266,13 +364,16 @@ def _heads_to_fuse(model, head):
         raise ValueError(
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
             'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
-            f"{type(model).__name__} without; head= names another"
+            f"{type(model).__name__} without; head= names another; for logits by F.linear with "
+            f"the weight of an nn.Embedding {BY_HAND}"
         )
     for name, module in found:
-        if heads.fusion_of(module) is not None:
-            raise ValueError(
-                f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
-            )
+        while (fusion := heads.fusion_of(module)) is not None:
+            if fusion.model is model:
+                raise ValueError(
+                    f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
+                )
+            fusion.remove()  # of a model that this one was taken from, or wraps
     return found
 
 
@@ -291,7 +392,8 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
 
     Args:
         model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
-            adapters if it has any (call fuse after get_peft_model), or any other.
+            adapters or without, or any other; also in torch.compile(model). A head that is put
+            in the place of a fused one later is fused by the model's next call.
         head: the head or its name, or a list of these; None asks get_output_embeddings() of the
             model and of those in it, and takes every nn.Linear whose name ends in "lm_head".
         when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
@@ -313,18 +415,20 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             without a head, a head that is fused already, or with strict=True a head that cannot be
             fused. Without strict it is left alone, with a warning.
         RuntimeError, from later calls: with strict=True, where logits would have to be made for a
-            loss; replicas of nn.DataParallel; logits that are read after the head's weight or input
-            has changed, or where the head's weight is sharded; logits that are written to before
-            they are made, by code that does not go through __torch_function__; a hook on logits
-            whose loss was computed without them.
+            loss, and in a training step without a loss by flce; replicas of nn.DataParallel; logits
+            that are read after the head's weight or input has changed, where the weight is sharded,
+            or written to before they are made, by code that does not ask __torch_function__; a hook
+            on logits whose loss was computed without them.
     """
     _check_model(model)
+    while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
+        model = model._orig_mod
     if when not in WHEN:
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
     _check_options(options)
     fusion = Fusion(model, when, strict, options)
-    fusion.attach(_heads_to_fuse(model, head))
-    for name, reason in fusion._refused:
+    fusion.refused = fusion.attach(_heads_to_fuse(model, head))
+    for name, reason in fusion.refused:
         if strict:
             fusion.remove()
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")

@@ -13,46 +13,24 @@ from ..dtensor import is_dtensor
 from . import proxies, reentry, steps
 from .divided import gathering_forward
 from .node import HeadCall, Node
-from .reentry import foreign_hook
+from .reentry import foreign_hook, fusion_in
+from .snapshot import Snapshot
 
-
-class LinearState:
-    """Of an nn.Linear that makes logits. name: of the head. enclosing: the Module that the model
-    calls, which is the nn.Linear itself unless an adapter wraps it; held weakly, because it holds
-    this."""
-
-    def __init__(self, fusion, name, enclosing):
-        self.fusion, self.name, self._enclosing = fusion, name, weakref.ref(enclosing)
-
-    @property
-    def enclosing(self):
-        return self._enclosing()
-
-    def __reduce__(self):
-        """Of a copy: the Modules that are copied along enter themselves (`_adopt`)."""
-        return _restored_state, (self.fusion, self.name)
-
-
-def _restored_state(fusion, name):
-    state = LinearState.__new__(LinearState)
-    state.fusion, state.name, state._enclosing = fusion, name, None
-    return state
+# An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
+# _flce_enclosing, a weak reference to the Module that the model calls.
 
 
 def _adopt(module):
-    """Enters a Module that was unpickled or copied in the states of the nn.Linears in it. What
-    encloses them is restored after they are."""
-    if (own := module.__dict__.get("_flce_linear")) is not None:
-        own._enclosing = weakref.ref(module)
-        if own.fusion.is_attached():
-            own.fusion.adopt(module)
-        return
+    """Enters a Module that was unpickled or copied in the nn.Linears in it. What encloses them is
+    restored after they are."""
+    if (fusion := fusion_in(module)) is not None and fusion.is_attached():
+        fusion.adopt(module)
     for linear in module.modules():
-        if (state := linear.__dict__.get("_flce_linear")) is not None:
-            state._enclosing = weakref.ref(module)
+        if fusion_in(linear) is not None:
+            linear._flce_enclosing = weakref.ref(module)
 
 
-class _Reentrant:
+class Reentrant:
     """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
 
     def forward(self, *args, **kwargs):
@@ -66,19 +44,19 @@ class _Reentrant:
         _adopt(self)
 
 
-class _Deferring(_Reentrant):
+class _Deferring(Reentrant):
     """Mixed into an nn.Linear whose products are logits."""
 
     def __call__(self, *args, **kwargs):
         # torch.compile inlines forward without __call__ where there are no hooks.
         if len(args) == 1 and not is_compiling():
             if _try_to_defer(self, args, kwargs):
-                return _deferred(self, args[0], proxies.DeferredLogits)
+                return _deferred(self, args[0])
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and is_compiling() and _try_to_defer(self, args, kwargs):
-            return _deferred(self, args[0], proxies.TracedLogits)
+            return _deferred(self, args[0])
         return super().forward(*args, **kwargs)
 
     def compute_logits(self, x):
@@ -96,30 +74,43 @@ class _Deferring(_Reentrant):
 def _try_to_defer(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
-    fusion = linear._flce_linear.fusion
-    if kwargs or not fusion.is_on():
+    fusion = linear._flce_fusion
+    is_on = fusion.is_on()
+    fusion.note_call(is_on)
+    if kwargs or not is_on or (is_compiling() and _exports()):
         return False
-    fusion.note_call()
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
-    if not is_standard_linear(linear):
-        fusion.fall_back("the head's forward was replaced")
-        return False
     x = args[0]
+    if isinstance(x, torch.Tensor) and (x.is_meta or not x.is_floating_point() or x.dim() == 0):
+        return False
+    if reason := _obstacle(linear, x):
+        fusion.fall_back(reason)
+    return reason is None
+
+
+def _exports():
+    return torch.compiler.is_exporting()
+
+
+_exports._dynamo_marked_constant = True  # torch 2.10 traces is_exporting as True
+
+
+def _obstacle(linear, x):
+    """Why this call of a head cannot defer; None if it can."""
+    if not is_standard_linear(linear):
+        return "the head's forward was replaced"
+    if "parametrizations" in linear._modules:
+        return "the head is parametrized, so that each use would make its weight anew"
     if type(x) not in (torch.Tensor, nn.Parameter):
-        fusion.fall_back(f"the head's input is a {type(x).__name__}")
-        return False
-    if not x.is_floating_point() or x.dim() == 0:
-        return False
+        return f"the head's input is a {type(x).__name__}"
     if validate.function_transforms_are_on():
-        fusion.fall_back("a transform of torch.func is active")
-        return False
-    enclosing = linear._flce_linear.enclosing
+        return "a transform of torch.func is active"
+    enclosing = reentry.enclosing_of(linear)
     for module in (linear,) if linear is enclosing else (linear, enclosing):
         if hook := foreign_hook(module):
-            fusion.fall_back(f"{hook} is hooked to {type(module).__name__}, the head")
-            return False
-    return True
+            return f"{hook} is hooked to {type(module).__name__}, the head"
+    return None
 
 
 DATA_PARALLEL = (
@@ -128,30 +119,16 @@ DATA_PARALLEL = (
 )
 
 
-def _deferred(linear, x, proxy):
+def _deferred(linear, x):
     weight, bias = linear.weight, linear.bias
     grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     grad = torch.is_grad_enabled() and grad
     device = x.device if weight.is_meta else weight.device
-    watched = _watched(linear, x, weight, bias)
-    call = HeadCall(linear._flce_linear.fusion, proxy, device, grad, watched)
+    snapshots = [Snapshot(linear, x, weight, bias)]
+    call = HeadCall(linear._flce_fusion, proxies.proxy_of, device, grad, snapshots)
     shape = (*x.shape[:-1], linear.out_features)
-    record = steps.Record((steps.Source(linear, x),), (), shape, call.context.product_dtype(x))
-    return proxy(Node(call, record))
-
-
-def _watched(linear, x, weight, bias):
-    """What has to be unchanged when the logits are made, as a Context has it. Hooks may gather the
-    weight, which changes it, so only that of a head without hooks is watched."""
-    if is_compiling() or x.is_inference():
-        return []
-    watched = [(x, x._version, None, None)]
-    is_plain = type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_inference()
-    if is_plain and not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-        watched.append((weight, weight._version, linear, "weight"))
-        if bias is not None:
-            watched.append((bias, bias._version, linear, "bias"))
-    return watched
+    record = steps.Record((steps.Source(linear, x),), (), shape, call.product_dtype(x))
+    return call.proxy(Node(call, record))
 
 
 _classes = {}
@@ -169,8 +146,9 @@ def _class_of(base, mixin):
 
 def _reduce(module, protocol):
     """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
-    mixin = _Deferring if isinstance(module, _Deferring) else _Reentrant
-    return _rebuilt, (module._flce_base, mixin), module.__dict__
+    mixin = _Deferring if isinstance(module, _Deferring) else Reentrant
+    state = {name: value for name, value in module.__dict__.items() if name != "_flce_enclosing"}
+    return _rebuilt, (module._flce_base, mixin), state
 
 
 def _rebuilt(base, mixin):
@@ -195,10 +173,11 @@ def attach(fusion, name, enclosing, linears):
             del linear.forward
             linear._flce_gathers = gathers
         _swap(linear, _Deferring)
-        linear._flce_linear = LinearState(fusion, name, enclosing)
+        linear._flce_fusion, linear._flce_name = fusion, name
+        linear._flce_enclosing = weakref.ref(enclosing)
         fusion.adopt(linear)
     if all(enclosing is not linear for linear in linears):
-        _swap(enclosing, _Reentrant)
+        _swap(enclosing, Reentrant)
 
 
 def detach(enclosing, linears):
@@ -210,8 +189,10 @@ def detach(enclosing, linears):
             module.__class__ = base
             if "_old_forward" in module.__dict__:
                 module._old_forward = types.MethodType(base.forward, module)
-            module.__dict__.pop("_flce_linear", None)
-            if gathers := module.__dict__.pop("_flce_gathers", None):
+            gathers = module.__dict__.get("_flce_gathers")
+            for name in [name for name in module.__dict__ if name.startswith("_flce_")]:
+                del module.__dict__[name]
+            if gathers:
                 module.forward = gathers
 
 
@@ -225,6 +206,5 @@ def is_standard_linear(module):
 
 def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
-    linears = (module for module in model.modules() if isinstance(module, _Deferring))
-    fusions = (linear._flce_linear.fusion for linear in linears)
+    fusions = [fusion for module in model.modules() if (fusion := fusion_in(module)) is not None]
     return next((fusion for fusion in fusions if fusion.is_attached()), None)

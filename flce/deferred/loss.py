@@ -46,12 +46,12 @@ def _fused(node, target, cuts_weight, options, logits_function):
     chosen = _chosen(call, options)
 
     def run(sources):
-        made = record.from_sources(sources)
+        made = record._replace(sources=sources)
         reason = unfit(sources) or _unserved(sources, chosen) or unserved(made, target, chosen)
         if reason:
             call.fusion.fall_back(reason)
             return logits_function(steps.replayed(made, real_logits))
-        dtype = call.context.product_dtype(sources[0].x)
+        dtype = call.product_dtype(sources[0].x)
         x, weight, bias, derived = steps.operands(made, dtype, cuts_weight)
         output = linear_cross_entropy(
             rows_for(weight, x), weight, target, linear_bias=bias, **derived, **options, **chosen
@@ -59,7 +59,8 @@ def _fused(node, target, cuts_weight, options, logits_function):
         call.fusion.note_fused(record)
         return output
 
-    with call.context.entered(call.context.grad and torch.is_grad_enabled()):
+    call.check(False)
+    with call.entered(call.grad and torch.is_grad_enabled()):
         return call_through(record.sources, run)
 
 
@@ -83,7 +84,7 @@ def cross_entropy(node, args, kwargs):
     names = ("ignore_index", "reduction", "label_smoothing")
     options = {name: given[name] for name in names if name in given}
     cuts_weight = weight is not None or target.is_floating_point()
-    dtype = node.call.context.loss_dtype(node.record.dtype)
+    dtype = node.call.loss_dtype(node.record.dtype)
 
     def of_logits(logits):
         return F.cross_entropy(logits, *args[1:], **kwargs)

@@ -7,25 +7,27 @@ import torch
 from torch.compiler import is_compiling
 
 from . import steps
-from .reentry import call_through
+from .reentry import call_through, fusion_in
 
 
-class Context:
-    """The modes under which a head was called, for what is computed from its output later.
+class HeadCall:
+    """One call of a head, as all values computed from it share it.
 
-    watched: [(tensor, its version, Module, name)] of x, the weight and the bias, which must be the
-    same then; Module and name are None for x, and where the tensor is an attribute otherwise.
+    fusion: what to do where an operation is not deferred. proxy: makes what the caller holds for a
+    Node. requires_grad: of the real logits. snapshots: of what has to be the same when they are
+    made. grad, autocast: the modes of the call. loss_is_done: whether a loss was computed, or said
+    to need the logits; logits made after that are counted as reads, not as fall-backs.
     """
 
-    def __init__(self, device_type, watched):
-        self.grad = torch.is_grad_enabled()
-        self.device_type = device_type
-        self.autocast = self._autocast()
-        self.watched = watched
+    def __init__(self, fusion, proxy, device, requires_grad, snapshots):
+        self.fusion, self.proxy, self.device = fusion, proxy, device
+        self.requires_grad, self.snapshots = requires_grad, snapshots
+        self.grad, self.autocast = torch.is_grad_enabled(), self._autocast()
+        self.loss_is_done = False
 
     def _autocast(self):
-        enabled = torch.is_autocast_enabled(self.device_type)
-        return torch.get_autocast_dtype(self.device_type) if enabled else None
+        enabled = torch.is_autocast_enabled(self.device.type)
+        return torch.get_autocast_dtype(self.device.type) if enabled else None
 
     def product_dtype(self, x):
         """The dtype of the output of an nn.Linear for x."""
@@ -33,19 +35,23 @@ class Context:
 
     def loss_dtype(self, dtype):
         """The dtype of F.cross_entropy of logits of `dtype`, in which autocast takes float32."""
-        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device_type)
+        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device.type)
         return torch.float32 if is_cast else dtype
 
-    def entered(self, grad):
-        """Restores the autocast state of the head's call, with gradients on or off. Raises
-        RuntimeError if what was watched has been written to."""
-        for tensor, version, module, name in self.watched:
-            if tensor._version != version or _is_replaced(tensor, module, name):
+    def check(self, compares):
+        """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
+        if is_compiling():
+            return
+        for snapshot in self.snapshots:
+            if change := snapshot.change(compares):
                 raise RuntimeError(
                     "flce.fuse: expected the logits to be read before the head's weight or input "
-                    f"changes, got one of shape {tuple(tensor.shape)} that has been written to "
-                    "or replaced since; read outputs.logits before optimizer.step()"
+                    f"changes, got {change}: read outputs.logits before optimizer.step(), and give "
+                    "the head a copy of what is written to"
                 )
+
+    def entered(self, grad):
+        """Restores the autocast state of the head's call, with gradients on or off."""
         if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
             return contextlib.nullcontext()  # as in every training step
         return self._restored(grad)
@@ -53,48 +59,21 @@ class Context:
     @contextlib.contextmanager
     def _restored(self, grad):
         enabled = self.autocast is not None
-        with torch.set_grad_enabled(grad), torch.autocast(self.device_type, self.autocast, enabled):
+        with torch.set_grad_enabled(grad), torch.autocast(self.device.type, self.autocast, enabled):
             yield
 
-
-def _is_replaced(tensor, module, name):
-    """Whether the attribute is another plain tensor by now; sharded and offloaded ones are made
-    whole by the hooks of an enclosing Module."""
-    current = None if module is None else getattr(module, name)
-    if current is None or current is tensor:
-        return False
-    return type(current) in (torch.nn.Parameter, torch.Tensor) and not current.is_meta
-
-
-class HeadCall:
-    """What all values computed from one call of a head have in common.
-
-    fusion: what to do where an operation is not deferred. proxy: the class of what the caller
-    holds. requires_grad: of the real logits. loss_is_done: whether a loss was computed, or said to
-    need the logits; logits made after that are counted as reads, not as fall-backs.
-    """
-
-    def __init__(self, fusion, proxy, device, requires_grad, watched):
-        self.fusion, self.proxy, self.device = fusion, proxy, device
-        self.requires_grad = requires_grad
-        self.context = Context(device.type, watched)
-        self.loss_is_done = False
-
-    def watching(self, watched):
-        """The same call, whose values also depend on `watched` (Context)."""
-        other = copy.copy(self.now())
-        other.context = copy.copy(other.context)
-        other.context.watched = watched
+    def changed(self, **attributes):
+        """The same call but for these attributes."""
+        other = copy.copy(self)
+        for name, value in attributes.items():
+            setattr(other, name, value)
         return other
 
     def now(self):
         """The call of a value that is computed now: without a gradient where gradients are off."""
-        if torch.is_grad_enabled() or not self.context.grad:
+        if torch.is_grad_enabled() or not self.grad:
             return self
-        constant = copy.copy(self)
-        constant.context = copy.copy(self.context)
-        constant.context.grad = constant.requires_grad = False
-        return constant
+        return self.changed(grad=False, requires_grad=False)
 
 
 class Node:
@@ -149,16 +128,19 @@ class Node:
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
         if self.made is None:
-            with self.call.context.entered(self.call.context.grad):
+            with self.call.entered(self.call.grad):
                 made = self.replay() if self.parent is None else self.view(self.parent.make())
             self.made = made
         return self.made
 
     def replay(self):
         """The real value, from the head on."""
+        call = self.call
+        # Values for a loss are not compared: nothing may wait for the device in a training step.
+        call.check(call.loss_is_done or not call.requires_grad)
 
         def run(sources):
-            return steps.replayed(self.record.from_sources(sources), real_logits)
+            return steps.replayed(self.record._replace(sources=sources), real_logits)
 
         return call_through(self.record.sources, run)
 
@@ -167,7 +149,7 @@ class Node:
         strict, unless the logits were wanted in addition to a loss or without a gradient."""
         if self.is_pending():
             name = name_of(function)
-            if self.call.loss_is_done or not self.call.context.grad:
+            if self.call.loss_is_done or not self.call.grad:
                 self.call.fusion.note_read(name)
             else:
                 self.call.fusion.fall_back(f"{name} is not deferred")
@@ -182,14 +164,14 @@ class Node:
         with torch.enable_grad():
             value = self.make()
             if value._version == 0:  # its own graph, which the outer backward may have freed
-                with self.call.context.entered(True):
+                with self.call.entered(True):
                     value = self.replay()
         torch.autograd.backward(value, gradient, retain_graph=True)
 
 
 def real_logits(linear, x):
     """The real logits; of a head that is not fused any more, too."""
-    return linear.compute_logits(x) if hasattr(linear, "_flce_linear") else linear(x)
+    return linear.compute_logits(x) if fusion_in(linear) is not None else linear(x)
 
 
 def node_of(value):

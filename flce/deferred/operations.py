@@ -4,6 +4,7 @@ A handler takes (node, args, kwargs), args[0] being the deferred value, and retu
 NotImplemented where the operation is not one that it knows: the real logits are made then.
 """
 
+import math
 import numbers
 
 import torch
@@ -30,7 +31,6 @@ def _then(node, kind, value, replay, dtype=None, classes=None):
 
 
 @_handles(torch.Tensor.mul, torch.mul, torch.multiply, torch.Tensor.multiply)
-@_handles(torch.Tensor.__mul__, torch.Tensor.__rmul__)  # under torch.compile
 def _multiply(node, args, kwargs):
     if kwargs or len(args) != 2 or not steps.is_number(args[1]):
         return NotImplemented
@@ -40,7 +40,6 @@ def _multiply(node, args, kwargs):
 
 
 @_handles(torch.Tensor.div, torch.div, torch.true_divide, torch.Tensor.true_divide)
-@_handles(torch.Tensor.__truediv__)
 def _divide(node, args, kwargs):
     if kwargs or len(args) != 2 or not steps.is_number(args[1]):
         return NotImplemented
@@ -57,7 +56,7 @@ def _tanh(node, args, kwargs):
     return _then(node, steps.TANH, None, torch.tanh)
 
 
-@_handles(torch.Tensor.add, torch.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+@_handles(torch.Tensor.add, torch.add)
 def _add(node, args, kwargs):
     other = args[1] if len(args) == 2 else None
     if kwargs or (not isinstance(other, torch.Tensor) and node_of(other) is None):
@@ -86,7 +85,7 @@ def _add_product(node, other):
     is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
     if not is_sum or len(linears) < len(one.sources) + len(two.sources):
         return NotImplemented
-    first, second = node.call.context, other.call.context
+    first, second = node.call, other.call
     if (first.grad, first.autocast) != (second.grad, second.autocast):
         return NotImplemented
     if torch.float64 in (one.dtype, two.dtype) and one.dtype != two.dtype:
@@ -98,7 +97,7 @@ def _add_product(node, other):
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
     owner = node if node.call.requires_grad else other  # the sum has the gradients of both
-    call = owner.call.watching(first.watched + second.watched)
+    call = owner.call.now().changed(snapshots=first.snapshots + second.snapshots)
     return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
 
 
@@ -165,14 +164,6 @@ def _clone(node, args, kwargs):
     return NotImplemented if kwargs or len(args) != 1 else node.copy(node.record)
 
 
-def count_of(sizes):
-    """Their product; torch.compile does not trace math.prod of symbolic sizes."""
-    count = 1
-    for size in sizes:
-        count = count * size
-    return count
-
-
 def _resolved(shape, old):
     """`shape` with its -1 filled in, if it keeps the classes as the last dimension; else None."""
     known, at = 1, None
@@ -183,7 +174,7 @@ def _resolved(shape, old):
             at = i
         else:
             known = known * size
-    count = count_of(old)
+    count = math.prod(old)
     if count == 0 or count % known or (at is None and known != count):
         return None
     if at is not None:
@@ -235,7 +226,7 @@ def _flatten(node, args, kwargs):
     start, end = start % len(old), end % len(old)
     if not start <= end < len(old) - 1 or 0 in old:
         return NotImplemented
-    return _reshaped(node, (*old[:start], count_of(old[start : end + 1]), *old[end + 1 :]))
+    return _reshaped(node, (*old[:start], math.prod(old[start : end + 1]), *old[end + 1 :]))
 
 
 def _split_index(index, dims):

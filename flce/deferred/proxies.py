@@ -1,27 +1,28 @@
-"""What a caller holds in place of logits: a Tensor without memory, or a plain object while
-torch.compile traces."""
+"""What a caller holds in place of logits: a Tensor without memory."""
 
 import sys
 
 import torch
+from torch.compiler import is_compiling
 
 from . import forms
 from .node import node_of
-from .operations import HANDLERS, count_of
+from .operations import HANDLERS
 from .reentry import enclosing_modules
 
 # Answered from the shape, dtype and device, while there are no real logits.
-_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex")
-_METHODS += ("element_size", "get_device", "__len__", "is_inference", "is_signed")
-_METHODS += ("is_conj", "is_neg")
-_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS}
+_METHODS = """size dim ndimension numel nelement is_floating_point is_complex element_size __len__
+is_inference is_signed is_conj is_neg"""
+_PROPERTIES = """shape dtype layout ndim itemsize nbytes is_leaf name is_sparse is_quantized
+is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version grad _grad
+_backward_hooks"""
+_OF_DEVICE = "device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan"
+_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS.split()}
+_ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
-_PROPERTIES = {"shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta"}
-_PROPERTIES |= {"is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "names"}
-_PROPERTIES |= {"is_maia", "is_vulkan", "is_sparse_csr", "itemsize", "nbytes", "is_leaf", "grad_fn"}
-_PROPERTIES |= {"retains_grad", "output_nr", "name", "_base", "_version", "_backward_hooks"}
-_PROPERTIES |= {"requires_grad", "grad", "_grad"}
+_OF_DEVICE = {getattr(torch.Tensor, name).__get__ for name in _OF_DEVICE.split()}
+_OF_DEVICE |= {torch.Tensor.get_device}
 _ZERO = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -35,6 +36,9 @@ def dispatch(function, args, kwargs):
         node = node_of(args[0])
     if function is _DETACH and node is not None and _is_called_by_hook(args[0], node):
         return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
+    if function == _GRAD_FN and node.is_pending():
+        # That of HookedLogits is no way of a gradient.
+        return _own_graph(args[0]) if _has_own_graph(args[0]) else None
     if node is not None and node.is_pending() and not _has_own_graph(args[0]):
         _hook_gradient(args[0], node)
         result = _answered(function, node, args, kwargs)
@@ -48,7 +52,7 @@ def _is_called_by_hook(proxy, node):
     is needed for their gradient: it passes every Tensor that a Module takes or returns through an
     autograd Function, which gathers the Module's own parameters before their backward."""
     is_traced = isinstance(proxy, TracedLogits)
-    if is_traced or not node.call.fusion.loss_is_inside() or _has_own_graph(proxy):
+    if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
     frame = sys._getframe(3)  # of __torch_function__'s caller
     if frame.f_globals.get("__name__") != _ZERO:
@@ -71,20 +75,16 @@ def _answered(function, node, args, kwargs):
         handler = forms.HANDLERS.get((type(node.form), function))
     if handler is not None:
         return handler(node, args, kwargs)
-    is_traced = isinstance(args[0], TracedLogits)
-    if function in _OF_LAYOUT and not is_traced:
+    if function in _OF_LAYOUT and not is_compiling():
         return function(node.layout(), *args[1:], **kwargs)
+    if function == _REQUIRES_GRAD:
+        # In the forward of a custom autograd Function, which saves what its backward needs.
+        return node.call.requires_grad and not torch.is_grad_enabled()
+    if function in _OF_DEVICE:
+        return function(torch.empty(0, device=node.call.device))
     if function in _ANSWERED:
-        if is_traced:
-            return getattr(args[0], function.__name__)(*args[1:], **kwargs)
-        return _of_proxy(function, args, kwargs)
-    if function.__name__ == "__get__" and function.__self__.__name__ in _PROPERTIES:
-        if function == _REQUIRES_GRAD:
-            # In the forward of a custom autograd Function, which saves what its backward needs.
-            return node.call.requires_grad and not torch.is_grad_enabled()
-        if function == _GRAD_FN:
-            return None  # that of HookedLogits is no way of a gradient
-        return _of_proxy(function, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
     if function in _HOOKS and node.call.loss_is_done:
         raise RuntimeError(
             f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
@@ -97,11 +97,6 @@ _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Te
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 _DETACH = torch.Tensor.detach
 _GRAD_FN = torch.Tensor.grad_fn.__get__
-
-
-def _of_proxy(function, args, kwargs):
-    with torch._C.DisableTorchFunctionSubclass():
-        return function(*args, **kwargs)
 
 
 def real(value, function):
@@ -125,11 +120,15 @@ def _has_own_graph(proxy):
     kind = type(proxy)
     if kind is TracedLogits:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
-        graph = proxy.grad_fn
+    graph = _own_graph(proxy)
     if graph is None:
         return kind is HookedLogits
     return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO
+
+
+def _own_graph(proxy):
+    with torch._C.DisableTorchFunctionSubclass():
+        return proxy.grad_fn
 
 
 class _Attached(torch.autograd.Function):
@@ -210,74 +209,29 @@ class HookedLogits(DeferredLogits):
     Requires grad by that Function alone."""
 
 
-class TracedLogits:
-    """Deferred logits under torch.compile, which traces a plain object with __torch_function__
-    but no subclass of Tensor without memory. Its attributes are those of a Tensor."""
-
-    def __init__(self, node):
-        self._flce, self.device = node, node.call.device
-        self.shape, self.dtype = torch.Size(node.shape), node.record.dtype
-        self.ndim, self.requires_grad = len(self.shape), False
-        self.is_cuda, self.is_cpu = self.device.type == "cuda", self.device.type == "cpu"
-        self.is_leaf, self.layout, self.itemsize = False, torch.strided, self.dtype.itemsize
+class TracedLogits(torch.Tensor):
+    """Deferred logits under torch.compile, which traces no wrapper. On the meta device: code that
+    does not ask __torch_function__ finds no values."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return dispatch(function, args, kwargs or {})
 
-    def size(self, dim=None):
-        return self.shape if dim is None else self.shape[dim]
 
-    def dim(self):
-        return self.ndim
-
-    def numel(self):
-        return count_of(self.shape)
-
-    def __len__(self):
-        return self.shape[0]
-
-    def get_device(self):
-        return -1 if self.is_cpu else self.device.index
-
-    def element_size(self):
-        return self.itemsize
-
-    def is_floating_point(self):
-        return True
-
-    def is_signed(self):
-        return True
-
-    def is_complex(self):
-        return False
-
-    def is_inference(self):
-        return False
-
-    ndimension, nelement, is_conj, is_neg = dim, numel, is_complex, is_complex
-    __hash__ = object.__hash__  # Python drops it where __eq__ is set
+def proxy_of(node):
+    """What the caller holds for a Node."""
+    if not is_compiling():
+        return DeferredLogits(node)
+    _let_dynamo_know()
+    proxy = torch.empty(node.shape, dtype=node.record.dtype, device="meta")
+    proxy = proxy.as_subclass(TracedLogits)
+    proxy._flce = node
+    return proxy
 
 
-def _method(function):
-    def method(self, *args, **kwargs):
-        return dispatch(function, (self, *args), kwargs)
-
-    return method
+def _let_dynamo_know():
+    """A graph that is given deferred logits must not guard what their Tensor is like."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(TracedLogits)
 
 
-def _dunders():
-    arithmetic = ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod")
-    yield from (f"__{side}{name}__" for name in arithmetic for side in ("", "r", "i"))
-    yield from ("__getitem__", "__setitem__", "__neg__", "__len__", "__iter__", "__lt__", "__gt__")
-    yield from ("__le__", "__ge__", "__abs__", "__bool__", "__float__", "__int__", "__array__")
-    yield from ("__eq__", "__ne__", "__invert__", "__and__", "__or__", "__xor__")
-
-
-# Tensor's methods, all of them: each goes through the same table as a Tensor's would. object has
-# comparisons of its own, by identity.
-for _name in (*(name for name in dir(torch.Tensor) if not name.startswith("_")), *_dunders()):
-    _function = getattr(torch.Tensor, _name, None)
-    is_new = getattr(TracedLogits, _name, None) is getattr(object, _name, None)
-    if callable(_function) and is_new:
-        setattr(TracedLogits, _name, _method(_function))
+_let_dynamo_know._dynamo_marked_constant = True  # called while tracing, not traced

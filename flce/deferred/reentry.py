@@ -21,6 +21,18 @@ def foreign_hook(module):
     return None
 
 
+def fusion_in(module):
+    """The Fusion for which a Module makes logits; None if it does not."""
+    return module.__dict__.get("_flce_fusion")
+
+
+def enclosing_of(linear):
+    """What the model calls for the output of an nn.Linear that makes logits: itself, unless it is
+    in an adapter."""
+    enclosing = linear._flce_enclosing()
+    return linear if enclosing is None else enclosing
+
+
 class Request:
     """Work to run inside a head's hooks, passed to its __call__ as a second argument.
 
@@ -49,9 +61,9 @@ def _modules_of(sources):
     on what is no output of the Module."""
     found = {}
     for linear, x, _ in sources:
-        if (state := linear.__dict__.get("_flce_linear")) is None:
+        if fusion_in(linear) is None:
             return None
-        for module in (state.enclosing, linear):
+        for module in (enclosing_of(linear), linear):
             if id(module) not in found:
                 if foreign_hook(module):
                     return None
@@ -61,8 +73,8 @@ def _modules_of(sources):
 
 def enclosing_modules(sources):
     """What the model calls for the outputs of the sources, as far as that is fused."""
-    states = [source.linear.__dict__.get("_flce_linear") for source in sources]
-    return [state.enclosing for state in states if state is not None]
+    linears = [source.linear for source in sources]
+    return [enclosing_of(linear) for linear in linears if fusion_in(linear) is not None]
 
 
 def call_through(sources, work):

@@ -6,6 +6,8 @@ from torch.nn.utils import parametrize
 from .head import fusion_of, is_standard_linear
 from .reentry import foreign_hook
 
+BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is done"
+
 
 def heads_of(model, head=None):
     """[(name, Module)]: what the model calls for its logits.
@@ -72,6 +74,8 @@ def why_not(head, linears):
     """Why the products of `head` cannot be deferred; None if they can."""
     if fusion_of(head) is not None:  # by this call: fuse refuses what was fused before it
         return "its nn.Linear belongs to another head of this model"
+    if isinstance(head, nn.Embedding):
+        return f"it is an nn.Embedding, whose weight the model multiplies by: {BY_HAND}"
     if not linears:
         return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
     if any(parametrize.is_parametrized(linear) for linear in linears):

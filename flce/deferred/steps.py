@@ -3,6 +3,7 @@
 Nothing here calls a Module or makes logits but `replayed`, which repeats the steps on real ones.
 """
 
+import functools
 import math
 import numbers
 import typing
@@ -51,10 +52,6 @@ class Record(typing.NamedTuple):
         sources = tuple([Source(s.linear, select(s.x), s.steps) for s in self.sources])
         shape = (*sources[0].x.shape[:-1], self.shape[-1])
         return Record(sources, self.steps, shape, self.dtype)
-
-    def from_sources(self, sources):
-        """The record with other values in place of its sources'."""
-        return Record(sources, self.steps, self.shape, self.dtype)
 
 
 class Folded(typing.NamedTuple):
@@ -196,6 +193,7 @@ def key_of(record):
     return len(record.sources), steps
 
 
+@functools.lru_cache(64)
 def describe(key):
     """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
     sources, steps = key

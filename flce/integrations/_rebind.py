@@ -1,10 +1,27 @@
 """Rebinding of a package's functions, and their undoing."""
 
+import collections
 import sys
+
+_calls = collections.defaultdict(collections.Counter)
+
+
+def is_ours(package, serves=True):
+    """`serves`, counted: whether flce computes a call of what an `install()` has rebound."""
+    _calls[package]["flce" if serves else package] += 1
+    return serves
+
+
+# Called, not traced, by torch.compile, which would compile again for each value of the count.
+is_ours._dynamo_marked_constant = True
 
 
 class Installation:
-    """What an `install()` has rebound: `remove()`, or the end of a `with` block, undoes it."""
+    """What an `install()` has rebound: `remove()`, or the end of a `with` block, undoes it.
+
+    calls: {"flce": how many calls flce has computed, package: how many were left to it}, of graphs
+    where torch.compile traces them.
+    """
 
     def __init__(self, package, pairs):
         """`pairs`: (original, ours), where ours has the original as `flce_original`. Every imported
@@ -19,7 +36,8 @@ class Installation:
                 f"flce.integrations.{package}: expected {package} without flce, got an earlier "
                 "install(); call remove() of its handle first"
             )
-        self._pairs = tuple(pairs)
+        self._pairs, self._package = tuple(pairs), package
+        self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:
             _rebind(original, ours)
 
@@ -29,6 +47,11 @@ class Installation:
         pairs, self._pairs = self._pairs, ()
         for original, ours in pairs:
             _rebind(ours, original)
+
+    def __repr__(self):
+        state = "installed" if self._pairs else "removed"
+        counts = ", ".join(f"{count} calls by {name}" for name, count in self.calls.items())
+        return f"<flce.integrations.{self._package}: {state}, {counts or 'no calls yet'}>"
 
     def __enter__(self):
         return self

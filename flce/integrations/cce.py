@@ -5,7 +5,7 @@ import inspect
 
 from flce.compat import cce as compat
 
-from ._rebind import Installation
+from ._rebind import Installation, is_ours
 
 # Options for distributed weights, which flce does not have; zero3_params exists only in Axolotl's
 # fork.
@@ -50,7 +50,7 @@ def _replacement(original, names):
         # An argument given twice, too many or an unknown one: the original says what is wrong.
         is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
         is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
-        if is_distributed or not is_valid_call:
+        if not is_ours("cce", is_valid_call and not is_distributed):
             return original(*args, **options)
         if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
             given["filter_eps"] = "auto"

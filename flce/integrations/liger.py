@@ -6,7 +6,7 @@ import inspect
 import flce
 from flce.compat import liger as compat
 
-from ._rebind import Installation
+from ._rebind import Installation, is_ours
 
 _DEVICES = ("cpu", "cuda")
 _CROSS_ENTROPY = "LigerFusedLinearCrossEntropyFunction"
@@ -75,7 +75,7 @@ class CrossEntropyFunction:
         """
         ce_impl_and_mode = args[14:16]
         names_a_kernel = any(value is not None for value in ce_impl_and_mode)
-        if names_a_kernel or _input.device.type not in _DEVICES:
+        if not is_ours("liger", not names_a_kernel and _input.device.type in _DEVICES):
             return self.flce_original.apply(_input, *args)
         return self.call(_input, *args)
 
@@ -93,7 +93,7 @@ class ScaledCrossEntropyFunction:
         and for devices other than CPU and CUDA."""
         selected = options.get("selected_token_ids", args[7] if len(args) > 7 else None)
         device = (args[0] if args else options["_input"]).device
-        if selected is not None or device.type not in _DEVICES:
+        if not is_ours("liger", selected is None and device.type in _DEVICES):
             return self.flce_original.apply(*args, **options)
         return self.call(*args, **options)
 

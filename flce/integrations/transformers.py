@@ -1,7 +1,5 @@
 """transformers: a callback for its Trainer. Importing this module imports transformers."""
 
-import warnings
-
 from transformers import TrainerCallback
 
 from flce.deferred.fusion import fuse
@@ -18,7 +16,8 @@ class FuseCallback(TrainerCallback):
     The model stays fused until `handle.remove()`; use a new callback for each Trainer.
 
     Args:
-        head, strict, **options: as in `flce.fuse`; `when` is "labels".
+        head, strict, **options: as in `flce.fuse`. when="always" serves a compute_loss_func that
+            calls F.cross_entropy.
 
     Attributes:
         handle: what `flce.fuse` returned last; None before the Trainer is made.
@@ -29,18 +28,10 @@ class FuseCallback(TrainerCallback):
     def __init__(self, head=None, *, strict=False, **options):
         self.arguments = {"head": head, "strict": strict, **options}
         self.handle = None
-        self._is_told = False  # whether the first step is over, or needs no warning
 
     def on_init_end(self, args, state, control, model=None, **others):
         """After adapters have been added and before the model is wrapped for several processes."""
         self._fuse(args, model)
-        if args.label_smoothing_factor != 0:
-            warnings.warn(
-                "FuseCallback: label_smoothing_factor: the Trainer calls the model without "
-                "labels and smooths its logits itself, so all logits are made",
-                stacklevel=2,
-            )
-            self._is_told = True
 
     def on_train_begin(self, args, state, control, model=None, **others):
         """model_init makes a new model for each training; and a callback that was added to a
@@ -50,17 +41,9 @@ class FuseCallback(TrainerCallback):
             self._fuse(args, model)
 
     def on_step_end(self, args, state, control, **others):
-        # A head that is left alone has been warned of.
-        if self._is_told or self.handle is None or not self.handle.is_attached():
-            return
-        self._is_told = True
-        if not self.handle.losses and not self.handle.fallbacks:
-            warnings.warn(
-                "FuseCallback: expected the model to compute its loss from labels, got none in "
-                "the first step (compute_loss_func and some compute_loss methods take them away), "
-                "so all logits are made",
-                stacklevel=2,
-            )
+        """Also where an optimizer steps copies of the parameters, which a Fusion does not know."""
+        if self.handle is not None:
+            self.handle.tell_if_unused()
 
     def _fuse(self, args, model):
         if args.n_gpu > 1:

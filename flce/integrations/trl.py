@@ -8,7 +8,7 @@ import flce
 from flce.signature import autocast_dtype
 
 from ._operands import in_dtype_of
-from ._rebind import Installation
+from ._rebind import Installation, is_ours
 
 _OLDEST = (1, 16)
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
@@ -87,7 +87,8 @@ class LogProbFunction:
         Raises: as `flce.linear_cross_entropy`.
         """
         is_softcapped = final_logit_softcapping is not None
-        if not (_can_serve(hidden, weight, outputs) and not (is_softcapped and _MEAN in outputs)):
+        serves = _can_serve(hidden, weight, outputs) and not (is_softcapped and _MEAN in outputs)
+        if not is_ours("trl", serves):
             return self.flce_original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping,
                 logit_scale, outputs,

@@ -6,7 +6,7 @@ import inspect
 import flce
 
 from ._operands import in_dtype_of
-from ._rebind import Installation
+from ._rebind import Installation, is_ours
 
 _MODULE_PARAMETERS = ("self", "hidden_states", "vocab_weights", "input_ids", "temperature")
 _KERNEL_PARAMETERS = (
@@ -62,6 +62,7 @@ def _module_replacement(original):
         def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
             """(log-probabilities, entropy) of input_ids, shape (...); hidden_states (..., H),
             vocab_weights (V, H). Log-probabilities in float32, entropy in hidden_states' dtype."""
+            is_ours("verl")
             log_probs, entropy = _logprobs(hidden_states, vocab_weights, input_ids, temperature)
             return log_probs, entropy.to(hidden_states.dtype)
 
@@ -74,7 +75,7 @@ def _replacement(original):
     ):
         """(log-probabilities, entropy) of labels, float32, shape (N,) for hidden (..., H) of N
         rows; weight (V, H)."""
-        if dist_process_group is not None or reduction.lower() != "none":
+        if not is_ours("verl", dist_process_group is None and reduction.lower() == "none"):
             return original(hidden, weight, labels, temperature, reduction, dist_process_group)
         log_probs, entropy = _logprobs(hidden, weight, labels, temperature)
         return log_probs.flatten(), entropy.flatten()
