@@ -548,7 +548,7 @@ struct flce_backend {
   flce_status (*shard_targets)(void* self, const flce_shard_targets_args* call);
   /* The statistics of the rows over this rank's classes (enum flce_shard_stat), from FLCE_STAT_*
    * and, with label smoothing, from `loss`, which the passes have computed with label_smoothing 1,
-   * z_loss 0 and no token_weight (flce_set_rank_view). Rows that are not valid: anything. */
+   * z_loss 0 and no token_weight (flce_enable_partial_sums). Rows that are not valid: anything. */
   flce_status (*pack_statistics)(void* self, const flce_pack_args* call);
   /* Those of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in the
    * order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and SLOPE:

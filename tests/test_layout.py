@@ -54,17 +54,36 @@ def test_includes_go_one_way():
             assert other == folder or other in MAY_INCLUDE[folder], f"{path} includes {name}"
 
 
-def test_no_includes_in_a_circle():
-    includes = {
-        str(path.relative_to(CSRC)): INCLUDE.findall(path.read_text())
-        for path in SOURCES
-        if path.suffix in (".h", ".cuh")
-    }
+def assert_no_circle(includes):
+    """includes: {name: the names that it includes}"""
     while includes:
         leaves = [name for name, others in includes.items() if not set(others) & set(includes)]
         assert leaves, f"a circle among {sorted(includes)}"
         for name in leaves:
             del includes[name]
+
+
+def test_no_includes_in_a_circle():
+    headers = [path for path in SOURCES if path.suffix in (".h", ".cuh")]
+    assert_no_circle(
+        {str(path.relative_to(CSRC)): INCLUDE.findall(path.read_text()) for path in headers}
+    )
+
+
+def test_files_of_the_core_use_each_other_one_way():
+    """A file and the header of its name are one: it defines what that declares, so that includes
+    tell which file calls which."""
+    uses = {}
+    for path in (CSRC / "core").iterdir():
+        text = path.read_text()
+        others = {Path(name).stem for name in INCLUDE.findall(text) if name.startswith("core/")}
+        uses.setdefault(path.stem, set()).update(others - {path.stem})
+        declared = re.findall(r"^\w[\w ]* \*?(\w+)\([^;{]*\);", text, re.MULTILINE)
+        for name in declared if path.suffix == ".h" else []:
+            source = path.with_suffix(".c").read_text()
+            assert re.search(rf"^\w.*\b{name}\([^;]*\{{", source, re.MULTILINE), f"{path}: {name}"
+    assert len(uses) > 10
+    assert_no_circle(uses)
 
 
 def test_each_file_says_what_belongs_in_it():

@@ -1,6 +1,8 @@
 /* The checks of a problem and of the parameters of its loss. A message names the argument, what was
  * expected and what came. */
-#include "core/plan.h"
+#include "core/check.h"
+
+#include "backend.h"
 #include "loss.h"
 
 #include <math.h>

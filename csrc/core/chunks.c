@@ -6,7 +6,7 @@
  * full; dW is read and written once for each chunk; each chunk has its own launches and small
  * kernels. The constants were fitted to the chunk sizes of nine shapes on an H200
  * (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
-#include "core/plan.h"
+#include "core/chunks.h"
 
 #include <math.h>
 

@@ -6,10 +6,10 @@
 static flce_rows view_logits(const flce_backend* backend, const flce_problem* problem,
                              const flce_tensors* tensors, void* losses, execution* e) {
   *e = (execution){.backend = backend,
-                .problem = problem,
-                .tensors = tensors,
-                .stat = flce_stat_dtype(problem->dtype),
-                .losses = losses};
+                   .problem = problem,
+                   .tensors = tensors,
+                   .stat = flce_stat_dtype(problem->dtype),
+                   .losses = losses};
   flce_rows view = open_rows(e, 0, problem->tokens);
   view.probabilities_pitch = problem->vocab;
   set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);

@@ -1,6 +1,6 @@
 /* The state of a call and of a chunk, and helpers that make the arguments of a backend's functions
- * from them: the lowest layer of the files that execute a plan. Above it are gradients.h and
- * exchange.h, and above these engine.c. */
+ * from them: the lowest layer of the files that execute a plan. Above it are gradients.h, samples.h
+ * and shards.h, and above these engine.c. */
 #ifndef FLCE_EXECUTION_H
 #define FLCE_EXECUTION_H
 
@@ -9,8 +9,7 @@
 /* The state of one call. Nothing of it outlives the call. */
 typedef struct execution {
   const flce_backend* backend;
-  const struct exchange* exchange; /* with the other ranks (exchange.h); NULL in cross_entropy.c */
-  struct shard_call* shard; /* what that needs; NULL unless the vocabulary is sharded */
+  struct shard_call* shard; /* shards.h; NULL unless the vocabulary is sharded */
   /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
    * with targets as columns of this rank. */
   const flce_problem* problem;
@@ -25,9 +24,9 @@ typedef struct execution {
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
  * the calling function returns the status. */
-#define CALL(e, function, ...)                                                  \
+#define CALL(e, function, ...)                                                       \
   do {                                                                               \
-    const flce_backend* backend_ = (e)->backend;                                \
+    const flce_backend* backend_ = (e)->backend;                                     \
     flce_status status_ = backend_->function(backend_->self, __VA_ARGS__);           \
     if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
   } while (0)
@@ -126,8 +125,7 @@ static inline bool wants_gradients(const execution* e) {
   return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
 }
 
-/* execution.c */
-/* GEMMs that a backend runs within its own functions are counted by their callers. */
+/* For GEMMs that a backend runs within its other functions. */
 void flce_count_gemm(void);
 flce_status flce_run_gemm(const execution* e, flce_gemm gemm);
 

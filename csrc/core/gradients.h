@@ -1,10 +1,8 @@
-/* The gradients of a call, in the order in which engine.c computes them. */
+/* The gradients of a call by GEMMs, in the order in which engine.c computes them. */
 #ifndef FLCE_GRADIENTS_H
 #define FLCE_GRADIENTS_H
 
 #include "core/execution.h"
-
-/* ---- gradients.c: by GEMMs ---- */
 
 /* Label smoothing's sum of W, before the first chunk. */
 flce_status flce_sum_weight(const execution* e);
@@ -12,21 +10,14 @@ flce_status flce_sum_weight(const execution* e);
 flce_status flce_begin_gradients(const execution* e);
 /* The GEMM of the chunk's dX; in form exp it needs no coefficients. */
 flce_status flce_dx_gemm(const execution* e, const chunk* c);
-/* The chunk's dX from the result of that GEMM; then dW and db. */
+/* The chunk's dX from the result of that GEMM. */
 flce_status flce_finish_dx(const execution* e, const chunk* c);
+/* Adds the chunk's dW and db to their accumulators. */
 flce_status flce_add_class_gradients(const execution* e, const chunk* c);
 /* The parts of dW and db that no GEMM makes, after the last chunk. */
 flce_status flce_finish_class_gradients(const execution* e);
 /* Label smoothing's sums over the rows, weighted with FLCE_COEF_SMOOTH: of x, and of ones. NULL
  * without smoothing, and where no gradient needs them. */
 flce_status flce_sum_smooth(const execution* e, void** xsum, void** total);
-
-/* ---- samples.c: save=samples ---- */
-
-/* Draws the lists of the chunk's rows from its E. */
-flce_status flce_sample_chunk(const execution* e, const chunk* c);
-/* dX from the lists, then dW and db. `all`: all computed rows as one chunk, with its coef. */
-flce_status flce_sampled_dx(const execution* e, const chunk* all);
-flce_status flce_sampled_class_gradients(const execution* e, const chunk* all);
 
 #endif

@@ -3,6 +3,8 @@
  * number of rows of a chunk is chosen in chunks.c. */
 #include "core/plan.h"
 
+#include "backend.h"
+#include "core/check.h"
 #include "loss.h"
 
 #include <math.h>

@@ -1,5 +1,7 @@
 /* save=samples: draws the lists of the rows in the forward, and makes the gradients from them in
  * the backward. */
+#include "core/samples.h"
+
 #include "core/gradients.h"
 
 /* The lists from a computed row on. */
@@ -41,7 +43,8 @@ flce_status flce_sampled_dx(const execution* e, const chunk* all) {
   return FLCE_OK;
 }
 
-static flce_status weight_from_samples(const execution* e, const flce_rows* rows, const void* xsum) {
+static flce_status weight_from_samples(const execution* e, const flce_rows* rows,
+                                       const void* xsum) {
   CALL(e, sampled_grad_weight,
        &(flce_sampled_weight_args){.dw = e->tensors->grad_weight,
                                    .dw_dtype = e->plan->grad_weight_dtype,
