@@ -586,6 +586,18 @@ struct flce_backend {
                              const void* grad_output, const void* scalars, flce_dtype stat);
 };
 
+/* Their names, but for `facts`, from which the backends' declarations and tables follow: those that
+ * every backend has, and those that facts say whether it has. */
+#define FLCE_BACKEND_FUNCTIONS(X)                                                                 \
+  X(gemm)                                                                                         \
+  X(fill) X(cast) X(prepare) X(compact_rows) X(blank_rows) X(stat_rows) X(exp_rows) X(grad_rows)  \
+      X(row_coefficients) X(scale_coefficients) X(reduce) X(scale_rows) X(finish_grad_input)      \
+          X(column_sum) X(order_targets) X(finish_grad_weight) X(finish_grad_bias) X(add_block)   \
+              X(shard_targets) X(pack_statistics) X(merge_statistics) X(sum_terms) X(sample_rows) \
+                  X(sampled_grad_input) X(order_samples) X(sampled_grad_weight)                   \
+                      X(sampled_grad_bias) X(scale_grads)
+#define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
+
 #ifdef __cplusplus
 }
 #endif
