@@ -30,7 +30,7 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
   FLCE_TRY(check_classes(problem));
   FLCE_TRY(flce_check_loss(&problem->loss));
-  CALL(&e, prepare, problem, tensors, NULL, false, false);
+  CALL(&e, prepare, problem, tensors, NULL, 0, false);
   CALL(&e, stat_rows, &view);
   if (reduced)
     CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,

@@ -12,20 +12,20 @@ static const double kF16ExpScale = 32768.0;
 
 /* ---- operands ---- */
 
-/* *out = `given` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `given` itself if it is
+/* *out = `source` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `source` itself if it is
  * that, else a copy in buffer `id`. */
-static flce_status convert(const execution* e, flce_buffer_id id, const void* given,
-                           flce_dtype given_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
+static flce_status convert(const execution* e, flce_buffer_id id, const void* source,
+                           flce_dtype source_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
                            int64_t pitch, const void** out) {
-  *out = given;
-  if (given == NULL || (given_dtype == dtype && pitch == cols)) return FLCE_OK;
-  *out = buffer(e, id);
+  *out = source;
+  if (source == NULL || (source_dtype == dtype && pitch == cols)) return FLCE_OK;
+  *out = buffer_ptr(e, id);
   CALL(e, cast,
-       &(flce_cast_args){.out = buffer(e, id),
+       &(flce_cast_args){.out = buffer_ptr(e, id),
                          .out_dtype = dtype,
                          .out_pitch = pitch,
-                         .in = given,
-                         .in_dtype = given_dtype,
+                         .in = source,
+                         .in_dtype = source_dtype,
                          .in_pitch = cols,
                          .rows = rows,
                          .cols = cols});
@@ -57,9 +57,9 @@ static chunk open_chunk(const execution* e, int64_t first, int64_t chunk_rows, f
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
   int64_t vectors = e->plan->gathers ? 0 : first; /* an index counts from token 0 */
   c.view = open_rows(e, vectors, c.rows);
-  if (e->plan->holds_weight) c.view.input_unit = scalar(e, FLCE_SCALAR_INPUT_UNIT);
-  if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
-  c.coef = from(buffer(e, FLCE_BUF_COEF), vectors, e->stat);
+  if (e->plan->dw_fp16_shift != 0) c.view.input_scale = scalar(e, FLCE_SCALAR_INPUT_SCALE);
+  if (e->plan->gathers) c.view.index = (const int64_t*)buffer_ptr(e, FLCE_BUF_INDEX) + first;
+  c.coef = optional_ptr(buffer_ptr(e, FLCE_BUF_COEF), vectors, e->stat);
   return c;
 }
 
@@ -71,7 +71,7 @@ static void set_out_in_place(const execution* e, flce_rows* view) {
 }
 
 static void* saved_rows(const execution* e, int64_t first) {
-  return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
+  return element_ptr(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
 /* The A operand of the logits GEMM: the chunk's rows of x, or a copy if they are gathered or need
@@ -80,7 +80,7 @@ static flce_status chunk_input(const execution* e, const chunk* c, const void** 
   const flce_plan* plan = e->plan;
   *x = rows_of_input(e, c);
   if (!plan->gathers && plan->input_pitch == plan->hidden) return FLCE_OK;
-  void* copy = buffer(e, c->gathered_x);
+  void* copy = buffer_ptr(e, c->gathered_x);
   CALL(e, scale_rows,
        &(flce_scale_rows_args){.out = copy,
                                .out_pitch = plan->input_pitch,
@@ -111,7 +111,7 @@ static flce_status logits_product(const execution* e, const chunk* c, flce_gemm*
  * buffer. */
 static void set_z_destination(const execution* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
-  gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
+  gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer_ptr(e, FLCE_BUF_LOGITS);
   gemm->c_dtype = plan->z_dtype;
   gemm->pitch_c = plan->z_pitch;
   set_z(&c->view, gemm->c, plan->z_dtype, plan->z_pitch);
@@ -134,24 +134,25 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(logits_product(e, c, gemm));
   if (keeps && exp_form)
-    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->exp_dtype,
-            plan->out_pitch, plan->out_pitch);
+    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer_ptr(e, FLCE_BUF_LOGITS),
+            plan->exp_dtype, plan->out_pitch, plan->out_pitch);
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
   /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
-  if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
+  if (gradients && e->problem->want_grad_input && !e->bias)
+    rows->wsum = buffer_ptr(e, FLCE_BUF_SMOOTH);
   flce_count_gemm();
-  CALL(e, fused_logits, gemm, rows, buffer(e, FLCE_BUF_FUSED));
+  CALL(e, fused_logits, gemm, rows, buffer_ptr(e, FLCE_BUF_FUSED));
   return FLCE_OK;
 }
 
 /* The factor of the loss's gradient for grad_output = 1. In float16 it includes a power of two (see
- * FLCE_SCALAR_UNIT), which scale_grads divides out. */
-static const void* unit_factor(const execution* e) {
-  bool in_units = e->plan->dtype == FLCE_F16;
-  return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
+ * FLCE_SCALAR_LOSS_SCALE), which scale_grads divides out. */
+static const void* loss_factor(const execution* e) {
+  bool scales = e->plan->dtype == FLCE_F16;
+  return scalar(e, scales ? FLCE_SCALAR_LOSS_SCALE : FLCE_SCALAR_INV_DENOM);
 }
 
 /* The second call of the fused logits GEMM: statistics, and with save=grads also coef. */
@@ -159,8 +160,8 @@ static flce_status fused_statistics(const execution* e, chunk* c, const flce_gem
                                     const flce_rows* rows) {
   bool gradients = e->plan->save == FLCE_SAVE_GRADS;
   bool makes_coef = gradients && e->plan->ranks == 1; /* else they follow from all statistics */
-  CALL(e, fused_statistics, gemm, rows, unit_factor(e), makes_coef ? (void*)c->coef : NULL,
-       buffer(e, FLCE_BUF_FUSED));
+  CALL(e, fused_statistics, gemm, rows, loss_factor(e), makes_coef ? (void*)c->coef : NULL,
+       buffer_ptr(e, FLCE_BUF_FUSED));
   if (gradients && e->plan->form == FLCE_FORM_DZ) set_out_in_place(e, &c->view);
   return FLCE_OK;
 }
@@ -169,14 +170,14 @@ static flce_status fused_statistics(const execution* e, chunk* c, const flce_gem
 static flce_status coefficients(const execution* e, const chunk* c, flce_upstream upstream,
                                 const void* factor) {
   if (!e->plan->gathers) {
-    upstream.loss = from(upstream.loss, upstream.loss_stride * c->first, e->stat);
-    upstream.lse = from(upstream.lse, c->first, e->stat);
-    upstream.entropy = from(upstream.entropy, c->first, e->stat);
+    upstream.loss = optional_ptr(upstream.loss, upstream.loss_stride * c->first, e->stat);
+    upstream.lse = optional_ptr(upstream.lse, c->first, e->stat);
+    upstream.entropy = optional_ptr(upstream.entropy, c->first, e->stat);
   }
   FLCE_TRY(flce_row_coefficients(e, c, &upstream, factor));
-  float* unit = buffer(e, FLCE_BUF_DZ_UNIT);
-  if (unit)
-    CALL(e, scale_coefficients, &c->view, (void*)c->coef, unit,
+  float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
+  if (scale)
+    CALL(e, scale_coefficients, &c->view, (void*)c->coef, scale,
          e->problem->want_grad_bias ? c->rows : 0);
   return FLCE_OK;
 }
@@ -229,7 +230,7 @@ static flce_status forward_gradients(const execution* e, chunk* c) {
   if (gemm_first) FLCE_TRY(flce_dx_gemm(e, c));
   FLCE_TRY(flce_wait_all_gather_statistics(e, c));
   if (sharded || !e->plan->fuses_rows)
-    FLCE_TRY(coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
+    FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -242,7 +243,7 @@ static flce_status forward_gradients(const execution* e, chunk* c) {
 /* Computes FLCE_BUF_INDEX, if the plan gathers rows. */
 static flce_status gather_rows(const execution* e) {
   if (!e->plan->gathers) return FLCE_OK;
-  void* index = buffer(e, FLCE_BUF_INDEX);
+  void* index = buffer_ptr(e, FLCE_BUF_INDEX);
   /* The float poison of the workspace would read as -1, which means an absent row. */
   if (flce_poisons()) CALL(e, fill, index, FLCE_POISON_INT, e->plan->buffers[FLCE_BUF_INDEX].bytes);
   CALL(e, compact_rows, e->problem, e->tensors->target, index);
@@ -253,7 +254,7 @@ static flce_status gather_rows(const execution* e) {
  * first chunk's logits GEMM was queued before and reads none of these, so prepare may run
  * concurrently with it (PDL). */
 static flce_status begin_rows(const execution* e, bool gradients, bool overlaps) {
-  void* order = gradients ? buffer(e, FLCE_BUF_ORDER) : NULL;
+  void* order = gradients ? buffer_ptr(e, FLCE_BUF_ORDER) : NULL;
   FLCE_TRY(flce_prepare(e, order, overlaps));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
@@ -301,7 +302,7 @@ static flce_status forward(execution* e) {
   const flce_plan* plan = e->plan;
   void* loss = e->tensors->loss;
   FLCE_TRY(open_operands(e, true, true));
-  e->losses = problem->reduction == FLCE_NONE ? loss : buffer(e, FLCE_BUF_ROW_LOSS);
+  e->losses = problem->reduction == FLCE_NONE ? loss : buffer_ptr(e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
   FLCE_TRY(gather_rows(e));
   if (gradients) FLCE_TRY(flce_sum_weight(e));
@@ -322,21 +323,21 @@ static flce_status forward(execution* e) {
    * library's GEMM. */
   bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP && plan->ranks == 1;
   if (problem->reduction != FLCE_NONE)
-    CALL(e, reduce, loss, buffer(e, FLCE_BUF_ROW_LOSS), problem->tokens,
+    CALL(e, reduce, loss, buffer_ptr(e, FLCE_BUF_ROW_LOSS), problem->tokens,
          scalar(e, FLCE_SCALAR_INV_DENOM), e->stat, overlaps);
   return FLCE_OK;
 }
 
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_problem* problem, const flce_plan* plan,
-                         const flce_tensors* given) {
-  flce_tensors tensors = *given;
+                         const flce_tensors* caller) {
+  flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
   execution e = {
       .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = &tensors};
   if (!plan->keeps_statistics) {
-    tensors.stats = buffer(&e, FLCE_BUF_STATS);
-    tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
+    tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
+    tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
   }
   return flce_close_shard(&e, forward(&e));
 }
@@ -354,7 +355,8 @@ static flce_status backward_rows(const execution* e, chunk* c) {
   }
   if (stored) {
     set_z(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch);
-    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch, plan->out_pitch);
+    set_out(&c->view, buffer_ptr(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch,
+            plan->out_pitch);
   } else {
     FLCE_TRY(logits_gemm(e, c));
     set_out_in_place(e, &c->view);
@@ -401,7 +403,7 @@ static flce_status backward(execution* e) {
     FLCE_TRY(flce_dx_gemm(e, &c));
     FLCE_TRY(chunk_gradients(e, &c));
   }
-  void* order = buffer(e, FLCE_BUF_ORDER);
+  void* order = buffer_ptr(e, FLCE_BUF_ORDER);
   if (order && e->problem->vocab > 0) CALL(e, order_targets, e->problem, e->tensors->target, order);
   return finish_gradients(e);
 }

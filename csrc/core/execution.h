@@ -31,17 +31,17 @@ typedef struct execution {
     if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
   } while (0)
 
-static inline void* at(const void* base, int64_t elements, flce_dtype dtype) {
+static inline void* element_ptr(const void* base, int64_t elements, flce_dtype dtype) {
   return (char*)base + elements * flce_size_of(dtype);
 }
 
 /* The address of element `count` of an optional vector; NULL stays NULL. */
-static inline const void* from(const void* vector, int64_t count, flce_dtype dtype) {
-  return vector ? at(vector, count, dtype) : NULL;
+static inline const void* optional_ptr(const void* vector, int64_t count, flce_dtype dtype) {
+  return vector ? element_ptr(vector, count, dtype) : NULL;
 }
 
 static inline const void* scalar(const execution* e, enum flce_scalar index) {
-  return at(e->tensors->scalars, index, e->stat);
+  return element_ptr(e->tensors->scalars, index, e->stat);
 }
 
 /* flce_rows without z and out; its vectors start at token `first`. */
@@ -57,17 +57,18 @@ static inline flce_rows open_rows(const execution* e, int64_t first, int64_t row
       .z_dtype = e->stat,
       .bias = adds_bias ? NULL : e->bias,
       .target = tensors->target ? tensors->target + first : NULL,
-      .probabilities = from(tensors->probabilities, first * columns, tensors->probabilities_dtype),
+      .probabilities =
+          optional_ptr(tensors->probabilities, first * columns, tensors->probabilities_dtype),
       .probabilities_dtype = tensors->probabilities_dtype,
       .probabilities_pitch = columns,
       .class_weight = tensors->class_weight,
-      .token_weight = from(tensors->token_weight, first, e->stat),
-      .temperature = from(tensors->temperature, first, e->stat),
+      .token_weight = optional_ptr(tensors->token_weight, first, e->stat),
+      .temperature = optional_ptr(tensors->temperature, first, e->stat),
       .options = problem->loss,
       .wants_entropy = problem->wants_entropy,
-      .stats = at(tensors->stats, first, e->stat),
+      .stats = element_ptr(tensors->stats, first, e->stat),
       .stat_pitch = problem->tokens,
-      .loss = (void*)from(e->losses, first, e->stat),
+      .loss = (void*)optional_ptr(e->losses, first, e->stat),
       .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
       .scalars = tensors->scalars,
   };
@@ -97,7 +98,7 @@ static inline flce_upstream upstream_of(const execution* e) {
 }
 
 /* A buffer of the workspace; NULL where the plan has none. */
-static inline void* buffer(const execution* e, flce_buffer_id id) {
+static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
   const flce_buffer* b = &e->plan->buffers[id];
   return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
 }
@@ -113,12 +114,12 @@ typedef struct chunk {
 /* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. NULL in a
  * backward that does not read x. */
 static inline const void* rows_of_input(const execution* e, const chunk* c) {
-  return from(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+  return optional_ptr(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
 /* x from column frozen_hidden on: the columns that dW is computed from. */
 static inline const void* weight_input(const execution* e) {
-  return at(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
+  return element_ptr(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
 }
 
 static inline bool wants_gradients(const execution* e) {

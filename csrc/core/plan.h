@@ -4,7 +4,7 @@
 
 #include "core/chunks.h"
 
-/* Whether the ranks' terms of dX are exchanged and summed. */
+/* Whether the ranks' partial dX is exchanged and summed. */
 static inline bool sums_input(const flce_problem* problem) {
   return flce_is_sharded(problem) && problem->want_grad_input && !problem->partial_grad_input &&
          problem->tokens > 0;

@@ -31,13 +31,13 @@ flce_status flce_sampled_dx(const execution* e, const chunk* all) {
   flce_rows rows = with_coef(all);
   CALL(e, sampled_grad_input,
        &(flce_sampled_input_args){.dx = e->tensors->grad_input,
-                                  .dx_dtype = e->plan->input_term_dtype,
+                                  .dx_dtype = e->plan->partial_dx_dtype,
                                   .rows = &rows,
                                   .lists = lists_from(e, 0),
                                   .eps = e->problem->gradient_eps,
                                   .w = e->linear_weight,
                                   .dtype = e->plan->dtype,
-                                  .wsum = buffer(e, FLCE_BUF_SMOOTH),
+                                  .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                   .hidden = e->plan->hidden,
                                   .cols = e->problem->hidden});
   return FLCE_OK;
@@ -50,7 +50,7 @@ static flce_status weight_from_samples(const execution* e, const flce_rows* rows
                                    .dw_dtype = e->plan->grad_weight_dtype,
                                    .x = weight_input(e),
                                    .dtype = e->plan->dtype,
-                                   .order = buffer(e, FLCE_BUF_SAMPLES),
+                                   .order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                    .xsum = xsum,
                                    .class_weight = e->tensors->class_weight,
                                    .eps = e->problem->gradient_eps,
@@ -67,7 +67,7 @@ static flce_status bias_from_samples(const execution* e, const flce_rows* rows, 
   CALL(e, sampled_grad_bias,
        &(flce_sampled_bias_args){.db = e->tensors->grad_bias,
                                  .db_dtype = e->plan->grad_bias_dtype,
-                                 .order = buffer(e, FLCE_BUF_SAMPLES),
+                                 .order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                  .smooth_total = total,
                                  .class_weight = e->tensors->class_weight,
                                  .eps = e->problem->gradient_eps,
@@ -85,7 +85,7 @@ flce_status flce_sampled_class_gradients(const execution* e, const chunk* all) {
   void *xsum, *total;
   FLCE_TRY(flce_sum_smooth(e, &xsum, &total));
   CALL(e, order_samples,
-       &(flce_order_samples_args){.order = buffer(e, FLCE_BUF_SAMPLES),
+       &(flce_order_samples_args){.order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                   .rows = &rows,
                                   .lists = lists_from(e, 0),
                                   .eps = problem->gradient_eps,

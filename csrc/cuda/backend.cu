@@ -83,7 +83,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
   FLCE_BACKEND_FUNCTIONS(FLCE_ENTRY)
   FLCE_FUSED_FUNCTIONS(FLCE_ENTRY)
 #undef FLCE_ENTRY
-      return FLCE_OK;
+  return FLCE_OK;
 }
 
 extern "C" FLCE_EXPORT const char* flce_cuda_describe(void) {

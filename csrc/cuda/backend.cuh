@@ -16,8 +16,8 @@ FLCE_BACKEND_FUNCTIONS(FLCE_DECLARE)
 FLCE_FUSED_FUNCTIONS(FLCE_DECLARE)
 #undef FLCE_DECLARE
 
-    /* gemm/cublaslt.cu: cuBLASLt's version number, 0 if it cannot be loaded. */
-    size_t cuda_gemm_version(void);
+/* gemm/cublaslt.cu: cuBLASLt's version number, 0 if it cannot be loaded. */
+size_t cuda_gemm_version(void);
 
 /* For facts: passes/sums.cu, passes/target_order.cu, passes/ignored_rows.cu,
  * samples/sample_order.cu. */
