@@ -579,18 +579,18 @@ struct flce_backend {
                              const void* grad_output, const void* scalars, flce_dtype stat);
 };
 
-/* Their names, but for `facts`, from which the backends' declarations and tables follow: those that
- * every backend has, and those that facts say whether it has. */
-#define FLCE_BACKEND_FUNCTIONS(X)                                                               \
-  X(gemm)                                                                                       \
-  X(fill)                                                                                       \
-  X(cast)                                                                                       \
-  X(prepare) X(compact_rows) X(blank_rows) X(stat_rows) X(exp_rows) X(grad_rows)                \
-      X(row_coefficients) X(scale_coefficients) X(reduce) X(scale_rows) X(finish_grad_input)    \
-          X(column_sum) X(order_targets) X(finish_grad_weight) X(finish_grad_bias) X(add_block) \
-              X(shard_targets) X(pack_statistics) X(merge_statistics) X(sum_partial_dx)         \
-                  X(sample_rows) X(sampled_grad_input) X(order_samples) X(sampled_grad_weight)  \
-                      X(sampled_grad_bias) X(scale_grads)
+/* Their names, from which the backends' declarations and tables follow: those that every backend
+ * has, and those that facts say whether it has. */
+#define FLCE_EACH(X, a, b, c, d, e, f) X(a) X(b) X(c) X(d) X(e) X(f)
+#define FLCE_BACKEND_FUNCTIONS(X)                                                                \
+  FLCE_EACH(X, facts, gemm, fill, cast, prepare, compact_rows)                                   \
+  FLCE_EACH(X, blank_rows, stat_rows, exp_rows, grad_rows, row_coefficients, scale_coefficients) \
+  FLCE_EACH(X, reduce, scale_rows, finish_grad_input, column_sum, order_targets,                 \
+            finish_grad_weight)                                                                  \
+  FLCE_EACH(X, finish_grad_bias, add_block, shard_targets, pack_statistics, merge_statistics,    \
+            sum_partial_dx)                                                                      \
+  FLCE_EACH(X, sample_rows, sampled_grad_input, order_samples, sampled_grad_weight,              \
+            sampled_grad_bias, scale_grads)
 #define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
 
 #ifdef __cplusplus

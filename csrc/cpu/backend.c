@@ -83,7 +83,7 @@ void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn f
   cpu->parallel_for(0, count, grain > 0 ? grain : 1, fn, context);
 }
 
-static flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* out) {
+flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* out) {
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
@@ -107,7 +107,6 @@ void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
   *backend = (flce_backend){.name = "cpu",
                             .self = cpu,
                             .last_error = flce_last_error,
-                            .facts = flce_cpu_facts,
                             FLCE_BACKEND_FUNCTIONS(FLCE_ENTRY)};
 #undef FLCE_ENTRY
 }

@@ -37,7 +37,7 @@ static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   return problem;
 }
 
-static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
+flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;
   const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
@@ -78,7 +78,6 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
   backend->name = "cuda";
   backend->self = cuda;
   backend->last_error = flce_last_error;
-  backend->facts = cuda_facts;
 #define FLCE_ENTRY(function) backend->function = cuda_##function;
   FLCE_BACKEND_FUNCTIONS(FLCE_ENTRY)
   FLCE_FUSED_FUNCTIONS(FLCE_ENTRY)
