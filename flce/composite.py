@@ -5,7 +5,6 @@ They read requires_grad and autocast, resolve `save`, and call the inner operato
 autograd formula: autograd records the inner operators.
 """
 
-import functools
 import math
 import operator
 import sys
@@ -247,16 +246,12 @@ def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
     return _outputs(call, made, tensors, num_items, call.rows.shape[:-1], rows)
 
 
-@functools.cache
-def _never_traced():
-    return torch._disable_dynamo(linear_cross_entropy_of)
-
-
 def linear_cross_entropy_untraced(*args):
     """Not traced: after a graph break at accumulate.refuse_tracing torch.compile would trace it.
     Without torch.compile nothing traces, and importing it would take a second."""
-    call = _never_traced() if "torch._dynamo" in sys.modules else linear_cross_entropy_of
-    return call(*args)
+    if "torch._dynamo" not in sys.modules:
+        return linear_cross_entropy_of(*args)
+    return torch._disable_dynamo(linear_cross_entropy_of)(*args)
 
 
 def cross_entropy_of(wanted, logits, target, settings):

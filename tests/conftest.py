@@ -57,3 +57,5 @@ def _fresh_settings(monkeypatch, pytestconfig):
     # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
     monkeypatch.setattr(flce.deferred.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)
+    # transformers' TrainingArguments with torch_compile allow TF32 for the whole process.
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -32,6 +32,8 @@ def raise_preempted(*_):
 
 
 def interrupt():
+    # Python does not set its handler where the parent ignores SIGINT, as a shell's background job.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
 
 
