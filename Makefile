@@ -36,7 +36,7 @@ C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 test: test-c test-py
 
 test-c:
-	$(MAKE) -C tests/c
+	$(MAKE) -C tests/c -j2
 
 test-py: $(READY)
 	$(PYTHON) -m pytest

@@ -226,7 +226,7 @@ typedef struct flce_problem {
    */
   bool input_is_sharded;
   bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
-  bool wide_terms;         /* the ranks' terms of dX are exchanged in float32, not in dX's dtype */
+  bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
   /* Set by flce_plan_call from the plan of an equal share, so that all ranks have the same chunks
    * and row order. 0 and false without ranks. */
   int64_t chunk_rows;
@@ -322,7 +322,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
   FLCE_BUF_LOGITS,    /* [chunk][z_pitch] z_dtype: logits of a chunk, overwritten by E or dz */
   /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
-  FLCE_BUF_DZ_UNIT,
+  FLCE_BUF_DZ_SCALE,
   FLCE_BUF_COEF,  /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_INDEX, /* int64: the rows to compute, if they are gathered (compact_rows) */
   /* [chunk][input_pitch] dtype: the chunk's rows of x as the A operand of the logits GEMM, if they
@@ -332,8 +332,9 @@ typedef enum flce_buffer_id {
   /* [chunk][plan's hidden] dx_gemm_dtype: E W of a chunk, if the GEMM cannot write it to dX. */
   FLCE_BUF_DX_ROWS,
   /* The B operand of dW's GEMM, [chunk][plan's hidden] dtype. Form exp: coef * x. Form dz: the
-   * valid rows of x times FLCE_SCALAR_INPUT_UNIT, if x itself cannot be the operand. Before, it may
-   * hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch]. */
+   * valid rows of x times FLCE_SCALAR_INPUT_SCALE, if x itself cannot be the operand. Before, it
+   * may hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch].
+   */
   FLCE_BUF_SCALED_X,
   /* [V][weight_hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
    * plan's hidden is not H. */
@@ -346,21 +347,21 @@ typedef enum flce_buffer_id {
   /* [2 H + 1] stat dtype, H the plan's hidden, for label smoothing: sum_j w_j W_j, sum_i c_i x_i,
    * sum_i c_i, where c is FLCE_COEF_SMOOTH. */
   FLCE_BUF_SMOOTH,
-  FLCE_BUF_ORDER,      /* tokens sorted by target (order_targets) */
-  FLCE_BUF_SAMPLES,    /* the sampled entries ordered by class (order_samples) */
-  FLCE_BUF_COLUMN_SUM, /* scratch of column_sum */
-  FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
-  FLCE_BUF_GEMM,       /* scratch of a GEMM */
+  FLCE_BUF_ORDER,        /* tokens sorted by target (order_targets) */
+  FLCE_BUF_SAMPLE_ORDER, /* the sampled entries ordered by class (order_samples) */
+  FLCE_BUF_COLUMN_SUM,   /* scratch of column_sum */
+  FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
+  FLCE_BUF_GEMM,         /* scratch of a GEMM */
   /* The vocabulary is sharded (core/shards.c). R ranks, P flce_shard_stat_count(). */
   FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is sharded */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
   FLCE_BUF_SHARD_STATS,   /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
-  /* [R][ceil(N/R)][H] input_term_dtype: this rank's term of dX, sent, unless the caller's dX can
+  /* [R][ceil(N/R)][H] partial_dx_dtype: this rank's partial dX, sent, unless the caller's dX can
    * hold it; then the sums of all ranks, received. */
-  FLCE_BUF_OWN_TERMS,
-  /* The same shape: the terms of all ranks for this rank's tokens, received. */
-  FLCE_BUF_RECEIVED_TERMS,
+  FLCE_BUF_PARTIAL_DX,
+  /* The same shape: the partial dX of all ranks for this rank's tokens, received. */
+  FLCE_BUF_RECEIVED_DX,
   FLCE_BUF_COUNT
 } flce_buffer_id;
 
@@ -380,8 +381,8 @@ typedef struct flce_buffer {
 typedef enum flce_collective_id {
   FLCE_ALL_GATHER_INPUT,      /* of x, if it is sharded */
   FLCE_ALL_GATHER_STATISTICS, /* of the rows' statistics */
-  FLCE_ALL_TO_ALL_TERMS,      /* of the ranks' terms of dX */
-  FLCE_ALL_GATHER_SUMS,       /* of the sums of these, unless dX is sharded */
+  FLCE_ALL_TO_ALL_DX,         /* of the ranks' partial dX */
+  FLCE_ALL_GATHER_DX,         /* of the sums of these, unless dX is sharded */
   FLCE_COLLECTIVES
 } flce_collective_id;
 
@@ -413,11 +414,10 @@ typedef struct flce_plan {
   /* The forward's statistics come from fused_logits. It writes E instead of the logits; in form dz
    * it writes the logits, if a row pass reads them. */
   bool fuses_rows;
-  /* dW is kept in float16 before grad_output is known, times FLCE_SCALAR_WEIGHT_UNIT. */
-  bool holds_weight;
+  /* Not 0 if dW is kept in float16 before grad_output is known, times FLCE_SCALAR_DW_SCALE. Its
+   * GEMM then multiplies by 2^dw_fp16_shift. */
+  int dw_fp16_shift;
   int64_t bias_parts; /* rows of FLCE_BUF_DB_PARTS if grad_weight_gemm makes dW and db, else 0 */
-  /* The last chunk's GEMM of dW is two GEMMs, with so many classes in the first; 0: it is one. */
-  int64_t dw_first_rows;
   int64_t chunk_rows, /* rows of a chunk of the forward */
       chunks;         /* chunks of the forward */
   /* Rows of a chunk of the backward's loop, and its chunks; 0 for save=grads and save=samples,
@@ -433,7 +433,7 @@ typedef struct flce_plan {
       out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
       saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
   flce_dtype grad_input_dtype, /* of FLCE_BUF_GRAD_INPUT */
-      input_term_dtype,        /* of dX before it is summed over the ranks */
+      partial_dx_dtype,        /* of dX before it is summed over the ranks */
       grad_weight_dtype,       /* of FLCE_BUF_GRAD_WEIGHT, or of the caller's grad_weight */
       grad_bias_dtype;         /* of FLCE_BUF_GRAD_BIAS */
   /* The result of dX's GEMM. It goes directly to dX if that has this dtype and the same rows and

@@ -1,6 +1,7 @@
 /* The checks of a problem and of the parameters of its loss. A message names the argument, what was
  * expected and what came. */
-#include "core/plan.h"
+#include "backend.h"
+#include "core/chunks.h"
 #include "loss.h"
 
 #include <math.h>

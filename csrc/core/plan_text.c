@@ -22,7 +22,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_WEIGHT_CAST] = "weight_cast",
       [FLCE_BUF_BIAS_CAST] = "bias_cast",
       [FLCE_BUF_LOGITS] = "logits",
-      [FLCE_BUF_DZ_UNIT] = "dz_unit",
+      [FLCE_BUF_DZ_SCALE] = "dz_unit",
       [FLCE_BUF_COEF] = "coef",
       [FLCE_BUF_INDEX] = "index",
       [FLCE_BUF_GATHERED_X] = "gathered_x",
@@ -35,7 +35,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_DB_PARTS] = "db_parts",
       [FLCE_BUF_SMOOTH] = "smooth",
       [FLCE_BUF_ORDER] = "order",
-      [FLCE_BUF_SAMPLES] = "samples",
+      [FLCE_BUF_SAMPLE_ORDER] = "samples",
       [FLCE_BUF_COLUMN_SUM] = "column_sum",
       [FLCE_BUF_FUSED] = "fused",
       [FLCE_BUF_GEMM] = "gemm_workspace",
@@ -43,8 +43,8 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SHARD_TARGET] = "shard_target",
       [FLCE_BUF_SHARD_SCALARS] = "shard_scalars",
       [FLCE_BUF_SHARD_STATS] = "shard_stats",
-      [FLCE_BUF_OWN_TERMS] = "own_terms",
-      [FLCE_BUF_RECEIVED_TERMS] = "received_terms",
+      [FLCE_BUF_PARTIAL_DX] = "own_terms",
+      [FLCE_BUF_RECEIVED_DX] = "received_terms",
   };
   return names[id];
 }
@@ -52,8 +52,8 @@ static const char* buffer_name(int id) {
 static const char* const kCollectives[FLCE_COLLECTIVES] = {
     [FLCE_ALL_GATHER_INPUT] = "input all-gather",
     [FLCE_ALL_GATHER_STATISTICS] = "statistics all-gather",
-    [FLCE_ALL_TO_ALL_TERMS] = "input_terms all-to-all",
-    [FLCE_ALL_GATHER_SUMS] = "summed_input all-gather",
+    [FLCE_ALL_TO_ALL_DX] = "input_terms all-to-all",
+    [FLCE_ALL_GATHER_DX] = "summed_input all-gather",
 };
 
 /* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */
@@ -104,10 +104,11 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
 }
 
 /* The fields of flce_plan_values. */
-#define FLCE_PLAN_FIELDS(X)                                                                \
-  X(save)                                                                                  \
-  X(form) X(fuses_rows) X(dtype) X(z_dtype) X(accum_dtype) X(rows) X(chunk_rows) X(chunks) \
-      X(backward_chunk_rows) X(backward_chunks) X(forward_gemms) X(backward_gemms)         \
+#define FLCE_PLAN_FIELDS(X)                                                        \
+  X(save)                                                                          \
+  X(form)                                                                          \
+  X(fuses_rows) X(dtype) X(z_dtype) X(accum_dtype) X(rows) X(chunk_rows) X(chunks) \
+      X(backward_chunk_rows) X(backward_chunks) X(forward_gemms) X(backward_gemms) \
           X(forward_peak_bytes) X(backward_peak_bytes) X(peak_bytes) X(ranks)
 
 int64_t flce_plan_values(const flce_plan* plan, int64_t* values) {

@@ -1,6 +1,9 @@
 /* flce_choose_strategy: what save=auto is, from what is known of a problem before its rows are.
  * Pure, as plan.c. */
-#include "core/plan.h"
+#include "core/strategy.h"
+
+#include "backend.h"
+#include "core/chunks.h"
 
 /* Up to this size of the weight, in bytes, gradients are made in the forward even if the logits
  * fit: an H200 scales such a gradient faster than the backward launches a kernel

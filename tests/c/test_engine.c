@@ -120,7 +120,7 @@ static void test_statistics_that_nobody_reads(void) {
   }
 }
 
-/* With save=grads the backward reads the statistics if float16 gradients are kept in a unit. */
+/* With save=grads the backward reads the statistics if float16 gradients are scaled. */
 static void test_statistics_of_the_backward(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int f16 = 0; f16 < 2; f16++) {
