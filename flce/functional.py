@@ -3,6 +3,7 @@
 import numbers
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import accumulate, composite, dtensor, parallel, validate
 from .options import (
@@ -23,6 +24,7 @@ _OF_LOGITS = {**defaults("of_logits"), **dict.fromkeys(RETURNS, False)}
 # Neither log p nor the entropy depends on these.
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
 _OF_LOSSES += ("num_items", "accumulate_into")
+_TENSORS_OWN = torch.Tensor.__torch_function__.__func__
 _OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 
 
@@ -30,13 +32,9 @@ def _call(name, operands, settings):
     """The loss, or the loss with the wanted outputs: directly, or through the composite
     operator if the call is traced or transformed. `settings`: the options by name; modified here,
     and listed by the callers because torch.compile cannot trace locals() before torch 2.13."""
-    if type(operands[0]) is not torch.Tensor and hasattr(operands[0], "_flce"):
-        # Deferred logits of flce.fuse: what needs no real ones reads requires_grad=False.
-        from .deferred.proxies import real  # imports this module
-
-        # What reports call the reader: its text, but while tracing its __name__.
-        reader = _PUBLIC[name] if torch.compiler.is_compiling() else f"flce.{name}"
-        operands = (real(operands[0], reader), *operands[1:])
+    if type(operands[0]) is not torch.Tensor and _has_override(operands[0]):
+        public = _PUBLIC[name]
+        return handle_torch_function(public, operands[:1], *operands, **settings)
     _as_numbers(settings, operands[0])
     returns = [validate.check_flag(option, settings[option]) for option in RETURNS]
     wanted = Wanted(*returns) if any(returns) else composite.NOTHING
@@ -48,6 +46,13 @@ def _call(name, operands, settings):
     else:
         made = getattr(composite, f"{name}_of")(wanted, *operands, settings)
     return LinearCrossEntropyOutput(*made) if any(wanted) else made[0]
+
+
+def _has_override(tensor):
+    """Whether its class has a __torch_function__ of its own. What Tensor's own would do, give
+    results of that class, the operators do."""
+    own = getattr(type(tensor).__torch_function__, "__func__", None)
+    return own is not _TENSORS_OWN and has_torch_function_unary(tensor)
 
 
 def _through_operator(name, operands, settings, wanted):

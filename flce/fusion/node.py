@@ -76,21 +76,22 @@ class HeadCall:
         return self.changed(grad=False, requires_grad=False)
 
 
+CLASSES_SECOND, CLASSES_SPLIT = "second", "split"
+
+
 class Node:
     """One value that has not been made.
 
     parent, view: the value is view(the parent's value) and shares its memory, so that what is
     written to one is seen in the other, as it is with real tensors. Without a parent the value has
-    memory of its own. made: the real tensor, once there is one. is_contiguous: whether the real
-    tensor would be contiguous. form: None, or where the classes are if they are not the last
-    dimension (forms.py); `record` has them last.
+    memory of its own. value: the real tensor, once there is one. class_layout: where the classes
+    are, which the record has last: None, last; CLASSES_SECOND, (B, V, T) of (B, T, V), as
+    F.cross_entropy takes them; CLASSES_SPLIT, (..., groups, V / groups), with a loss for each.
     """
 
-    def __init__(self, call, record, parent=None, view=None, is_contiguous=True, form=None):
+    def __init__(self, call, record, parent=None, view=None, class_layout=None):
         self.call, self.record, self.parent, self.view = call, record, parent, view
-        self.is_contiguous, self.form = is_contiguous, form
-        self.made = None
-        self._layout = None
+        self.class_layout, self.value, self._layout = class_layout, None, None
 
     def layout(self):
         """A meta tensor with the strides of the real value; views of it alias as that would."""
@@ -101,37 +102,42 @@ class Node:
                 self._layout = self.view(self.parent.layout())
         return self._layout
 
+    def like(self):
+        """An empty tensor of the value's dtype and device."""
+        return torch.empty(0, dtype=self.record.dtype, device=self.call.device)
+
+    def is_contiguous(self):
+        return self.parent is None or self.layout().is_contiguous()
+
     def is_pending(self):
         """Whether nothing has been made from which this value would have to be taken."""
         node = self
-        while node is not None and node.made is None:
+        while node is not None and node.value is None:
             node = node.parent
         return node is None
 
     @property
     def shape(self):
-        shape = self.record.shape
-        return shape if self.form is None else self.form.shape(shape)
+        return self.record.shape if self.class_layout is None else self.layout().shape
 
     def copy(self, record):
         """The proxy of a value with memory of its own."""
         call = self.call.now()
         return call.proxy(Node(call, record))
 
-    def alias(self, record, view, is_contiguous, form=None):
+    def alias(self, record, view, class_layout=None):
         """The proxy of a view of this value."""
         call = self.call.now()
-        is_contiguous = is_contiguous and self.is_contiguous
-        return call.proxy(Node(call, record, self, view, is_contiguous, form))
+        return call.proxy(Node(call, record, self, view, class_layout))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
-        if self.made is None:
+        if self.value is None:
             with self.call.entered(self.call.grad):
-                made = self.replay() if self.parent is None else self.view(self.parent.make())
-            self.made = made
-        return self.made
+                value = self.replay() if self.parent is None else self.view(self.parent.make())
+            self.value = value
+        return self.value
 
     def replay(self):
         """The real value, from the head on."""
@@ -183,4 +189,6 @@ def name_of(function):
     """The name of a torch function in messages."""
     if is_compiling():
         return function.__name__  # resolve_name is not traced
+    if getattr(function, "__module__", None) == "flce.functional":
+        return f"flce.{function.__name__}"
     return torch.overrides.resolve_name(function) or str(function)

@@ -11,9 +11,9 @@ from torch.compiler import is_compiling
 from .. import validate
 from ..dtensor import is_dtensor
 from . import proxies, reentry, steps
-from .divided import gathering_forward
 from .node import HeadCall, Node
 from .reentry import foreign_hook, fusion_in
+from .sharded import gathering_forward
 from .snapshot import Snapshot
 
 # An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and

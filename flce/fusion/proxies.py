@@ -5,7 +5,6 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
-from . import forms
 from .node import node_of
 from .operations import HANDLERS
 from .reentry import enclosing_modules
@@ -30,27 +29,34 @@ _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 def dispatch(function, args, kwargs):
     """The result of a torch function one of whose arguments is deferred."""
-    given, node = args, node_of(args[0]) if args else None
+    operands, node = args, node_of(args[0]) if args else None
     if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
-        args = args[::-1]
-        node = node_of(args[0])
-    if function is _DETACH and node is not None and _is_called_by_hook(args[0], node):
-        return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
-    if function == _GRAD_FN and node.is_pending():
-        # That of HookedLogits is no way of a gradient.
-        return _own_graph(args[0]) if _has_own_graph(args[0]) else None
-    if node is not None and node.is_pending() and not _has_own_graph(args[0]):
-        _hook_gradient(args[0], node)
-        result = _answered(function, node, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    return function(*real(given, function), **real(kwargs, function))
+        operands = args[::-1]
+        node = node_of(operands[0])
+    if node is not None:
+        proxy = operands[0]
+        if function is _DETACH and _is_called_by_hook(proxy, node):
+            return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
+        if node.is_pending():
+            has_graph = _has_own_graph(proxy)
+            if function == _GRAD_FN:
+                # That of HookedLogits is no way of a gradient.
+                return _own_graph(proxy) if has_graph else None
+            if not has_graph:
+                _hook_gradient(proxy, node)
+                result = _answered(function, node, operands, kwargs)
+                if result is not NotImplemented:
+                    return result
+    return function(*materialize(args, function), **materialize(kwargs, function))
 
 
 def _is_called_by_hook(proxy, node):
     """Whether a hook of DeepSpeed's ZeRO-3 detaches the proxy, and neither reads the values nor
     is needed for their gradient: it passes every Tensor that a Module takes or returns through an
-    autograd Function, which gathers the Module's own parameters before their backward."""
+    autograd Function, which gathers the Module's own parameters before their backward.
+
+    Only the frames of the callers tell the hook from a model that detaches its logits, and which
+    Module is hooked: the Function gets nothing but the tensors."""
     is_traced = isinstance(proxy, TracedLogits)
     if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
@@ -69,19 +75,17 @@ def _is_called_by_hook(proxy, node):
 
 def _answered(function, node, args, kwargs):
     """The result without real logits, or NotImplemented."""
-    if node.form is None:
-        handler = HANDLERS.get(function)
-    else:
-        handler = forms.HANDLERS.get((type(node.form), function))
+    handler, arity = HANDLERS.get((node.class_layout, function), (None, None))
     if handler is not None:
-        return handler(node, args, kwargs)
-    if function in _OF_LAYOUT and not is_compiling():
+        is_known = arity is None or (len(args) == arity and not kwargs)
+        return handler(function, node, args, kwargs) if is_known else NotImplemented
+    if function in _OF_LAYOUT:
         return function(node.layout(), *args[1:], **kwargs)
     if function == _REQUIRES_GRAD:
         # In the forward of a custom autograd Function, which saves what its backward needs.
         return node.call.requires_grad and not torch.is_grad_enabled()
     if function in _OF_DEVICE:
-        return function(torch.empty(0, device=node.call.device))
+        return function(node.like())
     if function in _ANSWERED:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -99,17 +103,18 @@ _DETACH = torch.Tensor.detach
 _GRAD_FN = torch.Tensor.grad_fn.__get__
 
 
-def real(value, function):
-    """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too."""
+def materialize(value, function):
+    """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too,
+    because `function` is not deferred."""
     node = node_of(value)
     if node is not None:
         _hook_gradient(value, node)
-        made = node.make_for(function)
-        return _Attached.apply(value, made) if _has_own_graph(value) else made
+        result = node.make_for(function)
+        return _Attached.apply(value, result) if _has_own_graph(value) else result
     if isinstance(value, dict):
-        return {name: real(item, function) for name, item in value.items()}
+        return {name: materialize(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(real(item, function) for item in value)
+        return type(value)(materialize(item, function) for item in value)
     return value
 
 
@@ -135,8 +140,8 @@ class _Attached(torch.autograd.Function):
     """The values of a proxy that a custom Function has returned, with that Function's graph."""
 
     @staticmethod
-    def forward(ctx, proxy, made):
-        return made.detach()
+    def forward(ctx, proxy, value):
+        return value.detach()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -196,7 +201,7 @@ class DeferredLogits(torch.Tensor):
             node = node_of(value)
             if node is not None:
                 _hook_gradient(value, node)
-                return node.replay() if node.made is None else node.made.detach()
+                return node.replay() if node.value is None else node.value.detach()
             return type(value)(map(values, value)) if type(value) in (tuple, list) else value
 
         kwargs = {name: values(value) for name, value in (kwargs or {}).items()}

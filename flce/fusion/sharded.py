@@ -23,7 +23,7 @@ def gathering_forward(linear):
     return forward if is_whole and type(style).__name__ == "ColwiseParallel" else None
 
 
-def is_divided(linear):
+def is_sharded(linear):
     """Whether the weight, inside the Module's hooks, is that of a fused head of this kind."""
     weight = linear.weight
     if "_flce_gathers" not in linear.__dict__ or not is_dtensor(weight):
@@ -31,23 +31,20 @@ def is_divided(linear):
     return weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
 
 
-def unserved(record, target, chosen):
+def obstacle(record, target, chosen):
     """Why a loss of the record needs the gathered logits; None if it does not."""
-    if not any(is_divided(source.linear) for source in record.sources):
-        return None
-    if len(record.sources) > 1:
-        return "a vocabulary sharded over ranks, with an adapter"
     kinds = {step.kind for step in record.steps}
+    what = "a vocabulary sharded over ranks"
+    if len(record.sources) > 1:
+        return f"{what}, with an adapter"
     if kinds & {steps.BIAS, steps.CLASSES} or target.is_floating_point():
-        return (
-            "a vocabulary sharded over ranks, with a bias, a slice of the classes or probabilities"
-        )
+        return f"{what}, with a bias, a slice of the classes or probabilities"
     if chosen.get("accumulate_into"):
-        return "accumulate_into with a vocabulary sharded over ranks"
+        return f"accumulate_into with {what}"
     return None
 
 
-def rows_for(weight, x):
+def replicated(x, weight):
     """x as the input of linear_cross_entropy with `weight`: the same rows on every rank."""
     if not is_dtensor(weight):
         return x

@@ -8,6 +8,6 @@ reentry.py: calls back into the heads.
 """
 
 from .explain import Explanation, explain
-from .fusion import Fusion, fuse
+from .handle import Fusion, fuse
 
 __all__ = ["Explanation", "Fusion", "explain", "fuse"]
