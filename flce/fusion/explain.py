@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from .head import fusion_of
-from .search import heads_of, linears_of, why_not
+from .head import fusion_of, heads_of, why_not
 
 
 class Explanation:
@@ -15,23 +14,20 @@ class Explanation:
     """
 
     def __init__(self, model):
-        self.model = type(model).__name__
-        fusion = fusion_of(model)
+        self.model, fusion = type(model).__name__, fusion_of(model)
         self.is_fused = fusion is not None
-        found = heads_of(model)
-        known = {id(module) for _, module in found}
-        given = () if fusion is None else fusion._attached
-        found += [(name, module) for name, module, _ in given if id(module) not in known]
+        heads = {module: name for name, module in heads_of(model)}
+        for name, module, _ in fusion.attached() if self.is_fused else ():
+            heads.setdefault(module, name)
         self.heads, self.refused = [], []
-        for name, module in found:
-            reason = None if fusion_of(module) else why_not(module, linears_of(module))
+        for module, name in heads.items():
+            reason = None if fusion_of(module) else why_not(module)
             if reason is None:
                 self.heads.append((name, _consists_of(module)))
             else:
                 self.refused.append((name, reason))
         if fusion is not None:  # what head= named, which heads_of may not find
-            names = [name for name, _ in found]
-            self.refused += [one for one in fusion.refused if one[0] not in names]
+            self.refused += [one for one in fusion.refused if one[0] not in heads.values()]
         self.summary = "" if fusion is None else fusion.summary()
         for name in ("losses", "reads", "fallbacks"):
             setattr(self, name, dict(getattr(fusion, name, {})))

@@ -17,7 +17,6 @@ from ..strategy import parse_bytes
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
-from .search import BY_HAND, heads_of, linears_of, why_not
 
 WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
@@ -30,9 +29,9 @@ _WITHOUT_LABELS = (
 )
 _NOT_CALLED = (
     "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
-    f"the model multiplies by the weight itself (F.linear), {BY_HAND}"
+    f"the model multiplies by the weight itself (F.linear), {heads.BY_HAND}"
 )
-_NOT_COPIED = ("_model", "_linears", "_hooks", "_places", "_label_stack", "era")
+_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "era")
 _fusions = weakref.WeakSet()
 
 
@@ -71,7 +70,8 @@ class Fusion:
     def _begin_anew(self, model):
         """Sets what belongs to Modules and to calls in progress, which _NOT_COPIED names."""
         self._model = model
-        self._linears, self._hooks = [], []  # weak references to each nn.Linear that has deferred
+        self.linears = weakref.WeakKeyDictionary()  # {each nn.Linear that has deferred: None}
+        self._hooks = []
         self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
         # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
@@ -92,23 +92,14 @@ class Fusion:
     def model(self):
         return self._model()
 
-    def _known(self):
-        """Each nn.Linear that has deferred for it and is alive."""
-        return [linear for reference in self._linears if (linear := reference()) is not None]
-
-    @property
-    def _attached(self):
+    def attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
         found = {}
-        for linear in self._known():
+        for linear in self.linears:
             if fusion_in(linear) is self:
                 one = (linear._flce_name, enclosing_of(linear), [])
                 found.setdefault(linear._flce_name, one)[2].append(linear)
         return list(found.values())
-
-    def adopt(self, linear):
-        """`linear` defers for this Fusion."""
-        self._linears.append(weakref.ref(linear))
 
     def is_attached(self):
         """Whether any head of it is fused now."""
@@ -128,7 +119,7 @@ class Fusion:
             self._is_attached = True
             parent, _, child = name.rpartition(".")
             self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
-        attached = [module for _, module, _ in self._attached]
+        attached = [module for _, module, _ in self.attached()]
         for caller in _callers(self.model, attached) if attached else ():
             begin = functools.partial(self._begin, _label_positions(caller))
             self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
@@ -137,10 +128,9 @@ class Fusion:
 
     def _attach(self, name, module):
         """Why the head cannot defer; None if it does."""
-        linears = linears_of(module)
-        reason = why_not(module, linears)
+        reason = heads.why_not(module)
         if reason is None:
-            heads.attach(self, name, module, linears)
+            heads.attach(self, name, module, heads.linears_of(module))
         return reason
 
     def _follow(self):
@@ -151,10 +141,10 @@ class Fusion:
             name, module = place[0], _module_at(place)
             if module is None:
                 continue
-            linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
+            linears = [module] if isinstance(module, nn.Linear) else heads.linears_of(module)
             if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
                 continue
-            for other, head, before in self._attached:
+            for other, head, before in self.attached():
                 if other == name:
                     heads.detach(head, before)
             for copied in [m for m in module.modules() if fusion_in(m) is not None]:
@@ -211,14 +201,13 @@ class Fusion:
 
     def note_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        weights = [p for linear in self._known() for p in linear.parameters()]
-        weights = [p for p in weights if p.requires_grad or p.grad is not None]
+        weights = [p for linear in self.linears for p in linear._parameters.values()]
+        weights = [p for p in weights if p is not None and (p.requires_grad or p.grad is not None)]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
-        if any(id(p) in stepped or hasattr(p, "ds_id") for p in weights):
+        if _steps(optimizer, weights) or any(hasattr(p, "ds_id") for p in weights):
             self.era = object()
         model = None if self.losses else self.model
-        if model is not None and any(id(p) in stepped for p in model.parameters()):
+        if model is not None and _steps(optimizer, model.parameters()):
             self.tell_if_unused()
 
     def tell_if_unused(self):
@@ -238,7 +227,7 @@ class Fusion:
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
         for hook in self._hooks:
             hook.remove()
-        for _, module, linears in self._attached:
+        for _, module, linears in self.attached():
             heads.detach(module, linears)
         self._is_attached = False
         self._hooks, self._places, self._label_stack = [], [], []
@@ -261,10 +250,8 @@ class Fusion:
     def __exit__(self, *exception):
         self.remove()
 
-    def note_fused(self, record):
-        self._count_loss(steps.key_of(record))
-
-    def _count_loss(self, key):
+    def note_loss(self, key):
+        """A loss was computed without logits. key: of the record."""
         name = steps.describe(key)
         is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
         self.losses["other steps" if is_new else name] += 1
@@ -274,7 +261,7 @@ class Fusion:
 
     # Called while torch.compile traces, and not traced, as it would compile again for each count:
     # what torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
-    for _function in (_follow, _note_traced, _count_loss, note_read):
+    for _function in (_follow, _note_traced, note_loss, note_read):
         _function._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
@@ -293,6 +280,12 @@ class Fusion:
             )
 
 
+def _steps(optimizer, parameters):
+    """Whether an optimizer steps any of the parameters."""
+    known = {id(p) for p in parameters}
+    return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+
+
 def _module_at(place):
     """What stands in a head's place by now, the Module itself where torch.compile wraps it."""
     _, parent, child = place
@@ -307,9 +300,9 @@ def _is_label(name):
 
 
 def _has_labels(positions, args, kwargs):
-    given = [args[i] for i in positions if i < len(args)]
-    given += [value for name, value in kwargs.items() if _is_label(name)]
-    return any(value is not None for value in given)
+    labels = [args[i] for i in positions if i < len(args)]
+    labels += [value for name, value in kwargs.items() if _is_label(name)]
+    return any(value is not None for value in labels)
 
 
 def _callers(model, modules):
@@ -357,7 +350,7 @@ def _check_model(model):
 def _heads_to_fuse(model, head):
     """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
     try:
-        found = heads_of(model, head)
+        found = heads.heads_of(model, head)
     except ValueError as error:
         raise ValueError(f"flce.fuse: {error}") from None
     if not found:
@@ -365,7 +358,7 @@ def _heads_to_fuse(model, head):
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
             'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
             f"{type(model).__name__} without; head= names another; for logits by F.linear with "
-            f"the weight of an nn.Embedding {BY_HAND}"
+            f"the weight of an nn.Embedding {heads.BY_HAND}"
         )
     for name, module in found:
         while (fusion := heads.fusion_of(module)) is not None:

@@ -1,21 +1,24 @@
-"""Subclasses put on a head's Modules. A normal call returns deferred logits; a call with a Request
-runs its work inside the Module's hooks."""
+"""The heads of a model: what it calls for its logits, the nn.Linear in that, and the subclasses
+that these Modules get. A normal call returns deferred logits; a call with a Request runs its work
+inside the Module's hooks."""
 
+import functools
 import types
 import weakref
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.nn.utils import parametrize
 
 from .. import validate
 from ..dtensor import is_dtensor
 from . import proxies, reentry, steps
-from .node import HeadCall, Node
-from .reentry import foreign_hook, fusion_in
+from .node import HeadCall, Node, Snapshot
+from .reentry import enclosing_of, foreign_hook, fusion_in
 from .sharded import gathering_forward
-from .snapshot import Snapshot
 
+BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is done"
 # An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
 # _flce_enclosing, a weak reference to the Module that the model calls.
 
@@ -24,7 +27,7 @@ def _adopt(module):
     """Enters a Module that was unpickled or copied in the nn.Linears in it. What encloses them is
     restored after they are."""
     if (fusion := fusion_in(module)) is not None and fusion.is_attached():
-        fusion.adopt(module)
+        fusion.linears[module] = None
     for linear in module.modules():
         if fusion_in(linear) is not None:
             linear._flce_enclosing = weakref.ref(module)
@@ -49,13 +52,12 @@ class _Deferring(Reentrant):
 
     def __call__(self, *args, **kwargs):
         # torch.compile inlines forward without __call__ where there are no hooks.
-        if len(args) == 1 and not is_compiling():
-            if _try_to_defer(self, args, kwargs):
-                return _deferred(self, args[0])
+        if not is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0])
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        if len(args) == 1 and is_compiling() and _try_to_defer(self, args, kwargs):
+        if is_compiling() and _defers(self, args, kwargs):
             return _deferred(self, args[0])
         return super().forward(*args, **kwargs)
 
@@ -71,9 +73,11 @@ class _Deferring(Reentrant):
         return super().forward(x)
 
 
-def _try_to_defer(linear, args, kwargs):
+def _defers(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
+    if len(args) != 1:
+        return False  # a Request, or for nn.Linear to refuse
     fusion = linear._flce_fusion
     is_on = fusion.is_on()
     fusion.note_call(is_on)
@@ -106,8 +110,7 @@ def _obstacle(linear, x):
         return f"the head's input is a {type(x).__name__}"
     if validate.function_transforms_are_on():
         return "a transform of torch.func is active"
-    enclosing = reentry.enclosing_of(linear)
-    for module in (linear,) if linear is enclosing else (linear, enclosing):
+    for module in (linear, enclosing_of(linear)):
         if hook := foreign_hook(module):
             return f"{hook} is hooked to {type(module).__name__}, the head"
     return None
@@ -131,17 +134,11 @@ def _deferred(linear, x):
     return call.proxy(Node(call, record))
 
 
-_classes = {}
-
-
+@functools.cache
 def _class_of(base, mixin):
-    """`base` with the mixin in front, under the name of `base`: one class for each."""
-    if (base, mixin) not in _classes:
-        made = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-        made.__reduce_ex__ = _reduce
-        made._flce_base = base
-        _classes[base, mixin] = made
-    return _classes[base, mixin]
+    """`base` with the mixin in front, under the name of `base`."""
+    attributes = {"__module__": base.__module__, "__reduce_ex__": _reduce, "_flce_base": base}
+    return type(base.__name__, (mixin, base), attributes)
 
 
 def _reduce(module, protocol):
@@ -152,17 +149,21 @@ def _reduce(module, protocol):
 
 
 def _rebuilt(base, mixin):
-    made = _class_of(base, mixin)
-    return made.__new__(made)
+    return object.__new__(_class_of(base, mixin))
 
 
-def _swap(module, mixin):
-    if isinstance(module, mixin):
-        return  # of an earlier fusion, from whose class FSDP2 has derived its own
-    module.__class__ = _class_of(type(module), mixin)
+def _set_class(module, new):
+    """Python looks __call__ up in the class, and a deferred call returns before the hooks that
+    nn.Module.__call__ runs: an attribute `forward` of the Module would come too late."""
+    module.__class__ = new
     if "_old_forward" in module.__dict__:
         # accelerate's hook, which is `forward` of the instance, calls this one.
-        module._old_forward = types.MethodType(type(module).forward, module)
+        module._old_forward = types.MethodType(new.forward, module)
+
+
+def _mix_in(module, mixin):
+    if not isinstance(module, mixin):  # by an earlier fusion, of whose class FSDP2 derives its own
+        _set_class(module, _class_of(type(module), mixin))
 
 
 def attach(fusion, name, enclosing, linears):
@@ -172,23 +173,21 @@ def attach(fusion, name, enclosing, linears):
             # It would not pass Requests on.
             del linear.forward
             linear._flce_gathers = gathers
-        _swap(linear, _Deferring)
+        _mix_in(linear, _Deferring)
         linear._flce_fusion, linear._flce_name = fusion, name
         linear._flce_enclosing = weakref.ref(enclosing)
-        fusion.adopt(linear)
+        fusion.linears[linear] = None
     if all(enclosing is not linear for linear in linears):
-        _swap(enclosing, Reentrant)
+        _mix_in(enclosing, Reentrant)
 
 
 def detach(enclosing, linears):
     """Undoes `attach`. A class that others have derived since (FSDP2's) stays: it does nothing
     once the Fusion is off."""
-    for module in {id(m): m for m in (*linears, enclosing)}.values():
+    for module in (*linears, enclosing):
         base = type(module).__dict__.get("_flce_base")
         if base is not None:
-            module.__class__ = base
-            if "_old_forward" in module.__dict__:
-                module._old_forward = types.MethodType(base.forward, module)
+            _set_class(module, base)
             gathers = module.__dict__.get("_flce_gathers")
             for name in [name for name in module.__dict__ if name.startswith("_flce_")]:
                 del module.__dict__[name]
@@ -206,5 +205,74 @@ def is_standard_linear(module):
 
 def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
-    fusions = [fusion for module in model.modules() if (fusion := fusion_in(module)) is not None]
+    fusions = (fusion for module in model.modules() if (fusion := fusion_in(module)) is not None)
     return next((fusion for fusion in fusions if fusion.is_attached()), None)
+
+
+def heads_of(model, head=None):
+    """[(name, Module)]: what the model calls for its logits.
+
+    head: None to ask get_output_embeddings() of the model and of the models in it; else a Module
+    of the model, its name, or a list of these.
+    """
+    if head is not None:
+        return [_named(model, one) for one in (head if isinstance(head, list | tuple) else [head])]
+    names = {module: name for name, module in model.named_modules()}
+    found = {}
+    for module in names:
+        embeddings = _output_embeddings(module)
+        if embeddings in names:
+            found[embeddings] = names[embeddings]
+    for module, name in names.items():
+        # A second head, of which get_output_embeddings() does not tell.
+        if name.rpartition(".")[2].endswith("lm_head") and isinstance(module, nn.Linear):
+            found[module] = name
+    return [(name, module) for module, name in found.items()]
+
+
+def _output_embeddings(module):
+    try:
+        return module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    except NotImplementedError:
+        return None
+
+
+def _named(model, head):
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module is head or name == head:
+            return name, module
+    if isinstance(head, str):
+        expected = f"the name of a Module of {type(model).__name__}, got {head!r}"
+    else:
+        expected = f"a Module of the model, its name, or a list of these, got {type(head).__name__}"
+    raise ValueError(f"head: expected {expected}")
+
+
+def linears_of(head):
+    """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
+    (base layer, up projections, copies to save), which PEFT wraps around it. Empty if one of them
+    is of another class (a quantised base layer): then their sum needs real logits."""
+    found = [head]
+    if not isinstance(head, nn.Linear):
+        classes = getattr(head, "out_features", None)
+        found = [m for m in head.modules() if m is not head and hasattr(m, "out_features")]
+        found = [module for module in found if module.out_features == classes]
+    are_standard = all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in found)
+    return found if are_standard else []
+
+
+def why_not(head):
+    """Why the products of `head` cannot be deferred; None if they can."""
+    linears = linears_of(head)
+    if fusion_of(head) is not None:  # by this call: fuse refuses what was fused before it
+        return "its nn.Linear belongs to another head of this model"
+    if isinstance(head, nn.Embedding):
+        return f"it is an nn.Embedding, whose weight the model multiplies by: {BY_HAND}"
+    if not linears:
+        return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
+    if any(parametrize.is_parametrized(linear) for linear in linears):
+        return "it is parametrized: each use would make its weight anew"
+    for module in (head, *linears):
+        if hook := foreign_hook(module):
+            return f"{hook} is hooked to it, which would not see the logits"
+    return None

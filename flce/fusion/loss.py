@@ -53,7 +53,7 @@ def _fused(node, target, cuts_weight, options, logits_function):
         output = linear_cross_entropy(
             x, weight, target, linear_bias=bias, **derived, **options, **chosen
         )
-        call.fusion.note_fused(record)
+        call.fusion.note_loss(steps.key_of(record))
         return output
 
     call.check(False)

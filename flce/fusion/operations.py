@@ -54,7 +54,7 @@ def _scale(function, node, args, kwargs):
 
 @_handles("tanh", arity=1)
 def _tanh(function, node, args, kwargs):
-    if steps.is_capped(node.record.steps):
+    if steps.TANH in steps.kinds(node.record.steps):
         return NotImplemented
     return _then(node, steps.TANH, None, torch.tanh)
 
@@ -71,7 +71,7 @@ def _add_bias(node, vector):
     record = node.record
     is_vector = vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1]
     is_vector = is_vector and vector.dim() <= len(record.shape) and vector.is_floating_point()
-    if not is_vector or steps.is_capped(record.steps):
+    if not is_vector or steps.TANH in steps.kinds(record.steps):
         return NotImplemented
     if vector.requires_grad and torch.is_grad_enabled() and not node.call.requires_grad:
         return NotImplemented
@@ -85,7 +85,8 @@ def _add_product(node, other):
         return NotImplemented
     one, two = node.record, other.record
     linears = {id(source.linear) for record in (one, two) for source in record.sources}
-    is_sum = one.shape == two.shape and steps.is_linear(one.steps) and steps.is_linear(two.steps)
+    kinds = steps.kinds((*one.steps, *two.steps))
+    is_sum = one.shape == two.shape and kinds <= {steps.SCALE, steps.CAST}
     if not is_sum or len(linears) < len(one.sources) + len(two.sources):
         return NotImplemented
     first, second = node.call, other.call

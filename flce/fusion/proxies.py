@@ -7,7 +7,7 @@ from torch.compiler import is_compiling
 
 from .node import node_of
 from .operations import HANDLERS
-from .reentry import enclosing_modules
+from .reentry import modules_of
 
 # Answered from the shape, dtype and device, while there are no real logits.
 _METHODS = """size dim ndimension numel nelement is_floating_point is_complex element_size __len__
@@ -27,8 +27,9 @@ _ZERO = "deepspeed.runtime.zero.parameter_offload"
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-def dispatch(function, args, kwargs):
-    """The result of a torch function one of whose arguments is deferred."""
+def _dispatch(cls, function, types, args=(), kwargs=None):
+    """__torch_function__: the result of a function one of whose arguments is deferred."""
+    kwargs = kwargs or {}
     operands, node = args, node_of(args[0]) if args else None
     if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         operands = args[::-1]
@@ -60,7 +61,7 @@ def _is_called_by_hook(proxy, node):
     is_traced = isinstance(proxy, TracedLogits)
     if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
-    frame = sys._getframe(3)  # of __torch_function__'s caller
+    frame = sys._getframe(2)  # of __torch_function__'s caller
     if frame.f_globals.get("__name__") != _ZERO:
         return False
     while frame is not None and "module" not in frame.f_locals:
@@ -68,7 +69,7 @@ def _is_called_by_hook(proxy, node):
     module = None if frame is None else frame.f_locals["module"]
     if not isinstance(module, torch.nn.Module):
         return False
-    if node.call.loss_is_done or module in enclosing_modules(node.record.sources):
+    if node.call.loss_is_done or module in dict(modules_of(node.record.sources) or ()):
         return True  # its hook gets the loss as well
     return not (module._parameters or getattr(module, "_external_params", None))
 
@@ -151,11 +152,8 @@ class _Attached(torch.autograd.Function):
 def _hook_gradient(proxy, node):
     """Where gradients are off, the caller may be the forward of a custom autograd Function that
     has taken the proxy for its input, and will return the gradient to it."""
-    if node.call.requires_grad and not torch.is_grad_enabled():
-        if not isinstance(proxy, DeferredLogits):
-            return  # a plain object, which no Function takes for a Tensor
-        if "_has_gradient_hook" in proxy.__dict__:
-            return
+    is_first = isinstance(proxy, DeferredLogits) and "_has_gradient_hook" not in proxy.__dict__
+    if is_first and node.call.requires_grad and not torch.is_grad_enabled():
         proxy._has_gradient_hook = True
         with torch._C.DisableTorchFunctionSubclass():
             if proxy.requires_grad:  # HookedLogits may be constants
@@ -173,19 +171,13 @@ class DeferredLogits(torch.Tensor):
     @staticmethod
     def __new__(cls, node):
         call = node.call
-        proxy = torch.Tensor._make_wrapper_subclass(
-            cls,
-            node.shape,
-            dtype=node.record.dtype,
-            device=call.device,
-            requires_grad=call.requires_grad and cls is DeferredLogits,
-        )
+        options = {"dtype": node.record.dtype, "device": call.device}
+        options["requires_grad"] = call.requires_grad and cls is DeferredLogits
+        proxy = torch.Tensor._make_wrapper_subclass(cls, node.shape, **options)
         proxy._flce = node
         return proxy
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return dispatch(function, args, kwargs or {})
+    __torch_function__ = classmethod(_dispatch)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -218,9 +210,7 @@ class TracedLogits(torch.Tensor):
     """Deferred logits under torch.compile, which traces no wrapper. On the meta device: code that
     does not ask __torch_function__ finds no values."""
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return dispatch(function, args, kwargs or {})
+    __torch_function__ = classmethod(_dispatch)
 
 
 def proxy_of(node):

@@ -33,11 +33,10 @@ def is_sharded(linear):
 
 def obstacle(record, target, chosen):
     """Why a loss of the record needs the gathered logits; None if it does not."""
-    kinds = {step.kind for step in record.steps}
     what = "a vocabulary sharded over ranks"
     if len(record.sources) > 1:
         return f"{what}, with an adapter"
-    if kinds & {steps.BIAS, steps.CLASSES} or target.is_floating_point():
+    if steps.kinds(record.steps) & {steps.BIAS, steps.CLASSES} or target.is_floating_point():
         return f"{what}, with a bias, a slice of the classes or probabilities"
     if chosen.get("accumulate_into"):
         return f"accumulate_into with {what}"
