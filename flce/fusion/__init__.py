@@ -1,11 +1,6 @@
-"""Deferred logits: `flce.fuse` and `flce.explain`.
-
-fusion.py: the state of a fused model. search.py: its heads. head.py: the classes that they get.
-proxies.py: what a head's call returns. node.py: values not made yet. snapshot.py: what must not
-change before they are. operations.py: what is recorded. forms.py: classes that are the second
-dimension, or split. loss.py: the losses. steps.py: records, and their meaning as options.
-reentry.py: calls back into the heads.
-"""
+"""`flce.fuse` and `flce.explain`: losses of a model's own logits, which are deferred. The files are
+listed in CONTRIBUTING.md. The package is not named fuse because importing it would put a module in
+the place of the function `flce.fuse`."""
 
 from .explain import Explanation, explain
 from .handle import Fusion, fuse

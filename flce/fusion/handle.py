@@ -18,7 +18,6 @@ from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
 
-WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
@@ -35,16 +34,13 @@ _NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "era")
 _fusions = weakref.WeakSet()
 
 
-@functools.cache
-def _watch_optimizers():
-    """Lets every Fusion know of every step of an optimizer."""
+def _note_step(optimizer, args, kwargs):
+    if not is_compiling():  # what is compiled raises the versions of what it writes to
+        for fusion in list(_fusions):
+            fusion.note_step(optimizer)
 
-    def note(optimizer, args, kwargs):
-        if not is_compiling():  # what is compiled raises the versions of what it writes to
-            for fusion in list(_fusions):
-                fusion.note_step(optimizer)
 
-    register_optimizer_step_post_hook(note)
+register_optimizer_step_post_hook(_note_step)
 
 
 class Fusion:
@@ -77,11 +73,10 @@ class Fusion:
         # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
         # compiled call reads anew where a number would be part of its graph.
         self.era = object()
-        _watch_optimizers()
         _fusions.add(self)
 
     def __getstate__(self):
-        """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
+        """A copy's heads add themselves. What is copied may be a head alone."""
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state):
@@ -97,23 +92,18 @@ class Fusion:
         found = {}
         for linear in self.linears:
             if fusion_in(linear) is self:
-                one = (linear._flce_name, enclosing_of(linear), [])
-                found.setdefault(linear._flce_name, one)[2].append(linear)
-        return list(found.values())
+                found.setdefault((linear._flce_name, enclosing_of(linear)), []).append(linear)
+        return [(*head, linears) for head, linears in found.items()]
 
     def is_attached(self):
         """Whether any head of it is fused now."""
         return self._is_attached
 
-    def is_on(self):
-        """Whether a head that is called now defers."""
-        return self._is_attached and (self.when == "always" or any(self._label_stack))
-
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
         refused = []
         for name, module in found:
-            if reason := self._attach(name, module):
+            if reason := heads.attach(self, name, module):
                 refused.append((name, reason))
                 continue
             self._is_attached = True
@@ -125,13 +115,6 @@ class Fusion:
             self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
             self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
         return refused
-
-    def _attach(self, name, module):
-        """Why the head cannot defer; None if it does."""
-        reason = heads.why_not(module)
-        if reason is None:
-            heads.attach(self, name, module, heads.linears_of(module))
-        return reason
 
     def _follow(self):
         """Fuses what stands in the place of a head by now: resize_token_embeddings and
@@ -149,7 +132,7 @@ class Fusion:
                     heads.detach(head, before)
             for copied in [m for m in module.modules() if fusion_in(m) is not None]:
                 heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
-            if reason := self._attach(name, module):
+            if reason := heads.attach(self, name, module):
                 self._places.remove(place)
                 self._is_attached = bool(self._places)
                 self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
@@ -186,14 +169,16 @@ class Fusion:
     def _head_names(self):
         return ", ".join([name for name, _, _ in self._places])
 
-    def note_call(self, defers):
-        """A head is called, and would defer or, being called without labels, does not."""
+    def is_to_defer(self):
+        """Whether a head that is called now defers. Counts the call."""
+        is_on = self._is_attached and (self.when == "always" or any(self._label_stack))
         if is_compiling():
-            self._note_traced(not defers and torch.is_grad_enabled())
-        elif defers:
+            self._note_traced(not is_on and torch.is_grad_enabled())
+        elif is_on:
             self._head_is_called = True
         elif torch.is_grad_enabled():
             self._gave_logits = True
+        return is_on
 
     def _note_traced(self, gave_logits):
         self._is_traced = Fusion._graphs_exist = True
@@ -308,12 +293,10 @@ def _has_labels(positions, args, kwargs):
 def _callers(model, modules):
     """The model, and every submodule that contains a head and whose forward takes labels: a
     wrapper may call it directly, without the outer forward."""
-    held = {id(module) for module in modules}
+    held = set(modules)
     for caller in model.modules():
-        if hasattr(caller, "_orig_mod"):
-            continue
-        is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
-        if caller is model or (is_around and _label_positions(caller)):
+        is_around = held & ({*caller.modules()} - {caller}) and _label_positions(caller)
+        if not hasattr(caller, "_orig_mod") and (caller is model or is_around):
             yield caller
 
 
@@ -340,19 +323,9 @@ def _check_options(options):
         parse_bytes(options["max_memory"])
 
 
-def _check_model(model):
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.DataParallel):
-        raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
-
-
 def _heads_to_fuse(model, head):
     """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
-    try:
-        found = heads.heads_of(model, head)
-    except ValueError as error:
-        raise ValueError(f"flce.fuse: {error}") from None
+    found = heads.heads_of(model, head)
     if not found:
         raise ValueError(
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
@@ -374,11 +347,10 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
     """Makes a model compute its cross entropy by flce, without its logits, in place.
 
     The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
-    records scales, casts, a tanh softcap, a bias, views, selected rows, a slice of the vocabulary,
-    groups of classes, transposed logits and sums with adapters. F.cross_entropy
-    (nn.CrossEntropyLoss) and logsumexp of it are computed by flce.linear_cross_entropy. Every other
-    operation makes the real logits first. `outputs.logits` is made when it is read, which has to be
-    before the weights change.
+    records what docs/fuse.md lists (scales, casts, a softcap, views, selected rows ...), and
+    F.cross_entropy (nn.CrossEntropyLoss) and logsumexp of it are computed by
+    flce.linear_cross_entropy. Every other operation makes the real logits first. `outputs.logits`
+    is made when it is read, which has to be before the weights change.
 
     Results agree up to rounding: flce sums in float32 and does not round the logits; float32
     adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid row is 0, not NaN.
@@ -413,10 +385,13 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             or written to before they are made, by code that does not ask __torch_function__; a hook
             on logits whose loss was computed without them.
     """
-    _check_model(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
     while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
         model = model._orig_mod
-    if when not in WHEN:
+    if when not in ("labels", "always"):
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
     _check_options(options)
     fusion = Fusion(model, when, strict, options)

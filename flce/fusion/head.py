@@ -9,7 +9,6 @@ import weakref
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.utils import parametrize
 
 from .. import validate
 from ..dtensor import is_dtensor
@@ -23,16 +22,6 @@ BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is 
 # _flce_enclosing, a weak reference to the Module that the model calls.
 
 
-def _adopt(module):
-    """Enters a Module that was unpickled or copied in the nn.Linears in it. What encloses them is
-    restored after they are."""
-    if (fusion := fusion_in(module)) is not None and fusion.is_attached():
-        fusion.linears[module] = None
-    for linear in module.modules():
-        if fusion_in(linear) is not None:
-            linear._flce_enclosing = weakref.ref(module)
-
-
 class Reentrant:
     """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
 
@@ -43,8 +32,13 @@ class Reentrant:
         return own(*args, **kwargs)
 
     def __setstate__(self, state):
+        """Of a copy: what encloses an nn.Linear is restored after it."""
         super().__setstate__(state)
-        _adopt(self)
+        if (fusion := fusion_in(self)) is not None and fusion.is_attached():
+            fusion.linears[self] = None
+        for linear in self.modules():
+            if fusion_in(linear) is not None:
+                linear._flce_enclosing = weakref.ref(self)
 
 
 class _Deferring(Reentrant):
@@ -63,8 +57,8 @@ class _Deferring(Reentrant):
 
     def compute_logits(self, x):
         """The real logits, without hooks."""
-        gathers = "_flce_gathers" in self.__dict__
-        if is_dtensor(self.weight) and not is_dtensor(x) and not gathers:
+        is_whole = not is_dtensor(self.weight) or is_dtensor(x)
+        if not is_whole and "_flce_gathers" not in self.__dict__:
             raise RuntimeError(
                 "flce.fuse: expected the head's weight to be whole where logits are made, got a "
                 "sharded one: read outputs.logits before the forward of the model ends, give the "
@@ -79,9 +73,7 @@ def _defers(linear, args, kwargs):
     if len(args) != 1:
         return False  # a Request, or for nn.Linear to refuse
     fusion = linear._flce_fusion
-    is_on = fusion.is_on()
-    fusion.note_call(is_on)
-    if kwargs or not is_on or (is_compiling() and _exports()):
+    if not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
         return False
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
@@ -104,15 +96,20 @@ def _obstacle(linear, x):
     """Why this call of a head cannot defer; None if it can."""
     if not is_standard_linear(linear):
         return "the head's forward was replaced"
-    if "parametrizations" in linear._modules:
-        return "the head is parametrized, so that each use would make its weight anew"
     if type(x) not in (torch.Tensor, nn.Parameter):
         return f"the head's input is a {type(x).__name__}"
     if validate.function_transforms_are_on():
         return "a transform of torch.func is active"
-    for module in (linear, enclosing_of(linear)):
+    return _hindrance(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
+
+
+def _hindrance(head, linears, it):
+    """Why the products of the nn.Linears that make a head's logits cannot be deferred, or None."""
+    if any("parametrizations" in linear._modules for linear in linears):
+        return f"{it} is parametrized: each use would make its weight anew"
+    for module in linears if head in linears else (head, *linears):
         if hook := foreign_hook(module):
-            return f"{hook} is hooked to {type(module).__name__}, the head"
+            return f"{hook} is hooked to {it}, and would not see the logits"
     return None
 
 
@@ -166,8 +163,11 @@ def _mix_in(module, mixin):
         _set_class(module, _class_of(type(module), mixin))
 
 
-def attach(fusion, name, enclosing, linears):
-    """Makes each nn.Linear of a head defer its products."""
+def attach(fusion, name, enclosing):
+    """Makes each nn.Linear of a head defer its products. Returns why it cannot, or None."""
+    if reason := why_not(enclosing):
+        return reason
+    linears = linears_of(enclosing)
     for linear in linears:
         if gathers := gathering_forward(linear):
             # It would not pass Requests on.
@@ -179,6 +179,7 @@ def attach(fusion, name, enclosing, linears):
         fusion.linears[linear] = None
     if all(enclosing is not linear for linear in linears):
         _mix_in(enclosing, Reentrant)
+    return None
 
 
 def detach(enclosing, linears):
@@ -220,7 +221,10 @@ def heads_of(model, head=None):
     names = {module: name for name, module in model.named_modules()}
     found = {}
     for module in names:
-        embeddings = _output_embeddings(module)
+        try:
+            embeddings = getattr(module, "get_output_embeddings", lambda: None)()
+        except NotImplementedError:
+            continue
         if embeddings in names:
             found[embeddings] = names[embeddings]
     for module, name in names.items():
@@ -228,13 +232,6 @@ def heads_of(model, head=None):
         if name.rpartition(".")[2].endswith("lm_head") and isinstance(module, nn.Linear):
             found[module] = name
     return [(name, module) for module, name in found.items()]
-
-
-def _output_embeddings(module):
-    try:
-        return module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    except NotImplementedError:
-        return None
 
 
 def _named(model, head):
@@ -245,7 +242,7 @@ def _named(model, head):
         expected = f"the name of a Module of {type(model).__name__}, got {head!r}"
     else:
         expected = f"a Module of the model, its name, or a list of these, got {type(head).__name__}"
-    raise ValueError(f"head: expected {expected}")
+    raise ValueError(f"flce.fuse: head: expected {expected}")
 
 
 def linears_of(head):
@@ -270,9 +267,4 @@ def why_not(head):
         return f"it is an nn.Embedding, whose weight the model multiplies by: {BY_HAND}"
     if not linears:
         return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
-    if any(parametrize.is_parametrized(linear) for linear in linears):
-        return "it is parametrized: each use would make its weight anew"
-    for module in (head, *linears):
-        if hook := foreign_hook(module):
-            return f"{hook} is hooked to it, which would not see the logits"
-    return None
+    return _hindrance(head, linears, "it")

@@ -81,12 +81,11 @@ def cross_entropy(function, node, args, kwargs):
     names = ("ignore_index", "reduction", "label_smoothing")
     options = {name: arguments[name] for name in names if name in arguments}
     cuts_weight = weight is not None or target.is_floating_point()
-    dtype = node.call.loss_dtype(node.record.dtype)
-
-    def of_logits(logits):
-        return function(logits, *args[1:], **kwargs)
-
-    loss = _fused(node, target, cuts_weight, {"weight": weight, **options}, of_logits)
+    dtype = node.record.dtype
+    if dtype != torch.float64 and torch.is_autocast_enabled(node.call.device.type):
+        dtype = torch.float32
+    options["weight"] = weight
+    loss = _fused(node, target, cuts_weight, options, lambda z: function(z, *args[1:], **kwargs))
     node.call.loss_is_done = True
     return loss if loss.dtype == dtype else loss.to(dtype)
 

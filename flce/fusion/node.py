@@ -95,11 +95,6 @@ class HeadCall:
         """The dtype of the output of an nn.Linear for x."""
         return x.dtype if self.autocast is None or x.dtype == torch.float64 else self.autocast
 
-    def loss_dtype(self, dtype):
-        """The dtype of F.cross_entropy of logits of `dtype`, in which autocast takes float32."""
-        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device.type)
-        return torch.float32 if is_cast else dtype
-
     def check(self, compares):
         """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
         if is_compiling():
@@ -112,30 +107,23 @@ class HeadCall:
                     "the head a copy of what is written to"
                 )
 
+    @contextlib.contextmanager
     def entered(self, grad):
         """Restores the autocast state of the head's call, with gradients on or off."""
-        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
-            return contextlib.nullcontext()  # as in every training step
-        return self._restored(grad)
-
-    @contextlib.contextmanager
-    def _restored(self, grad):
         enabled = self.autocast is not None
+        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
+            yield  # as in every training step
+            return
         with torch.set_grad_enabled(grad), torch.autocast(self.device.type, self.autocast, enabled):
             yield
-
-    def changed(self, **attributes):
-        """The same call but for these attributes."""
-        other = copy.copy(self)
-        for name, value in attributes.items():
-            setattr(other, name, value)
-        return other
 
     def now(self):
         """The call of a value that is computed now: without a gradient where gradients are off."""
         if torch.is_grad_enabled() or not self.grad:
             return self
-        return self.changed(grad=False, requires_grad=False)
+        call = copy.copy(self)
+        call.grad = call.requires_grad = False
+        return call
 
 
 CLASSES_SECOND, CLASSES_SPLIT = "second", "split"
@@ -182,15 +170,12 @@ class Node:
     def shape(self):
         return self.record.shape if self.class_layout is None else self.layout().shape
 
-    def copy(self, record):
-        """The proxy of a value with memory of its own."""
+    def then(self, record, view=None, class_layout=None):
+        """The proxy of a value computed from this one: of a view of it, or with memory of its
+        own."""
         call = self.call.now()
-        return call.proxy(Node(call, record))
-
-    def alias(self, record, view, class_layout=None):
-        """The proxy of a view of this value."""
-        call = self.call.now()
-        return call.proxy(Node(call, record, self, view, class_layout))
+        parent = None if view is None else self
+        return call.proxy(Node(call, record, parent, view, class_layout))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under

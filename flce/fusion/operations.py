@@ -5,6 +5,7 @@ result, or NotImplemented where the operation is not one that it knows: the real
 then. Shapes, dtypes and devices of results come from the function itself, of empty tensors.
 """
 
+import copy
 import math
 import numbers
 
@@ -32,10 +33,6 @@ def _handles(names, arity=None, class_layout=None):
     return register
 
 
-def _then(node, kind, value, replay, dtype=None):
-    return node.copy(node.record.then(steps.Step(kind, value, replay), dtype))
-
-
 _DIVISIONS = {torch.Tensor.div, torch.div, torch.Tensor.true_divide, torch.true_divide}
 
 
@@ -49,26 +46,23 @@ def _scale(function, node, args, kwargs):
         factor = 1 / factor if factor else math.inf
     if not steps.is_scale(factor, node.record.steps):
         return NotImplemented
-    return _then(node, steps.SCALE, factor, lambda z: function(z, number))
+    return node.then(node.record.then(steps.SCALE, factor, lambda z: function(z, number)))
 
 
 @_handles("tanh", arity=1)
 def _tanh(function, node, args, kwargs):
     if steps.TANH in steps.kinds(node.record.steps):
         return NotImplemented
-    return _then(node, steps.TANH, None, torch.tanh)
+    return node.then(node.record.then(steps.TANH, None, torch.tanh))
 
 
 @_handles("add", arity=2)
 def _add(function, node, args, kwargs):
-    other = args[1]
-    if (other_node := node_of(other)) is not None:
-        return _add_product(node, other_node)
-    return _add_bias(node, other) if isinstance(other, torch.Tensor) else NotImplemented
-
-
-def _add_bias(node, vector):
-    record = node.record
+    record, vector = node.record, args[1]
+    if (other := node_of(vector)) is not None:
+        return _add_product(node, other)
+    if not isinstance(vector, torch.Tensor):
+        return NotImplemented
     is_vector = vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1]
     is_vector = is_vector and vector.dim() <= len(record.shape) and vector.is_floating_point()
     if not is_vector or steps.TANH in steps.kinds(record.steps):
@@ -77,7 +71,7 @@ def _add_bias(node, vector):
         return NotImplemented
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
-    return _then(node, steps.BIAS, vector, lambda z: z + vector, dtype)
+    return node.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
 
 
 def _add_product(node, other):
@@ -90,7 +84,7 @@ def _add_product(node, other):
     if not is_sum or len(linears) < len(one.sources) + len(two.sources):
         return NotImplemented
     first, second = node.call, other.call
-    if (first.grad, first.autocast) != (second.grad, second.autocast):
+    if first.grad != second.grad or first.autocast != second.autocast:
         return NotImplemented
     if torch.float64 in (one.dtype, two.dtype) and one.dtype != two.dtype:
         return NotImplemented
@@ -101,7 +95,8 @@ def _add_product(node, other):
     )
     dtype = torch.promote_types(one.dtype, two.dtype)
     owner = node if node.call.requires_grad else other  # the sum has the gradients of both
-    call = owner.call.now().changed(snapshots=first.snapshots + second.snapshots)
+    call = copy.copy(owner.call.now())
+    call.snapshots = first.snapshots + second.snapshots
     return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
 
 
@@ -122,17 +117,13 @@ def _cast(function, node, args, kwargs):
         return args[0]
     if not dtype.is_floating_point or dtype == torch.float64:
         return NotImplemented
-    return _then(node, steps.CAST, dtype, lambda z: z.to(dtype), dtype)
+    return node.then(node.record.then(steps.CAST, dtype, lambda z: z.to(dtype), dtype=dtype))
 
 
-@_handles("contiguous", arity=1)
-def _contiguous(function, node, args, kwargs):
-    return args[0] if node.is_contiguous() else node.copy(node.record)
-
-
-@_handles("clone", arity=1)
-def _clone(function, node, args, kwargs):
-    return node.copy(node.record)
+@_handles("contiguous clone", arity=1)
+def _copy(function, node, args, kwargs):
+    is_same = function == torch.Tensor.contiguous and node.is_contiguous()
+    return args[0] if is_same else node.then(node.record)
 
 
 @_handles("view reshape flatten")
@@ -154,7 +145,7 @@ def _reshape(function, node, args, kwargs):
     else:
         return NotImplemented
     return (
-        node.alias(record, lambda z: z.view(shape), class_layout) if is_view else node.copy(record)
+        node.then(record, lambda z: z.view(shape), class_layout) if is_view else node.then(record)
     )
 
 
@@ -166,7 +157,7 @@ def _transpose(function, node, args, kwargs):
     example = function(torch.empty(2, 3, 5, device="meta"), *args[1:], **kwargs)
     if example.shape != (2, 5, 3):
         return NotImplemented
-    return node.alias(node.record, lambda z: z.transpose(1, 2), CLASSES_SECOND)
+    return node.then(node.record, lambda z: z.transpose(1, 2), CLASSES_SECOND)
 
 
 def _split_index(index, dims):
@@ -201,8 +192,8 @@ def _dims_taken(item):
 def _cut(record, classes):
     """The record of the classes in a range."""
     start, stop = classes.start, classes.stop
-    step = steps.Step(steps.CLASSES, (start, stop), lambda z: z[..., start:stop])
-    return record.then(step, classes=stop - start)
+    select = lambda z: z[..., start:stop]  # noqa: E731
+    return record.then(steps.CLASSES, (start, stop), select, classes=stop - start)
 
 
 @_handles("__getitem__")
@@ -221,7 +212,7 @@ def _select(function, node, args, kwargs):
         if kept.step != 1 or kept.stop <= kept.start:
             return NotImplemented
         record = _cut(record, kept)
-    return node.copy(record) if tensors else node.alias(record, lambda z: z[index])
+    return node.then(record, None if tensors else lambda z: z[index])
 
 
 @_handles("__getitem__", class_layout=CLASSES_SPLIT)
@@ -237,7 +228,7 @@ def _select_group(function, node, args, kwargs):
     rows, size = tuple(rows), shape[-1]
     start = range(shape[-2])[group] * size
     record = _cut(node.record.of_rows(lambda x: x[rows]), range(start, start + size))
-    return node.alias(record, lambda z: z[index])
+    return node.then(record, lambda z: z[index])
 
 
 @_handles("new_zeros new_ones new_full new_empty new_tensor")

@@ -9,19 +9,25 @@ from .node import node_of
 from .operations import HANDLERS
 from .reentry import modules_of
 
+
+def _functions(names):
+    """Methods of Tensor, and what reads its properties, as __torch_function__ gets them."""
+    found = [getattr(torch.Tensor, name) for name in names.split()]
+    return {function if callable(function) else function.__get__ for function in found}
+
+
 # Answered from the shape, dtype and device, while there are no real logits.
-_METHODS = """size dim ndimension numel nelement is_floating_point is_complex element_size __len__
-is_inference is_signed is_conj is_neg"""
-_PROPERTIES = """shape dtype layout ndim itemsize nbytes is_leaf name is_sparse is_quantized
-is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version grad _grad
-_backward_hooks"""
-_OF_DEVICE = "device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan"
-_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS.split()}
-_ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
+_ANSWERED = _functions("""size dim ndimension numel nelement is_floating_point is_complex is_signed
+element_size __len__ is_inference is_conj is_neg shape dtype layout ndim itemsize nbytes is_leaf
+name is_sparse is_quantized is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version
+grad _grad _backward_hooks""")
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
-_OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
-_OF_DEVICE = {getattr(torch.Tensor, name).__get__ for name in _OF_DEVICE.split()}
-_OF_DEVICE |= {torch.Tensor.get_device}
+_OF_LAYOUT = _functions("stride is_contiguous storage_offset")
+_OF_DEVICE = _functions("device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device")
+_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+_DETACH = torch.Tensor.detach
+_GRAD_FN = torch.Tensor.grad_fn.__get__
 _ZERO = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -98,24 +104,27 @@ def _answered(function, node, args, kwargs):
     return NotImplemented
 
 
-_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
-_DETACH = torch.Tensor.detach
-_GRAD_FN = torch.Tensor.grad_fn.__get__
-
-
 def materialize(value, function):
-    """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too,
-    because `function` is not deferred."""
+    """`value` with real tensors for all that is deferred in it, because `function` is not."""
+
+    def make(proxy, node):
+        result = node.make_for(function)
+        return _Attached.apply(proxy, result) if _has_own_graph(proxy) else result
+
+    return _replaced(value, make)
+
+
+def _replaced(value, make):
+    """`value` with make(proxy, node) for all that is deferred in it, in lists, tuples and dicts
+    too."""
     node = node_of(value)
     if node is not None:
         _hook_gradient(value, node)
-        result = node.make_for(function)
-        return _Attached.apply(value, result) if _has_own_graph(value) else result
+        return make(value, node)
     if isinstance(value, dict):
-        return {name: materialize(item, function) for name, item in value.items()}
+        return {name: _replaced(item, make) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(materialize(item, function) for item in value)
+        return type(value)(_replaced(item, make) for item in value)
     return value
 
 
@@ -189,15 +198,10 @@ class DeferredLogits(torch.Tensor):
                 "made; make them first, for example by logits = logits.clone() + 0"
             )
 
-        def values(value):
-            node = node_of(value)
-            if node is not None:
-                _hook_gradient(value, node)
-                return node.replay() if node.value is None else node.value.detach()
-            return type(value)(map(values, value)) if type(value) in (tuple, list) else value
+        def make(proxy, node):
+            return node.replay() if node.value is None else node.value.detach()
 
-        kwargs = {name: values(value) for name, value in (kwargs or {}).items()}
-        return function(*values(args), **kwargs)
+        return function(*_replaced(args, make), **_replaced(kwargs or {}, make))
 
 
 class HookedLogits(DeferredLogits):
@@ -218,8 +222,7 @@ def proxy_of(node):
     if not is_compiling():
         return DeferredLogits(node)
     _let_dynamo_know()
-    proxy = torch.empty(node.shape, dtype=node.record.dtype, device="meta")
-    proxy = proxy.as_subclass(TracedLogits)
+    proxy = torch.empty_like(node.layout()).as_subclass(TracedLogits)
     proxy._flce = node
     return proxy
 

@@ -1,6 +1,8 @@
 """Heads of transformers' tensor parallelism: an nn.Linear whose weight is a DTensor sharded by
 classes, and whose `forward` gathers the logits. Their losses are computed without that."""
 
+import inspect
+
 from ..dtensor import is_dtensor
 from . import steps
 
@@ -11,12 +13,10 @@ def gathering_forward(linear):
     """The `forward` that transformers has set on an nn.Linear, if it takes whole rows and gives
     whole logits, plain; else None."""
     forward = linear.__dict__.get("forward")
-    if getattr(forward, "__module__", None) != _STYLES or not forward.__closure__:
+    if getattr(forward, "__module__", None) != _STYLES:
         return None
     # transformers keeps the style in the closure of the forward that it sets, and nowhere else.
-    names = forward.__code__.co_freevars
-    style = dict(zip(names, forward.__closure__, strict=True)).get("self")
-    style = None if style is None else style.cell_contents
+    style = inspect.getclosurevars(forward).nonlocals.get("self")
     layouts = [getattr(style, f"{name}_layouts", None) for name in ("input", "output")]
     is_whole = all(layout is not None and layout.is_replicate() for layout in layouts)
     is_whole = is_whole and getattr(style, "use_local_output", False)

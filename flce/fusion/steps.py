@@ -42,9 +42,9 @@ class Record(typing.NamedTuple):
     shape: tuple
     dtype: torch.dtype
 
-    def then(self, step, dtype=None, classes=None):
+    def then(self, *step, dtype=None, classes=None):
         shape = self.shape if classes is None else (*self.shape[:-1], classes)
-        return Record(self.sources, (*self.steps, step), shape, dtype or self.dtype)
+        return Record(self.sources, (*self.steps, Step(*step)), shape, dtype or self.dtype)
 
     def of_rows(self, select):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
@@ -60,22 +60,19 @@ def kinds(steps):
 
 def is_number(value):
     # The type first: asking an abstract class takes several times as long.
-    if type(value) is float or type(value) is int:
-        return True
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_plain = type(value) is float or type(value) is int
+    return is_plain or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def is_scale(factor, steps):
     """Whether logits with these steps may be scaled by the number `factor`: flce has no factor 0,
     and the factor after a tanh is its softcap, which is positive."""
-    product, has_tanh = 1.0, False
-    for kind, value, _ in steps:
+    for kind, value, _ in reversed(steps):
+        if kind == TANH:
+            return 0 < factor < math.inf
         if kind == SCALE:
-            product *= value
-        elif kind == TANH:
-            product, has_tanh = 1.0, True
-    product *= factor
-    return 0 < abs(product) < math.inf and (product > 0 or not has_tanh)
+            factor *= value
+    return 0 < abs(factor) < math.inf
 
 
 def replayed(record, product):
@@ -164,12 +161,10 @@ def _product(sources, first_scale, dtype):
         if source.linear.bias is not None:
             added = source.linear.bias * ratio
             bias = added if bias is None else bias + added
-    adapter = {"adapter_input": _joined(inputs, -1), "adapter_weight": _joined(weights, 1)}
+    is_one = len(others) == 1
+    adapter = {"adapter_input": inputs[0] if is_one else torch.cat(inputs, dim=-1)}
+    adapter["adapter_weight"] = weights[0] if is_one else torch.cat(weights, dim=1)
     return x.to(dtype), weight.to(dtype), bias, adapter
-
-
-def _joined(tensors, dim):
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
 def key_of(record):
@@ -178,18 +173,13 @@ def key_of(record):
     return len(record.sources), steps
 
 
+_TEXTS = {SCALE: "scale {:g}", CLASSES: "classes {0[0]} to {0[1]}", CAST: "{}"}
+
+
 @functools.lru_cache(64)
 def describe(key):
     """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
     sources, steps = key
     words = [f"sum of {sources} products"] if sources > 1 else []
-    for kind, value in steps:
-        if kind == SCALE:
-            words.append(f"scale {value:g}")
-        elif kind == CLASSES:
-            words.append(f"classes {value[0]} to {value[1]}")
-        elif kind == CAST:
-            words.append(str(value).removeprefix("torch."))
-        else:
-            words.append(kind)
-    return ", ".join(words) or "none"
+    words += [_TEXTS.get(kind, kind).format(value) for kind, value in steps]
+    return ", ".join(words).replace("torch.", "") or "none"
