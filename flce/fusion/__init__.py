@@ -2,7 +2,6 @@
 listed in CONTRIBUTING.md. The package is not named fuse because importing it would put a module in
 the place of the function `flce.fuse`."""
 
-from .explain import Explanation, explain
-from .handle import Fusion, fuse
+from .handle import Explanation, Fusion, explain, fuse
 
 __all__ = ["Explanation", "Fusion", "explain", "fuse"]

@@ -1,4 +1,4 @@
-"""The state of a fused model: when to defer, what happened, and the handle to undo it."""
+"""The state of a fused model: when to defer, what happened, the handle to undo it, and a report."""
 
 import collections
 import functools
@@ -402,3 +402,74 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
         warnings.warn(f"flce.fuse: {name} is not fused: {reason}", stacklevel=2)
     return fusion
+
+
+class Explanation:
+    """The report of `flce.explain`: str() of it is text.
+
+    model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
+    consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
+    that flce.fuse returned, empty if the model is not fused; summary: these in a phrase.
+    """
+
+    def __init__(self, model):
+        self.model, fusion = type(model).__name__, heads.fusion_of(model)
+        self.is_fused = fusion is not None
+        known = {module: name for name, module in heads.heads_of(model)}
+        for name, module, _ in fusion.attached() if self.is_fused else ():
+            known.setdefault(module, name)
+        self.heads, self.refused = [], []
+        for module, name in known.items():
+            reason = None if heads.fusion_of(module) else heads.why_not(module)
+            if reason is None:
+                self.heads.append((name, _consists_of(module)))
+            else:
+                self.refused.append((name, reason))
+        for name, reason in getattr(
+            fusion, "refused", ()
+        ):  # head= names what heads_of may not find
+            if name not in known.values():
+                self.refused.append((name, reason))
+        self.summary = "" if fusion is None else fusion.summary()
+        for name in ("losses", "reads", "fallbacks"):
+            setattr(self, name, dict(getattr(fusion, name, {})))
+
+    def __str__(self):
+        state = "fused" if self.is_fused else "not fused"
+        lines = [f"{self.model}: {state}"]
+        lines += [f"  head {name}: {text}" for name, text in self.heads]
+        lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
+        if self.is_fused and not self.losses and not self.fallbacks:
+            lines.append(f"  {self.summary}")
+        for record, count in self.losses.items():
+            lines.append(f"  {count} x loss without logits (steps after the head: {record})")
+        for reason, count in self.fallbacks.items():
+            lines.append(f"  {count} x fall-back: {reason}")
+        for name, count in self.reads.items():
+            lines.append(f"  {count} x logits read in addition to the loss: by {name}")
+        return "\n".join(lines)
+
+
+def _consists_of(head):
+    if isinstance(head, nn.Linear):
+        shape = f"nn.Linear({head.in_features}, {head.out_features})"
+        return f"{shape}, {head.weight.dtype}, bias {'no' if head.bias is None else 'yes'}"
+    names = [name for name, module in head.named_modules() if isinstance(module, nn.Linear)]
+    return f"{type(head).__name__} of {', '.join(names)}"
+
+
+def explain(model):
+    """What `flce.fuse` did with a model, or would do.
+
+    Args:
+        model: an nn.Module, fused or not.
+
+    Returns:
+        An Explanation; print it.
+
+    Raises:
+        TypeError: the model is no nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
+    return Explanation(model)

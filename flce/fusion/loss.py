@@ -63,13 +63,12 @@ def _fused(node, target, cuts_weight, options, logits_function):
 
 def _chosen(call, options):
     """The options given to flce.fuse, as far as they suit a loss for each row or a logsumexp."""
-    chosen = dict(call.fusion.options)
-    if options.get("reduction") == "none" and chosen.get("save") == "grads":
-        del chosen["save"]
+    dropped = ()
     if options.get("return_lse"):
-        for name in ("z_loss", "gradient", "gradient_eps", "accumulate_into"):
-            chosen.pop(name, None)
-    return chosen
+        dropped = ("z_loss", "gradient", "gradient_eps", "accumulate_into")
+    if options.get("reduction") == "none" and call.fusion.options.get("save") == "grads":
+        dropped += ("save",)
+    return {name: value for name, value in call.fusion.options.items() if name not in dropped}
 
 
 def cross_entropy(function, node, args, kwargs):

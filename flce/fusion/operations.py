@@ -152,10 +152,9 @@ def _reshape(function, node, args, kwargs):
 @_handles("transpose swapaxes swapdims permute")
 def _transpose(function, node, args, kwargs):
     """(B, V, T) of (B, T, V), however that is called."""
-    if len(node.record.shape) != 3:
-        return NotImplemented
-    example = function(torch.empty(2, 3, 5, device="meta"), *args[1:], **kwargs)
-    if example.shape != (2, 5, 3):
+    example = torch.empty(2, 3, 5, device="meta")
+    is_known = len(node.record.shape) == 3
+    if not is_known or function(example, *args[1:], **kwargs).shape != (2, 5, 3):
         return NotImplemented
     return node.then(node.record, lambda z: z.transpose(1, 2), CLASSES_SECOND)
 
