@@ -1,6 +1,7 @@
 """The state of a fused model: when to defer, what happened, the handle to undo it, and a report."""
 
 import collections
+import contextlib
 import functools
 import inspect
 import warnings
@@ -43,7 +44,7 @@ def _note_step(optimizer, args, kwargs):
 register_optimizer_step_post_hook(_note_step)
 
 
-class Fusion:
+class Fusion(contextlib.AbstractContextManager):
     """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
 
     model, options: as given; model is None once it is freed. losses: {steps after the head: how
@@ -228,9 +229,6 @@ class Fusion:
     def __repr__(self):
         state = "attached" if self._is_attached else "removed"
         return f"<flce.fuse of {self._model_name}: {state}, {self.summary()}>"
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception):
         self.remove()
@@ -425,11 +423,8 @@ class Explanation:
                 self.heads.append((name, _consists_of(module)))
             else:
                 self.refused.append((name, reason))
-        for name, reason in getattr(
-            fusion, "refused", ()
-        ):  # head= names what heads_of may not find
-            if name not in known.values():
-                self.refused.append((name, reason))
+        refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find
+        self.refused += [one for one in refused if one[0] not in known.values()]
         self.summary = "" if fusion is None else fusion.summary()
         for name in ("losses", "reads", "fallbacks"):
             setattr(self, name, dict(getattr(fusion, name, {})))

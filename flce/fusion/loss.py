@@ -91,14 +91,13 @@ def cross_entropy(function, node, args, kwargs):
 
 def _is_known(shape, target, weight, arguments):
     is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
-    if is_old or arguments.get("reduction", "mean") not in ("none", "mean", "sum"):
+    is_new = arguments.get("reduction", "mean") in ("none", "mean", "sum") and not is_old
+    if not is_new or target is None or len(shape) > 2:
         return False
     for value in (target, weight):
         is_constant = isinstance(value, torch.Tensor) and node_of(value) is None
         if value is not None and not (is_constant and not value.requires_grad):
             return False
-    if target is None or len(shape) > 2:
-        return False
     if target.is_floating_point():
         return tuple(target.shape) == tuple(shape)
     return target.dtype == torch.int64 and tuple(target.shape) == tuple(shape[:-1])

@@ -54,7 +54,12 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
                 result = _answered(function, node, operands, kwargs)
                 if result is not NotImplemented:
                     return result
-    return function(*materialize(args, function), **materialize(kwargs, function))
+
+    def make(proxy, node):
+        value = node.make_for(function)
+        return _Attached.apply(proxy, value) if _has_own_graph(proxy) else value
+
+    return function(*_materialized(args, make), **_materialized(kwargs, make))
 
 
 def _is_called_by_hook(proxy, node):
@@ -104,17 +109,7 @@ def _answered(function, node, args, kwargs):
     return NotImplemented
 
 
-def materialize(value, function):
-    """`value` with real tensors for all that is deferred in it, because `function` is not."""
-
-    def make(proxy, node):
-        result = node.make_for(function)
-        return _Attached.apply(proxy, result) if _has_own_graph(proxy) else result
-
-    return _replaced(value, make)
-
-
-def _replaced(value, make):
+def _materialized(value, make):
     """`value` with make(proxy, node) for all that is deferred in it, in lists, tuples and dicts
     too."""
     node = node_of(value)
@@ -122,9 +117,9 @@ def _replaced(value, make):
         _hook_gradient(value, node)
         return make(value, node)
     if isinstance(value, dict):
-        return {name: _replaced(item, make) for name, item in value.items()}
+        return {name: _materialized(item, make) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_replaced(item, make) for item in value)
+        return type(value)(_materialized(item, make) for item in value)
     return value
 
 
@@ -201,7 +196,7 @@ class DeferredLogits(torch.Tensor):
         def make(proxy, node):
             return node.replay() if node.value is None else node.value.detach()
 
-        return function(*_replaced(args, make), **_replaced(kwargs or {}, make))
+        return function(*_materialized(args, make), **_materialized(kwargs or {}, make))
 
 
 class HookedLogits(DeferredLogits):

@@ -6,14 +6,12 @@ import inspect
 from ..dtensor import is_dtensor
 from . import steps
 
-_STYLES = "transformers.distributed.tensor_parallel"
-
 
 def gathering_forward(linear):
     """The `forward` that transformers has set on an nn.Linear, if it takes whole rows and gives
     whole logits, plain; else None."""
     forward = linear.__dict__.get("forward")
-    if getattr(forward, "__module__", None) != _STYLES:
+    if getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
         return None
     # transformers keeps the style in the closure of the forward that it sets, and nowhere else.
     style = inspect.getclosurevars(forward).nonlocals.get("self")
