@@ -16,7 +16,8 @@ def joined(input, linear_weight, tensors, packed, autocast):
     linear_weight does not require grad, only adapter_weight's gradient is computed. autocast: the
     index in DTYPES of the dtype to which autocast casts the operands, or -1.
     """
-    if packed.accumulate_into is not None:
+    gets_gradient = torch.is_grad_enabled() and getattr(linear_weight, "requires_grad", False)
+    if packed.accumulate_into is not None and gets_gradient:
         got = repr(packed.accumulate_into)
         validate.refuse("accumulate_into", "None with an adapter_weight", got)
     given = {"input": input, "linear_weight": linear_weight}
@@ -46,9 +47,14 @@ def _check_dtypes(given, autocast):
     casts = "torch.autocast casts it"
     if autocast >= 0:
         casts = "torch.autocast casts none where one operand is torch.float64"
-    for name, first in (("adapter_input", "input"), ("adapter_weight", "linear_weight")):
+    pairs = (
+        ("adapter_input", "input", "the operand it joins"),
+        ("adapter_weight", "linear_weight", "the operand it joins"),
+        ("linear_weight", "input", "input"),
+    )
+    for name, first, which in pairs:
         if given[name].dtype != given[first].dtype:
-            expected = f"the dtype of the operand it joins, {given[first].dtype}"
+            expected = f"the dtype of {which}, {given[first].dtype}"
             validate.refuse(name, expected, f"{given[name].dtype}; {casts}", TypeError)
 
 

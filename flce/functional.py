@@ -6,6 +6,7 @@ import numbers
 import typing
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import accumulate, composite, validate
 from .options import (
@@ -35,6 +36,7 @@ _OF_LOGITS = {**defaults("of_logits"), **_RETURNS}
 # Neither log p nor the entropy depends on these.
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
 _OF_LOSSES += ("num_items", "accumulate_into")
+_TENSORS_OWN = torch.Tensor.__torch_function__.__func__
 _OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -49,9 +51,12 @@ def _call(name, known, operands, options):
     if the call is traced or transformed. `known`: the options that the function has."""
     if not known.keys() >= options.keys():
         check_names(name, known, options)
-    kinds = {*map(type, operands), *map(type, options.values())}
-    if any(issubclass(kind, torch.Tensor) for kind in kinds - _PLAIN):
-        operands, options = _of_plain_tensors(name, operands, options)
+    others = {*map(type, operands), *map(type, options.values())} - _PLAIN
+    if any(issubclass(kind, torch.Tensor) for kind in others):
+        if isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
+            return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
+        if any(kind.__name__ == "DTensor" for kind in others):
+            operands, options = local_call(name, operands, options)
     if options.get("options") is not None:
         options = _with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
@@ -79,21 +84,11 @@ def _check_tensors(name, operands, options):
         validate.check_tensor(option, value)
 
 
-def _of_plain_tensors(name, operands, options):
-    """The operands and options of the call that a call with tensors of other classes stands for."""
-    if hasattr(operands[0], "_flce"):
-        # Deferred logits of flce.fuse: what needs no real ones reads requires_grad=False.
-        from .deferred.proxies import real  # imports this module
-
-        # What reports call the reader: its text, but while tracing its __name__.
-        reader = _PUBLIC[name] if torch.compiler.is_compiling() else f"flce.{name}"
-        operands = (real(operands[0], reader), *operands[1:])
-    if any(type(value).__name__ == "DTensor" for value in (*operands, *options.values())):
-        if name == "cross_entropy":
-            expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
-            validate.refuse("logits", expected, "a DTensor", TypeError)
-        return local_call(operands, options)
-    return operands, options
+def _has_override(tensor):
+    """Whether its class has a __torch_function__ of its own. What Tensor's own would do, give
+    results of that class, the operators do."""
+    own = getattr(type(tensor).__torch_function__, "__func__", None)
+    return own is not _TENSORS_OWN and has_torch_function_unary(tensor)
 
 
 def _with_torch_options(linear_weight, options):

@@ -13,7 +13,7 @@ import cases  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-import flce.deferred  # noqa: E402
+import flce.fusion  # noqa: E402
 
 NO_GPU = "no CUDA device"
 
@@ -55,7 +55,7 @@ def _fresh_settings(monkeypatch, pytestconfig):
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
     monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, instead of the user's own
     # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
-    monkeypatch.setattr(flce.deferred.Fusion, "_graphs_exist", False)
+    monkeypatch.setattr(flce.fusion.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)
     # transformers' TrainingArguments with torch_compile allow TF32 for the whole process.
     torch.backends.cuda.matmul.allow_tf32 = False

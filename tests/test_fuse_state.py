@@ -133,7 +133,7 @@ def test_an_annealed_temperature_is_counted_in_few_keys():
     [
         ({"accum_dtype": "float32"}, TypeError, "accum_dtype: expected a torch.dtype or None"),
         ({"logits_dtype": 3}, TypeError, "logits_dtype: expected a torch.dtype or None, got 3"),
-        ({"logits_dtype": torch.int64}, TypeError, "logits_dtype: expected float64, float32"),
+        ({"logits_dtype": torch.int64}, ValueError, "logits_dtype: expected float64, float32"),
         ({"valid_bound": 1.5}, TypeError, "valid_bound: expected an int of at least 0, got 1.5"),
         ({"valid_bound": -1}, ValueError, "valid_bound: expected an int of at least 0, got -1"),
         ({"valid_bound": "all"}, ValueError, 'valid_bound: expected an int, "count" or None'),

@@ -58,18 +58,17 @@ static flce_status check_added(const flce_problem* problem) {
 static flce_status check_samples(const flce_problem* problem) {
   char text[32];
   double eps = problem->gradient_eps;
-  bool samples = problem->save == FLCE_SAVE_SAMPLES;
-  if (samples != problem->sampled && problem->save != FLCE_SAVE_NOTHING &&
-      (samples || problem->save != FLCE_SAVE_AUTO))
-    return flce_fail(
-        FLCE_INVALID_ARGUMENT, "save: expected %s, got \"%s\"",
-        samples ? "another with gradient=\"exact\"" : "\"auto\" with gradient=\"sampled\"",
-        flce_save_name(problem->save));
-  bool unset = eps == 0.0 && !problem->sampled;
+  bool sampled = problem->sampled || problem->save == FLCE_SAVE_SAMPLES;
+  bool chosen = problem->save == FLCE_SAVE_AUTO || problem->save == FLCE_SAVE_NOTHING;
+  if (sampled && problem->save != FLCE_SAVE_SAMPLES && !chosen)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"",
+                     flce_save_name(problem->save));
+  bool unset = eps == 0.0 && !sampled;
   if (!unset && !(eps >= FLCE_LEAST_EPS && eps <= 1.0))
     return flce_fail(FLCE_INVALID_ARGUMENT, "gradient_eps: expected from 2**-12 to 1, got %s",
                      number_text(eps, text));
-  if (!problem->sampled) return FLCE_OK;
+  if (!sampled) return FLCE_OK;
   if (problem->has_probabilities || problem->dtype == FLCE_F64)
     return flce_fail(FLCE_INVALID_ARGUMENT, "gradient: expected \"exact\" with %s, got \"sampled\"",
                      problem->has_probabilities ? "probabilities as target" : "float64 operands");

@@ -1,3 +1,4 @@
+/* What strategy.c decides before a plan is made. */
 #ifndef FLCE_STRATEGY_H
 #define FLCE_STRATEGY_H
 

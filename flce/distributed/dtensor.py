@@ -77,12 +77,15 @@ def _input_is_sharded(input, placements, ranks):
     return True
 
 
-def local_call(operands, settings):
+def local_call(name, operands, settings):
     """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
     from torch.distributed.tensor import Replicate, Shard
 
     from .parallel import VocabParallel
 
+    if name == "cross_entropy":
+        expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
+        validate.refuse("logits", expected, "a DTensor", TypeError)
     given = dict(zip(_OPERANDS, operands, strict=True))
     given |= {name: settings.get(name) for name in _OPTIONS}
     _check_call(given, settings)

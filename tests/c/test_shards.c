@@ -494,7 +494,7 @@ static void test_refusals(void) {
   CHECK_OK(flce_plan_call(&b, p, &plan));
   p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32, p->classes--;
   p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25;
-  check_refused(&b, p, "vocab: expected at most 1048576 with save=\"samples\", got 16777216");
+  check_refused(&b, p, "vocab: expected at most 1048576 with gradient=\"sampled\", got 16777216");
   p->save = FLCE_SAVE_GRADS;
   CHECK_OK(flce_plan_call(&b, p, &plan));
   flce_tensors none = {.workspace = workspace(plan.forward_workspace_bytes)};

@@ -42,9 +42,9 @@ class Record(typing.NamedTuple):
     shape: tuple
     dtype: torch.dtype
 
-    def then(self, step, dtype=None, classes=None):
+    def then(self, *step, dtype=None, classes=None):
         shape = self.shape if classes is None else (*self.shape[:-1], classes)
-        return Record(self.sources, (*self.steps, step), shape, dtype or self.dtype)
+        return Record(self.sources, (*self.steps, Step(*step)), shape, dtype or self.dtype)
 
     def of_rows(self, select):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
@@ -54,65 +54,25 @@ class Record(typing.NamedTuple):
         return Record(sources, self.steps, shape, self.dtype)
 
 
-class Folded(typing.NamedTuple):
-    """outer tanh(scale z + bias), or scale z + bias where outer is None, for classes [start, stop).
-
-    bias: shape (stop - start,), or None.
-    """
-
-    scale: float
-    bias: torch.Tensor | None
-    outer: float | None
-    start: int
-    stop: int | None
-
-
-def fold(steps):
-    scale, bias, outer, start, stop = 1.0, None, None, 0, None
-    for kind, value, _ in steps:
-        if kind == SCALE and outer is not None:
-            outer *= value
-        elif kind == SCALE:
-            scale *= value
-            bias = None if bias is None else bias * value
-        elif kind == TANH:
-            outer = 1.0
-        elif kind == BIAS:
-            value = value if value.dtype == torch.float64 else value.float()
-            bias = value if bias is None else bias + value
-        elif kind == CLASSES:
-            bias = None if bias is None else bias[value[0] : value[1]]
-            start, stop = start + value[0], start + value[1]
-    return Folded(scale, bias, outer, start, stop)
-
-
-def is_capped(steps):
-    return any(step.kind == TANH for step in steps)
-
-
-def is_linear(steps):
-    """Whether the steps are scales and casts, which a term of a sum may have."""
-    return all(step.kind in (SCALE, CAST) for step in steps)
+def kinds(steps):
+    return {step.kind for step in steps}
 
 
 def is_number(value):
     # The type first: asking an abstract class takes several times as long.
-    if type(value) is float or type(value) is int:
-        return True
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_plain = type(value) is float or type(value) is int
+    return is_plain or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def is_scale(factor, steps):
     """Whether logits with these steps may be scaled by the number `factor`: flce has no factor 0,
     and the factor after a tanh is its softcap, which is positive."""
-    product, has_tanh = 1.0, False
-    for kind, value, _ in steps:
+    for kind, value, _ in reversed(steps):
+        if kind == TANH:
+            return 0 < factor < math.inf
         if kind == SCALE:
-            product *= value
-        elif kind == TANH:
-            product, has_tanh = 1.0, True
-    product *= factor
-    return 0 < abs(product) < math.inf and (product > 0 or not has_tanh)
+            factor *= value
+    return 0 < abs(factor) < math.inf
 
 
 def replayed(record, product):
@@ -135,28 +95,50 @@ def operands(record, dtype, cuts_weight):
     make, to which several sources are cast. cuts_weight: whether a class weight or probabilities
     belong to the selected classes, so that the weight has to be cut to these.
     """
-    folded = fold(record.steps)
-    first_scale = fold(record.sources[0].steps).scale
-    x, weight, bias, options = _product(record.sources, first_scale, dtype)
-    scale = folded.scale * first_scale
-    if folded.stop is not None:
-        if folded.start == 0 and folded.bias is None and not cuts_weight:
-            options["valid_vocab"] = folded.stop
+    scale = _scale_of(record.sources[0])
+    x, weight, bias, options = _product(record.sources, scale, dtype)
+    scale, added, outer, classes = _folded(record.steps, scale, len(weight))
+    if len(classes) < len(weight):
+        if classes.start == 0 and added is None and not cuts_weight:
+            options["valid_vocab"] = classes.stop
         else:
-            cut = slice(folded.start, folded.stop)
+            cut = slice(classes.start, classes.stop)
             weight, bias = weight[cut], None if bias is None else bias[cut]
             if "adapter_weight" in options:
                 options["adapter_weight"] = options["adapter_weight"][cut]
-    if folded.bias is not None:
-        added = folded.bias / scale
+    if added is not None:
         bias = added if bias is None else bias + added
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
-    if folded.outer is not None:
-        options.update(softcap=folded.outer, logit_scale=scale * folded.outer)
+    if outer is not None:
+        options.update(softcap=outer, logit_scale=scale * outer)
     elif scale != 1:
         options["logit_scale"] = scale
     return x, weight, bias, options
+
+
+def _folded(steps, scale, classes):
+    """(scale, bias, outer, range of classes): the steps make outer tanh(scale (z + bias)), or
+    scale (z + bias) where outer is None, of scale z, for the selected ones of `classes` classes."""
+    bias, outer, selected = None, None, range(classes)
+    for kind, value, _ in steps:
+        if kind == SCALE and outer is not None:
+            outer *= value
+        elif kind == SCALE:
+            scale *= value
+        elif kind == TANH:
+            outer = 1.0
+        elif kind == BIAS:
+            value = (value if value.dtype == torch.float64 else value.float()) / scale
+            bias = value if bias is None else bias + value
+        elif kind == CLASSES:
+            bias = None if bias is None else bias[value[0] : value[1]]
+            selected = selected[value[0] : value[1]]
+    return scale, bias, outer, selected
+
+
+def _scale_of(source):
+    return math.prod([value for kind, value, _ in source.steps if kind == SCALE])
 
 
 def _product(sources, first_scale, dtype):
@@ -173,18 +155,16 @@ def _product(sources, first_scale, dtype):
         return x, weight, bias, {}
     inputs, weights = [], []
     for source in others:
-        ratio = fold(source.steps).scale / first_scale
+        ratio = _scale_of(source) / first_scale
         inputs.append(source.x.to(dtype) * ratio)
         weights.append(source.linear.weight.to(dtype))
         if source.linear.bias is not None:
             added = source.linear.bias * ratio
             bias = added if bias is None else bias + added
-    adapter = {"adapter_input": _joined(inputs, -1), "adapter_weight": _joined(weights, 1)}
+    is_one = len(others) == 1
+    adapter = {"adapter_input": inputs[0] if is_one else torch.cat(inputs, dim=-1)}
+    adapter["adapter_weight"] = weights[0] if is_one else torch.cat(weights, dim=1)
     return x.to(dtype), weight.to(dtype), bias, adapter
-
-
-def _joined(tensors, dim):
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
 def key_of(record):
@@ -193,18 +173,13 @@ def key_of(record):
     return len(record.sources), steps
 
 
+_TEXTS = {SCALE: "scale {:g}", CLASSES: "classes {0[0]} to {0[1]}", CAST: "{}"}
+
+
 @functools.lru_cache(64)
 def describe(key):
     """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
     sources, steps = key
     words = [f"sum of {sources} products"] if sources > 1 else []
-    for kind, value in steps:
-        if kind == SCALE:
-            words.append(f"scale {value:g}")
-        elif kind == CLASSES:
-            words.append(f"classes {value[0]} to {value[1]}")
-        elif kind == CAST:
-            words.append(str(value).removeprefix("torch."))
-        else:
-            words.append(kind)
-    return ", ".join(words) or "none"
+    words += [_TEXTS.get(kind, kind).format(value) for kind, value in steps]
+    return ", ".join(words).replace("torch.", "") or "none"

@@ -5,56 +5,74 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
-from . import forms
 from .node import node_of
 from .operations import HANDLERS
-from .reentry import enclosing_modules
+from .reentry import modules_of
+
+
+def _functions(names):
+    """Methods of Tensor, and what reads its properties, as __torch_function__ gets them."""
+    found = [getattr(torch.Tensor, name) for name in names.split()]
+    return {function if callable(function) else function.__get__ for function in found}
+
 
 # Answered from the shape, dtype and device, while there are no real logits.
-_METHODS = """size dim ndimension numel nelement is_floating_point is_complex element_size __len__
-is_inference is_signed is_conj is_neg"""
-_PROPERTIES = """shape dtype layout ndim itemsize nbytes is_leaf name is_sparse is_quantized
-is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version grad _grad
-_backward_hooks"""
-_OF_DEVICE = "device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan"
-_ANSWERED = {getattr(torch.Tensor, name) for name in _METHODS.split()}
-_ANSWERED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
+_ANSWERED = _functions("""size dim ndimension numel nelement is_floating_point is_complex is_signed
+element_size __len__ is_inference is_conj is_neg shape dtype layout ndim itemsize nbytes is_leaf
+name is_sparse is_quantized is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version
+grad _grad _backward_hooks""")
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
-_OF_LAYOUT = {getattr(torch.Tensor, n) for n in ("stride", "is_contiguous", "storage_offset")}
-_OF_DEVICE = {getattr(torch.Tensor, name).__get__ for name in _OF_DEVICE.split()}
-_OF_DEVICE |= {torch.Tensor.get_device}
+_OF_LAYOUT = _functions("stride is_contiguous storage_offset")
+_OF_DEVICE = _functions("device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device")
+_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+_DETACH = torch.Tensor.detach
+_GRAD_FN = torch.Tensor.grad_fn.__get__
 _ZERO = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-def dispatch(function, args, kwargs):
-    """The result of a torch function one of whose arguments is deferred."""
-    given, node = args, node_of(args[0]) if args else None
+def _dispatch(cls, function, types, args=(), kwargs=None):
+    """__torch_function__: the result of a function one of whose arguments is deferred."""
+    kwargs = kwargs or {}
+    operands, node = args, node_of(args[0]) if args else None
     if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
-        args = args[::-1]
-        node = node_of(args[0])
-    if function is _DETACH and node is not None and _is_called_by_hook(args[0], node):
-        return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
-    if function == _GRAD_FN and node.is_pending():
-        # That of HookedLogits is no way of a gradient.
-        return _own_graph(args[0]) if _has_own_graph(args[0]) else None
-    if node is not None and node.is_pending() and not _has_own_graph(args[0]):
-        _hook_gradient(args[0], node)
-        result = _answered(function, node, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    return function(*real(given, function), **real(kwargs, function))
+        operands = args[::-1]
+        node = node_of(operands[0])
+    if node is not None:
+        proxy = operands[0]
+        if function is _DETACH and _is_called_by_hook(proxy, node):
+            return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
+        if node.is_pending():
+            has_graph = _has_own_graph(proxy)
+            if function == _GRAD_FN:
+                # That of HookedLogits is no way of a gradient.
+                return _own_graph(proxy) if has_graph else None
+            if not has_graph:
+                _hook_gradient(proxy, node)
+                result = _answered(function, node, operands, kwargs)
+                if result is not NotImplemented:
+                    return result
+
+    def make(proxy, node):
+        value = node.make_for(function)
+        return _Attached.apply(proxy, value) if _has_own_graph(proxy) else value
+
+    return function(*_materialized(args, make), **_materialized(kwargs, make))
 
 
 def _is_called_by_hook(proxy, node):
     """Whether a hook of DeepSpeed's ZeRO-3 detaches the proxy, and neither reads the values nor
     is needed for their gradient: it passes every Tensor that a Module takes or returns through an
-    autograd Function, which gathers the Module's own parameters before their backward."""
+    autograd Function, which gathers the Module's own parameters before their backward.
+
+    Only the frames of the callers tell the hook from a model that detaches its logits, and which
+    Module is hooked: the Function gets nothing but the tensors."""
     is_traced = isinstance(proxy, TracedLogits)
     if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
-    frame = sys._getframe(3)  # of __torch_function__'s caller
+    frame = sys._getframe(2)  # of __torch_function__'s caller
     if frame.f_globals.get("__name__") != _ZERO:
         return False
     while frame is not None and "module" not in frame.f_locals:
@@ -62,26 +80,24 @@ def _is_called_by_hook(proxy, node):
     module = None if frame is None else frame.f_locals["module"]
     if not isinstance(module, torch.nn.Module):
         return False
-    if node.call.loss_is_done or module in enclosing_modules(node.record.sources):
+    if node.call.loss_is_done or module in dict(modules_of(node.record.sources) or ()):
         return True  # its hook gets the loss as well
     return not (module._parameters or getattr(module, "_external_params", None))
 
 
 def _answered(function, node, args, kwargs):
     """The result without real logits, or NotImplemented."""
-    if node.form is None:
-        handler = HANDLERS.get(function)
-    else:
-        handler = forms.HANDLERS.get((type(node.form), function))
+    handler, arity = HANDLERS.get((node.class_layout, function), (None, None))
     if handler is not None:
-        return handler(node, args, kwargs)
-    if function in _OF_LAYOUT and not is_compiling():
+        is_known = arity is None or (len(args) == arity and not kwargs)
+        return handler(function, node, args, kwargs) if is_known else NotImplemented
+    if function in _OF_LAYOUT:
         return function(node.layout(), *args[1:], **kwargs)
     if function == _REQUIRES_GRAD:
         # In the forward of a custom autograd Function, which saves what its backward needs.
         return node.call.requires_grad and not torch.is_grad_enabled()
     if function in _OF_DEVICE:
-        return function(torch.empty(0, device=node.call.device))
+        return function(node.like())
     if function in _ANSWERED:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -93,23 +109,17 @@ def _answered(function, node, args, kwargs):
     return NotImplemented
 
 
-_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
-_DETACH = torch.Tensor.detach
-_GRAD_FN = torch.Tensor.grad_fn.__get__
-
-
-def real(value, function):
-    """`value` with real tensors for all that is deferred in it, in lists, tuples and dicts too."""
+def _materialized(value, make):
+    """`value` with make(proxy, node) for all that is deferred in it, in lists, tuples and dicts
+    too."""
     node = node_of(value)
     if node is not None:
         _hook_gradient(value, node)
-        made = node.make_for(function)
-        return _Attached.apply(value, made) if _has_own_graph(value) else made
+        return make(value, node)
     if isinstance(value, dict):
-        return {name: real(item, function) for name, item in value.items()}
+        return {name: _materialized(item, make) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(real(item, function) for item in value)
+        return type(value)(_materialized(item, make) for item in value)
     return value
 
 
@@ -135,8 +145,8 @@ class _Attached(torch.autograd.Function):
     """The values of a proxy that a custom Function has returned, with that Function's graph."""
 
     @staticmethod
-    def forward(ctx, proxy, made):
-        return made.detach()
+    def forward(ctx, proxy, value):
+        return value.detach()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -146,11 +156,8 @@ class _Attached(torch.autograd.Function):
 def _hook_gradient(proxy, node):
     """Where gradients are off, the caller may be the forward of a custom autograd Function that
     has taken the proxy for its input, and will return the gradient to it."""
-    if node.call.requires_grad and not torch.is_grad_enabled():
-        if not isinstance(proxy, DeferredLogits):
-            return  # a plain object, which no Function takes for a Tensor
-        if "_has_gradient_hook" in proxy.__dict__:
-            return
+    is_first = isinstance(proxy, DeferredLogits) and "_has_gradient_hook" not in proxy.__dict__
+    if is_first and node.call.requires_grad and not torch.is_grad_enabled():
         proxy._has_gradient_hook = True
         with torch._C.DisableTorchFunctionSubclass():
             if proxy.requires_grad:  # HookedLogits may be constants
@@ -168,19 +175,13 @@ class DeferredLogits(torch.Tensor):
     @staticmethod
     def __new__(cls, node):
         call = node.call
-        proxy = torch.Tensor._make_wrapper_subclass(
-            cls,
-            node.shape,
-            dtype=node.record.dtype,
-            device=call.device,
-            requires_grad=call.requires_grad and cls is DeferredLogits,
-        )
+        options = {"dtype": node.record.dtype, "device": call.device}
+        options["requires_grad"] = call.requires_grad and cls is DeferredLogits
+        proxy = torch.Tensor._make_wrapper_subclass(cls, node.shape, **options)
         proxy._flce = node
         return proxy
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return dispatch(function, args, kwargs or {})
+    __torch_function__ = classmethod(_dispatch)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -192,15 +193,10 @@ class DeferredLogits(torch.Tensor):
                 "made; make them first, for example by logits = logits.clone() + 0"
             )
 
-        def values(value):
-            node = node_of(value)
-            if node is not None:
-                _hook_gradient(value, node)
-                return node.replay() if node.made is None else node.made.detach()
-            return type(value)(map(values, value)) if type(value) in (tuple, list) else value
+        def make(proxy, node):
+            return node.replay() if node.value is None else node.value.detach()
 
-        kwargs = {name: values(value) for name, value in (kwargs or {}).items()}
-        return function(*values(args), **kwargs)
+        return function(*_materialized(args, make), **_materialized(kwargs or {}, make))
 
 
 class HookedLogits(DeferredLogits):
@@ -213,9 +209,7 @@ class TracedLogits(torch.Tensor):
     """Deferred logits under torch.compile, which traces no wrapper. On the meta device: code that
     does not ask __torch_function__ finds no values."""
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return dispatch(function, args, kwargs or {})
+    __torch_function__ = classmethod(_dispatch)
 
 
 def proxy_of(node):
@@ -223,8 +217,7 @@ def proxy_of(node):
     if not is_compiling():
         return DeferredLogits(node)
     _let_dynamo_know()
-    proxy = torch.empty(node.shape, dtype=node.record.dtype, device="meta")
-    proxy = proxy.as_subclass(TracedLogits)
+    proxy = torch.empty_like(node.layout()).as_subclass(TracedLogits)
     proxy._flce = node
     return proxy
 

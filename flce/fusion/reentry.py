@@ -55,7 +55,7 @@ class Request:
         return self.begin() if self.waiting else self.work(tuple(self.sources))
 
 
-def _modules_of(sources):
+def modules_of(sources):
     """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None
     where one of these is not fused any more, or got a hook after the head's call, which would act
     on what is no output of the Module."""
@@ -64,21 +64,14 @@ def _modules_of(sources):
         if fusion_in(linear) is None:
             return None
         for module in (enclosing_of(linear), linear):
-            if id(module) not in found:
-                if foreign_hook(module):
-                    return None
-                found[id(module)] = module, x
+            if id(module) not in found and foreign_hook(module):
+                return None
+            found.setdefault(id(module), (module, x))  # id: torch.compile guards by it
     return list(found.values())
-
-
-def enclosing_modules(sources):
-    """What the model calls for the outputs of the sources, as far as that is fused."""
-    linears = [source.linear for source in sources]
-    return [enclosing_of(linear) for linear in linears if fusion_in(linear) is not None]
 
 
 def call_through(sources, work):
     """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
-    these must not be called (`_modules_of`)."""
-    modules = _modules_of(sources)
+    these must not be called (`modules_of`)."""
+    modules = modules_of(sources)
     return work(sources) if modules is None else Request(sources, modules, work).begin()

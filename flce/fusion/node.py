@@ -10,6 +10,68 @@ from . import steps
 from .reentry import call_through, fusion_in
 
 
+class Snapshot:
+    """A head's hidden states, weight and bias at its call.
+
+    Three things tell that they have changed. An optimizer's step begins another era of the Fusion,
+    because fused optimizers do not raise `_version`. Other writes raise it, but torch.compile does
+    not trace it and inference tensors have none. The rest, as writes through `.data`, changes some
+    of the elements in a sample.
+    """
+
+    def __init__(self, linear, x, weight, bias):
+        self.fusion, self.linear, self.era = linear._flce_fusion, linear, linear._flce_fusion.era
+        self.parts = []  # (name, tensor, version or None, sample or None)
+        self._keep("hidden states", x)
+        # Hooks may gather the weight, which changes it: then the era alone tells.
+        if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
+            self._keep("weight", weight)
+            self._keep("bias", bias)
+
+    def _keep(self, name, tensor):
+        if _is_plain(tensor):
+            version = None if is_compiling() or tensor.is_inference() else tensor._version
+            samples = version is None or name != "hidden states"
+            sample = _few(name, tensor).clone() if samples else None
+            self.parts.append((name, tensor, version, sample))
+
+    def change(self, compares):
+        """What has changed, in words; None if nothing was seen to. compares: look at the samples
+        too, which waits for the device."""
+        if self.fusion.era is not self.era:
+            return "an optimizer that has stepped since"
+        for name, tensor, version, sample in self.parts:
+            current = tensor if name == "hidden states" else getattr(self.linear, name)
+            if current is not tensor:
+                # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
+                is_same = not _is_plain(current)
+            else:
+                is_same = version is None or tensor._version == version
+                is_same = is_same and not (compares and _differs(sample, name, tensor))
+            if not is_same:
+                return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
+        return None
+
+
+def _is_plain(tensor):
+    return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not tensor.is_meta
+
+
+def _few(name, tensor):
+    """An element of each row of the hidden states, at most 31 x 31 of a weight."""
+    if name == "hidden states":
+        return tensor.detach()[..., :1]
+    return tensor.detach()[tuple([slice(None, None, max(n // 16, 1)) for n in tensor.shape])]
+
+
+def _differs(sample, name, tensor):
+    if sample is None or (sample.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False  # a graph that is captured cannot wait
+    now = _few(name, tensor)
+    is_alike = (now.shape, now.dtype, now.device) == (sample.shape, sample.dtype, sample.device)
+    return not (is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True))
+
+
 class HeadCall:
     """One call of a head, as all values computed from it share it.
 
@@ -33,11 +95,6 @@ class HeadCall:
         """The dtype of the output of an nn.Linear for x."""
         return x.dtype if self.autocast is None or x.dtype == torch.float64 else self.autocast
 
-    def loss_dtype(self, dtype):
-        """The dtype of F.cross_entropy of logits of `dtype`, in which autocast takes float32."""
-        is_cast = dtype != torch.float64 and torch.is_autocast_enabled(self.device.type)
-        return torch.float32 if is_cast else dtype
-
     def check(self, compares):
         """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
         if is_compiling():
@@ -50,30 +107,26 @@ class HeadCall:
                     "the head a copy of what is written to"
                 )
 
+    @contextlib.contextmanager
     def entered(self, grad):
         """Restores the autocast state of the head's call, with gradients on or off."""
-        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
-            return contextlib.nullcontext()  # as in every training step
-        return self._restored(grad)
-
-    @contextlib.contextmanager
-    def _restored(self, grad):
         enabled = self.autocast is not None
+        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
+            yield  # as in every training step
+            return
         with torch.set_grad_enabled(grad), torch.autocast(self.device.type, self.autocast, enabled):
             yield
-
-    def changed(self, **attributes):
-        """The same call but for these attributes."""
-        other = copy.copy(self)
-        for name, value in attributes.items():
-            setattr(other, name, value)
-        return other
 
     def now(self):
         """The call of a value that is computed now: without a gradient where gradients are off."""
         if torch.is_grad_enabled() or not self.grad:
             return self
-        return self.changed(grad=False, requires_grad=False)
+        call = copy.copy(self)
+        call.grad = call.requires_grad = False
+        return call
+
+
+CLASSES_SECOND, CLASSES_SPLIT = "second", "split"
 
 
 class Node:
@@ -81,16 +134,14 @@ class Node:
 
     parent, view: the value is view(the parent's value) and shares its memory, so that what is
     written to one is seen in the other, as it is with real tensors. Without a parent the value has
-    memory of its own. made: the real tensor, once there is one. is_contiguous: whether the real
-    tensor would be contiguous. form: None, or where the classes are if they are not the last
-    dimension (forms.py); `record` has them last.
+    memory of its own. value: the real tensor, once there is one. class_layout: where the classes
+    are, which the record has last: None, last; CLASSES_SECOND, (B, V, T) of (B, T, V), as
+    F.cross_entropy takes them; CLASSES_SPLIT, (..., groups, V / groups), with a loss for each.
     """
 
-    def __init__(self, call, record, parent=None, view=None, is_contiguous=True, form=None):
+    def __init__(self, call, record, parent=None, view=None, class_layout=None):
         self.call, self.record, self.parent, self.view = call, record, parent, view
-        self.is_contiguous, self.form = is_contiguous, form
-        self.made = None
-        self._layout = None
+        self.class_layout, self.value, self._layout = class_layout, None, None
 
     def layout(self):
         """A meta tensor with the strides of the real value; views of it alias as that would."""
@@ -101,37 +152,39 @@ class Node:
                 self._layout = self.view(self.parent.layout())
         return self._layout
 
+    def like(self):
+        """An empty tensor of the value's dtype and device."""
+        return torch.empty(0, dtype=self.record.dtype, device=self.call.device)
+
+    def is_contiguous(self):
+        return self.parent is None or self.layout().is_contiguous()
+
     def is_pending(self):
         """Whether nothing has been made from which this value would have to be taken."""
         node = self
-        while node is not None and node.made is None:
+        while node is not None and node.value is None:
             node = node.parent
         return node is None
 
     @property
     def shape(self):
-        shape = self.record.shape
-        return shape if self.form is None else self.form.shape(shape)
+        return self.record.shape if self.class_layout is None else self.layout().shape
 
-    def copy(self, record):
-        """The proxy of a value with memory of its own."""
+    def then(self, record, view=None, class_layout=None):
+        """The proxy of a value computed from this one: of a view of it, or with memory of its
+        own."""
         call = self.call.now()
-        return call.proxy(Node(call, record))
-
-    def alias(self, record, view, is_contiguous, form=None):
-        """The proxy of a view of this value."""
-        call = self.call.now()
-        is_contiguous = is_contiguous and self.is_contiguous
-        return call.proxy(Node(call, record, self, view, is_contiguous, form))
+        parent = None if view is None else self
+        return call.proxy(Node(call, record, parent, view, class_layout))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
-        if self.made is None:
+        if self.value is None:
             with self.call.entered(self.call.grad):
-                made = self.replay() if self.parent is None else self.view(self.parent.make())
-            self.made = made
-        return self.made
+                value = self.replay() if self.parent is None else self.view(self.parent.make())
+            self.value = value
+        return self.value
 
     def replay(self):
         """The real value, from the head on."""
@@ -183,4 +236,6 @@ def name_of(function):
     """The name of a torch function in messages."""
     if is_compiling():
         return function.__name__  # resolve_name is not traced
+    if getattr(function, "__module__", None) == "flce.functional":
+        return f"flce.{function.__name__}"
     return torch.overrides.resolve_name(function) or str(function)

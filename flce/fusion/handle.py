@@ -1,6 +1,7 @@
-"""The state of a fused model: when to defer, what happened, and the handle to undo it."""
+"""The state of a fused model: when to defer, what happened, the handle to undo it, and a report."""
 
 import collections
+import contextlib
 import functools
 import inspect
 import warnings
@@ -16,9 +17,7 @@ from ..options import OPTIONS, completed
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
-from .search import BY_HAND, heads_of, linears_of, why_not
 
-WHEN = ("labels", "always")
 # The others follow from the model's own call of the loss.
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
@@ -29,25 +28,22 @@ _WITHOUT_LABELS = (
 )
 _NOT_CALLED = (
     "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
-    f"the model multiplies by the weight itself (F.linear), {BY_HAND}"
+    f"the model multiplies by the weight itself (F.linear), {heads.BY_HAND}"
 )
-_NOT_COPIED = ("_model", "_linears", "_hooks", "_places", "_label_stack", "era")
+_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "era")
 _fusions = weakref.WeakSet()
 
 
-@functools.cache
-def _watch_optimizers():
-    """Lets every Fusion know of every step of an optimizer."""
-
-    def note(optimizer, args, kwargs):
-        if not is_compiling():  # what is compiled raises the versions of what it writes to
-            for fusion in list(_fusions):
-                fusion.note_step(optimizer)
-
-    register_optimizer_step_post_hook(note)
+def _note_step(optimizer, args, kwargs):
+    if not is_compiling():  # what is compiled raises the versions of what it writes to
+        for fusion in list(_fusions):
+            fusion.note_step(optimizer)
 
 
-class Fusion:
+register_optimizer_step_post_hook(_note_step)
+
+
+class Fusion(contextlib.AbstractContextManager):
     """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
 
     model, options: as given; model is None once it is freed. losses: {steps after the head: how
@@ -70,17 +66,17 @@ class Fusion:
     def _begin_anew(self, model):
         """Sets what belongs to Modules and to calls in progress, which _NOT_COPIED names."""
         self._model = model
-        self._linears, self._hooks = [], []  # weak references to each nn.Linear that has deferred
+        self.linears = weakref.WeakKeyDictionary()  # {each nn.Linear that has deferred: None}
+        self._hooks = []
         self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
         # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
         # compiled call reads anew where a number would be part of its graph.
         self.era = object()
-        _watch_optimizers()
         _fusions.add(self)
 
     def __getstate__(self):
-        """A copy's heads add themselves (`adopt`). What is copied may be a head alone."""
+        """A copy's heads add themselves. What is copied may be a head alone."""
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state):
@@ -91,56 +87,34 @@ class Fusion:
     def model(self):
         return self._model()
 
-    def _known(self):
-        """Each nn.Linear that has deferred for it and is alive."""
-        return [linear for reference in self._linears if (linear := reference()) is not None]
-
-    @property
-    def _attached(self):
+    def attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
         found = {}
-        for linear in self._known():
+        for linear in self.linears:
             if fusion_in(linear) is self:
-                one = (linear._flce_name, enclosing_of(linear), [])
-                found.setdefault(linear._flce_name, one)[2].append(linear)
-        return list(found.values())
-
-    def adopt(self, linear):
-        """`linear` defers for this Fusion."""
-        self._linears.append(weakref.ref(linear))
+                found.setdefault((linear._flce_name, enclosing_of(linear)), []).append(linear)
+        return [(*head, linears) for head, linears in found.items()]
 
     def is_attached(self):
         """Whether any head of it is fused now."""
         return self._is_attached
 
-    def is_on(self):
-        """Whether a head that is called now defers."""
-        return self._is_attached and (self.when == "always" or any(self._label_stack))
-
     def attach(self, found):
         """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
         refused = []
         for name, module in found:
-            if reason := self._attach(name, module):
+            if reason := heads.attach(self, name, module):
                 refused.append((name, reason))
                 continue
             self._is_attached = True
             parent, _, child = name.rpartition(".")
             self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
-        attached = [module for _, module, _ in self._attached]
+        attached = [module for _, module, _ in self.attached()]
         for caller in _callers(self.model, attached) if attached else ():
             begin = functools.partial(self._begin, _label_positions(caller))
             self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
             self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
         return refused
-
-    def _attach(self, name, module):
-        """Why the head cannot defer; None if it does."""
-        linears = linears_of(module)
-        reason = why_not(module, linears)
-        if reason is None:
-            heads.attach(self, name, module, linears)
-        return reason
 
     def _follow(self):
         """Fuses what stands in the place of a head by now: resize_token_embeddings and
@@ -150,15 +124,15 @@ class Fusion:
             name, module = place[0], _module_at(place)
             if module is None:
                 continue
-            linears = [module] if isinstance(module, nn.Linear) else linears_of(module)
+            linears = [module] if isinstance(module, nn.Linear) else heads.linears_of(module)
             if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
                 continue
-            for other, head, before in self._attached:
+            for other, head, before in self.attached():
                 if other == name:
                     heads.detach(head, before)
             for copied in [m for m in module.modules() if fusion_in(m) is not None]:
                 heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
-            if reason := self._attach(name, module):
+            if reason := heads.attach(self, name, module):
                 self._places.remove(place)
                 self._is_attached = bool(self._places)
                 self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
@@ -195,14 +169,16 @@ class Fusion:
     def _head_names(self):
         return ", ".join([name for name, _, _ in self._places])
 
-    def note_call(self, defers):
-        """A head is called, and would defer or, being called without labels, does not."""
+    def is_to_defer(self):
+        """Whether a head that is called now defers. Counts the call."""
+        is_on = self._is_attached and (self.when == "always" or any(self._label_stack))
         if is_compiling():
-            self._note_traced(not defers and torch.is_grad_enabled())
-        elif defers:
+            self._note_traced(not is_on and torch.is_grad_enabled())
+        elif is_on:
             self._head_is_called = True
         elif torch.is_grad_enabled():
             self._gave_logits = True
+        return is_on
 
     def _note_traced(self, gave_logits):
         self._is_traced = Fusion._graphs_exist = True
@@ -210,14 +186,13 @@ class Fusion:
 
     def note_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        weights = [p for linear in self._known() for p in linear.parameters()]
-        weights = [p for p in weights if p.requires_grad or p.grad is not None]
+        weights = [p for linear in self.linears for p in linear._parameters.values()]
+        weights = [p for p in weights if p is not None and (p.requires_grad or p.grad is not None)]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
-        if any(id(p) in stepped or hasattr(p, "ds_id") for p in weights):
+        if _steps(optimizer, weights) or any(hasattr(p, "ds_id") for p in weights):
             self.era = object()
         model = None if self.losses else self.model
-        if model is not None and any(id(p) in stepped for p in model.parameters()):
+        if model is not None and _steps(optimizer, model.parameters()):
             self.tell_if_unused()
 
     def tell_if_unused(self):
@@ -237,7 +212,7 @@ class Fusion:
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
         for hook in self._hooks:
             hook.remove()
-        for _, module, linears in self._attached:
+        for _, module, linears in self.attached():
             heads.detach(module, linears)
         self._is_attached = False
         self._hooks, self._places, self._label_stack = [], [], []
@@ -254,16 +229,11 @@ class Fusion:
         state = "attached" if self._is_attached else "removed"
         return f"<flce.fuse of {self._model_name}: {state}, {self.summary()}>"
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *exception):
         self.remove()
 
-    def note_fused(self, record):
-        self._count_loss(steps.key_of(record))
-
-    def _count_loss(self, key):
+    def note_loss(self, key):
+        """A loss was computed without logits. key: of the record."""
         name = steps.describe(key)
         is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
         self.losses["other steps" if is_new else name] += 1
@@ -273,7 +243,7 @@ class Fusion:
 
     # Called while torch.compile traces, and not traced, as it would compile again for each count:
     # what torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
-    for _function in (_follow, _note_traced, _count_loss, note_read):
+    for _function in (_follow, _note_traced, note_loss, note_read):
         _function._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
@@ -292,6 +262,12 @@ class Fusion:
             )
 
 
+def _steps(optimizer, parameters):
+    """Whether an optimizer steps any of the parameters."""
+    known = {id(p) for p in parameters}
+    return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+
+
 def _module_at(place):
     """What stands in a head's place by now, the Module itself where torch.compile wraps it."""
     _, parent, child = place
@@ -306,20 +282,18 @@ def _is_label(name):
 
 
 def _has_labels(positions, args, kwargs):
-    given = [args[i] for i in positions if i < len(args)]
-    given += [value for name, value in kwargs.items() if _is_label(name)]
-    return any(value is not None for value in given)
+    labels = [args[i] for i in positions if i < len(args)]
+    labels += [value for name, value in kwargs.items() if _is_label(name)]
+    return any(value is not None for value in labels)
 
 
 def _callers(model, modules):
     """The model, and every submodule that contains a head and whose forward takes labels: a
     wrapper may call it directly, without the outer forward."""
-    held = {id(module) for module in modules}
+    held = set(modules)
     for caller in model.modules():
-        if hasattr(caller, "_orig_mod"):
-            continue
-        is_around = any(id(inner) in held for inner in caller.modules() if inner is not caller)
-        if caller is model or (is_around and _label_positions(caller)):
+        is_around = held & ({*caller.modules()} - {caller}) and _label_positions(caller)
+        if not hasattr(caller, "_orig_mod") and (caller is model or is_around):
             yield caller
 
 
@@ -337,25 +311,15 @@ def _check_options(options):
     composite.check_options(options, 1 << 20)
 
 
-def _check_model(model):
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.DataParallel):
-        raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
-
-
 def _heads_to_fuse(model, head):
     """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
-    try:
-        found = heads_of(model, head)
-    except ValueError as error:
-        raise ValueError(f"flce.fuse: {error}") from None
+    found = heads.heads_of(model, head)
     if not found:
         raise ValueError(
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
             'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
             f"{type(model).__name__} without; head= names another; for logits by F.linear with "
-            f"the weight of an nn.Embedding {BY_HAND}"
+            f"the weight of an nn.Embedding {heads.BY_HAND}"
         )
     for name, module in found:
         while (fusion := heads.fusion_of(module)) is not None:
@@ -371,11 +335,10 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
     """Makes a model compute its cross entropy by flce, without its logits, in place.
 
     The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
-    records scales, casts, a tanh softcap, a bias, views, selected rows, a slice of the vocabulary,
-    groups of classes, transposed logits and sums with adapters. F.cross_entropy
-    (nn.CrossEntropyLoss) and logsumexp of it are computed by flce.linear_cross_entropy. Every other
-    operation makes the real logits first. `outputs.logits` is made when it is read, which has to be
-    before the weights change.
+    records what docs/fuse.md lists (scales, casts, a softcap, views, selected rows ...), and
+    F.cross_entropy (nn.CrossEntropyLoss) and logsumexp of it are computed by
+    flce.linear_cross_entropy. Every other operation makes the real logits first. `outputs.logits`
+    is made when it is read, which has to be before the weights change.
 
     Results agree up to rounding: flce sums in float32 and does not round the logits; float32
     adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid row is 0, not NaN.
@@ -410,10 +373,13 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             or written to before they are made, by code that does not ask __torch_function__; a hook
             on logits whose loss was computed without them.
     """
-    _check_model(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
     while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
         model = model._orig_mod
-    if when not in WHEN:
+    if when not in ("labels", "always"):
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
     _check_options(options)
     fusion = Fusion(model, when, strict, options)
@@ -424,3 +390,71 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
         warnings.warn(f"flce.fuse: {name} is not fused: {reason}", stacklevel=2)
     return fusion
+
+
+class Explanation:
+    """The report of `flce.explain`: str() of it is text.
+
+    model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
+    consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
+    that flce.fuse returned, empty if the model is not fused; summary: these in a phrase.
+    """
+
+    def __init__(self, model):
+        self.model, fusion = type(model).__name__, heads.fusion_of(model)
+        self.is_fused = fusion is not None
+        known = {module: name for name, module in heads.heads_of(model)}
+        for name, module, _ in fusion.attached() if self.is_fused else ():
+            known.setdefault(module, name)
+        self.heads, self.refused = [], []
+        for module, name in known.items():
+            reason = None if heads.fusion_of(module) else heads.why_not(module)
+            if reason is None:
+                self.heads.append((name, _consists_of(module)))
+            else:
+                self.refused.append((name, reason))
+        refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find
+        self.refused += [one for one in refused if one[0] not in known.values()]
+        self.summary = "" if fusion is None else fusion.summary()
+        for name in ("losses", "reads", "fallbacks"):
+            setattr(self, name, dict(getattr(fusion, name, {})))
+
+    def __str__(self):
+        state = "fused" if self.is_fused else "not fused"
+        lines = [f"{self.model}: {state}"]
+        lines += [f"  head {name}: {text}" for name, text in self.heads]
+        lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
+        if self.is_fused and not self.losses and not self.fallbacks:
+            lines.append(f"  {self.summary}")
+        for record, count in self.losses.items():
+            lines.append(f"  {count} x loss without logits (steps after the head: {record})")
+        for reason, count in self.fallbacks.items():
+            lines.append(f"  {count} x fall-back: {reason}")
+        for name, count in self.reads.items():
+            lines.append(f"  {count} x logits read in addition to the loss: by {name}")
+        return "\n".join(lines)
+
+
+def _consists_of(head):
+    if isinstance(head, nn.Linear):
+        shape = f"nn.Linear({head.in_features}, {head.out_features})"
+        return f"{shape}, {head.weight.dtype}, bias {'no' if head.bias is None else 'yes'}"
+    names = [name for name, module in head.named_modules() if isinstance(module, nn.Linear)]
+    return f"{type(head).__name__} of {', '.join(names)}"
+
+
+def explain(model):
+    """What `flce.fuse` did with a model, or would do.
+
+    Args:
+        model: an nn.Module, fused or not.
+
+    Returns:
+        An Explanation; print it.
+
+    Raises:
+        TypeError: the model is no nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
+    return Explanation(model)
