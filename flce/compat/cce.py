@@ -17,7 +17,7 @@ from torch import nn
 import flce
 from flce.validate import check_tensor, refuse
 
-from ._signature import takes
+from .signatures import takes
 
 IMPLS = ("cce", "torch_compile", "cce_exact", "cce_kahan_full", "cce_kahan_full_c")
 IMPLS += ("cce_kahan_full_e", "cce_kahan_full_c_full_e")

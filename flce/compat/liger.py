@@ -28,7 +28,7 @@ from flce.options import DTYPES, REDUCTIONS
 from flce.signature import autocast_dtype
 from flce.validate import check_integer, refuse
 
-from ._signature import takes
+from .signatures import takes
 
 _RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
 _MODULE_OPTIONS = {"ce_weight": None, "ignore_index": -100, "lse_square_scale": 0.0}
