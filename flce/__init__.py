@@ -20,7 +20,6 @@ from .options import LinearCrossEntropyOutput
 from .parallel import VocabParallel
 from .plan import Plan, plan
 from .targets import num_items
-from .tune import TunedProduct, Tuning, tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,8 +27,6 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
     "Plan",
-    "TunedProduct",
-    "Tuning",
     "VocabParallel",
     "VocabParallelHead",
     "compat",
@@ -42,7 +39,6 @@ __all__ = [
     "num_items",
     "plan",
     "reference",
-    "tune",
 ]
 
 
