@@ -55,8 +55,7 @@ def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_inde
     check_tensor("targets", targets)
     sums_in_float32 = _checked(options) or options["accum_c_fp32"]
     shift = _check_shift(options["shift"], targets)
-    # flce shifts along the second to last dimension of an input with three or more: a single
-    # sequence becomes a batch of 1.
+    # flce shifts the rows of inputs with three dimensions or more: one sequence is a batch of 1.
     alone = shift > 0 and targets.dim() == 1
     if alone:
         e, targets = e.unsqueeze(0), targets.unsqueeze(0)

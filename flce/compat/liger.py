@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 import flce
-from flce.options import DTYPES, REDUCTIONS
+from flce.options import DTYPES
 from flce.signature import autocast_dtype
 from flce.validate import check_integer, refuse
 
 from .signatures import takes
 
+_REDUCTIONS = ("mean", "sum", "none")
 _RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
 _MODULE_OPTIONS = {"ce_weight": None, "ignore_index": -100, "lse_square_scale": 0.0}
 _MODULE_OPTIONS |= {"label_smoothing": 0.0, "reduction": "mean", "softcap": None}
@@ -126,8 +127,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
             setattr(self, name, value)
         if not 0.0 <= self.label_smoothing <= 1.0:
             refuse("label_smoothing", "0 <= label_smoothing <= 1", self.label_smoothing)
-        if self.reduction not in REDUCTIONS:
-            refuse("reduction", f"one of {REDUCTIONS}", repr(self.reduction))
+        if self.reduction not in _REDUCTIONS:
+            refuse("reduction", f"one of {_REDUCTIONS}", repr(self.reduction))
         if self.softcap is not None and not self.softcap > 0:
             refuse("softcap", "a positive number or None", self.softcap)
 
