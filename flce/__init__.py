@@ -20,7 +20,6 @@ from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
 from .plan import Plan, plan
 from .targets import num_items
-from .tune import TunedProduct, Tuning, tune
 
 if typing.TYPE_CHECKING:
     from .fusion import explain, fuse
@@ -31,8 +30,6 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
     "Plan",
-    "TunedProduct",
-    "Tuning",
     "VocabParallel",
     "VocabParallelHead",
     "compat",
@@ -45,7 +42,6 @@ __all__ = [
     "num_items",
     "plan",
     "reference",
-    "tune",
 ]
 
 

@@ -6,7 +6,6 @@ import torch
 
 import flce
 from flce.options import default_memory
-from flce.tune import describe
 
 
 def lines():
@@ -17,7 +16,6 @@ def lines():
     yield f"cpu default max_memory: {default_memory(torch.device('cpu'))} bytes"
     for line in torch.ops.flce.cuda_describe().splitlines():
         yield f"cuda library: {line}"
-    yield f"tuned products: {describe()}"
     if not torch.cuda.is_available():
         yield "cuda device: none"
         return

@@ -53,7 +53,6 @@ def _fresh_settings(monkeypatch, pytestconfig):
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
-    monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, instead of the user's own
     # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
     monkeypatch.setattr(flce.fusion.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)

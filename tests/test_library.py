@@ -144,7 +144,7 @@ OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = {"describe", "plan_names", "gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
-# Of flce.tune: its tensors are scratch memory, its result is a time. Never in a graph.
+# Of benchmarks/tune.py: its tensors are scratch memory, its result is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}
 # Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.
 WITHOUT_TENSORS |= {

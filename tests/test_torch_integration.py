@@ -499,13 +499,10 @@ def refused_calls(x, w, y):
         "entropy": lambda x: flce.linear_logprobs(x, w, y)[1].sum(),
         "logits": lambda x: flce.cross_entropy(x @ w.T, y),
         "head": lambda x: head(x, y),
-        "positions": lambda x: flce.compat.torch.linear_cross_entropy(
-            x, w.reshape(VOCAB // 2, 2, HIDDEN), (y % (VOCAB // 2)).unsqueeze(1).expand(-1, 2)
-        ),
     }
 
 
-REFUSED = ("outputs", "lse", "rows", "logprobs", "entropy", "logits", "head", "positions")
+REFUSED = ("outputs", "lse", "rows", "logprobs", "entropy", "logits", "head")
 
 
 @pytest.fixture(params=REFUSED)

@@ -1,5 +1,4 @@
-"""Weights with more than two dimensions and torch's own interface: flce.compat.kdim,
-flce.compat.torch."""
+"""torch's own interface, flce.compat.torch, and all of flce.compat under torch.compile."""
 
 import functools
 import inspect
@@ -20,16 +19,10 @@ HAS_TORCHS = hasattr(F, "linear_cross_entropy")
 needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")
 
 
-# ---- weights with more than two dimensions (flce.compat.kdim) and torch's own interface ----
-
-
 def eager(x, w, target, *, linear_bias=None, ignore_index=None, options=None, **kwargs):
-    """torch's definition: linear, logits to (N, C, d1, ..., dK), cross_entropy."""
-    classes = w.shape[:-1]
-    bias = None if linear_bias is None else linear_bias.reshape(-1)
-    logits = F.linear(x, w.reshape(-1, w.shape[-1]), bias).reshape(*x.shape[:-1], *classes)
+    """torch's definition: linear and cross_entropy."""
     ignore_index = -100 if ignore_index is None else ignore_index
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, **kwargs)
+    return F.cross_entropy(F.linear(x, w, linear_bias), target, ignore_index=ignore_index, **kwargs)
 
 
 def torchs(*args, **kwargs):
@@ -37,14 +30,13 @@ def torchs(*args, **kwargs):
 
 
 @cases.pairwise(
-    positions=[(), (1,), (3,), (2, 3)],
     kind=["indices", "probabilities"],
     reduction=["mean", "sum", "none"],
     weighted=[False, True],
     smoothing=[0.0, 0.1],
 )
-def test_torchs_function(device, positions, kind, reduction, weighted, smoothing):
-    x, w, b, target = make(kind, positions, device)
+def test_torchs_function(device, kind, reduction, weighted, smoothing):
+    x, w, b, target = make(kind, device)
     weight = torch.rand(V, dtype=torch.float64, device=device) if weighted else None
     options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
     for bias in (None, b):
@@ -57,105 +49,31 @@ def test_torchs_function(device, positions, kind, reduction, weighted, smoothing
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["indices", "probabilities"])
 def test_torchs_function_of_one_row(device, kind, reduction):
-    x, w, b, target = make(kind, (), device, batch=())
+    x, w, b, target = make(kind, device, batch=())
     ours = compat_torch.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction)
     agree(ours, torchs(x, w, target, linear_bias=b, reduction=reduction), (x, w, b))
 
 
-@pytest.mark.parametrize("kind", ["indices", "probabilities"])
-@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
-def test_counts_are_not_of_the_default_dtype(device, kind, default):
-    """2067 positions, which float16 cannot represent, and float32 weights of float64 operands:
-    no denominator is rounded."""
-    x, w, b, target = make(kind, (159,), device)
-    assert N * 159 == 2067
-    weight = torch.rand(V, device=device)
-    ours = functools.partial(compat_torch.linear_cross_entropy, x, w, target, linear_bias=b)
-    truths = [eager(x, w, target, linear_bias=b, weight=given) for given in (None, weight.double())]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        made = [ours(weight=given) for given in (None, weight)]
-    finally:
-        torch.set_default_dtype(before)
-    for loss, truth in zip(made, truths, strict=True):
-        agree(loss, truth, (x, w, b))
-
-
-@pytest.mark.parametrize("positions", [(), (3,)])
-def test_all_ignored_is_zero(device, positions):
+def test_all_ignored_is_zero(device):
     """torch: NaN. The gradients are zeros in both."""
-    x, w, _, target = make("indices", positions, device)
+    x, w, _, target = make("indices", device)
     loss = compat_torch.linear_cross_entropy(x, w, torch.full_like(target, -100))
     assert loss == 0
     assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (x, w)))
 
 
-@pytest.mark.parametrize("positions", [(), (3,)])
-def test_weights_that_sum_to_zero_are_nan(device, positions):
-    """0/0 as in torch, whatever the layout; over no valid row it is still 0."""
-    x, w, _, target = make("indices", positions, device)
+def test_weights_that_sum_to_zero_are_nan(device):
+    """0/0 as in torch; over no valid row it is still 0."""
+    x, w, _, target = make("indices", device)
     weight = torch.zeros(V, dtype=torch.float64, device=device)
     call = functools.partial(compat_torch.linear_cross_entropy, x, w, weight=weight)
     assert call(target).isnan()
     assert call(torch.full_like(target, -100)) == 0
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_position(device, reduction):
-    x, w, _, target = make("indices", (2, 0), device)
-    loss = compat_torch.linear_cross_entropy(x, w, target, reduction=reduction)
-    assert loss.shape == ((N, 2, 0) if reduction == "none" else ())
-    assert loss.sum() == 0
-    for grad in torch.autograd.grad(loss.sum(), (x, w)):
-        assert (grad == 0).all()
-
-
-def test_positions_do_not_wait_for_the_device(cuda):
-    x, w, b, target = make("indices", (3,), cuda)
-    weight = torch.rand(V, dtype=torch.float64, device=cuda)
-    call = functools.partial(compat_torch.linear_cross_entropy, x, w, target)
-    call(linear_bias=b, weight=weight).backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = call(linear_bias=b, weight=weight)
-        loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.isfinite(loss)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"linear_bias": torch.ones(V)}, "linear_bias"),
-        ({"input": torch.ones(2, N, H)}, "input"),
-        ({"input": torch.ones(H)}, "input"),
-        ({"linear_weight": torch.ones(V, 3, H + 1)}, "linear_weight"),
-        ({"target": torch.ones(N, dtype=torch.int64)}, "target"),
-        ({"target": torch.ones(N, 3, V)}, "target"),
-    ],
-)
-def test_positions_refuse(change, named):
-    call = {
-        "input": torch.ones(N, H),
-        "linear_weight": torch.ones(V, 3, H),
-        "target": torch.ones(N, 3, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match=f"^{named}: expected"):
-        compat_torch.linear_cross_entropy(**{**call, **change})
-
-
-def test_the_public_function_names_the_shape(device):
-    x, w, _, target = make("indices", (3,), device)
-    with pytest.raises(ValueError, match=r"linear_weight: expected shape \(V, "):
-        flce.linear_cross_entropy(x, w, target)
-
-
 def compiled_calls(x, w, y):
-    """One call of each compat module and of the K-dimensional weights, as functions of x and w."""
-    rows, positions = y.flatten(), y.flatten().unsqueeze(1).expand(-1, 2)
+    """One call of each compat module, as functions of x and w."""
+    rows = y.flatten()
     weight = torch.rand(V, dtype=x.dtype, device=x.device)
     return {
         "torch": lambda x, w: compat_torch.linear_cross_entropy(x.flatten(0, 1), w, rows),
@@ -163,16 +81,13 @@ def compiled_calls(x, w, y):
         "liger": lambda x, w: liger.LigerFusedLinearCrossEntropyLoss(
             ce_weight=weight, lse_square_scale=0.1, use_token_scaling=True
         )(w, x.flatten(0, 1), rows),
-        "positions": lambda x, w: compat_torch.linear_cross_entropy(
-            x.flatten(0, 1), torch.stack([w, 2 * w], 1), positions, weight=weight
-        ),
     }
 
 
-@pytest.mark.parametrize("name", ["torch", "cce", "liger", "positions"])
+@pytest.mark.parametrize("name", ["torch", "cce", "liger"])
 def test_compile_fullgraph(device, name):
     torch._dynamo.reset()
-    x, w, _, y = make("indices", (), device, batch=(2, 5))
+    x, w, _, y = make("indices", device, batch=(2, 5))
     function = compiled_calls(x, w, y)[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     agree(compiled(x, w), function(x, w), (x, w))
@@ -207,7 +122,7 @@ def test_what_torchs_options_become():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_torchs_options(device, reduction):
     """Both of torch's paths and flce's own `options` give the same numbers."""
-    x, w, b, target = make("indices", (), device)
+    x, w, b, target = make("indices", device)
     for options in (
         torch.nn.LinearCrossEntropyOptions(),
         torch.nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=4),
@@ -234,16 +149,15 @@ def test_torchs_signatures():
 
 
 @needs_torchs
-@pytest.mark.parametrize("positions", [(), (2, 3)])
-def test_torchs_module(device, positions):
+def test_torchs_module(device):
     """The same state_dict, and with it the same loss."""
     weight = torch.rand(V, device=device, dtype=torch.float64)
-    call = {"out_features": positions, "bias": True, "weight": weight, "label_smoothing": 0.1}
+    call = {"bias": True, "weight": weight, "label_smoothing": 0.1}
     factory = {"device": device, "dtype": torch.float64}
     theirs = torch.nn.LinearCrossEntropyLoss(H, V, **call, **factory)
     ours = compat_torch.LinearCrossEntropyLoss(H, V, **call, **factory)
     ours.load_state_dict(theirs.state_dict())
-    x, target = leaf(N, H, device=device), indices(N, *positions, device=device)
+    x, target = leaf(N, H, device=device), indices(N, device=device)
     one, two = ours(x, target), theirs(x, target)
     assert abs(one - two) <= 1e-12 * two
     one.backward()
@@ -254,10 +168,14 @@ def test_torchs_module(device, positions):
 
 
 def test_torchs_refusals():
-    x, w, _, target = make("probabilities", (), "cpu")
+    x, w, _, target = make("probabilities", "cpu")
     with pytest.raises(ValueError, match="^ignore_index: expected None"):
         compat_torch.linear_cross_entropy(x, w, target, ignore_index=-100)
     with pytest.raises(ValueError, match="^weight: expected"):
         compat_torch.LinearCrossEntropyLoss(H, V, weight=torch.ones(V + 1))
     with pytest.raises(ValueError, match="^label_smoothing: expected"):
         compat_torch.LinearCrossEntropyLoss(H, V, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"^out_features: expected \(\)"):
+        compat_torch.LinearCrossEntropyLoss(H, V, out_features=(2,))
+    with pytest.raises(ValueError, match=r"^linear_weight: expected shape \(V, "):
+        compat_torch.linear_cross_entropy(x, w.unsqueeze(1), target.unsqueeze(2))
