@@ -48,7 +48,9 @@ __all__ = [
 def __getattr__(name):
     """Imports on first access what depends on flce or takes long to import."""
     if name == "VocabParallelHead":
-        return importlib.import_module(".distributed.vocab_parallel_head", __name__).VocabParallelHead
+        return importlib.import_module(
+            ".distributed.vocab_parallel_head", __name__
+        ).VocabParallelHead
     if name in ("compat", "integrations"):
         return importlib.import_module(f".{name}", __name__)
     if name in ("explain", "fuse"):

@@ -1,278 +1,23 @@
-"""The inner operators' fake (meta) implementations and autograd Functions, which need Python.
+"""The inner operators' autograd Functions, which need Python.
 
-The tensors of the inner operators are positional, and their output shapes follow from their
-arguments alone. The operators that users call are in flce/composite.py.
+Kernels for the Autograd key with autograd Functions of our own. torch.library.register_autograd
+parses the operator's schema in every call, which takes more host time than the rest of a small
+step. A Function is applied to the outputs that its operator has already produced: on a GPU the
+kernels are running by then, so the host time of the Function is hidden.
 """
 
 import functools
-import math
-import re
-import typing
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._mode_utils import no_dispatch
-from torch.utils.flop_counter import register_flop_formula
 
+from .operators import inner, library, lists_of, run, variants
 from .options import CHOICES, DTYPES, GRADIENTS, replaced, value_of
-from .validate import check_same_device, check_tensor, refuse, refuse_vmap
-
-library = torch.library.Library("flce", "FRAGMENT")
-inner = torch.ops.flce
-
-# Indices in enum flce_stat_row and enum flce_scalar of csrc/backend.h.
-STAT_LSE, STAT_ENTROPY, _ROWS_OF_STATS = 0, 4, 7
-SCALAR_VALID, _SCALARS = 0, 7
-_AUTO = CHOICES["save"].index("auto")
-
-
-def _lists_of(rest):
-    """The arguments of forward and backward after their tensors: valid_vocab, rows, integers,
-    numbers, group. torch leaves out a last one that is the default."""
-    return (*rest, None)[:5]
-
-
-# ---- fakes ----
-
-
-class Described(typing.NamedTuple):
-    """What csrc/binding/plan.cpp: describe says of a call; a dtype is its index in DTYPES."""
-
-    few: int  # strategy up to few_rows rows
-    few_rows: int
-    some: int  # strategy up to some_rows rows
-    some_rows: int
-    many: int  # strategy of more rows
-    keeps_statistics: int
-    saved_dtype: int  # -1: int32
-    saved_pitch: int
-    grad_input_dtype: int
-    grad_weight_dtype: int
-    grad_bias_dtype: int
-    stat_dtype: int
-    first_class: int
-    classes: int
-
-    def strategy(self, rows):
-        """torch.export needs one strategy for all sizes of a dynamic shape."""
-        if self.few == self.some == self.many:
-            return self.many
-        if self.few != self.some and _is_at_most(rows, self.few_rows):
-            return self.few
-        return self.some if _is_at_most(rows, self.some_rows) else self.many
-
-
-def _is_at_most(rows, limit):
-    if isinstance(rows, int) or not torch.compiler.is_exporting():
-        return rows <= limit
-    return torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= limit)
-
-
-def describe_sizes(*operands, valid_vocab, integers, numbers):
-    """The Described of csrc/binding/plan.cpp's OperandSlot; checks the options. No dispatch mode
-    sees it, because it has no tensors and symbolic sizes become numbers."""
-    operands = [int(value) for value in operands]
-    valid_vocab = None if valid_vocab is None else int(valid_vocab)
-    with no_dispatch():
-        return Described(*run_plain(inner.describe.default, operands, valid_vocab, integers, numbers))
-
-
-def described(input, linear_weight, target, linear_bias, lists):
-    """The Described of a call; no result depends on the number of its rows, which may be
-    symbolic."""
-    valid_vocab, _, integers, numbers, _ = lists
-    hidden, dtypes = input.shape[-1], (input.dtype, linear_weight.dtype, linear_bias)
-    codes = [DTYPES.index(dtype) for dtype in dtypes[:2]]
-    codes.append(-1 if linear_bias is None else DTYPES.index(linear_bias.dtype))
-    sizes = input.device.type == "cpu", 0, hidden, linear_weight.shape[0], 0
-    others = (-1, target.is_floating_point())
-    named = {"valid_vocab": valid_vocab, "integers": integers, "numbers": numbers}
-    return describe_sizes(*sizes, *codes, *others, **named)
-
-
-def with_strategy(input, linear_weight, target, linear_bias, lists):
-    """`lists` with the strategy in place of "auto"."""
-    valid_vocab, rows, integers, numbers, group = lists
-    if value_of(integers, "save") != _AUTO:
-        return lists
-    found = described(input, linear_weight, target, linear_bias, lists)
-    tokens = math.prod(_rows_shape(target))
-    save = found.strategy(tokens if rows is None or rows < 0 else rows)
-    return valid_vocab, rows, replaced(integers, save=save), numbers, group
-
-
-def _rows_shape(target):
-    return target.shape[:-1] if target.is_floating_point() else target.shape
-
-
-def _fake_loss(target, integers, dtype, keeps_statistics):
-    """The fake loss, stats, scalars and predictions."""
-    shape = _rows_shape(target)
-    stats = scalars = predictions = None
-    if keeps_statistics:
-        stats = target.new_empty((_ROWS_OF_STATS, math.prod(shape)), dtype=dtype)
-        scalars = target.new_empty((_SCALARS,), dtype=dtype)
-    if value_of(integers, "wants_predictions"):
-        predictions = target.new_empty(shape, dtype=torch.int64)
-    reduced = CHOICES["reduction"][value_of(integers, "reduction")] != "none"
-    return target.new_empty(() if reduced else shape, dtype=dtype), stats, scalars, predictions
-
-
-def _fake_gradients(input, linear_weight, linear_bias, integers, found):
-    columns = input.shape[-1] - value_of(integers, "frozen_hidden")
-    shapes = input.shape, (linear_weight.shape[0], columns), linear_weight.shape[:1]
-    dtypes = found.grad_input_dtype, found.grad_weight_dtype, found.grad_bias_dtype
-    return tuple(
-        input.new_empty(shape, dtype=DTYPES[dtype]) if value_of(integers, name) else None
-        for name, shape, dtype in zip(GRADIENTS, shapes, dtypes, strict=True)
-    )
-
-
-def _fake_forward(input, linear_weight, target, linear_bias, *rest):
-    operands = input, linear_weight, target, linear_bias
-    _check_devices("forward", *operands, *rest[:5])
-    lists = with_strategy(*operands, _lists_of(rest[5:]))
-    _, rows, integers, _, _ = lists
-    found = described(*operands, lists)
-    made = _fake_loss(target, integers, DTYPES[found.stat_dtype], found.keeps_statistics)
-    save, saved, grads = CHOICES["save"][found.many], None, (None,) * 3
-    if save in ("logits", "samples"):
-        tokens = math.prod(_rows_shape(target))
-        dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
-        shape = (tokens if rows is None or rows < 0 else rows, found.saved_pitch)
-        saved = input.new_empty(shape, dtype=dtype)
-    if save == "grads":
-        grads = _fake_gradients(input, linear_weight, linear_bias, integers, found)
-    return *made, saved, *grads
-
-
-def _check_devices(name, input, *others):
-    for argument, tensor in zip(getattr(inner, name).default._schema.arguments[1:], others, strict=False):
-        if tensor is not None:
-            check_same_device(argument.name, tensor, "input", input)
-
-
-def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
-    lists = _lists_of(rest[6:])
-    found = described(input, linear_weight, target, linear_bias, lists)
-    return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
-
-
-def _fake_cross_entropy_forward(logits, target, *rest):
-    if logits.shape[-1] < 1:
-        refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return _fake_loss(target, rest[4], dtype, True)
-
-
-_FAKES = {
-    "forward": _fake_forward,
-    "backward": _fake_backward,
-    "backward_into": lambda grad_weight_into, *args: _fake_backward(*args)[::2],
-    "scale_": lambda *args: None,
-    "scaled": lambda grad, grad_output, scalars, dtype: torch.empty_like(grad, dtype=dtype),
-    "cross_entropy_forward": _fake_cross_entropy_forward,
-    "cross_entropy_backward": lambda _, grad_stats, logits, *rest: logits.new_empty(logits.shape),
-}
-# Kernels for the Autograd key with autograd Functions of our own. torch.library.register_autograd
-# parses the operator's schema in every call, which takes more host time than the rest of a small
-# step. A Function is applied to the outputs that its operator has already produced: on a GPU the
-# kernels are running by then, so the host time of the Function is hidden.
-
-
-_EXCEPTIONS = {  # by flce_status_name; any other status is a RuntimeError with the whole text
-    "invalid argument": ValueError,
-    "invalid type": TypeError,
-    "target out of range": IndexError,
-    "out of memory": torch.OutOfMemoryError,
-}
-_FAILURE = re.compile(f"flce: ({'|'.join(_EXCEPTIONS)}): (.*)", re.DOTALL)
-
-
-def run(op, *args):
-    """Calls an operator below autograd; where tensors are traced, its `graph_` variant."""
-    if type(args[0]) not in _PLAIN:
-        op = _graph_variants.get(op, op)
-    return run_plain(op, *args)
-
-
-def run_plain(op, *args, **kwargs):
-    """Calls an operator, whose exceptions it translates. Which class an exception of C++ arrives as
-    differs between versions of torch, so its text has the status (binding/errors.h: Failure)."""
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
-    except Exception as error:
-        if found := _FAILURE.search(str(error)):
-            raise _EXCEPTIONS[found[1]](found[2]) from None
-        if "flce: exchange failed: " in str(error) and pending_error is not None:
-            _raise(pending_error())
-        _refuse_operands(op, args, error)
-        raise
-
-
-def _raise(error):
-    """Raises what has ended a collective, if it is known."""
-    if error is not None:
-        try:
-            raise error from error.__cause__
-        finally:
-            del error  # its frames hold the call's memory, and would be held by this one
-
-
-def _refuse_operands(op, args, error):
-    """Names the first operand that is no dense tensor, or of a class whose __torch_dispatch__ has
-    no rule for the operator, as those of quantised weights."""
-    for argument, value in zip(op._schema.arguments, args, strict=False):
-        if "Tensor" not in str(argument.type) or type(value) in _PLAIN and _is_dense(value):
-            continue
-        name = "temperature" if argument.name == "token_temperature" else argument.name
-        if value is not None or "Optional" not in str(argument.type):
-            check_tensor(name, value)
-            if isinstance(error, (NotImplementedError, TypeError)):
-                expected = f"{name}: expected a plain tensor, as dequantize() makes it, got"
-                raise TypeError(f"{expected} {type(value).__name__}, which has no {op}") from error
-
-
-def _is_dense(tensor):
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _define_graph_variant(name):
-    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++, because
-    these call it where nothing else could translate its exceptions."""
-    op, variant = getattr(inner, name).default, f"graph_{name}"
-    library.define(str(op._schema).replace(f"flce::{name}", variant, 1))
-    for key in ("CPU", "CUDA"):
-        library.impl(variant, functools.partial(run_plain, op), key)
-    _graph_variants[op] = getattr(inner, variant).default
-
-
-# Set by flce.distributed: the exception that has ended a collective of this thread, or None.
-pending_error = None
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_graph_variants = {}
-for _name in ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward"):
-    _define_graph_variant(_name)
-
-
-def _variants(name):
-    """The operator and, unless it writes to an argument, its variant for graphs."""
-    op = getattr(inner, name).default
-    return (op, _graph_variants[op]) if op in _graph_variants else (op,)
-
-
-for _name, _fake in _FAKES.items():
-    for _op in _variants(_name):
-        torch.library.register_fake(_op, _fake, lib=library)
-        for _key in ("FuncTorchBatched", "Batched"):  # Batched: is_grads_batched, vectorize=True
-            library.impl(_op, refuse_vmap, _key)
 
 
 def _register_autograd(name, apply):
     """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is the
     Function's `apply`, called with the outputs and the arguments."""
-    for op in _variants(name):
+    for op in variants(name):
         library.impl(op, functools.partial(_differentiable, op, apply), "Autograd")
 
 
@@ -502,7 +247,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
-    constants, lists = (target, *rest[:3]), _lists_of(rest[5:])
+    constants, lists = (target, *rest[:3]), lists_of(rest[5:])
     leaves = (input, linear_weight, linear_bias)
     return LinearCrossEntropy.apply(*leaves, made, None, lists, constants, None, None)
 
@@ -547,40 +292,3 @@ def _backward_into_bumping_version(grad_weight_into, *args):
 
 library.impl("scale_", _scale_bumping_version, "ADInplaceOrView")
 library.impl("backward_into", _backward_into_bumping_version, "ADInplaceOrView")
-
-
-# ---- FLOPs, for torch.utils.flop_counter ----
-
-
-def _gemm_flops(input, linear_weight, target, lists, gemms):
-    """Of GEMMs as large as that of the logits, over the rows that are computed."""
-    valid_vocab, rows, integers, _, _ = lists
-    vocab = len(linear_weight) if valid_vocab is None else min(valid_vocab, len(linear_weight))
-    if target.is_cpu and not target.is_floating_point() and not is_fake(target):
-        rows = int((target != value_of(integers, "ignore_index")).sum())
-    elif rows is None or rows < 0:
-        rows = math.prod(_rows_shape(target))
-    return 2 * gemms * rows * input.shape[-1] * vocab
-
-
-def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
-    made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
-    return _gemm_flops(input, linear_weight, target, _lists_of(rest[6:]), 1 + made)
-
-
-def _backward_flops(grad_output, grad_stats, input, linear_weight, target, *rest, **_):
-    lists = _lists_of(rest[7:])
-    integers, numbers = lists[2:4]
-    wanted = value_of(integers, "grad_input") + value_of(integers, "grad_weight")
-    save = CHOICES["save"][value_of(integers, "save")]
-    if save == "samples":  # a row's list in place of all classes
-        pairs = range(math.ceil(1 / numbers[-1]))
-        return _gemm_flops(input, pairs, target, (None, *lists[1:]), wanted)
-    return _gemm_flops(input, linear_weight, target, lists, wanted + (save == "stats"))
-
-
-register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)(_forward_flops)
-register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)(_backward_flops)
-register_flop_formula(inner.backward_into, get_raw=True)(
-    lambda _, *args, **named: _backward_flops(*args, **named)
-)

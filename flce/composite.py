@@ -10,7 +10,7 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
-from . import adapter, autograd, validate
+from . import adapter, autograd, fakes, operators, validate
 from .accumulate import Accumulator
 from .options import DTYPES, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
@@ -101,25 +101,25 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
     outputs = [loss] + [None] * len(wanted)
     ignored = None if target.is_floating_point() else target == packed.ignore_index
     if wanted.lse:
-        outputs[1] = stats[autograd.STAT_LSE].reshape(shape)
+        outputs[1] = stats[operators.STAT_LSE].reshape(shape)
     if wanted.entropy:
-        outputs[2] = stats[autograd.STAT_ENTROPY].reshape(shape)
+        outputs[2] = stats[operators.STAT_ENTROPY].reshape(shape)
         if packed.gradient == "sampled" and outputs[2].requires_grad:
             outputs[2].register_hook(autograd.refuse_entropy_gradient)
     if wanted.accuracy:
         # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
-        outputs[3] = right / sums[autograd.SCALAR_VALID].clamp(min=1.0)
+        outputs[3] = right / sums[operators.SCALAR_VALID].clamp(min=1.0)
         if bound is not None and bound != COUNTED:
-            outputs[3] = outputs[3].masked_fill(sums[autograd.SCALAR_VALID] > bound, math.nan)
+            outputs[3] = outputs[3].masked_fill(sums[operators.SCALAR_VALID] > bound, math.nan)
     if wanted.predictions:
         outputs[4] = predictions
     if wanted.z_loss:
-        rows = (packed.z_loss * stats[autograd.STAT_LSE].detach().square()).reshape(shape)
+        rows = (packed.z_loss * stats[operators.STAT_LSE].detach().square()).reshape(shape)
         if "token_weight" in tensors:
             rows = rows * tensors["token_weight"].to(rows.dtype)
             rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
-        count = sums[autograd.SCALAR_VALID] if num_items is None else num_items.to(rows.dtype)
+        count = sums[operators.SCALAR_VALID] if num_items is None else num_items.to(rows.dtype)
         if packed.reduction == "mean":
             rows = (rows.sum() / count).masked_fill(count == 0, 0.0)
         outputs[5] = rows.sum() if packed.reduction == "sum" else rows
@@ -135,7 +135,7 @@ def check_options(given, rows, hidden=8):
     integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
     sizes = 1, 0, hidden, rows, 0, *(DTYPES.index(torch.float32),) * 2, -1, -1, 0
     lists = {"valid_vocab": packed.valid_vocab, "integers": integers, "numbers": packed.numbers}
-    return autograd.describe_sizes(*sizes, **lists)
+    return fakes.describe_sizes(*sizes, **lists)
 
 
 def linear_cross_entropy_of(input, linear_weight, target, given):
@@ -178,14 +178,14 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
     if target.is_cuda and validate.checks_more() and not target.is_floating_point():
-        found = autograd.described(input, weight, target, bias, lists)
+        found = fakes.described(input, weight, target, bias, lists)
         classes = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
         validate.check_target_range(target, classes, packed.ignore_index)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
-        lists = autograd.with_strategy(input, weight, target, bias, lists)
+        lists = fakes.with_strategy(input, weight, target, bias, lists)
     operands = *operands, num_items, _seed(packed, tensors, input)
-    made = list(autograd.run(autograd.inner.forward.default, *operands, *lists))
+    made = list(operators.run(operators.inner.forward.default, *operands, *lists))
     if any(needs):
         count = 2 if packed.wanted.lse or packed.wanted.entropy else 1
         leaves, gemm_weight = (input, differentiated, bias), weight if frozen else None
@@ -223,8 +223,8 @@ def cross_entropy_of(logits, target, given):
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     lists = packed.integers(0, 0, -1, 0, 0, 0, differentiable, 0, 0, 0), packed.numbers
     vectors = tensors.get("weight"), tensors.get("token_weight"), tensors.get("temperature")
-    forward = autograd.inner.cross_entropy_forward.default
-    made = list(autograd.run(forward, logits, target, *vectors, num_items, *lists))
+    forward = operators.inner.cross_entropy_forward.default
+    made = list(operators.run(forward, logits, target, *vectors, num_items, *lists))
     if differentiable:
         count = 2 if packed.wanted.lse or packed.wanted.entropy else 1
         made[:count] = autograd.CrossEntropy.apply(logits, made, count, lists, (target, *vectors))
@@ -259,10 +259,10 @@ def _register(name, function, operands, options):
         (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
         (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
     ):
-        registered = autograd.library.define(operator_schema)
+        registered = operators.library.define(operator_schema)
         # Without this vmap would loop over the batch, one call per slice, with only a warning.
-        autograd.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
-        autograd.library.impl(registered, kernel, "CompositeImplicitAutograd")
+        operators.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
+        operators.library.impl(registered, kernel, "CompositeImplicitAutograd")
 
 
 _of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}

@@ -158,7 +158,9 @@ def _through_operator(name, operands, options):
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if given.get("vocab_parallel") is not None:
         given["vocab_parallel"] = getattr(given["vocab_parallel"], "text", given["vocab_parallel"])
-    returns = {option: validate.check_flag(option, options.get(option, False)) for option in RETURNS}
+    returns = {
+        option: validate.check_flag(option, options.get(option, False)) for option in RETURNS
+    }
     if not any(returns.values()):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
     loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)

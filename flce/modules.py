@@ -1,6 +1,5 @@
 """The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 

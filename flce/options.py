@@ -317,7 +317,9 @@ class Packed:
             check_integer("valid_bound", self.valid_bound, 0)
         memory = given["max_memory"]
         self.max_memory = None if memory is None else parse_bytes(memory)
-        self.group, shard = _shard(getattr(given["vocab_parallel"], "text", given["vocab_parallel"]))
+        self.group, shard = _shard(
+            getattr(given["vocab_parallel"], "text", given["vocab_parallel"])
+        )
         self.ranks, self.rank, self.scatters = shard[0], shard[1], shard[4]
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}

@@ -4,7 +4,6 @@ import math
 import numbers
 
 import torch
-
 from torch._guards import detect_fake_mode
 
 from . import validate

@@ -1,7 +1,5 @@
 """Builds the arguments of the inner operators (csrc/binding/op.cpp), which are positional."""
 
-import torch
-
 from flce.options import CHOICES, GRADIENTS, OF_CALL, OPTIONS, replaced, split
 
 TENSORS = 9  # of flce::forward: input ... num_items, seed

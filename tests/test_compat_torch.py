@@ -13,7 +13,7 @@ from operands import H, N, V, agree, indices, leaf, make
 import flce
 from flce.compat import cce, liger
 from flce.compat import torch as compat_torch
-from flce.strategy import from_torch_options
+from flce.functional import from_torch_options
 
 HAS_TORCHS = hasattr(F, "linear_cross_entropy")
 needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")

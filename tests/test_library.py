@@ -106,7 +106,9 @@ def test_raw_logits_without_a_class_are_refused(device):
     """Also while tracing."""
     for where in (device, "meta"):
         logits = torch.randn(3, 0, device=where)
-        with pytest.raises(ValueError, match="logits: expected at least one class, got shape \\(3, 0\\)"):
+        with pytest.raises(
+            ValueError, match="logits: expected at least one class, got shape \\(3, 0\\)"
+        ):
             torch.ops.flce.cross_entropy_forward(*raw.cross_entropy_forward(logits, logits))
 
 
@@ -142,7 +144,15 @@ OPCHECK_SAMPLES = {
 TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
-WITHOUT_TENSORS = {"describe", "plan_names", "gemm_count", "plan", "cpu_variant", "cuda_describe", "option_names"}
+WITHOUT_TENSORS = {
+    "describe",
+    "plan_names",
+    "gemm_count",
+    "plan",
+    "cpu_variant",
+    "cuda_describe",
+    "option_names",
+}
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
 # Of benchmarks/tune.py: its tensors are scratch memory, its result is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}

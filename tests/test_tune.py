@@ -59,7 +59,7 @@ def test_other_text_is_refused(lines):
     if torch.ops.flce.cuda_describe().startswith("not loaded"):
         pytest.skip("no CUDA library was built")
     with pytest.raises(ValueError, match="tuned products"):
-        flce.autograd.run(torch.ops.flce.gemm_use.default, lines)
+        flce.operators.run(torch.ops.flce.gemm_use.default, lines)
 
 
 # ---- on a GPU ----

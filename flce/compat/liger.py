@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import flce
-from flce.options import DTYPES
 from flce.composite import autocast_dtype
+from flce.options import DTYPES
 from flce.validate import check_integer, refuse
 
 from .signatures import takes

@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from .. import validate
 from .._C import call_keeping, getenv
-from ..autograd import library
+from ..operators import library
 
 _in_flight = threading.local()  # forward and backward run in different threads
 _IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan

@@ -2,7 +2,7 @@
 
 import torch
 
-from .. import autograd, composite, validate
+from .. import composite, fakes, validate
 from ..options import CHOICES, DTYPES, INTEGERS, NUMBERS, value_of
 from ..targets import process_group
 from . import collectives, inductor
@@ -108,7 +108,7 @@ def _range_of(operands, integers, numbers):
     """(start, vocab, rows, error, first class) of this rank."""
     own = (value_of(integers, "start"), value_of(integers, "vocab"), len(operands[1]))
     try:
-        found = autograd.described(*operands[:4], (None, None, integers, numbers, None))
+        found = fakes.described(*operands[:4], (None, None, integers, numbers, None))
     except ValueError as error:
         return *own, str(error), 0
     return *own, "", found.first_class
