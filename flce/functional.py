@@ -20,6 +20,7 @@ from .options import (
     defaults,
     parse_bytes,
     show_options,
+    text_of,
 )
 
 if typing.TYPE_CHECKING:
@@ -157,10 +158,8 @@ def _through_operator(name, operands, options):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if given.get("vocab_parallel") is not None:
-        given["vocab_parallel"] = getattr(given["vocab_parallel"], "text", given["vocab_parallel"])
-    returns = {
-        option: validate.check_flag(option, options.get(option, False)) for option in RETURNS
-    }
+        given["vocab_parallel"] = text_of(given["vocab_parallel"])
+    returns = {name: validate.check_flag(name, options.get(name, False)) for name in RETURNS}
     if not any(returns.values()):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
     loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
@@ -178,7 +177,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
         linear_weight: the head's weight, shape (V, H), of input's dtype (any dtype under autocast,
-            which casts as F.linear does). flce.compat.torch accepts one with more dimensions.
+            which casts as F.linear does).
         target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
             probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
@@ -226,9 +225,9 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
-            the backward recomputes the logits) or "auto": grads for a scalar loss on CUDA if max_memory is not given; else
-            logits if they fit max_memory, grads for a scalar loss, and stats otherwise.
-            docs/memory.md has the rule in full.
+            the backward recomputes the logits) or "auto": grads for a scalar loss on CUDA if
+            max_memory is not given; else logits if they fit max_memory, grads for a scalar loss,
+            and stats otherwise (docs/memory.md). gradient="sampled" keeps each row's classes.
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
             then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at

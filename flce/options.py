@@ -1,6 +1,6 @@
 """The table of the loss's options, and how the operators take them: as two lists of numbers.
 
-Only what C cannot see is checked here, which is the type of a value; csrc/core/check.c has the rest.
+Only what C cannot see is checked here, the type of a value; csrc/core/check.c has the rest.
 """
 
 import collections
@@ -287,9 +287,14 @@ def _shard(text):
     return refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
 
 
+def text_of(vocab_parallel):
+    """The text of a VocabParallel, as the operators take it."""
+    return getattr(vocab_parallel, "text", vocab_parallel)
+
+
 def all_classes(vocab_parallel, rows):
     """(number of all classes, of ranks) where this rank's linear_weight has `rows` rows."""
-    _, shard = _shard(getattr(vocab_parallel, "text", vocab_parallel))
+    _, shard = _shard(text_of(vocab_parallel))
     ranks, vocab = max(shard[0], 1), shard[3]
     return (vocab if vocab >= 0 else ranks * rows), ranks
 
@@ -317,9 +322,7 @@ class Packed:
             check_integer("valid_bound", self.valid_bound, 0)
         memory = given["max_memory"]
         self.max_memory = None if memory is None else parse_bytes(memory)
-        self.group, shard = _shard(
-            getattr(given["vocab_parallel"], "text", given["vocab_parallel"])
-        )
+        self.group, shard = _shard(text_of(given["vocab_parallel"]))
         self.ranks, self.rank, self.scatters = shard[0], shard[1], shard[4]
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}

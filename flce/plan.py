@@ -148,11 +148,10 @@ def plan(
     for name in sorted(given.keys() & {"bias", *GRADIENTS, *RETURNS}):
         validate.check_flag(name, given[name])
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
-    for name, one in {
-        "dtype": dtype,
-        "input_dtype": input_dtype,
-        "weight_dtype": weight_dtype,
-    }.items():
+    named = zip(
+        ("dtype", "input_dtype", "weight_dtype"), (dtype, input_dtype, weight_dtype), strict=True
+    )
+    for name, one in named:
         if one not in DTYPES:
             validate.refuse(name, "float64, float32, bfloat16 or float16", repr(one), TypeError)
     if valid_bound is not None:
@@ -177,25 +176,17 @@ def plan(
     computed = tokens if valid_bound is None else min(valid_bound, tokens)
     wide = torch.float64 if weight_dtype == torch.float64 else torch.float32
     added = None if not accumulates else weight_dtype if attribute == "grad" else wide
-    codes = [
-        -1 if one is None else DTYPES.index(one) for one in (weight_dtype if bias else None, added)
-    ]
-    operands = device.type == "cpu", tokens, hidden, rows, computed, DTYPES.index(input_dtype)
-    operands = [
-        int(one) for one in (*operands, DTYPES.index(weight_dtype), *codes, bool(probabilities))
-    ]
-    lists = operands, packed.valid_vocab, integers, packed.numbers
+    dtypes = input_dtype, weight_dtype, weight_dtype if bias else None, added
+    codes = [-1 if one is None else DTYPES.index(one) for one in dtypes]
+    operands = device.type == "cpu", tokens, hidden, rows, computed, *codes, bool(probabilities)
+    lists = [int(one) for one in operands], packed.valid_vocab, integers, packed.numbers
     return _plan_of(*operators.run_plain(torch.ops.flce.plan.default, device.index or 0, *lists))
 
 
 def _plan_of(values, sampled_time, text):
-    """The Plan of the operator's values, in the order of flce_plan_names (csrc/core/plan_text.c)."""
-    names = [part.split() for part in torch.ops.flce.plan_names().split("/")]
-    fields, buffers, kinds = (
-        names[0],
-        names[1],
-        list(zip(names[2][::2], names[2][1::2], strict=True)),
-    )
+    """The Plan of the operator's values, in the order of flce_plan_names (plan_text.c)."""
+    fields, buffers, kinds = (part.split() for part in torch.ops.flce.plan_names().split("/"))
+    kinds = list(zip(kinds[::2], kinds[1::2], strict=True))
     found = dict(zip(fields, values, strict=False))
     sizes = values[len(fields) :][: len(buffers)]
     counts = values[len(fields) + len(buffers) :]

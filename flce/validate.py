@@ -79,6 +79,7 @@ def num_items_tensor(num_items, reduction, first):
     if reduction != "mean":
         expected = f"None with reduction={reduction!r}, which divides by nothing"
         refuse("num_items", expected, num_items)
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     if isinstance(num_items, torch.Tensor):
         check_tensor("num_items", num_items)
         if num_items.dim() != 0 or num_items.is_complex():
@@ -87,15 +88,15 @@ def num_items_tensor(num_items, reduction, first):
         check_constant("num_items", num_items)
         elsewhere = num_items.device != first.device and type(num_items) is torch.Tensor
         if not (elsewhere and num_items.is_cpu) or is_compiling():
-            return num_items.detach().to(first.device)
+            return num_items.detach().to(first.device, dtype)
         # Reading a CPU value does not synchronise; copying it to a GPU would.
-        return torch.full((), num_items.item(), dtype=torch.float64, device=first.device)
+        return torch.full((), num_items.item(), dtype=dtype, device=first.device)
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
         refuse("num_items", "a number or a 0-d tensor", type(num_items).__name__, TypeError)
     if not 0.0 <= num_items < math.inf:
         refuse("num_items", "a finite number of at least 0", num_items)
     try:
-        return torch.full((), float(num_items), dtype=torch.float64, device=first.device)
+        return torch.full((), float(num_items), dtype=dtype, device=first.device)
     except OverflowError:
         got = "a number beyond the range of float64"
         refuse("num_items", "a finite number of at least 0", got)

@@ -106,9 +106,7 @@ def test_raw_logits_without_a_class_are_refused(device):
     """Also while tracing."""
     for where in (device, "meta"):
         logits = torch.randn(3, 0, device=where)
-        with pytest.raises(
-            ValueError, match="logits: expected at least one class, got shape \\(3, 0\\)"
-        ):
+        with pytest.raises(ValueError, match=r"logits: expected at least one class, got shape \(3"):
             torch.ops.flce.cross_entropy_forward(*raw.cross_entropy_forward(logits, logits))
 
 
@@ -154,6 +152,7 @@ WITHOUT_TENSORS = {
     "option_names",
 }
 WITHOUT_TENSORS |= {"gemm_record", "gemm_recorded", "gemm_candidates", "gemm_use"}
+WITHOUT_TENSORS |= {"describe", "plan_names"}
 # Of benchmarks/tune.py: its tensors are scratch memory, its result is a time. Never in a graph.
 WITHOUT_TENSORS |= {"gemm_time"}
 # Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.

@@ -1,5 +1,5 @@
-/* The operators that flce.tune calls: list the recorded GEMMs, list a GEMM's candidate algorithms,
- * time one, select one. */
+/* The operators that benchmarks/tune.py calls: list the recorded GEMMs, list a GEMM's candidate
+ * algorithms, time one, select one. */
 #include <torch/csrc/stable/library.h>
 
 #include "binding/device.h"
@@ -52,7 +52,7 @@ std::string gemm_candidates(int64_t device_index, std::string product) {
   });
 }
 
-/* flce/tune.py ensures that the tensors have the sizes that the GEMM needs. */
+/* benchmarks/tune.py ensures that the tensors have the sizes that the GEMM needs. */
 double gemm_time(Tensor a, Tensor b, Tensor c, std::optional<Tensor> bias, Tensor workspace,
                  std::string product, int64_t candidate, int64_t repeats) {
   Device device(device_of(a), false);

@@ -1,6 +1,6 @@
-"""The collectives of a sharded vocabulary: the operators that csrc/binding/binding/collectives.h calls while an
-operator of flce runs. A collective begins on the current stream and is asynchronous until waited
-for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
+"""The collectives of a sharded vocabulary: the operators that csrc/binding/collectives.h calls
+while an operator of flce runs. A collective begins on the current stream and is asynchronous until
+waited for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
 import contextlib
 import functools
