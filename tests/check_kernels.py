@@ -157,11 +157,11 @@ def main():
     # In nvcc's directory, or in NVIDIA's wheel.
     folders = [str(Path(nvcc).resolve().parent), os.environ["PATH"], str(header.parent / "bin")]
     nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(folders))
-    commands = zip(setup.CUDA_SOURCES, setup.cuda_commands(nvcc, header), strict=True)
+    commands = [[nvcc, *flags, "-isystem", str(header)] for flags in setup.cuda_flags(nvcc)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(check, source, command, nvdisasm, folder)
-            for source, command in commands
+            for source, command in zip(setup.CUDA_SOURCES, commands, strict=True)
             if source.endswith(".cu")
         ]
         results = [job.result() for job in jobs]

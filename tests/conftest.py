@@ -8,6 +8,9 @@ os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE
 # torch's threads sleep while they wait for each other: on cores shared with other programs,
 # spinning makes the small cases take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The cores are shared by the processes of pytest-xdist.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 import cases  # noqa: E402
 import pytest  # noqa: E402
