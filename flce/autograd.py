@@ -166,11 +166,11 @@ def _asked(ctx):
     """Which gradients of input, linear_weight and linear_bias the running backward needs: fewer
     than ctx.needs_input_grad has where it is for other leaves, as in pipeline schedules that ask
     for the gradients of inputs and of weights apart."""
-    asked = []
+    asked, nodes = [], ctx.next_functions
     for i, needed in enumerate(ctx.needs_input_grad[:3]):
         if needed:
             try:
-                needed = torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+                needed = torch._C._will_engine_execute_node(nodes[i][0])
             except RuntimeError:
                 # Of a leaf that torch.autograd.grad() returns, or outside of the engine.
                 needed = True
