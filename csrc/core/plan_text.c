@@ -104,20 +104,17 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
 }
 
 /* The fields of flce_plan_values. */
-#define FLCE_PLAN_FIELDS(X)                                                        \
-  X(save)                                                                          \
-  X(form)                                                                          \
-  X(fuses_rows) X(dtype) X(z_dtype) X(accum_dtype) X(rows) X(chunk_rows) X(chunks) \
-      X(backward_chunk_rows) X(backward_chunks) X(forward_gemms) X(backward_gemms) \
-          X(forward_peak_bytes) X(backward_peak_bytes) X(peak_bytes) X(ranks)
+#define FLCE_PLAN_FIELDS(X)                                                                       \
+  X(save), X(form), X(fuses_rows), X(dtype), X(z_dtype), X(accum_dtype), X(rows), X(chunk_rows),  \
+      X(chunks), X(backward_chunk_rows), X(backward_chunks), X(forward_gemms), X(backward_gemms), \
+      X(forward_peak_bytes), X(backward_peak_bytes), X(peak_bytes), X(ranks)
 
 int64_t flce_plan_values(const flce_plan* plan, int64_t* values) {
-  int64_t count = 0;
-#define FLCE_VALUE(name)                           \
-  if (values) values[count] = (int64_t)plan->name; \
-  count++;
-  FLCE_PLAN_FIELDS(FLCE_VALUE)
+#define FLCE_VALUE(name) (int64_t)plan->name
+  const int64_t fields[] = {FLCE_PLAN_FIELDS(FLCE_VALUE)};
 #undef FLCE_VALUE
+  int64_t count = sizeof fields / sizeof *fields;
+  if (values) memcpy(values, fields, sizeof fields);
   for (int id = 0; id < FLCE_BUF_COUNT; id++, count++)
     if (values) values[count] = plan->buffers[id].bytes;
   for (int id = 0; id < FLCE_COLLECTIVES; id++, count += 3) {
@@ -131,9 +128,12 @@ int64_t flce_plan_values(const flce_plan* plan, int64_t* values) {
 const char* flce_plan_names(void) {
   static char names[2048];
   int64_t used = 0;
-#define FLCE_NAME(name) #name " "
-  append(names, sizeof names, &used, "%s/", FLCE_PLAN_FIELDS(FLCE_NAME));
+#define FLCE_NAME(name) #name
+  const char* const fields[] = {FLCE_PLAN_FIELDS(FLCE_NAME)};
 #undef FLCE_NAME
+  for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+    append(names, sizeof names, &used, "%s ", fields[i]);
+  append(names, sizeof names, &used, "/");
   for (int id = 0; id < FLCE_BUF_COUNT; id++)
     append(names, sizeof names, &used, " %s", buffer_name(id));
   append(names, sizeof names, &used, " /");
