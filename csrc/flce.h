@@ -505,8 +505,8 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
  * the whole text without the 0, as snprintf does. */
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
 
-/* Pure. Sets the fields of a plan that depend neither on rows nor on sizes of buffers: form, dtypes,
- * leading dimensions. plan->save is set. */
+/* Pure. Sets the fields of a plan that depend neither on rows nor on sizes of buffers: form,
+ * dtypes, leading dimensions. plan->save is set. */
 void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 
 /* Writes the plan's integers to `values`, unless that is NULL, and returns their number: the fields

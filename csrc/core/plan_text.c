@@ -1,4 +1,4 @@
-/* flce_plan_text: the plan as text, for people and for flce/plan.py, which parses it.
+/* flce_plan_text: the plan as text, for people; flce_plan_values: as numbers, for flce/plan.py.
  * CONTRIBUTING.md has an example. */
 #include "flce.h"
 
