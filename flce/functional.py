@@ -40,7 +40,7 @@ _OF_LOSSES += ("num_items", "accumulate_into")
 _TENSORS_OWN = torch.Tensor.__torch_function__.__func__
 _OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KERNELS = {
     "linear_cross_entropy": composite.linear_cross_entropy_of,
     "cross_entropy": composite.cross_entropy_of,
@@ -52,8 +52,9 @@ def _call(name, known, operands, options):
     if the call is traced or transformed. `known`: the options that the function has."""
     if not known.keys() >= options.keys():
         check_names(name, known, options)
-    others = {*map(type, operands), *map(type, options.values())} - _PLAIN
-    if any(issubclass(kind, torch.Tensor) for kind in others):
+    kinds = (*map(type, operands), *map(type, options.values()))
+    others = [kind for kind in kinds if kind not in _PLAIN and issubclass(kind, torch.Tensor)]
+    if others:
         if isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
             return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
         if any(kind.__name__ == "DTensor" for kind in others):
