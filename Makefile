@@ -21,6 +21,9 @@ endif
 
 PYTHON := $(or $(ACTIVE),$(VENV)/bin/python)
 PIP := $(PYTHON) -m pip --disable-pip-version-check
+# A process takes whole files' worth of tests, so that the ranks that it started serve many of them.
+WORKERS ?= 2
+PYTEST = $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
 CLANG_FORMAT := $(PYTHON) -c 'from clang_format import clang_format; clang_format()'
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
@@ -36,16 +39,17 @@ C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 test: test-c test-py
 
 test-c:
-	$(MAKE) -C tests/c
+	$(MAKE) -C tests/c -j2
 
+# `make test-py TESTS=tests/test_accuracy.py WORKERS=0`: some tests, in one process.
 test-py: $(READY)
-	$(PYTHON) -m pytest
+	$(PYTEST) $(TESTS)
 
 # The frameworks of flce.integrations and flce.fuse that pyproject.toml names.
 integrations: $(FRAMEWORKS)
 
 test-integrations: $(FRAMEWORKS)
-	$(PYTHON) -m pytest tests/test_fuse_*.py tests/test_integrations*.py tests/test_finetune_hf.py
+	$(PYTEST) tests/test_finetune_hf.py tests/test_fuse_*.py tests/test_integrations*.py
 
 demo: $(READY)
 	$(PYTHON) examples/train_lm.py --out demo $(if $(STEPS),--steps $(STEPS))

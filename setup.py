@@ -1,11 +1,14 @@
 """Builds the module flce._C (C core, CPU, binding) and, with nvcc, flce/libflce_cuda.so."""
 
+import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +21,8 @@ CORE = sorted(str(path) for path in Path("csrc").rglob("*.c"))
 BINDING = sorted(str(path) for path in Path("csrc/binding").glob("*.cpp"))
 CUDA_SOURCES = ["csrc/core/status.c", *sorted(map(str, Path("csrc/cuda").rglob("*.cu")))]
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
+# Objects of the CUDA sources, for all clones.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flce"
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 # Last on the command line: they win over the flags that Python itself was built with.
 C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
@@ -73,42 +78,61 @@ def arch_flags(nvcc):
     return [f"-gencode={code}" for code in codes + ptx]
 
 
-def compile_cuda_source(number, source, command):
-    """The object of a source, made unless this very command made one since a file changed."""
-    digest = hashlib.sha256(" ".join(command).encode()).hexdigest()[:12]
-    out = Path("build/cuda", f"{source.replace(os.sep, '-')}-{digest}.o")
-    newest = max(os.path.getmtime(path) for path in (source, *HEADERS))
-    if not out.exists() or out.stat().st_mtime < newest:
-        out.parent.mkdir(parents=True, exist_ok=True)
+def included(source, header):
+    """The source, all headers of csrc that it includes, and cuBLASLt's."""
+    found = [Path(source)]
+    for path in found:
+        names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+        found += [Path(INCLUDE, name) for name in names if Path(INCLUDE, name) not in found]
+    return [*found, header / "cublasLt.h"]
+
+
+def compile_cuda_source(nvcc, header, number, source, flags):
+    """The object of a source, from the cache unless what it is made of has changed: flags, nvcc,
+    and contents of files. Objects that nothing has used for a month are removed."""
+    release = subprocess.run([nvcc, "--version"], check=True, capture_output=True).stdout
+    key = [source, *(flag for flag in flags if not flag.startswith("--threads"))]
+    digest = hashlib.sha256(release + " ".join(key).encode())
+    for path in included(source, header):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    out = CACHE / f"{source.replace(os.sep, '-')}-{digest.hexdigest()[:16]}.o"
+    if not out.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
         # The line's end is in the text: print writes its own apart, and other threads print too.
         print(f"flce: nvcc {number} of {len(CUDA_SOURCES)}: {source}\n", end="", flush=True)
-        subprocess.run([*command, "-c", source, "-o", str(out)], check=True)
+        made = out.with_suffix(f".{os.getpid()}.o")  # another build may be at it too
+        # -isystem: a wheel's folder may hold other headers, of another version than the toolkit's.
+        command = [nvcc, *flags, "-isystem", str(header), "-c", source, "-o", str(made)]
+        subprocess.run(command, check=True)
+        made.replace(out)
+    out.touch()
     return str(out)
 
 
-def cuda_commands(nvcc, header):
-    """The start of nvcc's command line for each of CUDA_SOURCES."""
-    # -isystem: a wheel's folder may hold other headers, of another version than the toolkit's.
-    flags = ["-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", f"-I{INCLUDE}"]
-    host = [nvcc, *flags, "-isystem", str(header)]
+def cuda_flags(nvcc):
+    """nvcc's flags for each of CUDA_SOURCES."""
+    host = ["-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", f"-I{INCLUDE}"]
     threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
     # csrc/cuda/sm90 has instructions of one architecture that no later one has.
     hopper = [*host, "-std=c++17", threads, "-gencode=arch=compute_90a,code=sm_90a"]
 
-    def command_of(source):
+    def flags_of(source):
         if source.endswith(".c"):
             return host
         return hopper if Path(source).parent.name == "sm90" else device
 
-    return [command_of(source) for source in CUDA_SOURCES]
+    return [flags_of(source) for source in CUDA_SOURCES]
 
 
 def build_cuda(library, nvcc, header):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = cuda_commands(nvcc, header)
-        numbers = range(1, len(CUDA_SOURCES) + 1)
-        objects = list(pool.map(compile_cuda_source, numbers, CUDA_SOURCES, commands))
+        numbers, flags = range(1, len(CUDA_SOURCES) + 1), cuda_flags(nvcc)
+        compile_one = functools.partial(compile_cuda_source, nvcc, header)
+        objects = list(pool.map(compile_one, numbers, CUDA_SOURCES, flags))
+    for old in CACHE.glob("*.o"):
+        if old.stat().st_mtime < time.time() - 30 * 86400:
+            old.unlink(missing_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     # exclude-libs: the static runtime's symbols must not be bound to those of torch's libcudart.
     link = ["-shared", "--cudart", "static", "-Xlinker", "--exclude-libs,ALL", "-ldl"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws time against memory for each shape of bench.py's records: one picture a shape.
 
-    python benchmarks/plot.py benchmarks/results/2026-11-21-h200.json --out docs
+    python benchmarks/plot.py benchmarks/results/2026-11-22-h200-everyone.json --out docs
 
 Peers are points, their Pareto front (no other is both faster and smaller) is a stepped line; flce's
 points are joined in order of budget. The dashed line is the time of the bare GEMMs.

@@ -236,8 +236,6 @@ class _Step:
 
     def __init__(self, machine, transport, plan, hidden, vocab, result):
         self.machine, self.transport, self.plan, self.result = machine, transport, plan, result
-        self.splits_dw = plan.ranks > 2 and "summed_input" in plan.collectives
-        self.cover = 0.0  # of the sums' exchange
         self.hidden, self.ranks, self.tokens = hidden, plan.ranks, plan.rows
         self.vocab = ceil_div(vocab, plan.ranks)
         self.divided = plan.ranks > 1
@@ -325,10 +323,7 @@ class _Step:
         weight = weight_product(self.machine, rows, self.hidden, self.vocab, added)
         self.add_product(weight)
         if last:
-            # Made in two GEMMs of whole waves, dX's terms are exchanged during the first, and their
-            # sums during the second (csrc/core/plan.c: split_dw).
-            self.cover = weight / 2 if self.splits_dw else 0.0
-            self.collective("input_terms", weight - self.cover)
+            self.collective("input_terms", weight)
 
     def finish(self):
         """The sum of the ranks' terms, the target rows of dW, dX from the other ranks."""
@@ -340,7 +335,7 @@ class _Step:
         touched = self.vocab * -math.expm1(-self.tokens / self.vocab)
         moved = self.row_bytes(self.tokens, ELEMENT) + self.row_bytes(touched, 2 * ELEMENT)
         covered = self.add_pass(moved)
-        self.collective("summed_input", self.cover + covered)
+        self.collective("summed_input", covered)
         self.add_pass(0, 2)  # reduce, scale_grads
 
 

@@ -36,39 +36,31 @@ enum flce_scalar {
   /* u: INV_DENOM times the power of two with u * (bound of |dz|) in (2^13, 2^14]. float16 gradients
    * that are computed before grad_output is known are kept times u. The bound is the product of
    * max |class weight|, max |token weight| / temperature over valid rows, |logit_scale|, and
-   * 1 + 128 z_loss Z_SHARE, which assumes |lse| <= 64. */
-  FLCE_SCALAR_UNIT,
+   * 1 + 128 z_loss Z_FACTOR, which assumes |lse| <= 64. */
+  FLCE_SCALAR_LOSS_SCALE,
   /* v: if dW is kept in float16, the power of two with v max |x| in (2^12, 2^13], x of valid rows;
    * else 1. */
-  FLCE_SCALAR_INPUT_UNIT,
-  /* If dW is kept in float16: u v 2^flce_held_shift(rows), the factor that it is kept times, with
+  FLCE_SCALAR_INPUT_SCALE,
+  /* If dW is kept in float16: u v 2^flce_plan.dw_fp16_shift, the factor that it is kept times, with
    * which its elements are at most 2^15. Else u. */
-  FLCE_SCALAR_WEIGHT_UNIT,
+  FLCE_SCALAR_DW_SCALE,
   /* Factor by which the z-loss's divisor differs from INV_DENOM. FLCE_MEAN with class weights and
    * without num_items: (sum of the targets' class weights over valid rows) / (number of valid
    * rows), so that the z-loss is averaged over valid rows. Else 1. */
-  FLCE_SCALAR_Z_SHARE,
+  FLCE_SCALAR_Z_FACTOR,
   FLCE_SCALAR_COUNT
 };
 
-/* Bounds of UNIT and INPUT_UNIT: powers of two whose product a float can hold. Only sums of weights
- * below 2^-66, and x below float16's smallest number, would need larger ones. */
-enum { FLCE_MAX_UNIT_EXPONENT = 80, FLCE_MAX_INPUT_EXPONENT = 40 };
-
-/* If dW is kept in float16, its GEMM multiplies the result by 2^flce_held_shift(rows). A sum of
- * `rows` terms of at most 2^27 then stays within 2^15. */
-static inline int flce_held_shift(int64_t rows) {
-  int bits = 0;
-  while (rows > INT64_C(1) << bits) bits++;
-  return -(bits + 12);
-}
+/* Bounds of LOSS_SCALE and INPUT_SCALE: powers of two whose product a float can hold. Only sums of
+ * weights below 2^-66, and x below float16's smallest number, would need larger ones. */
+enum { FLCE_MAX_SCALE_EXPONENT = 80, FLCE_MAX_INPUT_EXPONENT = 40 };
 
 /* Rows of the gradient's coefficients, [FLCE_COEF_ROWS][stat_pitch] stat dtype: factors of a row's
  * gradient. With k = token_weight_i g, a = logit_scale / (temperature temperature_i),
  * slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without a softcap),
- * A = (1-s) w_y + s/V sum(w) (probabilities: WEIGHT_SUM), r = k (A + 2 z_loss Z_SHARE lse) + g_lse,
- * m = lse - entropy:
- *   dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j - SOFT w_j t_j)
+ * A = (1-s) w_y + s/V sum(w) (probabilities: WEIGHT_SUM), r = k (A + 2 z_loss Z_FACTOR lse) +
+ * g_lse, m = lse - entropy: dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j -
+ * SOFT w_j t_j)
  *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
  * where g = grad_output * factor[0]; g_lse and g_entropy are not multiplied by factor. */
 enum flce_coef_row {
@@ -77,11 +69,29 @@ enum flce_coef_row {
    * the target's column, without the terms of label smoothing and of the entropy. */
   FLCE_COEF_TARGET,
   FLCE_COEF_SMOOTH,  /* a k s/V */
-  FLCE_COEF_VALID,   /* the factor of x in form dz: input_unit, 0 for ignored rows */
+  FLCE_COEF_VALID,   /* the factor of x in form dz: input_scale, 0 for ignored rows */
   FLCE_COEF_ENTROPY, /* a g_entropy inv_sum */
   FLCE_COEF_SOFT,    /* probabilities: a k (1-s); class targets: 0 */
   FLCE_COEF_ROWS
 };
+
+/* The facts that follow from the type of the device and the dtype of a call alone. */
+static inline void flce_facts_of_type(bool cpu, flce_dtype dtype, flce_facts* facts) {
+  if (cpu) {
+    /* torch's CPU GEMMs write the operands' dtype, and its float16 GEMM is slow. oneDNN's bfloat16
+     * GEMM on AMX reads each row of A up to the next multiple of 32 elements beyond k and
+     * multiplies the excess by zeros, so a NaN there becomes a NaN in the result. Hence the
+     * alignments. */
+    facts->row_alignment = FLCE_AMX_DEPTH * 2;
+    facts->input_alignment = dtype == FLCE_BF16 ? FLCE_AMX_DEPTH : 1;
+    facts->hidden_alignment = 1;
+    return;
+  }
+  facts->gemm_writes_f32 = facts->gemm_adds_bias = facts->gemm_f16 = true;
+  facts->hidden_alignment = flce_size_of(dtype) == 2 ? 8 : 1;
+  facts->row_alignment = 128; /* a cache line, and a row of a TMA box */
+  facts->multiprocessors = 1; /* at least: which device it is decides */
+}
 
 /* C[m,n] = 2^shift op(A) op(B) + beta C + bias, all row-major. */
 struct flce_gemm {
@@ -148,14 +158,14 @@ typedef struct flce_rows {
   int64_t out_columns;  /* columns of out to write: zeros from vocab on */
   void* stats;          /* [FLCE_STAT_ROWS][stat_pitch] stat dtype */
   int64_t stat_pitch;   /* elements between rows of stats and of coef: N */
-  /* [N] stat dtype: token_weight (nll-part + z_loss Z_SHARE lse^2), not yet divided by the
+  /* [N] stat dtype: token_weight (nll-part + z_loss Z_FACTOR lse^2), not yet divided by the
    * denominator. Class targets: nll-part = (1-s) w_y nll + s/V sum_j w_j (lse - l_j).
    * Probabilities: nll-part = sum_j w_j q_j (lse - l_j), q = (1-s) t + s/V. 0 for ignored rows. */
   void* loss;
-  int64_t* predictions;   /* [N]: the lowest column with the largest l; or NULL */
-  const void* scalars;    /* [FLCE_SCALAR_COUNT] stat dtype */
-  const void* input_unit; /* row_coefficients: [1] stat dtype, VALID of valid rows; NULL for 1 */
-  const void* coef;       /* [FLCE_COEF_ROWS][stat_pitch] stat dtype, or NULL */
+  int64_t* predictions;    /* [N]: the lowest column with the largest l; or NULL */
+  const void* scalars;     /* [FLCE_SCALAR_COUNT] stat dtype */
+  const void* input_scale; /* row_coefficients: [1] stat dtype, VALID of valid rows; NULL for 1 */
+  const void* coef;        /* [FLCE_COEF_ROWS][stat_pitch] stat dtype, or NULL */
   /* [H] stat dtype: sum_j w_j W_j for fused_logits with label smoothing, if it is known already and
    * z has neither bias nor softcap. Or NULL. */
   const void* wsum;
@@ -342,17 +352,17 @@ typedef struct flce_merge_args {
   int64_t rank;            /* this one */
 } flce_merge_args;
 
-typedef struct flce_sum_terms_args {
+typedef struct flce_sum_dx_args {
   void* out;            /* [count] out_dtype */
   void* copy;           /* [count] out_dtype, a second output; or NULL */
   flce_dtype out_dtype; /* dtype, or a 16-bit dtype where that is float32 */
   const void* received; /* [ranks][count] dtype; the block of `rank` is not read */
   const void* own;      /* [count] dtype: the term of `rank` */
-  flce_dtype dtype;     /* of the terms */
-  int64_t ranks;        /* terms */
+  flce_dtype dtype;     /* of received and own */
+  int64_t ranks;        /* partial gradients */
   int64_t rank;         /* this one */
   int64_t count;        /* of elements */
-} flce_sum_terms_args;
+} flce_sum_dx_args;
 
 /* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at
  * token 0 and first_token is 0. */
@@ -434,14 +444,14 @@ struct flce_backend {
   flce_status (*cast)(void* self, const flce_cast_args* call);
 
   /* Computes tensors->scalars from tensors' target, class_weight, token_weight, temperature,
-   * num_items, and, if holds_weight, input. Also runs order_targets into `order`, unless that is
-   * NULL. `overlaps`: the kernel queued before this call is one of the backend's own and touches
-   * none of these arrays, so this call may run concurrently with it (PDL).
-   * CPU: FLCE_TARGET_OUT_OF_RANGE names row, value and range; FLCE_INVALID_ARGUMENT if more rows
-   * are valid than problem->rows. Both are found before anything is written. CUDA: nothing is
-   * checked; INV_DENOM is NaN in the second case. */
+   * num_items, and, if dw_fp16_shift is not 0, input. Also runs order_targets into `order`, unless
+   * that is NULL. `overlaps`: the kernel queued before this call is one of the backend's own and
+   * touches none of these arrays, so this call may run concurrently with it (PDL). CPU:
+   * FLCE_TARGET_OUT_OF_RANGE names row, value and range; FLCE_INVALID_ARGUMENT if more rows are
+   * valid than problem->rows. Both are found before anything is written. CUDA: nothing is checked;
+   * INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool holds_weight, bool overlaps);
+                         void* order, int dw_fp16_shift, bool overlaps);
 
   /* The first problem->rows elements of `index` (facts.compact_bytes in all) become the rows of
    * target[N] that are not ignored, ascending, then -1. */
@@ -488,8 +498,8 @@ struct flce_backend {
                                   const flce_upstream* upstream, const void* factor, void* coef);
   /* Form dz in float16, which has few bits for a gradient that is small for want of a loss scale:
    * multiplies the rows' coef, except FLCE_COEF_VALID, by the power of two u with u max |dz| of at
-   * most 2^12. unit becomes {1/u, 0, 1, 0}, then 1/u `weights` times. */
-  flce_status (*scale_coefficients)(void* self, const flce_rows* rows, void* coef, float* unit,
+   * most 2^12. scale becomes {1/u, 0, 1, 0}, then 1/u `weights` times. */
+  flce_status (*scale_coefficients)(void* self, const flce_rows* rows, void* coef, float* scale,
                                     int64_t weights);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
@@ -548,16 +558,17 @@ struct flce_backend {
   flce_status (*shard_targets)(void* self, const flce_shard_targets_args* call);
   /* The statistics of the rows over this rank's classes (enum flce_shard_stat), from FLCE_STAT_*
    * and, with label smoothing, from `loss`, which the passes have computed with label_smoothing 1,
-   * z_loss 0 and no token_weight (flce_set_rank_view). Rows that are not valid: anything. */
+   * z_loss 0 and no token_weight (flce_enable_partial_sums). Rows that are not valid: anything. */
   flce_status (*pack_statistics)(void* self, const flce_pack_args* call);
   /* Those of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in the
    * order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and SLOPE:
    * exp(l - OFFSET) INV_SUM is the probability of this rank's classes in the whole vocabulary; NLL
    * and SLOPE are those of the target or of its substitute. */
   flce_status (*merge_statistics)(void* self, const flce_merge_args* call);
-  /* out = the sum of the ranks' terms, in the order of the ranks, in the stat dtype, rounded once.
+  /* out = the sum of the ranks' partial dX, in the order of the ranks, in the stat dtype, rounded
+   * once.
    */
-  flce_status (*sum_terms)(void* self, const flce_sum_terms_args* call);
+  flce_status (*sum_partial_dx)(void* self, const flce_sum_dx_args* call);
 
   /* ---- save=samples (flce.h); the stat dtype is float32. Lists that sample_rows did not write for
    * as many classes: FLCE_INVALID_ARGUMENT on the CPU; on CUDA NaN in place of the sums that would
@@ -578,13 +589,27 @@ struct flce_backend {
   /* db: out_j = sum of the factors of the entries of class j - w_j smooth_total[0]. */
   flce_status (*sampled_grad_bias)(void* self, const flce_sampled_bias_args* call);
 
-  /* out = in * grad_output[0] * [scalars: INV_DENOM / unit], for each of `number` arrays, at most
-   * FLCE_GRADIENTS. The unit is WEIGHT_UNIT if `in` is float16, else UNIT. scalars NULL: the factor
-   * is grad_output[0] alone. Both have the dtype `stat`. Nothing is written if out is in and the
-   * factor is 1. */
+  /* out = in * grad_output[0] * [scalars: INV_DENOM / scale], for each of `number` arrays, at most
+   * FLCE_GRADIENTS. The scale is DW_SCALE if `in` is float16, else LOSS_SCALE. scalars NULL: the
+   * factor is grad_output[0] alone. Both have the dtype `stat`. Nothing is written if out is in and
+   * the factor is 1. */
   flce_status (*scale_grads)(void* self, const flce_scaled* grads, int number,
                              const void* grad_output, const void* scalars, flce_dtype stat);
 };
+
+/* Their names, from which the backends' declarations and tables follow: those that every backend
+ * has, and those that facts say whether it has. */
+#define FLCE_EACH(X, a, b, c, d, e, f) X(a) X(b) X(c) X(d) X(e) X(f)
+#define FLCE_BACKEND_FUNCTIONS(X)                                                                \
+  FLCE_EACH(X, facts, gemm, fill, cast, prepare, compact_rows)                                   \
+  FLCE_EACH(X, blank_rows, stat_rows, exp_rows, grad_rows, row_coefficients, scale_coefficients) \
+  FLCE_EACH(X, reduce, scale_rows, finish_grad_input, column_sum, order_targets,                 \
+            finish_grad_weight)                                                                  \
+  FLCE_EACH(X, finish_grad_bias, add_block, shard_targets, pack_statistics, merge_statistics,    \
+            sum_partial_dx)                                                                      \
+  FLCE_EACH(X, sample_rows, sampled_grad_input, order_samples, sampled_grad_weight,              \
+            sampled_grad_bias, scale_grads)
+#define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
 
 #ifdef __cplusplus
 }

@@ -91,6 +91,7 @@ typedef enum flce_save {
   FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
   FLCE_SAVE_SAMPLES, /* the sampled gradient: lists of entries of E; the backward gathers with
                         them the rows of W and x, without a GEMM */
+  FLCE_SAVE_AUTO,    /* of a problem alone: flce_choose_strategy() takes one of the others */
 } flce_save;
 const char* flce_save_name(flce_save save);
 
@@ -148,14 +149,14 @@ static inline int64_t flce_sample_pitch(double eps) {
 #define FLCE_LOSS_NUMBERS(X)                                                    \
   /* s: the target becomes (1 - s) target + s/V */                              \
   X(label_smoothing, value >= 0.0 && value <= 1.0, "0 <= label_smoothing <= 1") \
-  /* C in C tanh(logit_scale z / C) */                                          \
-  X(softcap, value >= 0.0, "a positive number, or 0 for none")                  \
+  /* C in C tanh(logit_scale z / C); 0 for none */                              \
+  X(softcap, value >= 0.0, "a positive finite number or None")                  \
   /* multiplies z */                                                            \
   X(logit_scale, value != 0.0, "a finite number other than 0")                  \
   /* divides the logits of all rows after the softcap */                        \
-  X(temperature, value > 0.0, "a positive number")                              \
+  X(temperature, value > 0.0, "a positive finite number")                       \
   /* adds z_loss lse^2 to the loss of a row */                                  \
-  X(z_loss, value >= 0.0, "a number of at least 0")
+  X(z_loss, value >= 0.0, "a finite number of at least 0")
 
 /* The scalar parameters of the loss. Its tensors are in flce_tensors. */
 typedef struct flce_loss {
@@ -192,10 +193,11 @@ typedef struct flce_problem {
   flce_dtype logits_dtype;
   flce_reduction reduction; /* of the row losses */
   flce_save save;           /* what the forward keeps for the backward */
-  double gradient_eps;      /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
-  bool want_grad_input,     /* dX is needed */
-      want_grad_weight,     /* dW is needed */
-      want_grad_bias;       /* db is needed */
+  bool sampled;         /* the gradient is sampled: save is samples, or auto before the choice */
+  double gradient_eps;  /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
+  bool want_grad_input, /* dX is needed */
+      want_grad_weight, /* dW is needed */
+      want_grad_bias;   /* db is needed */
   /* The backward adds dW to the contents of the caller's grad_weight, whose padding rows it leaves
    * unchanged. Not for save=grads, whose forward already computes dW. */
   bool adds_grad_weight;
@@ -210,6 +212,9 @@ typedef struct flce_problem {
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */
   bool wants_statistics;
+  /* For the choice of save=auto: lse or entropy are outputs that may be differentiated; the
+   * backward adds dW to a gradient of the caller's; the call is part of a compiled graph. */
+  bool differentiates_outputs, accumulates, traced;
   bool has_temperature; /* a temperature for each row is given */
   bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
   /* With ranks > 1 the vocabulary is sharded over so many ranks (core/shards.c). W, b, dW and db
@@ -221,7 +226,7 @@ typedef struct flce_problem {
    */
   bool input_is_sharded;
   bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
-  bool wide_terms;         /* the ranks' terms of dX are exchanged in float32, not in dX's dtype */
+  bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
   /* Set by flce_plan_call from the plan of an equal share, so that all ranks have the same chunks
    * and row order. 0 and false without ranks. */
   int64_t chunk_rows;
@@ -317,7 +322,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
   FLCE_BUF_LOGITS,    /* [chunk][z_pitch] z_dtype: logits of a chunk, overwritten by E or dz */
   /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
-  FLCE_BUF_DZ_UNIT,
+  FLCE_BUF_DZ_SCALE,
   FLCE_BUF_COEF,  /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_INDEX, /* int64: the rows to compute, if they are gathered (compact_rows) */
   /* [chunk][input_pitch] dtype: the chunk's rows of x as the A operand of the logits GEMM, if they
@@ -327,8 +332,9 @@ typedef enum flce_buffer_id {
   /* [chunk][plan's hidden] dx_gemm_dtype: E W of a chunk, if the GEMM cannot write it to dX. */
   FLCE_BUF_DX_ROWS,
   /* The B operand of dW's GEMM, [chunk][plan's hidden] dtype. Form exp: coef * x. Form dz: the
-   * valid rows of x times FLCE_SCALAR_INPUT_UNIT, if x itself cannot be the operand. Before, it may
-   * hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch]. */
+   * valid rows of x times FLCE_SCALAR_INPUT_SCALE, if x itself cannot be the operand. Before, it
+   * may hold the A operand of the logits GEMM, as FLCE_BUF_GATHERED_X does: [chunk][input_pitch].
+   */
   FLCE_BUF_SCALED_X,
   /* [V][weight_hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
    * plan's hidden is not H. */
@@ -341,21 +347,21 @@ typedef enum flce_buffer_id {
   /* [2 H + 1] stat dtype, H the plan's hidden, for label smoothing: sum_j w_j W_j, sum_i c_i x_i,
    * sum_i c_i, where c is FLCE_COEF_SMOOTH. */
   FLCE_BUF_SMOOTH,
-  FLCE_BUF_ORDER,      /* tokens sorted by target (order_targets) */
-  FLCE_BUF_SAMPLES,    /* the sampled entries ordered by class (order_samples) */
-  FLCE_BUF_COLUMN_SUM, /* scratch of column_sum */
-  FLCE_BUF_FUSED,      /* scratch of fused_logits for a chunk */
-  FLCE_BUF_GEMM,       /* scratch of a GEMM */
+  FLCE_BUF_ORDER,        /* tokens sorted by target (order_targets) */
+  FLCE_BUF_SAMPLE_ORDER, /* the sampled entries ordered by class (order_samples) */
+  FLCE_BUF_COLUMN_SUM,   /* scratch of column_sum */
+  FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
+  FLCE_BUF_GEMM,         /* scratch of a GEMM */
   /* The vocabulary is sharded (core/shards.c). R ranks, P flce_shard_stat_count(). */
   FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is sharded */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
   FLCE_BUF_SHARD_STATS,   /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
-  /* [R][ceil(N/R)][H] input_term_dtype: this rank's term of dX, sent, unless the caller's dX can
+  /* [R][ceil(N/R)][H] partial_dx_dtype: this rank's partial dX, sent, unless the caller's dX can
    * hold it; then the sums of all ranks, received. */
-  FLCE_BUF_OWN_TERMS,
-  /* The same shape: the terms of all ranks for this rank's tokens, received. */
-  FLCE_BUF_RECEIVED_TERMS,
+  FLCE_BUF_PARTIAL_DX,
+  /* The same shape: the partial dX of all ranks for this rank's tokens, received. */
+  FLCE_BUF_RECEIVED_DX,
   FLCE_BUF_COUNT
 } flce_buffer_id;
 
@@ -375,8 +381,8 @@ typedef struct flce_buffer {
 typedef enum flce_collective_id {
   FLCE_ALL_GATHER_INPUT,      /* of x, if it is sharded */
   FLCE_ALL_GATHER_STATISTICS, /* of the rows' statistics */
-  FLCE_ALL_TO_ALL_TERMS,      /* of the ranks' terms of dX */
-  FLCE_ALL_GATHER_SUMS,       /* of the sums of these, unless dX is sharded */
+  FLCE_ALL_TO_ALL_DX,         /* of the ranks' partial dX */
+  FLCE_ALL_GATHER_DX,         /* of the sums of these, unless dX is sharded */
   FLCE_COLLECTIVES
 } flce_collective_id;
 
@@ -408,11 +414,10 @@ typedef struct flce_plan {
   /* The forward's statistics come from fused_logits. It writes E instead of the logits; in form dz
    * it writes the logits, if a row pass reads them. */
   bool fuses_rows;
-  /* dW is kept in float16 before grad_output is known, times FLCE_SCALAR_WEIGHT_UNIT. */
-  bool holds_weight;
+  /* Not 0 if dW is kept in float16 before grad_output is known, times FLCE_SCALAR_DW_SCALE. Its
+   * GEMM then multiplies by 2^dw_fp16_shift. */
+  int dw_fp16_shift;
   int64_t bias_parts; /* rows of FLCE_BUF_DB_PARTS if grad_weight_gemm makes dW and db, else 0 */
-  /* The last chunk's GEMM of dW is two GEMMs, with so many classes in the first; 0: it is one. */
-  int64_t dw_first_rows;
   int64_t chunk_rows, /* rows of a chunk of the forward */
       chunks;         /* chunks of the forward */
   /* Rows of a chunk of the backward's loop, and its chunks; 0 for save=grads and save=samples,
@@ -428,7 +433,7 @@ typedef struct flce_plan {
       out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
       saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
   flce_dtype grad_input_dtype, /* of FLCE_BUF_GRAD_INPUT */
-      input_term_dtype,        /* of dX before it is summed over the ranks */
+      partial_dx_dtype,        /* of dX before it is summed over the ranks */
       grad_weight_dtype,       /* of FLCE_BUF_GRAD_WEIGHT, or of the caller's grad_weight */
       grad_bias_dtype;         /* of FLCE_BUF_GRAD_BIAS */
   /* The result of dX's GEMM. It goes directly to dX if that has this dtype and the same rows and
@@ -452,12 +457,42 @@ typedef struct flce_plan {
   flce_collective collectives[FLCE_COLLECTIVES]; /* by flce_collective_id; 0 without ranks */
 } flce_plan;
 
+/* valid_vocab: not given. */
+#define FLCE_ABSENT INT64_MIN
+
+/* What save=auto is: a strategy for at most few_rows rows, one for at most some_rows, one for more.
+ */
+typedef struct flce_strategy {
+  flce_save few, some, many;
+  int64_t few_rows, some_rows;
+} flce_strategy;
+
+/* Pure. The strategies of a problem whose `rows` are not read; all three are the same unless save
+ * is auto. */
+void flce_choose_strategy(const flce_problem* problem, const flce_facts* facts,
+                          flce_strategy* strategy);
+
+static inline flce_save flce_strategy_of(const flce_strategy* strategy, int64_t rows) {
+  if (rows <= strategy->few_rows) return strategy->few;
+  return rows <= strategy->some_rows ? strategy->some : strategy->many;
+}
+
+/* A rank's problem if the classes were divided equally: what the ranks have to agree on is decided
+ * for it. The problem itself if the vocabulary is not sharded. */
+flce_problem flce_equal_share(const flce_problem* problem);
+
+/* Sets problem->vocab and, where the vocabulary is sharded, first_class and classes, from the
+ * `start` and `vocab` of VocabParallel, -1 for None, and valid_vocab, or FLCE_ABSENT. A group of
+ * one rank becomes no group. */
+flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t vocab,
+                              int64_t valid_vocab);
+
 /* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_loss* loss);
 
-/* The facts of the backend for `problem`, and the plan. Where the vocabulary is sharded, what the
- * ranks have to agree on (the chunks of the forward, the order of its rows) is decided for a rank
- * with an equal share of the classes. No allocation. */
+/* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
+ * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order
+ * of its rows) is decided for a rank with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 
@@ -469,6 +504,20 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
 /* Writes the plan as text, at most `size` bytes including the terminating 0. Returns the length of
  * the whole text without the 0, as snprintf does. */
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
+
+/* Pure. Sets the fields of a plan that depend neither on rows nor on sizes of buffers: form,
+ * dtypes, leading dimensions. plan->save is set. */
+void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
+
+/* Writes the plan's integers to `values`, unless that is NULL, and returns their number: the fields
+ * in flce_plan_names(), then the bytes of the buffers, then forward, backward and bytes of each
+ * collective. */
+int64_t flce_plan_values(const flce_plan* plan, int64_t* values);
+/* Three lists of names, separated by '/': fields, buffers, collectives and their kinds. */
+const char* flce_plan_names(void);
+/* FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range, or if options that exclude
+ * each other are combined. */
+flce_status flce_check_problem(const flce_problem* problem);
 
 /* ---- engine ---- */
 

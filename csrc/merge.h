@@ -67,13 +67,13 @@ static FLCE_HOST_DEVICE void flce_merge_others(const flce_merge_args* call, flce
   double best = -INFINITY;
   for (int64_t r = 0; r < call->ranks; r++) {
     double lse = flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_LSE, row);
-    double difference = flce_lse_minus_shard(merged, lse), share = exp(-difference);
+    double difference = flce_lse_minus_shard(merged, lse), fraction = exp(-difference);
     double weight = flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_WEIGHT, row);
     double top = flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_TOP, row);
     int64_t column = (int64_t)flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_COLUMN, row);
-    if (share != 0.0)
+    if (fraction != 0.0)
       merged->entropy +=
-          share * (flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_ENTROPY, row) + difference);
+          fraction * (flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_ENTROPY, row) + difference);
     /* Weights that sum to 0 may still have a sum of w_j l_j, but not where all l are -inf. */
     if (lse != -INFINITY)
       merged->smoothing_sum +=
@@ -129,7 +129,7 @@ static FLCE_HOST_DEVICE double flce_merged_loss(const flce_rows* rows, flce_dtyp
   if (options->label_smoothing > 0.0)
     loss += options->label_smoothing / (double)rows->vocab * merged->smoothing_sum;
   if (options->z_loss != 0.0)
-    loss += options->z_loss * flce_stat_at(rows->scalars, stat, FLCE_SCALAR_Z_SHARE) * lse * lse;
+    loss += options->z_loss * flce_stat_at(rows->scalars, stat, FLCE_SCALAR_Z_FACTOR) * lse * lse;
   return flce_factor_at(rows->token_weight, stat, at) * loss;
 }
 

@@ -1,5 +1,5 @@
-/* The interface of libflce_cuda.so to flce.tune: which GEMMs ran, the time of each of their
- * cuBLASLt algorithms, and the choice among them. Nothing of it runs in a call. */
+/* The interface of libflce_cuda.so to benchmarks/tune.py: which GEMMs ran, the time of each of
+ * their cuBLASLt algorithms, and the choice among them. Nothing of it runs in a call. */
 #ifndef FLCE_TUNING_H
 #define FLCE_TUNING_H
 
@@ -21,9 +21,9 @@ typedef struct flce_gemm_operands {
 
 /* The functions of the tuner. A GEMM is identified by a line of text, here called a product: the
  * version of cuBLASLt, the numbers on which the choice of an algorithm depends (PRODUCT in
- * flce/tune.py names them), the name of the GPU. Functions with `text` write at most `size` bytes,
- * as snprintf does, and set *used to the length of the whole text. The device of the flce_cuda has
- * to be the current one. */
+ * benchmarks/tune.py names them), the name of the GPU. Functions with `text` write at most `size`
+ * bytes, as snprintf does, and set *used to the length of the whole text. The device of the
+ * flce_cuda has to be the current one. */
 typedef struct flce_cuda_tuning {
   /* True: clears the record and starts recording each distinct GEMM that runs. False: stops. */
   void (*record)(bool on);

@@ -1,6 +1,7 @@
 """flce: fused linear + cross entropy for PyTorch. The public names."""
 
 import importlib
+import typing
 
 import torch
 
@@ -13,14 +14,15 @@ except ImportError as error:
     ) from error
 
 from . import reference
-from .deferred import explain, fuse
+from .distributed import VocabParallel
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
-from .parallel import VocabParallel
 from .plan import Plan, plan
 from .targets import num_items
-from .tune import TunedProduct, Tuning, tune
+
+if typing.TYPE_CHECKING:
+    from .fusion import explain, fuse
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,8 +30,6 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
     "Plan",
-    "TunedProduct",
-    "Tuning",
     "VocabParallel",
     "VocabParallelHead",
     "compat",
@@ -42,15 +42,22 @@ __all__ = [
     "num_items",
     "plan",
     "reference",
-    "tune",
 ]
 
 
 def __getattr__(name):
-    """Imports flce.compat and flce.integrations on first access, because they depend on flce, and
-    VocabParallelHead, because of what it imports."""
+    """Imports on first access what depends on flce or takes long to import."""
     if name == "VocabParallelHead":
-        return importlib.import_module(".style", __name__).VocabParallelHead
+        return importlib.import_module(
+            ".distributed.vocab_parallel_head", __name__
+        ).VocabParallelHead
     if name in ("compat", "integrations"):
         return importlib.import_module(f".{name}", __name__)
+    if name in ("explain", "fuse"):
+        return getattr(importlib.import_module(".fusion", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    """With what is imported on first access, for help() and completion."""
+    return sorted({*globals(), *__all__})

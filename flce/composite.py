@@ -1,185 +1,77 @@
-"""The composite operators `torch.ops.flce.linear_cross_entropy` and `cross_entropy`, and for each a
-variant `_outputs`, which also returns lse, entropy, accuracy, predictions and z_loss.
-
-They read requires_grad and autocast, resolve `save`, and call the inner operators. They have no
-autograd formula: autograd records the inner operators.
+"""A call of the loss: from its arguments to the operator of C++, and from what that returns to the
+outputs. Also the operators `torch.ops.flce.linear_cross_entropy` and `cross_entropy`, with variants
+`_outputs` that return lse, entropy, accuracy, predictions and z_loss too; they have no autograd
+formula, as autograd records the operators that they call.
 """
 
 import math
-import operator
 import sys
 
 import torch
+from torch.compiler import is_compiling
 
-from . import adapter, autograd, parallel, strategy, validate
+from . import adapter, autograd, fakes, operators, validate
 from .accumulate import Accumulator
-from .options import OPTIONS, OUTPUTS, RETURNS, SHARDS, Wanted, defaults
-from .signature import (
-    autocast_dtype,
-    describe,
-    environment,
-    linear_signature,
-    linear_values,
-    logits_signature,
-    logits_values,
-)
+from .options import DTYPES, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
-NOTHING = Wanted()
+# Set by flce/__init__.py: what ranks that divide the vocabulary do before a call.
+before_sharded_call = None
+_matmul = torch.backends.cuda.matmul
+_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
+COUNTED = -1  # csrc/binding/call.h: kCountedRows
 # Each rank draws with a key of its own, because the draws of the ranks' classes in a row have to be
 # independent. Its multiples wrap as int64, and differ.
 _SEED_STEP = 0x9E3779B97F4A7C15 >> 1
-_DEFAULTS = {**defaults(), "token_temperature": None}
-_vectors = operator.itemgetter("weight", "token_weight", "token_temperature")
-_OPERANDS = ("input", "linear_weight", "linear_bias")
-_LOSS_TENSORS = ("target", "weight", "token_weight", "temperature")
 
 
-def _rows_of(tensor):
-    """Flattens all leading dimensions into one."""
-    return (tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])).contiguous()
+def is_traced():
+    """By torch.compile, torch.export or make_fx."""
+    return is_compiling() or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
 
 
-def _loss_tensors(call, target, vectors):
-    """Target and optional tensors in the form that the inner operators take."""
-    validate.check_target_range(target, call.vocab, call.settings.ignore_index)
-    if call.has_probabilities:
-        flat = _rows_of(target)
-    else:
-        flat = target if target.dim() == 1 else target.reshape(-1)
-        flat = (flat if flat.dtype == torch.int64 else flat.to(torch.int64)).contiguous()
-    weight, token_weight, token_temperature = vectors
-    if weight is None and token_weight is None and token_temperature is None:
-        return flat, *vectors
-    vectors = (None if one is None else one.detach().reshape(-1) for one in vectors)
-    return flat, *(None if one is None else one.to(call.stat).contiguous() for one in vectors)
+def autocast_dtype(device_type):
+    """The dtype to which autocast casts the GEMMs' operands; None if it is off."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def _outputs(call, made, tensors, num_items, shape, bound=None):
-    """The loss and the wanted outputs, of the rows' `shape`, from those of an inner operator.
-
-    `bound`: how many rows were computed; with more valid rows the accuracy is NaN, as the loss is.
-    """
-    wanted, settings, (loss, stats, sums, predictions, *_) = call.wanted, call.settings, made
-    outputs = [loss.reshape(shape) if settings.reduction == "none" else loss]
-    outputs += [None] * len(wanted)
-    if not any(wanted):
-        return outputs
-    target, _, token_weight, _ = tensors
-    ignored = None if call.has_probabilities else target == settings.ignore_index
-    if wanted.lse:
-        outputs[1] = stats[autograd.STAT_LSE].reshape(shape)
-    if wanted.entropy:
-        outputs[2] = stats[autograd.STAT_ENTROPY].reshape(shape)
-        if settings.gradient == "sampled" and outputs[2].requires_grad:
-            outputs[2].register_hook(autograd.refuse_entropy_gradient)
-    if wanted.accuracy:
-        # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
-        right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
-        outputs[3] = right / sums[autograd.SCALAR_VALID].clamp(min=1.0)
+def _rows(packed, target):
+    """The operator's `rows`: None for all, COUNTED to count on the CPU, else a bound."""
+    bound = packed.valid_bound
+    if target.is_floating_point():
         if bound is not None:
-            outputs[3] = outputs[3].masked_fill(sums[autograd.SCALAR_VALID] > bound, math.nan)
-    if wanted.predictions:
-        outputs[4] = predictions.reshape(shape)
-    if wanted.z_loss:
-        rows = settings.z_loss * stats[autograd.STAT_LSE].detach().square()
-        if token_weight is not None:
-            rows = rows * token_weight
-            rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
-        count = sums[autograd.SCALAR_VALID] if num_items is None else num_items
-        if settings.reduction == "none":
-            outputs[5] = rows.reshape(shape)
-        elif settings.reduction == "sum":
-            outputs[5] = rows.sum()
-        else:
-            outputs[5] = (rows.sum() / count).masked_fill(count == 0, 0.0)
-    return outputs
+            expected = "None with probabilities, of which no row is ignored"
+            validate.refuse("valid_bound", expected, repr(bound))
+        return None
+    if target.is_cpu and (bound is None or bound == "count"):
+        # Without values to count the operator has memory for all.
+        counts = type(target) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
+        return COUNTED if counts and not is_compiling() else None
+    if bound is None:
+        return None
+    if bound == "count" or (target.is_cuda and validate.checks_more()):
+        if is_traced():
+            got = '"count", which waits for the device'
+            validate.refuse("valid_bound", "an int or None under torch.compile", got)
+        valid = int((target != packed.ignore_index).sum())  # synchronises with the device
+        if bound != "count" and valid > bound:
+            expected = f"at least {valid}, the number of rows that are not ignored"
+            validate.refuse("valid_bound", expected, bound)
+        bound = valid if bound == "count" else bound
+    # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
+    least = 0 if target.is_cpu else 1
+    return max(bound, least) if bound < target.numel() else None
 
 
-def _joined_operands(input, linear_weight, settings):
-    """The operands of the logits' GEMM, as adapter.Operands."""
-    low_rank = settings["adapter_input"], settings["adapter_weight"]
-    if all(tensor is None for tensor in low_rank):
-        return adapter.Operands(input, linear_weight, linear_weight)
-    if settings["accumulate_into"] is not None:
-        got = repr(settings["accumulate_into"])
-        validate.refuse("accumulate_into", "None with an adapter_weight", got)
-    has_autocast = torch._C._is_any_autocast_enabled() and isinstance(input, torch.Tensor)
-    autocast = autocast_dtype(input.device.type) if has_autocast else None
-    least = 1 if settings["vocab_parallel"] is None else 0
-    return adapter.joined(input, linear_weight, *low_rank, autocast, least)
-
-
-def _resolve_vocab_parallel(settings, vectors, linear_weight):
-    """(settings, vectors, shard) where vocab_parallel is given: the settings have its text, or None
-    for a group of one rank. `shard` is the VocabShard if the class weights are this rank's only,
-    so that the ranks have to exchange them, else None."""
-    text = parallel.text_of(settings["vocab_parallel"])
-    shard = parallel.shard_of(text)
-    validate.check_tensor("linear_weight", linear_weight)
-    if linear_weight.dim() == 0:  # which linear_signature refuses
-        return {**settings, "vocab_parallel": None}, vectors, None
-    rows = linear_weight.shape[0]
-    if shard.ranks == 1:
-        classes = shard.class_range(rows)[1]
-        if rows != classes:
-            validate.refuse("linear_weight", f"all {classes} rows in a group of one rank", rows)
-        return {**settings, "vocab_parallel": None}, vectors, None
-    from . import collectives  # also implements the operators that the call needs
-
-    if not torch.compiler.is_compiling():
-        collectives.check_group(shard)
-        if not shard.fits(rows):  # in a group's first call all ranks then refuse
-            collectives.compare(shard, linear_weight, None)
-    weight, sharded = parallel.class_weight_of_rank(vectors[0], shard, rows)
-    vectors = weight, *vectors[1:]
-    return {**settings, "vocab_parallel": text}, vectors, shard if sharded else None
-
-
-def _describe_loss_tensors(target, vectors, shard, linear_weight):
-    """The fields of _LOSS_TENSORS, with class weights of all ranks, which are exchanged once all
-    arguments have been checked. `shard`: None if they are whole."""
-    described = list(map(describe, _LOSS_TENSORS, (target, *vectors)))
-    if shard is not None:
-        dtype, device, _, requires_grad = described[1]
-        described[1] = dtype, device, shard.class_range(len(linear_weight))[1:], requires_grad
-    return tuple(described)
-
-
-def _common_options(call, rows, operands, tensors, num_items, shard, weight_shard):
-    """Pairs of a name and a value: what the calls of all ranks have to have in common."""
-    input, *others = operands
-    pairs = [("input", (input.dtype, tuple(call.rows.shape))), ("valid_vocab", call.vocab)]
-    names = *_OPERANDS[1:], *_LOSS_TENSORS, "num_items"
-    for name, tensor in zip(names, (*others, *tensors, num_items), strict=True):
-        pairs.append((name, None if tensor is None else tensor.dtype))
-    own = (*SHARDS, "group")
-    pairs += (pair for pair in call.settings._asdict().items() if pair[0] not in own)
-    pairs += (("sequence", shard.sequence), ("reduce_input_grad", shard.reduce_input_grad))
-    pairs += (("reduce_dtype", torch.float32 if shard.wide else None),)
-    pairs += (("weight", "sharded" if weight_shard else "whole, or none"),)
-    return [*pairs, ("accumulate_into", call.accumulates), ("rows that are not ignored", rows)]
-
-
-def _exchange_first(call, rows, operands, tensors, num_items, vocab_parallel, weight_shard):
-    """What the ranks exchange before the operator runs, once all arguments have been checked: their
-    class ranges, in a group's first call; their options, with FLCE_CHECK=1; their class weights,
-    where `weight_shard` is given. Returns `tensors` with the class weights of all ranks, and
-    without those of padding."""
-    if not torch.compiler.is_compiling():
-        from . import collectives
-
-        shard, options = parallel.shard_of(vocab_parallel), None
-        if validate.checks_more():
-            given = operands, tensors, num_items, shard, weight_shard
-            options = _common_options(call, rows, *given)
-        collectives.compare(shard, operands[1], options)
-    target, weight, *vectors = tensors
-    if weight is None:
-        return tensors
-    if weight_shard is not None:
-        weight = parallel.whole_class_weight(weight, weight_shard, len(operands[1]))
-    return target, weight[: call.vocab], *vectors
+def _seed(packed, tensors, input):
+    """The seed of the draw, or None. It is drawn under no_grad too: a reentrant checkpoint restores
+    the generator for its second forward, so without a draw in the first every step would have the
+    same seed."""
+    seed = tensors.get("gradient_seed")
+    if packed.gradient != "sampled" and seed is None:
+        return None
+    return _seed_of_rank(validate.seed_tensor(seed, input), packed.rank)
 
 
 def _seed_of_rank(seed, rank):
@@ -187,63 +79,126 @@ def _seed_of_rank(seed, rank):
     return seed + step if rank else seed
 
 
-def linear_cross_entropy_of(wanted, input, linear_weight, target, settings):
-    """The loss and the outputs in `wanted`, None for the others. `settings`: the values of
-    OPTIONS and of token_temperature, a vector of temperatures."""
-    linear_bias, num_items = settings["linear_bias"], settings["num_items"]
-    vectors = _vectors(settings)
-    joined = _joined_operands(input, linear_weight, settings)
-    input, linear_weight = joined.input, joined.weight
-    weight_shard = None
-    if settings["vocab_parallel"] is not None:
-        settings, vectors, weight_shard = _resolve_vocab_parallel(settings, vectors, linear_weight)
-    operands = list(map(describe, _OPERANDS, (input, linear_weight, linear_bias)))
-    if joined.frozen_hidden > 0:
-        # The joined weight was made without a graph; adapter_weight is what may want a gradient.
-        operands[1] = *operands[1][:-1], joined.differentiated.requires_grad
-    call = linear_signature(
-        environment(input, settings["max_memory"]),
-        wanted,
-        tuple(operands),
-        _describe_loss_tensors(target, vectors, weight_shard, linear_weight),
-        joined.frozen_hidden,
-        *linear_values(settings),
+def _check_loss_tensors(packed, tensors, target):
+    """What C cannot see of them."""
+    for name in ("weight", "token_weight", "temperature"):
+        if name in tensors:
+            which = "class weights that do" if name == "weight" else "a tensor that does"
+            validate.check_constant(name, tensors[name], which)
+    if target.requires_grad:
+        validate.check_constant("target", target, "probabilities that do")
+    if packed.wanted.accuracy and target.is_floating_point():
+        expected = "False with probabilities, which name no class to be right about"
+        validate.refuse("return_accuracy", expected, True)
+
+
+def _outputs(packed, made, target, tensors, num_items, shape, bound):
+    """The loss and the wanted outputs, of the rows' `shape`, from those of an inner operator.
+
+    `bound`: how many rows were computed; with more valid rows the accuracy is NaN, as the loss is.
+    """
+    wanted, (loss, stats, sums, predictions, *_) = packed.wanted, made
+    outputs = [loss] + [None] * len(wanted)
+    ignored = None if target.is_floating_point() else target == packed.ignore_index
+    if wanted.lse:
+        outputs[1] = stats[operators.STAT_LSE].reshape(shape)
+    if wanted.entropy:
+        outputs[2] = stats[operators.STAT_ENTROPY].reshape(shape)
+        if packed.gradient == "sampled" and outputs[2].requires_grad:
+            outputs[2].register_hook(autograd.refuse_entropy_gradient)
+    if wanted.accuracy:
+        # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
+        right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
+        outputs[3] = right / sums[operators.SCALAR_VALID].clamp(min=1.0)
+        if bound is not None and bound != COUNTED:
+            outputs[3] = outputs[3].masked_fill(sums[operators.SCALAR_VALID] > bound, math.nan)
+    if wanted.predictions:
+        outputs[4] = predictions
+    if wanted.z_loss:
+        rows = (packed.z_loss * stats[operators.STAT_LSE].detach().square()).reshape(shape)
+        if "token_weight" in tensors:
+            rows = rows * tensors["token_weight"].to(rows.dtype)
+            rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
+        count = sums[operators.SCALAR_VALID] if num_items is None else num_items.to(rows.dtype)
+        if packed.reduction == "mean":
+            rows = (rows.sum() / count).masked_fill(count == 0, 0.0)
+        outputs[5] = rows.sum() if packed.reduction == "sum" else rows
+    return outputs
+
+
+def check_options(given, rows, hidden=8):
+    """The checks of options that need no tensor; `rows`: of linear_weight on this rank."""
+    packed, _ = split(given)
+    accumulates = packed.accumulate_into is not None
+    integers = packed.integers(1 << 30, False, -1, 0, accumulates, False, True, True, False, False)
+    # Which ones are allowed depends on the operands' dtype.
+    integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
+    sizes = 1, 0, hidden, rows, 0, *(DTYPES.index(torch.float32),) * 2, -1, -1, 0
+    lists = {"valid_vocab": packed.valid_vocab, "integers": integers, "numbers": packed.numbers}
+    return fakes.describe_sizes(*sizes, **lists)
+
+
+def linear_cross_entropy_of(input, linear_weight, target, given):
+    """The outputs, None for those that are not wanted. `given`: the options by name that are not
+    their default."""
+    packed, tensors = split(given)
+    weight = differentiated = linear_weight
+    autocast = -1
+    if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(input.device.type)):
+        autocast = DTYPES.index(dtype)
+    frozen = 0
+    if "adapter_input" in tensors or "adapter_weight" in tensors:
+        joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
+        input, weight, differentiated, frozen = joined
+    bias, num_items = tensors.get("linear_bias"), tensors.get("num_items")
+    grad, traced = torch.is_grad_enabled(), is_traced()
+    needs = (
+        grad and input.requires_grad,
+        grad and differentiated.requires_grad,
+        grad and bias is not None and bias.requires_grad,
     )
     if validate.transforms_are_on():
-        validate.refuse_transforms(input, linear_weight, linear_bias, target, *vectors, num_items)
-    attribute = settings["accumulate_into"]
-    accumulator = Accumulator(linear_weight, attribute) if call.accumulates else None
-    ignore_index = call.settings.ignore_index
-    shift, cu_seqlens = settings["shift"], settings["cu_seqlens"]
-    if shift != 0 or cu_seqlens is not None:
-        target = shifted_target(target, shift, cu_seqlens, ignore_index)
+        validate.refuse_transforms(input, weight, target, *tensors.values())
+    accumulates = packed.accumulate_into is not None and needs[1]
+    accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
+    if packed.shift or "cu_seqlens" in tensors:
+        target = shifted_target(
+            target, packed.shift, tensors.get("cu_seqlens"), packed.ignore_index
+        )
+    _check_loss_tensors(packed, tensors, target)
     if num_items is not None:
-        num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, input)
-    tensors = _loss_tensors(call, target, vectors)
-    rows = strategy.rows_to_compute(tensors[0], settings["valid_bound"], ignore_index)
-    linear_bias = None if linear_bias is None else linear_bias.contiguous()
-    leaves = (_rows_of(input), linear_weight.contiguous(), linear_bias)
-    resolved, arguments = call.resolved(rows)
-    if call.settings.ranks:
-        given = leaves, tensors, num_items, settings["vocab_parallel"], weight_shard
-        tensors = _exchange_first(call, rows, *given)
-    seed, samples = settings["gradient_seed"], resolved.save == "samples"
-    # Drawn under no_grad too: a reentrant checkpoint restores the generator for its second forward,
-    # so without a draw in the first every step would have the same seed.
-    if call.settings.gradient == "sampled" or seed is not None:
-        seed = validate.seed_tensor(seed, input)
-        seed = _seed_of_rank(seed, call.settings.rank)
-    seed = seed if samples else None
-    operands = (*leaves[:2], tensors[0], linear_bias, *tensors[1:], num_items, seed)
-    made = list(autograd.run(autograd.inner.forward.default, *operands, *arguments))
-    if call.differentiable:
-        count = 1 + call.differentiates_outputs
-        gemm_weight = None
-        if joined.frozen_hidden > 0:
-            gemm_weight, leaves = leaves[1], (leaves[0], joined.differentiated, leaves[2])
-        rest = made, count, resolved, tensors, accumulator, gemm_weight
+        num_items = validate.num_items_tensor(num_items, packed.reduction, input)
+    rows = _rows(packed, target)
+    tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
+    memory = packed.memory(input.device)
+    integers = packed.integers(*memory, autocast, frozen, accumulates, traced, *needs, tf32)
+    lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
+    vectors = tensors.get("weight"), tensors.get("token_weight"), tensors.get("temperature")
+    operands = input, weight, target, bias, *vectors
+    if packed.ranks > 1:
+        before_sharded_call(operands, lists, traced)
+    if target.is_cuda and validate.checks_more() and not target.is_floating_point():
+        found = fakes.described(input, weight, target, bias, lists)
+        classes = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
+        validate.check_target_range(target, classes, packed.ignore_index)
+    if traced and any(needs):
+        # The fakes have to know which outputs there are.
+        lists = fakes.with_strategy(input, weight, target, bias, lists)
+    operands = *operands, num_items, _seed(packed, tensors, input)
+    made = list(operators.run(operators.inner.forward.default, *operands, *lists))
+    if any(needs):
+        count = 2 if packed.wanted.lse or packed.wanted.entropy else 1
+        leaves, gemm_weight = (input, differentiated, bias), weight if frozen else None
+        rest = made, count, lists, (target, *vectors), accumulator, gemm_weight
         made[:count] = autograd.LinearCrossEntropy.apply(*leaves, *rest)
-    return _outputs(call, made, tensors, num_items, call.rows.shape[:-1], rows)
+    if not packed.outputs:
+        return made[:1]
+    return _outputs(packed, made, target, tensors, num_items, target_shape(made, target), rows)
+
+
+def target_shape(made, target):
+    """The rows' shape: that of class targets, or of probabilities without the classes."""
+    return target.shape[:-1] if target.is_floating_point() else target.shape
 
 
 def linear_cross_entropy_untraced(*args):
@@ -254,38 +209,40 @@ def linear_cross_entropy_untraced(*args):
     return torch._disable_dynamo(linear_cross_entropy_of)(*args)
 
 
-def cross_entropy_of(wanted, logits, target, settings):
+def cross_entropy_of(logits, target, given):
     """As linear_cross_entropy_of, for given logits."""
-    num_items, vectors = settings["num_items"], _vectors(settings)
-    described = describe("logits", logits)
-    call = logits_signature(
-        environment(logits),
-        wanted,
-        described,
-        tuple(map(describe, _LOSS_TENSORS, (target, *vectors))),
-        *logits_values(settings),
-    )
+    packed, tensors = split(given)
+    num_items = tensors.get("num_items")
     if validate.transforms_are_on():
-        validate.refuse_transforms(logits, target, *vectors, num_items)
-    tensors = _loss_tensors(call, target, vectors)
-    num_items = validate.num_items_tensor(num_items, call.settings.reduction, call.stat, logits)
-    rows = _rows_of(logits)
-    forward = autograd.inner.cross_entropy_forward.default
-    made = list(autograd.run(forward, rows, *tensors, num_items, *call.lists))
-    if call.differentiable:
-        count = 1 + call.differentiates_outputs
-        made[:count] = autograd.CrossEntropy.apply(rows, made, count, call.lists, tensors)
-    return _outputs(call, made, tensors, num_items, logits.shape[:-1])
+        validate.refuse_transforms(logits, target, *tensors.values())
+    _check_loss_tensors(packed, tensors, target)
+    if target.is_cuda and validate.checks_more() and not target.is_floating_point():
+        validate.check_target_range(target, logits.shape[-1], packed.ignore_index)
+    if num_items is not None:
+        num_items = validate.num_items_tensor(num_items, packed.reduction, logits)
+    differentiable = torch.is_grad_enabled() and logits.requires_grad
+    lists = packed.integers(0, 0, -1, 0, 0, 0, differentiable, 0, 0, 0), packed.numbers
+    vectors = tensors.get("weight"), tensors.get("token_weight"), tensors.get("temperature")
+    forward = operators.inner.cross_entropy_forward.default
+    made = list(operators.run(forward, logits, target, *vectors, num_items, *lists))
+    if differentiable:
+        count = 2 if packed.wanted.lse or packed.wanted.entropy else 1
+        made[:count] = autograd.CrossEntropy.apply(logits, made, count, lists, (target, *vectors))
+    if not packed.outputs:
+        return made[:1]
+    return _outputs(packed, made, target, tensors, num_items, logits.shape[:-1], None)
 
 
 def _kernel_of(function, gives_outputs):
     """Returns tensors only, as the schema requires: an empty one for an unwanted output."""
 
-    def kernel(*tensors, **given):
-        wanted = Wanted(*(given.pop(name, False) for name in RETURNS))
-        loss, *outputs = function(wanted, *tensors, {**_DEFAULTS, **given})
+    def kernel(*tensors, token_temperature=None, **given):
+        if token_temperature is not None:
+            given["temperature"] = token_temperature
+        loss, *outputs = function(*tensors, given)
         if not gives_outputs:
             return loss
+        outputs = outputs or [None] * len(OUTPUTS)
         return loss, *(loss.new_empty(0) if value is None else value for value in outputs)
 
     return kernel
@@ -302,10 +259,10 @@ def _register(name, function, operands, options):
         (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
         (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
     ):
-        registered = autograd.library.define(operator_schema)
+        registered = operators.library.define(operator_schema)
         # Without this vmap would loop over the batch, one call per slice, with only a warning.
-        autograd.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
-        autograd.library.impl(registered, kernel, "CompositeImplicitAutograd")
+        operators.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
+        operators.library.impl(registered, kernel, "CompositeImplicitAutograd")
 
 
 _of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}

@@ -1,135 +1,174 @@
 """The public functions: loss of a linear head, loss of given logits, log-probabilities."""
 
+from __future__ import annotations
+
 import numbers
+import typing
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import accumulate, composite, dtensor, parallel, validate
+from . import accumulate, composite, validate
 from .options import (
     NUMBERS,
     OPTIONS,
     RETURNS,
+    TENSORS,
     LinearCrossEntropyOutput,
-    Wanted,
-    completed,
+    all_classes,
+    check_names,
     defaults,
+    parse_bytes,
     show_options,
+    text_of,
 )
-from .strategy import from_torch_options, parse_bytes
 
-_IN_SCHEMA = (*(name for name, option in OPTIONS.items() if option.schema), "token_temperature")
-_SCALARS = ("ignore_index", *NUMBERS)
-_OF_LOGITS = {**defaults("of_logits"), **dict.fromkeys(RETURNS, False)}
+if typing.TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import Options
+
+# Set by flce.distributed: the operands and options of the call on local tensors that is that of
+# DTensors.
+local_call = None
+_RETURNS = dict.fromkeys(RETURNS, False)
+_ALL = {**defaults(), **_RETURNS}
+_OF_LOGITS = {**defaults("of_logits"), **_RETURNS}
 # Neither log p nor the entropy depends on these.
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
 _OF_LOSSES += ("num_items", "accumulate_into")
+_TENSORS_OWN = torch.Tensor.__torch_function__.__func__
 _OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
+_IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_KERNELS = {
+    "linear_cross_entropy": composite.linear_cross_entropy_of,
+    "cross_entropy": composite.cross_entropy_of,
+}
 
 
-def _call(name, operands, settings):
-    """The loss, or the loss with the wanted outputs: directly, or through the composite
-    operator if the call is traced or transformed. `settings`: the options by name; modified here,
-    and listed by the callers because torch.compile cannot trace locals() before torch 2.13."""
-    if type(operands[0]) is not torch.Tensor and hasattr(operands[0], "_flce"):
-        # Deferred logits of flce.fuse: what needs no real ones reads requires_grad=False.
-        from .deferred.proxies import real  # imports this module
-
-        # What reports call the reader: its text, but while tracing its __name__.
-        reader = _PUBLIC[name] if torch.compiler.is_compiling() else f"flce.{name}"
-        operands = (real(operands[0], reader), *operands[1:])
-    _as_numbers(settings, operands[0])
-    returns = [validate.check_flag(option, settings[option]) for option in RETURNS]
-    wanted = Wanted(*returns) if any(returns) else composite.NOTHING
-    if settings.get("accumulate_into") is not None:
+def _call(name, known, operands, options):
+    """The loss, or the loss with the wanted outputs: directly, or through the composite operator
+    if the call is traced or transformed. `known`: the options that the function has."""
+    if not known.keys() >= options.keys():
+        check_names(name, known, options)
+    kinds = (*map(type, operands), *map(type, options.values()))
+    others = [kind for kind in kinds if kind not in _PLAIN and issubclass(kind, torch.Tensor)]
+    if others:
+        if isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
+            return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
+        if any(kind.__name__ == "DTensor" for kind in others):
+            operands, options = local_call(name, operands, options)
+    if options.get("options") is not None:
+        options = _with_torch_options(operands[1], options)
+    gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
+    if options.get("accumulate_into") is not None and gets_gradient:
         accumulate.refuse_tracing()
-        made = composite.linear_cross_entropy_untraced(wanted, *operands, settings)
-    elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
-        made = _through_operator(name, operands, settings, wanted)
-    else:
-        made = getattr(composite, f"{name}_of")(wanted, *operands, settings)
-    return LinearCrossEntropyOutput(*made) if any(wanted) else made[0]
+        made = composite.linear_cross_entropy_untraced(*operands, options)
+        return made[0] if len(made) == 1 else LinearCrossEntropyOutput(*made)
+    try:
+        if torch.compiler.is_compiling() or validate.function_transforms_are_on():
+            made = _through_operator(name, operands, options)
+        else:
+            made = _KERNELS[name](*operands, options)
+    except AttributeError:
+        _check_tensors(name, operands, options)
+        raise
+    return made[0] if len(made) == 1 else LinearCrossEntropyOutput(*made)
 
 
-def _through_operator(name, operands, settings, wanted):
-    if isinstance(settings["num_items"], numbers.Real):
-        # The schema has one type for it: a tensor, made without synchronisation.
-        settings["num_items"] = validate.num_items_tensor(
-            settings["num_items"], settings["reduction"], torch.float64, operands[0]
-        )
-    if settings.get("gradient_seed") is not None:
-        settings["gradient_seed"] = validate.seed_tensor(settings["gradient_seed"], operands[0])
-    if settings.get("max_memory") is not None:
-        settings["max_memory"] = parse_bytes(settings["max_memory"])
-    if isinstance(bound := settings.get("valid_bound"), str):
+def _check_tensors(name, operands, options):
+    first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
+    given = dict(zip((*first, "target"), operands, strict=True))
+    others = TENSORS - {"num_items", "gradient_seed"}
+    given |= {option: options[option] for option in others if options.get(option) is not None}
+    for option, value in given.items():
+        validate.check_tensor(option, value)
+
+
+def _has_override(tensor):
+    """Whether its class has a __torch_function__ of its own. What Tensor's own would do, give
+    results of that class, the operators do."""
+    own = getattr(type(tensor).__torch_function__, "__func__", None)
+    return own is not _TENSORS_OWN and has_torch_function_unary(tensor)
+
+
+def _with_torch_options(linear_weight, options):
+    """`options` without torch's, and with what they determine and the caller does not."""
+    validate.check_tensor("linear_weight", linear_weight)
+    options = dict(options)
+    classes, ranks = all_classes(options.get("vocab_parallel"), len(linear_weight))
+    found = from_torch_options(options.pop("options"), linear_weight, -(-classes // ranks))
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**options, **found, **given}
+
+
+def from_torch_options(options, linear_weight, classes=None):
+    """A dict with those of accum_dtype and max_memory that torch's `options` determine.
+
+    `accum_dtype` is `acc_dtype` if given, except with acc_policy="compact", which sums the weight's
+    gradient in the weight's own dtype, in torch too. `max_memory` is the size in bytes of
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight): it bounds a chunk;
+    if all logits fit, they are one chunk. `chunking_method` has no effect (max_memory decides), nor
+    has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
+
+    `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields (else TypeError), or
+    None; `classes`: of a row of logits, None for linear_weight.shape[0].
+    """
+    if options is None:
+        return {}
+    fields = ("acc_dtype", "acc_policy", "batch_chunk_size")
+    if not all(hasattr(options, name) for name in fields):
+        expected = f"torch.nn.LinearCrossEntropyOptions or an object with the fields {fields}"
+        validate.refuse("options", expected, type(options).__name__, TypeError)
+    found = {}
+    if options.acc_dtype is not None and options.acc_policy != "compact":
+        found["accum_dtype"] = options.acc_dtype
+    rows = options.batch_chunk_size
+    if rows is not None:
+        if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
+            validate.refuse("options", "a positive int or None as batch_chunk_size", repr(rows))
+        classes = linear_weight.shape[0] if classes is None else classes
+        size = 8 if linear_weight.dtype == torch.float64 else 4
+        alignment = 64 if linear_weight.is_cpu else 128
+        found["max_memory"] = int(rows) * (-(-classes * size // alignment) * alignment)
+    return found
+
+
+def _through_operator(name, operands, options):
+    """The outputs of torch.ops.flce's operator, whose schema has fewer types."""
+    given = {option: value for option, value in options.items() if option in _IN_SCHEMA}
+    for option in ("ignore_index", *NUMBERS):
+        if not isinstance(value := given.get(option), torch.Tensor):
+            continue
+        if option != "temperature":
+            given[option] = value.item()
+            continue
+        # A traced value cannot become a number: each row gets the tensor.
+        del given[option]
+        rows = operands[0].shape[:-1]
+        given["token_temperature"] = value.expand(rows) if value.dim() == 0 else value
+    if isinstance(given.get("num_items"), numbers.Real):
+        reduction = given.get("reduction", "mean")
+        given["num_items"] = validate.num_items_tensor(given["num_items"], reduction, operands[0])
+    if given.get("gradient_seed") is not None:
+        given["gradient_seed"] = validate.seed_tensor(given["gradient_seed"], operands[0])
+    if given.get("max_memory") is not None:
+        given["max_memory"] = parse_bytes(given["max_memory"])
+    if isinstance(bound := given.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
-    if settings.get("vocab_parallel") is not None:
-        settings["vocab_parallel"] = parallel.text_of(settings["vocab_parallel"])
-    given = {option: settings[option] for option in _IN_SCHEMA if option in settings}
-    if not any(wanted):
+    if given.get("vocab_parallel") is not None:
+        given["vocab_parallel"] = text_of(given["vocab_parallel"])
+    returns = {name: validate.check_flag(name, options.get(name, False)) for name in RETURNS}
+    if not any(returns.values()):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
-    returns = dict(zip(RETURNS, wanted, strict=True))
     loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
+    wanted = returns.values()
     return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
 
 
-def _as_numbers(settings, first):
-    """Converts numbers to Python's; the temperature becomes a number or a vector.
-
-    `first`: the tensor with the rows.
-    """
-    settings["token_temperature"] = None
-    for name in _SCALARS:
-        if not isinstance(value := settings.get(name), torch.Tensor):
-            continue
-        is_scalar = value.dim() == 0
-        is_known = is_scalar and value.device.type == "cpu" and not torch.compiler.is_compiling()
-        if name != "temperature" or is_known:
-            settings[name] = validate.number(name, value)
-        else:
-            # A GPU's or a traced value cannot become a number: each row gets the tensor.
-            rows = value.expand(first.shape[:-1]) if is_scalar else value
-            settings.update(temperature=1.0, token_temperature=rows)
-
-
-def linear_cross_entropy(
-    input,
-    linear_weight,
-    target,
-    *,
-    linear_bias=None,
-    adapter_input=None,
-    adapter_weight=None,
-    weight=None,
-    reduction="mean",
-    ignore_index=-100,
-    label_smoothing=0.0,
-    options=None,
-    softcap=None,
-    logit_scale=1.0,
-    temperature=1.0,
-    z_loss=0.0,
-    token_weight=None,
-    num_items=None,
-    shift=0,
-    cu_seqlens=None,
-    valid_vocab=None,
-    valid_bound=None,
-    accum_dtype=None,
-    logits_dtype=None,
-    save="auto",
-    max_memory=None,
-    accumulate_into=None,
-    gradient="exact",
-    gradient_eps=2**-6,
-    vocab_parallel=None,
-    gradient_seed=None,
-    return_lse=False,
-    return_entropy=False,
-    return_accuracy=False,
-    return_predictions=False,
-    return_z_loss=False,
-):
+def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options]):
     """Cross entropy of `input @ linear_weight.T + linear_bias`, without all logits in memory.
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
@@ -139,7 +178,7 @@ def linear_cross_entropy(
     Args:
         input: hidden states, shape (..., H); float64, float32, bfloat16 or float16, CPU or CUDA.
         linear_weight: the head's weight, shape (V, H), of input's dtype (any dtype under autocast,
-            which casts as F.linear does). flce.compat.torch accepts one with more dimensions.
+            which casts as F.linear does).
         target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
             probabilities, shape (..., V), of any floating dtype, which must not require grad.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
@@ -187,10 +226,9 @@ def linear_cross_entropy(
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
-            the backward recomputes the logits), "samples" (with gradient="sampled", which has no
-            other) or "auto": grads for a scalar loss on CUDA if max_memory is not given; else
-            logits if they fit max_memory, grads for a scalar loss, and stats otherwise.
-            docs/memory.md has the rule in full.
+            the backward recomputes the logits) or "auto": grads for a scalar loss on CUDA if
+            max_memory is not given; else logits if they fit max_memory, grads for a scalar loss,
+            and stats otherwise (docs/memory.md). gradient="sampled" keeps each row's classes.
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
             then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
@@ -227,37 +265,10 @@ def linear_cross_entropy(
             or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled"; a
             collective of `vocab_parallel` that fails.
     """
-    settings = dict(
-        linear_bias=linear_bias, adapter_input=adapter_input, adapter_weight=adapter_weight,
-        weight=weight, reduction=reduction,
-        ignore_index=ignore_index, label_smoothing=label_smoothing, options=options,
-        softcap=softcap, logit_scale=logit_scale, temperature=temperature, z_loss=z_loss,
-        token_weight=token_weight, num_items=num_items, shift=shift, cu_seqlens=cu_seqlens,
-        valid_vocab=valid_vocab, valid_bound=valid_bound, accum_dtype=accum_dtype,
-        logits_dtype=logits_dtype, save=save, max_memory=max_memory,
-        accumulate_into=accumulate_into, gradient=gradient, gradient_eps=gradient_eps,
-        vocab_parallel=vocab_parallel, gradient_seed=gradient_seed, return_lse=return_lse,
-        return_entropy=return_entropy, return_accuracy=return_accuracy,
-        return_predictions=return_predictions, return_z_loss=return_z_loss,
-    )  # fmt: skip
-    if dtensor.has_dtensors((input, linear_weight, target), settings):
-        operands, settings = dtensor.local_call((input, linear_weight, target), settings)
-        input, linear_weight, target = operands
-    if options is not None:
-        validate.check_tensor("linear_weight", linear_weight)
-        classes = parallel.share_of(settings["vocab_parallel"], linear_weight)
-        for name, value in from_torch_options(options, linear_weight, classes).items():
-            if settings[name] is None:
-                settings[name] = value
-    if accumulate_into is not None:
-        validate.check_tensor("linear_weight", linear_weight)
-        validate.check_choices(settings)
-        if not (torch.is_grad_enabled() and linear_weight.requires_grad):
-            settings["accumulate_into"] = None  # no gradient is wanted: nothing to accumulate
-    return _call("linear_cross_entropy", (input, linear_weight, target), settings)
+    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
 
-def cross_entropy(logits, target, **options):
+def cross_entropy(logits, target, **options: Unpack[Options]):
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient. Saved
@@ -275,14 +286,10 @@ def cross_entropy(logits, target, **options):
 
     Raises: as `linear_cross_entropy`.
     """
-    settings = completed("cross_entropy", _OF_LOGITS, options)
-    if dtensor.is_dtensor(logits):
-        expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
-        validate.refuse("logits", expected, "a DTensor", TypeError)
-    return _call("cross_entropy", (logits, target), settings)
+    return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
-def linear_logprobs(input, linear_weight, target, **options):
+def linear_logprobs(input, linear_weight, target, **options: Unpack[Options]):
     """log p_y and the entropy of each row, for policy-gradient training.
 
     Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
@@ -304,7 +311,7 @@ def linear_logprobs(input, linear_weight, target, **options):
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
-    options = completed("linear_logprobs", _OF_LOGPROBS, options)
+    check_names("linear_logprobs", _OF_LOGPROBS, options)
     output = linear_cross_entropy(
         input, linear_weight, target, reduction="none", return_entropy=True, **options
     )
@@ -312,5 +319,6 @@ def linear_logprobs(input, linear_weight, target, **options):
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
+show_options(linear_cross_entropy, _ALL)
 show_options(cross_entropy, _OF_LOGITS)
 show_options(linear_logprobs, _OF_LOGPROBS)

@@ -5,8 +5,7 @@ import platform
 import torch
 
 import flce
-from flce import strategy
-from flce.tune import describe
+from flce.options import default_memory
 
 
 def lines():
@@ -14,10 +13,9 @@ def lines():
     yield f"flce {flce.__version__}"
     yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     yield f"cpu row passes: {torch.ops.flce.cpu_variant()}, {torch.get_num_threads()} threads"
-    yield f"cpu default max_memory: {strategy.resolve_max_memory(None, torch.device('cpu'))} bytes"
+    yield f"cpu default max_memory: {default_memory(torch.device('cpu'))} bytes"
     for line in torch.ops.flce.cuda_describe().splitlines():
         yield f"cuda library: {line}"
-    yield f"tuned products: {describe()}"
     if not torch.cuda.is_available():
         yield "cuda device: none"
         return
@@ -26,7 +24,7 @@ def lines():
         yield (
             f"cuda device {index}: {facts.name}, sm_{facts.major}{facts.minor}, "
             f"{facts.multi_processor_count} multiprocessors, {facts.total_memory} bytes, "
-            f"default max_memory {strategy.resolve_max_memory(None, device)} bytes"
+            f"default max_memory {default_memory(device)} bytes"
         )
 
 

@@ -1,51 +1,29 @@
 """The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import parallel, validate
+from . import composite, validate
 from .functional import linear_cross_entropy
-from .options import LinearCrossEntropyOutput, completed, defaults
-from .strategy import parse_bytes
+from .options import LinearCrossEntropyOutput, all_classes, completed, defaults
 
 # The options that Modules hold as attributes, which may change between calls. The defaults fill in
 # attributes that a Module pickled by an earlier version lacks.
 _MODULE_OPTIONS = defaults("of_module")
 
 
-def _all_classes(rows, options):
-    """The number of classes where a Module has `rows` of them, all or, with vocab_parallel, those
-    of this rank."""
-    shard = parallel.shard_of(parallel.text_of(options.get("vocab_parallel")))
-    return rows if shard is None else shard.class_range(rows)[1]
-
-
 def _check_class_weight(name, tensor, rows, options):
-    if tensor is None:
-        return
-    validate.check_tensor(name, tensor)
-    classes = _all_classes(rows, options)
-    if tensor.shape != (classes,):
-        which = "" if classes == rows else f" of this rank, or of shape ({classes},) for all"
-        validate.check_shape(name, tensor, (rows,), f", a factor for each class{which}")
+    if tensor is not None:
+        validate.check_tensor(name, tensor)
+        classes, _ = all_classes(options.get("vocab_parallel"), rows)
+        validate.check_shape(name, tensor, (classes,), ", a factor for each class")
 
 
 def _keep_options(module, rows, given):
     """Stores a Module's options, after the checks that need no tensor. `rows`: of its weight;
     `given`: the constructor's arguments by name."""
     values = completed(type(module).__name__, _MODULE_OPTIONS, given)
-    validate.check_choices(values)
-    validate.check_scalars(values)
-    for name in ("accum_dtype", "logits_dtype"):
-        if not isinstance(values[name], torch.dtype | None):
-            validate.refuse(name, "a torch.dtype or None", repr(values[name]), TypeError)
-    if values["max_memory"] is not None:
-        parse_bytes(values["max_memory"])
-    validate.check_integer("shift", values["shift"], 0)
-    classes = _all_classes(rows, values)
-    if values["valid_vocab"] is not None:
-        validate.check_integer("valid_vocab", values["valid_vocab"], 1, classes)
+    composite.check_options(values, rows)
     for name, value in values.items():
         setattr(module, name, value)
 
@@ -119,8 +97,8 @@ class LinearCrossEntropyHead(nn.Linear):
             out_features is the number of this rank's classes. Without labels the call then gives
             the logits of this rank's rows of input and classes. Ranks with one seed begin with the
             same weights in all shards.
-        class_weight: a factor for each class, shape (out_features,), or None; a non-persistent
-            buffer. With vocab_parallel it may be that of all classes.
+        class_weight: a factor for each class, shape (V,), or None; a non-persistent
+            buffer. With vocab_parallel it is that of all classes.
         **options: as for LinearCrossEntropyLoss, except `weight`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits

@@ -1,23 +1,31 @@
-"""The table of the loss's options, its outputs, and the option lists of the inner operators.
+"""The table of the loss's options, and how the operators take them: as two lists of numbers.
 
-Their values are checked in validate.py; decisions from options and sizes are in strategy.py.
+Only what C cannot see is checked here, the type of a value; csrc/core/check.c has the rest.
 """
 
 import collections
 import functools
 import inspect
 import math
+import numbers
+import os
+import re
 import typing
 
 import torch
 
-# In the order of the enums in csrc/flce.h.
-REDUCTIONS = ("none", "mean", "sum")
-SAVES = ("nothing", "logits", "grads", "stats", "samples")
-GRADIENT_KINDS = ("exact", "sampled")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from ._C import getenv
+from .validate import check_flag, check_integer, refuse, refuse_transforms
 
-INTEGER, NUMBER = "integer", "number"  # which list of the inner operators holds an option
+# In the order of the enums in csrc/flce.h.
+CHOICES = {
+    "reduction": ("none", "mean", "sum"),
+    "save": ("nothing", "logits", "grads", "stats", "samples", "auto"),
+    "gradient": ("exact", "sampled"),
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_USERS_SAVES = ("auto", "logits", "grads", "stats")
+_ATTRIBUTES = ("grad", "main_grad")  # of a parameter, that accumulate_into may name
 
 
 class Option(typing.NamedTuple):
@@ -25,23 +33,14 @@ class Option(typing.NamedTuple):
 
     default: in the public functions, the operators and the Modules.
     schema: its type in the schema of torch.ops.flce.linear_cross_entropy; None: not passed to it.
-    slot: INTEGER or NUMBER; None: a tensor, or used up before an inner operator is called.
     of_logits: whether flce.cross_entropy has it too.
     of_module: whether the Modules hold it, as an attribute.
-    check: for a NUMBER, returns whether it is in range; `expected`: that range in words.
     """
 
     default: object
     schema: str | None = None
-    slot: str | None = None
     of_logits: bool = False
     of_module: bool = False
-    check: typing.Callable[[float], bool] | None = None
-    expected: str = ""
-
-
-def _number(default, check, expected, schema="float"):
-    return Option(default, schema, NUMBER, True, True, check, expected)
 
 
 # Tests compare it with the public signatures, their docstring and the README's call.
@@ -50,37 +49,68 @@ OPTIONS = {
     "adapter_input": Option(None, "Tensor?"),
     "adapter_weight": Option(None, "Tensor?"),
     "weight": Option(None, "Tensor?", of_logits=True),
-    "reduction": Option("mean", "str", INTEGER, of_logits=True, of_module=True),
-    "ignore_index": Option(-100, "int?", INTEGER, of_logits=True, of_module=True),
-    "label_smoothing": _number(0.0, lambda value: 0.0 <= value <= 1.0, "0 <= label_smoothing <= 1"),
+    "reduction": Option("mean", "str", of_logits=True, of_module=True),
+    "ignore_index": Option(-100, "int?", of_logits=True, of_module=True),
+    "label_smoothing": Option(0.0, "float", of_logits=True, of_module=True),
     "options": Option(None),
-    "softcap": _number(
-        None, lambda value: 0.0 < value < math.inf, "a positive finite number or None", "float?"
-    ),
-    "logit_scale": _number(
-        1.0, lambda value: math.isfinite(value) and value != 0.0, "a finite number other than 0"
-    ),
-    "temperature": _number(1.0, lambda value: 0.0 < value < math.inf, "a positive finite number"),
-    "z_loss": _number(0.0, lambda value: 0.0 <= value < math.inf, "a finite number of at least 0"),
+    "softcap": Option(None, "float?", of_logits=True, of_module=True),
+    "logit_scale": Option(1.0, "float", of_logits=True, of_module=True),
+    "temperature": Option(1.0, "float", of_logits=True, of_module=True),
+    "z_loss": Option(0.0, "float", of_logits=True, of_module=True),
     "token_weight": Option(None, "Tensor?", of_logits=True),
     "num_items": Option(None, "Tensor?", of_logits=True),
     "shift": Option(0, "int", of_module=True),
     "cu_seqlens": Option(None, "Tensor?"),
     "valid_vocab": Option(None, "SymInt?", of_module=True),
     "valid_bound": Option(None, "SymInt?"),
-    "accum_dtype": Option(None, "ScalarType?", INTEGER, of_module=True),
-    "logits_dtype": Option(None, "ScalarType?", INTEGER, of_module=True),
-    "save": Option("auto", "str", INTEGER, of_module=True),
-    "max_memory": Option(None, "int?", INTEGER, of_module=True),
+    "accum_dtype": Option(None, "ScalarType?", of_module=True),
+    "logits_dtype": Option(None, "ScalarType?", of_module=True),
+    "save": Option("auto", "str", of_module=True),
+    "max_memory": Option(None, "int?", of_module=True),
     "accumulate_into": Option(None, of_module=True),
-    "gradient": Option("exact", "str", INTEGER, of_module=True),
-    "gradient_eps": _number(
-        2**-6, lambda value: 2**-12 <= value <= 1.0, "from 2**-12 to 1"
-    )._replace(of_logits=False),
+    "gradient": Option("exact", "str", of_module=True),
+    "gradient_eps": Option(2**-6, "float", of_module=True),
     "vocab_parallel": Option(None, "str?", of_module=True),
     # Not of a Module: a fixed seed would repeat one draw in every step.
     "gradient_seed": Option(None, "Tensor?"),
 }
+
+
+class Options(typing.TypedDict, total=False):
+    """The types of the options, for type checkers; OPTIONS has the rest."""
+
+    linear_bias: torch.Tensor | None
+    adapter_input: torch.Tensor | None
+    adapter_weight: torch.Tensor | None
+    weight: torch.Tensor | None
+    reduction: typing.Literal["none", "mean", "sum"]
+    ignore_index: int | None
+    label_smoothing: float
+    options: object
+    softcap: float | None
+    logit_scale: float
+    temperature: float | torch.Tensor
+    z_loss: float
+    token_weight: torch.Tensor | None
+    num_items: float | torch.Tensor | None
+    shift: int
+    cu_seqlens: torch.Tensor | None
+    valid_vocab: int | None
+    valid_bound: int | typing.Literal["count"] | None
+    accum_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    save: typing.Literal["auto", "logits", "grads", "stats"]
+    max_memory: int | str | None
+    accumulate_into: typing.Literal["grad", "main_grad"] | None
+    gradient: typing.Literal["exact", "sampled"]
+    gradient_eps: float
+    vocab_parallel: object
+    gradient_seed: int | torch.Tensor | None
+    return_lse: bool
+    return_entropy: bool
+    return_accuracy: bool
+    return_predictions: bool
+    return_z_loss: bool
 
 
 class LinearCrossEntropyOutput(typing.NamedTuple):
@@ -119,11 +149,15 @@ def defaults(having=None):
 
 def completed(function, known, given):
     """The options `given` to `function`, completed by the defaults `known` of all that it has."""
+    check_names(function, known, given)
+    return {**known, **given}
+
+
+def check_names(function, known, given):
     for name in given:
         if name not in known:
             expected = f"expected some of {', '.join(known)}"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {expected}")
-    return {**known, **given}
 
 
 def show_options(function, options):
@@ -135,68 +169,241 @@ def show_options(function, options):
     function.__signature__ = inspect.Signature(own)
 
 
-# Raise it together with kLayout of csrc/binding/op_options.h.
-LAYOUT = 5
+# ---- bytes ----
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(value, name="max_memory"):
+    """Bytes from a number or text such as "512MiB", "1.5 GB" (units of 1000 or 1024 bytes).
+
+    Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
+    """
+    expected = 'a positive number of bytes or text such as "512MiB"'
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
+        refuse(name, expected, type(value).__name__, TypeError)
+    size = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        size = float(match[1]) * unit if unit else math.nan
+    if not 1 <= size < 2**62:  # also refuses NaN
+        refuse(name, expected, repr(value))
+    return int(size)
+
+
+@functools.cache
+def default_memory(device):
+    """The bound of the logits without max_memory: 1 GiB or 1/8 of the memory, if smaller."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(device.index).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(1 << 30, memory // 8)
+
+
+# ---- packing ----
+
+LAYOUT = 6  # raise it together with kLayout of csrc/binding/options.h
+NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "gradient_eps")
+# What a call adds to the options: autocast's dtype, the size of an adapter's join, global state.
+OF_CALL = ("max_memory", "saves_memory", "autocast", "frozen_hidden", "accumulates", "traced")
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
-# Slots after the options, derived from outputs, tensors and torch's global settings.
-_FLAGS = ("wants_entropy", "wants_predictions", "wants_statistics", "saves_memory")
-_FLAGS += (*GRADIENTS, "allow_tf32")
-# Of a sharded vocabulary (flce_problem); ranks 0: it is not sharded.
-SHARDS = ("ranks", "rank", "first_class", "classes")
-_SHARD_FLAGS = ("input_is_sharded", "partial_grad_input", "wide_terms")
-SHARDS += _SHARD_FLAGS
-_CODES = {"reduction": REDUCTIONS, "save": SAVES, "gradient": GRADIENT_KINDS}
-_CODES |= dict.fromkeys(("accum_dtype", "logits_dtype", "dtype"), DTYPES)
-_CODES |= dict.fromkeys((*_FLAGS, *_SHARD_FLAGS), (False, True))
-NUMBERS = tuple(name for name, option in OPTIONS.items() if option.slot == NUMBER)
-CAPS = tuple(name for name in NUMBERS if OPTIONS[name].default is None)
-INTEGERS = tuple(name for name, option in OPTIONS.items() if option.slot == INTEGER)
-INTEGERS += ("dtype", "frozen_hidden", *_FLAGS, *SHARDS)
-_SIZES = ("valid_vocab", "rows")
+OF_CALL += (*GRADIENTS, "allow_tf32")
+SHARD = ("ranks", "rank", "start", "vocab")  # of a flce.VocabParallel
+SHARD += ("input_is_sharded", "partial_grad_input", "wide_terms")
+INTEGERS = ("reduction", "ignore_index", "accum_dtype", "logits_dtype", "save", "max_memory")
+INTEGERS += ("gradient", "autocast", "frozen_hidden", "wants_lse", "wants_entropy")
+INTEGERS += ("wants_predictions", "wants_statistics", "saves_memory", "accumulates", "traced")
+INTEGERS += (*GRADIENTS, "allow_tf32", *SHARD)
+_INDEX = {name: i for i, name in enumerate(INTEGERS)}
+# The options that an operator takes in its lists, or that say what else the call does.
+_PACKED = {name: o.default for name, o in OPTIONS.items() if o.schema != "Tensor?"}
+_PACKED |= dict.fromkeys(RETURNS, False)
+del _PACKED["options"]
+TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
+NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
 
 
-class Settings(collections.namedtuple("Settings", (*_SIZES, *INTEGERS, *NUMBERS, "group"))):
-    """The arguments of the inner operators after their tensors: two sizes, which may be
-    symbolic, two lists, and the name of a process group or None. A value of _CODES becomes its
-    index there; softcap 0.0 means None."""
-
-    __slots__ = ()
-
-    @property
-    def gradients(self):
-        """Whether the gradients of input, linear_weight and linear_bias are wanted."""
-        return self.grad_input, self.grad_weight, self.grad_bias
-
-    def arguments(self):
-        """The settings in the form that the operators take."""
-        return *self[: len(_SIZES)], *_packed(self[len(_SIZES) : -1]), self.group
-
-    @classmethod
-    def of_arguments(cls, valid_vocab, rows, integers, numbers, group=None):
-        """The inverse of `arguments`; ValueError for a wrong length or index."""
-        expected = len(INTEGERS) + 1, len(NUMBERS)
-        if (len(integers), len(numbers)) != expected:
-            raise ValueError(
-                f"integers, numbers: expected {expected[0]} and {expected[1]} values, got "
-                f"{len(integers)} and {len(numbers)}"
-            )
-        named = zip(INTEGERS, integers[:-1], strict=True)
-        return cls(valid_vocab, rows, *(_decoded(*value) for value in named), *numbers, group)
+def _choice(name, value):
+    choices = _USERS_SAVES if name == "save" else CHOICES[name]
+    if value not in choices:
+        refuse(name, f"one of {choices}", repr(value))
+    return CHOICES[name].index(value)
 
 
-@functools.lru_cache(maxsize=1024)
-def _packed(values):
-    named = zip(INTEGERS, values, strict=False)
-    integers = [
-        _CODES[name].index(value) if name in _CODES else int(value) for name, value in named
-    ]
-    return (*integers, LAYOUT), tuple(float(value) for value in values[len(INTEGERS) :])
+def _number(name, value):
+    """A float; 0.0 for None where that is the default, which 0.0 itself is not."""
+    if value is None and OPTIONS[name].default is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse(name, "a number", type(value).__name__, TypeError)
+    try:
+        converted = float(value)
+    except OverflowError:
+        refuse(name, "a finite number", "a number beyond the range of float64")
+    if converted == 0.0 and OPTIONS[name].default is None:
+        refuse(name, "a positive finite number or None", converted)
+    return converted
 
 
-def _decoded(name, value):
-    choices = _CODES.get(name)
-    if choices is None:
-        return value
-    if not 0 <= value < len(choices):
-        raise ValueError(f"{name}: expected 0 to {len(choices) - 1}, got {value}")
-    return choices[value]
+def ignore_index_of(value):
+    """ignore_index, -100 for None as in torch's linear_cross_entropy."""
+    if value is None:
+        return -100
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        refuse("ignore_index", "an int or None", repr(value), TypeError)
+    if not -(2**63) <= value < 2**63:
+        refuse("ignore_index", "an int64", value)
+    return int(value)
+
+
+def dtype_code(name, dtype):
+    if dtype is None:
+        return -1
+    if not isinstance(dtype, torch.dtype):
+        refuse(name, "a torch.dtype or None", repr(dtype), TypeError)
+    if dtype not in DTYPES:
+        refuse(name, "float64, float32, bfloat16 or float16", dtype)
+    return DTYPES.index(dtype)
+
+
+def _shard(text):
+    """(group, integers of SHARD) from the text of a VocabParallel, (None, those of none) for None.
+    The text is what the operators take, and is cached with the options."""
+    if text is None:
+        return None, NO_SHARD
+    try:
+        group, *integers = text.rsplit("|", len(SHARD))
+        integers = tuple(map(int, integers))
+        if len(integers) == len(SHARD):
+            return group, integers
+    except AttributeError:
+        refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
+    except ValueError:
+        pass
+    return refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
+
+
+def text_of(vocab_parallel):
+    """The text of a VocabParallel, as the operators take it."""
+    return getattr(vocab_parallel, "text", vocab_parallel)
+
+
+def all_classes(vocab_parallel, rows):
+    """(number of all classes, of ranks) where this rank's linear_weight has `rows` rows."""
+    _, shard = _shard(text_of(vocab_parallel))
+    ranks, vocab = max(shard[0], 1), shard[3]
+    return (vocab if vocab >= 0 else ranks * rows), ranks
+
+
+class Packed:
+    """The options of a call that are no tensors, checked and packed; cached by their values."""
+
+    def __init__(self, given):
+        self.wanted = Wanted(*(check_flag(name, given[name]) for name in RETURNS))
+        self.outputs = any(self.wanted)
+        self.reduction, self.gradient = given["reduction"], given["gradient"]
+        self.ignore_index = ignore_index_of(given["ignore_index"])
+        self.shift = check_integer("shift", given["shift"], 0)
+        self.z_loss = given["z_loss"]
+        self.accumulate_into = given["accumulate_into"]
+        if self.accumulate_into not in (None, *_ATTRIBUTES):
+            refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(self.accumulate_into))
+        self.valid_vocab, self.valid_bound = given["valid_vocab"], given["valid_bound"]
+        if self.valid_vocab is not None:
+            check_integer("valid_vocab", self.valid_vocab)
+        if isinstance(self.valid_bound, str):
+            if self.valid_bound != "count":
+                refuse("valid_bound", 'an int, "count" or None', repr(self.valid_bound))
+        elif self.valid_bound is not None:
+            check_integer("valid_bound", self.valid_bound, 0)
+        memory = given["max_memory"]
+        self.max_memory = None if memory is None else parse_bytes(memory)
+        self.group, shard = _shard(text_of(given["vocab_parallel"]))
+        self.ranks, self.rank, self.scatters = shard[0], shard[1], shard[4]
+        self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
+        values = {name: _choice(name, given[name]) for name in CHOICES}
+        values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
+        values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(OF_CALL, 0)
+        wanted = self.wanted
+        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
+        values["wants_predictions"] = wanted.predictions or wanted.accuracy
+        values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))
+        values["ignore_index"] = self.ignore_index
+        self._values, self._lists = values, {}
+
+    def memory(self, device):
+        """(max_memory in bytes, whether it is the default)."""
+        if self.max_memory is not None:
+            return self.max_memory, False
+        if text := getenv("FLCE_MAX_MEMORY"):
+            return parse_bytes(text, "FLCE_MAX_MEMORY"), False
+        return default_memory(device), True
+
+    def integers(self, *of_call):
+        """The list of integers; `of_call`: the values of OF_CALL."""
+        found = self._lists.get(of_call)
+        if found is None:
+            values = self._values | dict(zip(OF_CALL, of_call, strict=True))
+            found = (*(int(values[name]) for name in INTEGERS), LAYOUT)
+            if len(self._lists) < 64:
+                self._lists[of_call] = found
+        return found
+
+
+_DEFAULT = Packed(_PACKED)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _packed(names, *values):
+    return Packed({**_PACKED, **dict(zip(names, values, strict=True))})
+
+
+def split(given):
+    """The Packed of the options `given` by name, and a dict of the tensors among them."""
+    if not given:
+        return _DEFAULT, {}
+    tensors, items = {}, {}
+    for name, value in given.items():
+        if name in TENSORS:
+            if value is not None:
+                tensors[name] = value
+        elif isinstance(value, torch.Tensor):
+            _split_scalar(name, value, tensors, items)
+        else:
+            items[name] = value
+    try:
+        return _packed(tuple(items), *items.values()), tensors
+    except TypeError:  # not hashable: a symbolic size, or a wrong type, which is refused by name
+        return Packed({**_PACKED, **items}), tensors
+
+
+def _split_scalar(name, value, tensors, items):
+    """A tensor where a number is expected, as torch takes one. Reading one from a GPU synchronises;
+    so each row gets the temperature."""
+    if value.requires_grad:
+        got = "requires_grad=True; no gradient is defined for it"
+        refuse(name, "a tensor that does not require grad", got)
+    refuse_transforms(value)
+    is_known = value.dim() == 0 and value.is_cpu and not torch.compiler.is_compiling()
+    if name == "temperature" and not is_known:
+        tensors[name] = value
+    elif value.dim() == 0 and name in (*NUMBERS, "ignore_index"):
+        items[name] = value.item()
+    else:
+        items[name] = value
+
+
+def replaced(integers, **values):
+    """`integers` with other values by name."""
+    found = list(integers)
+    for name, value in values.items():
+        found[_INDEX[name]] = int(value)
+    return tuple(found)
+
+
+def value_of(integers, name):
+    return integers[_INDEX[name]]

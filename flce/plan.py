@@ -1,16 +1,22 @@
 """`flce.plan`: what a call would allocate and run, without running it."""
 
 import itertools
-import re
 import typing
 from dataclasses import dataclass, field
 
 import torch
 
-from . import autograd, parallel, strategy, validate
-from ._C import getenv
-from .options import DTYPES, GRADIENTS, RETURNS, Wanted, completed, defaults, show_options
-from .signature import linear_signature, linear_values
+from . import operators, validate
+from .options import (
+    CHOICES,
+    DTYPES,
+    GRADIENTS,
+    RETURNS,
+    completed,
+    defaults,
+    show_options,
+    split,
+)
 
 
 class Collective(typing.NamedTuple):
@@ -65,6 +71,7 @@ class Plan:
 _OPTIONS = defaults("of_module")
 del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
 
+_FORMS = ("exp", "dz")  # enum flce_form
 # Elements of a matrix, so that the bytes of a dozen such float64 matrices fit into int64.
 _MOST_ELEMENTS = 1 << 54
 
@@ -73,20 +80,6 @@ def _check_ranks(ranks, sequence, tokens):
     validate.check_integer("ranks", ranks, 1, 1 << 20)
     if validate.check_flag("sequence", sequence) and tokens % ranks != 0:
         validate.refuse("tokens", f"a multiple of {ranks} ranks with sequence=True", tokens)
-
-
-def _plan_of(text):
-    """The Plan that the operator has written as text."""
-    fields = dict(re.findall(r"(\w+)=(\S+)", text))
-    fields = {key: int(value) if value.isdigit() else value for key, value in fields.items()}
-    fields["sampled_time"] = float(fields["sampled_time"])
-    buffers = {name: int(size) for name, size in re.findall(r"^  (\w+)\s+(\d+) bytes", text, re.M)}
-    row = r"^  (\w+) (all-\S+)\s+(\d+) forward\s+(\d+) backward\s+(\d+) bytes"
-    collectives = {
-        name: Collective(kind, *map(int, counts))
-        for name, kind, *counts in re.findall(row, text, re.M)
-    }
-    return Plan(**fields, buffers=buffers, text=text, collectives=collectives)
 
 
 def _check_problem(device, tokens, hidden, vocab):
@@ -150,13 +143,17 @@ def plan(
     device = torch.device(device)
     _check_problem(device, tokens, hidden, vocab)
     _check_ranks(ranks, sequence, tokens)
-    wide = parallel.is_wide(reduce_dtype)
-    validate.check_integer("shift", options["shift"], 0)
+    if reduce_dtype not in (None, torch.float32):
+        validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
     for name in sorted(given.keys() & {"bias", *GRADIENTS, *RETURNS}):
         validate.check_flag(name, given[name])
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
-    for name in ("dtype", "input_dtype", "weight_dtype"):
-        validate.check_float(name, given[name] or dtype)
+    named = zip(
+        ("dtype", "input_dtype", "weight_dtype"), (dtype, input_dtype, weight_dtype), strict=True
+    )
+    for name, one in named:
+        if one not in DTYPES:
+            validate.refuse(name, "float64, float32, bfloat16 or float16", repr(one), TypeError)
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
         if probabilities:
@@ -166,34 +163,47 @@ def plan(
     if probabilities and probabilities not in DTYPES:
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))
-    target_shape = (tokens, vocab) if probabilities else (tokens,)
-    # The metadata of such a call; the GEMMs' dtype is that of autocast whether or not it is on.
-    environment_memory = getenv("FLCE_MAX_MEMORY") if options["max_memory"] is None else None
-    own_tokens, rows, divided = tokens, vocab, None
+    rows = vocab if ranks == 1 else -(-vocab // ranks)
     if ranks > 1:
-        own_tokens, rows = tokens // ranks if sequence else tokens, -(-vocab // ranks)
-        divided = parallel.VocabShard("plan", ranks, 0, None, vocab, sequence, True, wide).text()
-    call = linear_signature(
-        (True, False, dtype, False, environment_memory),
-        Wanted(lse=return_lse, entropy=return_entropy, predictions=return_predictions),
-        (
-            (input_dtype, device, (own_tokens, hidden), grad_input),
-            (weight_dtype, device, (rows, hidden), grad_weight),
-            (weight_dtype, device, (rows,), True) if bias else None,
-        ),
-        ((probabilities or torch.int64, device, target_shape, False), None, None, None),
-        0,
-        *linear_values({**options, "vocab_parallel": divided}),
-    )
-    own = options["accumulate_into"] == "grad"
-    added = weight_dtype if own else strategy.stat_dtype(weight_dtype)
-    sizes = tokens, hidden, rows, device.type, device.index or 0
-    bias_dtype, added_dtype = weight_dtype if bias else None, added if call.accumulates else None
-    dtypes = input_dtype, weight_dtype, bias_dtype, added_dtype
-    _, arguments = call.resolved(tokens if valid_bound is None else min(valid_bound, tokens))
-    operator = torch.ops.flce.plan.default
-    text = autograd.run(operator, *sizes, *dtypes, bool(probabilities), *arguments)
-    return _plan_of(text)
+        flags = int(sequence), 0, int(reduce_dtype is not None)
+        options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
+    packed, _ = split({**options, **{name: given[name] for name in RETURNS if name in given}})
+    attribute = options["accumulate_into"]
+    accumulates = attribute is not None and grad_weight
+    # The GEMMs' dtype is that of autocast whether or not it is on.
+    of_call = *packed.memory(device), DTYPES.index(dtype), 0, accumulates, False
+    integers = packed.integers(*of_call, grad_input, grad_weight, bias, False)
+    computed = tokens if valid_bound is None else min(valid_bound, tokens)
+    wide = torch.float64 if weight_dtype == torch.float64 else torch.float32
+    added = None if not accumulates else weight_dtype if attribute == "grad" else wide
+    dtypes = input_dtype, weight_dtype, weight_dtype if bias else None, added
+    codes = [-1 if one is None else DTYPES.index(one) for one in dtypes]
+    operands = device.type == "cpu", tokens, hidden, rows, computed, *codes, bool(probabilities)
+    lists = [int(one) for one in operands], packed.valid_vocab, integers, packed.numbers
+    return _plan_of(*operators.run_plain(torch.ops.flce.plan.default, device.index or 0, *lists))
+
+
+def _plan_of(values, sampled_time, text):
+    """The Plan of the operator's values, in the order of flce_plan_names (plan_text.c)."""
+    fields, buffers, kinds = (part.split() for part in torch.ops.flce.plan_names().split("/"))
+    kinds = list(zip(kinds[::2], kinds[1::2], strict=True))
+    found = dict(zip(fields, values, strict=False))
+    sizes = values[len(fields) :][: len(buffers)]
+    counts = values[len(fields) + len(buffers) :]
+    collectives = {
+        name: Collective(kind, *counts[3 * i : 3 * i + 3])
+        for i, (name, kind) in enumerate(kinds)
+        if any(counts[3 * i : 3 * i + 2])
+    }
+    shown = {"save": CHOICES["save"][found.pop("save")], "form": _FORMS[found.pop("form")]}
+    shown["kernel"] = "fused" if found.pop("fuses_rows") else "gemm"
+    for name, own in (("dtype", "dtype"), ("z_dtype", "logits_dtype"), ("accum_dtype",) * 2):
+        shown[own] = str(DTYPES[found.pop(name)]).removeprefix("torch.")
+    buffers = {name: size for name, size in zip(buffers, sizes, strict=True) if size}
+    return Plan(
+        **shown, **found, sampled_time=sampled_time, buffers=buffers, text=text,
+        collectives=collectives,
+    )  # fmt: skip
 
 
 show_options(plan, _OPTIONS)

@@ -4,9 +4,10 @@ import math
 import numbers
 
 import torch
+from torch._guards import detect_fake_mode
 
-from . import parallel, validate
-from .dtensor import is_dtensor
+from . import validate
+from .options import ignore_index_of
 
 
 def shifted_target(target, shift, cu_seqlens, ignore_index):
@@ -49,7 +50,7 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
 def _count(target, shift, cu_seqlens, ignore_index):
     """The number of valid targets, a 0-d tensor."""
     validate.check_tensor("targets", target)
-    if is_dtensor(target):
+    if type(target).__name__ == "DTensor":
         if not all(placement.is_replicate() for placement in target.placements):
             expected = "plain tensors, or DTensors with the placement Replicate()"
             validate.refuse("targets", expected, f"a DTensor with {target.placements}")
@@ -99,7 +100,7 @@ def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None,
     if not 0 < averaged_over < math.inf:
         validate.refuse("averaged_over", "a positive number", averaged_over)
     validate.check_integer("shift", shift, 0)
-    ignore_index = validate.check_ignore_index(ignore_index)
+    ignore_index = ignore_index_of(ignore_index)
     counts = [
         _count(target, shift, offset, ignore_index)
         for target, offset in zip(targets, offsets, strict=True)
@@ -110,6 +111,35 @@ def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None,
     if group is not None:
         from torch.distributed import _functional_collectives as functional
 
-        name = parallel.process_group("flce.num_items", group).group_name
+        name = process_group("flce.num_items", group).group_name
         total = functional.wait_tensor(functional.all_reduce(total, "sum", name))
     return total.to(torch.float64) / averaged_over
+
+
+def process_group(caller, group):
+    """The ProcessGroup of a group or of a DeviceMesh, to which this rank belongs."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        expected = "torch.distributed initialised: call init_process_group first"
+        raise RuntimeError(f"{caller}: expected {expected}")
+    if not isinstance(group, dist.ProcessGroup) and hasattr(group, "mesh_dim_names"):
+        mesh = group
+        if mesh.ndim != 1:
+            validate.refuse("group", "a DeviceMesh of one dimension", f"{mesh.ndim} dimensions")
+        if mesh.get_coordinate() is None:
+            validate.refuse("group", "a DeviceMesh that this rank belongs to", mesh)
+        group = mesh.get_group()
+        # The mesh's tensor of ranks cannot be read while shapes are traced.
+        if not torch.compiler.is_compiling() and detect_fake_mode() is None:
+            ranks, expected = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+            if ranks != expected:
+                validate.refuse("group", f"a DeviceMesh with the ranks {expected}", ranks)
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        validate.refuse("group", "a group that this rank belongs to", "new_group of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        expected = "a ProcessGroup or a DeviceMesh"
+        validate.refuse("group", expected, type(group).__name__, TypeError)
+    if dist.get_rank(group) < 0:
+        validate.refuse("group", "a group that this rank belongs to", group.group_name)
+    return group

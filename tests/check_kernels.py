@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # As counted by local_bytes() with nvcc 13.0. The template arguments of the logits GEMM are Kind (0
-# plain, 1 biased, 4 general, 5 probabilities), FusedResult (0 nothing, 1 E, 2 z), REPEAT and HALF.
+# plain, 1 biased, 4 general, 5 probabilities), FusedResult (0 nothing, 1 E, 2 z), RETRY and HALF.
 LOCAL_BYTES = {
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, false, false>": 12,
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, true, false>": 8,
@@ -53,7 +53,7 @@ CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 DEPENDENT = {
     *("find_row_offsets", "tile_statistics", "row_coefficients", "scale_rows", "finish_grad_input"),
     *("scale_elements", "finish_touched_rows", "scale_coefficients"),
-    *("shard_targets", "pack_statistics", "merge_statistics", "sum_terms"),
+    *("shard_targets", "pack_statistics", "merge_statistics", "sum_partial_dx"),
     *("sample_rows", "sampled_grad_input", "sampled_grad_weight"),
     *("logits_gemm_sm90", "grad_weight_gemm_sm90"),
 }
@@ -157,11 +157,11 @@ def main():
     # In nvcc's directory, or in NVIDIA's wheel.
     folders = [str(Path(nvcc).resolve().parent), os.environ["PATH"], str(header.parent / "bin")]
     nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(folders))
-    commands = zip(setup.CUDA_SOURCES, setup.cuda_commands(nvcc, header), strict=True)
+    commands = [[nvcc, *flags, "-isystem", str(header)] for flags in setup.cuda_flags(nvcc)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(check, source, command, nvdisasm, folder)
-            for source, command in commands
+            for source, command in zip(setup.CUDA_SOURCES, commands, strict=True)
             if source.endswith(".cu")
         ]
         results = [job.result() for job in jobs]

@@ -8,12 +8,15 @@ os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE
 # torch's threads sleep while they wait for each other: on cores shared with other programs,
 # spinning makes the small cases take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The cores are shared by the processes of pytest-xdist.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 import cases  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-import flce.deferred  # noqa: E402
+import flce.fusion  # noqa: E402
 
 NO_GPU = "no CUDA device"
 
@@ -53,9 +56,8 @@ def _fresh_settings(monkeypatch, pytestconfig):
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
-    monkeypatch.setenv("FLCE_TUNE_FILE", "")  # none, instead of the user's own
     # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
-    monkeypatch.setattr(flce.deferred.Fusion, "_graphs_exist", False)
+    monkeypatch.setattr(flce.fusion.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)
     # transformers' TrainingArguments with torch_compile allow TF32 for the whole process.
     torch.backends.cuda.matmul.allow_tf32 = False

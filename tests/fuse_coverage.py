@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from fuse_case import Comparison
-from tiny_models import VARIANTS, VOCAB, causal_classes, tiny_model
+from tiny_models import TEXT_VOCAB as VOCAB
+from tiny_models import VARIANTS, Comparison, causal_classes, tiny_model
 
 import flce
 

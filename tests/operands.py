@@ -1,4 +1,4 @@
-"""Shared by test_compat.py and test_kdim.py: small operands, and comparison with a definition."""
+"""Of test_compat.py and test_compat_torch.py: small operands, and comparison with a definition."""
 
 import torch
 
@@ -30,11 +30,11 @@ def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64]):
         assert error <= tolerance * (1 + truth.double().abs().max())
 
 
-def make(kind, positions, device, batch=(N,)):
+def make(kind, device, batch=(N,)):
     x = leaf(*batch, H, device=device)
-    w = leaf(V, *positions, H, device=device)
-    b = leaf(V, *positions, device=device)
+    w = leaf(V, H, device=device)
+    b = leaf(V, device=device)
     if kind == "indices":
-        return x, w, b, indices(*batch, *positions, device=device)
-    logits = torch.randn(*batch, V, *positions, dtype=torch.float64, device=device)
+        return x, w, b, indices(*batch, device=device)
+    logits = torch.randn(*batch, V, dtype=torch.float64, device=device)
     return x, w, b, logits.softmax(len(batch))

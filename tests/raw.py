@@ -1,9 +1,6 @@
 """Builds the arguments of the inner operators (csrc/binding/op.cpp), which are positional."""
 
-import torch
-
-from flce.options import NUMBERS, OPTIONS, SHARDS, Settings
-from flce.strategy import stat_dtype
+from flce.options import CHOICES, GRADIENTS, OF_CALL, OPTIONS, replaced, split
 
 TENSORS = 9  # of flce::forward: input ... num_items, seed
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
@@ -12,47 +9,21 @@ LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
 def settings(
     save,
     *,
-    reduction="mean",
     valid_vocab=None,
     rows=None,
-    wants_entropy=False,
-    wants_predictions=False,
-    wants_statistics=False,
     max_memory=1 << 20,
-    gradient="exact",
     grads=(True, True, False),
-    dtype=torch.float32,
-    frozen_hidden=0,
-    **numbers,
+    **others,
 ):
-    """The arguments after the tensors, for operands of `dtype` and exact logits. `numbers`: those
-    of the loss that are not their default, 0.0 for None."""
-    numbers = {name: OPTIONS[name].default or 0.0 for name in NUMBERS} | numbers
-    grad_input, grad_weight, grad_bias = grads
-    return Settings(
-        valid_vocab=valid_vocab,
-        rows=rows,
-        reduction=reduction,
-        ignore_index=-100,
-        accum_dtype=dtype,
-        logits_dtype=stat_dtype(dtype),
-        save=save,
-        max_memory=max_memory,
-        gradient=gradient,
-        dtype=dtype,
-        frozen_hidden=frozen_hidden,
-        wants_entropy=wants_entropy,
-        wants_predictions=wants_predictions,
-        wants_statistics=wants_statistics,
-        saves_memory=False,
-        grad_input=grad_input,
-        grad_weight=grad_weight,
-        grad_bias=grad_bias,
-        allow_tf32=False,
-        **dict.fromkeys(SHARDS, 0),
-        group=None,
-        **numbers,
-    ).arguments()
+    """The arguments after the tensors, with exact logits. `others`: options, and integers by their
+    name in flce.options.INTEGERS."""
+    own = {name: others.pop(name) for name in list(others) if name not in OPTIONS}
+    given = {name: value for name, value in others.items() if value or name != "softcap"}
+    packed, _ = split(given)
+    values = {"save": CHOICES["save"].index(save), "max_memory": max_memory, **own}
+    values |= dict(zip(GRADIENTS, grads, strict=True))
+    integers = replaced(packed.integers(*(0,) * len(OF_CALL)), **{"autocast": -1, **values})
+    return valid_vocab, rows, integers, packed.numbers, None
 
 
 def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, seed=None, **rest):

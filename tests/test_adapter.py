@@ -182,3 +182,26 @@ def test_refusals(change, error, named):
     given = {"adapter_input": operands["u"], "adapter_weight": operands["b"], **change}
     with pytest.raises(error, match=f"^{named}: expected"):
         flce.linear_cross_entropy(operands["x"], operands["w"].requires_grad_(), target, **given)
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.parametrize(
+    "named, dtypes",  # of input, linear_weight, adapter_input, adapter_weight
+    [
+        ("adapter_input", (torch.float32, torch.float32, torch.float64, torch.float32)),
+        ("adapter_weight", (torch.float16, torch.float64, torch.float16, torch.float16)),
+        ("linear_weight", (torch.float16, torch.float64, torch.float16, torch.float64)),
+        (None, (torch.float16, torch.bfloat16, torch.float16, torch.bfloat16)),
+        (None, (torch.float64,) * 4),
+    ],
+)
+def test_dtypes(named, dtypes, is_cast):
+    """named: the argument that is refused, with and without autocast; None: autocast serves."""
+    x, w, u, b = (torch.ones(5, 8, dtype=dtype) for dtype in dtypes)
+    given = {"target": torch.arange(5), "adapter_input": u, "adapter_weight": b}
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        if named:
+            with pytest.raises(TypeError, match=f"^{named}: expected the dtype of"):
+                flce.linear_cross_entropy(x, w, **given)
+        elif is_cast:
+            assert flce.linear_cross_entropy(x, w, **given).isfinite()

@@ -1,12 +1,10 @@
 """Behaviour with autograd, checkpointing, autocast and Modules."""
 
-import copy
-
 import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from small_case import BUDGET, HIDDEN, VOCAB, call, leaves_of, make
+from small_case import BUDGET, call, leaves_of, make
 from torch.utils.checkpoint import checkpoint
 
 import flce
@@ -138,39 +136,6 @@ def test_no_grad_has_no_graph_and_no_gradient_buffers(device):
         assert torch.equal(call(case, leaves), forward())
 
 
-def test_double_backward_is_refused(device):
-    """Never silently wrong: the message names an alternative."""
-    case = make(device)
-    for save in cases.SAVES:
-        leaves = leaves_of(case)
-        with pytest.raises(RuntimeError, match="double backward.*use"):
-            grads = torch.autograd.grad(call(case, leaves, save=save), leaves, create_graph=True)
-            torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
-
-
-def test_forward_mode_is_refused(device):
-    """Both the function and the operator: a custom operator without a rule would drop the
-    tangent silently."""
-    case = make(device)
-    tangent = torch.ones_like(case.input)
-
-    def loss(x):
-        return flce.linear_cross_entropy(x, case.linear_weight, case.target)
-
-    with pytest.raises(RuntimeError, match="flce: .*not supported; use"):
-        torch.func.jvp(loss, (case.input,), (tangent,))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        loss(torch.autograd.forward_ad.make_dual(case.input, tangent))
-
-
-def test_forward_mode_of_cross_entropy_is_refused(device):
-    logits = torch.randn(3, 5, device=device)
-    target = torch.tensor([0, 1, 2], device=device)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        dual = torch.autograd.forward_ad.make_dual(logits, torch.ones_like(logits))
-        flce.cross_entropy(dual, target)
-
-
 @pytest.mark.parametrize("save", ["logits", "grads", "stats", "accumulate", "cross_entropy"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_batched_gradients_are_refused(device, save, keeps):
@@ -200,26 +165,6 @@ def test_jacobian_is_refused_if_it_is_vectorized(device):
     with pytest.raises(RuntimeError, match="vmap is not supported.*vectorize"):
         jacobian(losses, case.input, vectorize=True)
     assert jacobian(losses, case.input).shape == (6, 6, 8)
-
-
-def test_vmap_is_refused(device):
-    case = make(device)
-
-    def loss(x):
-        return flce.linear_cross_entropy(x, case.linear_weight, case.target)
-
-    with pytest.raises(RuntimeError, match="vmap is not supported"):
-        torch.func.vmap(loss)(torch.stack([case.input, case.input]))
-
-
-def test_functional_grad_is_refused(device):
-    case = make(device)
-
-    def loss(x):
-        return flce.linear_cross_entropy(x, case.linear_weight, case.target)
-
-    with pytest.raises(RuntimeError, match="torch.func transforms are not supported; use"):
-        torch.func.grad(loss)(case.input)
 
 
 # ---- checkpointing ----
@@ -346,65 +291,3 @@ def test_a_grad_scaler_drives_a_step(device):
 
 
 # ---- Modules ----
-
-
-def test_loss_module_has_torchs_constructor(device):
-    options = {"bias": True, "dtype": torch.float64, "reduction": "sum", "label_smoothing": 0.1}
-    loss = flce.LinearCrossEntropyLoss(
-        HIDDEN, VOCAB, device=device, ignore_index=-1, save="grads", max_memory="1MiB", **options
-    )
-    assert isinstance(loss.linear, torch.nn.Linear)
-    assert {name for name, _ in loss.named_parameters()} == {"linear.weight", "linear.bias"}
-    assert loss.linear.weight.shape == (VOCAB, HIDDEN)
-    x = torch.randn(3, HIDDEN, device=device, dtype=torch.float64)
-    y = torch.tensor([1, -1, 2], device=device)
-    expected = flce.reference.linear_cross_entropy(
-        x,
-        loss.linear.weight,
-        y,
-        linear_bias=loss.linear.bias,
-        reduction="sum",
-        ignore_index=-1,
-        label_smoothing=0.1,
-    )
-    assert abs(loss(x, y) - expected) <= 1e-12 * expected
-    loss(x, y).backward()
-    assert loss.linear.weight.grad is not None and loss.linear.bias.grad is not None
-    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
-        theirs = torch.nn.LinearCrossEntropyLoss(HIDDEN, VOCAB, bias=True)
-        assert theirs.state_dict().keys() == loss.state_dict().keys()
-        assert str(VOCAB) in repr(loss)
-
-
-def test_modules_copy_and_load(device):
-    weight = torch.rand(VOCAB, device=device)
-    case = make(device)
-    for module in (
-        flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, weight=weight, device=device),
-        flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=weight, device=device),
-    ):
-        expected = module(case.input, case.target)
-        twin = copy.deepcopy(module)
-        assert torch.equal(twin(case.input, case.target), expected)
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.zero_()
-        assert not torch.equal(twin(case.input, case.target), expected)
-        twin.load_state_dict(module.state_dict())
-        assert torch.equal(twin(case.input, case.target), expected)
-        half = copy.deepcopy(module).to(torch.bfloat16)
-        assert half(case.input.bfloat16(), case.target).dtype == torch.float32
-
-
-def test_head_is_a_linear_whose_hooks_fire(device):
-    """FSDP, ZeRO and adapters use hooks of the Module's call: with labels they must run too."""
-    case = make(device)
-    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device)
-    assert isinstance(head, torch.nn.Linear)
-    fired = []
-    head.register_forward_pre_hook(lambda *_: fired.append("before"))
-    head.register_forward_hook(lambda *_: fired.append("after"))
-    head.register_full_backward_hook(lambda *_: fired.append("backward"))
-    x = case.input.clone().requires_grad_()
-    head(x, case.target).backward()
-    assert fired == ["before", "after", "backward"]

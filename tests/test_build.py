@@ -50,19 +50,46 @@ def test_nothing_is_compiled_where_something_lacks(tmp_path, lacking):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nvcc_says_which_file_of_how_many(tmp_path, monkeypatch, capsys):
+NVCC = """#!/bin/sh
+[ "$1" = --version ] && echo "release $RELEASE"
+while [ $# -gt 1 ]; do shift; [ "$1" = -o ] && : >"$2"; done
+exit 0
+"""
+
+
+def test_nvcc_compiles_what_has_changed(tmp_path, monkeypatch, capsys):
+    """And says which file of how many. a.cu includes x.h, which includes y.h."""
     pytest.importorskip("setuptools", "77")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FLCE_CUDA_ARCHS", "90")
-    Path("csrc/core").mkdir(parents=True)
-    Path("csrc/cuda").mkdir()
-    sources = ["csrc/core/status.c", "csrc/cuda/a.cu", "csrc/cuda/b.cu"]
-    for source in sources:
-        Path(source).touch()
+    for name, value in (("XDG_CACHE_HOME", str(tmp_path / "cache")), ("FLCE_CUDA_ARCHS", "90")):
+        monkeypatch.setenv(name, value)
+    for folder in ("csrc/core", "csrc/cuda", "include", "flce"):
+        Path(folder).mkdir(parents=True)
+    nvcc, a, b = Path("nvcc").resolve(), "csrc/cuda/a.cu", "csrc/cuda/b.cu"
+    files = {"csrc/core/status.c": "", a: '#include "cuda/x.h"', b: "", "include/cublasLt.h": ""}
+    files |= {"csrc/cuda/x.h": '#include "cuda/y.h"', "csrc/cuda/y.h": "", str(nvcc): NVCC}
+    for path, text in files.items():
+        Path(path).write_text(text)
+    nvcc.chmod(0o755)
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    setup["build_cuda"](Path("flce/libflce_cuda.so"), "true", Path("include"))
-    expected = [f"flce: nvcc {i} of 3: {source}" for i, source in enumerate(sources, 1)]
-    assert sorted(capsys.readouterr().out.splitlines()) == expected
+    sources = ["csrc/core/status.c", a, b]
+    for path, text, release, compiled in (
+        (b, "", "1", sources),
+        (b, "", "1", []),
+        (b, "int i;", "1", [b]),
+        ("csrc/cuda/y.h", "int i;", "1", [a]),
+        ("csrc/cuda/y.h", "", "1", []),
+        ("include/cublasLt.h", "int i;", "1", sources),
+        (b, "int i;", "2", sources),
+    ):
+        Path(path).write_text(text)
+        monkeypatch.setenv("RELEASE", release)
+        setup["build_cuda"](Path("flce/libflce_cuda.so"), str(nvcc), Path("include"))
+        expected = [f"flce: nvcc {1 + sources.index(s)} of 3: {s}" for s in compiled]
+        assert sorted(capsys.readouterr().out.splitlines()) == expected
+    monkeypatch.setenv("FLCE_CUDA_ARCHS", "80")
+    setup["build_cuda"](Path("flce/libflce_cuda.so"), str(nvcc), Path("include"))
+    assert len(capsys.readouterr().out.splitlines()) == 2  # not the C file
 
 
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):

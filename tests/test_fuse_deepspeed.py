@@ -7,8 +7,8 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from fuse_model import HIDDEN, VOCAB, Model, flat_loss
 from processes import on_ranks, run_on_ranks
+from tiny_models import HIDDEN, VOCAB, Model, flat_loss, tiny_llama
 from torch import nn
 
 import flce
@@ -53,8 +53,6 @@ def made_partitioned():
 
 
 def llama(**options):
-    from integration_models import tiny_llama
-
     return tiny_llama(vocab_size=VOCAB, **options)
 
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from fuse_case import LogitsMade
+from tiny_models import PROMPTS, LogitsMade, tiny_llama, tiny_tokenizer
 from torch import nn
 
 import flce
@@ -179,8 +179,6 @@ def test_trl_does_not_call_the_head(tmp_path):
     """flce.integrations.trl serves it; fuse says so instead of doing nothing unseen."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
-    from integration_models import PROMPTS, tiny_llama, tiny_tokenizer
-
     from flce.integrations.transformers import FuseCallback
 
     settings = {"max_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}

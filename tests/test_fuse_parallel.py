@@ -6,47 +6,32 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from processes import on_ranks
+from tiny_models import HIDDEN, VOCAB, Adapted, Model, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flce
 
-HIDDEN, VOCAB, TOKENS = 16, 40, 12
+TOKENS = 12
 DDP = ({}, {"static_graph": True}, {"find_unused_parameters": True})
 # (a unit of its own for the head, reshard_after_forward)
 FSDP = tuple(itertools.product((True, False), (True, False)))
 
 
-class Adapted(nn.Module):
-    """The head with an adapter as PEFT writes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.out_features = VOCAB
-        self.base_layer = nn.Linear(HIDDEN, VOCAB)
-        self.down, self.up = nn.Linear(HIDDEN, 3, bias=False), nn.Linear(3, VOCAB, bias=False)
+class Body(nn.Linear):
+    """A layer that is checkpointed."""
 
     def forward(self, x):
-        result = self.base_layer(x)
-        return result + self.up(self.down(x)) * 2.0
+        return torch.tanh(checkpoint(super().forward, x, use_reentrant=False))
 
 
-class Model(nn.Module):
-    def __init__(self, adapted):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.body = nn.Linear(HIDDEN, HIDDEN)
-        self.lm_head = Adapted() if adapted else nn.Linear(HIDDEN, VOCAB)
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def forward(self, ids, labels=None):
-        x = checkpoint(self.body, self.embedding(ids), use_reentrant=False)
-        logits = self.lm_head(torch.tanh(x)).float() / 2
-        return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1)), logits
+def make(adapted):
+    body = Body(HIDDEN, HIDDEN)
+    model = Model(lambda z: z.float() / 2, dtype=torch.float32, body=body, scale=0.3)
+    if adapted:
+        model.lm_head = Adapted(model.lm_head, torch.float32)
+    return model
 
 
 def sharded(model, own_unit, reshard):
@@ -58,14 +43,10 @@ def sharded(model, own_unit, reshard):
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def compare(rank, wrap, name):
     """Three steps with data of its own in each process: losses, gradients and logits of a fused
     and a plain model, wrapped alike."""
-    plain, fused = Model("adapted" in name), Model("adapted" in name)
+    plain, fused = make("adapted" in name), make("adapted" in name)
     fused.load_state_dict(plain.state_dict())
     for parameter, other in zip(plain.parameters(), fused.parameters(), strict=True):
         dist.broadcast(parameter.data, 0)

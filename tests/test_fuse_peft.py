@@ -8,8 +8,8 @@ import flce
 transformers = pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
 
-from fuse_case import LogitsMade, step, worst_error  # noqa: E402
-from tiny_models import VOCAB, tiny_config  # noqa: E402
+from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
+from tiny_models import LogitsMade, built, step, worst_error  # noqa: E402
 
 BATCH, LENGTH = 2, 64
 IDS = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
@@ -18,9 +18,7 @@ OPTIONS = {"save": "stats", "max_memory": "128KiB"}
 
 
 def llama(dtype=torch.float32, **settings):
-    torch.manual_seed(0)
-    config = tiny_config(transformers.LlamaConfig, num_hidden_layers=1, **settings)
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    return built("LlamaForCausalLM", num_hidden_layers=1, **settings).to(dtype)
 
 
 def adapted(base, **settings):
@@ -116,9 +114,7 @@ def test_tied_weights():
 
 
 def test_a_scaled_and_capped_head():
-    torch.manual_seed(0)
-    config = tiny_config(transformers.Gemma2Config, final_logit_softcapping=2.0)
-    check(adapted(transformers.Gemma2ForCausalLM(config)))
+    check(adapted(built("Gemma2ForCausalLM", final_logit_softcapping=2.0)))
 
 
 def test_dora_makes_logits():

@@ -5,21 +5,22 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from fuse_case import LogitsMade
-from fuse_model import (
+from tiny_models import (
     BATCH,
     IDS,
     LENGTH,
     ROWS,
     VOCAB,
+    LogitsMade,
     Model,
     compare,
     double,
     equal,
     flat_loss,
     run,
+    same,
+    shifted_loss,
 )
-from torch import nn
 
 import flce
 
@@ -30,11 +31,6 @@ ROW_MASK = torch.arange(ROWS).reshape(BATCH, LENGTH) % 3 != 1
 
 def masked_loss(logits, labels):
     return F.cross_entropy(logits[ROW_MASK], labels[ROW_MASK])
-
-
-def shifted_loss(logits, labels):
-    shifted = logits[..., :-1, :].contiguous()
-    return nn.CrossEntropyLoss()(shifted.view(-1, shifted.size(-1)), labels[..., 1:].flatten())
 
 
 def last_loss(logits, labels):
@@ -100,21 +96,22 @@ RECORDED = {
     "bias of fewer classes": (lambda z: z[..., 5:45] + BIAS[5:45], later_classes),
     "clone": (lambda z: z.clone().contiguous().to(z.device).to(z.dtype).type_as(z), None),
     "same device": (lambda z: z.to("cpu").to(device=z.device, dtype=z.dtype), None),
-    "rows by a mask": (lambda z: z, masked_loss),
-    "rows by lists": (lambda z: z, listed_loss),
-    "last row": (lambda z: z, last_loss),
+    "rows by a mask": (same, masked_loss),
+    "rows by lists": (same, listed_loss),
+    "last row": (same, last_loss),
     "shift": (lambda z: z[:], shifted_loss),
-    "first classes": (lambda z: z, first_classes),
+    "a Module": (same, lambda z, y: torch.nn.CrossEntropyLoss()(z.flatten(0, 1), y.flatten())),
+    "first classes": (same, first_classes),
     "first classes, bias": (lambda z: z + BIAS, first_classes),
-    "later classes": (lambda z: z, later_classes),
-    "probabilities": (lambda z: z, probabilities),
+    "later classes": (same, later_classes),
+    "probabilities": (same, probabilities),
     "logsumexp": (lambda z: z / 2, z_loss),
-    "options": (lambda z: z, options_loss),
+    "options": (same, options_loss),
     "classes as the second dimension": (lambda z: z / 3, moved_loss),
     "groups of classes": (lambda z: z * 2 + BIAS, grouped_loss),
-    "rows of one sequence": (lambda z: z, lambda z, y: F.cross_entropy(z[0], y[0])),
-    "one row": (lambda z: z, lambda z, y: F.cross_entropy(z[1, 2], y[1, 2])),
-    "none": (lambda z: z, lambda z, y: (flat_loss(z, y, reduction="none") * BIAS[:ROWS]).sum()),
+    "rows of one sequence": (same, lambda z, y: F.cross_entropy(z[0], y[0])),
+    "one row": (same, lambda z, y: F.cross_entropy(z[1, 2], y[1, 2])),
+    "none": (same, lambda z, y: (flat_loss(z, y, reduction="none") * BIAS[:ROWS]).sum()),
 }
 
 
@@ -178,7 +175,7 @@ MADE = {
     "factor 0": (lambda z: z * 0, None, "mul"),
     "factors whose product is 0": (lambda z: z * 1e-200 * 1e-200, None, "mul"),
     "logsumexp, then another": (
-        lambda z: z,
+        same,
         lambda z, y: z.logsumexp(-1).sum() - z.gather(-1, y.unsqueeze(-1)).sum(),
         "gather",
     ),
@@ -187,21 +184,21 @@ MADE = {
     "bias after a cap": (lambda z: torch.tanh(z) + BIAS, None, "add"),
     "matrix added": (lambda z: z + torch.ones(LENGTH, VOCAB), None, "add"),
     "negative cap": (lambda z: torch.tanh(z) * -2, None, "mul"),
-    "log_softmax": (lambda z: z, lambda z, y: -z.log_softmax(-1)[0, 0, 3], "log_softmax"),
+    "log_softmax": (same, lambda z, y: -z.log_softmax(-1)[0, 0, 3], "log_softmax"),
     "classes with a step": (lambda z: z[..., ::2], lambda z, y: z.sum(), "__getitem__"),
     "classes gathered": (lambda z: z[..., [1, 2]], lambda z, y: z.sum(), "__getitem__"),
-    "classes first": (lambda z: z, lambda z, y: z.permute(2, 0, 1).sum(), "permute"),
+    "classes first": (same, lambda z, y: z.permute(2, 0, 1).sum(), "permute"),
     "classes moved, then scaled": (
-        lambda z: z,
+        same,
         lambda z, y: F.cross_entropy(z.transpose(1, 2) * 2, y),
         "mul",
     ),
     "two groups at once": (
-        lambda z: z,
+        same,
         lambda z, y: F.cross_entropy(z.view(BATCH, LENGTH, 5, 10)[:, :, 1:3].flatten(0, 2), TWICE),
         "__getitem__",
     ),
-    "detached": (lambda z: z, lambda z, y: z.detach().sum() + flat_loss(z, y), "detach"),
+    "detached": (same, lambda z, y: z.detach().sum() + flat_loss(z, y), "detach"),
 }
 
 

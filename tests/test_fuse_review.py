@@ -3,31 +3,31 @@ model without flce.fuse."""
 
 import copy
 
+import cases
 import pytest
+import tiny_models
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
+from tiny_models import HIDDEN, IDS, LENGTH, VOCAB
 from torch.utils.checkpoint import checkpoint
 
 import flce
 
-V, H = 50, 8
+V, H = VOCAB, HIDDEN
+TARGET = (IDS * 7 + 3) % V
 
 
-class Model(torch.nn.Module):
+class Model(tiny_models.Model):
+    """Logits alone; with a second head and a vector."""
+
     def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(V, H)
-        self.lm_head = torch.nn.Linear(H, V)
+        super().__init__(dtype=torch.float32, scale=0.5)
         self.other_head = torch.nn.Linear(H, V)
         self.extra = torch.nn.Parameter(torch.linspace(-1, 1, V))
 
     def forward(self, ids):
-        return self.lm_head(self.embedding(ids))
-
-
-IDS = torch.arange(24).view(2, 12) % V
-TARGET = (IDS * 7 + 3) % V
+        return super().forward(ids)[1]
 
 
 def cross_entropy(logits):
@@ -35,7 +35,7 @@ def cross_entropy(logits):
 
 
 def alpha_of_the_other(model):
-    return cross_entropy(torch.add(torch.ones(2, 12, V).double(), model(IDS), alpha=2))
+    return cross_entropy(torch.add(torch.ones(2, LENGTH, V).double(), model(IDS), alpha=2))
 
 
 def written_through_a_view(change):
@@ -192,7 +192,7 @@ def test_a_view_that_torch_refuses():
     model = Model()
     with flce.fuse(model, when="always"):
         logits = model(IDS)[:, :-1]
-        assert logits.stride() == (12 * V, V, 1) and not logits.is_contiguous()
+        assert logits.stride() == (LENGTH * V, V, 1) and not logits.is_contiguous()
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             logits.view(-1, V)
 
@@ -278,9 +278,11 @@ NO_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("name", [*CHANGES, *NO_CHANGES])
+@cases.pairwise(
+    name=[*CHANGES, *NO_CHANGES],
+    mode=[torch.enable_grad, torch.no_grad, torch.inference_mode],
+    compiles=[False, True],
+)
 def test_logits_read_late(name, compiles, mode):
     """After a change a RuntimeError, whatever has changed the weight; else the values."""
     torch.compiler.reset()

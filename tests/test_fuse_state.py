@@ -1,4 +1,4 @@
-"""The state of flce.fuse: calls that end early, copies, memory, reports, options, other losses."""
+"""The state of flce.fuse: calls that end early, copies, memory, reports, losses of flce."""
 
 import copy
 import gc
@@ -8,8 +8,18 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from fuse_model import BATCH, HIDDEN, IDS, LENGTH, VOCAB, Model, double, equal, flat_loss
-from test_fuse_handle import Adapted
+from tiny_models import (
+    HIDDEN,
+    IDS,
+    VOCAB,
+    Adapted,
+    Model,
+    double,
+    equal,
+    equal_runs,
+    flat_loss,
+    run,
+)
 from torch import nn
 
 import flce
@@ -128,160 +138,30 @@ def test_an_annealed_temperature_is_counted_in_few_keys():
     assert "34 x loss without logits" in str(flce.explain(model))
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"accum_dtype": "float32"}, TypeError, "accum_dtype: expected a torch.dtype or None"),
-        ({"logits_dtype": 3}, TypeError, "logits_dtype: expected a torch.dtype or None, got 3"),
-        ({"logits_dtype": torch.int64}, TypeError, "logits_dtype: expected float64, float32"),
-        ({"valid_bound": 1.5}, TypeError, "valid_bound: expected an int of at least 0, got 1.5"),
-        ({"valid_bound": -1}, ValueError, "valid_bound: expected an int of at least 0, got -1"),
-        ({"valid_bound": "all"}, ValueError, 'valid_bound: expected an int, "count" or None'),
-    ],
-)
-def test_options_of_a_wrong_type(options, error, message):
-    with pytest.raises(error, match=message):
-        flce.fuse(Model(), **options)
-
-
-def test_options_of_a_right_type():
-    for value in (None, "count", BATCH * LENGTH):
-        flce.fuse(Model(), valid_bound=value, accum_dtype=torch.float64)
-
-
-@pytest.mark.parametrize("reads_first", [False, True])
-def test_cross_entropy_of_deferred_logits(reads_first):
-    def loss_of(logits, labels):
-        if reads_first:
-            logits.sum()
-        return flce.cross_entropy(logits * 2, labels, z_loss=0.1)
-
-    model = Model(loss_of=loss_of)
-    expected = model(IDS, IDS)[0]
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    with pytest.warns(UserWarning, match="is not deferred"):
-        handle = flce.fuse(model)
-        loss = model(IDS, IDS)[0]
-    equal(loss, expected)
-    for got, one in zip(
-        torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True
-    ):
-        equal(got, one)
-    assert reads_first or list(handle.fallbacks) == ["flce.cross_entropy is not deferred"]
-
-
-def test_linear_cross_entropy_of_deferred_logits():
-    weight = torch.randn(9, VOCAB, dtype=torch.float64)
-    model = Model(loss_of=lambda z, labels: flce.linear_cross_entropy(z, weight, labels % 9))
-    expected = F.cross_entropy((model(IDS)[1] @ weight.T).flatten(0, 1), IDS.flatten() % 9)
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    with pytest.warns(UserWarning, match="is not deferred"):
-        flce.fuse(model)
-        loss = model(IDS, IDS)[0]
-    for got, one in zip(
-        torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True
-    ):
-        equal(got, one)
-
-
-KINDS = {
-    "adapter_input": (torch.float32, torch.float32, torch.float64, torch.float32),
-    "adapter_weight": (torch.float16, torch.float64, torch.float16, torch.float16),
-    "linear_weight": (torch.float16, torch.float64, torch.float16, torch.float64),
+WEIGHT = torch.linspace(-1, 1, 9 * VOCAB, dtype=torch.float64).sin().view(9, VOCAB)
+OF_FLCE = {  # a loss by flce of deferred logits, and the same by torch
+    "cross_entropy": (
+        lambda z, y: flce.cross_entropy(z * 2, y, z_loss=0.1),
+        lambda z, y: flat_loss(2 * z, y) + 0.1 * (2 * z).logsumexp(-1).square().mean(),
+    ),
+    "after a read": (lambda z, y: z.sum() * 0 + flce.cross_entropy(z, y), flat_loss),
+    "linear_cross_entropy": (
+        lambda z, y: flce.linear_cross_entropy(z, WEIGHT, y % 9),
+        lambda z, y: flat_loss(F.linear(z, WEIGHT), y % 9),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", list(KINDS))
-@pytest.mark.parametrize("is_cast", [False, True])
-def test_dtypes_of_adapters(name, is_cast):
-    x, w, u, b = (torch.ones(5, 8, dtype=dtype) for dtype in KINDS[name])
-    target = torch.zeros(5, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-        with pytest.raises(TypeError, match=f"^{name}: expected the dtype of"):
-            flce.linear_cross_entropy(x, w, target, adapter_input=u, adapter_weight=b)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.float64,) * 2])
-def test_dtypes_that_autocast_serves(dtypes):
-    x, w = (torch.ones(5, 8, dtype=dtype) for dtype in dtypes)
-    target = torch.zeros(5, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = flce.linear_cross_entropy(x, w, target, adapter_input=x, adapter_weight=w)
-    assert loss.isfinite()
-
-
-def make_trainer(folder, callback, **given):
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    from test_fuse_trainer import Rows
-
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, max_steps=2, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
-    )  # fmt: skip
-    return transformers.Trainer(
-        args=arguments, train_dataset=Rows(8), callbacks=[callback] if callback else [], **given
-    )
-
-
-def make_callback(**options):
-    pytest.importorskip("transformers", minversion="5.0")
-    from flce.integrations.transformers import FuseCallback
-
-    return FuseCallback(**options)
-
-
-def make_llama():
-    from test_fuse_trainer import llama
-
-    return llama()
-
-
-def test_the_callback_with_model_init(tmp_path):
-    callback = make_callback(strict=True)
-    trainer = make_trainer(tmp_path, callback, model_init=make_llama)
-    first = callback.handle
-    for _ in range(2):
-        trainer.train()
-        assert callback.handle is not first and callback.handle.model is trainer.model
-        assert sum(callback.handle.losses.values()) == 2
-        assert not first.is_attached()
-        first = callback.handle
-
-
-def test_a_callback_that_is_added_later(tmp_path):
-    callback = make_callback(strict=True)
-    trainer = make_trainer(tmp_path, None, model=make_llama())
-    trainer.add_callback(callback)
-    trainer.train()
-    assert sum(callback.handle.losses.values()) == 2
-
-
-def test_a_removed_handle_stays_removed(tmp_path):
-    callback = make_callback()
-    trainer = make_trainer(tmp_path, callback, model=make_llama())
-    callback.handle.remove()
-    trainer.train()
-    assert not callback.handle.losses and not flce.explain(trainer.model).is_fused
-
-
-def test_the_callback_tells_that_labels_are_taken_away(tmp_path):
-    def compute_loss(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-
-    callback = make_callback()
-    trainer = make_trainer(tmp_path, callback, model=make_llama(), compute_loss_func=compute_loss)
-    with pytest.warns(UserWarning, match="called without labels in training") as caught:
-        trainer.train()
-    assert len([one for one in caught if "flce.fuse" in str(one.message)]) == 1
-
-
-@pytest.mark.skipif(torch.__version__ < "2.5", reason="older versions break the graph")
-def test_cross_entropy_of_deferred_logits_compiled():
-    model = Model(loss_of=lambda z, labels: flce.cross_entropy(z, labels))
-    expected = torch.autograd.grad(model(IDS, IDS)[0], list(model.parameters()))
-    with pytest.warns(UserWarning, match="is not deferred"):
-        flce.fuse(model)
-        loss = torch.compile(model, backend="aot_eager")(IDS, IDS)[0]
-    for got, one in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
-        equal(got, one)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("name", OF_FLCE)
+def test_losses_of_flce_get_real_logits(name, compiles):
+    torch.compiler.reset()
+    model = Model()
+    ours, model.loss_of = OF_FLCE[name]
+    expected = run(model)
+    model.loss_of = ours
+    with pytest.warns(UserWarning, match="is not deferred"), flce.fuse(model) as handle:
+        called = torch.compile(model, backend="aot_eager") if compiles else model
+        equal_runs(run(model, called=called), expected)
+        if name == "cross_entropy" and not compiles:
+            assert list(handle.fallbacks) == ["flce.cross_entropy is not deferred"]

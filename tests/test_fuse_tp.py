@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import on_ranks
+from tiny_models import tiny_config, whole
 
 import flce
 
@@ -15,22 +16,14 @@ import flce
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("transformers.distributed.tensor_parallel")
 RANKS, VOCAB = 2, 101
-SIZE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SIZE = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def configurations():
-    yield "Llama", transformers.LlamaConfig(**SIZE)
-    yield "tied Llama", transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
-    softcap = {"final_logit_softcapping": 3.0, "head_dim": 8}
-    yield "Gemma 2", transformers.Gemma2Config(**SIZE, **softcap)
+    yield "Llama", tiny_config(transformers.LlamaConfig, **SIZE)
+    yield "tied Llama", tiny_config(transformers.LlamaConfig, **SIZE, tie_word_embeddings=True)
+    softcap = {"final_logit_softcapping": 3.0}
+    yield "Gemma 2", tiny_config(transformers.Gemma2Config, **SIZE, **softcap)
 
 
 def saved(config, folder):
@@ -56,16 +49,12 @@ def inputs_of(step):
     return {"input_ids": ids, "labels": labels}
 
 
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def assert_equal(fused, plain, outputs, case):
     got, expected = outputs
     torch.testing.assert_close(got.loss, expected.loss, rtol=2e-6, atol=0.0, msg=case)
     torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-6, msg=case)
     for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
-        gradients = full(one.grad), full(other.grad)
+        gradients = whole(one.grad), whole(other.grad)
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-7, msg=f"{case}: {name}")
 
 
@@ -109,7 +98,7 @@ def compiled(folder):
             output.loss.backward()
         torch.testing.assert_close(outputs[0].loss, outputs[1].loss, rtol=2e-6, atol=0.0)
         for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
-            gradients = full(one.grad), full(other.grad)
+            gradients = whole(one.grad), whole(other.grad)
             torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-7, msg=name)
     assert handle.losses and not handle.fallbacks, flce.explain(fused)
 

@@ -10,7 +10,8 @@ import flce
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
-from tiny_models import VOCAB, tiny_config  # noqa: E402
+from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
+from tiny_models import built  # noqa: E402
 
 from flce.integrations.transformers import FuseCallback  # noqa: E402
 
@@ -34,7 +35,7 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
-def trainer_of(model, folder, callbacks=(), **settings):
+def trainer_of(model, folder, callbacks=(), model_init=None, **settings):
     class Recording(transformers.Trainer):
         losses = None
 
@@ -65,12 +66,12 @@ def trainer_of(model, folder, callbacks=(), **settings):
         train_dataset=Rows(8 * STEPS),
         eval_dataset=Rows(8),
         callbacks=list(callbacks),
+        model_init=model_init,
     )
 
 
 def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(tiny_config(transformers.LlamaConfig))
+    return built("LlamaForCausalLM")
 
 
 def assert_equal(got, expected, bar):
@@ -117,6 +118,29 @@ def test_the_callback(tmp_path):
     trainer = train(llama(), tmp_path, callbacks=[callback], max_steps=2)
     assert sum(callback.handle.losses.values()) == 8
     assert_equal(trainer.losses, train(llama(), tmp_path, max_steps=2).losses, 1e-6)
+
+
+def test_the_callback_with_model_init(tmp_path):
+    callback = FuseCallback(strict=True)
+    trainer = trainer_of(None, tmp_path, [callback], model_init=llama, max_steps=2)
+    first = callback.handle
+    for _ in range(2):
+        trainer.train()
+        assert callback.handle is not first and callback.handle.model is trainer.model
+        assert sum(callback.handle.losses.values()) == 8
+        assert not first.is_attached()
+        first = callback.handle
+
+
+def test_a_callback_that_is_added_later_and_a_handle_that_is_removed(tmp_path):
+    trainer = trainer_of(llama(), tmp_path, max_steps=2)
+    trainer.add_callback(callback := FuseCallback(strict=True))
+    trainer.train()
+    assert sum(callback.handle.losses.values()) == 8
+    trainer = trainer_of(llama(), tmp_path, [callback := FuseCallback()], max_steps=2)
+    callback.handle.remove()
+    trainer.train()
+    assert not callback.handle.losses and not flce.explain(trainer.model).is_fused
 
 
 def test_evaluation(tmp_path):

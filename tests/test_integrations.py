@@ -15,7 +15,8 @@ FRAMEWORKS += ("axolotl", "nemo_automodel")
 
 def test_importing_flce_imports_no_framework():
     modules = "flce.integrations.trl, flce.integrations.liger, flce.integrations.cce"
-    program = f"import sys, flce; {modules}, flce.integrations.verl; print(*sys.modules)"
+    modules = f"{modules}, flce.integrations.verl, flce.fuse"
+    program = f"import sys, flce; {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     imported = done.stdout.split()

@@ -9,8 +9,8 @@ import cases
 import pytest
 import torch
 import torch.nn.functional as F
-from integration_models import recorded, tiny_llama
 from operands import TOLERANCE, H, N, V, agree, indices, leaf
+from tiny_models import recorded, tiny_llama
 
 import flce
 from flce.integrations import liger as ours

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from integration_models import PROMPTS, recorded, tiny_llama, tiny_tokenizer
+from tiny_models import PROMPTS, recorded, tiny_llama, tiny_tokenizer
 
 import flce
 

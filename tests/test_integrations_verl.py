@@ -97,7 +97,7 @@ def test_the_rest_is_verls(only_flce, rest):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_verls_forwards(only_flce, backend):
     """The forwards that verl puts into transformers' models."""
-    from integration_models import tiny_llama
+    from tiny_models import tiny_llama
     from verl.models.transformers import dense_common
 
     model = tiny_llama()

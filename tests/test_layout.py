@@ -24,24 +24,27 @@ MAY_INCLUDE = {
 }
 
 
-def files_of(table, prefix, folder):
+def files_of(functions, prefix, folder):
     """{function of the backend table: stem of the file that defines it}."""
-    text = (CSRC / table).read_text()
-    names = dict(re.findall(rf"\.(\w+) = ({prefix}\w+)[,}}]", text))
     sources = [path for path in (CSRC / folder).rglob("*") if path.suffix in (".c", ".cu")]
     found = {}
-    for function, name in names.items():
-        defines = re.compile(rf"^(?:static )?flce_status {name}\([^;]*\{{", re.MULTILINE)
+    for function in functions:
+        defines = re.compile(rf"^flce_status {prefix}{function}\([^;]*\{{", re.MULTILINE)
         found[function], *others = [p.stem for p in sources if defines.search(p.read_text())]
-        assert not others, f"{name} is defined twice"
+        assert not others, f"{function} is defined twice"
     return found
 
 
 def test_a_function_has_one_file_name_in_both_backends():
-    cpu = files_of("cpu/backend.c", "flce_cpu_", "cpu")
-    cuda = files_of("cuda/backend.cu", "cuda_", "cuda")
-    assert len(cpu) >= 19 and set(cpu) <= set(cuda)
-    assert cpu == {function: cuda[function] for function in cpu}
+    text = (CSRC / "backend.h").read_text()
+    lists = re.findall(
+        r"^#define FLCE_(?:BACKEND|FUSED)_FUNCTIONS(.*(?:\n  .*)*)", text, re.MULTILINE
+    )
+    every, fused = [re.findall(r"\b[a-z]\w+", names) for names in lists]
+    assert sorted(re.findall(r"\(\*(\w+)\)\(void\* self", text)) == sorted(every + fused)
+    cuda = files_of(every + fused, "cuda_", "cuda")
+    for function, file in files_of(every, "flce_cpu_", "cpu").items():
+        assert file == cuda[function]
 
 
 def test_includes_go_one_way():
@@ -54,17 +57,36 @@ def test_includes_go_one_way():
             assert other == folder or other in MAY_INCLUDE[folder], f"{path} includes {name}"
 
 
-def test_no_includes_in_a_circle():
-    includes = {
-        str(path.relative_to(CSRC)): INCLUDE.findall(path.read_text())
-        for path in SOURCES
-        if path.suffix in (".h", ".cuh")
-    }
+def assert_no_circle(includes):
+    """includes: {name: the names that it includes}"""
     while includes:
         leaves = [name for name, others in includes.items() if not set(others) & set(includes)]
         assert leaves, f"a circle among {sorted(includes)}"
         for name in leaves:
             del includes[name]
+
+
+def test_no_includes_in_a_circle():
+    headers = [path for path in SOURCES if path.suffix in (".h", ".cuh")]
+    assert_no_circle(
+        {str(path.relative_to(CSRC)): INCLUDE.findall(path.read_text()) for path in headers}
+    )
+
+
+def test_files_of_the_core_use_each_other_one_way():
+    """A file and the header of its name are one: it defines what that declares, so that includes
+    tell which file calls which."""
+    uses = {}
+    for path in (CSRC / "core").iterdir():
+        text = path.read_text()
+        others = {Path(name).stem for name in INCLUDE.findall(text) if name.startswith("core/")}
+        uses.setdefault(path.stem, set()).update(others - {path.stem})
+        declared = re.findall(r"^\w[\w ]* \*?(\w+)\([^;{]*\);", text, re.MULTILINE)
+        for name in declared if path.suffix == ".h" else []:
+            source = path.with_suffix(".c").read_text()
+            assert re.search(rf"^\w.*\b{name}\([^;]*\{{", source, re.MULTILINE), f"{path}: {name}"
+    assert len(uses) > 10
+    assert_no_circle(uses)
 
 
 def test_each_file_says_what_belongs_in_it():

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
+from tiny_models import HeadModel
 from torch import nn
 
 import flce
@@ -84,22 +85,12 @@ def batch_of(rank, micro):
     return ids, target
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN, dtype=torch.float64)
-        self.head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, dtype=torch.float64, shift=1)
-
-    def forward(self, ids, labels, num_items):
-        return self.head(torch.tanh(self.embedding(ids)), labels, num_items=num_items)
-
-
 @on_ranks(2)
 def test_ddp_equals_the_whole_batch():
     rank = dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    model, whole = Model(), Model()
+    model, whole = (HeadModel(HIDDEN, VOCAB, shift=1) for _ in range(2))
     whole.load_state_dict(model.state_dict())
     parallel = nn.parallel.DistributedDataParallel(model)
     for group in (dist.group.WORLD, mesh):
@@ -107,12 +98,12 @@ def test_ddp_equals_the_whole_batch():
         targets = [target for _, target in batches]
         count = flce.num_items(targets, group, averaged_over=2, shift=1)
         with parallel.no_sync():
-            parallel(*batches[0], count).backward()
-        parallel(*batches[1], count).backward()
+            parallel(*batches[0], num_items=count).backward()
+        parallel(*batches[1], num_items=count).backward()
         every = [batch_of(other, micro) for other in (0, 1) for micro in (0, 1)]
         ids, labels = (torch.cat(parts) for parts in zip(*every, strict=True))
         assert count * 2 == flce.num_items(labels, shift=1)
-        whole(ids, labels, None).backward()
+        whole(ids, labels).backward()
         for one, other in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
         for module in (model, whole):

@@ -5,21 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
+from tiny_models import HIDDEN, VOCAB, HeadModel, whole
 from torch import nn
 
 import flce
 
-HIDDEN, VOCAB, TOKENS = 16, 40, 12
-
-
-class Model(nn.Module):
-    def __init__(self, accumulate_into):
-        super().__init__()
-        self.body = nn.Linear(HIDDEN, HIDDEN)
-        self.head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, accumulate_into=accumulate_into)
-
-    def forward(self, x, labels):
-        return self.head(torch.tanh(self.body(x)), labels)
+TOKENS = 12
 
 
 def wrap(model, way):
@@ -33,17 +24,13 @@ def wrap(model, way):
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @pytest.mark.parametrize("way", ["ddp", "ddp, bucket views", "fsdp"])
 @on_ranks(2)
 def test_accumulation(way):
     """The head's gradients with and without accumulate_into, over four steps with different data in
     each process; DDP synchronises every other step. Its hooks and those of FSDP run after the
     weight's AccumulateGrad and find the sum in .grad."""
-    plain, model = Model(None), Model("grad")
+    plain, model = (HeadModel(dtype=torch.float32, accumulate_into=into) for into in (None, "grad"))
     model.load_state_dict(plain.state_dict())
     for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
         dist.broadcast(parameter.data, 0)
@@ -51,7 +38,7 @@ def test_accumulation(way):
     wrapped = [wrap(module, way) for module in (plain, model)]
     torch.manual_seed(dist.get_rank())
     for step in range(4):
-        x, labels = torch.randn(TOKENS, HIDDEN), torch.randint(VOCAB, (TOKENS,))
+        x, labels = torch.randint(VOCAB, (2, TOKENS)).unbind()
         for module in wrapped:
             if way != "fsdp" and step % 2 == 0:
                 with module.no_sync():

@@ -81,7 +81,7 @@ def test_refusals(device, options, error, message):
 
 def counted(step, monkeypatch):
     """[(kind, bytes received from others)] of the collectives that `step` begins."""
-    from flce import collectives
+    from flce.distributed import collectives
 
     calls = []
     gather, exchange = collectives._all_gather_single, dist.all_to_all_single

@@ -6,7 +6,6 @@ everything of one GPU, were not."""
 import dataclasses
 import json
 import pathlib
-import statistics
 import sys
 
 import pytest
@@ -58,35 +57,6 @@ def test_two_gpus(model, contestant, runs, options):
     measured = measured_ratios(contestant, runs)
     assert len(measured) == 2
     assert all(abs(predicted.ratio - one) < 0.02 for one in measured), (predicted.ratio, measured)
-
-
-def test_two_gpus_without_an_exchange_of_dx(model):
-    plan = model.make_plan(*HEAD, 2, chunks=2)
-    only = {"statistics": plan.collectives["statistics"]}
-    local = model.predict(dataclasses.replace(plan, collectives=only), *HEAD[1:])
-    for one in measured_ratios("no exchange", COPIES + NCCL):
-        assert abs(local.ratio - one) < 0.02
-    assert (
-        local.ratio
-        < of_head(model, chunks=2).ratio
-        < of_head(model, chunks=2, transport=model.NCCL).ratio
-    )
-
-
-def test_what_nccl_costs(model):
-    """Two points are more than an exchange costs: so the difference of transports by itself."""
-    predicted = (
-        of_head(model, chunks=2, transport=model.NCCL).ratio - of_head(model, chunks=2).ratio
-    )
-    nccl, copies = (statistics.mean(measured_ratios("flce", runs)) for runs in (NCCL, COPIES))
-    assert predicted == pytest.approx(nccl - copies, abs=0.005)
-
-
-def test_the_fitted_rate(model):
-    record = json.loads((RESULTS / "2026-11-23-h200x2-vocab-parallel.json").read_text())
-    measured = [row["ms"] for row in record["rows"] if row["contestant"] == "products"]
-    predicted = 1e3 * of_head(model).bare
-    assert predicted == pytest.approx(statistics.median(measured), rel=0.005)
 
 
 # Milliseconds of the bare products on one H200, medians of runs of benchmarks/results: none of
@@ -147,13 +117,6 @@ def test_bytes_are_the_plans(model, save, sequence):
     assert ("input" in received) == sequence == ("summed_input" not in received)
 
 
-def test_make_plan_has_the_chunks(model):
-    for chunks, rows in ((1, 8192), (2, 4096), (3, 2816), (4, 2048)):
-        plan = model.make_plan(*HEAD, 2, chunks=chunks)
-        assert (plan.chunks, plan.chunk_rows, plan.save) == (chunks, rows, "grads")
-    assert model.make_plan(100, 64, 1000, 4, chunks=8).chunk_rows == 100
-
-
 def test_parts_of_a_step(model):
     transports = (None, model.NCCL, model.HIERARCHICAL)
     for ranks in RANKS:
@@ -169,32 +132,21 @@ def test_parts_of_a_step(model):
     assert copies.exposed < copies.exchange / 2
 
 
-@pytest.mark.parametrize("name", ["nvlink", "nccl", "network", "memory", "multiply_adds"])
-def test_a_faster_machine_is_never_slower(model, name):
-    faster = dataclasses.replace(model.H200, **{name: 2 * getattr(model.H200, name)})
+@pytest.mark.parametrize(
+    "name, factor",
+    [
+        *((name, 2) for name in ("nvlink", "nccl", "network", "memory", "multiply_adds")),
+        *((n, 0.5) for n in ("launch", "copy_peer", "nccl_latency", "network_latency", "sigma")),
+    ],
+)
+def test_a_faster_machine_is_never_slower(model, name, factor):
+    faster = dataclasses.replace(model.H200, **{name: factor * getattr(model.H200, name)})
     for ranks in RANKS:
         for transport in (None, model.NCCL, model.HIERARCHICAL):
             for options in ({}, {"sequence": True}, {"save": "logits"}):
                 before = of_head(model, ranks, transport=transport, **options).step
                 after = of_head(model, ranks, faster, transport, **options).step
                 assert after <= before * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    "name", ["launch", "copy_peer", "nccl_latency", "network_latency", "sigma"]
-)
-def test_a_slower_machine_is_never_faster(model, name):
-    slower = dataclasses.replace(model.H200, **{name: 2 * getattr(model.H200, name)})
-    for ranks in RANKS:
-        assert of_head(model, ranks, slower).step >= of_head(model, ranks).step
-
-
-def test_hierarchical_exchanges_are_faster_beyond_a_host(model):
-    for ranks in (16, 64, 1024):
-        flat, within = of_head(model, ranks), of_head(model, ranks, transport=model.HIERARCHICAL)
-        assert within.exchange < flat.exchange and within.step < flat.step
-    eight = of_head(model, 8, transport=model.NCCL)
-    assert of_head(model, 16).exchange > eight.exchange
 
 
 def test_meshes(model):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import flce
 
 ALL_OUTPUTS = ("loss", "lse", "entropy")
-EXAMPLES = {"cpu": 2000, "cuda": 500}
+EXAMPLES = {"cpu": 1600, "cuda": 480}
 RARELY = [None] * 3  # prepended to the values of an option that most calls omit
 SHAPES = [
     *((n,) for n in range(41)),
@@ -93,14 +93,14 @@ def plans(table):
     return st.binary(min_size=len(table), max_size=len(table)).map(plan)
 
 
-def examples(device):
-    """The number of examples, from the environment or by device."""
-    return hypothesis.settings(
-        max_examples=int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device])),
-        derandomize=True,
-        database=None,
-        deadline=None,
-    )
+PARTS = pytest.mark.parametrize("part", range(4))  # of the examples: processes share them
+
+
+def examples(device, part):
+    """Another seed for each part, and a quarter of the examples of the environment or device."""
+    count = int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device]))
+    settings = hypothesis.settings(max_examples=-(-count // 4), database=None, deadline=None)
+    return lambda test: hypothesis.seed(part)(settings(test))
 
 
 RETURNS = ("return_lse", "return_entropy", "return_accuracy", "return_predictions", "return_z_loss")
@@ -229,8 +229,9 @@ def budget_of(plan):
     return plan["chunk_rows"] * (plan["vocab"] + 15) * 8
 
 
-def test_linear_cross_entropy(device):
-    @examples(device)
+@PARTS
+def test_linear_cross_entropy(device, part):
+    @examples(device, part)
     @hypothesis.given(plans(LINEAR))
     def run(plan):
         case, random = linear_case(plan)
@@ -246,10 +247,11 @@ def test_linear_cross_entropy(device):
     run()
 
 
-def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, monkeypatch):
+@PARTS
+def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, part, monkeypatch):
     """Filling memory with NaN before a call does not change any bit of the result."""
 
-    @examples(device)
+    @examples(device, part)
     @hypothesis.given(plans(RAGGED))
     def run(plan):
         case, random = linear_case(plan)
@@ -266,8 +268,9 @@ def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, monkeypatch):
     run()
 
 
-def test_cross_entropy(device):
-    @examples(device)
+@PARTS
+def test_cross_entropy(device, part):
+    @examples(device, part)
     @hypothesis.given(plans(LOSS))
     def run(plan):
         random = cases.generator(plan["seed"])

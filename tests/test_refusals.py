@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flce
+from flce.options import INTEGERS
 
 TOKENS, HIDDEN, VOCAB = 6, 8, 11
 
@@ -167,9 +168,9 @@ REFUSALS = [
     ("valid_bound", value("auto"), ValueError, ['"count"', "'auto'"]),
     ("valid_bound", value(3.0), TypeError, ["int", "3.0"]),
     ("valid_bound", value(True), TypeError, ["int", "True"]),
-    ("softcap", value(10**400), ValueError, ["positive", "float64"]),
+    ("softcap", value(10**400), ValueError, ["finite", "float64"]),
     ("logit_scale", value(10**400), ValueError, ["finite", "float64"]),
-    ("temperature", value(-(10**400)), ValueError, ["positive", "float64"]),
+    ("temperature", value(-(10**400)), ValueError, ["finite", "float64"]),
     ("num_items", value(10**400), ValueError, ["finite", "float64"]),
     ("return_lse", value(2), TypeError, ["True", "2"]),
     ("return_entropy", value(1), TypeError, ["True", "1"]),
@@ -513,7 +514,7 @@ def test_what_c_refuses_has_its_class(how, mode):
 @pytest.mark.parametrize("argument", ["integers", "numbers"])
 def test_inner_operators_refuse_with_their_class(argument):
     x, w = torch.ones(3, 1), torch.ones(4, 1)
-    lists = {"integers": [0] * 25, "numbers": [0.0] * 6, argument: [0]}
+    lists = {"integers": [0] * (len(INTEGERS) + 1), "numbers": [0.0] * 6, argument: [0]}
     with pytest.raises(ValueError, match=f"^{argument}: expected [0-9]+ values, got 1"):
         torch.ops.flce.forward(x, w, torch.zeros(3).long(), *(None,) * 8, *lists.values())
 

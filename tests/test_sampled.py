@@ -148,40 +148,44 @@ def test_no_valid_rows(device, ignore, dtype, accum_dtype):
     assert all(tensor.count_nonzero() == 0 for tensor in made.values())
 
 
+def shifted(case, **documents):
+    case.input, case.target = case.input.reshape(3, 12, HIDDEN), case.target.reshape(3, 12)
+    case.options.update(documents)
+    return {"shift": 1}
+
+
+def bounded(case, more):
+    return {"valid_bound": int((case.target != -100).sum()) + more}
+
+
+# A row's draw depends on its position among all rows, not among those that are computed.
+CALLS = {
+    **{f"seed {seed}": {"seed": seed} for seed in (0, -1, 2**63 - 1, -(2**63), 2**32)},
+    **{f"items {n}": {"num_items": n, "z_loss": 0.1} for n in (7, 2.5, torch.tensor(11.0), 0)},
+    "counted bound": {"valid_bound": "count"},
+    "exact bound": lambda case: bounded(case, 0),
+    "bound": lambda case: bounded(case, 3),
+    "shift": lambda case: shifted(case),
+    "documents": lambda case: shifted(case, cu_seqlens=torch.tensor([0, 5, 12, 30, 36])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(device, name):
+    call = CALLS[name]
+    case = make(device, tokens=36)
+    case = cases.ignore_some(case) if "items" in name or "bound" in name else case
+    call = call(case) if callable(call) else call
+    move = {k: v.to(device) for k, v in case.options.items() if isinstance(v, torch.Tensor)}
+    compare(case.with_options(**move), **call)
+
+
 def test_all_classes_above_eps_give_the_exact_gradient(device):
     """Every class is kept then: the draw makes no difference."""
     case = make(device, std=0.1, vocab=31)
     yardstick = cases.Yardstick(case)
     for seed in (1, 2):
         yardstick.check(cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-12)))
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**32])
-def test_seeds_of_64_bits(device, seed):
-    compare(make(device), seed=seed)
-
-
-@pytest.mark.parametrize("num_items", [7, 2.5, "tensor", 0])
-def test_num_items(device, num_items):
-    given = torch.tensor(11.0, device=device) if num_items == "tensor" else num_items
-    compare(cases.ignore_some(make(device)).with_options(z_loss=0.1), num_items=given)
-
-
-@pytest.mark.parametrize("bound", ["count", 0, 3])
-def test_valid_bound(device, bound):
-    """A row's draw depends on its position among all rows, not among those that are computed."""
-    case = cases.ignore_some(make(device))
-    valid = int((case.target != -100).sum())
-    compare(case, valid_bound=bound if bound == "count" else valid + bound)
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_shift(device, documents):
-    case = make(device, tokens=36)
-    case.input, case.target = case.input.reshape(3, 12, HIDDEN), case.target.reshape(3, 12)
-    if documents:
-        case.options["cu_seqlens"] = torch.tensor([0, 5, 12, 30, 36], device=device)
-    compare(case, shift=1)
 
 
 @pytest.mark.parametrize("outputs", [("lse",), ("loss", "lse")])
@@ -216,8 +220,13 @@ def test_frozen_parts(device, wants):
 # ---- 16-bit operands: the mean ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", ["plain", "smoothing", "softcap"])
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        *((torch.float32, options) for options in ("plain", "smoothing", "softcap")),
+        *((torch.bfloat16, "smoothing"), (torch.float16, "softcap")),
+    ],
+)
 def test_the_mean_is_the_exact_gradient(device, dtype, options):
     """Over 4,096 seeds, within 4.5 standard errors and the rounding of the dtype."""
     options = {

@@ -18,28 +18,121 @@ TOKENS, VOCAB = 30, 41
 SAVES = pytest.mark.parametrize("save", cases.SAVES)
 
 
-# ---- targets: probabilities, dtypes, shifts, documents ----
+# ---- definitions: each gives what changes in a call, and the loss that it stands for ----
 
 
-@cases.pairwise(
-    save=cases.SAVES,
-    dtype=[torch.float64, torch.float32, torch.bfloat16],
-    smoothing=[0.0, 0.2],
-)
-def test_probabilities_of_any_dtype(device, save, dtype, smoothing):
-    x, w, _ = cases.leaves(device, TOKENS)
+def probabilities(device, x, w, y, dtype=torch.float64, smoothing=0.0, columns=VOCAB):
+    """Of any dtype; columns after the first valid_vocab are not read."""
     t = torch.randn(TOKENS, VOCAB, generator=cases.generator(3)).softmax(-1).to(device, dtype)
-    class_weight = cases.per_row(device, VOCAB)
-    options = {"weight": class_weight, "label_smoothing": smoothing}
-    ours = flce.linear_cross_entropy(x, w, t, save=save, **options)
-    cases.assert_same(ours, F.cross_entropy(F.linear(x, w), t.double(), **options), (x, w))
+    t[:, columns:] = math.nan
+    weight = cases.per_row(device, VOCAB)
+    call = {"target": t, "weight": weight, "label_smoothing": smoothing, "valid_vocab": columns}
+    own = {"weight": weight[:columns], "label_smoothing": smoothing}
+    return call, F.cross_entropy(F.linear(x, w[:columns]), t[:, :columns].double(), **own)
+
+
+def one_hot(device, x, w, y):
+    return {"target": F.one_hot(y, VOCAB).double()}, F.cross_entropy(F.linear(x, w), y)
+
+
+def documents(device, x, w, y, k=1, dtype=torch.int64, batched=False):
+    """One document is empty, one has a single token, and the rows after the last belong to none."""
+    bounds = [0, 9, 9, 10, 22, 27]
+    y[12] = -100
+    logits = F.linear(x, w)
+    expected = sum(
+        F.cross_entropy(logits[begin : end - k], y[begin + k : end], reduction="sum")
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        if end - begin > k
+    )
+    call = {"shift": k, "cu_seqlens": torch.tensor(bounds, dtype=dtype, device=device)}
+    if batched:
+        call |= {"input": x.unsqueeze(0), "target": y.unsqueeze(0)}
+    return {**call, "reduction": "sum"}, expected
+
+
+def options_of_rows_with_a_shift(device, x, w, y):
+    """token_weight and temperature belong to the input's rows."""
+    x, y = x.unflatten(0, (3, -1)), y.unflatten(0, (3, -1))
+    factors, temperature = (cases.per_row(device, *y.shape, low=low) for low in (0.5, 1.0))
+    logits = F.linear(x, w) / temperature.unsqueeze(-1)
+    rows = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
+    call = {"input": x, "target": y, "token_weight": factors, "temperature": temperature}
+    expected = (rows * factors[:, :-1].flatten()).sum()
+    return {**call, "shift": 1, "reduction": "sum"}, expected
+
+
+def token_weight(device, x, w, y, dtype=torch.float64):
+    """Negative weights too, as in policy gradients; they do not change the mean's denominator."""
+    y[::5] = -100
+    factors = torch.randint(-2, 3, (TOKENS,), generator=cases.generator(4)).to(device, dtype)
+    with torch.no_grad():
+        x[::5] = math.nan
+    if dtype.is_floating_point:
+        factors[::5] = math.nan
+    kept = y != -100
+    logits = F.linear(x[kept], w)
+    rows = F.cross_entropy(logits, y[kept], reduction="none") + 0.1 * logits.logsumexp(-1).square()
+    call = {"token_weight": factors, "z_loss": 0.1}
+    return call, (rows * factors[kept].double()).sum() / kept.sum()
+
+
+def z_loss_without_class_weights(device, x, w, y):
+    """The z-loss is averaged over the number of valid rows, the loss over their class weights."""
+    weight, logits = cases.per_row(device, VOCAB), F.linear(x, w)
+    z_loss = 0.3 * logits.logsumexp(-1).square().mean()
+    return {"weight": weight, "z_loss": 0.3}, F.cross_entropy(logits, y, weight=weight) + z_loss
+
+
+def scales_in_their_order(device, x, w, y):
+    logits = 2.5 * torch.tanh(-1.5 * F.linear(x, w) / 2.5) / 0.7
+    return {"softcap": 2.5, "logit_scale": -1.5, "temperature": 0.7}, F.cross_entropy(logits, y)
+
+
+def temperature_of_each_token(device, x, w, y):
+    temperature = cases.per_row(device, TOKENS, low=0.1, high=5.0)
+    y[:6], y[13], temperature[:6] = -100, -100, math.nan
+    kept = y != -100
+    logits = F.linear(x[kept], w) / temperature[kept].unsqueeze(-1)
+    return {"temperature": temperature}, F.cross_entropy(logits, y[kept])
+
+
+DEFINITIONS = {
+    "probabilities": (probabilities, {}),
+    "probabilities, float32": (probabilities, {"dtype": torch.float32, "smoothing": 0.2}),
+    "probabilities, bfloat16": (probabilities, {"dtype": torch.bfloat16, "smoothing": 0.2}),
+    "probabilities, padding": (probabilities, {"columns": 20}),
+    "one-hot": (one_hot, {}),
+    "documents": (documents, {}),
+    "documents, int32": (documents, {"k": 3, "dtype": torch.int32}),
+    "documents, batched": (documents, {"k": 3, "batched": True}),
+    "rows with a shift": (options_of_rows_with_a_shift, {}),
+    "token weight": (token_weight, {}),
+    "token weight, bfloat16": (token_weight, {"dtype": torch.bfloat16}),
+    "token weight, bool": (token_weight, {"dtype": torch.bool}),
+    "token weight, int32": (token_weight, {"dtype": torch.int32}),
+    "z-loss": (z_loss_without_class_weights, {}),
+    "scales": (scales_in_their_order, {}),
+    "temperatures": (temperature_of_each_token, {}),
+}
 
 
 @SAVES
-def test_one_hot_probabilities_are_classes(device, save):
-    x, w, y = cases.leaves(device, TOKENS)
-    ours = flce.linear_cross_entropy(x, w, F.one_hot(y, VOCAB).double(), save=save)
-    cases.assert_same(ours, flce.linear_cross_entropy(x, w, y, save=save), (x, w))
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_definitions(device, save, name):
+    """By flce and by the reference, which the other tests compare with."""
+    define, settings = DEFINITIONS[name]
+    for function, options in (
+        (flce.linear_cross_entropy, {"save": save}),
+        (flce.reference.linear_cross_entropy, {}),
+    ):
+        x, w, y = cases.leaves(device, TOKENS)
+        call, expected = define(device, x, w, y, **settings)
+        ours = function(**{"input": x, "linear_weight": w, "target": y, **call, **options})
+        cases.assert_same(ours, expected, (x, w))
+
+
+# ---- targets: dtypes, shifts ----
 
 
 def test_int32_targets_give_the_same_bits(device):
@@ -84,18 +177,6 @@ def test_shift_keeps_the_shape_of_the_target(device):
         assert (made[name][:, -2:] == (-1 if name == "predictions" else 0)).all(), name
 
 
-def test_shift_leaves_row_options_where_they_are(device):
-    """token_weight and temperature belong to the input's rows."""
-    x, w, y = cases.leaves(device, 2, 5)
-    token_weight, temperature = cases.per_row(device, 2, 5), cases.per_row(device, 2, 5, low=1.0)
-    ours = flce.linear_cross_entropy(
-        x, w, y, shift=1, reduction="sum", token_weight=token_weight, temperature=temperature
-    )
-    logits = F.linear(x, w) / temperature.unsqueeze(-1)
-    rows = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none")
-    cases.assert_same(ours, (rows * token_weight[:, :-1].flatten()).sum(), (x, w))
-
-
 def test_shift_of_int32_targets_with_a_wide_ignore_index(device):
     """ignore_index marks the sequence ends, although no int32 holds it."""
     x, w = torch.randn(2, 6, 8, device=device), torch.randn(11, 8, device=device)
@@ -109,28 +190,6 @@ def test_shift_past_the_sequence_leaves_nothing(device, k):
     x, w, y = cases.leaves(device, 2, 4)
     loss = flce.linear_cross_entropy(x, w, y, shift=k)
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
-
-
-@cases.pairwise(save=cases.SAVES, k=[1, 3], dtype=[torch.int32, torch.int64], batched=[False, True])
-def test_documents(device, save, k, dtype, batched):
-    """Packed documents compared with a loop over them. One is empty, one has a single token,
-    and the rows after the last belong to none."""
-    bounds = [0, 9, 9, 10, 22, 27]
-    x, w, y = cases.leaves(device, TOKENS)
-    y[12] = -100
-    cu_seqlens = torch.tensor(bounds, dtype=dtype, device=device)
-    losses = [
-        F.cross_entropy(
-            F.linear(x[begin : max(begin, end - k)], w), y[begin + k : end], reduction="sum"
-        )
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-        if end - begin > k
-    ]
-    given = (x.unsqueeze(0), w, y.unsqueeze(0)) if batched else (x, w, y)
-    ours = flce.linear_cross_entropy(
-        *given, shift=k, cu_seqlens=cu_seqlens, reduction="sum", save=save
-    )
-    cases.assert_same(ours, sum(losses), (x, w))
 
 
 # ---- factors and denominators of a row's loss ----
@@ -164,37 +223,6 @@ def test_zero_items(device, save, given):
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
 
 
-@SAVES
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int32], ids=str)
-def test_token_weight(device, save, dtype):
-    """Negative weights too, as in policy gradients; they do not change the mean's denominator."""
-    x, w, y = cases.leaves(device, TOKENS)
-    y[::5] = -100
-    token_weight = torch.randint(-2, 3, (TOKENS,), generator=cases.generator(4)).to(device, dtype)
-    with torch.no_grad():
-        x[::5] = math.nan
-    if dtype.is_floating_point:
-        token_weight[::5] = math.nan
-    ours = flce.linear_cross_entropy(x, w, y, token_weight=token_weight, z_loss=0.1, save=save)
-    kept = y != -100
-    logits = F.linear(x[kept], w)
-    rows = F.cross_entropy(logits, y[kept], reduction="none") + 0.1 * logits.logsumexp(-1).square()
-    cases.assert_same(ours, (rows * token_weight[kept].double()).sum() / kept.sum(), (x, w))
-
-
-def test_z_loss_does_not_see_class_weights(device):
-    """The z-loss is averaged over the number of valid rows, the loss over their class weights."""
-    x, w, y = cases.leaves(device, TOKENS)
-    class_weight = cases.per_row(device, VOCAB)
-    options = {"z_loss": 0.3, "return_z_loss": True}
-    made = flce.linear_cross_entropy(x, w, y, weight=class_weight, **options)
-    logits = F.linear(x, w)
-    z_loss = 0.3 * logits.logsumexp(-1).square().mean()
-    cases.assert_same(made.loss, F.cross_entropy(logits, y, weight=class_weight) + z_loss, (x, w))
-    assert abs(made.z_loss - z_loss) <= 1e-12 * z_loss
-    assert not made.z_loss.requires_grad
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mean_over_weights_of_zero_is_torchs(device, smoothing):
     """NaN, as in F.cross_entropy: there are valid rows, but the denominator is 0."""
@@ -204,29 +232,7 @@ def test_a_mean_over_weights_of_zero_is_torchs(device, smoothing):
     assert flce.linear_cross_entropy(x, w, y, **options).isnan()
 
 
-# ---- logits: scale, softcap, temperature ----
-
-
-@SAVES
-def test_softcap_scale_and_temperature_in_their_order(device, save):
-    x, w, y = cases.leaves(device, TOKENS)
-    ours = flce.linear_cross_entropy(
-        x, w, y, softcap=2.5, logit_scale=-1.5, temperature=0.7, save=save
-    )
-    logits = 2.5 * torch.tanh(-1.5 * F.linear(x, w) / 2.5) / 0.7
-    cases.assert_same(ours, F.cross_entropy(logits, y), (x, w))
-
-
-@SAVES
-def test_temperature_of_each_token(device, save):
-    x, w, y = cases.leaves(device, 5, 6)
-    temperature = cases.per_row(device, 5, 6, low=0.1, high=5.0)
-    y[0], y[2, 3] = -100, -100
-    temperature[0] = math.nan
-    ours = flce.linear_cross_entropy(x, w, y, temperature=temperature, save=save)
-    kept = y != -100
-    logits = F.linear(x[kept], w) / temperature[kept].unsqueeze(-1)
-    cases.assert_same(ours, F.cross_entropy(logits, y[kept]), (x, w))
+# ---- scalars ----
 
 
 @pytest.mark.parametrize("make", [float, torch.tensor], ids=["number", "0-d"])
@@ -266,15 +272,6 @@ def test_valid_vocab(device, save, valid):
     assert not dw[valid:].any() and not db[valid:].any()
     for value, truth in zip((ours, dx, dw[:valid], db[:valid]), (sliced, *expected), strict=True):
         assert cases.relative_error(value.detach(), truth.detach()) <= 1e-12
-
-
-def test_valid_vocab_of_probabilities(device):
-    """Columns after the first valid_vocab are not read."""
-    x, w, _ = cases.leaves(device, TOKENS)
-    t = torch.randn(TOKENS, VOCAB, device=device, dtype=torch.float64).softmax(-1)
-    t[:, 20:] = math.nan
-    ours = flce.linear_cross_entropy(x, w, t, valid_vocab=20)
-    cases.assert_same(ours, F.cross_entropy(F.linear(x, w[:20]), t[:, :20]), (x, w))
 
 
 def test_targets_beyond_the_valid_vocab_are_out_of_range():
@@ -454,17 +451,6 @@ def test_weight_zero_hides_no_other_logit(device, bad):
         x, case.linear_weight, case.target, weight=weight, reduction="none"
     )
     assert loss.isnan().nonzero().flatten().tolist() == [3]
-
-
-def test_z_loss_with_class_weights_of_zero(device):
-    """Its denominator is the number of valid rows, not the sum of their weights."""
-    case = cases.make_case(8, 16, 33, dtype=torch.float64, device=device)
-    options = {"weight": torch.zeros(33, device=device), "z_loss": 0.1, "return_z_loss": True}
-    made = flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **options)
-    truth = flce.reference.linear_cross_entropy(
-        case.input, case.linear_weight, case.target, **options
-    )
-    assert cases.relative_error(made.z_loss, truth.z_loss) <= 1e-12
 
 
 def test_accuracy_beyond_the_bound_is_nan(cuda):

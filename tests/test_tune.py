@@ -1,9 +1,7 @@
-"""flce.tune: refusals, its file, and on a GPU that its choice is used and correct."""
+"""benchmarks/tune.py and the operators that it calls: on a GPU that a choice is used and right."""
 
-import importlib
+import importlib.util
 import itertools
-import json
-import os
 import re
 import subprocess
 import sys
@@ -16,59 +14,19 @@ import torch
 
 import flce
 
-tune = importlib.import_module("flce.tune")  # flce.tune is the function
+ROOT = Path(__file__).parents[1]
+_spec = importlib.util.spec_from_file_location("tune", ROOT / "benchmarks" / "tune.py")
+tune = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tune)
 TOKENS, HIDDEN, VOCAB = 300, 64, 1000
 BUDGET = 130 * 1024 * 4  # chunks of 128 rows and one of 44; a row is a multiple of 128 bytes
-HEADER = Path(__file__).parents[1] / "csrc" / "cuda" / "gemm" / "gemm.cuh"
-
-
+HEADER = ROOT / "csrc" / "cuda" / "gemm" / "gemm.cuh"
 ALGORITHM = " ".join("2" * 10)
 
 
-def product(gpu="A GPU 1", **changes):
-    """The line of a GEMM."""
-    numbers = dict.fromkeys(tune.PRODUCT, 1) | changes
-    return " ".join(map(str, [*numbers.values(), gpu]))
-
-
-def content(choices, form=tune._FORMAT):
-    return json.dumps({"format": form, "choices": choices})
-
-
-# ---- refusals ----
-
-
-@pytest.mark.parametrize("wrong", ["cpu", "meta"])
-def test_other_devices_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"device: .*CUDA.*{wrong}"):
-        flce.tune(4, 4, 4, device=wrong)
-
-
-@pytest.mark.skipif(cases.HAS_CUDA, reason="there is a CUDA device")
-def test_no_device_is_refused():
-    with pytest.raises(ValueError, match="device: .*CUDA"):
-        flce.tune(4, 4, 4)
-
-
-# ---- the file ----
-
-CORRUPT = {
-    "empty": "",
-    "cut": content({product(): ALGORITHM})[:-5],
-    "not utf-8": b"\xff\xfe\x00",
-    "list": "[]",
-    "earlier format": '{"format": "flce products 1", "entries": []}',
-    "other format": content({}, "flce products 0"),
-    "no choices": json.dumps({"format": tune._FORMAT}),
-    "list of choices": content([product()]),
-    "number for an algorithm": content({product(): 7}),
-    "text for a number": content({product(m="x"): ALGORITHM}),
-    "true for a number": content({product(m=True): ALGORITHM}),
-    "too large": content({product(m=10**18): ALGORITHM}),
-    "one number more": content({product(): f"{ALGORITHM} 2"}),
-    "no name": content({product("").rstrip(): ALGORITHM}),
-    "two lines of name": content({product("A\n1"): ALGORITHM}),
-}
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="device: expected a CUDA device.*cpu"):
+        tune.main(["4", "4", "4", "--device", "cpu"])
 
 
 def test_numbers_are_those_of_the_header():
@@ -84,101 +42,13 @@ def test_numbers_are_those_of_the_header():
 
     assert ["cublaslt", *fields("gemm_key")] == [*tune.PRODUCT, "factors", "device"]
     assert len(fields("gemm_algorithm")) == len(ALGORITHM.split())
-    assert tune._ALGORITHM.fullmatch(ALGORITHM)
 
 
-def test_what_is_written_is_read(tmp_path):
-    path = str(tmp_path / "gemm.json")
-    assert tune.read(path) == {}
-    other = ALGORITHM.replace("2", "3")
-    tune.write(path, {product(m=5): ALGORITHM, product(m=6): ALGORITHM})
-    tune.write(path, {product(m=6): other, product(m=7): ALGORITHM})
-    expected = {product(m=5): ALGORITHM, product(m=6): other, product(m=7): ALGORITHM}
-    assert tune.read(path) == expected
-    assert os.listdir(tmp_path) == ["gemm.json"]
-
-
-def test_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
-    path = tmp_path / "gemm.json"
-    tune.write(str(path), {product(m=5): ALGORITHM})
-    before = path.read_text(encoding="utf-8")
-
-    def full(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        tune.write(str(path), {product(m=6): ALGORITHM})
-    assert path.read_text(encoding="utf-8") == before
-    assert os.listdir(tmp_path) == ["gemm.json"]
-
-
-@pytest.fixture(params=sorted(CORRUPT))
-def corrupt(request, tmp_path):
-    path = tmp_path / "flce" / "gemm.json"
-    path.parent.mkdir()
-    text = CORRUPT[request.param]
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-def test_a_corrupt_file_is_named(corrupt, monkeypatch):
-    with pytest.raises(ValueError, match=re.escape(str(corrupt))):
-        tune.read(corrupt)
-    monkeypatch.setenv("FLCE_TUNE_FILE", str(corrupt))
-    with pytest.raises(ValueError, match=f"FLCE_TUNE_FILE.*{re.escape(str(corrupt))}"):
-        tune.load()
-
-
-def test_what_may_have_no_end_is_refused(tmp_path):
-    """In another process: such a read does not return. The pipe is first, it takes no memory."""
-    pipe, large = tmp_path / "pipe", tmp_path / "large"
-    os.mkfifo(pipe)
-    with open(large, "wb") as file:
-        file.truncate((16 << 20) + 1)
-    code = (
-        "import importlib, os, sys; tune = importlib.import_module('flce.tune')\n"
-        "for os.environ['FLCE_TUNE_FILE'] in sys.argv[1:]:\n"
-        "    try:\n"
-        "        tune.load()\n"
-        "    except ValueError as error:\n"
-        "        print(error)\n"
-    )
-    paths = [str(path) for path in (pipe, tmp_path, "/dev/zero", large)]
-    command = [sys.executable, "-c", code, *paths]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for path, line in zip(paths, done.stdout.splitlines(), strict=True):
-        assert line.startswith(f"FLCE_TUNE_FILE: {path}: ") and "at most 16 MiB" in line
-
-
-def test_no_file_is_read_that_nobody_named(tmp_path, monkeypatch):
-    """Choices change bits: a cache of the user is not read unless FLCE_TUNE_FILE names it."""
-    looked = []
-    monkeypatch.setattr(tune, "read", looked.append)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for unset in (lambda: None, lambda: monkeypatch.delenv("FLCE_TUNE_FILE")):
-        unset()
-        tune.load()
-    assert looked == []
-
-
-@pytest.mark.parametrize(("text", "fits"), [('{"entries": 1}', False), (None, True)])
-def test_import_reads_the_file(tmp_path, text, fits):
-    path = tmp_path / "gemm.json"
-    if text is None:
-        tune.write(str(path), {product(m=5): ALGORITHM})
-    else:
-        path.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", "import flce"],
-        env={**os.environ, "FLCE_TUNE_FILE": str(path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode == 0) == fits
-    assert fits or ("ValueError" in done.stderr and str(path) in done.stderr)
+def test_a_choice_is_the_line_with_its_algorithm():
+    numbers = " ".join("1" * len(tune.PRODUCT))
+    one = tune.TunedGemm(f"{numbers} A GPU 1", ALGORITHM, 3, 2.0, 1.0)
+    assert one.choice() == f"{numbers} {ALGORITHM} A GPU 1"
+    assert "2.000x of 3" in str(one)
 
 
 NUMBERS = len(tune.PRODUCT) + len(ALGORITHM.split())
@@ -189,7 +59,7 @@ def test_other_text_is_refused(lines):
     if torch.ops.flce.cuda_describe().startswith("not loaded"):
         pytest.skip("no CUDA library was built")
     with pytest.raises(ValueError, match="tuned products"):
-        flce.autograd.run(torch.ops.flce.gemm_use.default, lines)
+        flce.operators.run(torch.ops.flce.gemm_use.default, lines)
 
 
 # ---- on a GPU ----
@@ -198,7 +68,7 @@ def test_other_text_is_refused(lines):
 def products(device, dtype=torch.bfloat16, bias=False, **knobs):
     knobs = {"max_memory": BUDGET, "save": "grads", **knobs}
     sizes = (TOKENS, HIDDEN, VOCAB)
-    return tune.products_of(sizes, (dtype,) * 3, bias, torch.device(device, 0), knobs)
+    return tune.gemms_of(sizes, (dtype,) * 3, bias, torch.device(device, 0), knobs)
 
 
 def taken(line):
@@ -208,7 +78,7 @@ def taken(line):
 
 
 def use(line, algorithm):
-    tune.use({line: algorithm})
+    torch.ops.flce.gemm_use(tune.TunedGemm(line, algorithm, 0, 0.0, 0.0).choice())
 
 
 def restore(lines):
@@ -331,63 +201,34 @@ def test_a_choice_that_is_no_candidate_is_passed_over(cuda):
         restore([line])
 
 
-def test_tune_keeps_and_saves(cuda, tmp_path):
-    """The choice is used here at once, and in a new process that reads the file."""
-    path = tmp_path / "folder" / "gemm.json"
-    made = flce.tune(TOKENS, HIDDEN, VOCAB, save="grads", max_memory=BUDGET, path=str(path))
+def test_a_file_serves_another_process(cuda, tmp_path):
+    """Its lines are those of the step's GEMMs; a process that passes them on uses them."""
+    path = tmp_path / "gemms.txt"
+    sizes = [str(size) for size in (TOKENS, HIDDEN, VOCAB)]
+    options = f'{{"save": "grads", "max_memory": {BUDGET}}}'
+    tune.main([*sizes, "--options", options, "--out", str(path)])
     lines = products(cuda)
-    try:
-        assert made.path == str(path) and len(made.products) == len(lines)
-        assert len(str(made).splitlines()) == 1 + len(lines)
-        for line, t in zip(lines, made.products, strict=True):
-            assert t.product == line
-            assert taken(line)[0] == t.algorithm
-            assert 0 < t.best_ms <= t.shipped_ms and t.candidates >= 1
-        assert tune.read(str(path)) == {t.product: t.algorithm for t in made.products}
-        # Other algorithms than the default ones, so that the new process shows a difference.
-        tune.write(str(path), {line: taken(line)[1][-1] for line in lines})
-        code = (
-            "import flce, torch, sys\n"
-            "for line in sys.stdin.read().splitlines():\n"
-            "    rows = torch.ops.flce.gemm_candidates(0, line).splitlines()\n"
-            "    print(rows[0].split()[1], len(rows) - 2)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "FLCE_TUNE_FILE": str(path)},
-            input="\n".join(lines),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        pairs = [row.split() for row in done.stdout.splitlines()]
-        assert len(pairs) == len(lines) and all(index == last for index, last in pairs)
-    finally:
-        restore(lines)
-
-
-def test_nothing_is_saved_without_a_file(cuda, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert flce.tune(64, HIDDEN, VOCAB, path="").path is None
-    assert os.listdir(tmp_path) == []
-    monkeypatch.delenv("FLCE_TUNE_FILE")
-    assert flce.tune(64, HIDDEN, VOCAB).path is None
-    assert os.listdir(tmp_path) == []
-    monkeypatch.setenv("FLCE_TUNE_FILE", str(tmp_path / "gemm.json"))
-    assert flce.tune(64, HIDDEN, VOCAB).path == str(tmp_path / "gemm.json")
-
-
-def test_capture_refuses(cuda):
-    """tune synchronises: it raises before it does anything, and the capture continues."""
-    x = torch.ones(8, device=cuda)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match="capture"):
-            flce.tune(TOKENS, HIDDEN, VOCAB, path="")
-        y = x + 1
-    graph.replay()
-    assert y.tolist() == [2.0] * 8
+    assert len(path.read_text(encoding="utf-8").splitlines()) == len(lines)
+    # Other algorithms than the default ones, so that the new process shows a difference.
+    last = (tune.TunedGemm(line, taken(line)[1][-1], 0, 0.0, 0.0).choice() for line in lines)
+    path.write_text("\n".join(last), encoding="utf-8")
+    code = (
+        "import flce, torch, sys\n"
+        "torch.ops.flce.gemm_use(open(sys.argv[1]).read())\n"
+        "for line in sys.stdin.read().splitlines():\n"
+        "    rows = torch.ops.flce.gemm_candidates(0, line).splitlines()\n"
+        "    print(rows[0].split()[1], len(rows) - 2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    pairs = [row.split() for row in done.stdout.splitlines()]
+    assert len(pairs) == len(lines) and all(index == last for index, last in pairs)
 
 
 def test_threads_do_not_share_descriptors(cuda):

@@ -21,7 +21,8 @@ from vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
 from vocab_ranks import RETURNS, SHARDED, Ranks, on, same_bytes
 
 import flce
-from flce import collectives, reference
+from flce import reference
+from flce.distributed import collectives
 
 # ---- options with tensors of their own ----
 
@@ -208,9 +209,9 @@ def loss_and_gradients(call, case):
 
 @on(2)
 def compiled(ranks):
-    """fullgraph=True, with sizes that change, class weights of this rank, and sequence=True."""
+    """fullgraph=True, with sizes that change, class weights, and sequence=True."""
     torch._inductor.config.compile_threads = 1  # no worker processes
-    own_weights = class_weights()[ranks.classes(VOCAB)]
+    weights = class_weights()
     for backend, sequence, save in (
         ("aot_eager", True, "stats"),
         ("inductor", False, "grads"),
@@ -219,7 +220,7 @@ def compiled(ranks):
 
         def call(x, w, y, b, vp=vp, save=save):
             return flce.linear_cross_entropy(
-                x, w, y, linear_bias=b, weight=own_weights, vocab_parallel=vp, save=save,
+                x, w, y, linear_bias=b, weight=weights, vocab_parallel=vp, save=save,
                 label_smoothing=0.1,
             )  # fmt: skip
 
@@ -289,24 +290,23 @@ def modules(ranks):
     for ends in (None, UNEVEN):
         case = make(weight=True, valid_vocab=30)
         own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
-        for weight in (case.options["weight"], own.options["weight"]):
-            head = flce.LinearCrossEntropyHead(
-                HIDDEN, len(own.linear_weight), dtype=torch.float64, valid_vocab=30,
-                class_weight=weight, vocab_parallel=vp,
-            )  # fmt: skip
-            head.load_state_dict(
-                {"weight": own.linear_weight, "bias": own.options["linear_bias"]}, strict=True
-            )
-            loss = head(case.input, case.target)
-            ranks.agree("loss", loss, cases.outcome(reference.linear_cross_entropy, case)["loss"])
-            ranks.note(f"vocab_parallel={vp!r}" in repr(head), repr(head))
-            kept = io.BytesIO()
-            torch.save(head, kept)
-            kept.seek(0)
-            copies = copy.deepcopy(head), pickle.loads(pickle.dumps(head))
-            for other in (*copies, torch.load(kept, weights_only=False)):
-                ranks.note(other.vocab_parallel == vp, "a copy's vocab_parallel")
-                ranks.note(same_bytes(other(case.input, case.target), loss), "a copy's loss")
+        head = flce.LinearCrossEntropyHead(
+            HIDDEN, len(own.linear_weight), dtype=torch.float64, valid_vocab=30,
+            class_weight=case.options["weight"], vocab_parallel=vp,
+        )  # fmt: skip
+        head.load_state_dict(
+            {"weight": own.linear_weight, "bias": own.options["linear_bias"]}, strict=True
+        )
+        loss = head(case.input, case.target)
+        ranks.agree("loss", loss, cases.outcome(reference.linear_cross_entropy, case)["loss"])
+        ranks.note(f"vocab_parallel={vp!r}" in repr(head), repr(head))
+        kept = io.BytesIO()
+        torch.save(head, kept)
+        kept.seek(0)
+        copies = copy.deepcopy(head), pickle.loads(pickle.dumps(head))
+        for other in (*copies, torch.load(kept, weights_only=False)):
+            ranks.note(other.vocab_parallel == vp, "a copy's vocab_parallel")
+            ranks.note(same_bytes(other(case.input, case.target), loss), "a copy's loss")
     expected = f"VocabParallel(group '{dist.group.WORLD.group_name}', rank {ranks.rank} of 4, "
     expected += "start=None, vocab=41, sequence=False, reduce_input_grad=True, reduce_dtype=None)"
     ranks.note(repr(ranks.parallel(VOCAB)) == expected, repr(ranks.parallel(VOCAB)))
@@ -488,10 +488,12 @@ def refused(ranks, what, error, case, exchanges=0, **options):
 
 @on(2, 4)
 def refused_calls(ranks):
-    """Before anything is exchanged, also in a group's first call; but there class ranges are."""
+    """Before anything is exchanged, but the class ranges in a group's first call."""
     case, group = make(weight=True), dist.new_group()
     own, vp = ranks.divided(case), flce.VocabParallel(group, vocab=VOCAB)
     share = len(own.linear_weight)
+    good = cases.Case(own.input, own.linear_weight, own.target, {**own.options, "weight": None})
+    cases.outcome(flce.linear_cross_entropy, good, vocab_parallel=vp)
 
     def refuse(what, error, changed=own, vocab_parallel=vp, **options):
         refused(ranks, what, error, changed, vocab_parallel=vocab_parallel, **options)
@@ -499,35 +501,31 @@ def refused_calls(ranks):
     probabilities = torch.rand(TOKENS, VOCAB).double()
     refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities))
     refuse("target", ValueError, cases.Case(own.input, own.linear_weight, probabilities[:, :share]))
-    refuse("linear_weight: expected", ValueError, case, exchanges=1)  # all classes on each rank
+    refuse("linear_weight: expected", ValueError, case)  # all classes on each rank
     for start in (VOCAB, VOCAB - share + 1):
         beyond = flce.VocabParallel(group, start=start, vocab=VOCAB)
-        refuse("linear_weight: expected at most", ValueError, vocab_parallel=beyond, exchanges=1)
+        refuse("linear_weight: expected at most", ValueError, vocab_parallel=beyond)
     refuse("linear_bias", ValueError, linear_bias=case.options["linear_bias"])
     refuse("weight", ValueError, weight=class_weights()[1:])
     refuse("weight", ValueError, weight=own.options["weight"].clone().requires_grad_())
-    refuse("weight", TypeError, weight=[1.0] * share)
+    refuse("weight", ValueError, weight=class_weights()[:share])
+    refuse("weight", TypeError, weight=[1.0] * VOCAB)
     refuse("vocab_parallel", TypeError, vocab_parallel=3)
     refuse("vocab_parallel", TypeError, vocab_parallel=[vp.text])
     refuse("vocab_parallel", TypeError, vocab_parallel=dist.group.WORLD)
     refuse("vocab_parallel", ValueError, vocab_parallel="0")
     refuse("valid_vocab", ValueError, valid_vocab=VOCAB + 1)
     refuse("gradient", ValueError, gradient="sampled")
-    # Targets and max_memory are checked by the operator, after the exchange of class ranges and
-    # class weights.
-    unweighted = {**own.options, "weight": None}
-    good = cases.Case(own.input, own.linear_weight, own.target, unweighted)
-    cases.outcome(flce.linear_cross_entropy, good, vocab_parallel=vp)
     refuse("max_memory", ValueError, good, max_memory=1)
     for target in (VOCAB, VOCAB + 3, -1, -(2**40)):
         bad = own.target.clone()
         bad[3] = target
-        bad = cases.Case(own.input, own.linear_weight, bad, unweighted)
+        bad = cases.Case(own.input, own.linear_weight, bad, good.options)
         refuse(f"target[3] is {target}", IndexError, bad)
         refuse(f"target[3] is {target}", IndexError, bad, save="grads", max_memory=4 * ROW)
     bad = own.target.clamp(max=29)
     bad[3] = 30
-    bad = cases.Case(own.input, own.linear_weight, bad, unweighted)
+    bad = cases.Case(own.input, own.linear_weight, bad, good.options)
     refuse("target[3] is 30", IndexError, bad, valid_vocab=30)
     raised(
         ranks, "cross_entropy()", TypeError,

@@ -71,12 +71,12 @@ def combination(
     options["num_items"] = 7.5 if num_items and reduction == "mean" else None
     equal = ends == "equal"  # start and vocab are not given
     case = make(
-        dtype, vocab=44 if equal else vocab, maps=maps, bias=bias, weight=weight is not None,
+        dtype, vocab=44 if equal else vocab, maps=maps, bias=bias, weight=weight,
         token_weight=token_weight, valid_vocab=valid_vocab, ignored=ignored, **options,
     )  # fmt: skip
     wanted = RETURNS if outputs else {}
     ranks.compare(
-        case, ends=ends if isinstance(ends, tuple) else None, whole_weight=weight == "whole",
+        case, ends=ends if isinstance(ends, tuple) else None,
         vocab_parallel={**({"vocab": None} if equal else {}), **how}, save=save,
         max_memory=budget, upstream=upstream_of(case, outputs),
         cancels=bool(outputs), **wanted,
@@ -88,7 +88,7 @@ OPTIONS = {
     "save": [*cases.SAVES, "auto"],
     "reduction": ["none", "mean", "sum"],
     "bias": [False, True],
-    "weight": [None, "sharded", "whole"],
+    "weight": [False, True],
     "smoothing": [0.0, 0.1, 1.0],
     "maps": list(MAPS),
     "z_loss": [0.0, 0.05],
@@ -161,12 +161,10 @@ def fewer_classes_than_ranks(ranks):
 
 @on(2, 4)
 def one_rank_has_all_classes(ranks):
-    """Also with class weights, sharded and whole: their shapes are the same on that rank."""
+    """With class weights."""
     for owner in range(ranks.ranks):
         ends = [VOCAB if rank >= owner else 0 for rank in range(ranks.ranks)]
-        for whole in (False, True):
-            case = make(weight=True, label_smoothing=0.1)
-            ranks.compare(case, ends=ends, whole_weight=whole)
+        ranks.compare(make(weight=True, label_smoothing=0.1), ends=ends)
 
 
 @on(4)
@@ -217,7 +215,7 @@ def no_rows(ranks):
         for reduction in ("none", "mean", "sum"):
             for save in ("logits", "stats", "auto" if reduction == "none" else "grads"):
                 case = make(tokens=tokens, reduction=reduction, ignored=every, weight=True)
-                made = ranks.compare(case, save=save, whole_weight=every == 3)
+                made = ranks.compare(case, save=save)
                 for name, value in made.items():
                     ranks.note(not value.any(), f"{name} is not 0: {save} {reduction}")
 

@@ -20,7 +20,7 @@ from vocab_cases import HIDDEN, TOKENS, VOCAB, make
 from vocab_ranks import on, same_bytes
 
 import flce
-from flce import collectives
+from flce.distributed import collectives
 
 
 class Preempted(RuntimeError):

@@ -52,7 +52,7 @@ def samples_of_all_classes(ranks):
             for ends in (None, UNEVEN) if ranks.ranks == 4 else (None, (0, VOCAB)):
                 classes, own = (
                     ranks.classes(VOCAB, ends),
-                    ranks.divided(case, ends, False, sequence),
+                    ranks.divided(case, ends, sequence),
                 )
                 vp = ranks.parallel(VOCAB, ends, **how)
                 call = {"vocab_parallel": vp, "upstream": upstream, **sampled(2**-12, 5)}

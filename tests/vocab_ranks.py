@@ -93,18 +93,18 @@ class Ranks:
         share = tensor.shape[0] // self.ranks
         return tensor[self.rank * share : (self.rank + 1) * share]
 
-    def divided(self, case, ends=None, whole_weight=False, sequence=False):
+    def divided(self, case, ends=None, sequence=False):
         """The Case of this rank."""
         classes = self.classes(case.linear_weight.shape[0], ends)
         options = dict(case.options)
-        for name in (*SHARDED, "weight"):
-            if options.get(name) is not None and not (name == "weight" and whole_weight):
+        for name in SHARDED:
+            if options.get(name) is not None:
                 options[name] = options[name][classes]
         x = self.rows(case.input) if sequence else case.input
         return cases.Case(x, case.linear_weight[classes], case.target, options)
 
     def compare(
-        self, case, *, ends=None, whole_weight=False, vocab_parallel=None, wants=cases.GRADIENTS,
+        self, case, *, ends=None, vocab_parallel=None, wants=cases.GRADIENTS,
         upstream=None, cancels=False, **knobs,
     ):  # fmt: skip
         """Notes where the results differ from the definition's and from those of one process.
@@ -112,7 +112,7 @@ class Ranks:
         how = dict(vocab_parallel or {})
         sequence, reduces = how.get("sequence", False), how.get("reduce_input_grad", True)
         vocab_parallel = self.parallel(how.pop("vocab", case.linear_weight.shape[0]), ends, **how)
-        own = self.divided(case, ends, whole_weight, sequence)
+        own = self.divided(case, ends, sequence)
         call = {"wants": wants, "upstream": upstream, **knobs}
         made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vocab_parallel, **call)
         parts = self.gathered(made)

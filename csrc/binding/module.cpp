@@ -4,7 +4,12 @@
 
 #include <cstdlib>
 
-#include "binding/op_options.h"
+#include <torch/csrc/stable/library.h>
+
+#include "binding/device.h"
+#include "binding/options.h"
+
+using namespace flce;
 
 namespace {
 
@@ -69,7 +74,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
-  m.impl("option_names", TORCH_BOX(&option_names));
+  m.impl("option_names", TORCH_BOX(&flce::option_names));
   m.impl("gemm_count", TORCH_BOX(&gemm_count));
   m.impl("cpu_variant", TORCH_BOX(&cpu_variant));
   m.impl("cuda_describe", TORCH_BOX(&cuda_describe));

@@ -6,7 +6,7 @@
  * full; dW is read and written once for each chunk; each chunk has its own launches and small
  * kernels. The constants were fitted to the chunk sizes of nine shapes on an H200
  * (benchmarks/NOTES.md, 2026-11-22, chunks; results/2026-11-22-h200-chunks.json). */
-#include "core/plan.h"
+#include "core/chunks.h"
 
 #include <math.h>
 
@@ -57,7 +57,7 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
 }
 
 /* dW's GEMM of `rows` rows. The mainloop hides part of the traffic of dW, more the longer it is.
- * The exposed share is a linear fit to measured GEMMs. Some of it always remains, which counts
+ * The exposed part is a linear fit to measured GEMMs. Some of it always remains, which counts
  * where dW is large: 4096 x 16384 x 128256 took 1.6 % longer in two chunks than in one and 4 %
  * longer in four (benchmarks/NOTES.md, 2026-11-23). */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {

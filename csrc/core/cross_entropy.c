@@ -1,14 +1,15 @@
 /* Cross entropy of logits that the caller provides: flce_cross_entropy_forward and _backward. One
  * pass over all rows by the row passes of a backend; no GEMM, no chunks, no plan. */
-#include "core/engine.h"
+
+#include "core/execution.h"
 
 static flce_rows view_logits(const flce_backend* backend, const flce_problem* problem,
-                             const flce_tensors* tensors, void* losses, engine* e) {
-  *e = (engine){.backend = backend,
-                .problem = problem,
-                .tensors = tensors,
-                .stat = flce_stat_dtype(problem->dtype),
-                .losses = losses};
+                             const flce_tensors* tensors, void* losses, execution* e) {
+  *e = (execution){.backend = backend,
+                   .problem = problem,
+                   .tensors = tensors,
+                   .stat = flce_stat_dtype(problem->dtype),
+                   .losses = losses};
   flce_rows view = open_rows(e, 0, problem->tokens);
   view.probabilities_pitch = problem->vocab;
   set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);
@@ -23,13 +24,13 @@ static flce_status check_classes(const flce_problem* problem) {
 
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
                                        const flce_tensors* tensors) {
-  engine e;
+  execution e;
   bool reduced = problem->reduction != FLCE_NONE;
   flce_rows view =
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
   FLCE_TRY(check_classes(problem));
   FLCE_TRY(flce_check_loss(&problem->loss));
-  CALL(&e, prepare, problem, tensors, NULL, false, false);
+  CALL(&e, prepare, problem, tensors, NULL, 0, false);
   CALL(&e, stat_rows, &view);
   if (reduced)
     CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
@@ -39,7 +40,7 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
 
 flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_problem* problem,
                                         const flce_tensors* tensors) {
-  engine e;
+  execution e;
   flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
   set_out(&view, tensors->grad_input, problem->dtype, problem->vocab, problem->vocab);
   flce_upstream upstream = upstream_of(&e);

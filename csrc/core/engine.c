@@ -1,59 +1,42 @@
 /* The forward and the backward of linear cross entropy: one loop over chunks of rows each, which
  * all strategies (flce_save) share. It executes the plan by calling a backend's functions. Sizes,
  * dtypes and buffers are decided in plan.c, the arithmetic is the backend's. */
-#include "core/engine.h"
+#include "core/gradients.h"
 #include "core/plan.h"
-
-#include <stdatomic.h>
+#include "core/samples.h"
+#include "core/shards.h"
 
 /* The factor of E where it is stored in float16. c is then the row's largest l, so the largest
  * entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
 static const double kF16ExpScale = 32768.0;
 
-static _Atomic int64_t gemm_count;
-int64_t flce_gemm_count(void) {
-  return atomic_load(&gemm_count);
-}
-
-void flce_count_gemm(void) {
-  atomic_fetch_add(&gemm_count, 1);
-}
-
-flce_status flce_run_gemm(const engine* e, flce_gemm gemm) {
-  gemm.dtype = e->plan->dtype;
-  flce_count_gemm();
-  CALL(e, gemm, &gemm, buffer(e, FLCE_BUF_GEMM), e->plan->buffers[FLCE_BUF_GEMM].bytes);
-  return FLCE_OK;
-}
-
 /* ---- operands ---- */
 
-/* *out = `given` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `given` itself if it is
+/* *out = `source` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `source` itself if it is
  * that, else a copy in buffer `id`. */
-static flce_status convert(const engine* e, flce_buffer_id id, const void* given,
-                           flce_dtype given_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
+static flce_status convert(const execution* e, flce_buffer_id id, const void* source,
+                           flce_dtype source_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
                            int64_t pitch, const void** out) {
-  *out = given;
-  if (given == NULL || (given_dtype == dtype && pitch == cols)) return FLCE_OK;
-  *out = buffer(e, id);
+  *out = source;
+  if (source == NULL || (source_dtype == dtype && pitch == cols)) return FLCE_OK;
+  *out = buffer_ptr(e, id);
   CALL(e, cast,
-       &(flce_cast_args){.out = buffer(e, id),
+       &(flce_cast_args){.out = buffer_ptr(e, id),
                          .out_dtype = dtype,
                          .out_pitch = pitch,
-                         .in = given,
-                         .in_dtype = given_dtype,
+                         .in = source,
+                         .in_dtype = source_dtype,
                          .in_pitch = cols,
                          .rows = rows,
                          .cols = cols});
   return FLCE_OK;
 }
 
-/* `e` has the backend, and the caller's problem, plan and tensors. */
-static flce_status open_engine(engine* e, const flce_comm* comm, local_call* local,
-                               bool needs_input, bool needs_bias) {
+/* `e` has the backend, the shard_call with its comm, and the caller's problem, plan and tensors. */
+static flce_status open_operands(execution* e, bool needs_input, bool needs_bias) {
   const flce_plan* plan = e->plan;
   e->stat = flce_stat_dtype(plan->dtype);
-  if (flce_is_sharded(e->problem)) FLCE_TRY(flce_open_shard(e, comm, needs_input, local));
+  FLCE_TRY(flce_open_shard(e, needs_input));
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
   int64_t h = problem->hidden, v = problem->vocab;
@@ -67,45 +50,37 @@ static flce_status open_engine(engine* e, const flce_comm* comm, local_call* loc
                  &e->bias);
 }
 
-/* `status`, that of the call. Every call ends here, so that no failure leaves a collective in
- * flight whose buffers the caller frees. */
-static flce_status close_engine(const engine* e, flce_status status) {
-  if (status != FLCE_OK && e->comm && *e->in_flight != 0)
-    e->comm->abandon(e->comm->self, *e->in_flight);
-  return status;
-}
-
 /* ---- one chunk ---- */
 
-static chunk open_chunk(const engine* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
+static chunk open_chunk(const execution* e, int64_t first, int64_t chunk_rows, flce_buffer_id x) {
   int64_t left = e->problem->rows - first;
   chunk c = {.first = first, .rows = left < chunk_rows ? left : chunk_rows, .gathered_x = x};
   int64_t vectors = e->plan->gathers ? 0 : first; /* an index counts from token 0 */
   c.view = open_rows(e, vectors, c.rows);
-  if (e->plan->holds_weight) c.view.input_unit = scalar(e, FLCE_SCALAR_INPUT_UNIT);
-  if (e->plan->gathers) c.view.index = (const int64_t*)buffer(e, FLCE_BUF_INDEX) + first;
-  c.coef = from(buffer(e, FLCE_BUF_COEF), vectors, e->stat);
+  if (e->plan->dw_fp16_shift != 0) c.view.input_scale = scalar(e, FLCE_SCALAR_INPUT_SCALE);
+  if (e->plan->gathers) c.view.index = (const int64_t*)buffer_ptr(e, FLCE_BUF_INDEX) + first;
+  c.coef = optional_ptr(buffer_ptr(e, FLCE_BUF_COEF), vectors, e->stat);
   return c;
 }
 
 /* E or dz overwrites the logits; each row starts at the address of its row of logits. */
-static void set_out_in_place(const engine* e, flce_rows* view) {
+static void set_out_in_place(const execution* e, flce_rows* view) {
   flce_dtype dtype = e->plan->form == FLCE_FORM_EXP ? e->plan->exp_dtype : e->plan->dtype;
   int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(dtype);
   set_out(view, (void*)view->z, dtype, view->z_pitch * ratio, e->plan->out_pitch);
 }
 
-static void* saved_rows(const engine* e, int64_t first) {
-  return at(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
+static void* saved_rows(const execution* e, int64_t first) {
+  return element_ptr(e->tensors->saved, first * e->plan->saved_pitch, e->plan->saved_dtype);
 }
 
 /* The A operand of the logits GEMM: the chunk's rows of x, or a copy if they are gathered or need
  * another pitch. */
-static flce_status chunk_input(const engine* e, const chunk* c, const void** x) {
+static flce_status chunk_input(const execution* e, const chunk* c, const void** x) {
   const flce_plan* plan = e->plan;
   *x = rows_of_input(e, c);
   if (!plan->gathers && plan->input_pitch == plan->hidden) return FLCE_OK;
-  void* copy = buffer(e, c->gathered_x);
+  void* copy = buffer_ptr(e, c->gathered_x);
   CALL(e, scale_rows,
        &(flce_scale_rows_args){.out = copy,
                                .out_pitch = plan->input_pitch,
@@ -119,7 +94,7 @@ static flce_status chunk_input(const engine* e, const chunk* c, const void** x) 
 }
 
 /* Fills `gemm` for the logits GEMM of a chunk, z = x W^T, without its C. */
-static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* gemm) {
+static flce_status logits_product(const execution* e, const chunk* c, flce_gemm* gemm) {
   int64_t h = e->plan->hidden;
   *gemm = (flce_gemm){.m = c->rows,
                       .n = e->problem->vocab,
@@ -134,15 +109,15 @@ static flce_status logits_product(const engine* e, const chunk* c, flce_gemm* ge
 
 /* Sets C of the logits GEMM: the saved buffer if the plan writes z there, else the chunk's logits
  * buffer. */
-static void set_z_destination(const engine* e, chunk* c, flce_gemm* gemm) {
+static void set_z_destination(const execution* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
-  gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS);
+  gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer_ptr(e, FLCE_BUF_LOGITS);
   gemm->c_dtype = plan->z_dtype;
   gemm->pitch_c = plan->z_pitch;
   set_z(&c->view, gemm->c, plan->z_dtype, plan->z_pitch);
 }
 
-static flce_status logits_gemm(const engine* e, chunk* c) {
+static flce_status logits_gemm(const execution* e, chunk* c) {
   flce_gemm gemm;
   FLCE_TRY(logits_product(e, c, &gemm));
   set_z_destination(e, c, &gemm);
@@ -152,57 +127,57 @@ static flce_status logits_gemm(const engine* e, chunk* c) {
 
 /* The first call of the fused logits GEMM. It writes E (form exp) or z (form dz) for the strategies
  * that read them, save=logits, save=grads and save=samples. */
-static flce_status fused_logits(const engine* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
+static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
   bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(logits_product(e, c, gemm));
   if (keeps && exp_form)
-    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer(e, FLCE_BUF_LOGITS), plan->exp_dtype,
-            plan->out_pitch, plan->out_pitch);
+    set_out(&c->view, saves ? saved_rows(e, c->first) : buffer_ptr(e, FLCE_BUF_LOGITS),
+            plan->exp_dtype, plan->out_pitch, plan->out_pitch);
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
   /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
-  if (gradients && e->problem->want_grad_input && !e->bias) rows->wsum = buffer(e, FLCE_BUF_SMOOTH);
+  if (gradients && e->problem->want_grad_input && !e->bias)
+    rows->wsum = buffer_ptr(e, FLCE_BUF_SMOOTH);
   flce_count_gemm();
-  CALL(e, fused_logits, gemm, rows, buffer(e, FLCE_BUF_FUSED));
+  CALL(e, fused_logits, gemm, rows, buffer_ptr(e, FLCE_BUF_FUSED));
   return FLCE_OK;
 }
 
 /* The factor of the loss's gradient for grad_output = 1. In float16 it includes a power of two (see
- * FLCE_SCALAR_UNIT), which scale_grads divides out. */
-static const void* unit_factor(const engine* e) {
-  bool in_units = e->plan->dtype == FLCE_F16;
-  return scalar(e, in_units ? FLCE_SCALAR_UNIT : FLCE_SCALAR_INV_DENOM);
+ * FLCE_SCALAR_LOSS_SCALE), which scale_grads divides out. */
+static const void* loss_factor(const execution* e) {
+  bool scales = e->plan->dtype == FLCE_F16;
+  return scalar(e, scales ? FLCE_SCALAR_LOSS_SCALE : FLCE_SCALAR_INV_DENOM);
 }
 
 /* The second call of the fused logits GEMM: statistics, and with save=grads also coef. */
-static flce_status fused_statistics(const engine* e, chunk* c, const flce_gemm* gemm,
+static flce_status fused_statistics(const execution* e, chunk* c, const flce_gemm* gemm,
                                     const flce_rows* rows) {
   bool gradients = e->plan->save == FLCE_SAVE_GRADS;
-  bool makes_coef = gradients && !e->comm; /* else after the exchange of statistics */
-  CALL(e, fused_statistics, gemm, rows, unit_factor(e), makes_coef ? (void*)c->coef : NULL,
-       buffer(e, FLCE_BUF_FUSED));
+  bool makes_coef = gradients && e->plan->ranks == 1; /* else they follow from all statistics */
+  CALL(e, fused_statistics, gemm, rows, loss_factor(e), makes_coef ? (void*)c->coef : NULL,
+       buffer_ptr(e, FLCE_BUF_FUSED));
   if (gradients && e->plan->form == FLCE_FORM_DZ) set_out_in_place(e, &c->view);
   return FLCE_OK;
 }
 
-flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream upstream,
-                              const void* factor) {
+/* Computes the chunk's coef. The vectors of `upstream` start at token 0. */
+static flce_status coefficients(const execution* e, const chunk* c, flce_upstream upstream,
+                                const void* factor) {
   if (!e->plan->gathers) {
-    upstream.loss = from(upstream.loss, upstream.loss_stride * c->first, e->stat);
-    upstream.lse = from(upstream.lse, c->first, e->stat);
-    upstream.entropy = from(upstream.entropy, c->first, e->stat);
+    upstream.loss = optional_ptr(upstream.loss, upstream.loss_stride * c->first, e->stat);
+    upstream.lse = optional_ptr(upstream.lse, c->first, e->stat);
+    upstream.entropy = optional_ptr(upstream.entropy, c->first, e->stat);
   }
-  flce_rows rows = e->comm ? flce_whole_view(e, c) : c->view;
-  flce_shard shard = e->comm ? flce_shard_of(e) : (flce_shard){0};
-  CALL(e, row_coefficients, &rows, e->comm ? &shard : NULL, &upstream, factor, (void*)c->coef);
-  float* unit = buffer(e, FLCE_BUF_DZ_UNIT);
-  if (unit)
-    CALL(e, scale_coefficients, &c->view, (void*)c->coef, unit,
+  FLCE_TRY(flce_row_coefficients(e, c, &upstream, factor));
+  float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
+  if (scale)
+    CALL(e, scale_coefficients, &c->view, (void*)c->coef, scale,
          e->problem->want_grad_bias ? c->rows : 0);
   return FLCE_OK;
 }
@@ -211,7 +186,7 @@ flce_status flce_coefficients(const engine* e, const chunk* c, flce_upstream ups
 
 /* Without fused_logits: statistics and loss of a chunk by row passes over its logits, and E if the
  * strategy needs it. */
-static flce_status pass_rows(const engine* e, chunk* c) {
+static flce_status pass_rows(const execution* e, chunk* c) {
   const flce_plan* plan = e->plan;
   bool keeps = plan->save == FLCE_SAVE_LOGITS;
   if (plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS) {
@@ -232,27 +207,43 @@ static flce_status pass_rows(const engine* e, chunk* c) {
   return FLCE_OK;
 }
 
+/* The chunk's dX from the result of its GEMM, then dW and db. The exchange of dX begins as soon as
+ * its last chunk is complete. */
+static flce_status chunk_gradients(const execution* e, const chunk* c) {
+  FLCE_TRY(flce_finish_dx(e, c));
+  if (c->first + c->rows == e->problem->rows) FLCE_TRY(flce_begin_all_to_all_dx(e));
+  return flce_add_class_gradients(e, c);
+}
+
+static flce_status finish_gradients(const execution* e) {
+  if (e->problem->rows == 0) FLCE_TRY(flce_begin_all_to_all_dx(e));
+  FLCE_TRY(flce_begin_all_gather_dx(e));
+  FLCE_TRY(flce_finish_class_gradients(e));
+  return flce_wait_all_gather_dx(e);
+}
+
 /* save=grads: the gradients of a chunk for grad_output = 1. */
-static flce_status forward_gradients(const engine* e, chunk* c) {
+static flce_status forward_gradients(const execution* e, chunk* c) {
+  bool sharded = e->plan->ranks > 1;
   /* The GEMM of dX then hides the exchange of statistics. */
-  bool product_first = e->comm && e->plan->form == FLCE_FORM_EXP;
-  if (product_first) FLCE_TRY(flce_input_product(e, c));
-  if (e->comm) FLCE_TRY(flce_merge_statistics(e, c));
-  if (e->comm || !e->plan->fuses_rows)
-    FLCE_TRY(flce_coefficients(e, c, (flce_upstream){0}, unit_factor(e)));
+  bool gemm_first = sharded && e->plan->form == FLCE_FORM_EXP;
+  if (gemm_first) FLCE_TRY(flce_dx_gemm(e, c));
+  FLCE_TRY(flce_wait_all_gather_statistics(e, c));
+  if (sharded || !e->plan->fuses_rows)
+    FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
   if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
     CALL(e, grad_rows, &with_coef, 1.0, false, false);
   }
-  if (!product_first) FLCE_TRY(flce_input_product(e, c));
-  return flce_chunk_gradients(e, c);
+  if (!gemm_first) FLCE_TRY(flce_dx_gemm(e, c));
+  return chunk_gradients(e, c);
 }
 
 /* Computes FLCE_BUF_INDEX, if the plan gathers rows. */
-static flce_status gather_rows(const engine* e) {
+static flce_status gather_rows(const execution* e) {
   if (!e->plan->gathers) return FLCE_OK;
-  void* index = buffer(e, FLCE_BUF_INDEX);
+  void* index = buffer_ptr(e, FLCE_BUF_INDEX);
   /* The float poison of the workspace would read as -1, which means an absent row. */
   if (flce_poisons()) CALL(e, fill, index, FLCE_POISON_INT, e->plan->buffers[FLCE_BUF_INDEX].bytes);
   CALL(e, compact_rows, e->problem, e->tensors->target, index);
@@ -262,12 +253,9 @@ static flce_status gather_rows(const engine* e) {
 /* Scalars, the order of the targets, and the results of rows that are not computed. `overlaps`: the
  * first chunk's logits GEMM was queued before and reads none of these, so prepare may run
  * concurrently with it (PDL). */
-static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
-  void* order = gradients ? buffer(e, FLCE_BUF_ORDER) : NULL;
-  if (e->comm)
-    FLCE_TRY(flce_prepare_shard(e, order, overlaps));
-  else
-    CALL(e, prepare, e->problem, e->tensors, order, e->plan->holds_weight, overlaps);
+static flce_status begin_rows(const execution* e, bool gradients, bool overlaps) {
+  void* order = gradients ? buffer_ptr(e, FLCE_BUF_ORDER) : NULL;
+  FLCE_TRY(flce_prepare(e, order, overlaps));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->tokens);
     CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
@@ -276,7 +264,7 @@ static flce_status begin_rows(const engine* e, bool gradients, bool overlaps) {
 }
 
 /* Logits of a chunk, their statistics and loss, and E if the strategy needs it. */
-static flce_status compute_rows(const engine* e, chunk* c, bool gradients) {
+static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
   bool begins = c->first == 0;
   flce_gemm gemm;
@@ -294,37 +282,27 @@ static flce_status compute_rows(const engine* e, chunk* c, bool gradients) {
 }
 
 /* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
-static flce_status forward_rows(const engine* e, chunk* c, bool gradients) {
+static flce_status forward_rows(const execution* e, chunk* c, bool gradients) {
   bool samples = e->plan->save == FLCE_SAVE_SAMPLES;
   flce_rows caller = c->view;
-  if (e->comm) flce_set_rank_view(e, &c->view);
+  flce_enable_partial_sums(e, &c->view);
   FLCE_TRY(compute_rows(e, c, gradients));
-  if (e->comm) { /* the merge needs the caller's options of the loss */
-    c->view.options = caller.options;
-    c->view.token_weight = caller.token_weight;
-    c->view.scalars = caller.scalars;
-  }
-  if (e->comm && (gradients || samples)) FLCE_TRY(flce_send_statistics(e, c));
+  c->view.options = caller.options; /* what follows needs the caller's */
+  c->view.token_weight = caller.token_weight;
+  c->view.scalars = caller.scalars;
+  if (!gradients && !samples) return FLCE_OK;
+  FLCE_TRY(flce_begin_all_gather_statistics(e, c));
   if (gradients) return forward_gradients(e, c);
-  if (!samples) return FLCE_OK;
-  if (e->comm) FLCE_TRY(flce_merge_statistics(e, c));
+  FLCE_TRY(flce_wait_all_gather_statistics(e, c));
   return flce_sample_chunk(e, c);
 }
 
-/* A sharded vocabulary, and no chunk needed the merged statistics: they are exchanged at once. */
-static flce_status exchange_statistics(const engine* e) {
-  if (e->problem->rows == 0) return FLCE_OK;
-  chunk all = open_chunk(e, 0, e->problem->rows, e->plan->gathered_x);
-  FLCE_TRY(flce_send_statistics(e, &all));
-  return flce_merge_statistics(e, &all);
-}
-
-static flce_status forward(engine* e, const flce_comm* comm, local_call* local) {
+static flce_status forward(execution* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   void* loss = e->tensors->loss;
-  FLCE_TRY(open_engine(e, comm, local, true, true));
-  e->losses = problem->reduction == FLCE_NONE ? loss : buffer(e, FLCE_BUF_ROW_LOSS);
+  FLCE_TRY(open_operands(e, true, true));
+  e->losses = problem->reduction == FLCE_NONE ? loss : buffer_ptr(e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
   FLCE_TRY(gather_rows(e));
   if (gradients) FLCE_TRY(flce_sum_weight(e));
@@ -333,35 +311,41 @@ static flce_status forward(engine* e, const flce_comm* comm, local_call* local) 
     chunk c = open_chunk(e, first, plan->chunk_rows, plan->gathered_x);
     FLCE_TRY(forward_rows(e, &c, gradients));
   }
-  if (e->comm && !gradients && plan->save != FLCE_SAVE_SAMPLES) FLCE_TRY(exchange_statistics(e));
-  if (gradients) FLCE_TRY(flce_finish_gradients(e));
+  if (problem->rows > 0 && !gradients && plan->save != FLCE_SAVE_SAMPLES) {
+    /* No chunk needed the merged statistics: those of all rows are exchanged at once. */
+    chunk all = open_chunk(e, 0, problem->rows, plan->gathered_x);
+    FLCE_TRY(flce_begin_all_gather_statistics(e, &all));
+    FLCE_TRY(flce_wait_all_gather_statistics(e, &all));
+  }
+  if (gradients) FLCE_TRY(finish_gradients(e));
   /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
    * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
    * library's GEMM. */
-  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP && !e->comm;
+  bool overlaps = gradients && problem->rows > 0 && plan->form == FLCE_FORM_EXP && plan->ranks == 1;
   if (problem->reduction != FLCE_NONE)
-    CALL(e, reduce, loss, buffer(e, FLCE_BUF_ROW_LOSS), problem->tokens,
+    CALL(e, reduce, loss, buffer_ptr(e, FLCE_BUF_ROW_LOSS), problem->tokens,
          scalar(e, FLCE_SCALAR_INV_DENOM), e->stat, overlaps);
   return FLCE_OK;
 }
 
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_problem* problem, const flce_plan* plan,
-                         const flce_tensors* given) {
-  flce_tensors tensors = *given;
-  local_call local;
-  engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = &tensors};
+                         const flce_tensors* caller) {
+  flce_tensors tensors = *caller;
+  shard_call shard = {.comm = comm};
+  execution e = {
+      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = &tensors};
   if (!plan->keeps_statistics) {
-    tensors.stats = buffer(&e, FLCE_BUF_STATS);
-    tensors.scalars = buffer(&e, FLCE_BUF_SCALARS);
+    tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
+    tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
   }
-  return close_engine(&e, forward(&e, comm, &local));
+  return flce_close_shard(&e, forward(&e));
 }
 
 /* ---- backward ---- */
 
 /* Makes c->view.out the chunk's E or dz: from FLCE_BUF_SAVED, or from recomputed logits. */
-static flce_status backward_rows(const engine* e, chunk* c) {
+static flce_status backward_rows(const execution* e, chunk* c) {
   const flce_plan* plan = e->plan;
   if (e->problem->vocab == 0) return FLCE_OK;
   bool exp_form = plan->form == FLCE_FORM_EXP, stored = plan->save == FLCE_SAVE_LOGITS;
@@ -371,7 +355,8 @@ static flce_status backward_rows(const engine* e, chunk* c) {
   }
   if (stored) {
     set_z(&c->view, saved_rows(e, c->first), plan->saved_dtype, plan->saved_pitch);
-    set_out(&c->view, buffer(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch, plan->out_pitch);
+    set_out(&c->view, buffer_ptr(e, FLCE_BUF_LOGITS), plan->dtype, plan->out_pitch,
+            plan->out_pitch);
   } else {
     FLCE_TRY(logits_gemm(e, c));
     set_out_in_place(e, &c->view);
@@ -391,12 +376,12 @@ flce_status flce_check_backward(const flce_plan* plan) {
                    flce_save_name(plan->save));
 }
 
-static flce_status backward(engine* e, const flce_comm* comm, local_call* local) {
+static flce_status backward(execution* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   bool reads_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
   bool needs_bias = plan->save == FLCE_SAVE_STATS || (reads_z && !plan->gemm_adds_bias);
-  FLCE_TRY(open_engine(e, comm, local, backward_reads_input(problem), needs_bias));
+  FLCE_TRY(open_operands(e, backward_reads_input(problem), needs_bias));
   if (!wants_gradients(e)) return FLCE_OK;
   FLCE_TRY(gather_rows(e));
   FLCE_TRY(flce_sum_weight(e));
@@ -404,26 +389,31 @@ static flce_status backward(engine* e, const flce_comm* comm, local_call* local)
   flce_upstream upstream = upstream_of(e);
   if (plan->save == FLCE_SAVE_SAMPLES) {
     chunk all = open_chunk(e, 0, problem->rows, plan->backward_gathered_x);
-    FLCE_TRY(flce_coefficients(e, &all, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
-    return flce_sampled_gradients(e, &all);
+    FLCE_TRY(coefficients(e, &all, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
+    FLCE_TRY(flce_sampled_dx(e, &all));
+    FLCE_TRY(flce_begin_all_to_all_dx(e));
+    FLCE_TRY(flce_begin_all_gather_dx(e));
+    FLCE_TRY(flce_sampled_class_gradients(e, &all));
+    return flce_wait_all_gather_dx(e);
   }
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(e, first, plan->backward_chunk_rows, plan->backward_gathered_x);
-    FLCE_TRY(flce_coefficients(e, &c, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
+    FLCE_TRY(coefficients(e, &c, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
     FLCE_TRY(backward_rows(e, &c));
-    FLCE_TRY(flce_input_product(e, &c));
-    FLCE_TRY(flce_chunk_gradients(e, &c));
+    FLCE_TRY(flce_dx_gemm(e, &c));
+    FLCE_TRY(chunk_gradients(e, &c));
   }
-  void* order = buffer(e, FLCE_BUF_ORDER);
+  void* order = buffer_ptr(e, FLCE_BUF_ORDER);
   if (order && e->problem->vocab > 0) CALL(e, order_targets, e->problem, e->tensors->target, order);
-  return flce_finish_gradients(e);
+  return finish_gradients(e);
 }
 
 flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_problem* problem, const flce_plan* plan,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
-  local_call local;
-  engine e = {.backend = backend, .problem = problem, .plan = plan, .tensors = tensors};
-  return close_engine(&e, backward(&e, comm, &local));
+  shard_call shard = {.comm = comm};
+  execution e = {
+      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = tensors};
+  return flce_close_shard(&e, backward(&e));
 }

@@ -1,60 +1,61 @@
 /* The gradients of a chunk from its E or dz, and what precedes and follows the loop over chunks. */
-#include "core/engine.h"
+#include "core/gradients.h"
 
-static const void* coef_row(const engine* e, const chunk* c, enum flce_coef_row row) {
-  return at(c->coef, row * e->problem->tokens, e->stat);
+static const void* coef_row(const execution* e, const chunk* c, enum flce_coef_row row) {
+  return element_ptr(c->coef, row * e->problem->tokens, e->stat);
 }
 
 /* The buffer for the B operand of dW's GEMM, or NULL if that is x itself. Form exp: coef * x. Form
- * dz: x * FLCE_SCALAR_INPUT_UNIT with zeros in ignored rows, because a NaN in x times a dz of 0
+ * dz: x * FLCE_SCALAR_INPUT_SCALE with zeros in ignored rows, because a NaN in x times a dz of 0
  * would be NaN. */
-static void* scaled_input(const engine* e) {
-  return e->problem->want_grad_weight ? buffer(e, FLCE_BUF_SCALED_X) : NULL;
+static void* scaled_input(const execution* e) {
+  return e->problem->want_grad_weight ? buffer_ptr(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
-/* dX of the chunk; with a sharded vocabulary this rank's term of it. */
-static void* input_rows(const engine* e, const chunk* c) {
+/* dX of the chunk; with a sharded vocabulary this rank's part of it. */
+static void* dx_rows_of(const execution* e, const chunk* c) {
   int64_t first = e->plan->gathers ? 0 : c->first;
-  return at(e->tensors->grad_input, first * e->problem->hidden, e->plan->input_term_dtype);
+  return element_ptr(e->tensors->grad_input, first * e->problem->hidden, e->plan->partial_dx_dtype);
 }
 
 /* Its A operand is c->view.out, which holds E or dz. */
-flce_status flce_input_product(const engine* e, const chunk* c) {
+flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
-  void* own = buffer(e, FLCE_BUF_DX_ROWS);
+  void* own = buffer_ptr(e, FLCE_BUF_DX_ROWS);
   return flce_run_gemm(e, (flce_gemm){.m = c->rows,
                                       .n = h,
                                       .k = e->problem->vocab,
                                       .a = c->view.out,
                                       .b = e->linear_weight,
-                                      .c = own ? own : input_rows(e, c),
+                                      .c = own ? own : dx_rows_of(e, c),
                                       .pitch_a = c->view.out_pitch,
                                       .pitch_b = h,
                                       .pitch_c = h,
                                       .c_dtype = e->plan->dx_gemm_dtype,
-                                      .factors = buffer(e, FLCE_BUF_DZ_UNIT)});
+                                      .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)});
 }
 
 /* dX of the chunk from its GEMM. In form exp the pass also writes scaled_input, since it reads the
  * rows' factors anyway. */
-static flce_status finish_input(const engine* e, const chunk* c) {
+flce_status flce_finish_dx(const execution* e, const chunk* c) {
+  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, cols = e->problem->hidden;
-  void *own = buffer(e, FLCE_BUF_DX_ROWS), *dx = input_rows(e, c), *result = own ? own : dx;
+  void *own = buffer_ptr(e, FLCE_BUF_DX_ROWS), *dx = dx_rows_of(e, c), *result = own ? own : dx;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !own) return FLCE_OK;
   flce_rows finished = c->view;
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input,
        &(flce_grad_input_args){.dx = dx,
-                               .dx_dtype = plan->input_term_dtype,
+                               .dx_dtype = plan->partial_dx_dtype,
                                .d = result,
                                .d_dtype = plan->dx_gemm_dtype,
                                .w = e->linear_weight,
                                .dtype = plan->dtype,
                                .rows = &finished,
-                               .wsum = buffer(e, FLCE_BUF_SMOOTH),
+                               .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                .x = rows_of_input(e, c),
                                .scaled_x = exp_form ? scaled_input(e) : NULL,
                                .hidden = h,
@@ -63,24 +64,24 @@ static flce_status finish_input(const engine* e, const chunk* c) {
 }
 
 /* The accumulator of dW over chunks: a buffer of its own, or the output itself. */
-static void* dw_accum(const engine* e) {
-  void* own = buffer(e, FLCE_BUF_DW_ACCUM);
+static void* dw_accum(const execution* e) {
+  void* own = buffer_ptr(e, FLCE_BUF_DW_ACCUM);
   return own ? own : e->tensors->grad_weight;
 }
 
 /* True if dW is accumulated in the caller's grad_weight, on top of its contents. */
-static bool sums_in_callers(const engine* e) {
-  return e->problem->adds_grad_weight && !buffer(e, FLCE_BUF_DW_ACCUM);
+static bool sums_in_callers(const execution* e) {
+  return e->problem->adds_grad_weight && !buffer_ptr(e, FLCE_BUF_DW_ACCUM);
 }
 
 /* The weights of the chunk's rows of E or dz in db, [rows] stat dtype; NULL for ones. */
-static flce_status row_weights(const engine* e, const chunk* c, const void** weights) {
-  const float* unit = buffer(e, FLCE_BUF_DZ_UNIT);
-  *weights = unit ? unit + 4 : NULL;
+static flce_status row_weights(const execution* e, const chunk* c, const void** weights) {
+  const float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
+  *weights = scale ? scale + 4 : NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
   *weights = coef_row(e, c, FLCE_COEF_ROW);
   if (!e->plan->gathers) return FLCE_OK;
-  void* gathered = buffer(e, FLCE_BUF_GATHERED_COEF);
+  void* gathered = buffer_ptr(e, FLCE_BUF_GATHERED_COEF);
   CALL(e, scale_rows,
        &(flce_scale_rows_args){.out = gathered,
                                .out_pitch = 1,
@@ -94,35 +95,17 @@ static flce_status row_weights(const engine* e, const chunk* c, const void** wei
 }
 
 /* dW's GEMM and the sums of db in one kernel. */
-static flce_status weight_and_bias(const engine* e, const chunk* c, const flce_gemm* gemm) {
+static flce_status weight_and_bias(const execution* e, const chunk* c, const flce_gemm* gemm) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   flce_count_gemm();
-  CALL(e, grad_weight_gemm, gemm, c->view.index, weights, buffer(e, FLCE_BUF_DB_PARTS),
+  CALL(e, grad_weight_gemm, gemm, c->view.index, weights, buffer_ptr(e, FLCE_BUF_DB_PARTS),
        c->first > 0);
   return FLCE_OK;
 }
 
-static bool is_last(const engine* e, const chunk* c) {
-  return c->first + c->rows == e->problem->rows;
-}
-
-/* The GEMM of dW in two parts: the all-to-all of dX's terms runs during the first, the all-gather
- * of their sums during the second. */
-static flce_status weight_in_two(const engine* e, flce_gemm gemm) {
-  int64_t first = e->plan->dw_first_rows;
-  flce_gemm rest = gemm;
-  rest.m -= first;
-  rest.a = at(gemm.a, first, gemm.dtype);
-  rest.c = at(gemm.c, first * gemm.pitch_c, gemm.c_dtype);
-  gemm.m = first;
-  FLCE_TRY(flce_run_gemm(e, gemm));
-  FLCE_TRY(flce_sum_input_gradient(e));
-  return flce_run_gemm(e, rest);
-}
-
 /* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
-static flce_status weight_gradient(const engine* e, const chunk* c) {
+static flce_status weight_gradient(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
@@ -144,7 +127,7 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .k = c->rows,
                     .transpose_a = true,
                     .a = c->view.out,
-                    .b = at(x, h - width, plan->dtype),
+                    .b = element_ptr(x, h - width, plan->dtype),
                     .c = dw_accum(e),
                     .pitch_a = c->view.out_pitch,
                     .pitch_b = h,
@@ -152,21 +135,20 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
                     .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
-                    .shift = plan->holds_weight ? flce_held_shift(plan->rows) : 0,
-                    .factors = buffer(e, FLCE_BUF_DZ_UNIT)};
+                    .shift = plan->dw_fp16_shift,
+                    .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)};
   if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
-  if (plan->dw_first_rows > 0 && is_last(e, c)) return weight_in_two(e, gemm);
   if (plan->dw_block_rows == 0) return flce_run_gemm(e, gemm);
-  void* block = buffer(e, FLCE_BUF_DW_BLOCK);
+  void* block = buffer_ptr(e, FLCE_BUF_DW_BLOCK);
   for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
     gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;
-    gemm.a = at(c->view.out, j, plan->dtype);
+    gemm.a = element_ptr(c->view.out, j, plan->dtype);
     gemm.c = block;
     gemm.c_dtype = plan->dtype;
     gemm.beta = 0.0;
     FLCE_TRY(flce_run_gemm(e, gemm));
     CALL(e, add_block,
-         &(flce_add_block_args){.accum = at(dw_accum(e), j * width, plan->accum_dtype),
+         &(flce_add_block_args){.accum = element_ptr(dw_accum(e), j * width, plan->accum_dtype),
                                 .accum_dtype = plan->accum_dtype,
                                 .block = block,
                                 .dtype = plan->dtype,
@@ -177,11 +159,11 @@ static flce_status weight_gradient(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-static flce_status bias_gradient(const engine* e, const chunk* c) {
+static flce_status bias_gradient(const execution* e, const chunk* c) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   CALL(e, column_sum,
-       &(flce_column_sum_args){.out = buffer(e, FLCE_BUF_DB_ACCUM),
+       &(flce_column_sum_args){.out = buffer_ptr(e, FLCE_BUF_DB_ACCUM),
                                .a = c->view.out,
                                .a_dtype = e->plan->dtype,
                                .pitch = c->view.out_pitch,
@@ -189,15 +171,12 @@ static flce_status bias_gradient(const engine* e, const chunk* c) {
                                .cols = e->problem->vocab,
                                .weights = weights,
                                .accumulate = c->first > 0,
-                               .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+                               .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
   return FLCE_OK;
 }
 
-flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
-  bool empty = e->problem->vocab == 0;
-  if (e->problem->want_grad_input && !empty) FLCE_TRY(finish_input(e, c));
-  if (e->comm && is_last(e, c)) FLCE_TRY(flce_send_input_gradient(e));
-  if (empty) return FLCE_OK;
+flce_status flce_add_class_gradients(const execution* e, const chunk* c) {
+  if (e->problem->vocab == 0) return FLCE_OK;
   if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
   if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
   return FLCE_OK;
@@ -207,24 +186,24 @@ flce_status flce_chunk_gradients(const engine* e, const chunk* c) {
 
 /* Zeros the gradients of the padding rows of W and b. If dW is added to the caller's gradient, its
  * padding rows are left unchanged. */
-static flce_status zero_padding(const engine* e) {
+static flce_status zero_padding(const execution* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   int64_t v = problem->vocab, padding = problem->weight_rows - v;
   int64_t cols = flce_grad_weight_cols(problem);
   if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
-    CALL(e, fill, at(e->tensors->grad_weight, v * cols, plan->grad_weight_dtype), 0,
+    CALL(e, fill, element_ptr(e->tensors->grad_weight, v * cols, plan->grad_weight_dtype), 0,
          padding * cols * flce_size_of(plan->grad_weight_dtype));
   if (padding > 0 && problem->want_grad_bias)
-    CALL(e, fill, at(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
+    CALL(e, fill, element_ptr(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
          padding * flce_size_of(plan->grad_bias_dtype));
   return FLCE_OK;
 }
 
 /* sum_j w_j W_j, for label smoothing's term of dX. */
-flce_status flce_sum_weight(const engine* e) {
+flce_status flce_sum_weight(const execution* e) {
   const flce_problem* problem = e->problem;
-  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
+  void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
   if (!smooth || !problem->want_grad_input || problem->vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
   CALL(e, column_sum,
@@ -235,19 +214,19 @@ flce_status flce_sum_weight(const engine* e) {
                                .rows = problem->vocab,
                                .cols = h,
                                .weights = e->tensors->class_weight,
-                               .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+                               .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
   return FLCE_OK;
 }
 
-flce_status flce_begin_gradients(const engine* e) {
+flce_status flce_begin_gradients(const execution* e) {
   const flce_problem* problem = e->problem;
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, problem->tokens);
-    /* flce_finish_gradients sums coef over all tokens, also over those that are in no chunk. */
-    CALL(e, fill, buffer(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
+    /* flce_sum_smooth sums coef over all tokens, also over those that are in no chunk. */
+    CALL(e, fill, buffer_ptr(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
     if (problem->want_grad_input)
-      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->input_term_dtype,
+      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->partial_dx_dtype,
            problem->hidden);
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
@@ -256,18 +235,18 @@ flce_status flce_begin_gradients(const engine* e) {
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
          problem->vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));
-  if (problem->want_grad_bias && no_chunks && buffer(e, FLCE_BUF_DB_ACCUM))
-    CALL(e, fill, buffer(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
+  if (problem->want_grad_bias && no_chunks && buffer_ptr(e, FLCE_BUF_DB_ACCUM))
+    CALL(e, fill, buffer_ptr(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
   return FLCE_OK;
 }
 
-flce_status flce_sum_smooth(const engine* e, void** xsum, void** total) {
+flce_status flce_sum_smooth(const execution* e, void** xsum, void** total) {
   const flce_problem* problem = e->problem;
   int64_t n = problem->tokens, h = e->plan->hidden;
-  void* smooth = buffer(e, FLCE_BUF_SMOOTH);
-  const void* coef = at(buffer(e, FLCE_BUF_COEF), FLCE_COEF_SMOOTH * n, e->stat);
-  *xsum = smooth && problem->want_grad_weight ? at(smooth, h, e->stat) : NULL;
-  *total = smooth && problem->want_grad_bias ? at(smooth, 2 * h, e->stat) : NULL;
+  void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
+  const void* coef = element_ptr(buffer_ptr(e, FLCE_BUF_COEF), FLCE_COEF_SMOOTH * n, e->stat);
+  *xsum = smooth && problem->want_grad_weight ? element_ptr(smooth, h, e->stat) : NULL;
+  *total = smooth && problem->want_grad_bias ? element_ptr(smooth, 2 * h, e->stat) : NULL;
   if (*xsum)
     CALL(e, column_sum,
          &(flce_column_sum_args){.out = *xsum,
@@ -277,22 +256,22 @@ flce_status flce_sum_smooth(const engine* e, void** xsum, void** total) {
                                  .rows = n,
                                  .cols = e->plan->weight_hidden,
                                  .weights = coef,
-                                 .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+                                 .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
   if (*total) CALL(e, reduce, *total, coef, n, NULL, e->stat, false);
   return FLCE_OK;
 }
 
-/* What the terms after the loop over chunks are made of. */
-typedef struct final_terms {
+/* What is added after the loop over chunks is made of these. */
+typedef struct final_parts {
   const void* coef_target; /* [N] stat dtype; NULL in form dz */
   const void* order;       /* tokens ordered by target */
   void* xsum;         /* [weight_hidden] stat dtype, label smoothing's sum of x; NULL without */
   void* smooth_total; /* [1] stat dtype, the sum of coef_smooth; NULL without */
-} final_terms;
+} final_parts;
 
 /* Target terms and label smoothing's. A sum in another dtype or leading dimension than the caller's
  * dW is rounded once, when it is added or copied there. */
-static flce_status finish_weight(const engine* e, const final_terms* terms) {
+static flce_status finish_weight(const execution* e, const final_parts* parts) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->weight_hidden, v = e->problem->vocab;
   int64_t cols = flce_grad_weight_cols(e->problem);
@@ -307,10 +286,10 @@ static flce_status finish_weight(const engine* e, const final_terms* terms) {
                                 .x = weight_input(e),
                                 .x_pitch = plan->hidden,
                                 .dtype = plan->dtype,
-                                .coef_target = terms->coef_target,
-                                .order = terms->order,
+                                .coef_target = parts->coef_target,
+                                .order = parts->order,
                                 .tokens = e->problem->tokens,
-                                .xsum = terms->xsum,
+                                .xsum = parts->xsum,
                                 .class_weight = e->tensors->class_weight,
                                 .vocab = v,
                                 .hidden = h});
@@ -336,52 +315,43 @@ static flce_status finish_weight(const engine* e, const final_terms* terms) {
   return FLCE_OK;
 }
 
-static flce_status finish_bias(const engine* e, const final_terms* terms) {
+static flce_status finish_bias(const execution* e, const final_parts* parts) {
   const flce_plan* plan = e->plan;
   int64_t n = e->problem->tokens, v = e->problem->vocab;
-  void* accum = buffer(e, FLCE_BUF_DB_ACCUM);
+  void* accum = buffer_ptr(e, FLCE_BUF_DB_ACCUM);
   if (plan->bias_parts > 0 && e->problem->rows > 0)
     CALL(e, column_sum,
          &(flce_column_sum_args){.out = accum,
-                                 .a = buffer(e, FLCE_BUF_DB_PARTS),
+                                 .a = buffer_ptr(e, FLCE_BUF_DB_PARTS),
                                  .a_dtype = e->stat,
                                  .pitch = v,
                                  .rows = plan->bias_parts,
                                  .cols = v,
-                                 .scratch = buffer(e, FLCE_BUF_COLUMN_SUM)});
+                                 .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
   CALL(e, finish_grad_bias,
        &(flce_grad_bias_args){.db = e->tensors->grad_bias,
                               .db_dtype = plan->grad_bias_dtype,
                               .accum = accum,
                               .stat = e->stat,
-                              .coef_target = terms->coef_target,
-                              .order = terms->order,
+                              .coef_target = parts->coef_target,
+                              .order = parts->order,
                               .tokens = n,
-                              .smooth_total = terms->smooth_total,
+                              .smooth_total = parts->smooth_total,
                               .class_weight = e->tensors->class_weight,
                               .vocab = v});
   return FLCE_OK;
 }
 
-/* Target terms and label smoothing's of dW and db. */
-static flce_status finish_classes(const engine* e) {
+flce_status flce_finish_class_gradients(const execution* e) {
   const flce_problem* problem = e->problem;
   if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
     return FLCE_OK;
-  const void* coef = buffer(e, FLCE_BUF_COEF);
+  const void* coef = buffer_ptr(e, FLCE_BUF_COEF);
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
-  final_terms terms = {.order = buffer(e, FLCE_BUF_ORDER)};
-  if (exp_form) terms.coef_target = at(coef, FLCE_COEF_TARGET * problem->tokens, e->stat);
-  FLCE_TRY(flce_sum_smooth(e, &terms.xsum, &terms.smooth_total));
-  if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &terms));
-  if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &terms));
+  final_parts parts = {.order = buffer_ptr(e, FLCE_BUF_ORDER)};
+  if (exp_form) parts.coef_target = element_ptr(coef, FLCE_COEF_TARGET * problem->tokens, e->stat);
+  FLCE_TRY(flce_sum_smooth(e, &parts.xsum, &parts.smooth_total));
+  if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &parts));
+  if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &parts));
   return FLCE_OK;
-}
-
-flce_status flce_finish_gradients(const engine* e) {
-  bool no_chunks = e->problem->rows == 0;
-  if (e->comm && no_chunks) FLCE_TRY(flce_send_input_gradient(e));
-  if (e->comm && (no_chunks || e->plan->dw_first_rows == 0)) FLCE_TRY(flce_sum_input_gradient(e));
-  FLCE_TRY(finish_classes(e));
-  return e->comm ? flce_receive_input_gradient(e) : FLCE_OK;
 }

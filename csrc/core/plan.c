@@ -3,6 +3,8 @@
  * number of rows of a chunk is chosen in chunks.c. */
 #include "core/plan.h"
 
+#include "backend.h"
+#include "core/strategy.h"
 #include "loss.h"
 
 #include <math.h>
@@ -78,9 +80,9 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   return loop;
 }
 
-static flce_status choose_chunks(const flce_problem* given, const flce_facts* facts,
+static flce_status choose_chunks(const flce_problem* caller, const flce_facts* facts,
                                  flce_plan* plan) {
-  flce_problem problem = *given;
+  flce_problem problem = *caller;
   problem.hidden = plan->hidden;
   problem.accum_dtype = plan->accum_dtype;
   chunk_loop forward = forward_loop(&problem, facts, plan);
@@ -89,8 +91,8 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
-  if (given->chunk_rows > 0) {
-    plan->chunk_rows = min64(given->chunk_rows, problem.rows);
+  if (caller->chunk_rows > 0) {
+    plan->chunk_rows = min64(caller->chunk_rows, problem.rows);
     plan->chunks = problem.rows > 0 ? ceil_div(problem.rows, plan->chunk_rows) : 0;
   }
   if (plan->z_in_saved) {
@@ -98,7 +100,7 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
     plan->chunks = problem.rows > 0;
   }
   plan->backward_chunk_rows = plan->backward_chunks = 0;
-  problem.saves_memory = given->saves_memory;
+  problem.saves_memory = caller->saves_memory;
   chunk_loop backward = {.max_rows = INT64_MAX,
                          .tile_rows = TILE_ROWS,
                          .makes_logits = plan->save == FLCE_SAVE_STATS,
@@ -120,17 +122,24 @@ static flce_status choose_chunks(const flce_problem* given, const flce_facts* fa
   return FLCE_OK;
 }
 
-static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype given) {
+static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype dtype) {
   /* With save=grads, float16 gradients are computed before grad_output (a GradScaler's 65536) is
    * known. They are kept in float32, and rounded after they are multiplied by grad_output. */
-  return problem->save == FLCE_SAVE_GRADS && given == FLCE_F16 ? FLCE_F32 : given;
+  return problem->save == FLCE_SAVE_GRADS && dtype == FLCE_F16 ? FLCE_F32 : dtype;
 }
 
 /* The exception to kept_dtype is dW, the largest gradient. It is kept in float16, times
- * FLCE_SCALAR_WEIGHT_UNIT, with which no sum overflows and what underflows is negligible. */
-static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
+ * FLCE_SCALAR_DW_SCALE, with which no sum overflows and what underflows is negligible. */
+static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
          problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;
+}
+
+/* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
+static int choose_dw_fp16_shift(int64_t rows) {
+  int bits = 0;
+  while (rows > INT64_C(1) << bits) bits++;
+  return -(bits + 12);
 }
 
 /* The dtype of dX if the GEMM's result is dX (form dz), so that it is rounded once; else the widest
@@ -138,7 +147,7 @@ static bool holds_weight(const flce_problem* problem, const flce_plan* plan) {
  * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  flce_dtype own = plan->input_term_dtype;
+  flce_dtype own = plan->partial_dx_dtype;
   if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
@@ -178,11 +187,11 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
   plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
 }
 
-/* With save=grads only in float16, where the backward divides by the unit of the gradients
- * (FLCE_SCALAR_UNIT). */
+/* With save=grads only in float16, where the backward divides by the loss scale
+ * (FLCE_SCALAR_LOSS_SCALE). */
 static bool backward_reads_statistics(const flce_plan* plan) {
-  bool held_in_units = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
-  return flce_has_backward(plan->save) || held_in_units;
+  bool is_scaled = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
+  return flce_has_backward(plan->save) || is_scaled;
 }
 
 static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,
@@ -204,57 +213,65 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   return facts->fused_writes_z && !gives_e;
 }
 
-static void choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+/* The logits, what overwrites them, and what is saved of them. */
+static void choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  bool exp_form = plan->form == FLCE_FORM_EXP;
+  bool narrow = exp_form && plan->dtype == FLCE_F16;
+  plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
+  flce_dtype wanted = narrow ? FLCE_F32 : problem->logits_dtype;
+  plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
+  plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
+  /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
+  bool makes_e = plan->fuses_rows && exp_form && plan->save != FLCE_SAVE_STATS;
+  if (makes_e) plan->z_dtype = plan->exp_dtype;
+  plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
+  plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
+  bool fused_adds = plan->fuses_rows && !exp_form && !only_statistics(plan);
+  bool adds_bias = fused_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
+  plan->gemm_adds_bias = problem->has_bias && adds_bias;
+  choose_saved(problem, plan);
+  plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
+}
+
+/* How dW is summed over chunks. */
+static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
+  plan->accum_dtype = wide ? stat : plan->dtype;
+  /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
+  bool makes_both =
+      problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
+  plan->bias_parts = makes_both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
+  if (plan->save == FLCE_SAVE_SAMPLES || gemm_writes(plan, facts, plan->accum_dtype)) return;
+  int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
+  plan->dw_block_rows = min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+}
+
+void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->form = choose_form(problem, plan->dtype);
-  bool narrow = plan->form == FLCE_FORM_EXP && plan->dtype == FLCE_F16;
-  plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
-  flce_dtype wanted = narrow ? FLCE_F32 : problem->logits_dtype;
-  plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
-  plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
+  choose_logits(problem, facts, plan);
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
-  bool finds = plan->form == FLCE_FORM_EXP && skips;
-  plan->gathers = problem->rows < problem->tokens || finds;
-  /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
-  bool makes_e = plan->fuses_rows && plan->form == FLCE_FORM_EXP && plan->save != FLCE_SAVE_STATS;
-  if (makes_e) plan->z_dtype = plan->exp_dtype;
-  plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
-  plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
-  bool fused_adds = plan->fuses_rows && plan->form == FLCE_FORM_DZ && !only_statistics(plan);
-  bool adds_bias = fused_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
-  plan->gemm_adds_bias = problem->has_bias && adds_bias;
-  choose_saved(problem, plan);
-  plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
+  plan->gathers = problem->rows < problem->tokens || (skips && plan->form == FLCE_FORM_EXP);
   plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   bool widens = flce_is_sharded(problem) && problem->wide_terms;
-  plan->input_term_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;
-  plan->holds_weight = holds_weight(problem, plan);
+  plan->partial_dx_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;
+  plan->dw_fp16_shift = keeps_fp16_dw(problem, plan) ? choose_dw_fp16_shift(problem->rows) : 0;
   plan->grad_weight_dtype = problem->adds_grad_weight ? problem->added_dtype
-                            : plan->holds_weight      ? FLCE_F16
+                            : plan->dw_fp16_shift     ? FLCE_F16
                                                       : kept_dtype(problem, problem->weight_dtype);
   plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
-
   plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
-
-  flce_dtype stat = flce_stat_dtype(plan->dtype);
-  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
-  plan->accum_dtype = wide ? stat : plan->dtype;
-  bool adds_itself = gemm_writes(plan, facts, plan->accum_dtype);
-  /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
-  bool both = problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
-  plan->bias_parts = both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
-  int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
-  bool has_gemm = plan->save != FLCE_SAVE_SAMPLES && !adds_itself;
-  plan->dw_block_rows = has_gemm ? min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block) : 0;
+  choose_dw_sum(problem, facts, plan);
 }
 
-static void add(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t bytes) {
+static void add_buffer(flce_plan* plan, flce_buffer_id id, unsigned lifetime, int64_t bytes) {
   plan->buffers[id].bytes = bytes;
   plan->buffers[id].lifetime = bytes > 0 ? lifetime : 0;
   plan->buffers[id].offset = -1;
@@ -264,60 +281,67 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
   int64_t n = problem->tokens, h = problem->hidden, v = problem->weight_rows;
   int64_t width = flce_grad_weight_cols(problem);
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
-  unsigned both = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
-  unsigned made = plan->save == FLCE_SAVE_GRADS ? both : FLCE_OUTPUT | FLCE_IN_BACKWARD;
+  unsigned kept = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD;
+  unsigned gradient = plan->save == FLCE_SAVE_GRADS ? kept : FLCE_OUTPUT | FLCE_IN_BACKWARD;
   bool gradients = plan->save != FLCE_SAVE_NOTHING;
-  add(plan, FLCE_BUF_LOSS, both, (problem->reduction == FLCE_NONE ? n : 1) * stat);
-  unsigned kept = plan->keeps_statistics ? both : FLCE_IN_FORWARD;
-  add(plan, FLCE_BUF_STATS, kept, FLCE_STAT_ROWS * n * stat);
-  add(plan, FLCE_BUF_SCALARS, kept, FLCE_SCALAR_COUNT * stat);
+  add_buffer(plan, FLCE_BUF_LOSS, kept, (problem->reduction == FLCE_NONE ? n : 1) * stat);
+  unsigned statistics = plan->keeps_statistics ? kept : FLCE_IN_FORWARD;
+  add_buffer(plan, FLCE_BUF_STATS, statistics, FLCE_STAT_ROWS * n * stat);
+  add_buffer(plan, FLCE_BUF_SCALARS, statistics, FLCE_SCALAR_COUNT * stat);
   if (plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_SAMPLES)
-    add(plan, FLCE_BUF_SAVED, both,
-        problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));
+    add_buffer(plan, FLCE_BUF_SAVED, kept,
+               problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));
   if (problem->wants_predictions)
-    add(plan, FLCE_BUF_PREDICTIONS, both, n * (int64_t)sizeof(int64_t));
+    add_buffer(plan, FLCE_BUF_PREDICTIONS, kept, n * (int64_t)sizeof(int64_t));
   int64_t rounded = 0;
   if (gradients && problem->want_grad_input) {
     int64_t elements = flce_input_rows(problem) * h;
-    add(plan, FLCE_BUF_GRAD_INPUT, made, elements * flce_size_of(plan->grad_input_dtype));
+    add_buffer(plan, FLCE_BUF_GRAD_INPUT, gradient,
+               elements * flce_size_of(plan->grad_input_dtype));
     if (plan->grad_input_dtype != problem->input_dtype)
       rounded += elements * flce_size_of(problem->input_dtype);
   }
   if (gradients && problem->want_grad_weight && !problem->adds_grad_weight) {
-    add(plan, FLCE_BUF_GRAD_WEIGHT, made, v * width * flce_size_of(plan->grad_weight_dtype));
+    add_buffer(plan, FLCE_BUF_GRAD_WEIGHT, gradient,
+               v * width * flce_size_of(plan->grad_weight_dtype));
     if (plan->grad_weight_dtype != problem->weight_dtype)
       rounded += v * width * flce_size_of(problem->weight_dtype);
   }
   if (gradients && problem->want_grad_bias) {
-    add(plan, FLCE_BUF_GRAD_BIAS, made, v * flce_size_of(plan->grad_bias_dtype));
+    add_buffer(plan, FLCE_BUF_GRAD_BIAS, gradient, v * flce_size_of(plan->grad_bias_dtype));
     if (plan->grad_bias_dtype != problem->bias_dtype)
       rounded += v * flce_size_of(problem->bias_dtype);
   }
-  add(plan, FLCE_BUF_ROUNDED, FLCE_OUTPUT | FLCE_IN_BACKWARD, rounded);
+  add_buffer(plan, FLCE_BUF_ROUNDED, FLCE_OUTPUT | FLCE_IN_BACKWARD, rounded);
 }
 
 /* True if the B operand of dW's GEMM is a copy of x: scaled, gathered, with zeros in ignored rows,
  * or aligned. */
 static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
   return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
-         problem->unaligned || plan->holds_weight;
+         problem->unaligned || plan->dw_fp16_shift != 0;
 }
 
 /* The buffer for the copy of a chunk's rows of x for the logits GEMM. It is FLCE_BUF_SCALED_X where
  * that exists in the same loop: the copy for dW is written when this one is no longer needed. */
 static void list_copied_x(const flce_problem* problem, flce_plan* plan) {
-  bool again = plan->save == FLCE_SAVE_STATS;
-  bool shares = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
-  flce_buffer_id gradients = shares ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
+  bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
+  bool has_copy = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
+  flce_buffer_id gradients = has_copy ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
   plan->gathered_x = plan->save == FLCE_SAVE_GRADS ? gradients : FLCE_BUF_GATHERED_X;
   plan->backward_gathered_x = gradients;
   bool in_forward = plan->gathered_x == FLCE_BUF_GATHERED_X;
-  bool in_backward = again && gradients == FLCE_BUF_GATHERED_X;
+  bool in_backward = recomputes_logits && gradients == FLCE_BUF_GATHERED_X;
   int64_t most = in_forward ? plan->chunk_rows : 0;
   if (in_backward && plan->backward_chunk_rows > most) most = plan->backward_chunk_rows;
-  add(plan, FLCE_BUF_GATHERED_X,
-      (in_forward ? FLCE_IN_FORWARD : 0) | (in_backward ? FLCE_IN_BACKWARD : 0),
-      most * plan->input_pitch * flce_size_of(plan->dtype));
+  add_buffer(plan, FLCE_BUF_GATHERED_X,
+             (in_forward ? FLCE_IN_FORWARD : 0) | (in_backward ? FLCE_IN_BACKWARD : 0),
+             most * plan->input_pitch * flce_size_of(plan->dtype));
+}
+
+/* Of what forward and backward both need in their workspaces. */
+static unsigned both_passes(const flce_plan* plan) {
+  return FLCE_IN_FORWARD | (flce_has_backward(plan->save) ? FLCE_IN_BACKWARD : 0);
 }
 
 static void list_forward_workspace(const flce_problem* problem, const flce_facts* facts,
@@ -325,72 +349,83 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
   flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
   int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
-  unsigned both = FLCE_IN_FORWARD | (flce_has_backward(plan->save) ? FLCE_IN_BACKWARD : 0);
+  unsigned both = both_passes(plan);
   bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
-  bool z_again = plan->save == FLCE_SAVE_STATS;
-  bool no_z = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
+  bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
+  bool keeps_no_logits = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
   int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
-  int64_t z = no_z ? 0 : plan->chunk_rows * z_row;
-  int64_t later = stored_dz ? plan->backward_chunk_rows * plan->out_pitch * e
-                  : z_again ? plan->backward_chunk_rows * z_row
-                            : 0;
-  add(plan, FLCE_BUF_LOGITS, (z > 0 ? FLCE_IN_FORWARD : 0) | (later > 0 ? FLCE_IN_BACKWARD : 0),
-      z > later ? z : later);
+  int64_t forward_bytes = keeps_no_logits ? 0 : plan->chunk_rows * z_row;
+  int64_t backward_bytes = stored_dz           ? plan->backward_chunk_rows * plan->out_pitch * e
+                           : recomputes_logits ? plan->backward_chunk_rows * z_row
+                                               : 0;
+  add_buffer(
+      plan, FLCE_BUF_LOGITS,
+      (forward_bytes > 0 ? FLCE_IN_FORWARD : 0) | (backward_bytes > 0 ? FLCE_IN_BACKWARD : 0),
+      forward_bytes > backward_bytes ? forward_bytes : backward_bytes);
   if (plan->fuses_rows)
-    add(plan, FLCE_BUF_FUSED, FLCE_IN_FORWARD, plan->chunk_rows * facts->fused_row_bytes);
-  if (plan->gathers) add(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
+    add_buffer(plan, FLCE_BUF_FUSED, FLCE_IN_FORWARD, plan->chunk_rows * facts->fused_row_bytes);
+  if (plan->gathers) add_buffer(plan, FLCE_BUF_INDEX, both, facts->compact_bytes);
   if (plan->gathers || plan->input_pitch != h) list_copied_x(problem, plan);
-  if (problem->reduction != FLCE_NONE) add(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
+  if (problem->reduction != FLCE_NONE)
+    add_buffer(plan, FLCE_BUF_ROW_LOSS, FLCE_IN_FORWARD, n * stat);
   bool padded = h != problem->hidden;
   if (padded || problem->input_dtype != plan->dtype)
-    add(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
+    add_buffer(plan, FLCE_BUF_INPUT_CAST, both, n * h * e);
   if (padded || problem->weight_dtype != plan->dtype)
-    add(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
+    add_buffer(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
   if (problem->has_bias && problem->bias_dtype != stat_dtype)
-    add(plan, FLCE_BUF_BIAS_CAST,
-        z_again || (stored_dz && !plan->saves_exp && !plan->gemm_adds_bias) ? both
-                                                                            : FLCE_IN_FORWARD,
-        v * stat);
-  add(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
+    add_buffer(plan, FLCE_BUF_BIAS_CAST,
+               recomputes_logits || (stored_dz && !plan->saves_exp && !plan->gemm_adds_bias)
+                   ? both
+                   : FLCE_IN_FORWARD,
+               v * stat);
+  add_buffer(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
+}
+
+/* What the GEMMs of the gradients of a chunk of `rows` rows need. */
+static void list_gradient_gemms(const flce_problem* problem, flce_plan* plan, unsigned where,
+                                int64_t rows) {
+  int64_t h = plan->hidden, v = problem->vocab, e = flce_size_of(plan->dtype);
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  int64_t accum = flce_size_of(plan->accum_dtype);
+  bool padded = h != problem->hidden;
+  bool own_dx = plan->dx_gemm_dtype != plan->partial_dx_dtype || plan->gathers || padded;
+  if (problem->want_grad_input && own_dx)
+    add_buffer(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
+  if (problem->want_grad_weight) {
+    if (copies_x(problem, plan))
+      add_buffer(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
+    if (plan->accum_dtype != plan->grad_weight_dtype || padded)
+      add_buffer(plan, FLCE_BUF_DW_ACCUM, where, v * plan->weight_hidden * accum);
+    add_buffer(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * plan->weight_hidden * e);
+  }
+  if (!problem->want_grad_bias) return;
+  add_buffer(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
+  add_buffer(plan, FLCE_BUF_DB_PARTS, where, plan->bias_parts * v * stat);
+  if (plan->gathers && plan->form == FLCE_FORM_EXP)
+    add_buffer(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
 }
 
 static void list_gradient_workspace(const flce_problem* problem, const flce_facts* facts,
                                     flce_plan* plan) {
   if (!makes_gradients(problem)) return;
-  int64_t n = problem->tokens, h = plan->hidden, v = problem->vocab;
-  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype)), e = flce_size_of(plan->dtype);
+  int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
   bool in_forward = plan->save == FLCE_SAVE_GRADS, samples = plan->save == FLCE_SAVE_SAMPLES;
   unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t rows = in_forward ? plan->chunk_rows : plan->backward_chunk_rows;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
-  add(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * n * stat);
+  bool of_classes = problem->want_grad_weight || problem->want_grad_bias;
+  add_buffer(plan, FLCE_BUF_COEF, where, FLCE_COEF_ROWS * problem->tokens * stat);
   if (plan->dtype == FLCE_F16 && !exp_form && !in_forward)
-    add(plan, FLCE_BUF_DZ_UNIT, where, (4 + (problem->want_grad_bias ? rows : 0)) * stat);
-  if (smooth) add(plan, FLCE_BUF_SMOOTH, where, (2 * h + 1) * stat);
+    add_buffer(plan, FLCE_BUF_DZ_SCALE, where, (4 + (problem->want_grad_bias ? rows : 0)) * stat);
+  if (smooth) add_buffer(plan, FLCE_BUF_SMOOTH, where, (2 * plan->hidden + 1) * stat);
   if (smooth || (problem->want_grad_bias && !samples))
-    add(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
-  if (samples && (problem->want_grad_weight || problem->want_grad_bias))
-    add(plan, FLCE_BUF_SAMPLES, where, facts->sample_bytes);
+    add_buffer(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
+  if (samples && of_classes) add_buffer(plan, FLCE_BUF_SAMPLE_ORDER, where, facts->sample_bytes);
   if (samples) return;
-  bool padded = h != problem->hidden;
-  bool own_dx = plan->dx_gemm_dtype != plan->input_term_dtype || plan->gathers || padded;
-  if (problem->want_grad_input && own_dx)
-    add(plan, FLCE_BUF_DX_ROWS, where, rows * h * flce_size_of(plan->dx_gemm_dtype));
-  if (problem->want_grad_weight) {
-    if (copies_x(problem, plan)) add(plan, FLCE_BUF_SCALED_X, where, rows * plan->input_pitch * e);
-    if (plan->accum_dtype != plan->grad_weight_dtype || padded)
-      add(plan, FLCE_BUF_DW_ACCUM, where,
-          v * plan->weight_hidden * flce_size_of(plan->accum_dtype));
-    add(plan, FLCE_BUF_DW_BLOCK, where, plan->dw_block_rows * plan->weight_hidden * e);
-  }
-  if (problem->want_grad_bias) {
-    add(plan, FLCE_BUF_DB_ACCUM, where, v * stat);
-    add(plan, FLCE_BUF_DB_PARTS, where, plan->bias_parts * v * stat);
-    if (plan->gathers && exp_form) add(plan, FLCE_BUF_GATHERED_COEF, where, rows * stat);
-  }
-  if (exp_form && (problem->want_grad_weight || problem->want_grad_bias))
-    add(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
+  if (exp_form && of_classes) add_buffer(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
+  list_gradient_gemms(problem, plan, where, rows);
 }
 
 /* What the exchanges of a sharded vocabulary need (shards.c). */
@@ -399,61 +434,40 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   int64_t n = problem->tokens, ranks = problem->ranks;
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
   bool grads = plan->save == FLCE_SAVE_GRADS, samples = plan->save == FLCE_SAVE_SAMPLES;
-  unsigned both = FLCE_IN_FORWARD | (flce_has_backward(plan->save) ? FLCE_IN_BACKWARD : 0);
+  unsigned both = both_passes(plan);
   int64_t rows = grads || samples ? plan->chunk_rows : problem->rows;
   int64_t parts = flce_shard_stat_count(problem) * rows * stat;
   if (problem->input_is_sharded)
-    add(plan, FLCE_BUF_SHARD_INPUT, both, n * problem->hidden * flce_size_of(problem->input_dtype));
-  add(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
-  add(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
-  add(plan, FLCE_BUF_SHARD_STATS, FLCE_IN_FORWARD, ranks * parts);
+    add_buffer(plan, FLCE_BUF_SHARD_INPUT, both,
+               n * problem->hidden * flce_size_of(problem->input_dtype));
+  add_buffer(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
+  add_buffer(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
+  add_buffer(plan, FLCE_BUF_SHARD_STATS, FLCE_IN_FORWARD, ranks * parts);
   if (!makes_gradients(problem) || !sums_input(problem)) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
-  int64_t block = summed_elements(problem) * flce_size_of(plan->input_term_dtype);
-  bool widens = plan->input_term_dtype != plan->grad_input_dtype;
+  int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
+  bool widens = plan->partial_dx_dtype != plan->grad_input_dtype;
   if (problem->input_is_sharded || n % ranks != 0 || widens)
-    add(plan, FLCE_BUF_OWN_TERMS, where, ranks * block);
-  add(plan, FLCE_BUF_RECEIVED_TERMS, where, ranks * block);
-}
-
-static int64_t common_divisor(int64_t a, int64_t b) {
-  return b == 0 ? a : common_divisor(b, a % b);
-}
-
-/* The classes of the first GEMM if dW is made in two, with the sum of dX's terms between them. Its
- * tiles fill whole waves, so that two GEMMs have as many waves as one. The parts are as the bytes
- * of the exchanges that they hide. Not for two ranks: with their shares two GEMMs take 2 % longer
- * than one, which is what the exchange takes that they would hide; with smaller shares they take as
- * long as one (benchmarks/NOTES.md, 2026-11-23). */
-static void split_dw(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  bool one_gemm = plan->bias_parts == 0 && plan->dw_block_rows == 0;
-  bool gathers_sums = sums_input(problem) && !problem->input_is_sharded && problem->ranks > 2;
-  if (!gathers_sums || !problem->want_grad_weight || !one_gemm) return;
-  int64_t unit = 1, sms = facts->multiprocessors;
-  if (sms > 0)
-    unit = TILE_ROWS * sms / common_divisor(sms, ceil_div(plan->weight_hidden, TILE_COLUMNS));
-  int64_t terms = flce_size_of(plan->input_term_dtype), sums = flce_size_of(plan->grad_input_dtype);
-  int64_t first = problem->vocab * terms / (terms + sums);
-  first = (first + unit / 2) / unit * unit;
-  plan->dw_first_rows = first < problem->vocab ? first : 0;
+    add_buffer(plan, FLCE_BUF_PARTIAL_DX, where, ranks * block);
+  add_buffer(plan, FLCE_BUF_RECEIVED_DX, where, ranks * block);
 }
 
 /* Buffers that forward and backward both have come first, so that their offsets are the same in
  * both workspaces. */
 static void assign_offsets(flce_plan* plan) {
-  int64_t shared = 0;
+  int64_t in_both = 0;
   for (int pass = 0; pass < 3; pass++) {
     unsigned wanted = pass == 0   ? FLCE_IN_FORWARD | FLCE_IN_BACKWARD
                       : pass == 1 ? FLCE_IN_FORWARD
                                   : FLCE_IN_BACKWARD;
-    int64_t next = shared;
+    int64_t next = in_both;
     for (int id = 0; id < FLCE_BUF_COUNT; id++) {
       flce_buffer* buffer = &plan->buffers[id];
       if (buffer->bytes == 0 || buffer->lifetime != wanted) continue;
       buffer->offset = next;
       next += round_up(buffer->bytes, ALIGNMENT);
     }
-    if (pass == 0) shared = plan->forward_workspace_bytes = plan->backward_workspace_bytes = next;
+    if (pass == 0) in_both = plan->forward_workspace_bytes = plan->backward_workspace_bytes = next;
     if (pass == 1) plan->forward_workspace_bytes = next;
     if (pass == 2) plan->backward_workspace_bytes = next;
   }
@@ -475,11 +489,10 @@ static void assign_offsets(flce_plan* plan) {
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
   int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
-  int64_t split = plan->dw_first_rows > 0 && problem->rows > 0; /* of the last chunk */
   bool grads = plan->save == FLCE_SAVE_GRADS;
-  plan->forward_gemms = plan->chunks * (1 + (grads ? gradients : 0)) + (grads ? split : 0);
-  int64_t again = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
-  plan->backward_gemms = plan->backward_chunks * (again + gradients) + (grads ? 0 : split);
+  plan->forward_gemms = plan->chunks * (1 + (grads ? gradients : 0));
+  int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
+  plan->backward_gemms = plan->backward_chunks * (logits + gradients);
 }
 
 /* The calls of shards.c. */
@@ -500,10 +513,10 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
       each_chunk ? plan->chunks : problem->rows > 0, 0, others * problem->rows * parts};
   if (!gradients || !sums_input(problem)) return;
   int64_t received = others * summed_elements(problem);
-  plan->collectives[FLCE_ALL_TO_ALL_TERMS] =
-      (flce_collective){grads, !grads, received * flce_size_of(plan->input_term_dtype)};
+  plan->collectives[FLCE_ALL_TO_ALL_DX] =
+      (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};
   if (problem->input_is_sharded) return;
-  plan->collectives[FLCE_ALL_GATHER_SUMS] =
+  plan->collectives[FLCE_ALL_GATHER_DX] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
 }
 
@@ -530,9 +543,8 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   FLCE_TRY(flce_check_problem(problem));
   plan->save = problem->save;
   plan->rows = problem->rows;
-  choose_dtypes(problem, facts, plan);
+  flce_choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
-  if (plan->save != FLCE_SAVE_SAMPLES && makes_gradients(problem)) split_dw(problem, facts, plan);
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);
@@ -555,22 +567,30 @@ static flce_status ask_facts(const flce_backend* backend, const flce_problem* pr
   return status == FLCE_OK ? status : flce_fail(status, "%s", backend->last_error());
 }
 
+flce_problem flce_equal_share(const flce_problem* problem) {
+  flce_problem equal = *problem;
+  if (!flce_is_sharded(problem)) return equal;
+  equal.vocab = equal.weight_rows = ceil_div(problem->classes, problem->ranks);
+  equal.rank = equal.first_class = 0;
+  equal.unaligned = equal.weight_unaligned = false;
+  return equal;
+}
+
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
                            flce_plan* plan) {
-  flce_problem problem = *given;
+  FLCE_TRY(flce_check_problem(given));
+  flce_problem problem = *given, equal = flce_equal_share(given);
   flce_facts facts = {0};
-  if (flce_is_sharded(given)) {
-    FLCE_TRY(flce_check_shard(given));
-    flce_problem equal = problem;
-    equal.vocab = equal.weight_rows = ceil_div(problem.classes, problem.ranks);
-    equal.rank = equal.first_class = 0;
-    equal.unaligned = equal.weight_unaligned = false;
-    FLCE_TRY(ask_facts(backend, &equal, &facts));
-    equal.gathers = facts.skips_rows;
-    FLCE_TRY(flce_plan_make(&equal, &facts, plan));
-    problem.gathers = plan->gathers;
-    problem.chunk_rows = plan->chunk_rows;
-  }
+  flce_strategy strategy;
+  equal.save = flce_known_strategy(given);
+  FLCE_TRY(ask_facts(backend, &equal, &facts));
+  flce_choose_strategy(&equal, &facts, &strategy);
+  problem.save = equal.save = flce_strategy_of(&strategy, problem.rows);
+  if (!flce_is_sharded(given)) return flce_plan_make(&problem, &facts, plan);
+  equal.gathers = facts.skips_rows;
+  FLCE_TRY(flce_plan_make(&equal, &facts, plan));
+  problem.gathers = plan->gathers;
+  problem.chunk_rows = plan->chunk_rows;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
   return flce_plan_make(&problem, &facts, plan);
 }

@@ -1,9 +1,10 @@
-/* flce_plan_text: the plan as text, for people and for flce/plan.py, which parses it.
+/* flce_plan_text: the plan as text, for people; flce_plan_values: as numbers, for flce/plan.py.
  * CONTRIBUTING.md has an example. */
 #include "flce.h"
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 static const char* buffer_name(int id) {
   static const char* const names[FLCE_BUF_COUNT] = {
@@ -21,7 +22,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_WEIGHT_CAST] = "weight_cast",
       [FLCE_BUF_BIAS_CAST] = "bias_cast",
       [FLCE_BUF_LOGITS] = "logits",
-      [FLCE_BUF_DZ_UNIT] = "dz_unit",
+      [FLCE_BUF_DZ_SCALE] = "dz_unit",
       [FLCE_BUF_COEF] = "coef",
       [FLCE_BUF_INDEX] = "index",
       [FLCE_BUF_GATHERED_X] = "gathered_x",
@@ -34,7 +35,7 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_DB_PARTS] = "db_parts",
       [FLCE_BUF_SMOOTH] = "smooth",
       [FLCE_BUF_ORDER] = "order",
-      [FLCE_BUF_SAMPLES] = "samples",
+      [FLCE_BUF_SAMPLE_ORDER] = "samples",
       [FLCE_BUF_COLUMN_SUM] = "column_sum",
       [FLCE_BUF_FUSED] = "fused",
       [FLCE_BUF_GEMM] = "gemm_workspace",
@@ -42,8 +43,8 @@ static const char* buffer_name(int id) {
       [FLCE_BUF_SHARD_TARGET] = "shard_target",
       [FLCE_BUF_SHARD_SCALARS] = "shard_scalars",
       [FLCE_BUF_SHARD_STATS] = "shard_stats",
-      [FLCE_BUF_OWN_TERMS] = "own_terms",
-      [FLCE_BUF_RECEIVED_TERMS] = "received_terms",
+      [FLCE_BUF_PARTIAL_DX] = "own_terms",
+      [FLCE_BUF_RECEIVED_DX] = "received_terms",
   };
   return names[id];
 }
@@ -51,8 +52,8 @@ static const char* buffer_name(int id) {
 static const char* const kCollectives[FLCE_COLLECTIVES] = {
     [FLCE_ALL_GATHER_INPUT] = "input all-gather",
     [FLCE_ALL_GATHER_STATISTICS] = "statistics all-gather",
-    [FLCE_ALL_TO_ALL_TERMS] = "input_terms all-to-all",
-    [FLCE_ALL_GATHER_SUMS] = "summed_input all-gather",
+    [FLCE_ALL_TO_ALL_DX] = "input_terms all-to-all",
+    [FLCE_ALL_GATHER_DX] = "summed_input all-gather",
 };
 
 /* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */
@@ -100,4 +101,43 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
            (long long)collective->bytes);
   }
   return used;
+}
+
+/* The fields of flce_plan_values. */
+#define FLCE_PLAN_FIELDS(X)                                                                       \
+  X(save), X(form), X(fuses_rows), X(dtype), X(z_dtype), X(accum_dtype), X(rows), X(chunk_rows),  \
+      X(chunks), X(backward_chunk_rows), X(backward_chunks), X(forward_gemms), X(backward_gemms), \
+      X(forward_peak_bytes), X(backward_peak_bytes), X(peak_bytes), X(ranks)
+
+int64_t flce_plan_values(const flce_plan* plan, int64_t* values) {
+#define FLCE_VALUE(name) (int64_t)plan->name
+  const int64_t fields[] = {FLCE_PLAN_FIELDS(FLCE_VALUE)};
+#undef FLCE_VALUE
+  int64_t count = sizeof fields / sizeof *fields;
+  if (values) memcpy(values, fields, sizeof fields);
+  for (int id = 0; id < FLCE_BUF_COUNT; id++, count++)
+    if (values) values[count] = plan->buffers[id].bytes;
+  for (int id = 0; id < FLCE_COLLECTIVES; id++, count += 3) {
+    const flce_collective* one = &plan->collectives[id];
+    int64_t numbers[] = {one->forward, one->backward, one->bytes};
+    if (values) memcpy(values + count, numbers, sizeof numbers);
+  }
+  return count;
+}
+
+const char* flce_plan_names(void) {
+  static char names[2048];
+  int64_t used = 0;
+#define FLCE_NAME(name) #name
+  const char* const fields[] = {FLCE_PLAN_FIELDS(FLCE_NAME)};
+#undef FLCE_NAME
+  for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+    append(names, sizeof names, &used, "%s ", fields[i]);
+  append(names, sizeof names, &used, "/");
+  for (int id = 0; id < FLCE_BUF_COUNT; id++)
+    append(names, sizeof names, &used, " %s", buffer_name(id));
+  append(names, sizeof names, &used, " /");
+  for (int id = 0; id < FLCE_COLLECTIVES; id++)
+    append(names, sizeof names, &used, " %s", kCollectives[id]);
+  return names;
 }

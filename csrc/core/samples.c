@@ -1,13 +1,15 @@
 /* save=samples: draws the lists of the rows in the forward, and makes the gradients from them in
  * the backward. */
-#include "core/engine.h"
+#include "core/samples.h"
+
+#include "core/gradients.h"
 
 /* The lists from a computed row on. */
-static int32_t* lists_from(const engine* e, int64_t row) {
+static int32_t* lists_from(const execution* e, int64_t row) {
   return (int32_t*)e->tensors->saved + row * e->plan->saved_pitch;
 }
 
-flce_status flce_sample_chunk(const engine* e, const chunk* c) {
+flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   CALL(e, sample_rows,
        &(flce_sample_rows_args){.rows = &c->view,
                                 .lists = lists_from(e, c->first),
@@ -17,28 +19,38 @@ flce_status flce_sample_chunk(const engine* e, const chunk* c) {
   return FLCE_OK;
 }
 
-static flce_status input_from_samples(const engine* e, const flce_rows* rows) {
+/* The rows of all tokens with their coefficients. */
+static flce_rows with_coef(const chunk* all) {
+  flce_rows rows = all->view;
+  rows.coef = all->coef;
+  return rows;
+}
+
+flce_status flce_sampled_dx(const execution* e, const chunk* all) {
+  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
+  flce_rows rows = with_coef(all);
   CALL(e, sampled_grad_input,
        &(flce_sampled_input_args){.dx = e->tensors->grad_input,
-                                  .dx_dtype = e->plan->input_term_dtype,
-                                  .rows = rows,
+                                  .dx_dtype = e->plan->partial_dx_dtype,
+                                  .rows = &rows,
                                   .lists = lists_from(e, 0),
                                   .eps = e->problem->gradient_eps,
                                   .w = e->linear_weight,
                                   .dtype = e->plan->dtype,
-                                  .wsum = buffer(e, FLCE_BUF_SMOOTH),
+                                  .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                   .hidden = e->plan->hidden,
                                   .cols = e->problem->hidden});
   return FLCE_OK;
 }
 
-static flce_status weight_from_samples(const engine* e, const flce_rows* rows, const void* xsum) {
+static flce_status weight_from_samples(const execution* e, const flce_rows* rows,
+                                       const void* xsum) {
   CALL(e, sampled_grad_weight,
        &(flce_sampled_weight_args){.dw = e->tensors->grad_weight,
                                    .dw_dtype = e->plan->grad_weight_dtype,
                                    .x = weight_input(e),
                                    .dtype = e->plan->dtype,
-                                   .order = buffer(e, FLCE_BUF_SAMPLES),
+                                   .order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                    .xsum = xsum,
                                    .class_weight = e->tensors->class_weight,
                                    .eps = e->problem->gradient_eps,
@@ -51,11 +63,11 @@ static flce_status weight_from_samples(const engine* e, const flce_rows* rows, c
   return FLCE_OK;
 }
 
-static flce_status bias_from_samples(const engine* e, const flce_rows* rows, const void* total) {
+static flce_status bias_from_samples(const execution* e, const flce_rows* rows, const void* total) {
   CALL(e, sampled_grad_bias,
        &(flce_sampled_bias_args){.db = e->tensors->grad_bias,
                                  .db_dtype = e->plan->grad_bias_dtype,
-                                 .order = buffer(e, FLCE_BUF_SAMPLES),
+                                 .order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                  .smooth_total = total,
                                  .class_weight = e->tensors->class_weight,
                                  .eps = e->problem->gradient_eps,
@@ -65,31 +77,19 @@ static flce_status bias_from_samples(const engine* e, const flce_rows* rows, con
   return FLCE_OK;
 }
 
-/* dW and db. */
-static flce_status classes_from_samples(const engine* e, flce_rows rows) {
+flce_status flce_sampled_class_gradients(const execution* e, const chunk* all) {
   const flce_problem* problem = e->problem;
+  flce_rows rows = with_coef(all);
   if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
     return FLCE_OK;
   void *xsum, *total;
   FLCE_TRY(flce_sum_smooth(e, &xsum, &total));
   CALL(e, order_samples,
-       &(flce_order_samples_args){.order = buffer(e, FLCE_BUF_SAMPLES),
+       &(flce_order_samples_args){.order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                   .rows = &rows,
                                   .lists = lists_from(e, 0),
                                   .eps = problem->gradient_eps,
                                   .hidden = e->plan->weight_hidden});
   if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
   return problem->want_grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
-}
-
-flce_status flce_sampled_gradients(const engine* e, const chunk* all) {
-  flce_rows rows = all->view;
-  rows.coef = all->coef;
-  if (e->problem->want_grad_input && e->problem->vocab > 0) FLCE_TRY(input_from_samples(e, &rows));
-  if (e->comm) {
-    FLCE_TRY(flce_send_input_gradient(e));
-    FLCE_TRY(flce_sum_input_gradient(e));
-  }
-  FLCE_TRY(classes_from_samples(e, rows));
-  return e->comm ? flce_receive_input_gradient(e) : FLCE_OK;
 }

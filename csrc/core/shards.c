@@ -1,47 +1,48 @@
 /* A sharded vocabulary: each rank has the rows of W, b, dW and db of its own classes. Every rank
  * gets the whole loss, and of dX all tokens, its share of the tokens (input_is_sharded) or its own
- * term (partial_grad_input).
+ * part (partial_grad_input).
  *
  * A rank runs the passes and GEMMs on its own classes, with substitute columns for the targets of
  * others (backend.h). The ranks exchange (1) the statistics of the rows, by an all-gather, which
  * with save=grads and form exp runs during the GEMM of dX, because E does not depend on them; (2)
- * their terms of dX, by an all-to-all, a sum in the order of the ranks, and an all-gather; (3) x,
+ * their partial dX, by an all-to-all, a sum in the order of the ranks, and an all-gather; (3) x,
  * by an all-gather, if the caller's is sharded by tokens. */
-#include "core/engine.h"
+#include "core/shards.h"
+
 #include "core/plan.h"
 
-flce_shard flce_shard_of(const engine* e) {
-  return (flce_shard){.first = e->caller_problem->first_class, .count = e->caller_problem->vocab};
+static flce_shard own_classes(const execution* e) {
+  return (flce_shard){.first = e->problem->first_class, .count = e->problem->vocab};
 }
 
-/* The collectives of e->comm, noted in e->in_flight. One whose begin fails may have begun. */
-static flce_status all_gather(const engine* e, flce_collective_id id, void* recv, const void* send,
-                              int64_t bytes) {
-  *e->in_flight |= 1u << id;
-  return e->comm->all_gather(e->comm->self, id, recv, send, bytes);
+/* The collectives of the call, noted in in_flight. One whose begin fails may have begun. */
+static flce_status all_gather(const execution* e, flce_collective_id id, void* recv,
+                              const void* send, int64_t bytes) {
+  e->shard->in_flight |= 1u << id;
+  return e->shard->comm->all_gather(e->shard->comm->self, id, recv, send, bytes);
 }
 
-static flce_status all_to_all(const engine* e, flce_collective_id id, void* recv, const void* send,
-                              int64_t bytes) {
-  *e->in_flight |= 1u << id;
-  return e->comm->all_to_all(e->comm->self, id, recv, send, bytes);
+static flce_status all_to_all(const execution* e, flce_collective_id id, void* recv,
+                              const void* send, int64_t bytes) {
+  e->shard->in_flight |= 1u << id;
+  return e->shard->comm->all_to_all(e->shard->comm->self, id, recv, send, bytes);
 }
 
-static flce_status wait_for(const engine* e, flce_collective_id id) {
-  FLCE_TRY(e->comm->wait(e->comm->self, id));
-  *e->in_flight &= ~(1u << id);
+static flce_status wait_for(const execution* e, flce_collective_id id) {
+  FLCE_TRY(e->shard->comm->wait(e->shard->comm->self, id));
+  e->shard->in_flight &= ~(1u << id);
   return FLCE_OK;
 }
 
 /* Where to write what the collective sends: memory of flce_comm, or `fallback` if it needs none. */
-static flce_status choose_send_buffer(const engine* e, flce_collective_id id, int64_t bytes,
+static flce_status choose_send_buffer(const execution* e, flce_collective_id id, int64_t bytes,
                                       void* fallback, void** memory) {
-  FLCE_TRY(e->comm->send_buffer(e->comm->self, id, bytes, memory));
+  FLCE_TRY(e->shard->comm->send_buffer(e->shard->comm->self, id, bytes, memory));
   if (!*memory) *memory = fallback;
   return FLCE_OK;
 }
 
-static flce_status copy(const engine* e, void* out, const void* in, int64_t elements,
+static flce_status copy(const execution* e, void* out, const void* in, int64_t elements,
                         flce_dtype dtype) {
   CALL(e, cast,
        &(flce_cast_args){.out = out,
@@ -56,118 +57,142 @@ static flce_status copy(const engine* e, void* out, const void* in, int64_t elem
 }
 
 /* x of all tokens instead of those of this rank, if the call `reads` it. */
-static flce_status gather_input(const engine* e, bool reads, flce_tensors* local) {
-  const flce_problem* problem = e->caller_problem;
+static flce_status gather_input(const execution* e, bool reads) {
+  const flce_problem* problem = e->shard->caller_problem;
   if (!problem->input_is_sharded || !reads) return FLCE_OK;
-  char* all = buffer(e, FLCE_BUF_SHARD_INPUT);
+  char* all = buffer_ptr(e, FLCE_BUF_SHARD_INPUT);
   int64_t elements = flce_input_rows(problem) * problem->hidden;
   int64_t bytes = elements * flce_size_of(problem->input_dtype);
   void* sent;
-  FLCE_TRY(
-      choose_send_buffer(e, FLCE_ALL_GATHER_INPUT, bytes, (void*)e->caller_tensors->input, &sent));
-  if (sent != e->caller_tensors->input) {
-    FLCE_TRY(copy(e, sent, e->caller_tensors->input, elements, problem->input_dtype));
+  FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_INPUT, bytes,
+                              (void*)e->shard->caller_tensors->input, &sent));
+  if (sent != e->shard->caller_tensors->input) {
+    FLCE_TRY(copy(e, sent, e->shard->caller_tensors->input, elements, problem->input_dtype));
     FLCE_TRY(copy(e, all + problem->rank * bytes, sent, elements, problem->input_dtype));
   }
   FLCE_TRY(all_gather(e, FLCE_ALL_GATHER_INPUT, all, sent, bytes));
-  local->input = all;
+  e->shard->tensors.input = all;
   return wait_for(e, FLCE_ALL_GATHER_INPUT);
 }
 
-/* Bytes of a rank's term of the rows of dX that one rank sums. */
-static int64_t term_bytes(const engine* e) {
-  return summed_elements(e->problem) * flce_size_of(e->plan->input_term_dtype);
+/* Bytes of a rank's part of the rows of dX that one rank sums. */
+static int64_t partial_dx_bytes(const execution* e) {
+  return summed_elements(e->problem) * flce_size_of(e->plan->partial_dx_dtype);
 }
 
-/* Where this rank's terms of dX are written: in memory of flce_comm, else in the caller's dX, or in
+/* Where this rank's partial dX is written: in memory of flce_comm, else in the caller's dX, or in
  * the workspace if that cannot hold `ranks` blocks of ceil(N / ranks) rows of them: it is sharded,
- * N is no multiple of the ranks, or the terms have another dtype. */
-static flce_status choose_term_buffer(const engine* e, flce_tensors* local) {
-  if (!sums_input(e->caller_problem) || !local->grad_input) return FLCE_OK;
-  void* terms = buffer(e, FLCE_BUF_OWN_TERMS);
-  return choose_send_buffer(e, FLCE_ALL_TO_ALL_TERMS, e->caller_problem->ranks * term_bytes(e),
-                            terms ? terms : local->grad_input, &local->grad_input);
+ * N is no multiple of the ranks, or the partial dX has another dtype. */
+static flce_status choose_partial_dx(const execution* e) {
+  void** dx = &e->shard->tensors.grad_input;
+  if (!sums_input(e->problem) || !*dx) return FLCE_OK;
+  void* partial = buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
+  return choose_send_buffer(e, FLCE_ALL_TO_ALL_DX, e->problem->ranks * partial_dx_bytes(e),
+                            partial ? partial : *dx, dx);
 }
 
-flce_status flce_open_shard(engine* e, const flce_comm* comm, bool reads_input, local_call* local) {
-  if (!comm)
+flce_status flce_open_shard(execution* e, bool reads_input) {
+  shard_call* shard = e->shard;
+  const flce_problem* problem = e->problem;
+  if (!flce_is_sharded(problem)) e->shard = NULL;
+  if (!e->shard) return FLCE_OK;
+  if (!shard->comm)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "comm: expected the collectives of %lld ranks, got NULL",
-                     (long long)e->problem->ranks);
-  local->in_flight = 0;
-  e->comm = comm;
-  e->in_flight = &local->in_flight;
-  e->caller_problem = e->problem;
-  e->caller_tensors = e->tensors;
-  local->problem = *e->problem;
-  local->problem.loss.ignore_index = FLCE_SHARD_IGNORED;
-  local->tensors = *e->tensors;
-  int64_t* target = buffer(e, FLCE_BUF_SHARD_TARGET);
-  local->tensors.target = target;
-  local->tensors.class_weight =
-      from(local->tensors.class_weight, e->caller_problem->first_class, e->stat);
-  FLCE_TRY(choose_term_buffer(e, &local->tensors));
-  FLCE_TRY(gather_input(e, reads_input, &local->tensors));
+                     (long long)problem->ranks);
+  int64_t* target = buffer_ptr(e, FLCE_BUF_SHARD_TARGET);
+  shard->caller_problem = problem;
+  shard->caller_tensors = e->tensors;
+  shard->problem = *problem;
+  shard->problem.loss.ignore_index = FLCE_SHARD_IGNORED;
+  shard->tensors = *e->tensors;
+  shard->tensors.target = target;
+  shard->tensors.class_weight =
+      optional_ptr(e->tensors->class_weight, problem->first_class, e->stat);
+  FLCE_TRY(choose_partial_dx(e));
+  FLCE_TRY(gather_input(e, reads_input));
   CALL(e, shard_targets,
        &(flce_shard_targets_args){.out = target,
-                                  .target = e->caller_tensors->target,
-                                  .tokens = e->caller_problem->tokens,
-                                  .shard = flce_shard_of(e),
-                                  .classes = e->caller_problem->classes,
-                                  .ignore_index = e->caller_problem->loss.ignore_index});
-  e->problem = &local->problem;
-  e->tensors = &local->tensors;
+                                  .target = e->tensors->target,
+                                  .tokens = problem->tokens,
+                                  .shard = own_classes(e),
+                                  .classes = problem->classes,
+                                  .ignore_index = problem->loss.ignore_index});
+  e->problem = &shard->problem;
+  e->tensors = &shard->tensors;
   return FLCE_OK;
+}
+
+flce_status flce_close_shard(const execution* e, flce_status status) {
+  if (status != FLCE_OK && e->shard && e->shard->in_flight != 0)
+    e->shard->comm->abandon(e->shard->comm->self, e->shard->in_flight);
+  return status;
 }
 
 /* ---- statistics ---- */
 
-flce_status flce_prepare_shard(const engine* e, void* order, bool overlaps) {
-  flce_problem whole = *e->caller_problem;
-  flce_tensors tensors = *e->caller_tensors;
+flce_status flce_prepare(const execution* e, void* order, bool overlaps) {
+  int dw_fp16_shift = e->plan->dw_fp16_shift;
+  if (!e->shard) {
+    CALL(e, prepare, e->problem, e->tensors, order, dw_fp16_shift, overlaps);
+    return FLCE_OK;
+  }
+  flce_problem whole = *e->shard->caller_problem;
+  flce_tensors tensors = *e->shard->caller_tensors;
   whole.vocab = whole.weight_rows = whole.classes;
   tensors.input = e->tensors->input;
-  CALL(e, prepare, &whole, &tensors, NULL, e->plan->holds_weight, overlaps);
+  CALL(e, prepare, &whole, &tensors, NULL, dw_fp16_shift, overlaps);
   if (e->problem->vocab == 0) return FLCE_OK;
   /* The order of the targets, and WEIGHT_TOTAL of this rank's classes. */
   flce_tensors local = *e->tensors;
-  local.scalars = buffer(e, FLCE_BUF_SHARD_SCALARS);
-  CALL(e, prepare, e->problem, &local, order, false, false);
+  local.scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS);
+  CALL(e, prepare, e->problem, &local, order, 0, false);
   return FLCE_OK;
 }
 
-void flce_set_rank_view(const engine* e, flce_rows* view) {
+void flce_enable_partial_sums(const execution* e, flce_rows* view) {
+  if (!e->shard) return;
   /* With label_smoothing 1 and no other term a row's loss is the mean of w_j (LSE - l_j) over this
    * rank's classes, from which FLCE_SHARD_STAT_SMOOTHING follows. */
   view->options.label_smoothing = view->options.label_smoothing > 0.0 ? 1.0 : 0.0;
   view->options.z_loss = 0.0;
   view->token_weight = NULL;
-  view->scalars = buffer(e, FLCE_BUF_SHARD_SCALARS);
+  view->scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS);
 }
 
-flce_rows flce_whole_view(const engine* e, const chunk* c) {
+/* The chunk's rows in the whole vocabulary. */
+static flce_rows whole_view(const execution* e, const chunk* c) {
   flce_rows view = c->view;
-  view.vocab = e->caller_problem->classes;
-  view.target = e->caller_tensors->target + (e->plan->gathers ? 0 : c->first);
-  view.class_weight = e->caller_tensors->class_weight;
-  view.options = e->caller_problem->loss;
+  view.vocab = e->shard->caller_problem->classes;
+  view.target = e->shard->caller_tensors->target + (e->plan->gathers ? 0 : c->first);
+  view.class_weight = e->shard->caller_tensors->class_weight;
+  view.options = e->shard->caller_problem->loss;
   view.z_dtype = e->stat;
   return view;
 }
 
-flce_status flce_send_statistics(const engine* e, const chunk* c) {
-  flce_rows view = flce_whole_view(e, c);
+flce_status flce_row_coefficients(const execution* e, const chunk* c, const flce_upstream* upstream,
+                                  const void* factor) {
+  flce_rows rows = e->shard ? whole_view(e, c) : c->view;
+  flce_shard classes = own_classes(e);
+  CALL(e, row_coefficients, &rows, e->shard ? &classes : NULL, upstream, factor, (void*)c->coef);
+  return FLCE_OK;
+}
+
+flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c) {
+  if (!e->shard) return FLCE_OK;
+  flce_rows view = whole_view(e, c);
   int count = flce_shard_stat_count(e->problem);
   int64_t bytes = count * c->rows * flce_size_of(e->stat);
-  char *all = buffer(e, FLCE_BUF_SHARD_STATS), *own_block = all + e->problem->rank * bytes;
+  char *all = buffer_ptr(e, FLCE_BUF_SHARD_STATS), *own_block = all + e->problem->rank * bytes;
   void* sent;
   FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_STATISTICS, bytes, own_block, &sent));
   CALL(e, pack_statistics,
        &(flce_pack_args){.shard_stats = sent,
                          .count = count,
                          .rows = &view,
-                         .shard = flce_shard_of(e),
-                         .scalars = buffer(e, FLCE_BUF_SHARD_SCALARS),
+                         .shard = own_classes(e),
+                         .scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS),
                          .x = rows_of_input(e, c),
                          .w = e->linear_weight,
                          .bias = e->bias,
@@ -177,13 +202,14 @@ flce_status flce_send_statistics(const engine* e, const chunk* c) {
   return all_gather(e, FLCE_ALL_GATHER_STATISTICS, all, sent, bytes);
 }
 
-flce_status flce_merge_statistics(const engine* e, const chunk* c) {
+flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c) {
+  if (!e->shard) return FLCE_OK;
   FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_STATISTICS));
-  flce_rows view = flce_whole_view(e, c);
+  flce_rows view = whole_view(e, c);
   CALL(e, merge_statistics,
        &(flce_merge_args){.rows = &view,
-                          .shard = flce_shard_of(e),
-                          .shard_stats = buffer(e, FLCE_BUF_SHARD_STATS),
+                          .shard = own_classes(e),
+                          .shard_stats = buffer_ptr(e, FLCE_BUF_SHARD_STATS),
                           .count = flce_shard_stat_count(e->problem),
                           .ranks = e->problem->ranks,
                           .rank = e->problem->rank});
@@ -192,59 +218,60 @@ flce_status flce_merge_statistics(const engine* e, const chunk* c) {
 
 /* ---- dX ---- */
 
-flce_status flce_send_input_gradient(const engine* e) {
-  if (!e->problem->want_grad_input) return FLCE_OK;
-  char* terms = e->tensors->grad_input;
-  int64_t row = e->problem->hidden * flce_size_of(e->plan->input_term_dtype);
+flce_status flce_begin_all_to_all_dx(const execution* e) {
+  if (!e->shard || !e->problem->want_grad_input) return FLCE_OK;
+  char* partial = e->tensors->grad_input;
+  int64_t row = e->problem->hidden * flce_size_of(e->plan->partial_dx_dtype);
   /* The GEMMs do not write the padding rows after token N - 1, and no row if this rank has no
    * class. */
-  int64_t made = e->problem->vocab > 0 ? e->problem->tokens * row : 0;
+  int64_t written = e->problem->vocab > 0 ? e->problem->tokens * row : 0;
   bool exchanges = sums_input(e->problem);
-  int64_t all = exchanges ? e->problem->ranks * term_bytes(e) : e->problem->tokens * row;
-  if (made < all) CALL(e, fill, terms + made, 0, all - made);
+  int64_t all = exchanges ? e->problem->ranks * partial_dx_bytes(e) : e->problem->tokens * row;
+  if (written < all) CALL(e, fill, partial + written, 0, all - written);
   if (!exchanges) return FLCE_OK;
-  return all_to_all(e, FLCE_ALL_TO_ALL_TERMS, buffer(e, FLCE_BUF_RECEIVED_TERMS), terms,
-                    term_bytes(e));
+  return all_to_all(e, FLCE_ALL_TO_ALL_DX, buffer_ptr(e, FLCE_BUF_RECEIVED_DX), partial,
+                    partial_dx_bytes(e));
 }
 
 /* Where the sums are gathered: the caller's dX or, if N is no multiple of the ranks,
- * FLCE_BUF_OWN_TERMS, whose contents have been sent by then. */
-static void* gathered_input(const engine* e) {
+ * FLCE_BUF_PARTIAL_DX, whose contents have been sent by then. */
+static void* gathered_input(const execution* e) {
   bool whole_blocks = e->problem->tokens % e->problem->ranks == 0;
-  return whole_blocks ? e->caller_tensors->grad_input : buffer(e, FLCE_BUF_OWN_TERMS);
+  return whole_blocks ? e->shard->caller_tensors->grad_input : buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
 }
 
-flce_status flce_sum_input_gradient(const engine* e) {
+flce_status flce_begin_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
   if (!sums_input(problem)) return FLCE_OK;
-  flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->input_term_dtype;
+  flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->partial_dx_dtype;
   int64_t count = summed_elements(problem), bytes = count * flce_size_of(dtype),
           first = problem->rank * bytes;
-  char* sum =
-      problem->input_is_sharded ? e->caller_tensors->grad_input : (char*)gathered_input(e) + first;
+  char* sum = problem->input_is_sharded ? e->shard->caller_tensors->grad_input
+                                        : (char*)gathered_input(e) + first;
   void* sent = sum;
   if (!problem->input_is_sharded)
-    FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_SUMS, bytes, sum, &sent));
-  FLCE_TRY(wait_for(e, FLCE_ALL_TO_ALL_TERMS));
-  CALL(e, sum_terms,
-       &(flce_sum_terms_args){.out = sum,
-                              .copy = sent != sum ? sent : NULL,
-                              .received = buffer(e, FLCE_BUF_RECEIVED_TERMS),
-                              .own = at(e->tensors->grad_input, problem->rank * count, term_dtype),
-                              .out_dtype = dtype,
-                              .dtype = term_dtype,
-                              .ranks = problem->ranks,
-                              .rank = problem->rank,
-                              .count = count});
+    FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_DX, bytes, sum, &sent));
+  FLCE_TRY(wait_for(e, FLCE_ALL_TO_ALL_DX));
+  CALL(e, sum_partial_dx,
+       &(flce_sum_dx_args){
+           .out = sum,
+           .copy = sent != sum ? sent : NULL,
+           .received = buffer_ptr(e, FLCE_BUF_RECEIVED_DX),
+           .own = element_ptr(e->tensors->grad_input, problem->rank * count, term_dtype),
+           .out_dtype = dtype,
+           .dtype = term_dtype,
+           .ranks = problem->ranks,
+           .rank = problem->rank,
+           .count = count});
   if (problem->input_is_sharded) return FLCE_OK;
-  return all_gather(e, FLCE_ALL_GATHER_SUMS, gathered_input(e), sent, bytes);
+  return all_gather(e, FLCE_ALL_GATHER_DX, gathered_input(e), sent, bytes);
 }
 
-flce_status flce_receive_input_gradient(const engine* e) {
+flce_status flce_wait_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
   if (!sums_input(problem) || problem->input_is_sharded) return FLCE_OK;
-  FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_SUMS));
-  void *gathered = gathered_input(e), *dx = e->caller_tensors->grad_input;
+  FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_DX));
+  void *gathered = gathered_input(e), *dx = e->shard->caller_tensors->grad_input;
   int64_t elements = problem->tokens * problem->hidden;
   return gathered == dx ? FLCE_OK : copy(e, dx, gathered, elements, e->plan->grad_input_dtype);
 }

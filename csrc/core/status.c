@@ -96,6 +96,8 @@ const char* flce_save_name(flce_save save) {
       return "stats";
     case FLCE_SAVE_SAMPLES:
       return "samples";
+    case FLCE_SAVE_AUTO:
+      return "auto";
   }
   return "unknown strategy";
 }

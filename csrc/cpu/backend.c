@@ -83,57 +83,23 @@ void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn f
   cpu->parallel_for(0, count, grain > 0 ? grain : 1, fn, context);
 }
 
-static flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* out) {
+flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* out) {
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
-  /* torch's CPU GEMMs write the operands' dtype, and its float16 GEMM is slow. oneDNN's bfloat16
-   * GEMM on AMX reads each row of A up to the next multiple of 32 elements beyond k and multiplies
-   * the excess by zeros, so a NaN there becomes a NaN in the result. Hence the alignments. */
-  *out = (flce_facts){.gemm_writes_f32 = false,
-                      .gemm_f16 = false,
-                      .row_alignment = FLCE_AMX_DEPTH * 2,
-                      .input_alignment = problem->dtype == FLCE_BF16 ? FLCE_AMX_DEPTH : 1,
-                      .hidden_alignment = 1,
-                      .order_bytes = flce_cpu_order_bytes(problem->tokens),
+  *out = (flce_facts){.order_bytes = flce_cpu_order_bytes(problem->tokens),
                       .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
+  flce_facts_of_type(true, problem->dtype, out);
   if (problem->save == FLCE_SAVE_SAMPLES)
     out->sample_bytes = flce_cpu_sample_bytes(problem->rows, problem->vocab, problem->gradient_eps);
   return FLCE_OK;
 }
 
 void flce_cpu_backend(flce_cpu* cpu, flce_backend* backend) {
+#define FLCE_ENTRY(function) .function = flce_cpu_##function,
   *backend = (flce_backend){.name = "cpu",
                             .self = cpu,
                             .last_error = flce_last_error,
-                            .facts = flce_cpu_facts,
-                            .gemm = flce_cpu_gemm,
-                            .fill = flce_cpu_fill,
-                            .cast = flce_cpu_cast,
-                            .prepare = flce_cpu_prepare,
-                            .compact_rows = flce_cpu_compact_rows,
-                            .blank_rows = flce_cpu_blank_rows,
-                            .stat_rows = flce_cpu_stat_rows,
-                            .exp_rows = flce_cpu_exp_rows,
-                            .grad_rows = flce_cpu_grad_rows,
-                            .row_coefficients = flce_cpu_row_coefficients,
-                            .scale_coefficients = flce_cpu_scale_coefficients,
-                            .reduce = flce_cpu_reduce,
-                            .scale_rows = flce_cpu_scale_rows,
-                            .finish_grad_input = flce_cpu_finish_grad_input,
-                            .column_sum = flce_cpu_column_sum,
-                            .order_targets = flce_cpu_order_targets,
-                            .finish_grad_weight = flce_cpu_finish_grad_weight,
-                            .finish_grad_bias = flce_cpu_finish_grad_bias,
-                            .add_block = flce_cpu_add_block,
-                            .shard_targets = flce_cpu_shard_targets,
-                            .pack_statistics = flce_cpu_pack_statistics,
-                            .merge_statistics = flce_cpu_merge_statistics,
-                            .sum_terms = flce_cpu_sum_terms,
-                            .sample_rows = flce_cpu_sample_rows,
-                            .sampled_grad_input = flce_cpu_sampled_grad_input,
-                            .order_samples = flce_cpu_order_samples,
-                            .sampled_grad_weight = flce_cpu_sampled_grad_weight,
-                            .sampled_grad_bias = flce_cpu_sampled_grad_bias,
-                            .scale_grads = flce_cpu_scale_grads};
+                            FLCE_BACKEND_FUNCTIONS(FLCE_ENTRY)};
+#undef FLCE_ENTRY
 }

@@ -1,5 +1,5 @@
 /* Shared by the files of the CPU backend: access to the chosen kernels, the parallel loop, and the
- * functions of the backend table, grouped by the file that defines them. */
+ * functions of the backend table. */
 #ifndef FLCE_CPU_CPU_H
 #define FLCE_CPU_CPU_H
 
@@ -54,77 +54,15 @@ flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
  * The result of an index must not depend on the range that it falls in. */
 void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
 
-/* gemm.c */
-flce_status flce_cpu_gemm(void* self, const flce_gemm* gemm, void* workspace,
-                          int64_t workspace_bytes);
-
-/* elementwise.c */
-flce_status flce_cpu_fill(void* self, void* data, int byte, int64_t bytes);
-flce_status flce_cpu_cast(void* self, const flce_cast_args* call);
-flce_status flce_cpu_add_block(void* self, const flce_add_block_args* call);
-flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int number,
-                                 const void* grad_output, const void* scalars, flce_dtype stat);
-
-/* sums.c */
-flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
-                            const void* factor, flce_dtype stat, bool overlaps);
-flce_status flce_cpu_column_sum(void* self, const flce_column_sum_args* call);
-
-/* prepare.c */
-flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool holds_weight, bool overlaps);
-
-/* target_order.c */
-int64_t flce_cpu_order_bytes(int64_t tokens);
-flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
-                                   void* order);
-
-/* ignored_rows.c */
-flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
-                                  void* index);
-flce_status flce_cpu_blank_rows(void* self, const flce_rows* rows, int64_t bound, void* dx,
-                                flce_dtype dx_dtype, int64_t hidden);
+/* The functions of the backend table (backend.h). */
+#define FLCE_DECLARE(name) __typeof__(*((flce_backend*)0)->name) flce_cpu_##name;
+FLCE_BACKEND_FUNCTIONS(FLCE_DECLARE)
+#undef FLCE_DECLARE
 
 /* rows_forward.c */
 void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value);
-flce_status flce_cpu_stat_rows(void* self, const flce_rows* rows);
-flce_status flce_cpu_exp_rows(void* self, const flce_rows* rows);
-
-/* rows_backward.c */
-flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
-                               bool z_is_exp);
-
-/* row_coefficients.c */
-flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const flce_shard* shard,
-                                      const flce_upstream* upstream, const void* factor,
-                                      void* coef);
-flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void* coef, float* unit,
-                                        int64_t weights);
-
-/* shard_rows.c */
-flce_status flce_cpu_shard_targets(void* self, const flce_shard_targets_args* call);
-flce_status flce_cpu_pack_statistics(void* self, const flce_pack_args* call);
-flce_status flce_cpu_merge_statistics(void* self, const flce_merge_args* call);
-flce_status flce_cpu_sum_terms(void* self, const flce_sum_terms_args* call);
-
-/* grad_input.c */
-flce_status flce_cpu_scale_rows(void* self, const flce_scale_rows_args* call);
-flce_status flce_cpu_finish_grad_input(void* self, const flce_grad_input_args* call);
-
-/* grad_weight.c */
-flce_status flce_cpu_finish_grad_weight(void* self, const flce_grad_weight_args* call);
-flce_status flce_cpu_finish_grad_bias(void* self, const flce_grad_bias_args* call);
-
-/* sample_rows.c */
-flce_status flce_cpu_sample_rows(void* self, const flce_sample_rows_args* call);
-
-/* sample_order.c */
+/* For facts: target_order.c, sample_order.c. */
+int64_t flce_cpu_order_bytes(int64_t tokens);
 int64_t flce_cpu_sample_bytes(int64_t rows, int64_t vocab, double eps);
-flce_status flce_cpu_order_samples(void* self, const flce_order_samples_args* call);
-
-/* sampled_grads.c */
-flce_status flce_cpu_sampled_grad_input(void* self, const flce_sampled_input_args* call);
-flce_status flce_cpu_sampled_grad_weight(void* self, const flce_sampled_weight_args* call);
-flce_status flce_cpu_sampled_grad_bias(void* self, const flce_sampled_bias_args* call);
 
 #endif

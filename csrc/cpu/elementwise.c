@@ -71,7 +71,7 @@ flce_status flce_cpu_scale_grads(void* self, const flce_scaled* grads, int numbe
     double factor = flce_load(grad_output, stat, 0);
     if (scalars)
       factor *= flce_load(scalars, stat, FLCE_SCALAR_INV_DENOM) /
-                flce_load(scalars, stat, narrow ? FLCE_SCALAR_WEIGHT_UNIT : FLCE_SCALAR_UNIT);
+                flce_load(scalars, stat, narrow ? FLCE_SCALAR_DW_SCALE : FLCE_SCALAR_LOSS_SCALE);
     if (grad->out == grad->in && factor == 1.0) continue;
     scale_job job = {.out = grad->out,
                      .in = grad->in,

@@ -20,7 +20,7 @@ static flce_status check_targets(const flce_problem* problem, const int64_t* tar
 
 /* The power of two u for which u * largest lies in (2^(high - 1), 2^high], limited to 2^127
  * (float32). 1 if `largest` is 0, infinite or NaN. */
-static double unit_for(double largest, int high) {
+static double scale_for(double largest, int high) {
   if (!(largest > 0.0) || isinf(largest)) return 1.0;
   int exponent;
   double fraction = frexp(largest, &exponent);
@@ -33,7 +33,7 @@ typedef struct totals {
   int64_t valid;        /* rows that are not ignored */
   double target_weight; /* sum of the class weights of the valid rows' targets */
   double class_weight, largest_class_weight; /* sum over the vocabulary; largest magnitude */
-  double largest_share; /* largest |token weight| / temperature of a valid row */
+  double largest_token_factor; /* largest |token weight| / temperature of a valid row */
 } totals;
 
 static totals make_totals(const flce_problem* problem, const flce_tensors* tensors,
@@ -43,14 +43,14 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
   const int64_t* target = problem->has_probabilities ? NULL : tensors->target;
   totals sums = {.class_weight = weight ? 0.0 : (double)problem->vocab,
                  .largest_class_weight = weight ? 0.0 : 1.0};
-  if (!token_weight && !temperature) sums.largest_share = 1.0 / problem->loss.temperature;
+  if (!token_weight && !temperature) sums.largest_token_factor = 1.0 / problem->loss.temperature;
   for (int64_t i = 0; i < problem->tokens; i++) {
     if (target && target[i] == problem->loss.ignore_index) continue;
     sums.valid++;
     sums.target_weight += target && weight ? flce_load(weight, stat, target[i]) : 1.0;
-    double share = token_weight ? fabs(flce_load(token_weight, stat, i)) : 1.0;
-    share /= problem->loss.temperature * (temperature ? flce_load(temperature, stat, i) : 1.0);
-    if (share > sums.largest_share) sums.largest_share = share;
+    double factor = token_weight ? fabs(flce_load(token_weight, stat, i)) : 1.0;
+    factor /= problem->loss.temperature * (temperature ? flce_load(temperature, stat, i) : 1.0);
+    if (factor > sums.largest_token_factor) sums.largest_token_factor = factor;
   }
   for (int64_t j = 0; weight && j < problem->vocab; j++) {
     double value = flce_load(weight, stat, j);
@@ -74,7 +74,7 @@ static double largest_input(const flce_problem* problem, const flce_tensors* ten
 }
 
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, bool holds_weight, bool overlaps) {
+                             void* order, int dw_fp16_shift, bool overlaps) {
   (void)overlaps;
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   const flce_row_kernels*
@@ -86,32 +86,33 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "valid_bound: expected at least as many as the valid rows, %lld, got %lld",
                      (long long)sums.valid, (long long)problem->rows);
-  double inverse = 1.0, z_share = 1.0;
+  double inverse = 1.0, z_factor = 1.0;
   if (problem->reduction == FLCE_MEAN && tensors->num_items) {
     double items = flce_load(tensors->num_items, stat, 0);
     inverse = items == 0.0 ? 0.0 : 1.0 / items;
   } else if (problem->reduction == FLCE_MEAN) {
     inverse = sums.valid == 0 ? 0.0 : 1.0 / sums.target_weight;
-    if (sums.valid > 0) z_share = sums.target_weight / (double)sums.valid;
+    if (sums.valid > 0) z_factor = sums.target_weight / (double)sums.valid;
   }
-  double largest = sums.largest_class_weight * sums.largest_share *
-                   fabs(problem->loss.logit_scale) * (1.0 + 128.0 * problem->loss.z_loss * z_share);
+  double largest = sums.largest_class_weight * sums.largest_token_factor *
+                   fabs(problem->loss.logit_scale) *
+                   (1.0 + 128.0 * problem->loss.z_loss * z_factor);
   void* scalars = tensors->scalars;
   flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)sums.valid);
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);
   flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL, sums.class_weight);
-  double unit = inverse != 0.0 && isfinite(inverse) ? inverse : 1.0;
-  double most = ldexp(1.0, FLCE_MAX_UNIT_EXPONENT);
-  unit = fmin(fmax(unit * unit_for(largest * fabs(unit), 14), -most), most);
-  double input_unit = 1.0, weight_unit = unit;
-  if (holds_weight) {
-    input_unit =
-        fmin(unit_for(largest_input(problem, tensors), 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
-    weight_unit = ldexp(unit * input_unit, flce_held_shift(problem->rows));
+  double loss_scale = inverse != 0.0 && isfinite(inverse) ? inverse : 1.0;
+  double most = ldexp(1.0, FLCE_MAX_SCALE_EXPONENT);
+  loss_scale = fmin(fmax(loss_scale * scale_for(largest * fabs(loss_scale), 14), -most), most);
+  double input_scale = 1.0, dw_scale = loss_scale;
+  if (dw_fp16_shift != 0) {
+    input_scale =
+        fmin(scale_for(largest_input(problem, tensors), 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
+    dw_scale = ldexp(loss_scale * input_scale, dw_fp16_shift);
   }
-  flce_store(scalars, stat, FLCE_SCALAR_UNIT, unit);
-  flce_store(scalars, stat, FLCE_SCALAR_INPUT_UNIT, input_unit);
-  flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_UNIT, weight_unit);
-  flce_store(scalars, stat, FLCE_SCALAR_Z_SHARE, z_share);
+  flce_store(scalars, stat, FLCE_SCALAR_LOSS_SCALE, loss_scale);
+  flce_store(scalars, stat, FLCE_SCALAR_INPUT_SCALE, input_scale);
+  flce_store(scalars, stat, FLCE_SCALAR_DW_SCALE, dw_scale);
+  flce_store(scalars, stat, FLCE_SCALAR_Z_FACTOR, z_factor);
   return order ? flce_cpu_order_targets(self, problem, tensors->target, order) : FLCE_OK;
 }

@@ -21,7 +21,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   const flce_loss* options = &rows->options;
   const flce_upstream* upstream = job->upstream;
   flce_dtype stat = pass->stat;
-  double s = options->label_smoothing, share = s / (double)rows->vocab;
+  double s = options->label_smoothing, per_class = s / (double)rows->vocab;
   double k = row_factor(rows->token_weight, stat, i) * job->factor *
              upstream_of(upstream->loss, stat, i * upstream->loss_stride, 1.0);
   double a = options->logit_scale / (options->temperature * row_factor(rows->temperature, stat, i));
@@ -31,9 +31,9 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   else
     other = k * row_stat(pass, FLCE_STAT_WEIGHT_SUM, i);
   if (rows->target && s > 0.0)
-    other = k * share * flce_load(rows->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
+    other = k * per_class * flce_load(rows->scalars, stat, FLCE_SCALAR_WEIGHT_TOTAL);
   if (options->z_loss != 0.0)
-    other += k * 2.0 * options->z_loss * flce_load(rows->scalars, stat, FLCE_SCALAR_Z_SHARE) *
+    other += k * 2.0 * options->z_loss * flce_load(rows->scalars, stat, FLCE_SCALAR_Z_FACTOR) *
              row_stat(pass, FLCE_STAT_LSE, i);
   other += upstream_of(upstream->lse, stat, i, 0.0);
   coef[FLCE_COEF_ROW] = a * (own + other) * inv_sum;
@@ -47,8 +47,8 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   } else {
     coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
   }
-  coef[FLCE_COEF_SMOOTH] = a * k * share;
-  coef[FLCE_COEF_VALID] = row_factor(rows->input_unit, stat, 0);
+  coef[FLCE_COEF_SMOOTH] = a * k * per_class;
+  coef[FLCE_COEF_VALID] = row_factor(rows->input_scale, stat, 0);
   coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;
 }
 
@@ -91,7 +91,7 @@ static double bound_of_dz(const row_pass* pass, const float* coef, int64_t i, do
          size[FLCE_COEF_SOFT] * row_stat(pass, FLCE_STAT_WEIGHT_SUM, i);
 }
 
-flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void* coef, float* unit,
+flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void* coef, float* scale,
                                         int64_t weights) {
   (void)self;
   const int kLargest = 12, kMostBits = 100;
@@ -113,8 +113,8 @@ flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void*
     for (int64_t c = 0; i >= 0 && c < FLCE_COEF_ROWS; c++)
       if (c != FLCE_COEF_VALID) values[c * rows->stat_pitch + i] *= (float)u;
   }
-  for (int64_t k = 0; k < 4 + weights; k++) unit[k] = (float)(1.0 / u);
-  unit[1] = unit[3] = 0.0f;
-  unit[2] = 1.0f;
+  for (int64_t k = 0; k < 4 + weights; k++) scale[k] = (float)(1.0 / u);
+  scale[1] = scale[3] = 0.0f;
+  scale[2] = 1.0f;
   return FLCE_OK;
 }

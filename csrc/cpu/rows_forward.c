@@ -128,9 +128,9 @@ static void plain_sums(const row_pass* pass, int64_t r, int64_t y, row_sums* sum
     sums->rest = online_sum(pass, z, y, &sums->offset);
   flce_cpu_bound_offset(sums);
   if (smoothing > 0.0) {
-    double share = smoothing / (double)rows->vocab;
-    sums->weighted_gap = share * weighted_gap_sum(pass, z, sums->offset);
-    sums->weight_sum = share * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_WEIGHT_TOTAL);
+    double per_class = smoothing / (double)rows->vocab;
+    sums->weighted_gap = per_class * weighted_gap_sum(pass, z, sums->offset);
+    sums->weight_sum = per_class * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_WEIGHT_TOTAL);
   }
   if (pass->write_exp) sums->rest = written_sum(pass, row_out(pass, r), z, y, sums->offset);
 }
@@ -156,7 +156,8 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
   }
   double lse = sums->offset + log_sum, entropy = 0.0;
   if (options->z_loss != 0.0)
-    loss += options->z_loss * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_Z_SHARE) * lse * lse;
+    loss +=
+        options->z_loss * flce_load(rows->scalars, pass->stat, FLCE_SCALAR_Z_FACTOR) * lse * lse;
   if (rows->wants_entropy) { /* both terms are positive: no cancellation */
     double others = sums->largest == y ? sums->tail : sums->tail + e_y;
     double entropy_sum =

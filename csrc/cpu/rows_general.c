@@ -45,8 +45,8 @@ static flce_logit_map map_of_row(const row_pass* pass, int64_t i) {
 static void tanh_doubles(double* l, double* slope, const flce_logit_map* map, int64_t count) {
   for (int64_t j = 0; j < count; j++) {
     double u = map->inner_scale * l[j], e = exp(-2.0 * fabs(u));
-    double bent = fabs(u) < 0.5 ? tanh(u) : copysign(1.0 - 2.0 * e / (1.0 + e), u);
-    l[j] = map->outer_scale * bent;
+    double tanh_u = fabs(u) < 0.5 ? tanh(u) : copysign(1.0 - 2.0 * e / (1.0 + e), u);
+    l[j] = map->outer_scale * tanh_u;
     slope[j] = 4.0 * e / ((1.0 + e) * (1.0 + e));
   }
 }
@@ -63,15 +63,15 @@ static void tanh_floats(const flce_row_kernels* kernels, float* restrict l, floa
   }
   kernels->exp_sum(e, slope, NULL, 0.0, count);
   for (int64_t j = 0; j < count; j++) {
-    float u = l[j], square = u * u, share = 1.0f / (1.0f + e[j]);
+    float u = l[j], square = u * u, inverse = 1.0f / (1.0f + e[j]);
     float series = -1382.0f / 155925.0f;
     series = series * square + 62.0f / 2835.0f;
     series = series * square - 17.0f / 315.0f;
     series = series * square + 2.0f / 15.0f;
     series = series * square - 1.0f / 3.0f;
     l[j] = u + u * square * series;
-    slope[j] = 4.0f * e[j] * share * share;
-    e[j] = copysignf(1.0f - 2.0f * e[j] * share, u);
+    slope[j] = 4.0f * e[j] * inverse * inverse;
+    e[j] = copysignf(1.0f - 2.0f * e[j] * inverse, u);
   }
   for (int64_t j = 0; j < count; j++) {
     uint32_t near = -(uint32_t)(fabsf(e[j]) < 0.245f); /* tanh(1/4); the mask is all ones or 0 */
@@ -79,7 +79,7 @@ static void tanh_floats(const flce_row_kernels* kernels, float* restrict l, floa
   }
 }
 
-static void bend(const row_pass* pass, const flce_logit_map* map, row_part* part) {
+static void cap_logits(const row_pass* pass, const flce_logit_map* map, row_part* part) {
   if (map->curve == FLCE_TANH && pass->stat == FLCE_F64)
     tanh_doubles(part->l.wide, part->slope.wide, map, part->count);
   else if (map->curve == FLCE_TANH)
@@ -100,7 +100,7 @@ static void transform(const row_pass* pass, const flce_logit_map* map, const voi
     pass->l_blocks->axpy(&part->l, 1.0, bias, part->count);
     if (outer_scale != 1.0) pass->l_blocks->scaled(&part->l, outer_scale, &part->l, part->count);
   }
-  bend(pass, map, part);
+  cap_logits(pass, map, part);
 }
 
 static void load_probabilities(const row_pass* pass, int64_t i, row_part* part) {
@@ -180,12 +180,12 @@ INLINE void add_weighted_gap(flce_dtype stat, const row_pass* pass, const row_pa
   double smoothing = rows->options.label_smoothing, uniform = smoothing / (double)rows->vocab;
   const void* weight = row_from(pass, rows->class_weight, part->begin);
   for (int64_t j = 0; j < part->count; j++) {
-    double share = uniform;
-    if (rows->probabilities) share += (1.0 - smoothing) * flce_load(&part->t, stat, j);
-    if (weight) share *= flce_load(weight, stat, j);
-    if (share == 0.0) continue;
-    sums->weight_sum += share;
-    sums->weighted_gap += share * (shift - flce_load(&part->l, stat, j));
+    double q = uniform;
+    if (rows->probabilities) q += (1.0 - smoothing) * flce_load(&part->t, stat, j);
+    if (weight) q *= flce_load(weight, stat, j);
+    if (q == 0.0) continue;
+    sums->weight_sum += q;
+    sums->weighted_gap += q * (shift - flce_load(&part->l, stat, j));
   }
 }
 
@@ -261,9 +261,9 @@ INLINE void combine(flce_dtype stat, const row_pass* pass, const row_terms* term
     double value =
         terms->entropy == 0.0 ? e * terms->row : pushed(terms, e, flce_load(&part->l, stat, j));
     if (pulls) {
-      double share = terms->smooth;
-      if (terms->soft != 0.0) share += terms->soft * flce_load(&part->t, stat, j);
-      value -= weight ? share * flce_load(weight, stat, j) : share;
+      double q = terms->smooth;
+      if (terms->soft != 0.0) q += terms->soft * flce_load(&part->t, stat, j);
+      value -= weight ? q * flce_load(weight, stat, j) : q;
     }
     if (terms->capped) value *= flce_load(&part->slope, stat, j);
     flce_store(&part->e, stat, j, fabs(value) < smallest ? 0.0 : value);

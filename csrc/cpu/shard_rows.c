@@ -1,5 +1,5 @@
 /* Backend functions of a sharded vocabulary: shard_targets, pack_statistics, merge_statistics and
- * sum_terms. The merge of a row is in merge.h. */
+ * sum_partial_dx. The merge of a row is in merge.h. */
 #include "cpu/row_pass.h"
 #include "loss.h"
 #include "merge.h"
@@ -86,9 +86,9 @@ static void merge_row(const shard_pass* job, int64_t r) {
   }
   flce_merged merged = flce_merge_row(call, stat, r);
   double lse = flce_shard_stat_at(call, stat, call->rank, FLCE_SHARD_STAT_LSE, r);
-  double share = exp(-flce_lse_minus_shard(&merged, lse)), inv_sum = 0.0, nll = merged.nll;
+  double fraction = exp(-flce_lse_minus_shard(&merged, lse)), inv_sum = 0.0, nll = merged.nll;
   if (lse != -INFINITY)
-    inv_sum = row_stat(&job->pass, FLCE_STAT_INV_SUM, i) * share;
+    inv_sum = row_stat(&job->pass, FLCE_STAT_INV_SUM, i) * fraction;
   else /* all l of this rank are -inf, or it has none: exp(l - 0) is 0 */
     flce_store(rows->stats, stat, FLCE_STAT_OFFSET * pitch + i, 0.0);
   if (call->shard.count == 0) {
@@ -120,7 +120,7 @@ flce_status flce_cpu_merge_statistics(void* self, const flce_merge_args* call) {
 }
 
 static void sum_range(int64_t begin, int64_t end, void* context) {
-  const flce_sum_terms_args* call = context;
+  const flce_sum_dx_args* call = context;
   bool wide = call->dtype == FLCE_F64;
   for (int64_t i = begin; i < end; i++) {
     double sum = 0.0;
@@ -134,7 +134,7 @@ static void sum_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_sum_terms(void* self, const flce_sum_terms_args* call) {
+flce_status flce_cpu_sum_partial_dx(void* self, const flce_sum_dx_args* call) {
   flce_cpu_parallel(self, call->count, call->ranks, sum_range, (void*)call);
   return FLCE_OK;
 }

@@ -37,9 +37,9 @@ static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   return problem;
 }
 
-static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
+flce_status cuda_facts(void* self, const flce_problem* given, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  facts->hidden_alignment = flce_size_of(given->dtype) == 2 ? 8 : 1;
+  flce_facts_of_type(false, given->dtype, facts);
   const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
   int major, minor, multiprocessors;
   FLCE_TRY(check_cuda(
@@ -50,10 +50,6 @@ static flce_status cuda_facts(void* self, const flce_problem* given, flce_facts*
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
   facts->multiprocessors = multiprocessors;
-  facts->row_alignment = 128; /* bytes: a cache line, and a row of a TMA box */
-  facts->gemm_writes_f32 = true;
-  facts->gemm_adds_bias = true;
-  facts->gemm_f16 = true;
   facts->gemm_workspace_bytes = gemm_workspace(problem, major);
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = facts->sample_bytes = 0;
@@ -74,45 +70,14 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
   if (!cuda || !backend) {
     return flce_fail(FLCE_INVALID_ARGUMENT, "flce_cuda_backend: expected two pointers, got NULL");
   }
-  const flce_backend table = {
-      .name = "cuda",
-      .self = cuda,
-      .last_error = flce_last_error,
-      .facts = cuda_facts,
-      .gemm = cuda_gemm,
-      .fill = cuda_fill,
-      .cast = cuda_cast,
-      .prepare = cuda_prepare,
-      .compact_rows = cuda_compact_rows,
-      .blank_rows = cuda_blank_rows,
-      .stat_rows = cuda_stat_rows,
-      .exp_rows = cuda_exp_rows,
-      .fused_logits = cuda_fused_logits,
-      .fused_statistics = cuda_fused_statistics,
-      .grad_rows = cuda_grad_rows,
-      .row_coefficients = cuda_row_coefficients,
-      .scale_coefficients = cuda_scale_coefficients,
-      .reduce = cuda_reduce,
-      .scale_rows = cuda_scale_rows,
-      .finish_grad_input = cuda_finish_grad_input,
-      .column_sum = cuda_column_sum,
-      .grad_weight_gemm = cuda_grad_weight_gemm,
-      .order_targets = cuda_order_targets,
-      .finish_grad_weight = cuda_finish_grad_weight,
-      .finish_grad_bias = cuda_finish_grad_bias,
-      .add_block = cuda_add_block,
-      .shard_targets = cuda_shard_targets,
-      .pack_statistics = cuda_pack_statistics,
-      .merge_statistics = cuda_merge_statistics,
-      .sum_terms = cuda_sum_terms,
-      .sample_rows = cuda_sample_rows,
-      .sampled_grad_input = cuda_sampled_grad_input,
-      .order_samples = cuda_order_samples,
-      .sampled_grad_weight = cuda_sampled_grad_weight,
-      .sampled_grad_bias = cuda_sampled_grad_bias,
-      .scale_grads = cuda_scale_grads,
-  };
-  *backend = table;
+  *backend = {};
+  backend->name = "cuda";
+  backend->self = cuda;
+  backend->last_error = flce_last_error;
+#define FLCE_ENTRY(function) backend->function = cuda_##function;
+  FLCE_BACKEND_FUNCTIONS(FLCE_ENTRY)
+  FLCE_FUSED_FUNCTIONS(FLCE_ENTRY)
+#undef FLCE_ENTRY
   return FLCE_OK;
 }
 

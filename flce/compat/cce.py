@@ -15,46 +15,26 @@ import torch
 from torch import nn
 
 import flce
-from flce.validate import check_tensor
+from flce.validate import check_tensor, refuse
 
-IMPLS = (
-    "cce",
-    "torch_compile",
-    "cce_exact",
-    "cce_kahan_full",
-    "cce_kahan_full_c",
-    "cce_kahan_full_e",
-    "cce_kahan_full_c_full_e",
-)
-# These sum the gradient of c in float32, regardless of accum_c_fp32.
-_FP32_IMPLS = IMPLS[2:]
+from .signatures import takes
+
+IMPLS = ("cce", "torch_compile", "cce_exact", "cce_kahan_full", "cce_kahan_full_c")
+IMPLS += ("cce_kahan_full_e", "cce_kahan_full_c_full_e")
+_OPTIONS = {"ignore_index": -100, "softcap": None, "reduction": "mean", "shift": 0}
+_OPTIONS |= {"return_lse": False, "filter_eps": "auto", "accum_e_fp32": False}
+_OPTIONS |= {"accum_c_fp32": False, "filter_e_grad": True, "filter_c_grad": True, "impl": "cce"}
+_MODULE_OPTIONS = dict(_OPTIONS)
+_MODULE_OPTIONS["return_lse"] = _MODULE_OPTIONS.pop("return_lse")  # the last one there
 
 
-def linear_cross_entropy(
-    e,
-    c,
-    targets,
-    bias=None,
-    ignore_index=-100,
-    softcap=None,
-    reduction="mean",
-    shift=0,
-    return_lse=False,
-    filter_eps="auto",
-    accum_e_fp32=False,
-    accum_c_fp32=False,
-    filter_e_grad=True,
-    filter_c_grad=True,
-    impl="cce",
-    vocab_parallel_options=None,
-):
+@takes("e", "c", "targets", bias=None, **_OPTIONS, vocab_parallel_options=None)
+def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_index, **options):
     """The cross entropy of `e @ c.T + bias`.
 
     Args:
-        e: hidden states, shape (..., D); with a shift (..., T, D).
-        c: the head's weight, shape (V, D).
-        targets: class indices, shape (...); with a shift (..., T).
-        bias: shape (V,), or None.
+        e: hidden states, shape (..., D); with a shift (..., T, D). c: the head's weight, (V, D).
+        targets: class indices, shape (...); with a shift (..., T). bias: shape (V,), or None.
         ignore_index, reduction: as F.cross_entropy.
         softcap: logits become softcap * tanh(logits / softcap); None for none.
         shift: k >= 0, or a bool: position t has the target of t + k, and the last k none.
@@ -69,27 +49,17 @@ def linear_cross_entropy(
         The loss, or (loss, lse). Shape () or, for "none", (...); lse always has (...). With a shift
         of k the last dimension of both is T - k, element t that of position t. 0 where ignored.
 
-    Raises:
-        ValueError: shift outside of [0, T), an unknown impl or filter_eps, vocab_parallel_options.
-        Else as `flce.linear_cross_entropy`.
+    Raises: ValueError for a shift outside of [0, T), an unknown impl or filter_eps and for
+    vocab_parallel_options; else as `flce.linear_cross_entropy`.
     """
-    _check_filter_eps(filter_eps)
-    if vocab_parallel_options is not None:
-        raise ValueError(
-            "vocab_parallel_options: expected None, a weight split over processes is not "
-            "supported, got a "
-            f"{type(vocab_parallel_options).__name__}; gather c, or use cut_cross_entropy for it"
-        )
     check_tensor("targets", targets)
-    shift = _check_shift(shift, targets)
-    wide = c.dtype == torch.float64
-    exact_c = (accum_c_fp32 or _impl_name(impl) in _FP32_IMPLS) and not wide
-    # flce shifts along the second to last dimension of an input with three or more: a single
-    # sequence becomes a batch of 1.
+    sums_in_float32 = _checked(options) or options["accum_c_fp32"]
+    shift = _check_shift(options["shift"], targets)
+    # flce shifts the rows of inputs with three dimensions or more: one sequence is a batch of 1.
     alone = shift > 0 and targets.dim() == 1
     if alone:
         e, targets = e.unsqueeze(0), targets.unsqueeze(0)
-    output = flce.linear_cross_entropy(
+    made = flce.linear_cross_entropy(
         e,
         c,
         targets,
@@ -98,13 +68,13 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         softcap=softcap,
         shift=shift,
-        accum_dtype=torch.float32 if exact_c else None,
-        return_lse=return_lse,
+        accum_dtype=torch.float32 if sums_in_float32 and c.dtype != torch.float64 else None,
+        return_lse=options["return_lse"],
     )
-    loss, lse = (output.loss, output.lse) if return_lse else (output, None)
+    loss, lse = (made.loss, made.lse) if options["return_lse"] else (made, None)
     if reduction == "none":
         loss = _without_tail(loss, shift, alone)
-    return (loss, _without_tail(lse, shift, alone)) if return_lse else loss
+    return loss if lse is None else (loss, _without_tail(lse, shift, alone))
 
 
 def _without_tail(rows, shift, alone):
@@ -113,76 +83,41 @@ def _without_tail(rows, shift, alone):
     return rows.squeeze(0) if alone else rows
 
 
-def _check_filter_eps(filter_eps):
+def _checked(options):
+    """Whether the impl sums the gradient of c in float32, after the checks of what flce ignores."""
+    filter_eps, group, impl = (options[k] for k in ("filter_eps", "vocab_parallel_options", "impl"))
     if filter_eps not in (None, "auto") and not isinstance(filter_eps, float):
-        raise ValueError(f'filter_eps: expected a float, "auto" or None, got {filter_eps!r}')
+        refuse("filter_eps", 'a float, "auto" or None', repr(filter_eps))
+    if group is not None:
+        expected = "None, a weight split over processes is not supported"
+        got = f"a {type(group).__name__}; gather c, or use cut_cross_entropy for it"
+        refuse("vocab_parallel_options", expected, got)
+    name = impl if isinstance(impl, str) else str(getattr(impl, "name", impl)).lower()
+    if name not in IMPLS:
+        refuse("impl", f"one of {IMPLS}", repr(impl))
+    return name not in ("cce", "torch_compile")
 
 
 def _check_shift(shift, targets):
     if not isinstance(shift, int):
-        raise TypeError(f"shift: expected an int or a bool, got {type(shift).__name__}")
+        refuse("shift", "an int or a bool", type(shift).__name__, TypeError)
     length = targets.shape[-1] if targets.dim() else 1
     if shift and not 0 <= shift < length:
-        raise ValueError(f"shift: expected 0 <= shift < {length}, got {shift}")
+        refuse("shift", f"0 <= shift < {length}", shift)
     return int(shift)
 
 
-def _impl_name(impl):
-    name = impl if isinstance(impl, str) else str(getattr(impl, "name", impl)).lower()
-    if name not in IMPLS:
-        raise ValueError(f"impl: expected one of {IMPLS}, got {impl!r}")
-    return name
-
-
 class LinearCrossEntropy(nn.Module):
-    """cut_cross_entropy.LinearCrossEntropy: the options of `linear_cross_entropy` in a Module.
+    """cut_cross_entropy.LinearCrossEntropy: a Module with the options of `linear_cross_entropy`
+    and no parameters."""
 
-    Call it as module(e, c, targets, bias=None). It has no parameters.
-    """
-
-    def __init__(
-        self,
-        ignore_index=-100,
-        softcap=None,
-        reduction="mean",
-        shift=0,
-        filter_eps="auto",
-        accum_e_fp32=False,
-        accum_c_fp32=False,
-        filter_e_grad=True,
-        filter_c_grad=True,
-        impl="cce",
-        return_lse=False,
-    ):
+    @takes("self", **_MODULE_OPTIONS)
+    def __init__(self, **options):
         super().__init__()
-        self.ignore_index = ignore_index
-        self.softcap = softcap
-        self.reduction = reduction
-        self.shift = shift
-        self.filter_eps = filter_eps
-        self.accum_e_fp32 = accum_e_fp32
-        self.accum_c_fp32 = accum_c_fp32
-        self.filter_e_grad = filter_e_grad
-        self.filter_c_grad = filter_c_grad
-        self.impl = impl
-        self.return_lse = return_lse
+        for name, value in options.items():
+            setattr(self, name, value)
 
     def forward(self, e, c, targets, bias=None):
         """The loss, or (loss, lse)."""
-        return linear_cross_entropy(
-            e,
-            c,
-            targets,
-            bias=bias,
-            ignore_index=self.ignore_index,
-            softcap=self.softcap,
-            reduction=self.reduction,
-            shift=self.shift,
-            filter_eps=self.filter_eps,
-            accum_e_fp32=self.accum_e_fp32,
-            accum_c_fp32=self.accum_c_fp32,
-            filter_e_grad=self.filter_e_grad,
-            filter_c_grad=self.filter_c_grad,
-            impl=self.impl,
-            return_lse=self.return_lse,
-        )
+        options = {name: getattr(self, name) for name in _MODULE_OPTIONS}
+        return linear_cross_entropy(e, c, targets, bias, **options)

@@ -1,6 +1,8 @@
 """Rebinding of a package's functions, and their undoing."""
 
 import collections
+import importlib.metadata
+import inspect
 import sys
 
 _calls = collections.defaultdict(collections.Counter)
@@ -14,6 +16,19 @@ def is_ours(package, serves=True):
 
 # Called, not traced, by torch.compile, which would compile again for each value of the count.
 is_ours._dynamo_marked_constant = True
+
+
+def parameters_of(function):
+    """The names of its parameters; those of an autograd Function's forward without ctx."""
+    return tuple(name for name in inspect.signature(function).parameters if name != "ctx")
+
+
+def refuse_version(package, name, known, found):
+    """ImportError: the parameters `found` of the package's function `name` are not the known."""
+    version = importlib.metadata.version(package)
+    raise ImportError(
+        f"{package}: expected a version whose {name} takes {known}, got {version} with {found}"
+    )
 
 
 class Installation:

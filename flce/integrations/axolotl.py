@@ -21,11 +21,8 @@ class FlcePlugin(BasePlugin):
         self._installed = []
 
     def pre_model_load(self, cfg):
-        """Installs flce in the packages whose flag `cfg` sets.
-
-        Raises:
-            ValueError: cfg sets none of them. Else as their `install()`.
-        """
+        """Installs flce in the packages whose flag `cfg` sets; ValueError if it sets none of them,
+        else as their `install()`."""
         chosen = [package for flag, package in _FLAGS.items() if getattr(cfg, flag, None)]
         if not chosen:
             refuse("plugins", f"FlcePlugin with one of {', '.join(_FLAGS)}: true", "neither")

@@ -1,16 +1,15 @@
 """Apple's cut_cross_entropy (CCE): its linear_cross_entropy, wherever it is called."""
 
 import functools
-import inspect
 
 from flce.compat import cce as compat
 
-from ._rebind import Installation, is_ours
+from ._rebind import Installation, is_ours, parameters_of, refuse_version
 
 # Options for distributed weights, which flce does not have; zero3_params exists only in Axolotl's
 # fork.
 _ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
-_KNOWN = (*inspect.signature(compat.linear_cross_entropy).parameters, "zero3_params")
+_KNOWN = (*parameters_of(compat.linear_cross_entropy), "zero3_params")
 
 
 def install():
@@ -21,23 +20,17 @@ def install():
     `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
     or with the `zero3_params` of Axolotl's fork, remains CCE's own.
 
-    Returns:
-        A handle: `remove()`, or the end of a `with` block, brings CCE's function back.
+    Returns a handle: `remove()`, or the end of a `with` block, brings CCE's function back.
 
-    Raises:
-        ImportError: cut_cross_entropy is missing, or its function takes arguments that flce does
-            not know.
-        RuntimeError: it is installed already.
+    Raises ImportError where cut_cross_entropy is missing or its function takes arguments that flce
+    does not know, RuntimeError where flce is installed already.
     """
     import cut_cross_entropy
 
     original = cut_cross_entropy.linear_cross_entropy
-    names = tuple(inspect.signature(original).parameters)
+    names = parameters_of(original)
     if not set(names) <= set(_KNOWN):
-        raise ImportError(
-            "cut_cross_entropy: expected a version whose linear_cross_entropy takes some of "
-            f"{_KNOWN}, got {cut_cross_entropy.__version__} with {names}"
-        )
+        refuse_version("cut_cross_entropy", original.__name__, f"some of {_KNOWN}", names)
     return Installation("cce", [(original, _replacement(original, names))])
 
 

@@ -1,16 +1,16 @@
 """Liger: its fused linear cross entropy, wherever its functions, Modules and models call it."""
 
-import importlib.metadata
-import inspect
-
 import flce
 from flce.compat import liger as compat
+from flce.compat.signatures import takes
 
-from ._rebind import Installation, is_ours
+from ._rebind import Installation, is_ours, parameters_of, refuse_version
 
 _DEVICES = ("cpu", "cuda")
 _CROSS_ENTROPY = "LigerFusedLinearCrossEntropyFunction"
 _SCALED = "LigerFusedLinearScaledCrossEntropyFunction"
+_SCALED_OPTIONS = {"temperature": 1.0, "ignore_index": -100, "m_tiles_per_cluster": 1}
+_SCALED_OPTIONS |= {"return_entropy": False, "selected_token_ids": None}
 
 
 def install():
@@ -21,12 +21,10 @@ def install():
     in whose place flce stands. Liger 0.8.5's `LigerFusedLinearScaledCrossEntropyFunction` is served
     too. Values and gradients are those of `flce.compat.liger`.
 
-    Returns:
-        A handle: `remove()`, or the end of a `with` block, brings Liger's functions back.
+    Returns a handle: `remove()`, or the end of a `with` block, brings Liger's functions back.
 
-    Raises:
-        ImportError: Liger is missing, or its Function takes arguments that flce does not know.
-        RuntimeError: it is installed already.
+    Raises ImportError where Liger is missing or its Function takes arguments that flce does not
+    know, RuntimeError where flce is installed already.
     """
     import liger_kernel.ops as ops
     import liger_kernel.ops.fused_linear_cross_entropy as default
@@ -45,15 +43,11 @@ def install():
 
 def _check_parameters(original, ours):
     """The calls are positional: the parameters of Liger's must be the first ones of ours."""
-    theirs = getattr(original, "forward", original.apply)
-    known = tuple(inspect.signature(ours.call).parameters)
-    found = tuple(name for name in inspect.signature(theirs).parameters if name != "ctx")
+    found = parameters_of(getattr(original, "forward", original.apply))
+    known = parameters_of(ours.call)
     if found != known[: len(found)] or ours.last_required_parameter not in found:
-        version = importlib.metadata.version("liger_kernel")
-        raise ImportError(
-            f"liger_kernel: expected a version whose {original.__name__} takes {known}, at least "
-            f"up to {ours.last_required_parameter}, got {version} with {found}"
-        )
+        known = f"{known}, at least up to {ours.last_required_parameter}"
+        refuse_version("liger_kernel", original.__name__, known, found)
 
 
 class CrossEntropyFunction:
@@ -98,16 +92,8 @@ class ScaledCrossEntropyFunction:
         return self.call(*args, **options)
 
     @staticmethod
-    def call(
-        _input,
-        weight,
-        target,
-        temperature=1.0,
-        ignore_index=-100,
-        m_tiles_per_cluster=1,
-        return_entropy=False,
-        selected_token_ids=None,
-    ):
+    @takes("_input", "weight", "target", **_SCALED_OPTIONS)
+    def call(_input, weight, target, m_tiles_per_cluster, selected_token_ids, **options):
         """Each token's -log p of its target, with logits / temperature.
 
         Args:
@@ -117,19 +103,8 @@ class ScaledCrossEntropyFunction:
             return_entropy: also the entropy of each row.
             selected_token_ids: None.
 
-        Returns:
-            nll, float32 (float64 for float64), shape (N,), or (nll, entropy), the entropy in
-            _input's dtype. Both are differentiable.
-
-        Raises: as `flce.linear_cross_entropy`.
+        Returns nll, float32 (float64 for float64), shape (N,), or (nll, entropy), the entropy in
+        _input's dtype. Both are differentiable. Raises as `flce.linear_cross_entropy`.
         """
-        nll = flce.linear_cross_entropy(
-            _input,
-            weight,
-            target,
-            reduction="none",
-            temperature=temperature,
-            ignore_index=ignore_index,
-            return_entropy=return_entropy,
-        )
-        return (nll.loss, nll.entropy.to(_input.dtype)) if return_entropy else nll
+        nll = flce.linear_cross_entropy(_input, weight, target, reduction="none", **options)
+        return (nll.loss, nll.entropy.to(_input.dtype)) if options["return_entropy"] else nll

@@ -22,8 +22,7 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
             and `accumulate_into`: AutoModel shifts the labels before the loss, and a gathered
             weight is no leaf.
 
-    Raises:
-        TypeError: an unknown option.
+    Raises TypeError for an unknown option.
     """
 
     def __init__(self, ignore_index=-100, logit_softcapping=0, reduction="sum", **options):
@@ -52,9 +51,8 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
             grad_reduce_group: process group over which the gathered weight's gradient is averaged.
             loss_weights: a factor for each token, shape (...); only with "sum".
 
-        Raises:
-            ValueError: num_label_tokens or loss_weights without "sum"; a sharded weight without its
-            group. Else as flce.linear_cross_entropy.
+        Raises ValueError for num_label_tokens or loss_weights without "sum" and for a sharded
+        weight without its group, else as flce.linear_cross_entropy.
         """
         for name, value in (("num_label_tokens", num_label_tokens), ("loss_weights", loss_weights)):
             if value is not None and self.reduction != "sum":

@@ -36,11 +36,8 @@ class FlceLoss(ChunkedLossWrapper):
         self.options = {name: getattr(config, name) for name in names}
 
     def set_lm_head(self, lm_head):
-        """Makes the head, an nn.Linear, return the loss where it is called with labels.
-
-        Raises:
-            TypeError: it computes something else than a linear layer does.
-        """
+        """Makes the head, an nn.Linear, return the loss where it is called with labels; TypeError
+        if it computes something else than a linear layer does."""
         if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
             refuse("lm_head", "an nn.Linear", type(lm_head).__qualname__, TypeError)
         lm_head.forward = functools.partial(_loss_or_logits, lm_head, lm_head.forward)
@@ -53,8 +50,8 @@ class FlceLoss(ChunkedLossWrapper):
             pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where
             ignored; loss_inputs: without effect, as for CrossEntropyLoss.
 
-        Raises:
-            TypeError: pred or the head's weight is a DTensor. Else as flce.linear_cross_entropy.
+        Raises TypeError where pred or the head's weight is a DTensor, else as
+        flce.linear_cross_entropy.
         """
         if self.lm_head is None:
             refuse("lm_head", "set_lm_head() before the first call", "none")

@@ -2,8 +2,8 @@
 
 from transformers import TrainerCallback
 
-from flce.deferred.fusion import fuse
-from flce.deferred.head import DATA_PARALLEL, fusion_of
+from flce.fusion.handle import fuse
+from flce.fusion.head import DATA_PARALLEL, fusion_of
 
 
 class FuseCallback(TrainerCallback):

@@ -5,7 +5,7 @@ import inspect
 import torch
 
 import flce
-from flce.signature import autocast_dtype
+from flce.composite import autocast_dtype
 
 from ._operands import in_dtype_of
 from ._rebind import Installation, is_ours
@@ -13,6 +13,8 @@ from ._rebind import Installation, is_ours
 _OLDEST = (1, 16)
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
 _PARAMETERS += ("final_logit_softcapping", "logit_scale", "outputs")
+_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # TRL's default
+_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": _OUTPUTS}
 _MEAN = "mean_logits"
 _SERVED = {"log_probs", "entropy", _MEAN, "is_top1"}
 
@@ -24,12 +26,10 @@ def install():
     already are served too. Its other results, a mean of softcapped logits, weights that DeepSpeed
     ZeRO-3 has split and devices other than CPU and CUDA remain TRL's own.
 
-    Returns:
-        A handle: `remove()`, or the end of a `with` block, brings TRL's function back.
+    Returns a handle: `remove()`, or the end of a `with` block, brings TRL's function back.
 
-    Raises:
-        ImportError: TRL is missing, is older than 1.16, or has another function in that place.
-        RuntimeError: it is installed already.
+    Raises ImportError where TRL is missing, is older than 1.16, or has another function in that
+    place, RuntimeError where flce is installed already.
     """
     import trl
     import trl.trainer.utils
@@ -59,19 +59,9 @@ class LogProbFunction:
     def __init__(self, original):
         self.flce_original = original
 
-    def apply(
-        self,
-        hidden,
-        weight,
-        bias,
-        targets,
-        temperature,
-        chunk_size,
-        final_logit_softcapping=None,
-        logit_scale=1.0,
-        outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-    ):
-        """The log-probabilities of `targets`, and what `outputs` names; arguments are TRL's.
+    def apply(self, *args, **options):
+        """The log-probabilities of `targets`, and what `outputs` names; arguments are TRL's, in the
+        order of _PARAMETERS.
 
         Args:
             hidden: shape (N, H); weight: (V, H), cast to hidden's dtype (or autocast's); bias:
@@ -80,19 +70,16 @@ class LogProbFunction:
             chunk_size: the columns of TRL's tiles; flce has `max_memory` instead.
             outputs: some of "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1".
 
-        Returns:
-            (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None for
-            what `outputs` does not name; float32, is_top1 bool. The first two are differentiable.
-
-        Raises: as `flce.linear_cross_entropy`.
+        Returns (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None
+        for what `outputs` does not name; float32, is_top1 bool. The first two are differentiable.
+        Raises as `flce.linear_cross_entropy`.
         """
-        is_softcapped = final_logit_softcapping is not None
-        serves = _can_serve(hidden, weight, outputs) and not (is_softcapped and _MEAN in outputs)
-        if not is_ours("trl", serves):
-            return self.flce_original.apply(
-                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping,
-                logit_scale, outputs,
-            )  # fmt: skip
+        given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
+        values = (given[name] for name in _PARAMETERS)
+        hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
+        serves = softcap is None or _MEAN not in outputs
+        if not is_ours("trl", serves and _can_serve(hidden, weight, outputs)):
+            return self.flce_original.apply(*args, **options)
         weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
         operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         made = flce.linear_cross_entropy(
@@ -102,7 +89,7 @@ class LogProbFunction:
             linear_bias=bias,
             reduction="none",
             temperature=temperature,
-            softcap=final_logit_softcapping,
+            softcap=softcap,
             logit_scale=logit_scale,
             # TRL sums the weight's gradient in float32 too.
             accum_dtype=torch.float32 if operand_dtype.itemsize == 2 else None,

@@ -1,22 +1,13 @@
 """verl: its two fused losses of PPO, from hidden states to log-probabilities and entropies."""
 
-import importlib.metadata
-import inspect
-
 import flce
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, is_ours
+from ._rebind import Installation, is_ours, parameters_of, refuse_version
 
 _MODULE_PARAMETERS = ("self", "hidden_states", "vocab_weights", "input_ids", "temperature")
-_KERNEL_PARAMETERS = (
-    "hidden",
-    "weight",
-    "labels",
-    "temperature",
-    "reduction",
-    "dist_process_group",
-)
+_KERNEL_PARAMETERS = ("hidden", "weight", "labels", "temperature", "reduction")
+_KERNEL_PARAMETERS += ("dist_process_group",)
 
 
 def install():
@@ -25,34 +16,24 @@ def install():
 
     The latter remains verl's own for a tensor-parallel group and for other reductions than "none".
 
-    Returns:
-        A handle: `remove()`, or the end of a `with` block, brings verl's own back.
+    Returns a handle: `remove()`, or the end of a `with` block, brings verl's own back.
 
-    Raises:
-        ImportError: verl is missing, or its functions take arguments that flce does not know.
-        RuntimeError: it is installed already.
+    Raises ImportError where verl is missing or its functions take arguments that flce does not
+    know, RuntimeError where flce is installed already.
     """
     from verl.utils.experimental import torch_functional
     from verl.utils.kernel import linear_cross_entropy as kernel
 
     module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
     if not hasattr(module, "flce_original"):
-        _check_parameters(module.__name__, module.forward, _MODULE_PARAMETERS)
-        _check_parameters(
-            "linear_cross_entropy", kernel.LinearCrossEntropy.forward, _KERNEL_PARAMETERS
-        )
-    return Installation(
-        "verl", [(module, _module_replacement(module)), (function, _replacement(function))]
-    )
-
-
-def _check_parameters(name, function, known):
-    found = tuple(name for name in inspect.signature(function).parameters if name != "ctx")
-    if found != known:
-        version = importlib.metadata.version("verl")
-        raise ImportError(
-            f"verl: expected a version whose {name} takes {known}, got {version} with {found}"
-        )
+        for theirs, known in (
+            (module, _MODULE_PARAMETERS),
+            (kernel.LinearCrossEntropy, _KERNEL_PARAMETERS),
+        ):
+            if (found := parameters_of(theirs.forward)) != known:
+                refuse_version("verl", theirs.__name__, known, found)
+    pairs = [(module, _module_replacement(module)), (function, _replacement(function))]
+    return Installation("verl", pairs)
 
 
 def _module_replacement(original):

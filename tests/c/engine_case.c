@@ -62,9 +62,9 @@ static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
     for (int64_t h = 0; h < p->hidden; h++)
       z += (long double)flce_load(m->x, p->input_dtype, i * p->hidden + h) *
            flce_load(m->w, p->weight_dtype, j * p->hidden + h);
-    long double bent = o->softcap > 0.0 ? tanhl(o->logit_scale * z / o->softcap) : 0.0;
-    r->l[j] = (o->softcap > 0.0 ? o->softcap * bent : o->logit_scale * z) / temperature;
-    r->slope[j] = (double)(o->logit_scale / temperature * (1.0 - bent * bent));
+    long double capped = o->softcap > 0.0 ? tanhl(o->logit_scale * z / o->softcap) : 0.0;
+    r->l[j] = (o->softcap > 0.0 ? o->softcap * capped : o->logit_scale * z) / temperature;
+    r->slope[j] = (double)(o->logit_scale / temperature * (1.0 - capped * capped));
     largest = fmaxl(largest, r->l[j]);
   }
   for (int64_t j = 0; j < p->vocab; j++) sum += expl(r->l[j] - largest);
@@ -75,11 +75,11 @@ static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
 }
 
 /* The row's loss, and its gradient for upstream gradients k of the loss, g_lse of lse, g_entropy of
- * the entropy; z_share: the z-loss's factor relative to the loss's. */
+ * the entropy; z_factor: the z-loss's factor relative to the loss's. */
 static void row_loss(const setting* s, const model* m, int64_t i, double k, double g_lse,
-                     double g_entropy, double z_share, row* r) {
+                     double g_entropy, double z_factor, row* r) {
   const flce_problem* p = &s->problem;
-  double smoothing = p->loss.label_smoothing, z_loss = p->loss.z_loss * z_share, weight_sum = 0.0;
+  double smoothing = p->loss.label_smoothing, z_loss = p->loss.z_loss * z_factor, weight_sum = 0.0;
   double lse = (double)r->lse;
   double token = optional(s->token_weight, m->token_weight, stat_of(s), i);
   r->loss = z_loss * lse * lse;
@@ -158,15 +158,16 @@ static void make_expected(const setting* s, model* m) {
   bool mean = p->reduction == FLCE_MEAN, none = p->reduction == FLCE_NONE;
   double denominator = s->num_items ? flce_load(m->num_items, stat, 0) : weights;
   double factor = !mean ? 1.0 : denominator > 0.0 ? 1.0 / denominator : 0.0;
-  double z_share = mean && !s->num_items ? weights / count
-                                         : 1.0; /* the z-loss is averaged over the number of rows */
+  double z_factor = mean && !s->num_items
+                        ? weights / count
+                        : 1.0; /* the z-loss is averaged over the number of rows */
   for (int64_t i = 0; i < p->tokens; i++) {
     if (is_ignored(s, m, i)) continue;
     make_logits(s, m, i, &r);
     double g_lse = s->upstream ? flce_load(m->grad_lse, stat, i) : 0.0;
     bool pulls = s->upstream && p->wants_entropy;
     row_loss(s, m, i, factor * flce_load(m->grad_output, stat, none ? i : 0), g_lse,
-             pulls ? flce_load(m->grad_entropy, stat, i) : 0.0, z_share, &r);
+             pulls ? flce_load(m->grad_entropy, stat, i) : 0.0, z_factor, &r);
     m->loss[none ? i : 0] += factor * r.loss;
     m->loss_size[none ? i : 0] += factor * r.loss_size;
     add_row(s, m, i, &r);

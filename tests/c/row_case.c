@@ -78,7 +78,7 @@ data make_data(const setting* s) {
   flce_fill(d.scalars, d.stat, NAN, FLCE_SCALAR_COUNT);
   flce_store(d.scalars, d.stat, FLCE_SCALAR_WEIGHT_TOTAL, total);
   flce_store(d.scalars, d.stat, FLCE_SCALAR_INV_DENOM, kFactor);
-  flce_store(d.scalars, d.stat, FLCE_SCALAR_Z_SHARE, kZShare);
+  flce_store(d.scalars, d.stat, FLCE_SCALAR_Z_FACTOR, kZShare);
   return d;
 }
 
@@ -95,12 +95,12 @@ static void define_logits(const setting* s, const data* d, int64_t i, truth* t) 
   double widest = 0.0;
   t->c = -INFINITY;
   for (int64_t j = 0; j < s->vocab; j++) {
-    double u = o->logit_scale * t->z[j], bent = u, slope = 1.0;
+    double u = o->logit_scale * t->z[j], capped = u, slope = 1.0;
     if (o->softcap != 0.0) {
-      bent = o->softcap * tanh(u / o->softcap);
+      capped = o->softcap * tanh(u / o->softcap);
       slope = 1.0 / (cosh(u / o->softcap) * cosh(u / o->softcap));
     }
-    t->l[j] = bent / temperature;
+    t->l[j] = capped / temperature;
     t->slope[j] = slope * o->logit_scale / temperature;
     if (t->l[j] > t->c) t->c = t->l[j], t->largest = j;
     if (isfinite(t->l[j])) widest = fmax(widest, fabs(t->l[j]));

@@ -31,7 +31,7 @@ typedef struct data {
   int64_t target[TOKENS];
 } data;
 
-/* Values of scalars: Z_SHARE, and INV_DENOM, the factor of the loss's gradient. */
+/* Values of scalars: Z_FACTOR, and INV_DENOM, the factor of the loss's gradient. */
 static const double kZShare = 0.75, kFactor = 0.5;
 
 #define WHERE                                                                               \

@@ -120,7 +120,7 @@ static void test_statistics_that_nobody_reads(void) {
   }
 }
 
-/* With save=grads the backward reads the statistics if float16 gradients are kept in a unit. */
+/* With save=grads the backward reads the statistics if float16 gradients are scaled. */
 static void test_statistics_of_the_backward(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int f16 = 0; f16 < 2; f16++) {
@@ -165,7 +165,8 @@ static void test_wanted(void) {
       check_run(&s, &m, &r);
       int64_t gradients = (wanted & 1) + (wanted >> 1 & 1);
       int64_t again = save == FLCE_SAVE_STATS && wanted ? 1 : 0;
-      int64_t forward = save == FLCE_SAVE_LOGITS ? 1 : 3, backward = forward * (again + gradients);
+      int64_t forward = save == FLCE_SAVE_LOGITS && wanted ? 1 : 3,
+              backward = forward * (again + gradients);
       if (save == FLCE_SAVE_GRADS) forward *= 1 + gradients, backward = 0;
       CHECK(r.forward_gemms == forward && r.backward_gemms == backward,
             "GEMMs of save %s wanted %d: %lld and %lld, expected %lld and %lld",

@@ -34,7 +34,7 @@ static flce_backend g_plain; /* without failures */
 #define FUNCTIONS(X)                                                                             \
   X(gemm, (const flce_gemm* a, void* b, int64_t c), (a, b, c))                                   \
   X(fill, (void* a, int b, int64_t c), (a, b, c))                                                \
-  X(prepare, (const flce_problem* a, const flce_tensors* b, void* c, bool d, bool e),            \
+  X(prepare, (const flce_problem* a, const flce_tensors* b, void* c, int d, bool e),             \
     (a, b, c, d, e))                                                                             \
   X(compact_rows, (const flce_problem* a, const int64_t* b, void* c), (a, b, c))                 \
   X(blank_rows, (const flce_rows* a, int64_t b, void* c, flce_dtype d, int64_t e),               \
@@ -64,7 +64,7 @@ static flce_backend g_plain; /* without failures */
   ONE_ARGUMENT(X, shard_targets, flce_shard_targets_args)                                        \
   ONE_ARGUMENT(X, pack_statistics, flce_pack_args)                                               \
   ONE_ARGUMENT(X, merge_statistics, flce_merge_args)                                             \
-  ONE_ARGUMENT(X, sum_terms, flce_sum_terms_args)                                                \
+  ONE_ARGUMENT(X, sum_partial_dx, flce_sum_dx_args)                                              \
   ONE_ARGUMENT(X, sample_rows, flce_sample_rows_args)                                            \
   ONE_ARGUMENT(X, sampled_grad_input, flce_sampled_input_args)                                   \
   ONE_ARGUMENT(X, order_samples, flce_order_samples_args)                                        \

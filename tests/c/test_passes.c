@@ -87,8 +87,8 @@ static void test_cast_and_scale(const types* t, int64_t width) {
     void *g = test_buffer(stat, 1), *scalars = test_buffer(stat, FLCE_SCALAR_COUNT);
     flce_store(g, stat, 0, -3.0);
     flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, 0.125);
-    flce_store(scalars, stat, FLCE_SCALAR_UNIT, 2.0);
-    flce_store(scalars, stat, FLCE_SCALAR_WEIGHT_UNIT, 8.0);
+    flce_store(scalars, stat, FLCE_SCALAR_LOSS_SCALE, 2.0);
+    flce_store(scalars, stat, FLCE_SCALAR_DW_SCALE, 8.0);
     double unit = in_dtype == FLCE_F16 ? 8.0 : 2.0;
     for (int64_t i = 0; i < width; i++) {
       same[i] = flce_load(in, in_dtype, i);

@@ -17,7 +17,7 @@ typedef struct prepare_case {
   bool probabilities;
   /* Weights of the 3 classes, factors of the 4 tokens, one num_items; NULL: absent. */
   const double *weight, *token_weight, *temperature, *num_items;
-  double expected[5]; /* valid rows, 1 / denominator, sum of class weights, unit, z share */
+  double expected[5]; /* valid rows, 1 / denominator, sum of class weights, loss scale, z factor */
 } prepare_case;
 
 static void* stored(const double* values, flce_dtype stat, int64_t count) {
@@ -48,13 +48,13 @@ static void check_scalars(const prepare_case* c) {
                             .temperature = given[2],
                             .num_items = given[3],
                             .scalars = test_buffer(stat, FLCE_SCALAR_COUNT)};
-    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false));
+    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, 0, false));
     const double* e = c->expected;
     const double all[FLCE_SCALAR_COUNT] = {
         [FLCE_SCALAR_VALID] = e[0],        [FLCE_SCALAR_INV_DENOM] = e[1],
-        [FLCE_SCALAR_WEIGHT_TOTAL] = e[2], [FLCE_SCALAR_UNIT] = e[3],
-        [FLCE_SCALAR_INPUT_UNIT] = 1.0,    [FLCE_SCALAR_WEIGHT_UNIT] = e[3],
-        [FLCE_SCALAR_Z_SHARE] = e[4]};
+        [FLCE_SCALAR_WEIGHT_TOTAL] = e[2], [FLCE_SCALAR_LOSS_SCALE] = e[3],
+        [FLCE_SCALAR_INPUT_SCALE] = 1.0,   [FLCE_SCALAR_DW_SCALE] = e[3],
+        [FLCE_SCALAR_Z_FACTOR] = e[4]};
     for (int k = 0; k < FLCE_SCALAR_COUNT; k++) {
       double actual = flce_load(tensors.scalars, stat, k);
       CHECK(test_close(actual, all[k], test_epsilon(stat) * fabs(all[k])),
@@ -108,24 +108,24 @@ static void test_prepare_refusals(void) {
   flce_tensors tensors = {.target = target, .scalars = scalars};
   target[4] = -100;
   target[5] = 50300;
-  flce_status status = backend.prepare(backend.self, &problem, &tensors, NULL, false, false);
+  flce_status status = backend.prepare(backend.self, &problem, &tensors, NULL, 0, false);
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
   target[5] = -1;
-  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) ==
-            FLCE_TARGET_OUT_OF_RANGE,
-        "target -1 is let through");
+  CHECK(
+      backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_TARGET_OUT_OF_RANGE,
+      "target -1 is let through");
   target[5] = 0;
   problem.rows = TOKENS - 1;
-  CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false));
+  CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, 0, false));
   problem.rows = 7;
-  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, false, false) ==
-                FLCE_INVALID_ARGUMENT &&
-            strcmp(flce_last_error(),
-                   "valid_bound: expected at least as many as the valid rows, "
-                   "299, got 7") == 0,
-        "sentence: %s", flce_last_error());
+  CHECK(
+      backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_INVALID_ARGUMENT &&
+          strcmp(flce_last_error(),
+                 "valid_bound: expected at least as many as the valid rows, "
+                 "299, got 7") == 0,
+      "sentence: %s", flce_last_error());
 }
 
 /* ---- rows to compute ---- */
@@ -230,7 +230,7 @@ static void test_order(void) {
     flce_tensors tensors = {.target = target, .scalars = scalars};
     problem.rows = TOKENS;
     problem.loss.logit_scale = problem.loss.temperature = 1.0;
-    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, again, false, true));
+    CHECK_OK(backend.prepare(backend.self, &problem, &tensors, again, 0, true));
     CHECK(test_same(again, order, (order[0] + 1) * (int64_t)sizeof *order), "prepare's order");
     free(order), free(again);
   }

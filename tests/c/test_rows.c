@@ -299,7 +299,7 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
                           .loss = view.options};
   flce_tensors tensors = {
       .target = d->target, .class_weight = view.class_weight, .scalars = d->scalars};
-  CHECK_OK(b.prepare(b.self, &problem, &tensors, NULL, false, false));
+  CHECK_OK(b.prepare(b.self, &problem, &tensors, NULL, 0, false));
   if (pass == EXP) {
     CHECK_OK(b.exp_rows(b.self, &view));
     return;

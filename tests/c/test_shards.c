@@ -438,10 +438,10 @@ static void test_sums(void) {
       for (int i = 0; i < 3 * COUNT; i++)
         flce_store(received, terms, i, i / COUNT == rank ? NAN : cases[k / 2].values[i / COUNT]);
       for (int i = 0; i < COUNT; i++) flce_store(own, terms, i, cases[k / 2].values[rank]);
-      flce_sum_terms_args args = {.out = out, .copy = copy, .out_dtype = dtype};
+      flce_sum_dx_args args = {.out = out, .copy = copy, .out_dtype = dtype};
       args.received = received, args.own = own, args.dtype = terms;
       args.ranks = 3, args.rank = rank, args.count = COUNT;
-      CHECK_OK(flce_cpu_sum_terms(&cpu, &args));
+      CHECK_OK(flce_cpu_sum_partial_dx(&cpu, &args));
       for (int i = 0; i < COUNT; i++) {
         double sum = flce_load(out, dtype, i), other = copy ? flce_load(copy, dtype, i) : sum;
         CHECK(sum == cases[k / 2].sum && other == sum, "case %zu, rank %d: %g and %g, expected %g",
@@ -494,7 +494,7 @@ static void test_refusals(void) {
   CHECK_OK(flce_plan_call(&b, p, &plan));
   p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32, p->classes--;
   p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25;
-  check_refused(&b, p, "vocab: expected at most 1048576 with save=\"samples\", got 16777216");
+  check_refused(&b, p, "vocab: expected at most 1048576 with gradient=\"sampled\", got 16777216");
   p->save = FLCE_SAVE_GRADS;
   CHECK_OK(flce_plan_call(&b, p, &plan));
   flce_tensors none = {.workspace = workspace(plan.forward_workspace_bytes)};

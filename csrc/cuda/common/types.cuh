@@ -24,7 +24,7 @@ static inline flce_status check_cuda(cudaError_t error, const char* what) {
 
 /* The power of two u, at most 2^127, with u * top in (2^(high - 1), 2^high]; 1 if top is not a
  * positive finite number. */
-static __device__ __forceinline__ double unit_for(double top, int high) {
+static __device__ __forceinline__ double scale_for(double top, int high) {
   if (!(top > 0) || top == (double)INFINITY) return 1;
   int exponent;
   const double fraction = frexp(top, &exponent); /* in [1/2, 1) */

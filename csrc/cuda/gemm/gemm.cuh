@@ -1,6 +1,6 @@
 /* Shared by the files of this folder, which run GEMMs by cuBLASLt: cublaslt.cu loads the library
  * and makes its objects, heuristics.cu chooses an algorithm, gemm.cu runs a GEMM, tuning.cu
- * implements tuning.h for flce.tune. */
+ * implements tuning.h for benchmarks/tune.py. */
 #ifndef FLCE_CUDA_GEMM_GEMM_CUH
 #define FLCE_CUDA_GEMM_GEMM_CUH
 

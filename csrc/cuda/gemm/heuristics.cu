@@ -1,6 +1,6 @@
 /* The choice of a GEMM's algorithm among the candidates of cuBLASLt's heuristic. In order: the
- * tuned table (flce.tune), the shipped rules, the heuristic's first candidate. Nothing is timed in
- * a call, and the choice is the same in every process. */
+ * tuned table (benchmarks/tune.py), the shipped rules, the heuristic's first candidate. Nothing is
+ * timed in a call, and the choice is the same in every process. */
 #include "cuda/gemm/gemm.cuh"
 
 #include <pthread.h>
@@ -244,7 +244,7 @@ typedef struct tuned_choice {
   char gpu[kGpuName];       /* gemm_device.gpu */
 } tuned_choice;
 
-enum { kMaxTuned = 1 << 16 }; /* entries; flce.tune never writes so many */
+enum { kMaxTuned = 1 << 16 }; /* entries; benchmarks/tune.py never writes so many */
 
 static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the two variables below */
 static tuned_choice* g_tuned;

@@ -1,5 +1,5 @@
-/* The table of tuning.h, for flce.tune: which GEMMs ran, their candidate algorithms, the time of a
- * candidate, tuned choices. Nothing of this file runs in a call. */
+/* The table of tuning.h, for benchmarks/tune.py: which GEMMs ran, their candidate algorithms, the
+ * time of a candidate, tuned choices. Nothing of this file runs in a call. */
 #include "cuda/gemm/gemm.cuh"
 
 #include <stdarg.h>

@@ -94,8 +94,8 @@ __global__ void scale_elements(const __grid_constant__ scaled_arrays arrays, con
                                const S* scalars) {
   pdl_wait();
   S factor = grad_output[0];
-  const int unit = std::is_same_v<In, __half> ? FLCE_SCALAR_WEIGHT_UNIT : FLCE_SCALAR_UNIT;
-  if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[unit];
+  const int scale = std::is_same_v<In, __half> ? FLCE_SCALAR_DW_SCALE : FLCE_SCALAR_LOSS_SCALE;
+  if (scalars) factor *= scalars[FLCE_SCALAR_INV_DENOM] / scalars[scale];
   for (int which = 0; which < arrays.number; which++) {
     const flce_scaled& a = arrays.array[which];
     scale_array((Out*)a.out, (const In*)a.in, a.count, arrays.aligned, factor);

@@ -57,40 +57,40 @@ __device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const
   return rows;
 }
 
-/* held_shift: flce_held_shift if dW is kept in float16, else 0. In the first case find_largest has
- * written max |x| to INPUT_UNIT, which the caller then overwrites with the unit. */
+/* dw_fp16_shift: flce_plan.dw_fp16_shift. If it is not 0, find_largest has written max |x| to
+ * INPUT_SCALE, which the caller then overwrites with the scale. */
 template <typename S>
 __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_tensors& t,
-                                             int held_shift, S (&scalars)[FLCE_SCALAR_COUNT]) {
+                                             int dw_fp16_shift, S (&scalars)[FLCE_SCALAR_COUNT]) {
   double total, top;
   const RowTotals rows = total_of_block<S>(p, t, &total, &top);
   const bool mean = p.reduction == FLCE_MEAN, own_mean = mean && !t.num_items;
-  double inv_denom = 1, z_share = 1;
+  double inv_denom = 1, z_factor = 1;
   if (mean) {
     const double items = t.num_items ? (double)((const S*)t.num_items)[0] : rows.weight;
     const double count = t.num_items ? items : rows.valid;
     inv_denom = count == 0 ? 0 : 1 / items;
   }
-  if (own_mean && t.class_weight && t.target && rows.valid > 0) z_share = rows.weight / rows.valid;
+  if (own_mean && t.class_weight && t.target && rows.valid > 0) z_factor = rows.weight / rows.valid;
   if (rows.valid > (double)p.rows) inv_denom = (double)NAN;
   const double bound = top * rows.factor * fabs(p.loss.logit_scale) / p.loss.temperature *
-                       (1 + 128 * p.loss.z_loss * z_share);
+                       (1 + 128 * p.loss.z_loss * z_factor);
   scalars[FLCE_SCALAR_VALID] = (S)rows.valid;
   scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
   scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
-  double unit = inv_denom != 0 && isfinite(inv_denom) ? inv_denom : 1;
-  const double most = ldexp(1.0, FLCE_MAX_UNIT_EXPONENT);
-  unit = fmin(fmax(unit * unit_for(bound * fabs(unit), 14), -most), most);
-  double input_unit = 1, weight_unit = unit;
-  if (held_shift != 0) {
-    const double largest = (double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_UNIT];
-    input_unit = fmin(unit_for(largest, 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
-    weight_unit = ldexp(unit * input_unit, held_shift);
+  double loss_scale = inv_denom != 0 && isfinite(inv_denom) ? inv_denom : 1;
+  const double most = ldexp(1.0, FLCE_MAX_SCALE_EXPONENT);
+  loss_scale = fmin(fmax(loss_scale * scale_for(bound * fabs(loss_scale), 14), -most), most);
+  double input_scale = 1, dw_scale = loss_scale;
+  if (dw_fp16_shift != 0) {
+    const double largest = (double)((const S*)t.scalars)[FLCE_SCALAR_INPUT_SCALE];
+    input_scale = fmin(scale_for(largest, 13), ldexp(1.0, FLCE_MAX_INPUT_EXPONENT));
+    dw_scale = ldexp(loss_scale * input_scale, dw_fp16_shift);
   }
-  scalars[FLCE_SCALAR_UNIT] = (S)unit;
-  scalars[FLCE_SCALAR_INPUT_UNIT] = (S)input_unit;
-  scalars[FLCE_SCALAR_WEIGHT_UNIT] = (S)weight_unit;
-  scalars[FLCE_SCALAR_Z_SHARE] = (S)z_share;
+  scalars[FLCE_SCALAR_LOSS_SCALE] = (S)loss_scale;
+  scalars[FLCE_SCALAR_INPUT_SCALE] = (S)input_scale;
+  scalars[FLCE_SCALAR_DW_SCALE] = (S)dw_scale;
+  scalars[FLCE_SCALAR_Z_FACTOR] = (S)z_factor;
 }
 
 /* Block 0 computes the scalars, unless t.scalars is NULL; the others sort the tokens. When it
@@ -99,7 +99,7 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
 template <typename S>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_call(const __grid_constant__ flce_problem p, const __grid_constant__ flce_tensors t,
-                 int held_shift, uint32_t* keys, uint32_t* values) {
+                 int dw_fp16_shift, uint32_t* keys, uint32_t* values) {
   const int scalar_blocks = t.scalars ? 1 : 0;
   const bool sorts = (int)blockIdx.x >= scalar_blocks;
   const int warp = (blockIdx.x - scalar_blocks) * (kPrepareThreads / kWarp) + threadIdx.x / kWarp;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     const uint32_t* all = load_keys(t.target, tokens, p.vocab, p.loss.ignore_index);
     count_preceding(all, tokens, first, key, positions);
   } else {
-    make_scalars<S>(p, t, held_shift, scalars);
+    make_scalars<S>(p, t, dw_fp16_shift, scalars);
   }
   pdl_wait();
 #pragma unroll
@@ -127,15 +127,14 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }
 
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
-                                const flce_tensors* tensors, void* order, bool holds_weight,
+                                const flce_tensors* tensors, void* order, int dw_fp16_shift,
                                 bool overlaps) {
-  const int held_shift = holds_weight ? flce_held_shift(problem->rows) : 0;
   const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
   const int64_t sorting = order ? ceil_div(problem->tokens, kTokensPerBlock) : 0;
   const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + sorting);
   FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
     FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", overlaps,
-                                *problem, *tensors, held_shift, view.keys, view.tokens));
+                                *problem, *tensors, dw_fp16_shift, view.keys, view.tokens));
   });
   return FLCE_OK;
 }
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(kLargestThreads)
 }
 
 static flce_status launch_largest(void* self, const flce_problem* p, const flce_tensors* t) {
-  int* largest = (int*)((float*)t->scalars + FLCE_SCALAR_INPUT_UNIT);
+  int* largest = (int*)((float*)t->scalars + FLCE_SCALAR_INPUT_SCALE);
   FLCE_TRY(cuda_fill(self, largest, 0, sizeof(*largest)));
   if (p->tokens == 0) return FLCE_OK;
   const bool aligned = p->hidden % 8 == 0 && is_aligned(t->input, 16);
@@ -178,13 +177,13 @@ static flce_status launch_largest(void* self, const flce_problem* p, const flce_
 }
 
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, bool holds_weight, bool overlaps) {
+                         void* order, int dw_fp16_shift, bool overlaps) {
   const bool few = problem->tokens <= kCountedTokens;
   if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
-  if (holds_weight) FLCE_TRY(launch_largest(self, problem, tensors));
+  if (dw_fp16_shift != 0) FLCE_TRY(launch_largest(self, problem, tensors));
   /* The kernel reads find_largest's result before pdl_wait, so it must not overlap it. */
-  FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, holds_weight,
-                               overlaps && !holds_weight));
+  FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, dw_fp16_shift,
+                               overlaps && dw_fp16_shift == 0));
   if (!order || few) return FLCE_OK;
   return cuda_order_targets(self, problem, tensors->target, order);
 }

@@ -35,7 +35,7 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
   if (tokens <= kCountedTokens) {
     flce_tensors tensors = {};
     tensors.target = target;
-    return cuda_launch_prepare(self, problem, &tensors, order, false, false);
+    return cuda_launch_prepare(self, problem, &tensors, order, 0, false);
   }
   const order_view view = view_order(order, tokens);
   make_keys<<<(unsigned)ceil_div(tokens, kKeyThreads), kKeyThreads, 0, stream_of(self)>>>(

@@ -107,7 +107,7 @@ __device__ __forceinline__ void count_preceding(const uint32_t* keys, int tokens
 /* Launches the kernel of prepare.cu. tensors->scalars NULL: no scalars are computed. `order` NULL:
  * the tokens are not sorted; else there are at most kCountedTokens. */
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
-                                const flce_tensors* tensors, void* order, bool holds_weight,
+                                const flce_tensors* tensors, void* order, int dw_fp16_shift,
                                 bool overlaps);
 
 #endif

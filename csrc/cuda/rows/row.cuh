@@ -106,13 +106,13 @@ __device__ __forceinline__ double tanh_of(double u) {
 
 /* curve(inner_scale z), inner_scale being 1 for FLCE_LINE. */
 template <bool FAST, typename S>
-__device__ __forceinline__ S bent(flce_curve curve, S inner_scale, S z) {
+__device__ __forceinline__ S capped(flce_curve curve, S inner_scale, S z) {
   return curve != FLCE_LINE ? tanh_of<FAST>(inner_scale * z) : z;
 }
 
 /* The curve's slope where it is t; 0 where l is -inf or rounding makes t exceed 1. */
 template <typename S>
-__device__ __forceinline__ S slope_of_bent(flce_curve curve, S t) {
+__device__ __forceinline__ S cap_slope(flce_curve curve, S t) {
   return curve != FLCE_LINE ? fmax(1 - t * t, (S)0) : 1;
 }
 
@@ -259,9 +259,9 @@ struct row_args {
   /* flce_logit_map_of the options, without a temperature of the row's own */
   flce_curve curve;
   double inner_scale, outer_scale;
-  double hard;   /* 1 - s */
-  double share;  /* s / V */
-  bool weighted; /* the loss sums over all columns: label smoothing or probabilities */
+  double hard;      /* 1 - s */
+  double per_class; /* s / V */
+  bool weighted;    /* the loss sums over all columns: label smoothing or probabilities */
 };
 
 /* One row of flce_rows as a block sees it. lead: elements before the row in its first vector;
@@ -277,7 +277,7 @@ struct Row {
   /* General kernels: l = outer_scale curve(inner_scale z), inverse = 1 / outer_scale. */
   flce_curve curve;
   S inner_scale, outer_scale, inverse;
-  S hard, share; /* 1 - s, s / V */
+  S hard, per_class; /* 1 - s, s / V */
   S l_target;
   S reference; /* reference of sums over l: l_target, or 0 where that is not finite */
 };
@@ -299,7 +299,7 @@ __device__ __forceinline__ double scale_of(const row_args& p, double) {
 /* l of one logit z. FAST: for 16-bit results. */
 template <bool FAST, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ S logit_of(const Row<Z>& row, S z) {
-  return row.outer_scale * bent<FAST>(row.curve, row.inner_scale, z);
+  return row.outer_scale * capped<FAST>(row.curve, row.inner_scale, z);
 }
 
 __device__ __forceinline__ int64_t bytes_of(flce_dtype dtype) {
@@ -328,7 +328,7 @@ __device__ __forceinline__ Row<Z> open_row_view(const row_args& p, int64_t at) {
     if (r.temperature) row.outer_scale /= ((const S*)r.temperature)[at];
     row.inverse = 1 / row.outer_scale;
     row.hard = (S)p.hard;
-    row.share = (S)p.share;
+    row.per_class = (S)p.per_class;
     if (r.probabilities) {
       row.probabilities = (const char*)r.probabilities +
                           at * r.probabilities_pitch * bytes_of(r.probabilities_dtype);

@@ -1,6 +1,6 @@
 /* row_coefficients: gradient factors of each row (enum flce_coef_row) from its statistics, one
  * thread a row. The formulas are in row_coefficients.cuh. scale_coefficients: the same times a
- * unit. */
+ * scale. */
 #include "cuda/rows/row_coefficients.cuh"
 
 #include "cuda/backend.cuh"
@@ -57,9 +57,9 @@ __device__ __forceinline__ float bound_of_dz(const flce_rows& r, const float* co
   return factor * sum + size(FLCE_COEF_TARGET) + size(FLCE_COEF_SMOOTH) * top_weight + soft;
 }
 
-/* One block, because all rows need the same unit. */
+/* One block, because all rows need the same scale. */
 __global__ void __launch_bounds__(kScaleThreads)
-    scale_coefficients(const __grid_constant__ flce_rows r, float* coef, float* unit,
+    scale_coefficients(const __grid_constant__ flce_rows r, float* coef, float* scale,
                        int64_t weights) {
   pdl_wait();
   __shared__ float scratch[kMaxWarps];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kScaleThreads)
     const RowRef ref = row_ref_of(r, row);
     if (ref.kind == kRowValid) top = fmaxf(top, bound_of_dz(r, coef, ref.at, top_weight));
   }
-  const float u = (float)fmin(unit_for((double)block_max(top, scratch), 12), 0x1p100);
+  const float u = (float)fmin(scale_for((double)block_max(top, scratch), 12), 0x1p100);
   for (int64_t row = threadIdx.x; row < r.rows; row += kScaleThreads) {
     const RowRef ref = row_ref_of(r, row);
     for (int which = 0; ref.kind != kRowAbsent && which < FLCE_COEF_ROWS; which++) {
@@ -81,12 +81,12 @@ __global__ void __launch_bounds__(kScaleThreads)
     }
   }
   for (int64_t i = threadIdx.x; i < 4 + weights; i += kScaleThreads) {
-    unit[i] = i == 2 ? 1.0f : i == 1 || i == 3 ? 0.0f : 1 / u;
+    scale[i] = i == 2 ? 1.0f : i == 1 || i == 3 ? 0.0f : 1 / u;
   }
 }
 
-flce_status cuda_scale_coefficients(void* self, const flce_rows* r, void* coef, float* unit,
+flce_status cuda_scale_coefficients(void* self, const flce_rows* r, void* coef, float* scale,
                                     int64_t weights) {
   return launch_dependent(self, scale_coefficients, 1, kScaleThreads, "scale_coefficients", *r,
-                          (float*)coef, unit, weights);
+                          (float*)coef, scale, weights);
 }

@@ -19,24 +19,24 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   const S upstream_loss = upstream.loss ? ((const S*)upstream.loss)[i * upstream.loss_stride] : 1;
   const S k = upstream_loss * factor * (r.token_weight ? ((const S*)r.token_weight)[i] : 1);
   const S a = r.temperature ? scale / ((const S*)r.temperature)[i] : scale;
-  const S share = o.label_smoothing > 0 ? (S)(o.label_smoothing / (double)r.vocab) : 0;
+  const S per_class = o.label_smoothing > 0 ? (S)(o.label_smoothing / (double)r.vocab) : 0;
   const S hard = (S)(1 - o.label_smoothing);
   /* The factor of p is k (own + rest) + others. */
   S own = 0, rest, others = 0;
   if (r.target) {
     own = hard * (r.class_weight ? ((const S*)r.class_weight)[r.target[i]] : 1);
-    rest = share != 0 ? share * scalars[FLCE_SCALAR_WEIGHT_TOTAL] : 0;
+    rest = per_class != 0 ? per_class * scalars[FLCE_SCALAR_WEIGHT_TOTAL] : 0;
   } else {
     rest = stats.weight_sum;
   }
   if (o.z_loss != 0) {
-    rest += (S)(2 * o.z_loss) * scalars[FLCE_SCALAR_Z_SHARE] * stats.lse;
+    rest += (S)(2 * o.z_loss) * scalars[FLCE_SCALAR_Z_FACTOR] * stats.lse;
   }
   if (upstream.lse) others = ((const S*)upstream.lse)[i];
   coef[FLCE_COEF_ROW] = a * ((k * (own + rest) + others) * stats.inv_sum);
   coef[FLCE_COEF_TARGET] = 0;
-  coef[FLCE_COEF_SMOOTH] = a * (k * share);
-  coef[FLCE_COEF_VALID] = r.input_unit ? ((const S*)r.input_unit)[0] : (S)1;
+  coef[FLCE_COEF_SMOOTH] = a * (k * per_class);
+  coef[FLCE_COEF_VALID] = r.input_scale ? ((const S*)r.input_scale)[0] : (S)1;
   coef[FLCE_COEF_ENTROPY] =
       upstream.entropy ? a * (((const S*)upstream.entropy)[i] * stats.inv_sum) : (S)0;
   coef[FLCE_COEF_SOFT] = r.target ? (S)0 : a * (k * hard);

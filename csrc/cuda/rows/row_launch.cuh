@@ -35,7 +35,7 @@ static inline row_args make_args(const flce_rows* r) {
   args.inner_scale = map.inner_scale;
   args.outer_scale = map.outer_scale;
   args.hard = 1 - o->label_smoothing;
-  args.share = o->label_smoothing / (double)r->vocab;
+  args.per_class = o->label_smoothing / (double)r->vocab;
   args.weighted = o->label_smoothing > 0 || !r->target;
   return args;
 }

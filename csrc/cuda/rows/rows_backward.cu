@@ -64,24 +64,25 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
   return g;
 }
 
-/* share_j = w_j (smooth + soft t_j) of one vector's columns. */
+/* part_j = w_j (smooth + soft t_j) of one vector's columns. */
 template <typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void load_shares(const flce_rows& r, const Row<Z>& row,
-                                            const GradRow<S>& g, int col, S (&share)[kVec<Z>]) {
+__device__ __forceinline__ void load_target_parts(const flce_rows& r, const Row<Z>& row,
+                                                  const GradRow<S>& g, int col,
+                                                  S (&part)[kVec<Z>]) {
   constexpr int N = kVec<Z>;
 #pragma unroll
-  for (int e = 0; e < N; e++) share[e] = g.smooth;
+  for (int e = 0; e < N; e++) part[e] = g.smooth;
   if (row.probabilities) {
     S t[N];
     load_probabilities(row, r.probabilities_dtype, col, t);
 #pragma unroll
-    for (int e = 0; e < N; e++) share[e] = fma(g.soft, t[e], share[e]);
+    for (int e = 0; e < N; e++) part[e] = fma(g.soft, t[e], part[e]);
   }
   if (row.class_weight) {
     S w[N];
     load_column_vector(row.class_weight, col, row.vocab, w);
 #pragma unroll
-    for (int e = 0; e < N; e++) share[e] *= w[e];
+    for (int e = 0; e < N; e++) part[e] *= w[e];
   }
 }
 
@@ -92,12 +93,12 @@ __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<
                                                   const Vec<Z, kVec<Z>>& raw, int col,
                                                   S (&v)[kVec<Z>]) {
   constexpr int N = kVec<Z>;
-  S share[N] = {}, slope[N];
-  if (g.weighted) load_shares(r, row, g, col, share);
+  S part[N] = {}, slope[N];
+  if (g.weighted) load_target_parts(r, row, g, col, part);
   if (z_is_exp) {
     unpack(raw, v);
 #pragma unroll
-    for (int e = 0; e < N; e++) v[e] = v[e] * g.factor - share[e];
+    for (int e = 0; e < N; e++) v[e] = v[e] * g.factor - part[e];
     return;
   }
   logits_of<sizeof(Out) == 2>(row, raw, col, v, slope);
@@ -107,7 +108,7 @@ __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<
     S exp_part = exp_l * g.factor;
     /* entropy_term gives 0 and not NaN where l is -inf. */
     if (g.entropy != 0) exp_part += g.entropy * -entropy_term(exp_l, v[e], g.mean_logit);
-    v[e] = slope[e] * (exp_part - share[e]);
+    v[e] = slope[e] * (exp_part - part[e]);
   }
 }
 

@@ -121,7 +121,7 @@ __device__ __forceinline__ void write_exp_of(Out* out, const flce_rows& r, const
   }
   if (row.curve != FLCE_LINE) {
 #pragma unroll
-    for (int e = 0; e < N; e++) v[e] *= slope_of_bent(row.curve, l[e] * row.inverse);
+    for (int e = 0; e < N; e++) v[e] *= cap_slope(row.curve, l[e] * row.inverse);
   }
   Vec<Out, N> packed;
   pack(v, packed);

@@ -1,5 +1,5 @@
 /* The backend functions of a sharded vocabulary: shard_targets, pack_statistics, merge_statistics
- * and sum_terms. The merge of a row is in merge.h. */
+ * and sum_partial_dx. The merge of a row is in merge.h. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -148,7 +148,7 @@ flce_status cuda_merge_statistics(void* self, const flce_merge_args* call) {
  */
 template <typename T, typename OUT, bool VECTOR>
 __global__ void __launch_bounds__(kThreads)
-    sum_terms(const __grid_constant__ flce_sum_terms_args call) {
+    sum_partial_dx(const __grid_constant__ flce_sum_dx_args call) {
   constexpr int N = VECTOR ? kVec<T> : 1;
   using S = stat_t<T>;
   pdl_wait();
@@ -172,16 +172,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, typename OUT>
-static flce_status launch_sum(void* self, const flce_sum_terms_args* call) {
+static flce_status launch_sum(void* self, const flce_sum_dx_args* call) {
   const bool vector = call->count % kVec<T> == 0 && both_aligned(call->out, call->received) &&
                       both_aligned(call->own, call->copy);
   const int64_t blocks = ceil_div(call->count, (int64_t)kThreads * (vector ? kVec<T> : 1));
-  FLCE_TRY(check_grid(blocks, "sum_terms"));
-  const auto kernel = vector ? sum_terms<T, OUT, true> : sum_terms<T, OUT, false>;
-  return launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_terms", *call);
+  FLCE_TRY(check_grid(blocks, "sum_partial_dx"));
+  const auto kernel = vector ? sum_partial_dx<T, OUT, true> : sum_partial_dx<T, OUT, false>;
+  return launch_dependent(self, kernel, (unsigned)blocks, kThreads, "sum_partial_dx", *call);
 }
 
-flce_status cuda_sum_terms(void* self, const flce_sum_terms_args* call) {
+flce_status cuda_sum_partial_dx(void* self, const flce_sum_dx_args* call) {
   if (call->count == 0) return FLCE_OK;
   if (call->dtype == FLCE_F32 && call->out_dtype == FLCE_BF16)
     return launch_sum<float, __nv_bfloat16>(self, call);

@@ -88,9 +88,9 @@ __device__ __forceinline__ void logits_of(const Row<Z>& row, const Vec<Z, kVec<Z
   if (row.curve != FLCE_LINE) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      const S t = bent<FAST>(row.curve, row.inner_scale, l[e]);
+      const S t = capped<FAST>(row.curve, row.inner_scale, l[e]);
       l[e] = row.outer_scale * t;
-      slope[e] = slope_of_bent(row.curve, t);
+      slope[e] = cap_slope(row.curve, t);
     }
   } else {
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ void add_weighted_gaps(const flce_rows& r, const Row<
     S t[N];
     load_probabilities(row, r.probabilities_dtype, col, t);
 #pragma unroll
-    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.share);
+    for (int e = 0; e < N; e++) w[e] *= fma(row.hard, t[e], row.per_class);
   }
   if (has_excluded_columns(row, col)) {
 #pragma unroll
@@ -359,11 +359,12 @@ __device__ __forceinline__ S loss_of(const row_args& p, const Row<Z>& row, int64
     if ((KIND == kGeneral && p.weighted) || KIND == kSmooth) {
       const S own = w != 0 ? w * (sums.weighted_gap_from - row.l_target) : 0;
       const S above = lse_above(row, end, sums.offset, sums.weighted_gap_from);
-      loss += (S)p.share * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.weighted_gap + own));
+      loss +=
+          (S)p.per_class * (scalars[FLCE_SCALAR_WEIGHT_TOTAL] * above + (sums.weighted_gap + own));
     }
   }
   if (r.options.z_loss != 0) {
-    loss += (S)r.options.z_loss * scalars[FLCE_SCALAR_Z_SHARE] * (end.lse * end.lse);
+    loss += (S)r.options.z_loss * scalars[FLCE_SCALAR_Z_FACTOR] * (end.lse * end.lse);
   }
   return r.token_weight ? loss * ((const S*)r.token_weight)[at] : loss;
 }
@@ -389,7 +390,7 @@ __device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, 
   S entropy = 0, slope = has_no_target<KIND>(row) ? 0 : 1;
   if constexpr (KIND == kGeneral) {
     if (r.wants_entropy) entropy = entropy_of(row, sums, end);
-    if (row.target >= 0) slope = slope_of_bent(row.curve, row.l_target / row.outer_scale);
+    if (row.target >= 0) slope = cap_slope(row.curve, row.l_target / row.outer_scale);
   }
   const RowStatistics<S> made = {end.lse, end.nll, 1 / end.sum, slope,
                                  has_no_target<KIND>(row) ? sums.weight_sum : 0};

@@ -19,8 +19,8 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   fused_scratch s;
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
-  s.weighted_gaps = take(soft || (smooth && !r->wsum), size);
-  s.weighted_gap = take(!soft && smooth && r->wsum, rows);
+  s.tile_weighted_gaps = take(soft || (smooth && !r->wsum), size);
+  s.row_weighted_gaps = take(!soft && smooth && r->wsum, rows);
   s.weight_sums = take(soft, size);
   s.entropy_sums = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
@@ -30,7 +30,7 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   s.target = take(true, rows);
   s.column = (int*)take(true, rows);
   s.top = (int*)take(true, rows);
-  s.redo = (int*)next;
+  s.retry = (int*)next;
   return s;
 }
 
@@ -67,16 +67,15 @@ static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out,
   return g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
-/* `repeat`: only the tiles whose sums went beyond kTileLimit. */
+/* `retry`: only the tiles whose sums went beyond kTileLimit. */
 static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
-                                   const fused_params* params, const fused_scratch* s,
-                                   bool repeat) {
+                                   const fused_params* params, const fused_scratch* s, bool retry) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   void* out;
   int64_t pitch;
   const FusedResult result = result_of(g, r, &out, &pitch);
   return launch_logits_gemm_sm90(cuda->stream, cuda->device, params, s, g->a, g->b, result, out,
-                                 pitch, repeat);
+                                 pitch, retry);
 }
 
 flce_status cuda_fused_logits(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {

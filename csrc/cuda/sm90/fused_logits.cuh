@@ -30,8 +30,8 @@ enum {
 };
 
 /* Scratch of one chunk; its rows are the rows of the GEMM. Arrays [tiles of V][rows] hold one
- * number of each tile and row. They leave the target's column out, except weighted_gaps. In
- * entropy_sums, and with class targets in weighted_gaps, log2_l counts relative to k -
+ * number of each tile and row. They leave the target's column out, except tile_weighted_gaps. In
+ * entropy_sums, and with class targets in tile_weighted_gaps, log2_l counts relative to k -
  * kAboveTarget, which is near the target's. */
 typedef struct fused_scratch {
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
@@ -40,15 +40,15 @@ typedef struct fused_scratch {
   int* column;   /* [rows] the target's column, -1 for none */
   /* [rows] ordered_of(the largest log2_l) where a tile exceeded kTileLimit, else kNoTop */
   int* top;
-  /* [1 + row clusters] flags: whether any tile is to be repeated, and for each kClusterRows rows
-   * whether theirs are */
-  int* redo;
+  /* [1 + row clusters] flags of the overflow retry: whether any tile needs it, and for each
+   * kClusterRows rows whether theirs are */
+  int* retry;
   float* sums; /* [tiles of V][rows] sum of 2^(log2_l - k) */
   /* [tiles of V][rows] or NULL: sum of w_j log2_l_j, the target included; with probabilities sum of
    * t_j z_j */
-  float* weighted_gaps;
+  float* tile_weighted_gaps;
   /* [rows] or NULL: sum of w_j log2_l_j over all columns, not relative, from wsum of flce_rows */
-  float* weighted_gap;
+  float* row_weighted_gaps;
   float* weight_sums;  /* [tiles of V][rows] or NULL: sum of t_j */
   float* entropy_sums; /* [tiles of V][rows] or NULL: sum of 2^(log2_l - k) log2_l */
   float* tops;         /* [tiles of V][rows] or NULL: the largest log2_l */
@@ -99,23 +99,24 @@ __device__ __forceinline__ float offset_of(const fused_scratch& s, int row) {
 /* log2_l of a logit in the general kernels; `scale` is scratch.scale of its row. */
 __device__ __forceinline__ float general_log2_logit(const fused_params& params, float scale,
                                                     float z) {
-  return scale * bent<true>(params.curve, params.inner_scale, z);
+  return scale * capped<true>(params.curve, params.inner_scale, z);
 }
 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
- * which is [rows][pitch] of bfloat16 for E and of float32 for z. `repeat`: computes again, from the
+ * which is [rows][pitch] of bfloat16 for E and of float32 for z. `retry`: computes again, from the
  * offsets in scratch.top, the row clusters in which an earlier call exceeded kTileLimit; if there
  * are none the kernel returns at once. z does not depend on an offset and is not written again. */
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
-                                    FusedResult result, void* out, int64_t pitch, bool repeat);
+                                    FusedResult result, void* out, int64_t pitch, bool retry);
 
 /* Column tiles of the vocabulary. */
 static inline int64_t tiles_of(int64_t vocab) {
   return ceil_div(vocab, kTileColumns);
 }
 
-/* row_offsets.cu: offset, scale and target column of each row, into `scratch`; clears top and redo.
+/* row_offsets.cu: offset, scale and target column of each row, into `scratch`; clears top and
+ * retry.
  */
 flce_status launch_row_offsets(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                const fused_params* params, const fused_scratch* scratch);

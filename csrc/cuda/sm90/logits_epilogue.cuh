@@ -241,9 +241,9 @@ __device__ __forceinline__ void take_target(const fused_scratch& s, int row, int
   s.target[row] = z;
 }
 
-/* Loads the offsets and scales of the thread's rows and clears its sums. REPEAT: the offset that
+/* Loads the offsets and scales of the thread's rows and clears its sums. RETRY: the offset that
  * scratch.top gives. */
-template <bool GENERAL, bool REPEAT>
+template <bool GENERAL, bool RETRY>
 __device__ __forceinline__ void open_tile_rows(const fused_params& params, const fused_scratch& s,
                                                const Fragment& frag, TileRows& rows) {
 #pragma unroll
@@ -253,7 +253,7 @@ __device__ __forceinline__ void open_tile_rows(const fused_params& params, const
     rows.sum[q] = rows.weighted_gap[q] = rows.weight_sum[q] = rows.entropy_sum[q] = rows.scale[q] =
         0;
     rows.offset[q] = kBlankRow;
-    if (inside) rows.offset[q] = REPEAT ? offset_of(s, row) : __ldg(s.offset + row);
+    if (inside) rows.offset[q] = RETRY ? offset_of(s, row) : __ldg(s.offset + row);
     if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
   }
 }
@@ -370,7 +370,7 @@ __device__ __forceinline__ void exp_parts(const fused_params& params, const fuse
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int q = half * 2 + ((i >> 1) & 1);
-      v[i] *= slope_of_bent(params.curve, __fdividef(acc[i], rows.scale[q]));
+      v[i] *= cap_slope(params.curve, __fdividef(acc[i], rows.scale[q]));
     }
   }
 }
@@ -418,8 +418,8 @@ __device__ __forceinline__ void close_tile_rows(const fused_params& params, cons
     rows.sum[q] = quad_sum(rows.sum[q]);
     beyond |= rows.sum[q] > kTileLimit;
     write_number(s.sums, params, frag, q, rows.sum[q]);
-    if (SOFT || (GENERAL && s.weighted_gaps))
-      write_number(s.weighted_gaps, params, frag, q, quad_sum(rows.weighted_gap[q]));
+    if (SOFT || (GENERAL && s.tile_weighted_gaps))
+      write_number(s.tile_weighted_gaps, params, frag, q, quad_sum(rows.weighted_gap[q]));
     if constexpr (SOFT) write_number(s.weight_sums, params, frag, q, quad_sum(rows.weight_sum[q]));
     if (GENERAL && s.entropy_sums)
       write_number(s.entropy_sums, params, frag, q, quad_sum(rows.entropy_sum[q]));
@@ -431,8 +431,8 @@ __device__ __forceinline__ void close_tile_rows(const fused_params& params, cons
     const int row = frag.first_row + row_step(q);
     if (rows.sum[q] > kTileLimit && (frag.lane & 3) == 0 && row < params.rows) {
       atomicMax(s.top + row, ordered_of(top));
-      s.redo[0] = 1;
-      s.redo[1 + row / kClusterRows] = 1;
+      s.retry[0] = 1;
+      s.retry[1 + row / kClusterRows] = 1;
     }
   }
 }

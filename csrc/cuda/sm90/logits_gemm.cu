@@ -102,15 +102,15 @@ __device__ __forceinline__ Tile tile_at(const logits_gemm_args& p, const TileSch
   return {(row_cluster * kCluster + rank) * kTileRows, column_tile * kTileColumns};
 }
 
-/* The first of tile, tile + p.clusters, ... that this cluster has to compute: with REPEAT only
+/* The first of tile, tile + p.clusters, ... that this cluster has to compute: with RETRY only
  * tiles of flagged row clusters. */
-template <bool REPEAT>
+template <bool RETRY>
 __device__ __forceinline__ int seek(const logits_gemm_args& p, const TileSchedule& schedule,
                                     int tile) {
-  if constexpr (REPEAT) {
+  if constexpr (RETRY) {
     int column_tile;
     while (tile < schedule.tiles &&
-           !p.scratch.redo[1 + row_cluster_of(p, schedule, tile, &column_tile)]) {
+           !p.scratch.retry[1 + row_cluster_of(p, schedule, tile, &column_tile)]) {
       tile += p.clusters;
     }
   }
@@ -121,13 +121,13 @@ __device__ __forceinline__ int seek(const logits_gemm_args& p, const TileSchedul
 
 /* TMA loads, by one thread: its own block's tile of x, and half of the shared tile of W, multicast
  * to both blocks. */
-template <bool REPEAT>
+template <bool RETRY>
 __device__ __forceinline__ void producer_loop(const logits_gemm_args& p, const CUtensorMap* x_map,
                                               const CUtensorMap* w_map, const SmemLayout& smem,
                                               const TileSchedule& schedule, int rank) {
   PipelineState state = {0, 1};
-  for (int tile = seek<REPEAT>(p, schedule, blockIdx.x / kCluster); tile < schedule.tiles;
-       tile = seek<REPEAT>(p, schedule, tile + p.clusters)) {
+  for (int tile = seek<RETRY>(p, schedule, blockIdx.x / kCluster); tile < schedule.tiles;
+       tile = seek<RETRY>(p, schedule, tile + p.clusters)) {
     const Tile at = tile_at(p, schedule, tile, rank);
     for (int step = 0; step < p.depth_steps; step++) {
       const uint32_t full = smem.stages.full + 8 * state.stage;
@@ -180,7 +180,7 @@ __device__ __forceinline__ ColumnValues load_column_values(const logits_gemm_arg
     if (p.params.bias) {
       sm90::store_shared(columns.bias + 4 * at, inside ? __ldg(p.params.bias + column) : 0.f);
     }
-    if (KIND == kGeneral && p.scratch.weighted_gaps) {
+    if (KIND == kGeneral && p.scratch.tile_weighted_gaps) {
       const bool weighs = inside && p.params.class_weight;
       const float weight = weighs ? __ldg(p.params.class_weight + column) : inside ? 1.f : 0.f;
       sm90::store_shared(columns.weight + 4 * at, weight);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CU
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
 
-template <Kind KIND, FusedResult RESULT, bool REPEAT>
+template <Kind KIND, FusedResult RESULT, bool RETRY>
 __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtensorMap* out_map,
                                          const SmemLayout& smem, const TileSchedule& schedule,
                                          ColumnValues columns, int tile, int iteration, int group,
@@ -233,10 +233,10 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
     sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
     store_logits(p, out_map, smem, frag, group, acc);
   }
-  open_tile_rows<kIsGeneral, REPEAT>(p.params, p.scratch, frag, rows);
+  open_tile_rows<kIsGeneral, RETRY>(p.params, p.scratch, frag, rows);
   if constexpr (kIsGeneral) {
     make_log2_logits(p.params, rows, acc);
-    if (p.scratch.weighted_gaps) add_weighted_gaps(columns, frag, acc, rows);
+    if (p.scratch.tile_weighted_gaps) add_weighted_gaps(columns, frag, acc, rows);
   }
   if constexpr (KIND == kSoft) add_probabilities(p.params, frag, acc, rows);
   hide_columns(p.params, p.scratch, frag, rows, acc);
@@ -262,23 +262,23 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
 }
 
 /* Warpgroup 0 computes the 1st, 3rd, ... of the cluster's tiles, warpgroup 1 the others. */
-template <Kind KIND, FusedResult RESULT, bool REPEAT, bool HALF>
+template <Kind KIND, FusedResult RESULT, bool RETRY, bool HALF>
 __device__ __forceinline__ void consumer_loop(const logits_gemm_args& p, const CUtensorMap* out_map,
                                               const SmemLayout& smem, const TileSchedule& schedule,
                                               int group, int rank) {
   const int thread = threadIdx.x % kWarpgroupThreads;
   if (group == 1) release_mainloop(1);
-  int tile = seek<REPEAT>(p, schedule, blockIdx.x / kCluster);
-  if (group == 1 && tile < schedule.tiles) tile = seek<REPEAT>(p, schedule, tile + p.clusters);
+  int tile = seek<RETRY>(p, schedule, blockIdx.x / kCluster);
+  if (group == 1 && tile < schedule.tiles) tile = seek<RETRY>(p, schedule, tile + p.clusters);
   for (int iteration = 0; tile < schedule.tiles; iteration++) {
-    const int next = seek<REPEAT>(p, schedule, tile + p.clusters);
+    const int next = seek<RETRY>(p, schedule, tile + p.clusters);
     const ColumnValues columns =
         load_column_values<KIND>(p, smem, schedule, tile, iteration, group, thread);
     Accumulators acc;
     multiply<HALF>(p, smem, 2 * iteration + group, group, thread, next < schedule.tiles, acc);
-    epilogue<KIND, RESULT, REPEAT>(p, out_map, smem, schedule, columns, tile, iteration, group,
-                                   rank, acc);
-    tile = next < schedule.tiles ? seek<REPEAT>(p, schedule, next + p.clusters) : next;
+    epilogue<KIND, RESULT, RETRY>(p, out_map, smem, schedule, columns, tile, iteration, group, rank,
+                                  acc);
+    tile = next < schedule.tiles ? seek<RETRY>(p, schedule, next + p.clusters) : next;
   }
 }
 
@@ -296,16 +296,16 @@ __device__ __forceinline__ void zero_skipped_rows(const logits_gemm_args& p, int
   }
 }
 
-/* HALF: x and W are float16, else bfloat16. REPEAT: only the row clusters that scratch.redo
+/* HALF: x and W are float16, else bfloat16. RETRY: only the row clusters that scratch.retry
  * flags. */
-template <Kind KIND, FusedResult RESULT, bool REPEAT, bool HALF = false>
+template <Kind KIND, FusedResult RESULT, bool RETRY, bool HALF = false>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     logits_gemm_sm90(const __grid_constant__ CUtensorMap x_map,
                      const __grid_constant__ CUtensorMap w_map,
                      const __grid_constant__ CUtensorMap out_map,
                      const __grid_constant__ logits_gemm_args p) {
   pdl_wait();
-  if (REPEAT && p.scratch.redo[0] == 0) return;
+  if (RETRY && p.scratch.retry[0] == 0) return;
   const SmemLayout smem = smem_layout<RESULT>();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   const int rank = sm90::cluster_rank();
@@ -314,11 +314,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   init_barriers<RESULT>(smem);
   if (warpgroup == 0) {
     sm90::shrink_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) producer_loop<REPEAT>(p, &x_map, &w_map, smem, schedule, rank);
+    if (threadIdx.x == 0) producer_loop<RETRY>(p, &x_map, &w_map, smem, schedule, rank);
   } else {
     sm90::grow_registers<kConsumerRegisters>();
-    consumer_loop<KIND, RESULT, REPEAT, HALF>(p, &out_map, smem, schedule, warpgroup - 1, rank);
-    if (RESULT != kNoResult && !REPEAT) {
+    consumer_loop<KIND, RESULT, RETRY, HALF>(p, &out_map, smem, schedule, warpgroup - 1, rank);
+    if (RESULT != kNoResult && !RETRY) {
       zero_skipped_rows(p, schedule.row_clusters * kClusterRows, RESULT == kExpResult ? 8 : 4);
     }
   }
@@ -335,63 +335,28 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*logits_gemm_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                    const logits_gemm_args);
 
-enum {
-  kLogitKernel = 12,
-  kSoftKernel,
-  kSoftLogitKernel = 15,
-  kHalfKernel,
-  kHalfLogitKernel = 18,
-  kHalfSoftKernel,
-  kHalfSoftLogitKernel = 21,
-  kHalfExpKernel,
-  kKernels = 24
-};
-
-/* Indexed by kernel_of. bfloat16: E + 2 REPEAT + 4 (0 plain, 1 biased, 2 general); then the general
- * one that writes z; then those of probabilities by REPEAT, and theirs that writes z. float16: the
- * general ones by REPEAT, theirs that writes z, the same for probabilities, and the general ones
- * that write E, in bfloat16, by REPEAT. */
-static const logits_gemm_kernel g_kernels[kKernels] = {
-    logits_gemm_sm90<kPlain, kNoResult, false>,
-    logits_gemm_sm90<kPlain, kExpResult, false>,
-    logits_gemm_sm90<kPlain, kNoResult, true>,
-    logits_gemm_sm90<kPlain, kExpResult, true>,
-    logits_gemm_sm90<kBiased, kNoResult, false>,
-    logits_gemm_sm90<kBiased, kExpResult, false>,
-    logits_gemm_sm90<kBiased, kNoResult, true>,
-    logits_gemm_sm90<kBiased, kExpResult, true>,
-    logits_gemm_sm90<kGeneral, kNoResult, false>,
-    logits_gemm_sm90<kGeneral, kExpResult, false>,
-    logits_gemm_sm90<kGeneral, kNoResult, true>,
-    logits_gemm_sm90<kGeneral, kExpResult, true>,
-    logits_gemm_sm90<kGeneral, kLogitResult, false>,
-    logits_gemm_sm90<kSoft, kNoResult, false>,
-    logits_gemm_sm90<kSoft, kNoResult, true>,
-    logits_gemm_sm90<kSoft, kLogitResult, false>,
-    logits_gemm_sm90<kGeneral, kNoResult, false, true>,
-    logits_gemm_sm90<kGeneral, kNoResult, true, true>,
-    logits_gemm_sm90<kGeneral, kLogitResult, false, true>,
-    logits_gemm_sm90<kSoft, kNoResult, false, true>,
-    logits_gemm_sm90<kSoft, kNoResult, true, true>,
-    logits_gemm_sm90<kSoft, kLogitResult, false, true>,
-    logits_gemm_sm90<kGeneral, kExpResult, false, true>,
-    logits_gemm_sm90<kGeneral, kExpResult, true, true>,
-};
-
-static int kernel_of(const fused_params* params, FusedResult result, bool repeat) {
-  const bool soft = params->probabilities != NULL;
-  if (params->half) {
-    if (result == kLogitResult) return soft ? kHalfSoftLogitKernel : kHalfLogitKernel;
-    if (result == kExpResult) return kHalfExpKernel + repeat;
-    return (soft ? kHalfSoftKernel : kHalfKernel) + repeat;
+/* By half, kind (0 plain, 1 biased, 2 general, 3 probabilities), result and overflow retry. The
+ * logits are written once: their retry writes nothing. float16 has no kernels without options. */
+#define LOGITS_GEMM(KIND, RESULT, HALF) \
+  {logits_gemm_sm90<KIND, RESULT, false, HALF>, logits_gemm_sm90<KIND, RESULT, true, HALF>}
+#define LOGITS_GEMM_ONCE(KIND, HALF) {logits_gemm_sm90<KIND, kLogitResult, false, HALF>}
+#define LOGITS_GEMM_OPTIONS(HALF)                                                   \
+  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF), \
+   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                               \
+  {                                                                                 \
+    LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)          \
   }
-  if (result == kLogitResult) return soft ? kSoftLogitKernel : kLogitKernel;
-  if (soft) return kSoftKernel + repeat;
-  const int kind = params->general ? 2 : params->bias ? 1 : 0;
-  return (result == kExpResult ? 1 : 0) + 2 * repeat + 4 * kind;
-}
+static const logits_gemm_kernel g_kernels[2][4][3][2] = {
+    {{LOGITS_GEMM(kPlain, kNoResult, false), LOGITS_GEMM(kPlain, kExpResult, false)},
+     {LOGITS_GEMM(kBiased, kNoResult, false), LOGITS_GEMM(kBiased, kExpResult, false)},
+     LOGITS_GEMM_OPTIONS(false)},
+    {{}, {}, LOGITS_GEMM_OPTIONS(true)}};
+static int g_clusters[2][4][3][2][kMaxDevices];
 
-static int g_clusters[kKernels][kMaxDevices];
+static int kind_of(const fused_params* params) {
+  if (params->probabilities) return 3;
+  return params->general || params->half ? 2 : params->bias ? 1 : 0;
+}
 
 /* The result of a chunk of 256 MiB or more leaves L2 before it is read, so keeping it there would
  * only drive out x and W. */
@@ -421,14 +386,14 @@ static logits_gemm_args make_logits_gemm_args(const fused_params* params,
 
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
-                                    FusedResult result, void* out, int64_t pitch, bool repeat) {
-  if (repeat && result == kLogitResult) result = kNoResult;
-  const int which = kernel_of(params, result, repeat);
-  const void* kernel = (const void*)g_kernels[which];
+                                    FusedResult result, void* out, int64_t pitch, bool retry) {
+  if (retry && result == kLogitResult) result = kNoResult;
+  const int half = params->half, kind = kind_of(params);
+  const void* kernel = (const void*)g_kernels[half][kind][result][retry];
   const int bytes = shared_bytes(result);
   int clusters;
-  FLCE_TRY(
-      clusters_at_once(kernel, "logits_gemm_sm90", bytes, device, g_clusters[which], &clusters));
+  FLCE_TRY(clusters_at_once(kernel, "logits_gemm_sm90", bytes, device,
+                            g_clusters[half][kind][result][retry], &clusters));
   logits_gemm_args args = make_logits_gemm_args(params, scratch, result, out, pitch, clusters);
   CUtensorMap x_map, w_map, out_map;
   FLCE_TRY(make_map(&x_map, x, params->hidden, params->rows, params->hidden, kTileRows));

@@ -1,6 +1,6 @@
 /* Runs before the fused logits GEMM: finds the offset k of each row (fused_logits.cuh) from the
  * logit of its target, or, if the targets are probabilities, from the logits of a few columns. It
- * also clears the flags for a repeat. */
+ * also clears the flags for a retry. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
   if (blockIdx.x == 0) {
     const int clusters = (params.rows + kClusterRows - 1) / kClusterRows;
-    for (int i = threadIdx.x; i <= clusters; i += blockDim.x) s.redo[i] = 0;
+    for (int i = threadIdx.x; i <= clusters; i += blockDim.x) s.retry[i] = 0;
   }
   if (row >= params.rows) return;
   const RowRef ref = row_ref_of(r, row);
@@ -83,10 +83,10 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
                    : top_log2_logit<1>(params, scale, own, w, column, 0, lane);
     offset = log2_l == -INFINITY ? kUnknownOffset
                                  : rintf(log2_l) + (r.out ? kAboveTarget : kAboveTargetForSums);
-    if (s.weighted_gap) {
+    if (s.row_weighted_gaps) {
       float sum[1];
       dot_rows(own, (const float*)r.wsum, 0, params.hidden, lane, sum);
-      if (lane == 0) s.weighted_gap[row] = scale * sum[0];
+      if (lane == 0) s.row_weighted_gaps[row] = scale * sum[0];
     }
   }
   if (lane != 0) return;

@@ -14,7 +14,7 @@ static int64_t number_count(const flce_problem* p) {
          2 * p->wants_predictions;
 }
 
-/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], and `redo`, which
+/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], and `retry`, which
  * has 1 + ceil(rows / 256) elements, at most two a row. */
 static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
   return 4 * (numbers * tiles_of(vocab) + 8);

@@ -90,8 +90,9 @@ __device__ __forceinline__ void set_references(const row_args& p, const fused_sc
   const float from = isfinite(l_target) ? l_target : 0;
   const double above = (double)from - kLn2 * (double)reference;
   sums.weighted_gap_from = sums.entropy_sum_from = from;
-  if (s.weighted_gaps) sums.weighted_gap = (float)(above * total - kLn2 * tiles.weighted_gap);
-  if (s.weighted_gap) sums.weighted_gap = (float)((double)from * total - kLn2 * tiles.weighted_gap);
+  if (s.tile_weighted_gaps) sums.weighted_gap = (float)(above * total - kLn2 * tiles.weighted_gap);
+  if (s.row_weighted_gaps)
+    sums.weighted_gap = (float)((double)from * total - kLn2 * tiles.weighted_gap);
   if (s.entropy_sums)
     sums.entropy_sum = (float)(kLn2 * tiles.entropy_sum - above * (double)sums.rest);
 }
@@ -139,7 +140,7 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
                                                            const FusedRow& own, int tiles,
                                                            TileSums& sum) {
   constexpr bool kIsGeneral = KIND == kGeneral;
-  if (KIND != kPlain && s.weighted_gap) sum.weighted_gap = s.weighted_gap[row];
+  if (KIND != kPlain && s.row_weighted_gaps) sum.weighted_gap = s.row_weighted_gaps[row];
   const float k = offset_from(own.offset, own.top);
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
@@ -180,14 +181,15 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
   FusedRow own = {};
   if (threadIdx.x < kSumRows) own = open_fused_row(p.r, s, min(row, params.rows - 1));
   const float unit = coef ? factor[0] : 0;
-  const float* numbers[kTileNumbers] = {s.sums, s.weighted_gaps, s.weight_sums, s.entropy_sums};
+  const float* numbers[kTileNumbers] = {s.sums, s.tile_weighted_gaps, s.weight_sums,
+                                        s.entropy_sums};
 #pragma unroll
   for (int n = 0; n < kTileNumbers; n++) add_tiles(numbers[n], params.rows, row, tiles, parts[n]);
   __syncthreads();
   if (threadIdx.x >= kSumRows || row >= params.rows) return;
-  TileSums sum = {total_of(s.sums, parts[kRest]), total_of(s.weighted_gaps, parts[kWeightedGap]),
-                  total_of(s.weight_sums, parts[kWeightSum]),
-                  total_of(s.entropy_sums, parts[kEntropySum])};
+  TileSums sum = {
+      total_of(s.sums, parts[kRest]), total_of(s.tile_weighted_gaps, parts[kWeightedGap]),
+      total_of(s.weight_sums, parts[kWeightSum]), total_of(s.entropy_sums, parts[kEntropySum])};
   const RowRef ref = row_ref_at(p.r, own.at, own.y);
   if (ref.kind == kRowAbsent) return;
   RowStatistics<float> stats = {};
@@ -202,10 +204,10 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
 flce_status launch_tile_statistics(void* self, const flce_rows* r, const fused_params* params,
                                    const fused_scratch* s, const void* factor, void* coef) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
-  const auto kernel = params->probabilities ? tile_statistics<kSoft>
-                      : params->general     ? tile_statistics<kGeneral>
-                      : s->weighted_gap     ? tile_statistics<kSmooth>
-                                            : tile_statistics<kPlain>;
+  const auto kernel = params->probabilities  ? tile_statistics<kSoft>
+                      : params->general      ? tile_statistics<kGeneral>
+                      : s->row_weighted_gaps ? tile_statistics<kSmooth>
+                                             : tile_statistics<kPlain>;
   return launch_dependent(self, kernel, blocks, kSumRows * kSumWarps, "tile_statistics",
                           make_args(r), *params, *s, (int)tiles_of(r->vocab), (const float*)factor,
                           (float*)coef);

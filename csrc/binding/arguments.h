@@ -1,0 +1,71 @@
+/* Checks of the tensors that an operator is given, and their conversion to what the core reads. */
+#ifndef FLCE_BINDING_ARGUMENTS_H
+#define FLCE_BINDING_ARGUMENTS_H
+
+#include <torch/csrc/stable/ops.h>
+
+#include "binding/device.h"
+
+namespace flce {
+
+inline std::string device_text(DeviceId id) {
+  if (id.type == aoti_torch_device_type_cpu()) return "cpu";
+  if (id.type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(id.index);
+  return id.type == aoti_torch_device_type_meta() ? "meta" : "another device";
+}
+
+/* `first`: the name of the tensor whose device is `id`. */
+inline void expect_device(const char* name, const Tensor& tensor, DeviceId id, const char* first) {
+  DeviceId got = device_of(tensor);
+  if (got.type != id.type || got.index != id.index)
+    refuse(name, std::string("the device of ") + first + ", " + device_text(id), device_text(got));
+}
+
+/* `meaning`: what the shape is, appended to it in the message. */
+inline void expect_shape(const char* name, const Tensor& tensor,
+                         const std::vector<int64_t>& expected, const std::string& meaning = "") {
+  std::vector<int64_t> got = shape_of(tensor);
+  if (got != expected) refuse(name, "shape " + shape_text(expected) + meaning, shape_text(got));
+}
+
+inline void expect_type(const char* name, const Tensor& tensor, ScalarType type) {
+  if (tensor.scalar_type() != type)
+    refuse(name, "dtype " + dtype_text(type), dtype_text(tensor.scalar_type()), FLCE_INVALID_TYPE);
+}
+
+/* The tensor itself if it is contiguous and of this dtype, else a copy that is. */
+inline Tensor converted(const Tensor& tensor, ScalarType type) {
+  if (tensor.is_contiguous() && tensor.scalar_type() == type) return tensor;
+  Tensor copy = torch::stable::new_empty(tensor, shape_of(tensor), type);
+  return torch::stable::copy_(copy, tensor);
+}
+
+inline Tensor dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : converted(tensor, tensor.scalar_type());
+}
+
+/* Checks a tensor that an operator of the same build has made: nothing converts it. */
+inline void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
+                        ScalarType type, DeviceId id) {
+  expect_shape(name, tensor, shape);
+  if (!tensor.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
+  expect_type(name, tensor, type);
+  expect_device(name, tensor, id, "input");
+}
+
+/* The shape without its last dimension, and the product of what is left. */
+inline std::vector<int64_t> leading_shape(const Tensor& tensor) {
+  std::vector<int64_t> shape = shape_of(tensor);
+  shape.pop_back();
+  return shape;
+}
+
+inline int64_t count_of(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (int64_t size : shape) count *= size;
+  return count;
+}
+
+}  // namespace flce
+
+#endif

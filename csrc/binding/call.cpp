@@ -1,0 +1,217 @@
+/* Checks the arguments of a call against each other. A refusal names the argument as
+ * flce.linear_cross_entropy does. */
+#include "binding/call.h"
+
+namespace flce {
+
+namespace {
+
+std::string shape_of_text(const Tensor& tensor) {
+  std::string text = shape_text(shape_of(tensor));
+  if (text != "(0,)") return text;
+  return text +
+         ", as DeepSpeed's ZeRO-3 leaves a parameter outside of its Module's hooks: call the "
+         "Module "
+         "(flce.LinearCrossEntropyHead, or the model after flce.fuse), or enter "
+         "deepspeed.zero.GatheredParameters around forward and backward";
+}
+
+/* "torch.bfloat16, or torch.float32", each named once. */
+std::string either(flce_dtype own, flce_dtype wide) {
+  std::string text = dtype_text(to_scalar_type(own));
+  return own == wide ? text : text + ", or " + dtype_text(to_scalar_type(wide));
+}
+
+void check_first(const char* name, const Tensor& tensor, DeviceId id) {
+  to_dtype(tensor.scalar_type(), name);
+  bool known = id.type == aoti_torch_device_type_cpu() || id.type == aoti_torch_device_type_cuda();
+  if (!known) refuse(name, "a CPU or CUDA tensor", "device " + device_text(id));
+  if (tensor.dim() < 1) refuse(name, "at least one dimension", "a 0-d tensor");
+}
+
+void bind_operands(const Operands& given, Call* call) {
+  const Tensor &input = given.input, &weight = given.linear_weight;
+  flce_problem* problem = &call->problem;
+  check_first("input", input, call->id);
+  problem->input_dtype = to_dtype(input.scalar_type(), "input");
+  problem->weight_dtype = to_dtype(weight.scalar_type(), "linear_weight");
+  problem->hidden = input.size(input.dim() - 1);
+  if (weight.dim() != 2 || weight.size(1) != problem->hidden)
+    refuse("linear_weight",
+           "shape (V, " + std::to_string(problem->hidden) + ") for input of shape " +
+               shape_text(shape_of(input)),
+           shape_of_text(weight));
+  problem->weight_rows = weight.size(0);
+  if (problem->hidden < 1 || (problem->weight_rows < 1 && problem->ranks == 0))
+    refuse("linear_weight", "at least one row and column", shape_text(shape_of(weight)));
+  expect_device("linear_weight", weight, call->id, "input");
+  call->tensors.input = call->pointer(input);
+  call->tensors.linear_weight = call->pointer(weight);
+  uintptr_t addresses = reinterpret_cast<uintptr_t>(call->tensors.input) |
+                        reinterpret_cast<uintptr_t>(call->tensors.linear_weight);
+  problem->unaligned = addresses % 16 != 0;
+  problem->has_bias = given.linear_bias.has_value();
+  problem->bias_dtype = problem->input_dtype;
+  if (!given.linear_bias) {
+    if (problem->want_grad_bias)
+      refuse("grad_bias", "a linear_bias to take the gradient of", "None");
+    return;
+  }
+  const Tensor& bias = *given.linear_bias;
+  problem->bias_dtype = to_dtype(bias.scalar_type(), "linear_bias");
+  if (shape_of(bias) != std::vector<int64_t>{problem->weight_rows})
+    refuse("linear_bias", "shape " + shape_text({problem->weight_rows}), shape_of_text(bias));
+  expect_device("linear_bias", bias, call->id, "input");
+  call->tensors.linear_bias = call->pointer(bias);
+}
+
+void bind_target(const Tensor& target, int64_t classes, const std::string& first, Call* call) {
+  flce_problem* problem = &call->problem;
+  ScalarType type = target.scalar_type();
+  problem->has_probabilities = is_float(type);
+  if (!is_float(type) && type != ScalarType::Long && type != ScalarType::Int)
+    refuse(
+        "target",
+        "class indices of dtype torch.int64 or torch.int32, or probabilities of a floating dtype",
+        dtype_text(type), FLCE_INVALID_TYPE);
+  std::vector<int64_t> expected = call->shape;
+  if (problem->has_probabilities) expected.push_back(classes);
+  expect_shape("target", target, expected,
+               problem->has_probabilities ? " for probabilities, a number for each class"
+                                          : ", that of " + first + " without its last dimension");
+  expect_device("target", target, call->id, "input");
+  if (!problem->has_probabilities) {
+    call->tensors.target = static_cast<const int64_t*>(call->pointer(target, ScalarType::Long));
+    return;
+  }
+  if (problem->loss.ignore_index != -100)
+    refuse("ignore_index", "None or -100 with probabilities, which have no index to ignore",
+           std::to_string(problem->loss.ignore_index));
+  call->tensors.probabilities = call->pointer(target);
+  call->tensors.probabilities_dtype = to_dtype(type, "target");
+}
+
+/* An optional vector of real numbers in the stat dtype. */
+const void* bind_vector(const char* name, const OptionalTensor& tensor,
+                        const std::vector<int64_t>& shape, const std::string& meaning, Call* call) {
+  if (!tensor) return nullptr;
+  ScalarType type = tensor->scalar_type();
+  if (type == ScalarType::ComplexDouble || type == ScalarType::ComplexFloat ||
+      type == ScalarType::ComplexHalf)
+    refuse(name, "real numbers", dtype_text(type), FLCE_INVALID_TYPE);
+  expect_shape(name, *tensor, shape, meaning);
+  expect_device(name, *tensor, call->id, "input");
+  return call->pointer(*tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
+}
+
+/* `classes`: of class weights and probabilities; `first`: the tensor with the rows, in words. */
+void bind_loss(const LossTensors& given, int64_t classes, const std::string& first, Call* call) {
+  flce_problem* problem = &call->problem;
+  bind_target(given.target, classes, first, call);
+  if (given.weight) to_dtype(given.weight->scalar_type(), "weight");
+  problem->has_class_weight = given.weight.has_value();
+  call->tensors.class_weight =
+      bind_vector("weight", given.weight, {classes}, ", a factor for each class", call);
+  std::string each = ", a number for each row of " + first;
+  call->tensors.token_weight =
+      bind_vector("token_weight", given.token_weight, call->shape, each, call);
+  problem->has_temperature = given.temperature.has_value();
+  call->tensors.temperature =
+      bind_vector("temperature", given.temperature, call->shape, each, call);
+  call->tensors.num_items = bind_vector("num_items", given.num_items, {}, "", call);
+}
+
+/* Sets the rows to compute, and of how many there is memory. */
+void bind_rows(std::optional<int64_t> rows, Call* call) {
+  flce_problem* problem = &call->problem;
+  int64_t tokens = problem->tokens, bound = rows.value_or(tokens);
+  bool counts = bound == kCountedRows;
+  if (counts) bound = tokens;
+  if (bound < 0 || bound > tokens)
+    refuse("rows", "0 to " + std::to_string(tokens) + ", the number of tokens",
+           std::to_string(bound));
+  problem->rows = call->saved_rows = bound;
+  if (problem->has_probabilities) {
+    if (bound < tokens)
+      refuse("rows", std::to_string(tokens) + " with probabilities, of which no row is ignored",
+             std::to_string(bound));
+    return;
+  }
+  if (call->id.type != aoti_torch_device_type_cpu()) return;
+  int64_t valid = 0;
+  for (int64_t i = 0; i < tokens; i++)
+    valid += call->tensors.target[i] != problem->loss.ignore_index;
+  if (valid > bound)
+    refuse("valid_bound",
+           "at least " + std::to_string(valid) + ", the number of rows that are not ignored",
+           std::to_string(bound));
+  problem->rows = valid;
+  if (counts) call->saved_rows = valid;
+}
+
+}  // namespace
+
+void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
+  flce_dtype own = problem->input_dtype, weight = problem->weight_dtype, bias = problem->bias_dtype;
+  bool has_f64 = own == FLCE_F64 || weight == FLCE_F64 || bias == FLCE_F64;
+  problem->dtype = own;
+  if (options.autocast >= 0 && !has_f64) { /* which autocast does not cast */
+    problem->dtype = static_cast<flce_dtype>(options.autocast);
+  } else {
+    flce_dtype wide = flce_stat_dtype(own);
+    if (weight != own)
+      refuse("linear_weight", "the dtype of input, " + dtype_text(to_scalar_type(own)),
+             dtype_text(to_scalar_type(weight)) + "; torch.autocast casts both", FLCE_INVALID_TYPE);
+    if (bias != own && bias != wide)
+      refuse("linear_bias", "the dtype of input, " + either(own, wide),
+             dtype_text(to_scalar_type(bias)) + "; torch.autocast casts it", FLCE_INVALID_TYPE);
+  }
+  problem->accum_dtype =
+      options.accum_dtype < 0 ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
+  problem->logits_dtype = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtype)
+                                                   : static_cast<flce_dtype>(options.logits_dtype);
+}
+
+Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments) {
+  Call call;
+  call.problem = arguments.options.problem;
+  call.allow_tf32 = arguments.options.allow_tf32;
+  call.id = device_of(operands.input);
+  call.kept.reserve(8);
+  bind_operands(operands, &call);
+  flce_problem* problem = &call.problem;
+  int64_t ranks = problem->ranks;
+  bool scatters = ranks > 1 && problem->input_is_sharded;
+  call.shape = leading_shape(operands.input);
+  if (scatters && !call.shape.empty()) call.shape[0] *= ranks;
+  problem->tokens = count_of(call.shape);
+  check(flce_find_classes(problem, arguments.options.start, arguments.options.vocab,
+                          arguments.valid_vocab.value_or(FLCE_ABSENT)));
+  choose_dtypes(arguments.options, problem);
+  std::string first = "input";
+  if (scatters) first = "the inputs of " + std::to_string(ranks) + " ranks (sequence=True)";
+  int64_t classes = arguments.options.vocab; /* of all ranks, padding included */
+  if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
+  bind_loss(loss, classes, first, &call);
+  bind_rows(arguments.rows, &call);
+  return call;
+}
+
+Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options) {
+  Call call;
+  call.problem = options.problem;
+  call.id = device_of(logits);
+  check_first("logits", logits, call.id);
+  call.shape = leading_shape(logits);
+  flce_problem* problem = &call.problem;
+  problem->tokens = problem->rows = count_of(call.shape);
+  problem->vocab = problem->weight_rows = logits.size(logits.dim() - 1);
+  if (problem->vocab < 1)
+    refuse("logits", "at least one class", "shape " + shape_text(shape_of(logits)));
+  problem->dtype = to_dtype(logits.scalar_type(), "logits");
+  call.tensors.input = call.pointer(logits);
+  bind_loss(loss, problem->vocab, "logits", &call);
+  return call;
+}
+
+}  // namespace flce

@@ -1,0 +1,65 @@
+/* The problem and the pointers of a call, from the tensors and options that an operator is given.
+ */
+#ifndef FLCE_BINDING_CALL_H
+#define FLCE_BINDING_CALL_H
+
+#include "binding/arguments.h"
+#include "binding/options.h"
+
+namespace flce {
+
+/* The tensors of the loss other than the operands; every operator takes them in this order. */
+struct LossTensors {
+  Tensor target;
+  OptionalTensor weight, token_weight, temperature, num_items;
+};
+
+/* input (..., H), linear_weight (V, H) and linear_bias (V,). */
+struct Operands {
+  Tensor input, linear_weight;
+  OptionalTensor linear_bias;
+};
+
+/* The arguments of an operator after its tensors. rows: nullopt: all; on the CPU those that are not
+ * ignored, but memory for all; kCountedRows: memory for those alone. group: of a sharded
+ * vocabulary, its name in torch.distributed. */
+struct CallArgs {
+  std::optional<int64_t> valid_vocab, rows;
+  PackedOptions options;
+  std::optional<std::string> group;
+};
+constexpr int64_t kCountedRows = -1;
+
+/* What the core reads of a call. Arguments of another dtype or layout than the core's are
+ * converted, and kept in `kept` until it is gone. */
+struct Call {
+  flce_problem problem{};
+  flce_tensors tensors{};
+  DeviceId id{};
+  bool allow_tf32 = false;
+  std::vector<int64_t> shape; /* of the target: input's without its last dimension */
+  int64_t saved_rows = 0;     /* rows of what save=logits and save=samples keep */
+  std::vector<Tensor> kept;
+
+  /* The operand x, as the core reads it. */
+  const Tensor& input() const { return kept.front(); }
+  const void* pointer(const Tensor& tensor) {
+    kept.push_back(dense(tensor));
+    return kept.back().const_data_ptr();
+  }
+  const void* pointer(const Tensor& tensor, ScalarType type) {
+    kept.push_back(converted(tensor, type));
+    return kept.back().const_data_ptr();
+  }
+};
+
+/* The call of a linear cross entropy, and that of a loss of given logits. */
+Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
+Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
+
+/* Sets the dtypes of the GEMMs, of dW's sum and of the logits from those of the operands. */
+void choose_dtypes(const PackedOptions& options, flce_problem* problem);
+
+}  // namespace flce
+
+#endif

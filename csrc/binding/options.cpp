@@ -1,0 +1,111 @@
+/* Reads the options that flce/options.py has packed. */
+#include "binding/options.h"
+
+namespace flce {
+
+namespace {
+
+#define FLCE_NAME(name) #name
+constexpr const char* kIntegerNames[] = {FLCE_INTEGERS(FLCE_NAME)};
+#undef FLCE_NAME
+#define FLCE_NAME(name, ...) #name,
+constexpr const char* kNumberNames[] = {FLCE_LOSS_NUMBERS(FLCE_NAME) "gradient_eps"};
+#undef FLCE_NAME
+
+void expect_count(const char* name, size_t got, size_t expected) {
+  if (got != expected) refuse(name, std::to_string(expected) + " values", std::to_string(got));
+}
+
+class Reader {
+ public:
+  Reader(const std::vector<int64_t>& integers, const std::vector<double>& numbers)
+      : integers_(integers), numbers_(numbers) {
+    expect_count("integers", integers.size(), static_cast<size_t>(IntegerSlot::count));
+    expect_count("numbers", numbers.size(), static_cast<size_t>(NumberSlot::count));
+  }
+
+  int64_t integer(IntegerSlot slot) const { return integers_[static_cast<size_t>(slot)]; }
+  double number(NumberSlot slot) const { return numbers_[static_cast<size_t>(slot)]; }
+  bool flag(IntegerSlot slot) const { return choice(slot, 0, 1) == 1; }
+  int dtype(IntegerSlot slot) const { return static_cast<int>(choice(slot, -1, FLCE_F16)); }
+
+  /* An integer in [low, high]. */
+  int64_t choice(IntegerSlot slot, int64_t low, int64_t high) const {
+    int64_t value = integer(slot);
+    if (value < low || value > high)
+      refuse(kIntegerNames[static_cast<size_t>(slot)],
+             std::to_string(low) + " to " + std::to_string(high), std::to_string(value));
+    return value;
+  }
+
+ private:
+  const std::vector<int64_t>& integers_;
+  const std::vector<double>& numbers_;
+};
+
+void read_loss(const Reader& read, flce_problem* problem) {
+  problem->reduction =
+      static_cast<flce_reduction>(read.choice(IntegerSlot::reduction, 0, FLCE_SUM));
+  problem->loss.ignore_index = read.integer(IntegerSlot::ignore_index);
+#define FLCE_READ(name, ...) problem->loss.name = read.number(NumberSlot::name);
+  FLCE_LOSS_NUMBERS(FLCE_READ)
+#undef FLCE_READ
+  problem->wants_entropy = read.flag(IntegerSlot::wants_entropy);
+  problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
+  problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
+}
+
+void read_strategy(const Reader& read, flce_problem* problem) {
+  problem->save = static_cast<flce_save>(read.choice(IntegerSlot::save, 0, FLCE_SAVE_AUTO));
+  problem->sampled = read.flag(IntegerSlot::gradient);
+  problem->gradient_eps = read.number(NumberSlot::gradient_eps);
+  problem->max_memory = read.integer(IntegerSlot::max_memory);
+  problem->saves_memory = read.flag(IntegerSlot::saves_memory);
+  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) || problem->wants_entropy;
+  problem->accumulates = read.flag(IntegerSlot::accumulates);
+  problem->traced = read.flag(IntegerSlot::traced);
+  problem->want_grad_input = read.flag(IntegerSlot::grad_input);
+  problem->want_grad_weight = read.flag(IntegerSlot::grad_weight);
+  problem->want_grad_bias = read.flag(IntegerSlot::grad_bias);
+}
+
+void read_shard(const Reader& read, flce_problem* problem) {
+  problem->ranks = read.integer(IntegerSlot::ranks);
+  problem->rank = read.integer(IntegerSlot::rank);
+  problem->input_is_sharded = read.flag(IntegerSlot::input_is_sharded);
+  problem->partial_grad_input = read.flag(IntegerSlot::partial_grad_input);
+  problem->wide_terms = read.flag(IntegerSlot::wide_terms);
+}
+
+}  // namespace
+
+std::string option_names() {
+  std::string names;
+  for (const char* name : kIntegerNames) names += std::string(name) + " ";
+  names += "/";
+  for (const char* name : kNumberNames) names += std::string(" ") + name;
+  return names;
+}
+
+PackedOptions unpack_options(const std::vector<int64_t>& integers,
+                             const std::vector<double>& numbers) {
+  Reader read(integers, numbers);
+  int64_t layout = read.integer(IntegerSlot::layout);
+  if (layout != kLayout)
+    refuse("layout", std::to_string(kLayout) + ", that of this build of flce",
+           std::to_string(layout) + "; compile the graph again");
+  PackedOptions options{};
+  read_loss(read, &options.problem);
+  read_strategy(read, &options.problem);
+  read_shard(read, &options.problem);
+  options.problem.frozen_hidden = read.integer(IntegerSlot::frozen_hidden);
+  options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
+  options.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
+  options.logits_dtype = read.dtype(IntegerSlot::logits_dtype);
+  options.autocast = read.dtype(IntegerSlot::autocast);
+  options.start = read.integer(IntegerSlot::start);
+  options.vocab = read.integer(IntegerSlot::vocab);
+  return options;
+}
+
+}  // namespace flce

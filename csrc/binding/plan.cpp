@@ -1,0 +1,128 @@
+/* The operators without tensors that tell what a call would do: `describe`, for the fakes of the
+ * operators and the checks of options alone, and `plan`, for flce.plan. */
+#include <tuple>
+
+#include <torch/csrc/stable/library.h>
+
+#include "binding/call.h"
+
+namespace flce {
+
+namespace {
+
+/* The slots of `operands` in the schemas: sizes and dtypes (flce_dtype, or -1 for None) of a call,
+ * as flce/options.py packs them. */
+enum OperandSlot {
+  kOnCpu,
+  kTokens,
+  kHidden,
+  kWeightRows,
+  kRows, /* to compute */
+  kInputDtype,
+  kWeightDtype,
+  kBiasDtype,
+  kAddedDtype, /* of the gradient to which dW is added */
+  kProbabilities,
+  kOperandSlots
+};
+
+flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int64_t> valid_vocab,
+                        const PackedOptions& options) {
+  if (operands.size() != kOperandSlots)
+    refuse("operands", std::to_string(kOperandSlots) + " values", std::to_string(operands.size()));
+  flce_problem problem = options.problem;
+  problem.tokens = operands[kTokens];
+  problem.hidden = operands[kHidden];
+  problem.weight_rows = operands[kWeightRows];
+  problem.rows = operands[kRows];
+  problem.input_dtype = static_cast<flce_dtype>(operands[kInputDtype]);
+  problem.weight_dtype = static_cast<flce_dtype>(operands[kWeightDtype]);
+  problem.has_bias = operands[kBiasDtype] >= 0;
+  problem.bias_dtype =
+      problem.has_bias ? static_cast<flce_dtype>(operands[kBiasDtype]) : problem.input_dtype;
+  problem.adds_grad_weight = operands[kAddedDtype] >= 0;
+  if (problem.adds_grad_weight)
+    problem.added_dtype = static_cast<flce_dtype>(operands[kAddedDtype]);
+  problem.has_probabilities = operands[kProbabilities] != 0;
+  check(
+      flce_find_classes(&problem, options.start, options.vocab, valid_vocab.value_or(FLCE_ABSENT)));
+  choose_dtypes(options, &problem);
+  return problem;
+}
+
+/* [strategy up to few rows, few rows, strategy up to some rows, some rows, strategy of more;
+ * whether statistics are kept; dtype and leading dimension of what is saved; dtypes of the
+ * gradients of input, weight and bias; stat dtype; first class, number of all classes]. Checks the
+ * options. No device is asked: what does not depend on rows follows from the device's type alone.
+ */
+std::vector<int64_t> describe(std::vector<int64_t> operands, std::optional<int64_t> valid_vocab,
+                              std::vector<int64_t> integers, std::vector<double> numbers) {
+  flce_problem problem = problem_of(operands, valid_vocab, unpack_options(integers, numbers));
+  check(flce_check_problem(&problem));
+  flce_facts facts = {0};
+  flce_facts_of_type(operands[kOnCpu] != 0, problem.dtype, &facts);
+  flce_problem equal = flce_equal_share(&problem);
+  flce_strategy s;
+  flce_choose_strategy(&equal, &facts, &s);
+  flce_plan plan = {};
+  plan.save = problem.save = s.many;
+  flce_choose_dtypes(&problem, &facts, &plan);
+  int64_t saved = s.many == FLCE_SAVE_SAMPLES ? -1 : plan.saved_dtype;
+  return {s.few,
+          s.few_rows,
+          s.some,
+          s.some_rows,
+          s.many,
+          plan.keeps_statistics,
+          saved,
+          plan.saved_pitch,
+          plan.grad_input_dtype,
+          plan.grad_weight_dtype,
+          plan.grad_bias_dtype,
+          flce_stat_dtype(problem.dtype),
+          problem.first_class,
+          problem.classes};
+}
+
+/* The plan as integers, in the order of plan_names(), its sampled_time, and its text. */
+std::tuple<std::vector<int64_t>, double, std::string> plan(int64_t device_index,
+                                                           std::vector<int64_t> operands,
+                                                           std::optional<int64_t> valid_vocab,
+                                                           std::vector<int64_t> integers,
+                                                           std::vector<double> numbers) {
+  PackedOptions options = unpack_options(integers, numbers);
+  flce_problem problem = problem_of(operands, valid_vocab, options);
+  bool cpu = operands[kOnCpu] != 0;
+  DeviceId id = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+                 static_cast<int32_t>(device_index)};
+  Device device(id, options.allow_tf32);
+  flce_plan made = device.plan(problem);
+  std::vector<int64_t> values(static_cast<size_t>(flce_plan_values(&made, nullptr)));
+  flce_plan_values(&made, values.data());
+  std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
+  flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));
+  text.pop_back();
+  return {values, made.sampled_time, text};
+}
+
+std::string plan_names() {
+  return flce_plan_names();
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
+  m.def("describe(int[] operands, int? valid_vocab, int[] integers, float[] numbers) -> int[]");
+  m.def(
+      "plan(int device_index, int[] operands, int? valid_vocab, int[] integers, float[] numbers) "
+      "-> (int[] values, float sampled_time, str text)");
+  m.def("plan_names() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+  m.impl("describe", TORCH_BOX(&describe));
+  m.impl("plan", TORCH_BOX(&plan));
+  m.impl("plan_names", TORCH_BOX(&plan_names));
+}
+
+}  // namespace flce

@@ -1,0 +1,41 @@
+/* The choice of the rows of a chunk, and the integer helpers of the plan. */
+#ifndef FLCE_CHUNKS_H
+#define FLCE_CHUNKS_H
+
+#include "flce.h"
+
+static inline int64_t min64(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+static inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+static inline int64_t round_up(int64_t a, int64_t b) {
+  return b > 1 ? ceil_div(a, b) * b : a;
+}
+
+/* Multiply-adds of 16-bit operands in the time in which the memory moves one byte: 80 on an H200,
+ * within a third of that on other GPUs of compute capability 8.0 and later. */
+static const double kAddsPerByte = 80.0;
+
+/* Of a GEMM's tiles: chunks are whole tiles if they are larger. */
+enum { TILE_ROWS = 128 };
+
+/* The loop over chunks of the forward or of the backward. */
+typedef struct chunk_loop {
+  int64_t row_bytes; /* bytes that a row of a chunk takes of max_memory */
+  int64_t max_rows;  /* upper bound of a chunk's rows, whatever max_memory is */
+  int64_t tile_rows; /* rows that the loop's kernels compute at a time */
+  bool makes_logits, /* the loop runs the logits GEMM */
+      makes_dx,      /* the loop runs dX's GEMM */
+      makes_dw;      /* the loop runs dW's GEMM */
+  bool overlaps_dw;  /* dW's GEMM reads and writes dW during its mainloop */
+} chunk_loop;
+
+/* Chooses the rows of a chunk and the number of chunks. `problem` has the plan's hidden size and
+ * accum_dtype. FLCE_INVALID_ARGUMENT if max_memory is less than one row. */
+flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
+                              int64_t* chunks);
+
+#endif

@@ -1,0 +1,133 @@
+/* The state of a call and of a chunk, and helpers that make the arguments of a backend's functions
+ * from them: the lowest layer of the files that execute a plan. Above it are gradients.h, samples.h
+ * and shards.h, and above these engine.c. */
+#ifndef FLCE_EXECUTION_H
+#define FLCE_EXECUTION_H
+
+#include "backend.h"
+
+/* The state of one call. Nothing of it outlives the call. */
+typedef struct execution {
+  const flce_backend* backend;
+  struct shard_call* shard; /* shards.h; NULL unless the vocabulary is sharded */
+  /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
+   * with targets as columns of this rank. */
+  const flce_problem* problem;
+  const flce_plan* plan; /* NULL in cross_entropy.c */
+  const flce_tensors* tensors;
+  flce_dtype stat;           /* the stat dtype */
+  const void* input;         /* [N][plan->hidden] plan->dtype; NULL if the call does not read it */
+  const void* linear_weight; /* [V][plan->hidden] plan->dtype */
+  const void* bias;          /* [V] stat dtype, or NULL */
+  void* losses;              /* [N] stat dtype, or NULL in a backward */
+} execution;
+
+/* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
+ * the calling function returns the status. */
+#define CALL(e, function, ...)                                                       \
+  do {                                                                               \
+    const flce_backend* backend_ = (e)->backend;                                     \
+    flce_status status_ = backend_->function(backend_->self, __VA_ARGS__);           \
+    if (status_ != FLCE_OK) return flce_fail(status_, "%s", backend_->last_error()); \
+  } while (0)
+
+static inline void* element_ptr(const void* base, int64_t elements, flce_dtype dtype) {
+  return (char*)base + elements * flce_size_of(dtype);
+}
+
+/* The address of element `count` of an optional vector; NULL stays NULL. */
+static inline const void* optional_ptr(const void* vector, int64_t count, flce_dtype dtype) {
+  return vector ? element_ptr(vector, count, dtype) : NULL;
+}
+
+static inline const void* scalar(const execution* e, enum flce_scalar index) {
+  return element_ptr(e->tensors->scalars, index, e->stat);
+}
+
+/* flce_rows without z and out; its vectors start at token `first`. */
+static inline flce_rows open_rows(const execution* e, int64_t first, int64_t rows) {
+  const flce_problem* problem = e->problem;
+  const flce_tensors* tensors = e->tensors;
+  int64_t columns = problem->weight_rows;
+  bool adds_bias = e->plan && e->plan->gemm_adds_bias;
+  return (flce_rows){
+      .rows = rows,
+      .vocab = problem->vocab,
+      /* row_coefficients and blank_rows take the stat dtype from it, also where z is not set. */
+      .z_dtype = e->stat,
+      .bias = adds_bias ? NULL : e->bias,
+      .target = tensors->target ? tensors->target + first : NULL,
+      .probabilities =
+          optional_ptr(tensors->probabilities, first * columns, tensors->probabilities_dtype),
+      .probabilities_dtype = tensors->probabilities_dtype,
+      .probabilities_pitch = columns,
+      .class_weight = tensors->class_weight,
+      .token_weight = optional_ptr(tensors->token_weight, first, e->stat),
+      .temperature = optional_ptr(tensors->temperature, first, e->stat),
+      .options = problem->loss,
+      .wants_entropy = problem->wants_entropy,
+      .stats = element_ptr(tensors->stats, first, e->stat),
+      .stat_pitch = problem->tokens,
+      .loss = (void*)optional_ptr(e->losses, first, e->stat),
+      .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
+      .scalars = tensors->scalars,
+  };
+}
+
+static inline void set_z(flce_rows* view, void* z, flce_dtype dtype, int64_t pitch) {
+  view->z = z;
+  view->z_dtype = dtype;
+  view->z_pitch = view->z_columns = pitch;
+}
+
+static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch,
+                           int64_t columns) {
+  view->out = out;
+  view->out_dtype = dtype;
+  view->out_pitch = pitch;
+  view->out_columns = columns;
+}
+
+/* The backward's upstream gradients; their vectors start at token 0. */
+static inline flce_upstream upstream_of(const execution* e) {
+  const flce_tensors* tensors = e->tensors;
+  return (flce_upstream){.loss = tensors->grad_output,
+                         .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
+                         .lse = tensors->grad_lse,
+                         .entropy = tensors->grad_entropy};
+}
+
+/* A buffer of the workspace; NULL where the plan has none. */
+static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
+  const flce_buffer* b = &e->plan->buffers[id];
+  return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
+}
+
+/* Consecutive computed rows whose logits are in memory at a time. */
+typedef struct chunk {
+  int64_t first, rows;       /* computed rows [first, first + rows) */
+  flce_buffer_id gathered_x; /* the buffer for a copy of the chunk's rows of x */
+  flce_rows view;            /* z: the result of the logits GEMM; out: E or dz */
+  const void* coef;          /* [FLCE_COEF_ROWS][N] stat dtype, indexed like the view's vectors */
+} chunk;
+
+/* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. NULL in a
+ * backward that does not read x. */
+static inline const void* rows_of_input(const execution* e, const chunk* c) {
+  return optional_ptr(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+}
+
+/* x from column frozen_hidden on: the columns that dW is computed from. */
+static inline const void* weight_input(const execution* e) {
+  return element_ptr(e->input, e->plan->hidden - e->plan->weight_hidden, e->plan->dtype);
+}
+
+static inline bool wants_gradients(const execution* e) {
+  return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
+}
+
+/* For GEMMs that a backend runs within its other functions. */
+void flce_count_gemm(void);
+flce_status flce_run_gemm(const execution* e, flce_gemm gemm);
+
+#endif

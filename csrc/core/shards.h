@@ -1,0 +1,44 @@
+/* What a sharded vocabulary adds to a call. For one rank these functions do nothing, or what the
+ * backend's function does that they are named after, so that engine.c has one order of calls for
+ * any number of ranks. */
+#ifndef FLCE_SHARDS_H
+#define FLCE_SHARDS_H
+
+#include "comm.h"
+#include "core/execution.h"
+
+/* Of a call with a sharded vocabulary: execution.shard. */
+typedef struct shard_call {
+  const flce_comm* comm;
+  unsigned in_flight; /* its collectives that have begun, as flce_comm.abandon takes them */
+  const flce_problem* caller_problem; /* as the caller gave them */
+  const flce_tensors* caller_tensors;
+  flce_problem problem; /* e->problem and e->tensors: x of all tokens, targets as columns of this */
+  flce_tensors tensors; /* rank */
+} shard_call;
+
+/* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies; of one rank
+ * e->shard becomes NULL. Begins and completes the all-gather of x, if the call reads it. */
+flce_status flce_open_shard(execution* e, bool reads_input);
+/* `status`, that of the call. Every call ends here, so that no failure leaves a collective in
+ * flight whose buffers the caller frees. */
+flce_status flce_close_shard(const execution* e, flce_status status);
+/* The backend's prepare: for all classes, and for this rank's. */
+flce_status flce_prepare(const execution* e, void* order, bool overlaps);
+/* Lets the passes over this rank's classes make the sums that the ranks exchange. */
+void flce_enable_partial_sums(const execution* e, flce_rows* view);
+/* The backend's row_coefficients: in the whole vocabulary. */
+flce_status flce_row_coefficients(const execution* e, const chunk* c, const flce_upstream* upstream,
+                                  const void* factor);
+/* Begins the all-gather of a chunk's statistics. */
+flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c);
+/* Waits for it: statistics and losses of the whole vocabulary. */
+flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c);
+/* Begins the all-to-all of dX, after its last chunk: this rank's part of it is complete. */
+flce_status flce_begin_all_to_all_dx(const execution* e);
+/* Waits for it, sums the parts of all ranks, and begins the all-gather of the sums. */
+flce_status flce_begin_all_gather_dx(const execution* e);
+/* Waits for that. */
+flce_status flce_wait_all_gather_dx(const execution* e);
+
+#endif

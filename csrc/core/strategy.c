@@ -1,0 +1,59 @@
+/* flce_choose_strategy: what save=auto is, from what is known of a problem before its rows are.
+ * Pure, as plan.c. */
+#include "core/strategy.h"
+
+#include "backend.h"
+#include "core/chunks.h"
+
+/* Up to this size of the weight, in bytes, gradients are made in the forward even if the logits
+ * fit: an H200 scales such a gradient faster than the backward launches a kernel
+ * (benchmarks/NOTES.md). */
+enum { SMALL_WEIGHT_BYTES = 128 << 20 };
+
+static flce_strategy always(flce_save save) {
+  return (flce_strategy){.few = save, .some = save, .many = save};
+}
+
+/* Bytes of a row of logits, in the dtype in which the logits GEMM writes them. */
+static int64_t logits_row_bytes(const flce_problem* problem, const flce_facts* facts,
+                                flce_dtype dtype) {
+  int64_t size = flce_size_of(facts->gemm_writes_f32 ? problem->logits_dtype : dtype);
+  return round_up(problem->vocab * size, facts->row_alignment);
+}
+
+flce_save flce_known_strategy(const flce_problem* problem) {
+  if (!problem->want_grad_input && !problem->want_grad_weight && !problem->want_grad_bias)
+    return FLCE_SAVE_NOTHING;
+  return problem->sampled ? FLCE_SAVE_SAMPLES : problem->save;
+}
+
+void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
+                          flce_strategy* strategy) {
+  flce_problem problem = *given;
+  *strategy = always(flce_known_strategy(given));
+  if (strategy->few != FLCE_SAVE_AUTO) return;
+  problem.save = FLCE_SAVE_LOGITS;
+  flce_plan kept = {.save = FLCE_SAVE_LOGITS};
+  flce_choose_dtypes(&problem, facts, &kept);
+  bool gpu = facts->multiprocessors > 0;
+  /* The forward must not make gradients in three cases: the backward adds to the caller's; a
+   * compiled backward gets zeros in place of no gradient of lse or entropy, and would compute all
+   * again; float16 cannot hold the gradients of probabilities that are not normalized. */
+  bool late = problem.accumulates || (problem.traced && problem.differentiates_outputs) ||
+              (problem.has_probabilities && kept.dtype == FLCE_F16);
+  bool keeps_gradients = problem.reduction != FLCE_NONE && !late;
+  if (gpu && keeps_gradients && problem.saves_memory && !problem.differentiates_outputs) {
+    /* Gradients of lse or entropy would make save=grads recompute the logits. */
+    *strategy = always(FLCE_SAVE_GRADS);
+    return;
+  }
+  int64_t saved_row = kept.saved_pitch * flce_size_of(kept.saved_dtype);
+  int64_t weight_bytes = problem.vocab * problem.hidden * flce_size_of(kept.dtype);
+  bool small = gpu && keeps_gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
+  strategy->few = small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS;
+  strategy->some = FLCE_SAVE_LOGITS;
+  strategy->many = keeps_gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
+  strategy->some_rows = saved_row > 0 ? problem.max_memory / saved_row : INT64_MAX;
+  int64_t row = logits_row_bytes(&problem, facts, kept.dtype);
+  strategy->few_rows = min64(strategy->some_rows, row > 0 ? problem.max_memory / row : INT64_MAX);
+}

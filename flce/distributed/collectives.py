@@ -1,0 +1,211 @@
+"""The collectives of a sharded vocabulary: the operators that csrc/binding/collectives.h calls
+while an operator of flce runs. A collective begins on the current stream and is asynchronous until
+waited for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
+
+import contextlib
+import functools
+import socket
+import threading
+import traceback
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
+
+from .. import validate
+from .._C import call_keeping, getenv
+from ..operators import library
+
+_in_flight = threading.local()  # forward and backward run in different threads
+_IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan
+# torch 2.13 renames the function.
+_renamed = hasattr(dist, "all_gather_single")
+_all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
+_compared = weakref.WeakSet()  # groups whose class ranges are not compared any more
+
+
+def _works():
+    if not hasattr(_in_flight, "works"):
+        _in_flight.works = {}
+    return _in_flight.works
+
+
+def _group(name):
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def check_group(name, rank, ranks):
+    """Refuses a VocabParallel of another rank or process, as a pickle may have."""
+    try:
+        group = _group(name)
+    except RuntimeError as error:
+        if not _is_of_torch(error):
+            raise
+        validate.refuse("vocab_parallel", "a group of this process", repr(name))
+    present = (dist.get_rank(group), dist.get_world_size(group))
+    if (rank, ranks) != present:
+        expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
+        validate.refuse("vocab_parallel", expected, f"that of rank {rank} of {ranks}")
+
+
+def compares(name, tensor):
+    """Whether the ranks compare a call, which exchanges objects: in a group's first one and with
+    FLCE_CHECK=1, but not where the tensors or the group are fake, nor while a CUDA graph is
+    captured."""
+    group = _group(name)
+    if group in _compared and not validate.checks_more():
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return dist.get_backend(group) != "fake" and detect_fake_mode((tensor,)) is None
+
+
+def gathered(name, device, own):
+    """What each rank has given as `own`, by rank."""
+    group = _group(name)
+    found = [None] * dist.get_world_size(group)
+    # NCCL exchanges objects through the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def mark_compared(name):
+    _compared.add(_group(name))
+
+
+def _all_gather(group, id, received, sent):
+    # No later call compares class ranges. Where this call is of a compiled graph, a rank that falls
+    # back to eager would compare them alone.
+    mark_compared(group)
+    work = _all_gather_single(received, sent, group=_group(group), async_op=True)
+    _works()[group, id] = work
+
+
+def _all_to_all(group, id, received, sent):
+    work = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
+    _works()[group, id] = work
+
+
+def _wait(group, id):
+    _works().pop((group, id)).wait()
+
+
+def _abandon():
+    # A thread runs one operator at a time. Without their Works the collectives keep their memory
+    # until they have ended (binding/collectives.h), and no longer.
+    _works().clear()
+
+
+# ---- symmetric memory ----
+
+_MOST_RANKS = 16  # FLCE_MOST_PEERS
+_FLAG_BYTES = 256  # 2 x _MOST_RANKS x uint32, and alignment
+
+
+def _can_share(group):
+    """Whether the group's ranks are GPUs of one host that can read each other's memory, by
+    agreement of all. torch's symmetric memory requires that the ranks' device indices differ: not
+    where CUDA_VISIBLE_DEVICES gives each process one GPU."""
+    ranks, own = dist.get_world_size(group), torch.cuda.current_device()
+    if getenv("FLCE_PEERS") == "0" or not 1 < ranks <= _MOST_RANKS:
+        return False
+    if "cuda:nccl" not in dist.get_backend_config(group):
+        return False
+    of_ranks, readable = [None] * ranks, [None] * ranks
+    dist.all_gather_object(of_ranks, (socket.gethostname(), own), group=group)
+    hosts, devices = zip(*of_ranks, strict=True)
+    if len(set(hosts)) > 1 or len(set(devices)) < ranks:
+        return False
+    others = [device for device in devices if device != own]
+    visible = max(devices) < torch.cuda.device_count()
+    reads = visible and all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    dist.all_gather_object(readable, reads, group=group)
+    return all(readable)
+
+
+class _SharedMemory:
+    """The symmetric memory of a group, from which its copy engines send."""
+
+    def __init__(self, group):
+        self.group = weakref.ref(group)
+        self.possible = _can_share(group)
+        self.buffers = {}  # by id: bytes, addresses
+        self.kept = []  # a captured CUDA graph may have the addresses of a smaller one
+
+    def allocate(self, id, size):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        group = self.group()
+        data = -(-size // _FLAG_BYTES) * _FLAG_BYTES
+        memory = symmetric.empty(data + _FLAG_BYTES, dtype=torch.uint8, device="cuda")
+        handle = symmetric.rendezvous(memory, group)
+        memory[data:] = 0
+        torch.cuda.synchronize()
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+        self.kept.append((memory, handle))
+        addresses = [base + offset for base in handle.buffer_ptrs for offset in (0, data)]
+        self.buffers[id] = size, addresses
+
+
+_shared = {}  # by the group's name; a later group may reuse a name
+
+
+def shares_memory():
+    """Whether a group of this process exchanges by copy engines."""
+    return any(shared.possible for shared in _shared.values())
+
+
+def _send_buffer(name, id, size):
+    """(data, flags) of each rank, as addresses, in memory that all ranks have mapped, of at least
+    `size` bytes on each; [] where there is none. The first call and a larger `size` synchronise all
+    ranks, which is not possible while a CUDA graph is captured."""
+    group, shared = _group(name), _shared.get(name)
+    _compared.add(group)  # as in _all_gather
+    captures = torch.cuda.is_current_stream_capturing()
+    if shared is None or shared.group() is not group:
+        if captures:
+            return []
+        shared = _shared[name] = _SharedMemory(group)
+    if shared.possible and not captures and shared.buffers.get(id, (0,))[0] < size:
+        shared.allocate(id, size)
+    held, addresses = shared.buffers.get(id, (0, []))
+    return addresses if held >= size else []
+
+
+# ---- errors ----
+
+
+def _text(failed):
+    error, (function, group, id, *_) = failed
+    which = f"{function.__name__.strip('_')} ({_IDS[id]}) of group {group!r}"
+    return f"{which}: {type(error).__name__}: {error}"
+
+
+def _is_of_torch(error):
+    """Whether an exception is an error of torch.distributed, and not what a signal's handler has
+    raised while a collective ran, which may have any class."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = frame.f_globals.get("__name__", "")
+    return isinstance(error, RuntimeError) and f"{module}.".startswith(("torch.", f"{__name__}."))
+
+
+def pending_error():
+    """The exception to raise for an operator of this thread that failed in a collective, once; None
+    if there is none. An interrupt is that exception itself, with its traceback; an error of
+    torch.distributed is the cause of a RuntimeError that names the collective and its group."""
+    failed = _in_flight.__dict__.pop("failed", None)
+    if failed is None or not _is_of_torch(failed[0]):
+        return failed and failed[0]
+    error = RuntimeError(f"flce: exchange failed: {_text(failed)}")
+    error.__cause__ = failed[0]
+    return error
+
+
+for _function in (_all_gather, _all_to_all, _wait, _send_buffer):
+    _name = f"comm{_function.__name__}"
+    _function = functools.partial(call_keeping, _in_flight, _function)
+    library.impl(_name, _function, "CompositeExplicitAutograd")
+library.impl("comm_abandon", _abandon, "CompositeExplicitAutograd")
+library.impl("comm_error", lambda: _text(_in_flight.failed), "CompositeExplicitAutograd")

@@ -1,0 +1,184 @@
+"""A vocabulary sharded over ranks: `VocabParallel`, and what the ranks compare before a call."""
+
+import torch
+
+from .. import composite, fakes, validate
+from ..options import CHOICES, DTYPES, INTEGERS, NUMBERS, value_of
+from ..targets import process_group
+from . import collectives, inductor
+
+_OPERANDS = ("input", "linear_weight", "target", "linear_bias")
+_OPERANDS += ("weight", "token_weight", "temperature", "num_items")
+# Options that are packed under another name, and those that may differ between ranks.
+_NAMED = {"input_is_sharded": "sequence", "partial_grad_input": "reduce_input_grad"}
+_NAMED |= {"wide_terms": "reduce_dtype", "accumulates": "accumulate_into"}
+_OF_RANK = ("ranks", "rank", "start", "vocab")
+
+
+class VocabParallel:
+    """Divides the vocabulary of `flce.linear_cross_entropy` among the ranks of a group.
+
+    Every rank passes the rows of linear_weight and linear_bias for its own classes, and the same
+    input and target, whose classes count over all ranks; `weight`, a factor for each class, is
+    whole. Every rank gets the loss and the outputs of the whole
+    vocabulary, with the same bits, and the gradients of its own operands; the gradient of input is
+    summed over the ranks. All ranks have to make the same calls with the same options. The ranks'
+    shares may differ in size, and one may be empty (shape (0, H)).
+
+    Args:
+        group: a ProcessGroup, or a DeviceMesh of one dimension.
+        start, vocab: this rank's first class, and the number of all classes. Both None: all ranks
+            have as many classes, in the order of their ranks. start None: the classes are divided
+            as torch.chunk and DTensor's Shard(0) do.
+        sequence: input is this rank's share of the tokens, (N/T, ...) of T ranks, along its first
+            dimension, and so is its gradient; target, of the shape (N, ...), is that of all tokens.
+        reduce_input_grad: False leaves the gradient of input unsummed, for callers that sum it
+            (as Megatron's copy_to_tensor_model_parallel_region does).
+        reduce_dtype: torch.float32 exchanges the ranks' terms of a bfloat16 or float16 gradient of
+            input in float32: one rounding instead of two, twice the bytes of that exchange. None:
+            in the gradient's dtype. The sum is computed in float32 in both cases.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or range, by name.
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        group,
+        start=None,
+        vocab=None,
+        sequence=False,
+        reduce_input_grad=True,
+        reduce_dtype=None,
+    ):
+        import torch.distributed as dist
+
+        group = process_group("vocab_parallel", group)
+        validate.check_flag("sequence", sequence)
+        validate.check_flag("reduce_input_grad", reduce_input_grad)
+        if vocab is not None:
+            validate.check_integer("vocab", vocab, 1)
+        if start is not None:
+            if vocab is None:
+                validate.refuse("vocab", "the number of all classes with start", None)
+            validate.check_integer("start", start, 0, vocab)
+        if sequence and not reduce_input_grad:
+            validate.refuse("reduce_input_grad", "True with sequence=True", False)
+        wide = is_wide(reduce_dtype)
+        if wide and not reduce_input_grad:
+            validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
+        self.start, self.vocab, self.sequence = start, vocab, sequence
+        self.reduce_input_grad, self.reduce_dtype = reduce_input_grad, reduce_dtype
+        self.group, self.ranks = group.group_name, dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.text = text_of(
+            self.group, self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide
+        )
+
+    def __repr__(self):
+        names = ("start", "vocab", "sequence", "reduce_input_grad", "reduce_dtype")
+        shown = "".join(f", {name}={getattr(self, name)}" for name in names)
+        return f"VocabParallel(group {self.group!r}, rank {self.rank} of {self.ranks}{shown})"
+
+    def __eq__(self, other):
+        return isinstance(other, VocabParallel) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+
+def text_of(group, *values):
+    """The text of a VocabParallel, as the operators take it: the group's name and the integers of
+    options.SHARD."""
+    return "|".join((group, *(str(-1 if value is None else int(value)) for value in values)))
+
+
+def is_wide(reduce_dtype):
+    """Whether the terms of dX are exchanged in float32; refuses other dtypes."""
+    if reduce_dtype is not None and reduce_dtype is not torch.float32:
+        validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
+    return reduce_dtype is not None
+
+
+# ---- before a call ----
+
+
+def _range_of(operands, integers, numbers):
+    """(start, vocab, rows, error, first class) of this rank."""
+    own = (value_of(integers, "start"), value_of(integers, "vocab"), len(operands[1]))
+    try:
+        found = fakes.described(*operands[:4], (None, None, integers, numbers, None))
+    except ValueError as error:
+        return *own, str(error), 0
+    return *own, "", found.first_class
+
+
+def _check_ranges(given):
+    """Refuses class ranges that do not hold every class once. `given`: _range_of each rank."""
+    starts, vocabs, rows, errors, firsts = zip(*given, strict=True)
+    forms = [(start < 0, vocab) for start, vocab in zip(starts, vocabs, strict=True)]
+    if len(set(forms)) > 1:
+        expected = "the same vocab on all ranks, and start on all or on none"
+        texts = [[None if value < 0 else value for value in one[:2]] for one in given]
+        shown = "; ".join(f"start={start}, vocab={vocab}" for start, vocab in texts)
+        validate.refuse("vocab_parallel", expected, shown)
+    if vocabs[0] < 0 and len(set(rows)) > 1:
+        expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
+        validate.refuse("linear_weight", expected, list(rows))
+    for error in filter(None, errors):
+        raise ValueError(error)
+    ranges = [range(first, first + n) for first, n in zip(firsts, rows, strict=True)]
+    end, classes = 0, vocabs[0] if vocabs[0] >= 0 else sum(rows)
+    for held in sorted(filter(None, ranges), key=lambda held: held.start):
+        end = held.stop if held.start == end else -1
+    if end != classes:
+        expected = f"ranges that hold each of {classes} classes once"
+        validate.refuse("vocab_parallel", expected, ranges)
+
+
+def _common_options(operands, lists):
+    """Pairs of a name and a value: what the calls of all ranks have to have in common."""
+    valid_vocab, rows, integers, numbers, _ = lists
+    pairs = [("input", (operands[0].dtype, tuple(operands[0].shape)))]
+    for name, tensor in zip(_OPERANDS[1:], operands[1:], strict=False):
+        pairs.append((name, None if tensor is None else tensor.dtype))
+    for name, value in zip(INTEGERS, integers, strict=False):
+        if name in CHOICES:
+            value = CHOICES[name][value]
+        elif name.endswith("_dtype"):
+            value = None if value < 0 else DTYPES[value]
+        elif name.startswith(("grad_", "wants_")):
+            value = bool(value)
+        elif name == "partial_grad_input":
+            value = not value
+        if name not in _OF_RANK:
+            pairs.append((_NAMED.get(name, name), value))
+    pairs += zip(NUMBERS, numbers, strict=True)
+    if rows == composite.COUNTED:
+        ignored = value_of(integers, "ignore_index")
+        rows = int((operands[2] != ignored).sum())
+    return [*pairs, ("valid_vocab", valid_vocab), ("rows that are not ignored", rows)]
+
+
+def before_call(operands, lists, traced):
+    """What the ranks compare before the operator runs: their class ranges, in a group's first
+    call; with FLCE_CHECK=1 in every call, and their options too. A traced call compares nothing."""
+    if traced:
+        inductor.order_exchanges()
+        return
+    *_, integers, numbers, group = lists
+    collectives.check_group(group, value_of(integers, "rank"), value_of(integers, "ranks"))
+    if not collectives.compares(group, operands[1]):
+        return
+    own = _range_of(operands, integers, numbers)
+    options = _common_options(operands, lists) if validate.checks_more() else ()
+    given = collectives.gathered(group, operands[1].device, (own, options))
+    ranges, options = zip(*given, strict=True)
+    _check_ranges(ranges)
+    for rank, pairs in enumerate(options):
+        for (name, first), (_, value) in zip(options[0], pairs, strict=False):
+            if value != first:
+                got = f"{first!r} on rank 0, {value!r} on rank {rank}"
+                validate.refuse(name, "the same on all ranks", got)
+    collectives.mark_compared(group)

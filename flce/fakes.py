@@ -1,0 +1,205 @@
+"""The inner operators' fake (meta) implementations, and their FLOP counts. What a fake has to know
+of a call the core says (`describe`); only the number of rows, which may be symbolic, is compared
+here."""
+
+import math
+import typing
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.flop_counter import register_flop_formula
+
+from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
+from .options import CHOICES, DTYPES, GRADIENTS, replaced, value_of
+from .validate import check_same_device, refuse, refuse_vmap
+
+_AUTO = CHOICES["save"].index("auto")
+
+
+class Described(typing.NamedTuple):
+    """What csrc/binding/plan.cpp: describe says of a call; a dtype is its index in DTYPES."""
+
+    few: int  # strategy up to few_rows rows
+    few_rows: int
+    some: int  # strategy up to some_rows rows
+    some_rows: int
+    many: int  # strategy of more rows
+    keeps_statistics: int
+    saved_dtype: int  # -1: int32
+    saved_pitch: int
+    grad_input_dtype: int
+    grad_weight_dtype: int
+    grad_bias_dtype: int
+    stat_dtype: int
+    first_class: int
+    classes: int
+
+    def strategy(self, rows):
+        """torch.export needs one strategy for all sizes of a dynamic shape."""
+        if self.few == self.some == self.many:
+            return self.many
+        if self.few != self.some and _is_at_most(rows, self.few_rows):
+            return self.few
+        return self.some if _is_at_most(rows, self.some_rows) else self.many
+
+
+def _is_at_most(rows, limit):
+    if isinstance(rows, int) or not torch.compiler.is_exporting():
+        return rows <= limit
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= limit)
+
+
+def describe_sizes(*operands, valid_vocab, integers, numbers):
+    """The Described of csrc/binding/plan.cpp's OperandSlot; checks the options. No dispatch mode
+    sees it, because it has no tensors and symbolic sizes become numbers."""
+    operands = [int(value) for value in operands]
+    valid_vocab = None if valid_vocab is None else int(valid_vocab)
+    with no_dispatch():
+        return Described(
+            *run_plain(inner.describe.default, operands, valid_vocab, integers, numbers)
+        )
+
+
+def described(input, linear_weight, target, linear_bias, lists):
+    """The Described of a call; no result depends on the number of its rows, which may be
+    symbolic."""
+    valid_vocab, _, integers, numbers, _ = lists
+    hidden, dtypes = input.shape[-1], (input.dtype, linear_weight.dtype, linear_bias)
+    codes = [DTYPES.index(dtype) for dtype in dtypes[:2]]
+    codes.append(-1 if linear_bias is None else DTYPES.index(linear_bias.dtype))
+    sizes = input.device.type == "cpu", 0, hidden, linear_weight.shape[0], 0
+    others = (-1, target.is_floating_point())
+    named = {"valid_vocab": valid_vocab, "integers": integers, "numbers": numbers}
+    return describe_sizes(*sizes, *codes, *others, **named)
+
+
+def with_strategy(input, linear_weight, target, linear_bias, lists):
+    """`lists` with the strategy in place of "auto"."""
+    valid_vocab, rows, integers, numbers, group = lists
+    if value_of(integers, "save") != _AUTO:
+        return lists
+    found = described(input, linear_weight, target, linear_bias, lists)
+    tokens = math.prod(_rows_shape(target))
+    save = found.strategy(tokens if rows is None or rows < 0 else rows)
+    return valid_vocab, rows, replaced(integers, save=save), numbers, group
+
+
+def _rows_shape(target):
+    return target.shape[:-1] if target.is_floating_point() else target.shape
+
+
+def _fake_loss(target, integers, dtype, keeps_statistics):
+    """The fake loss, stats, scalars and predictions."""
+    shape = _rows_shape(target)
+    stats = scalars = predictions = None
+    if keeps_statistics:
+        stats = target.new_empty((STATS, math.prod(shape)), dtype=dtype)
+        scalars = target.new_empty((SCALARS,), dtype=dtype)
+    if value_of(integers, "wants_predictions"):
+        predictions = target.new_empty(shape, dtype=torch.int64)
+    reduced = CHOICES["reduction"][value_of(integers, "reduction")] != "none"
+    return target.new_empty(() if reduced else shape, dtype=dtype), stats, scalars, predictions
+
+
+def _fake_gradients(input, linear_weight, linear_bias, integers, found):
+    columns = input.shape[-1] - value_of(integers, "frozen_hidden")
+    shapes = input.shape, (linear_weight.shape[0], columns), linear_weight.shape[:1]
+    dtypes = found.grad_input_dtype, found.grad_weight_dtype, found.grad_bias_dtype
+    return tuple(
+        input.new_empty(shape, dtype=DTYPES[dtype]) if value_of(integers, name) else None
+        for name, shape, dtype in zip(GRADIENTS, shapes, dtypes, strict=True)
+    )
+
+
+def _fake_forward(input, linear_weight, target, linear_bias, *rest):
+    operands = input, linear_weight, target, linear_bias
+    _check_devices("forward", *operands, *rest[:5])
+    lists = with_strategy(*operands, lists_of(rest[5:]))
+    _, rows, integers, _, _ = lists
+    found = described(*operands, lists)
+    made = _fake_loss(target, integers, DTYPES[found.stat_dtype], found.keeps_statistics)
+    save, saved, grads = CHOICES["save"][found.many], None, (None,) * 3
+    if save in ("logits", "samples"):
+        tokens = math.prod(_rows_shape(target))
+        dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
+        shape = (tokens if rows is None or rows < 0 else rows, found.saved_pitch)
+        saved = input.new_empty(shape, dtype=dtype)
+    if save == "grads":
+        grads = _fake_gradients(input, linear_weight, linear_bias, integers, found)
+    return *made, saved, *grads
+
+
+def _check_devices(name, input, *others):
+    for argument, tensor in zip(
+        getattr(inner, name).default._schema.arguments[1:], others, strict=False
+    ):
+        if tensor is not None:
+            check_same_device(argument.name, tensor, "input", input)
+
+
+def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
+    lists = lists_of(rest[6:])
+    found = described(input, linear_weight, target, linear_bias, lists)
+    return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
+
+
+def _fake_cross_entropy_forward(logits, target, *rest):
+    if logits.shape[-1] < 1:
+        refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return _fake_loss(target, rest[4], dtype, True)
+
+
+_FAKES = {
+    "forward": _fake_forward,
+    "backward": _fake_backward,
+    "backward_into": lambda grad_weight_into, *args: _fake_backward(*args)[::2],
+    "scale_": lambda *args: None,
+    "scaled": lambda grad, grad_output, scalars, dtype: torch.empty_like(grad, dtype=dtype),
+    "cross_entropy_forward": _fake_cross_entropy_forward,
+    "cross_entropy_backward": lambda _, grad_stats, logits, *rest: logits.new_empty(logits.shape),
+}
+
+for _name, _fake in _FAKES.items():
+    for _op in variants(_name):
+        torch.library.register_fake(_op, _fake, lib=library)
+        for _key in ("FuncTorchBatched", "Batched"):  # Batched: is_grads_batched, vectorize=True
+            library.impl(_op, refuse_vmap, _key)
+
+
+# ---- FLOPs, for torch.utils.flop_counter ----
+
+
+def _gemm_flops(input, linear_weight, target, lists, gemms):
+    """Of GEMMs as large as that of the logits, over the rows that are computed."""
+    valid_vocab, rows, integers, _, _ = lists
+    vocab = len(linear_weight) if valid_vocab is None else min(valid_vocab, len(linear_weight))
+    if target.is_cpu and not target.is_floating_point() and not is_fake(target):
+        rows = int((target != value_of(integers, "ignore_index")).sum())
+    elif rows is None or rows < 0:
+        rows = math.prod(_rows_shape(target))
+    return 2 * gemms * rows * input.shape[-1] * vocab
+
+
+def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
+    made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
+    return _gemm_flops(input, linear_weight, target, lists_of(rest[6:]), 1 + made)
+
+
+def _backward_flops(grad_output, grad_stats, input, linear_weight, target, *rest, **_):
+    lists = lists_of(rest[7:])
+    integers, numbers = lists[2:4]
+    wanted = value_of(integers, "grad_input") + value_of(integers, "grad_weight")
+    save = CHOICES["save"][value_of(integers, "save")]
+    if save == "samples":  # a row's list in place of all classes
+        pairs = range(math.ceil(1 / numbers[-1]))
+        return _gemm_flops(input, pairs, target, (None, *lists[1:]), wanted)
+    return _gemm_flops(input, linear_weight, target, lists, wanted + (save == "stats"))
+
+
+register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)(_forward_flops)
+register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)(_backward_flops)
+register_flop_formula(inner.backward_into, get_raw=True)(
+    lambda _, *args, **named: _backward_flops(*args, **named)
+)

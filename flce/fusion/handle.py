@@ -1,0 +1,460 @@
+"""The state of a fused model: when to defer, what happened, the handle to undo it, and a report."""
+
+import collections
+import contextlib
+import functools
+import inspect
+import warnings
+import weakref
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import composite
+from ..options import OPTIONS, completed
+from . import head as heads
+from . import steps
+from .reentry import enclosing_of, fusion_in
+
+# The others follow from the model's own call of the loss.
+_OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
+_OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
+_MAX_RECORDS = 16  # kinds of losses counted apart: an annealed factor makes one each step
+_WITHOUT_LABELS = (
+    'the loss is computed from all logits; flce.fuse(model, when="always") serves F.cross_entropy '
+    "of its output"
+)
+_NOT_CALLED = (
+    "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
+    f"the model multiplies by the weight itself (F.linear), {heads.BY_HAND}"
+)
+_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "era")
+_fusions = weakref.WeakSet()
+
+
+def _note_step(optimizer, args, kwargs):
+    if not is_compiling():  # what is compiled raises the versions of what it writes to
+        for fusion in list(_fusions):
+            fusion.note_step(optimizer)
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+class Fusion(contextlib.AbstractContextManager):
+    """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
+
+    model, options: as given; model is None once it is freed. losses: {steps after the head: how
+    often a loss was computed without logits}; reads: {operation: how often it made real logits
+    where no loss needed them}; fallbacks: {reason: how often real logits were made for a loss}.
+
+    The heads and the model's hooks hold the Fusion. It holds Modules by weak references, so that a
+    model is freed when its last reference goes, and a copy of a head is not a copy of the model.
+    """
+
+    _graphs_exist = False  # of any Fusion: they may serve other models of the same classes
+
+    def __init__(self, model, when, strict, options):
+        self.when, self._strict, self.options = when, strict, options
+        self._model_name, self._is_attached = type(model).__name__, False
+        self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
+        self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self._begin_anew(weakref.ref(model))
+
+    def _begin_anew(self, model):
+        """Sets what belongs to Modules and to calls in progress, which _NOT_COPIED names."""
+        self._model = model
+        self.linears = weakref.WeakKeyDictionary()  # {each nn.Linear that has deferred: None}
+        self._hooks = []
+        self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
+        self._label_stack = []  # of the models being called now, from the outside in
+        # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
+        # compiled call reads anew where a number would be part of its graph.
+        self.era = object()
+        _fusions.add(self)
+
+    def __getstate__(self):
+        """A copy's heads add themselves. What is copied may be a head alone."""
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._begin_anew(lambda: None)
+
+    @property
+    def model(self):
+        return self._model()
+
+    def attached(self):
+        """[(name, the head's Module, its nn.Linears)]"""
+        found = {}
+        for linear in self.linears:
+            if fusion_in(linear) is self:
+                found.setdefault((linear._flce_name, enclosing_of(linear)), []).append(linear)
+        return [(*head, linears) for head, linears in found.items()]
+
+    def is_attached(self):
+        """Whether any head of it is fused now."""
+        return self._is_attached
+
+    def attach(self, found):
+        """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
+        refused = []
+        for name, module in found:
+            if reason := heads.attach(self, name, module):
+                refused.append((name, reason))
+                continue
+            self._is_attached = True
+            parent, _, child = name.rpartition(".")
+            self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
+        attached = [module for _, module, _ in self.attached()]
+        for caller in _callers(self.model, attached) if attached else ():
+            begin = functools.partial(self._begin, _label_positions(caller))
+            self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
+        return refused
+
+    def _follow(self):
+        """Fuses what stands in the place of a head by now: resize_token_embeddings and
+        set_output_embeddings put an nn.Linear there, PEFT an adapter around the head, or the head
+        again."""
+        for place in list(self._places):
+            name, module = place[0], _module_at(place)
+            if module is None:
+                continue
+            linears = [module] if isinstance(module, nn.Linear) else heads.linears_of(module)
+            if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
+                continue
+            for other, head, before in self.attached():
+                if other == name:
+                    heads.detach(head, before)
+            for copied in [m for m in module.modules() if fusion_in(m) is not None]:
+                heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
+            if reason := heads.attach(self, name, module):
+                self._places.remove(place)
+                self._is_attached = bool(self._places)
+                self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
+
+    def _begin(self, positions, model, args, kwargs):
+        if model is self.model and self._label_stack:
+            self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
+        if not self._label_stack:
+            if not is_compiling():
+                self._model_was_called, self._head_is_called = True, False
+                self._follow()
+            # Traced, so that a graph is guarded by the classes of the Modules in these places.
+            elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
+                self._follow()
+        if not self._needs_no_labels():
+            self._label_stack.append(_has_labels(positions, args, kwargs))
+
+    def _end(self, model, args, output):
+        if self._needs_no_labels():
+            return
+        # Empty if a pre-hook before `_begin` raised.
+        had_labels = self._label_stack.pop() if self._label_stack else False
+        # output is None where the forward raised. What a compiled graph calls is not known.
+        if not had_labels or self._label_stack or output is None or not self._is_attached:
+            return
+        if not (is_compiling() or self._is_traced or self._head_is_called):
+            reason = f"forward with labels did not call the head ({self._head_names()})"
+            self.fall_back(reason, _NOT_CALLED)
+
+    def _needs_no_labels(self):
+        """In a checkpoint torch.compile lets nothing be changed that was there before."""
+        return self.when == "always" and is_compiling()
+
+    def _head_names(self):
+        return ", ".join([name for name, _, _ in self._places])
+
+    def is_to_defer(self):
+        """Whether a head that is called now defers. Counts the call."""
+        is_on = self._is_attached and (self.when == "always" or any(self._label_stack))
+        if is_compiling():
+            self._note_traced(not is_on and torch.is_grad_enabled())
+        elif is_on:
+            self._head_is_called = True
+        elif torch.is_grad_enabled():
+            self._gave_logits = True
+        return is_on
+
+    def _note_traced(self, gave_logits):
+        self._is_traced = Fusion._graphs_exist = True
+        self._gave_logits = self._gave_logits or gave_logits
+
+    def note_step(self, optimizer):
+        """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
+        weights = [p for linear in self.linears for p in linear._parameters.values()]
+        weights = [p for p in weights if p is not None and (p.requires_grad or p.grad is not None)]
+        # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
+        if _steps(optimizer, weights) or any(hasattr(p, "ds_id") for p in weights):
+            self.era = object()
+        model = None if self.losses else self.model
+        if model is not None and _steps(optimizer, model.parameters()):
+            self.tell_if_unused()
+
+    def tell_if_unused(self):
+        """After a step of training: warns if flce has computed no loss, and knows no reason."""
+        if not self._is_attached or self.losses or self.fallbacks:
+            return
+        if self._graphs_exist and not self._is_traced:
+            return  # a graph of another model may compute the loss
+        names = self._head_names()
+        if self._gave_logits:
+            reason = f"the head ({names}) was called without labels in training"
+            self.fall_back(reason, _WITHOUT_LABELS)
+        elif self._model_was_called:
+            self.fall_back(f"training did not call the head ({names})", _NOT_CALLED)
+
+    def remove(self):
+        """Gives the Modules their classes back. Deferred logits that are still held can be read."""
+        for hook in self._hooks:
+            hook.remove()
+        for _, module, linears in self.attached():
+            heads.detach(module, linears)
+        self._is_attached = False
+        self._hooks, self._places, self._label_stack = [], [], []
+
+    def summary(self):
+        """The counts in a phrase."""
+        count = sum(self.losses.values())
+        parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
+        parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
+        without_labels = ", calls without labels" if self._gave_logits else ""
+        return ", ".join(parts) or "no loss computed yet" + without_labels
+
+    def __repr__(self):
+        state = "attached" if self._is_attached else "removed"
+        return f"<flce.fuse of {self._model_name}: {state}, {self.summary()}>"
+
+    def __exit__(self, *exception):
+        self.remove()
+
+    def note_loss(self, key):
+        """A loss was computed without logits. key: of the record."""
+        name = steps.describe(key)
+        is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
+        self.losses["other steps" if is_new else name] += 1
+
+    def note_read(self, name):
+        self.reads[name] += 1
+
+    # Called while torch.compile traces, and not traced, as it would compile again for each count:
+    # what torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
+    for _function in (_follow, _note_traced, note_loss, note_read):
+        _function._dynamo_marked_constant = True
+
+    def fall_back(self, reason, consequence="the loss is computed from all logits"):
+        """flce does not compute a loss because of `reason`: a warning the first time, or an error
+        if strict."""
+        if self._strict:
+            raise RuntimeError(f"flce.fuse: strict=True: {reason}")
+        is_first = reason not in self.fallbacks
+        if is_first or not is_compiling():
+            self.fallbacks[reason] += 1
+        if is_first:
+            warnings.warn(
+                f"flce.fuse: {self._model_name}: {reason}: {consequence}; "
+                "flce.explain(model) lists such reasons",
+                stacklevel=2,
+            )
+
+
+def _steps(optimizer, parameters):
+    """Whether an optimizer steps any of the parameters."""
+    known = {id(p) for p in parameters}
+    return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+
+
+def _module_at(place):
+    """What stands in a head's place by now, the Module itself where torch.compile wraps it."""
+    _, parent, child = place
+    module = parent()
+    if child and module is not None:
+        module = module._modules.get(child)
+    return getattr(module, "_orig_mod", module)
+
+
+def _is_label(name):
+    return name == "labels" or name.endswith("_labels")
+
+
+def _has_labels(positions, args, kwargs):
+    labels = [args[i] for i in positions if i < len(args)]
+    labels += [value for name, value in kwargs.items() if _is_label(name)]
+    return any(value is not None for value in labels)
+
+
+def _callers(model, modules):
+    """The model, and every submodule that contains a head and whose forward takes labels: a
+    wrapper may call it directly, without the outer forward."""
+    held = set(modules)
+    for caller in model.modules():
+        is_around = held & ({*caller.modules()} - {caller}) and _label_positions(caller)
+        if not hasattr(caller, "_orig_mod") and (caller is model or is_around):
+            yield caller
+
+
+def _label_positions(model):
+    """Where the forward of a model takes labels, if by position."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    parameters = inspect.signature(model.forward).parameters
+    return [i for i, name in enumerate(parameters) if _is_label(name)]
+
+
+def _check_options(options):
+    known = {name: OPTIONS[name].default for name in _OPTIONS}
+    completed("flce.fuse", known, options)
+    composite.check_options(options, 1 << 20)
+
+
+def _heads_to_fuse(model, head):
+    """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
+    found = heads.heads_of(model, head)
+    if not found:
+        raise ValueError(
+            "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
+            'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
+            f"{type(model).__name__} without; head= names another; for logits by F.linear with "
+            f"the weight of an nn.Embedding {heads.BY_HAND}"
+        )
+    for name, module in found:
+        while (fusion := heads.fusion_of(module)) is not None:
+            if fusion.model is model:
+                raise ValueError(
+                    f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
+                )
+            fusion.remove()  # of a model that this one was taken from, or wraps
+    return found
+
+
+def fuse(model, head=None, *, when="labels", strict=False, **options):
+    """Makes a model compute its cross entropy by flce, without its logits, in place.
+
+    The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
+    records what docs/fuse.md lists (scales, casts, a softcap, views, selected rows ...), and
+    F.cross_entropy (nn.CrossEntropyLoss) and logsumexp of it are computed by
+    flce.linear_cross_entropy. Every other operation makes the real logits first. `outputs.logits`
+    is made when it is read, which has to be before the weights change.
+
+    Results agree up to rounding: flce sums in float32 and does not round the logits; float32
+    adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid row is 0, not NaN.
+
+    Args:
+        model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
+            adapters or without, or any other; also in torch.compile(model). A head that is put
+            in the place of a fused one later is fused by the model's next call.
+        head: the head or its name, or a list of these; None asks get_output_embeddings() of the
+            model and of those in it, and takes every nn.Linear whose name ends in "lm_head".
+        when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
+            than None). "always": in every call of the head, for training loops that call
+            F.cross_entropy themselves.
+        strict: raise a RuntimeError where logits would have to be made for a loss, instead of a
+            warning for each reason.
+        **options: of `linear_cross_entropy`: accum_dtype, logits_dtype, save, max_memory,
+            accumulate_into, gradient, gradient_eps, z_loss, valid_bound. All others follow from
+            the model's own loss. Losses for each row drop save="grads"; logsumexp drops that,
+            z_loss, gradient, gradient_eps and accumulate_into.
+
+    Returns:
+        A handle with `remove()`, which is a context manager too. It does not keep the model.
+
+    Raises:
+        TypeError: the model is no nn.Module, or an option of another name.
+        ValueError: nn.DataParallel, an unknown `head` or `when`, a bad value of an option, a model
+            without a head, a head that is fused already, or with strict=True a head that cannot be
+            fused. Without strict it is left alone, with a warning.
+        RuntimeError, from later calls: with strict=True, where logits would have to be made for a
+            loss, and in a training step without a loss by flce; replicas of nn.DataParallel; logits
+            that are read after the head's weight or input has changed, where the weight is sharded,
+            or written to before they are made, by code that does not ask __torch_function__; a hook
+            on logits whose loss was computed without them.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
+    while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
+        model = model._orig_mod
+    if when not in ("labels", "always"):
+        raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
+    _check_options(options)
+    fusion = Fusion(model, when, strict, options)
+    fusion.refused = fusion.attach(_heads_to_fuse(model, head))
+    for name, reason in fusion.refused:
+        if strict:
+            fusion.remove()
+            raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
+        warnings.warn(f"flce.fuse: {name} is not fused: {reason}", stacklevel=2)
+    return fusion
+
+
+class Explanation:
+    """The report of `flce.explain`: str() of it is text.
+
+    model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
+    consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
+    that flce.fuse returned, empty if the model is not fused; summary: these in a phrase.
+    """
+
+    def __init__(self, model):
+        self.model, fusion = type(model).__name__, heads.fusion_of(model)
+        self.is_fused = fusion is not None
+        known = {module: name for name, module in heads.heads_of(model)}
+        for name, module, _ in fusion.attached() if self.is_fused else ():
+            known.setdefault(module, name)
+        self.heads, self.refused = [], []
+        for module, name in known.items():
+            reason = None if heads.fusion_of(module) else heads.why_not(module)
+            if reason is None:
+                self.heads.append((name, _consists_of(module)))
+            else:
+                self.refused.append((name, reason))
+        refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find
+        self.refused += [one for one in refused if one[0] not in known.values()]
+        self.summary = "" if fusion is None else fusion.summary()
+        for name in ("losses", "reads", "fallbacks"):
+            setattr(self, name, dict(getattr(fusion, name, {})))
+
+    def __str__(self):
+        state = "fused" if self.is_fused else "not fused"
+        lines = [f"{self.model}: {state}"]
+        lines += [f"  head {name}: {text}" for name, text in self.heads]
+        lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
+        if self.is_fused and not self.losses and not self.fallbacks:
+            lines.append(f"  {self.summary}")
+        for record, count in self.losses.items():
+            lines.append(f"  {count} x loss without logits (steps after the head: {record})")
+        for reason, count in self.fallbacks.items():
+            lines.append(f"  {count} x fall-back: {reason}")
+        for name, count in self.reads.items():
+            lines.append(f"  {count} x logits read in addition to the loss: by {name}")
+        return "\n".join(lines)
+
+
+def _consists_of(head):
+    if isinstance(head, nn.Linear):
+        shape = f"nn.Linear({head.in_features}, {head.out_features})"
+        return f"{shape}, {head.weight.dtype}, bias {'no' if head.bias is None else 'yes'}"
+    names = [name for name, module in head.named_modules() if isinstance(module, nn.Linear)]
+    return f"{type(head).__name__} of {', '.join(names)}"
+
+
+def explain(model):
+    """What `flce.fuse` did with a model, or would do.
+
+    Args:
+        model: an nn.Module, fused or not.
+
+    Returns:
+        An Explanation; print it.
+
+    Raises:
+        TypeError: the model is no nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
+    return Explanation(model)

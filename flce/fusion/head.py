@@ -1,0 +1,270 @@
+"""The heads of a model: what it calls for its logits, the nn.Linear in that, and the subclasses
+that these Modules get. A normal call returns deferred logits; a call with a Request runs its work
+inside the Module's hooks."""
+
+import functools
+import types
+import weakref
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from .. import validate
+from ..distributed.dtensor import is_dtensor
+from . import proxies, reentry, steps
+from .node import HeadCall, Node, Snapshot
+from .reentry import enclosing_of, foreign_hook, fusion_in
+from .sharded import gathering_forward
+
+BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is done"
+# An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
+# _flce_enclosing, a weak reference to the Module that the model calls.
+
+
+class Reentrant:
+    """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 2 and type(args[1]) is reentry.Request:
+            return args[1].run(self, args[0])
+        own = self.__dict__.get("_flce_gathers") or super().forward
+        return own(*args, **kwargs)
+
+    def __setstate__(self, state):
+        """Of a copy: what encloses an nn.Linear is restored after it."""
+        super().__setstate__(state)
+        if (fusion := fusion_in(self)) is not None and fusion.is_attached():
+            fusion.linears[self] = None
+        for linear in self.modules():
+            if fusion_in(linear) is not None:
+                linear._flce_enclosing = weakref.ref(self)
+
+
+class _Deferring(Reentrant):
+    """Mixed into an nn.Linear whose products are logits."""
+
+    def __call__(self, *args, **kwargs):
+        # torch.compile inlines forward without __call__ where there are no hooks.
+        if not is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0])
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        if is_compiling() and _defers(self, args, kwargs):
+            return _deferred(self, args[0])
+        return super().forward(*args, **kwargs)
+
+    def compute_logits(self, x):
+        """The real logits, without hooks."""
+        is_whole = not is_dtensor(self.weight) or is_dtensor(x)
+        if not is_whole and "_flce_gathers" not in self.__dict__:
+            raise RuntimeError(
+                "flce.fuse: expected the head's weight to be whole where logits are made, got a "
+                "sharded one: read outputs.logits before the forward of the model ends, give the "
+                "head an FSDP unit of its own, or leave the root's weights unsharded after forward"
+            )
+        return super().forward(x)
+
+
+def _defers(linear, args, kwargs):
+    """Whether this call of the head defers. Counts the call, and notes why it falls back if it
+    does."""
+    if len(args) != 1:
+        return False  # a Request, or for nn.Linear to refuse
+    fusion = linear._flce_fusion
+    if not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
+        return False
+    if "_is_replica" in linear.__dict__:
+        raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
+    x = args[0]
+    if isinstance(x, torch.Tensor) and (x.is_meta or not x.is_floating_point() or x.dim() == 0):
+        return False
+    if reason := _obstacle(linear, x):
+        fusion.fall_back(reason)
+    return reason is None
+
+
+def _exports():
+    return torch.compiler.is_exporting()
+
+
+_exports._dynamo_marked_constant = True  # torch 2.10 traces is_exporting as True
+
+
+def _obstacle(linear, x):
+    """Why this call of a head cannot defer; None if it can."""
+    if not is_standard_linear(linear):
+        return "the head's forward was replaced"
+    if type(x) not in (torch.Tensor, nn.Parameter):
+        return f"the head's input is a {type(x).__name__}"
+    if validate.function_transforms_are_on():
+        return "a transform of torch.func is active"
+    return _hindrance(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
+
+
+def _hindrance(head, linears, it):
+    """Why the products of the nn.Linears that make a head's logits cannot be deferred, or None."""
+    if any("parametrizations" in linear._modules for linear in linears):
+        return f"{it} is parametrized: each use would make its weight anew"
+    for module in linears if head in linears else (head, *linears):
+        if hook := foreign_hook(module):
+            return f"{hook} is hooked to {it}, and would not see the logits"
+    return None
+
+
+DATA_PARALLEL = (
+    "model: expected one replica per process (DistributedDataParallel, FSDP), got nn.DataParallel, "
+    "whose replicas are copies without the state of fuse"
+)
+
+
+def _deferred(linear, x):
+    weight, bias = linear.weight, linear.bias
+    grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    grad = torch.is_grad_enabled() and grad
+    device = x.device if weight.is_meta else weight.device
+    snapshots = [Snapshot(linear, x, weight, bias)]
+    call = HeadCall(linear._flce_fusion, proxies.proxy_of, device, grad, snapshots)
+    shape = (*x.shape[:-1], linear.out_features)
+    record = steps.Record((steps.Source(linear, x),), (), shape, call.product_dtype(x))
+    return call.proxy(Node(call, record))
+
+
+@functools.cache
+def _class_of(base, mixin):
+    """`base` with the mixin in front, under the name of `base`."""
+    attributes = {"__module__": base.__module__, "__reduce_ex__": _reduce, "_flce_base": base}
+    return type(base.__name__, (mixin, base), attributes)
+
+
+def _reduce(module, protocol):
+    """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
+    mixin = _Deferring if isinstance(module, _Deferring) else Reentrant
+    state = {name: value for name, value in module.__dict__.items() if name != "_flce_enclosing"}
+    return _rebuilt, (module._flce_base, mixin), state
+
+
+def _rebuilt(base, mixin):
+    return object.__new__(_class_of(base, mixin))
+
+
+def _set_class(module, new):
+    """Python looks __call__ up in the class, and a deferred call returns before the hooks that
+    nn.Module.__call__ runs: an attribute `forward` of the Module would come too late."""
+    module.__class__ = new
+    if "_old_forward" in module.__dict__:
+        # accelerate's hook, which is `forward` of the instance, calls this one.
+        module._old_forward = types.MethodType(new.forward, module)
+
+
+def _mix_in(module, mixin):
+    if not isinstance(module, mixin):  # by an earlier fusion, of whose class FSDP2 derives its own
+        _set_class(module, _class_of(type(module), mixin))
+
+
+def attach(fusion, name, enclosing):
+    """Makes each nn.Linear of a head defer its products. Returns why it cannot, or None."""
+    if reason := why_not(enclosing):
+        return reason
+    linears = linears_of(enclosing)
+    for linear in linears:
+        if gathers := gathering_forward(linear):
+            # It would not pass Requests on.
+            del linear.forward
+            linear._flce_gathers = gathers
+        _mix_in(linear, _Deferring)
+        linear._flce_fusion, linear._flce_name = fusion, name
+        linear._flce_enclosing = weakref.ref(enclosing)
+        fusion.linears[linear] = None
+    if all(enclosing is not linear for linear in linears):
+        _mix_in(enclosing, Reentrant)
+    return None
+
+
+def detach(enclosing, linears):
+    """Undoes `attach`. A class that others have derived since (FSDP2's) stays: it does nothing
+    once the Fusion is off."""
+    for module in (*linears, enclosing):
+        base = type(module).__dict__.get("_flce_base")
+        if base is not None:
+            _set_class(module, base)
+            gathers = module.__dict__.get("_flce_gathers")
+            for name in [name for name in module.__dict__ if name.startswith("_flce_")]:
+                del module.__dict__[name]
+            if gathers:
+                module.forward = gathers
+
+
+def is_standard_linear(module):
+    """Whether an nn.Linear computes what the class nn.Linear does."""
+    forward = type(module).forward
+    is_replaced = "forward" in module.__dict__ and "_old_forward" not in module.__dict__
+    is_replaced = is_replaced and gathering_forward(module) is None
+    return forward in (nn.Linear.forward, _Deferring.forward) and not is_replaced
+
+
+def fusion_of(model):
+    """The Fusion of the first head in `model` that is fused; None if there is none."""
+    fusions = (fusion for module in model.modules() if (fusion := fusion_in(module)) is not None)
+    return next((fusion for fusion in fusions if fusion.is_attached()), None)
+
+
+def heads_of(model, head=None):
+    """[(name, Module)]: what the model calls for its logits.
+
+    head: None to ask get_output_embeddings() of the model and of the models in it; else a Module
+    of the model, its name, or a list of these.
+    """
+    if head is not None:
+        return [_named(model, one) for one in (head if isinstance(head, list | tuple) else [head])]
+    names = {module: name for name, module in model.named_modules()}
+    found = {}
+    for module in names:
+        try:
+            embeddings = getattr(module, "get_output_embeddings", lambda: None)()
+        except NotImplementedError:
+            continue
+        if embeddings in names:
+            found[embeddings] = names[embeddings]
+    for module, name in names.items():
+        # A second head, of which get_output_embeddings() does not tell.
+        if name.rpartition(".")[2].endswith("lm_head") and isinstance(module, nn.Linear):
+            found[module] = name
+    return [(name, module) for module, name in found.items()]
+
+
+def _named(model, head):
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module is head or name == head:
+            return name, module
+    if isinstance(head, str):
+        expected = f"the name of a Module of {type(model).__name__}, got {head!r}"
+    else:
+        expected = f"a Module of the model, its name, or a list of these, got {type(head).__name__}"
+    raise ValueError(f"flce.fuse: head: expected {expected}")
+
+
+def linears_of(head):
+    """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
+    (base layer, up projections, copies to save), which PEFT wraps around it. Empty if one of them
+    is of another class (a quantised base layer): then their sum needs real logits."""
+    found = [head]
+    if not isinstance(head, nn.Linear):
+        classes = getattr(head, "out_features", None)
+        found = [m for m in head.modules() if m is not head and hasattr(m, "out_features")]
+        found = [module for module in found if module.out_features == classes]
+    are_standard = all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in found)
+    return found if are_standard else []
+
+
+def why_not(head):
+    """Why the products of `head` cannot be deferred; None if they can."""
+    linears = linears_of(head)
+    if fusion_of(head) is not None:  # by this call: fuse refuses what was fused before it
+        return "its nn.Linear belongs to another head of this model"
+    if isinstance(head, nn.Embedding):
+        return f"it is an nn.Embedding, whose weight the model multiplies by: {BY_HAND}"
+    if not linears:
+        return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
+    return _hindrance(head, linears, "it")

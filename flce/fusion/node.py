@@ -1,0 +1,241 @@
+"""Values computed from a head's output that have not been made, and how they are made."""
+
+import contextlib
+import copy
+
+import torch
+from torch.compiler import is_compiling
+
+from . import steps
+from .reentry import call_through, fusion_in
+
+
+class Snapshot:
+    """A head's hidden states, weight and bias at its call.
+
+    Three things tell that they have changed. An optimizer's step begins another era of the Fusion,
+    because fused optimizers do not raise `_version`. Other writes raise it, but torch.compile does
+    not trace it and inference tensors have none. The rest, as writes through `.data`, changes some
+    of the elements in a sample.
+    """
+
+    def __init__(self, linear, x, weight, bias):
+        self.fusion, self.linear, self.era = linear._flce_fusion, linear, linear._flce_fusion.era
+        self.parts = []  # (name, tensor, version or None, sample or None)
+        self._keep("hidden states", x)
+        # Hooks may gather the weight, which changes it: then the era alone tells.
+        if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
+            self._keep("weight", weight)
+            self._keep("bias", bias)
+
+    def _keep(self, name, tensor):
+        if _is_plain(tensor):
+            version = None if is_compiling() or tensor.is_inference() else tensor._version
+            samples = version is None or name != "hidden states"
+            sample = _few(name, tensor).clone() if samples else None
+            self.parts.append((name, tensor, version, sample))
+
+    def change(self, compares):
+        """What has changed, in words; None if nothing was seen to. compares: look at the samples
+        too, which waits for the device."""
+        if self.fusion.era is not self.era:
+            return "an optimizer that has stepped since"
+        for name, tensor, version, sample in self.parts:
+            current = tensor if name == "hidden states" else getattr(self.linear, name)
+            if current is not tensor:
+                # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
+                is_same = not _is_plain(current)
+            else:
+                is_same = version is None or tensor._version == version
+                is_same = is_same and not (compares and _differs(sample, name, tensor))
+            if not is_same:
+                return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
+        return None
+
+
+def _is_plain(tensor):
+    return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not tensor.is_meta
+
+
+def _few(name, tensor):
+    """An element of each row of the hidden states, at most 31 x 31 of a weight."""
+    if name == "hidden states":
+        return tensor.detach()[..., :1]
+    return tensor.detach()[tuple([slice(None, None, max(n // 16, 1)) for n in tensor.shape])]
+
+
+def _differs(sample, name, tensor):
+    if sample is None or (sample.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False  # a graph that is captured cannot wait
+    now = _few(name, tensor)
+    is_alike = (now.shape, now.dtype, now.device) == (sample.shape, sample.dtype, sample.device)
+    return not (is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True))
+
+
+class HeadCall:
+    """One call of a head, as all values computed from it share it.
+
+    fusion: what to do where an operation is not deferred. proxy: makes what the caller holds for a
+    Node. requires_grad: of the real logits. snapshots: of what has to be the same when they are
+    made. grad, autocast: the modes of the call. loss_is_done: whether a loss was computed, or said
+    to need the logits; logits made after that are counted as reads, not as fall-backs.
+    """
+
+    def __init__(self, fusion, proxy, device, requires_grad, snapshots):
+        self.fusion, self.proxy, self.device = fusion, proxy, device
+        self.requires_grad, self.snapshots = requires_grad, snapshots
+        self.grad, self.autocast = torch.is_grad_enabled(), self._autocast()
+        self.loss_is_done = False
+
+    def _autocast(self):
+        enabled = torch.is_autocast_enabled(self.device.type)
+        return torch.get_autocast_dtype(self.device.type) if enabled else None
+
+    def product_dtype(self, x):
+        """The dtype of the output of an nn.Linear for x."""
+        return x.dtype if self.autocast is None or x.dtype == torch.float64 else self.autocast
+
+    def check(self, compares):
+        """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
+        if is_compiling():
+            return
+        for snapshot in self.snapshots:
+            if change := snapshot.change(compares):
+                raise RuntimeError(
+                    "flce.fuse: expected the logits to be read before the head's weight or input "
+                    f"changes, got {change}: read outputs.logits before optimizer.step(), and give "
+                    "the head a copy of what is written to"
+                )
+
+    @contextlib.contextmanager
+    def entered(self, grad):
+        """Restores the autocast state of the head's call, with gradients on or off."""
+        enabled = self.autocast is not None
+        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
+            yield  # as in every training step
+            return
+        with torch.set_grad_enabled(grad), torch.autocast(self.device.type, self.autocast, enabled):
+            yield
+
+    def now(self):
+        """The call of a value that is computed now: without a gradient where gradients are off."""
+        if torch.is_grad_enabled() or not self.grad:
+            return self
+        call = copy.copy(self)
+        call.grad = call.requires_grad = False
+        return call
+
+
+CLASSES_SECOND, CLASSES_SPLIT = "second", "split"
+
+
+class Node:
+    """One value that has not been made.
+
+    parent, view: the value is view(the parent's value) and shares its memory, so that what is
+    written to one is seen in the other, as it is with real tensors. Without a parent the value has
+    memory of its own. value: the real tensor, once there is one. class_layout: where the classes
+    are, which the record has last: None, last; CLASSES_SECOND, (B, V, T) of (B, T, V), as
+    F.cross_entropy takes them; CLASSES_SPLIT, (..., groups, V / groups), with a loss for each.
+    """
+
+    def __init__(self, call, record, parent=None, view=None, class_layout=None):
+        self.call, self.record, self.parent, self.view = call, record, parent, view
+        self.class_layout, self.value, self._layout = class_layout, None, None
+
+    def layout(self):
+        """A meta tensor with the strides of the real value; views of it alias as that would."""
+        if self._layout is None:
+            if self.parent is None:
+                self._layout = torch.empty(self.shape, dtype=self.record.dtype, device="meta")
+            else:
+                self._layout = self.view(self.parent.layout())
+        return self._layout
+
+    def like(self):
+        """An empty tensor of the value's dtype and device."""
+        return torch.empty(0, dtype=self.record.dtype, device=self.call.device)
+
+    def is_contiguous(self):
+        return self.parent is None or self.layout().is_contiguous()
+
+    def is_pending(self):
+        """Whether nothing has been made from which this value would have to be taken."""
+        node = self
+        while node is not None and node.value is None:
+            node = node.parent
+        return node is None
+
+    @property
+    def shape(self):
+        return self.record.shape if self.class_layout is None else self.layout().shape
+
+    def then(self, record, view=None, class_layout=None):
+        """The proxy of a value computed from this one: of a view of it, or with memory of its
+        own."""
+        call = self.call.now()
+        parent = None if view is None else self
+        return call.proxy(Node(call, record, parent, view, class_layout))
+
+    def make(self):
+        """The real value, made once, under the modes of the head's call: what a reader under
+        no_grad makes must have a gradient for later readers."""
+        if self.value is None:
+            with self.call.entered(self.call.grad):
+                value = self.replay() if self.parent is None else self.view(self.parent.make())
+            self.value = value
+        return self.value
+
+    def replay(self):
+        """The real value, from the head on."""
+        call = self.call
+        # Values for a loss are not compared: nothing may wait for the device in a training step.
+        call.check(call.loss_is_done or not call.requires_grad)
+
+        def run(sources):
+            return steps.replayed(self.record._replace(sources=sources), real_logits)
+
+        return call_through(self.record.sources, run)
+
+    def make_for(self, function):
+        """The real value, because `function` is not deferred: with a warning, or an error if
+        strict, unless the logits were wanted in addition to a loss or without a gradient."""
+        if self.is_pending():
+            name = name_of(function)
+            if self.call.loss_is_done or not self.call.grad:
+                self.call.fusion.note_read(name)
+            else:
+                self.call.fusion.fall_back(f"{name} is not deferred")
+        return self.make()
+
+    def backward_hook(self, gradient):
+        """Tensor hook of the proxy: a gradient of the proxy itself, which a custom autograd
+        Function took as its input, continues through the real value. None where that Function's
+        output was not used (DistributedDataParallel's)."""
+        if gradient is None:
+            return
+        with torch.enable_grad():
+            value = self.make()
+            if value._version == 0:  # its own graph, which the outer backward may have freed
+                with self.call.entered(True):
+                    value = self.replay()
+        torch.autograd.backward(value, gradient, retain_graph=True)
+
+
+def real_logits(linear, x):
+    """The real logits; of a head that is not fused any more, too."""
+    return linear.compute_logits(x) if fusion_in(linear) is not None else linear(x)
+
+
+def node_of(value):
+    """The Node of deferred logits; None for everything else."""
+    return getattr(value, "_flce", None)
+
+
+def name_of(function):
+    """The name of a torch function in messages."""
+    if is_compiling():
+        return function.__name__  # resolve_name is not traced
+    if getattr(function, "__module__", None) == "flce.functional":
+        return f"flce.{function.__name__}"
+    return torch.overrides.resolve_name(function) or str(function)

@@ -1,0 +1,103 @@
+"""The inner operators: how they are called, and how their failures become Python's exceptions."""
+
+import functools
+import re
+
+import torch
+
+from .validate import check_tensor
+
+library = torch.library.Library("flce", "FRAGMENT")
+inner = torch.ops.flce
+
+# Indices in enum flce_stat_row and enum flce_scalar of csrc/backend.h.
+STAT_LSE, STAT_ENTROPY, STATS = 0, 4, 7
+SCALAR_VALID, SCALARS = 0, 7
+
+
+def lists_of(rest):
+    """The arguments of forward and backward after their tensors: valid_vocab, rows, integers,
+    numbers, group. torch leaves out a last one that is the default."""
+    return (*rest, None)[:5]
+
+
+_EXCEPTIONS = {  # by flce_status_name; any other status is a RuntimeError with the whole text
+    "invalid argument": ValueError,
+    "invalid type": TypeError,
+    "target out of range": IndexError,
+    "out of memory": torch.OutOfMemoryError,
+}
+_FAILURE = re.compile(f"flce: ({'|'.join(_EXCEPTIONS)}): (.*)", re.DOTALL)
+
+
+def run(op, *args):
+    """Calls an operator below autograd; where tensors are traced, its `graph_` variant."""
+    if type(args[0]) not in _PLAIN:
+        op = _graph_variants.get(op, op)
+    return run_plain(op, *args)
+
+
+def run_plain(op, *args, **kwargs):
+    """Calls an operator, whose exceptions it translates. Which class an exception of C++ arrives as
+    differs between versions of torch, so its text has the status (binding/errors.h: Failure)."""
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+    except Exception as error:
+        if found := _FAILURE.search(str(error)):
+            raise _EXCEPTIONS[found[1]](found[2]) from None
+        if "flce: exchange failed: " in str(error) and pending_error is not None:
+            _raise(pending_error())
+        _refuse_operands(op, args, error)
+        raise
+
+
+def _raise(error):
+    """Raises what has ended a collective, if it is known."""
+    if error is not None:
+        try:
+            raise error from error.__cause__
+        finally:
+            del error  # its frames hold the call's memory, and would be held by this one
+
+
+def _refuse_operands(op, args, error):
+    """Names the first operand that is no dense tensor, or of a class whose __torch_dispatch__ has
+    no rule for the operator, as those of quantised weights."""
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if "Tensor" not in str(argument.type) or type(value) in _PLAIN and _is_dense(value):
+            continue
+        name = "temperature" if argument.name == "token_temperature" else argument.name
+        if value is not None or "Optional" not in str(argument.type):
+            check_tensor(name, value)
+            if isinstance(error, (NotImplementedError, TypeError)):
+                expected = f"{name}: expected a plain tensor, as dequantize() makes it, got"
+                raise TypeError(f"{expected} {type(value).__name__}, which has no {op}") from error
+
+
+def _is_dense(tensor):
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _define_graph_variant(name):
+    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++, because
+    these call it where nothing else could translate its exceptions."""
+    op, variant = getattr(inner, name).default, f"graph_{name}"
+    library.define(str(op._schema).replace(f"flce::{name}", variant, 1))
+    for key in ("CPU", "CUDA"):
+        library.impl(variant, functools.partial(run_plain, op), key)
+    _graph_variants[op] = getattr(inner, variant).default
+
+
+# Set by flce.distributed: the exception that has ended a collective of this thread, or None.
+pending_error = None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_graph_variants = {}
+for _name in ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward"):
+    _define_graph_variant(_name)
+
+
+def variants(name):
+    """The operator and, unless it writes to an argument, its variant for graphs."""
+    op = getattr(inner, name).default
+    return (op, _graph_variants[op]) if op in _graph_variants else (op,)
