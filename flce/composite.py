@@ -159,7 +159,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     )
     if validate.transforms_are_on():
         validate.refuse_transforms(input, weight, target, *tensors.values())
-    accumulates = packed.accumulate_into is not None and needs[1]
+    accumulates = packed.accumulate_into is not None and needs[1] and not frozen
     accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
     if packed.shift or "cu_seqlens" in tensors:
         target = shifted_target(

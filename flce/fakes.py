@@ -12,9 +12,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
 from .options import CHOICES, DTYPES, GRADIENTS, replaced, value_of
-from .validate import check_same_device, refuse, refuse_vmap
+from .validate import check_same_device, check_shape, refuse, refuse_vmap
 
 _AUTO = CHOICES["save"].index("auto")
+_VECTORS = ("weight", "token_weight", "temperature")
 
 
 class Described(typing.NamedTuple):
@@ -65,9 +66,9 @@ def described(input, linear_weight, target, linear_bias, lists):
     """The Described of a call; no result depends on the number of its rows, which may be
     symbolic."""
     valid_vocab, _, integers, numbers, _ = lists
-    hidden, dtypes = input.shape[-1], (input.dtype, linear_weight.dtype, linear_bias)
-    codes = [DTYPES.index(dtype) for dtype in dtypes[:2]]
-    codes.append(-1 if linear_bias is None else DTYPES.index(linear_bias.dtype))
+    hidden = input.shape[-1]
+    codes = [_code("input", input), _code("linear_weight", linear_weight)]
+    codes.append(-1 if linear_bias is None else _code("linear_bias", linear_bias))
     sizes = input.device.type == "cpu", 0, hidden, linear_weight.shape[0], 0
     others = (-1, target.is_floating_point())
     named = {"valid_vocab": valid_vocab, "integers": integers, "numbers": numbers}
@@ -114,8 +115,17 @@ def _fake_gradients(input, linear_weight, linear_bias, integers, found):
 
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     operands = input, linear_weight, target, linear_bias
-    _check_devices("forward", *operands, *rest[:5])
-    lists = with_strategy(*operands, lists_of(rest[5:]))
+    _check_operands(input, linear_weight, linear_bias)
+    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if tensor is not None:
+            check_same_device(name, tensor, "input", input)
+    lists = lists_of(rest[5:])
+    ranks, vocab = (value_of(lists[2], name) for name in ("ranks", "vocab"))
+    shape, scatters = input.shape[:-1], value_of(lists[2], "input_is_sharded")
+    shape = (shape[0] * ranks, *shape[1:]) if scatters and shape else shape
+    classes = vocab if ranks and vocab >= 0 else max(ranks, 1) * linear_weight.shape[0]
+    _check_loss_tensors("input", input, shape, classes, target, rest[:4])
+    lists = with_strategy(*operands, lists)
     _, rows, integers, _, _ = lists
     found = described(*operands, lists)
     made = _fake_loss(target, integers, DTYPES[found.stat_dtype], found.keeps_statistics)
@@ -130,12 +140,41 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     return *made, saved, *grads
 
 
-def _check_devices(name, input, *others):
-    for argument, tensor in zip(
-        getattr(inner, name).default._schema.arguments[1:], others, strict=False
-    ):
+def _code(name, tensor):
+    if tensor.dtype not in DTYPES:
+        refuse(name, "float64, float32, bfloat16 or float16", tensor.dtype, TypeError)
+    return DTYPES.index(tensor.dtype)
+
+
+# As csrc/binding/call.cpp, which cannot compare symbolic sizes.
+def _check_operands(input, linear_weight, linear_bias):
+    if input.dim() < 1:
+        refuse("input", "at least one dimension", "a 0-d tensor")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        expected = f"(V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
+        refuse("linear_weight", f"shape {expected}", tuple(linear_weight.shape))
+    if linear_bias is not None:
+        check_shape("linear_bias", linear_bias, linear_weight.shape[:1])
+
+
+def _check_loss_tensors(name, first, shape, classes, target, tensors):
+    """`name`, `first`: of the rows' tensor; `shape`, `classes`: of all rows; `tensors`: weight,
+    token_weight, temperature, num_items."""
+    given = (target, *tensors)
+    for option, tensor in zip(("target", *_VECTORS, "num_items"), given, strict=True):
         if tensor is not None:
-            check_same_device(argument.name, tensor, "input", input)
+            check_same_device(option, tensor, name, first)
+    floating = target.is_floating_point()
+    if not floating and target.dtype not in (torch.int64, torch.int32):
+        indices = "class indices of dtype torch.int64 or torch.int32"
+        refuse(
+            "target", f"{indices}, or probabilities of a floating dtype", target.dtype, TypeError
+        )
+    check_shape("target", target, (*shape, classes) if floating else shape)
+    shapes = (classes,), shape, shape
+    for option, tensor, expected in zip(_VECTORS, tensors, shapes, strict=False):
+        if tensor is not None:
+            check_shape(option, tensor, expected)
 
 
 def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
@@ -145,8 +184,14 @@ def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear
 
 
 def _fake_cross_entropy_forward(logits, target, *rest):
-    if logits.shape[-1] < 1:
+    if logits.dim() < 1:
+        refuse("logits", "at least one dimension", "a 0-d tensor")
+    vocab, code = logits.shape[-1], _code("logits", logits)
+    if vocab < 1:
         refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
+    _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, rest[:4])
+    sizes = 0, 0, 8, vocab, 0, code, code, -1, -1, target.is_floating_point()
+    describe_sizes(*sizes, valid_vocab=None, integers=rest[4], numbers=rest[5])
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return _fake_loss(target, rest[4], dtype, True)
 

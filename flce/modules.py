@@ -23,7 +23,8 @@ def _keep_options(module, rows, given):
     """Stores a Module's options, after the checks that need no tensor. `rows`: of its weight;
     `given`: the constructor's arguments by name."""
     values = completed(type(module).__name__, _MODULE_OPTIONS, given)
-    composite.check_options(values, rows)
+    sharded = values["vocab_parallel"] is not None
+    composite.check_options(values, rows if sharded else max(rows, 1))
     for name, value in values.items():
         setattr(module, name, value)
 

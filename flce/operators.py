@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from .validate import check_tensor
+from .validate import check_tensor, refusal
 
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
@@ -45,10 +45,11 @@ def run_plain(op, *args, **kwargs):
             return op(*args, **kwargs)
     except Exception as error:
         if found := _FAILURE.search(str(error)):
-            raise _EXCEPTIONS[found[1]](found[2]) from None
+            raise refusal(_EXCEPTIONS[found[1]](found[2])) from None
         if "flce: exchange failed: " in str(error) and pending_error is not None:
             _raise(pending_error())
-        _refuse_operands(op, args, error)
+        if not hasattr(error, "is_flce_refusal"):
+            _refuse_operands(op, args, error)
         raise
 
 
@@ -76,7 +77,7 @@ def _refuse_operands(op, args, error):
 
 
 def _is_dense(tensor):
-    return tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _define_graph_variant(name):

@@ -11,7 +11,13 @@ from ._C import getenv
 
 def refuse(name, expected, got, error=ValueError):
     """Raises a refusal: it names the argument, what was expected and what came."""
-    raise error(f"{name}: expected {expected}, got {got}")
+    raise refusal(error(f"{name}: expected {expected}, got {got}"))
+
+
+def refusal(error):
+    """The exception, marked: it names the argument, and no other one is named in its place."""
+    error.is_flce_refusal = True
+    return error
 
 
 def check_flag(name, value):
@@ -26,6 +32,8 @@ def check_integer(name, value, low=None, high=None):
     bounds = bounds if high is None else f"an int from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         refuse(name, bounds, repr(value), TypeError)
+    if isinstance(value, numbers.Integral) and not -(2**63) <= value < 2**63:
+        refuse(name, f"{bounds}, of 64 bits", value)
     if (low is not None and value < low) or (high is not None and value > high):
         refuse(name, bounds, value)
     return value

@@ -205,3 +205,16 @@ def test_dtypes(named, dtypes, is_cast):
                 flce.linear_cross_entropy(x, w, **given)
         elif is_cast:
             assert flce.linear_cross_entropy(x, w, **given).isfinite()
+
+
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+def test_accumulate_into_of_a_frozen_weight(device, attribute):
+    """It has no gradient to add: the adapter's is returned to autograd."""
+    w, u = torch.randn(32, 16, device=device), torch.randn(8, 4, device=device)
+    low_rank = torch.randn(32, 4, device=device, requires_grad=True)
+    x, target = torch.randn(8, 16, device=device), torch.arange(8, device=device)
+    call = {"adapter_input": u, "adapter_weight": low_rank}
+    loss = flce.linear_cross_entropy(x, w, target, **call, accumulate_into=attribute)
+    (expected,) = torch.autograd.grad(flce.linear_cross_entropy(x, w, target, **call), low_rank)
+    loss.backward()
+    assert torch.equal(low_rank.grad, expected)

@@ -521,3 +521,50 @@ def test_inner_operators_refuse_with_their_class(argument):
 
 def leaf(tensor):
     return tensor.clone().requires_grad_()
+
+
+META_CASES = {
+    "target": {"target": torch.zeros(3).long()},
+    "linear_weight": {"linear_weight": torch.ones(5, 3)},
+    "linear_bias": {"linear_bias": torch.ones(4)},
+    "weight": {"weight": torch.ones(4)},
+    "token_weight": {"token_weight": torch.ones(3)},
+    "input": {"input": torch.ones(8, 4, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", META_CASES)
+def test_meta_tensors_are_refused_by_name(name):
+    """Where shapes are all there is, as in torch.export, nothing later would refuse."""
+    call = {"input": torch.ones(8, 4), "linear_weight": torch.ones(5, 4)}
+    call |= {"target": torch.zeros(8).long(), **META_CASES[name]}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected "):
+        flce.linear_cross_entropy(**{key: value.to("meta") for key, value in call.items()})
+
+
+@pytest.mark.parametrize("name", ["target", "weight", "token_weight", "temperature"])
+def test_logits_beside_a_meta_tensor(name):
+    """A meta tensor takes the call to the fake, whose result has no values."""
+    vectors = {"weight": torch.ones(4), "token_weight": torch.ones(3), "temperature": torch.ones(3)}
+    call = {"target": torch.zeros(3).long()} | vectors
+    call = {key: call[key] for key in ("target", name)}
+    call[name] = call[name].to("meta")
+    with pytest.raises(ValueError, match=f"^{name}: expected the device of logits, cpu, got meta"):
+        flce.cross_entropy(torch.ones(3, 4), **call)
+
+
+def test_a_subclass_is_not_blamed_for_another_argument():
+    class Marked(torch.Tensor):
+        pass
+
+    x, w = torch.ones(3, 2).as_subclass(Marked), torch.ones(4, 2).double()
+    with pytest.raises(TypeError, match="^linear_weight: expected the dtype of input"):
+        flce.linear_cross_entropy(x, w, torch.zeros(3).long())
+
+
+def test_options_that_no_list_can_hold():
+    x, w, target = torch.ones(3, 2), torch.ones(4, 2), torch.zeros(3).long()
+    with pytest.raises(ValueError, match="^gradient_eps: expected from 2.*-12 to 1, got 0.0"):
+        flce.linear_cross_entropy(x, w, target, gradient_eps=0)
+    with pytest.raises(ValueError, match="^valid_vocab: expected an int"):
+        flce.linear_cross_entropy(x, w, target, valid_vocab=2**70)

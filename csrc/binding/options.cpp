@@ -59,6 +59,8 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->save = static_cast<flce_save>(read.choice(IntegerSlot::save, 0, FLCE_SAVE_AUTO));
   problem->sampled = read.flag(IntegerSlot::gradient);
   problem->gradient_eps = read.number(NumberSlot::gradient_eps);
+  if (problem->gradient_eps == 0.0) /* which the core takes as not set */
+    refuse("gradient_eps", "from 2**-12 to 1", "0.0");
   problem->max_memory = read.integer(IntegerSlot::max_memory);
   problem->saves_memory = read.flag(IntegerSlot::saves_memory);
   problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) || problem->wants_entropy;
