@@ -30,7 +30,7 @@ def grid_case(device, dtype, vocab, std, targets):
 
 
 def held_rounding(case, scale, chunks):
-    """Error of a row of dW held in float16 (csrc/backend.h: FLCE_SCALAR_WEIGHT_UNIT): half of
+    """Error of a row of dW held in float16 (csrc/backend_args.h: FLCE_SCALAR_DW_SCALE): half of
     float16's smallest number in each of its sums, in the unit in which no sum can overflow."""
     rows, hidden = case.input.shape
     v = 13 - math.ceil(math.log2(case.input.abs().max().item()))

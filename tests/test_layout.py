@@ -7,7 +7,7 @@ from pathlib import Path
 CSRC = Path(__file__).parents[1] / "csrc"
 SOURCES = [path for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp", ".cu", ".h", ".cuh")]
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-# Folders that a file may include from, in addition to its own. ".": flce.h, loss.h, backend.h.
+# Folders that a file may include from, in addition to its own. ".": csrc itself.
 MAY_INCLUDE = {
     ".": set(),
     "core": {"."},

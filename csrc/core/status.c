@@ -1,4 +1,4 @@
-/* Names of the enums of flce.h, sizes of dtypes, the error message of a thread's last failure, and
+/* Names of the enums of problem.h, sizes of dtypes, the message of a thread's last failure, and
  * FLCE_POISON. */
 #include "flce.h"
 

@@ -1,4 +1,4 @@
-/* Backend function `sample_rows`: draws the entries of each row's list from its E (flce.h). */
+/* Backend function `sample_rows`: draws the entries of each row's list from its E (problem.h). */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
 #include "random.h"

@@ -1,4 +1,4 @@
-/* sample_rows: draws the entries of each row's list from its E (flce.h), a block for each row. The
+/* sample_rows: draws the entries of each row's list from its E (problem.h), a block for each row. The
  * first sweep reads E and keeps the sums of groups of classes in shared memory. Then each thread
  * makes a draw of its own: it reads again the one group in which the draw falls. */
 #include "cuda/backend.cuh"
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const RowRef ref = row_ref_of(p.r, blockIdx.x);
   int2* list = (int2*)(p.lists + (int64_t)blockIdx.x * p.pitch);
   if (ref.kind != kRowValid) {
-    /* The target that flce.h gives such a list. */
+    /* The target that problem.h gives such a list. */
     write_head_and_zeros(list, ref.kind == kRowOutOfRange ? 0 : -1, 0, p.pitch);
     return;
   }

@@ -1,0 +1,279 @@
+/* What flce_plan_make() takes: the problem of a call and the facts of a device; with the dtypes and
+ * the statuses that everything uses. */
+#ifndef FLCE_PROBLEM_H
+#define FLCE_PROBLEM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- status ---- */
+
+typedef enum flce_status {
+  FLCE_OK = 0,
+  FLCE_INVALID_ARGUMENT,    /* a size, option or memory budget is out of its range */
+  FLCE_INVALID_TYPE,        /* a dtype that an argument cannot have */
+  FLCE_TARGET_OUT_OF_RANGE, /* a target is neither in [0, V) nor ignore_index (CPU only: the GPU
+                               marks the row with NaN) */
+  FLCE_OUT_OF_MEMORY,       /* the binding's allocator had no memory for a buffer */
+  FLCE_UNSUPPORTED,         /* no kernel for this combination */
+  FLCE_GEMM_FAILED,         /* the GEMM library returned an error */
+  FLCE_DEVICE_ERROR,        /* a launch or a driver call failed */
+  FLCE_COMM_FAILED,         /* a collective of a sharded vocabulary failed (comm.h) */
+} flce_status;
+
+/* The name of a status: a static string. */
+const char* flce_status_name(flce_status status);
+
+/* Formats an error message, as printf does, keeps it for this thread and returns `status`. The
+ * message names the argument, the expected and the actual value. flce_last_error() returns it. */
+flce_status flce_fail(flce_status status, const char* format, ...)
+    __attribute__((format(printf, 2, 3)));
+const char* flce_last_error(void);
+
+/* True if FLCE_POISON=1, which is for tests: outputs and workspaces are filled with NaN before use,
+ * and the CPU's bfloat16 GEMM emulates AMX, where oneDNN reads A beyond its k columns. */
+bool flce_poisons(void);
+enum {
+  FLCE_POISON_FLOAT = 0xff, /* fill byte: NaN in every float dtype */
+  FLCE_POISON_INT = 0x7f    /* fill byte of integers: 0xff would be -1, which is a valid value */
+};
+
+/* Returns from the calling function if `call` fails. */
+#define FLCE_TRY(call)                                        \
+  do {                                                        \
+    flce_status flce_try_status_ = (call);                    \
+    if (flce_try_status_ != FLCE_OK) return flce_try_status_; \
+  } while (0)
+
+/* ---- types ---- */
+
+typedef enum flce_dtype { FLCE_F64, FLCE_F32, FLCE_BF16, FLCE_F16 } flce_dtype;
+
+/* Bytes of an element. */
+int64_t flce_size_of(flce_dtype dtype);
+const char* flce_dtype_name(flce_dtype dtype);
+
+/* The "stat dtype", in which row statistics, losses and sums over tokens are held: F64 for F64, F32
+ * for every other dtype. */
+flce_dtype flce_stat_dtype(flce_dtype dtype);
+
+typedef enum flce_reduction { FLCE_NONE, FLCE_MEAN, FLCE_SUM } flce_reduction;
+
+/* What the forward keeps for the backward. */
+typedef enum flce_save {
+  FLCE_SAVE_NOTHING, /* nothing: no gradient is wanted */
+  FLCE_SAVE_LOGITS,  /* E or z, [rows][V]; the backward runs the two gradient GEMMs */
+  FLCE_SAVE_GRADS,   /* the gradients for grad_output = 1; the backward scales them */
+  FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
+  FLCE_SAVE_SAMPLES, /* the sampled gradient: lists of entries of E; the backward gathers with
+                        them the rows of W and x, without a GEMM */
+  FLCE_SAVE_AUTO,    /* of a problem alone: flce_choose_strategy() takes one of the others */
+} flce_save;
+const char* flce_save_name(flce_save save);
+
+/* True if flce_backward() makes the gradients: with save=grads they are only scaled. */
+static inline bool flce_has_backward(flce_save save) {
+  return save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_STATS || save == FLCE_SAVE_SAMPLES;
+}
+
+/* What the gradient GEMMs read.
+ * EXP: E_ij = exp(l_ij - c_i) (times 1 - tanh^2 with a softcap), 0 in the target's column. The row
+ * factors are applied to x and dX, and the target's term is added separately. So nothing cancels,
+ * and applying grad_output needs no pass over [N][V].
+ * DZ: the gradient of z, rounded once. It is needed for float16, whose range cannot hold E
+ * (samples are drawn from E in bfloat16), and where the gradient is not a row factor times E:
+ * probability targets, softcap with label smoothing, the gradient of the entropy. */
+typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
+
+/* ---- samples (docs/sampled.md) ----
+ *
+ * With save=samples the gradient GEMMs are replaced by gathers: a row's E_ij, j != y, are replaced
+ * by an unbiased sparse estimate. With S_i = sum_j exp(l_ij - c_i), each class has the probability
+ * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i). The draw is
+ * systematic: with F the prefix sums of q, in fixed point of FLCE_SAMPLE_BITS bits, and one uniform
+ * number u_i in [0, 1) for the row, class j is kept if some integer m has F_{j-1} <= m + u_i < F_j.
+ * u_i is the upper FLCE_SAMPLE_BITS bits of the first output word of Philox4x32-10 of key seed and
+ * counter i, i the token's number.
+ *
+ * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
+ * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
+ * its value in float32; zeros follow. y is -1 and n is 0 if the row is ignored or absent; both are
+ * 0 if the target is out of range: the row's factors are NaN. */
+
+/* Fraction bits of q in the prefix sums: sums of up to 256 values of at most 2^23 fit 32 bits;
+ * sample_rows adds groups of 32 or 128 classes. */
+enum { FLCE_SAMPLE_BITS = 23 };
+
+/* The range of eps, and the most classes that can be sampled. */
+#define FLCE_LEAST_EPS 0x1p-12
+enum { FLCE_SAMPLE_CLASSES = 1 << 20 };
+
+/* The most pairs after the first; draws beyond are dropped. ceil(1 / eps) + 1, and 2^-8 more
+ * because E may be rounded to bfloat16. */
+static inline int64_t flce_most_samples(double eps) {
+  return (int64_t)(1.00390625 / (eps > FLCE_LEAST_EPS ? eps : FLCE_LEAST_EPS)) + 2;
+}
+
+/* Leading dimension of the lists, in int32: a multiple of 128 bytes. */
+static inline int64_t flce_sample_pitch(double eps) {
+  return (2 * (flce_most_samples(eps) + 1) + 31) / 32 * 32;
+}
+
+/* The numbers of the loss: X(name, whether a finite `value` is in range, that range in words). The
+ * fields of flce_loss, their checks and the list in which the operators take them follow from it,
+ * in the order of OPTIONS in flce/options.py. */
+#define FLCE_LOSS_NUMBERS(X)                                                    \
+  /* s: the target becomes (1 - s) target + s/V */                              \
+  X(label_smoothing, value >= 0.0 && value <= 1.0, "0 <= label_smoothing <= 1") \
+  /* C in C tanh(logit_scale z / C); 0 for none */                              \
+  X(softcap, value >= 0.0, "a positive finite number or None")                  \
+  /* multiplies z */                                                            \
+  X(logit_scale, value != 0.0, "a finite number other than 0")                  \
+  /* divides the logits of all rows after the softcap */                        \
+  X(temperature, value > 0.0, "a positive finite number")                       \
+  /* adds z_loss lse^2 to the loss of a row */                                  \
+  X(z_loss, value >= 0.0, "a finite number of at least 0")
+
+/* The scalar parameters of the loss. Its tensors are in flce_tensors. */
+typedef struct flce_loss {
+  int64_t ignore_index; /* class targets: rows with this target are ignored */
+#define FLCE_FIELD(name, in_range, expected) double name;
+  FLCE_LOSS_NUMBERS(FLCE_FIELD)
+#undef FLCE_FIELD
+} flce_loss;
+
+/* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
+typedef struct flce_problem {
+  int64_t tokens, /* N */
+      hidden,     /* H */
+      vocab;      /* V */
+  /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
+   * [weight_rows][hidden - frozen_hidden]. */
+  int64_t frozen_hidden;
+  /* Rows of the caller's W, b, dW, db and, without ranks, class weights, and columns of the
+   * caller's target probabilities; at least vocab. Rows from vocab on are padding: they are never
+   * read, and their gradient is 0. */
+  int64_t weight_rows;
+  /* Rows to compute: `tokens`, or an upper bound of the number of rows that are not ignored. If it
+   * is less than `tokens`, or if facts.skips_rows is set and the form is exp, the rows are gathered
+   * (compact_rows). */
+  int64_t rows;
+  /* Dtype of the GEMMs: autocast's dtype under autocast, else that of x and W. */
+  flce_dtype dtype;
+  flce_dtype input_dtype;  /* of the caller's x, and of dX */
+  flce_dtype weight_dtype; /* of the caller's W, and of dW unless adds_grad_weight */
+  flce_dtype bias_dtype;   /* of the caller's b, and of db */
+  flce_dtype accum_dtype;  /* in which dW is summed over chunks: `dtype` or the stat dtype */
+  /* The requested dtype of the logits: the stat dtype (exact), or `dtype` (rounded, as in eager
+   * PyTorch). */
+  flce_dtype logits_dtype;
+  flce_reduction reduction; /* of the row losses */
+  flce_save save;           /* what the forward keeps for the backward */
+  bool sampled;         /* the gradient is sampled: save is samples, or auto before the choice */
+  double gradient_eps;  /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
+  bool want_grad_input, /* dX is needed */
+      want_grad_weight, /* dW is needed */
+      want_grad_bias;   /* db is needed */
+  /* The backward adds dW to the contents of the caller's grad_weight, whose padding rows it leaves
+   * unchanged. Not for save=grads, whose forward already computes dW. */
+  bool adds_grad_weight;
+  /* Dtype of that grad_weight: weight_dtype, or F32 if weight_dtype has 16 bits. */
+  flce_dtype added_dtype;
+  bool has_bias,          /* b is given */
+      has_class_weight;   /* class weights are given */
+  bool has_probabilities; /* the targets are probabilities, not class indices */
+  /* The entropy of each row is wanted. With save=logits or save=stats its gradient may follow. */
+  bool wants_entropy;
+  bool wants_predictions; /* the argmax of each row is wanted */
+  /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
+   * case. */
+  bool wants_statistics;
+  /* For the choice of save=auto: lse or entropy are outputs that may be differentiated; the
+   * backward adds dW to a gradient of the caller's; the call is part of a compiled graph. */
+  bool differentiates_outputs, accumulates, traced;
+  bool has_temperature; /* a temperature for each row is given */
+  bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
+  /* With ranks > 1 the vocabulary is sharded over so many ranks (core/shards.c). W, b, dW and db
+   * are those of this rank's classes, `vocab` of the `classes` in all, from first_class on; `vocab`
+   * may be 0. Targets and class weights are those of all classes. Else the vocabulary is not
+   * sharded, and none of these fields is read. */
+  int64_t ranks, rank, first_class, classes;
+  /* x and dX have only this rank's share: tokens / ranks tokens, from rank * (tokens / ranks) on.
+   */
+  bool input_is_sharded;
+  bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
+  bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
+  /* Set by flce_plan_call from the plan of an equal share, so that all ranks have the same chunks
+   * and row order. 0 and false without ranks. */
+  int64_t chunk_rows;
+  bool gathers;
+  /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
+   * a multiple of 16 bytes. */
+  bool weight_unaligned;
+  flce_loss loss;     /* parameters of the loss */
+  int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
+  /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
+   * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
+   * chunks that fit. */
+  bool saves_memory;
+} flce_problem;
+
+static inline bool flce_is_sharded(const flce_problem* problem) {
+  return problem->ranks > 1;
+}
+
+/* Rows of the caller's x and dX. */
+static inline int64_t flce_input_rows(const flce_problem* problem) {
+  bool scatters = flce_is_sharded(problem) && problem->input_is_sharded;
+  return scatters ? problem->tokens / problem->ranks : problem->tokens;
+}
+
+/* Columns of dW as the caller gets it. */
+static inline int64_t flce_grad_weight_cols(const flce_problem* problem) {
+  return problem->hidden - problem->frozen_hidden;
+}
+
+/* What the plan needs to know of a device and of its backend. The backend fills it for one
+ * problem; see `facts` in flce_backend. */
+typedef struct flce_facts {
+  bool gemm_writes_f32; /* a GEMM of 16-bit operands can write a float32 result */
+  bool gemm_adds_bias;  /* a GEMM with a float32 result adds the bias in its epilogue, for free */
+  bool gemm_f16;        /* float16 GEMMs are fast; if not, operands are cast to float32 */
+  /* Bytes of fused_logits' scratch for each row; 0 if fused_logits does not support the problem. */
+  int64_t fused_row_bytes;
+  int64_t fused_tile_rows; /* rows that fused_logits computes at a time, if it is supported */
+  /* fused_logits is worth using also where it has to write z. Only if it is supported. */
+  bool fused_writes_z;
+  /* fused_logits skips the tiles beyond the last row that compact_rows finds, so finding the rows
+   * pays even if none is ignored. A function of sizes and dtypes only. */
+  bool skips_rows;
+  /* Rows of the partial sums of db that grad_weight_gemm writes; 0 if it does not support the
+   * problem. */
+  int64_t bias_parts;
+  int64_t multiprocessors; /* for wave quantization in chunks.c; 0 if that does not apply */
+  /* Bytes. Rows of logits, E and dz start at multiples of it, and the columns of E and dz are
+   * zero-padded to the next multiple. 0 or 1: no alignment is needed. */
+  int64_t row_alignment;
+  /* Elements. The logits GEMM may read a row of A up to the next multiple of it. If H is not a
+   * multiple, rows of x are copied and zero-padded. 0 or 1: no alignment is needed. */
+  int64_t input_alignment;
+  /* Elements. If H is not a multiple of it, x and W are copied and zero-padded to the next
+   * multiple, because the GEMMs are faster then. 0 or 1: no alignment is needed. */
+  int64_t hidden_alignment;
+  int64_t gemm_workspace_bytes; /* scratch of one GEMM */
+  int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
+  int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
+  int64_t column_sum_bytes;     /* scratch of column_sum for V or H columns, whichever is more */
+  int64_t sample_bytes;         /* scratch and result of order_samples; 0 unless save=samples */
+} flce_facts;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
