@@ -50,7 +50,7 @@ def _rows(packed, target):
         return COUNTED if counts and not is_compiling() else None
     if bound is None:
         return None
-    if bound == "count" or (target.is_cuda and validate.checks_more()):
+    if bound == "count" or _checks_range(target):
         if is_traced():
             got = '"count", which waits for the device'
             validate.refuse("valid_bound", "an int or None under torch.compile", got)
@@ -62,6 +62,11 @@ def _rows(packed, target):
     # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
     least = 0 if target.is_cpu else 1
     return max(bound, least) if bound < target.numel() else None
+
+
+def _checks_range(target):
+    """Whether Python checks what C checks on the CPU: on CUDA that synchronises."""
+    return target.is_cuda and validate.checks_more() and not target.is_floating_point()
 
 
 def _seed(packed, tensors, input):
@@ -126,16 +131,15 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
     return outputs
 
 
-def check_options(given, rows, hidden=8):
+def check_options(given, rows):
     """The checks of options that need no tensor; `rows`: of linear_weight on this rank."""
     packed, _ = split(given)
-    accumulates = packed.accumulate_into is not None
-    integers = packed.integers(1 << 30, False, -1, 0, accumulates, False, True, True, False, False)
-    # Which ones are allowed depends on the operands' dtype.
-    integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
-    sizes = 1, 0, hidden, rows, 0, *(DTYPES.index(torch.float32),) * 2, -1, -1, 0
-    lists = {"valid_vocab": packed.valid_vocab, "integers": integers, "numbers": packed.numbers}
-    return fakes.describe_sizes(*sizes, **lists)
+    wants = {"grad_input": True, "grad_weight": True}
+    wants["accumulates"] = packed.accumulate_into is not None
+    # Which dtypes are allowed depends on that of the operands.
+    integers = replaced(packed.integers_with(**wants), accum_dtype=-1, logits_dtype=-1)
+    lists = packed.valid_vocab, integers, packed.numbers
+    return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
 
 
 def linear_cross_entropy_of(input, linear_weight, target, given):
@@ -177,7 +181,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
-    if target.is_cuda and validate.checks_more() and not target.is_floating_point():
+    if _checks_range(target):
         found = fakes.described(input, weight, target, bias, lists)
         classes = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
         validate.check_target_range(target, classes, packed.ignore_index)
@@ -193,12 +197,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
         made[:count] = autograd.LinearCrossEntropy.apply(*leaves, *rest)
     if not packed.outputs:
         return made[:1]
-    return _outputs(packed, made, target, tensors, num_items, target_shape(made, target), rows)
-
-
-def target_shape(made, target):
-    """The rows' shape: that of class targets, or of probabilities without the classes."""
-    return target.shape[:-1] if target.is_floating_point() else target.shape
+    return _outputs(packed, made, target, tensors, num_items, fakes.rows_shape(target), rows)
 
 
 def linear_cross_entropy_untraced(*args):
@@ -216,12 +215,12 @@ def cross_entropy_of(logits, target, given):
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *tensors.values())
     _check_loss_tensors(packed, tensors, target)
-    if target.is_cuda and validate.checks_more() and not target.is_floating_point():
+    if _checks_range(target):
         validate.check_target_range(target, logits.shape[-1], packed.ignore_index)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, logits)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
-    lists = packed.integers(0, 0, -1, 0, 0, 0, differentiable, 0, 0, 0), packed.numbers
+    lists = packed.integers_with(grad_input=differentiable), packed.numbers
     vectors = tensors.get("weight"), tensors.get("token_weight"), tensors.get("temperature")
     forward = operators.inner.cross_entropy_forward.default
     made = list(operators.run(forward, logits, target, *vectors, num_items, *lists))

@@ -11,7 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
-from .options import CHOICES, DTYPES, GRADIENTS, replaced, value_of
+from .options import CHOICES, DTYPES, GRADIENTS, OPERANDS, replaced, value_of
 from .validate import check_same_device, check_shape, refuse, refuse_vmap
 
 _AUTO = CHOICES["save"].index("auto")
@@ -51,10 +51,10 @@ def _is_at_most(rows, limit):
     return torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= limit)
 
 
-def describe_sizes(*operands, valid_vocab, integers, numbers):
-    """The Described of csrc/binding/plan.cpp's OperandSlot; checks the options. No dispatch mode
-    sees it, because it has no tensors and symbolic sizes become numbers."""
-    operands = [int(value) for value in operands]
+def describe_sizes(valid_vocab, integers, numbers, **operands):
+    """The Described of `operands`, as OPERANDS; checks the options. No dispatch mode sees it,
+    because it has no tensors and symbolic sizes become numbers."""
+    operands = [int(value) for value in (OPERANDS | operands).values()]
     valid_vocab = None if valid_vocab is None else int(valid_vocab)
     with no_dispatch():
         return Described(
@@ -66,13 +66,18 @@ def described(input, linear_weight, target, linear_bias, lists):
     """The Described of a call; no result depends on the number of its rows, which may be
     symbolic."""
     valid_vocab, _, integers, numbers, _ = lists
-    hidden = input.shape[-1]
-    codes = [_code("input", input), _code("linear_weight", linear_weight)]
-    codes.append(-1 if linear_bias is None else _code("linear_bias", linear_bias))
-    sizes = input.device.type == "cpu", 0, hidden, linear_weight.shape[0], 0
-    others = (-1, target.is_floating_point())
-    named = {"valid_vocab": valid_vocab, "integers": integers, "numbers": numbers}
-    return describe_sizes(*sizes, *codes, *others, **named)
+    return describe_sizes(
+        valid_vocab,
+        integers,
+        numbers,
+        on_cpu=input.device.type == "cpu",
+        hidden=input.shape[-1],
+        weight_rows=linear_weight.shape[0],
+        input_dtype=_code("input", input),
+        weight_dtype=_code("linear_weight", linear_weight),
+        bias_dtype=-1 if linear_bias is None else _code("linear_bias", linear_bias),
+        probabilities=target.is_floating_point(),
+    )
 
 
 def with_strategy(input, linear_weight, target, linear_bias, lists):
@@ -81,18 +86,19 @@ def with_strategy(input, linear_weight, target, linear_bias, lists):
     if value_of(integers, "save") != _AUTO:
         return lists
     found = described(input, linear_weight, target, linear_bias, lists)
-    tokens = math.prod(_rows_shape(target))
+    tokens = math.prod(rows_shape(target))
     save = found.strategy(tokens if rows is None or rows < 0 else rows)
     return valid_vocab, rows, replaced(integers, save=save), numbers, group
 
 
-def _rows_shape(target):
+def rows_shape(target):
+    """That of class targets, or of probabilities without the classes."""
     return target.shape[:-1] if target.is_floating_point() else target.shape
 
 
 def _fake_loss(target, integers, dtype, keeps_statistics):
     """The fake loss, stats, scalars and predictions."""
-    shape = _rows_shape(target)
+    shape = rows_shape(target)
     stats = scalars = predictions = None
     if keeps_statistics:
         stats = target.new_empty((STATS, math.prod(shape)), dtype=dtype)
@@ -116,9 +122,6 @@ def _fake_gradients(input, linear_weight, linear_bias, integers, found):
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     operands = input, linear_weight, target, linear_bias
     _check_operands(input, linear_weight, linear_bias)
-    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None:
-            check_same_device(name, tensor, "input", input)
     lists = lists_of(rest[5:])
     ranks, vocab = (value_of(lists[2], name) for name in ("ranks", "vocab"))
     shape, scatters = input.shape[:-1], value_of(lists[2], "input_is_sharded")
@@ -131,7 +134,7 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     made = _fake_loss(target, integers, DTYPES[found.stat_dtype], found.keeps_statistics)
     save, saved, grads = CHOICES["save"][found.many], None, (None,) * 3
     if save in ("logits", "samples"):
-        tokens = math.prod(_rows_shape(target))
+        tokens = math.prod(rows_shape(target))
         dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
         shape = (tokens if rows is None or rows < 0 else rows, found.saved_pitch)
         saved = input.new_empty(shape, dtype=dtype)
@@ -153,8 +156,10 @@ def _check_operands(input, linear_weight, linear_bias):
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         expected = f"(V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
         refuse("linear_weight", f"shape {expected}", tuple(linear_weight.shape))
+    check_same_device("linear_weight", linear_weight, "input", input)
     if linear_bias is not None:
         check_shape("linear_bias", linear_bias, linear_weight.shape[:1])
+        check_same_device("linear_bias", linear_bias, "input", input)
 
 
 def _check_loss_tensors(name, first, shape, classes, target, tensors):
@@ -190,8 +195,8 @@ def _fake_cross_entropy_forward(logits, target, *rest):
     if vocab < 1:
         refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
     _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, rest[:4])
-    sizes = 0, 0, 8, vocab, 0, code, code, -1, -1, target.is_floating_point()
-    describe_sizes(*sizes, valid_vocab=None, integers=rest[4], numbers=rest[5])
+    named = {"weight_rows": vocab, "input_dtype": code, "weight_dtype": code}
+    describe_sizes(None, *rest[4:6], **named, probabilities=target.is_floating_point())
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return _fake_loss(target, rest[4], dtype, True)
 
@@ -223,7 +228,7 @@ def _gemm_flops(input, linear_weight, target, lists, gemms):
     if target.is_cpu and not target.is_floating_point() and not is_fake(target):
         rows = int((target != value_of(integers, "ignore_index")).sum())
     elif rows is None or rows < 0:
-        rows = math.prod(_rows_shape(target))
+        rows = math.prod(rows_shape(target))
     return 2 * gemms * rows * input.shape[-1] * vocab
 
 

@@ -57,17 +57,18 @@ def _call(name, known, operands, options):
     if others:
         if isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
             return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
-        if any(kind.__name__ == "DTensor" for kind in others):
+        if any(map(validate.is_dtensor, (*operands, *options.values()))):
             operands, options = local_call(name, operands, options)
     if options.get("options") is not None:
         options = _with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
-    if options.get("accumulate_into") is not None and gets_gradient:
+    accumulates = options.get("accumulate_into") is not None and gets_gradient
+    if accumulates:
         accumulate.refuse_tracing()
-        made = composite.linear_cross_entropy_untraced(*operands, options)
-        return made[0] if len(made) == 1 else LinearCrossEntropyOutput(*made)
     try:
-        if torch.compiler.is_compiling() or validate.function_transforms_are_on():
+        if accumulates:
+            made = composite.linear_cross_entropy_untraced(*operands, options)
+        elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
             made = _through_operator(name, operands, options)
         else:
             made = _KERNELS[name](*operands, options)

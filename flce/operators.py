@@ -10,7 +10,7 @@ from .validate import check_tensor, refusal
 library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
 
-# Indices in enum flce_stat_row and enum flce_scalar of csrc/backend.h.
+# Indices in enum flce_stat_row and enum flce_scalar of csrc/backend_args.h.
 STAT_LSE, STAT_ENTROPY, STATS = 0, 4, 7
 SCALAR_VALID, SCALARS = 0, 7
 

@@ -17,7 +17,7 @@ import torch
 from ._C import getenv
 from .validate import check_flag, check_integer, refuse, refuse_transforms
 
-# In the order of the enums in csrc/flce.h.
+# In the order of the enums in csrc/problem.h.
 CHOICES = {
     "reduction": ("none", "mean", "sum"),
     "save": ("nothing", "logits", "grads", "stats", "samples", "auto"),
@@ -212,6 +212,12 @@ NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss",
 OF_CALL = ("max_memory", "saves_memory", "autocast", "frozen_hidden", "accumulates", "traced")
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL += (*GRADIENTS, "allow_tf32")
+_NO_CALL = {**dict.fromkeys(OF_CALL, 0), "max_memory": 1 << 30, "autocast": -1}
+# Sizes and dtypes of operands, in the order of OperandSlot in csrc/binding/plan.cpp: a dtype is its
+# index in DTYPES, or -1 for None.
+OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
+OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype": -1}
+OPERANDS |= {"probabilities": 0}
 SHARD = ("ranks", "rank", "start", "vocab")  # of a flce.VocabParallel
 SHARD += ("input_is_sharded", "partial_grad_input", "wide_terms")
 INTEGERS = ("reduction", "ignore_index", "accum_dtype", "logits_dtype", "save", "max_memory")
@@ -323,7 +329,7 @@ class Packed:
         memory = given["max_memory"]
         self.max_memory = None if memory is None else parse_bytes(memory)
         self.group, shard = _shard(text_of(given["vocab_parallel"]))
-        self.ranks, self.rank, self.scatters = shard[0], shard[1], shard[4]
+        self.ranks, self.rank = shard[:2]
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
@@ -334,6 +340,10 @@ class Packed:
         values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))
         values["ignore_index"] = self.ignore_index
         self._values, self._lists = values, {}
+
+    def integers_with(self, **of_call):
+        """The list of integers; `of_call`: some values of OF_CALL by name."""
+        return self.integers(*{**_NO_CALL, **of_call}.values())
 
     def memory(self, device):
         """(max_memory in bytes, whether it is the default)."""

@@ -171,15 +171,18 @@ def plan(
     attribute = options["accumulate_into"]
     accumulates = attribute is not None and grad_weight
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    of_call = *packed.memory(device), DTYPES.index(dtype), 0, accumulates, False
-    integers = packed.integers(*of_call, grad_input, grad_weight, bias, False)
+    max_memory, saves_memory = packed.memory(device)
+    of_call = {"max_memory": max_memory, "saves_memory": saves_memory, "accumulates": accumulates}
+    of_call |= {"autocast": DTYPES.index(dtype), "grad_bias": bias}
+    integers = packed.integers_with(**of_call, grad_input=grad_input, grad_weight=grad_weight)
     computed = tokens if valid_bound is None else min(valid_bound, tokens)
     wide = torch.float64 if weight_dtype == torch.float64 else torch.float32
     added = None if not accumulates else weight_dtype if attribute == "grad" else wide
     dtypes = input_dtype, weight_dtype, weight_dtype if bias else None, added
     codes = [-1 if one is None else DTYPES.index(one) for one in dtypes]
-    operands = device.type == "cpu", tokens, hidden, rows, computed, *codes, bool(probabilities)
-    lists = [int(one) for one in operands], packed.valid_vocab, integers, packed.numbers
+    sizes = device.type == "cpu", tokens, hidden, rows, computed, *codes, bool(probabilities)
+    operands = [int(value) for value in sizes]  # in the order of options.OPERANDS
+    lists = operands, packed.valid_vocab, integers, packed.numbers
     return _plan_of(*operators.run_plain(torch.ops.flce.plan.default, device.index or 0, *lists))
 
 

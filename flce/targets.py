@@ -50,7 +50,7 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
 def _count(target, shift, cu_seqlens, ignore_index):
     """The number of valid targets, a 0-d tensor."""
     validate.check_tensor("targets", target)
-    if type(target).__name__ == "DTensor":
+    if validate.is_dtensor(target):
         if not all(placement.is_replicate() for placement in target.placements):
             expected = "plain tensors, or DTensors with the placement Replicate()"
             validate.refuse("targets", expected, f"a DTensor with {target.placements}")

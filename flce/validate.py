@@ -50,6 +50,11 @@ def check_tensor(name, tensor):
         refuse(name, "a dense tensor", got, TypeError)
 
 
+def is_dtensor(value):
+    # By name: importing DTensor imports torch.distributed.
+    return type(value).__name__ == "DTensor"
+
+
 def check_shape(name, tensor, shape, meaning=""):
     """`meaning`: what the shape is, appended to it in the message."""
     if tensor.shape != shape:

@@ -4,6 +4,7 @@ from their placements. A plain call pays for a comparison of types."""
 import torch
 
 from .. import validate
+from ..validate import is_dtensor
 
 _ROWS = ("input", "adapter_input")
 _CLASSES = ("linear_weight", "linear_bias", "adapter_weight")
@@ -20,11 +21,6 @@ _REMEDIES = (
     "tokens, pass input too as a DTensor on the mesh of linear_weight, or to_local() operands with "
     "vocab_parallel=flce.VocabParallel(...)"
 )
-
-
-def is_dtensor(value):
-    # By name: importing DTensor imports torch.distributed.
-    return type(value).__name__ == "DTensor"
 
 
 def _shown(value):

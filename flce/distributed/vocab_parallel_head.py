@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import validate
 from ..modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from .dtensor import is_dtensor
+from ..validate import is_dtensor
 
 
 class VocabParallelHead(ParallelStyle):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from .. import validate
-from ..distributed.dtensor import is_dtensor
+from ..validate import is_dtensor
 from . import proxies, reentry, steps
 from .node import HeadCall, Node, Snapshot
 from .reentry import enclosing_of, foreign_hook, fusion_in

@@ -3,7 +3,7 @@ classes, and whose `forward` gathers the logits. Their losses are computed witho
 
 import inspect
 
-from ..distributed.dtensor import is_dtensor
+from ..validate import is_dtensor
 from . import steps
 
 
