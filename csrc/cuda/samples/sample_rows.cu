@@ -1,6 +1,6 @@
-/* sample_rows: draws the entries of each row's list from its E (problem.h), a block for each row. The
- * first sweep reads E and keeps the sums of groups of classes in shared memory. Then each thread
- * makes a draw of its own: it reads again the one group in which the draw falls. */
+/* sample_rows: draws the entries of each row's list from its E (problem.h), a block for each row.
+ * The first sweep reads E and keeps the sums of groups of classes in shared memory. Then each
+ * thread makes a draw of its own: it reads again the one group in which the draw falls. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/row_status.cuh"
