@@ -19,6 +19,7 @@ from .targets import shifted_target
 before_sharded_call = None
 _matmul = torch.backends.cuda.matmul
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
+_VECTORS = ("weight", "token_weight", "temperature")
 COUNTED = -1  # csrc/binding/call.h: kCountedRows
 # Each rank draws with a key of its own, because the draws of the ranks' classes in a row have to be
 # independent. Its multiples wrap as int64, and differ.
@@ -84,9 +85,9 @@ def _seed_of_rank(seed, rank):
     return seed + step if rank else seed
 
 
-def _check_loss_tensors(packed, tensors, target):
-    """What C cannot see of them."""
-    for name in ("weight", "token_weight", "temperature"):
+def _loss_tensors(packed, tensors, target):
+    """weight, token_weight and temperature, after the checks of what C cannot see."""
+    for name in _VECTORS:
         if name in tensors:
             which = "class weights that do" if name == "weight" else "a tensor that does"
             validate.check_constant(name, tensors[name], which)
@@ -95,6 +96,10 @@ def _check_loss_tensors(packed, tensors, target):
     if packed.wanted.accuracy and target.is_floating_point():
         expected = "False with probabilities, which name no class to be right about"
         validate.refuse("return_accuracy", expected, True)
+    weight, token_weight, temperature = map(tensors.get, _VECTORS)
+    if temperature is not None and temperature.dim() == 0:
+        temperature = temperature.expand(fakes.rows_shape(target))
+    return weight, token_weight, temperature
 
 
 def _outputs(packed, made, target, tensors, num_items, shape, bound):
@@ -169,7 +174,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
         target = shifted_target(
             target, packed.shift, tensors.get("cu_seqlens"), packed.ignore_index
         )
-    _check_loss_tensors(packed, tensors, target)
+    vectors = _loss_tensors(packed, tensors, target)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, input)
     rows = _rows(packed, target)
@@ -177,7 +182,6 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     memory = packed.memory(input.device)
     integers = packed.integers(*memory, autocast, frozen, accumulates, traced, *needs, tf32)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
-    vectors = tensors.get("weight"), tensors.get("token_weight"), tensors.get("temperature")
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
@@ -214,14 +218,13 @@ def cross_entropy_of(logits, target, given):
     num_items = tensors.get("num_items")
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *tensors.values())
-    _check_loss_tensors(packed, tensors, target)
+    vectors = _loss_tensors(packed, tensors, target)
     if _checks_range(target):
         validate.check_target_range(target, logits.shape[-1], packed.ignore_index)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, logits)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     lists = packed.integers_with(grad_input=differentiable), packed.numbers
-    vectors = tensors.get("weight"), tensors.get("token_weight"), tensors.get("temperature")
     forward = operators.inner.cross_entropy_forward.default
     made = list(operators.run(forward, logits, target, *vectors, num_items, *lists))
     if differentiable:

@@ -145,10 +145,8 @@ def _through_operator(name, operands, options):
         if option != "temperature":
             given[option] = value.item()
             continue
-        # A traced value cannot become a number: each row gets the tensor.
-        del given[option]
-        rows = operands[0].shape[:-1]
-        given["token_temperature"] = value.expand(rows) if value.dim() == 0 else value
+        # A traced value cannot become a number.
+        given["token_temperature"] = given.pop(option)
     if isinstance(given.get("num_items"), numbers.Real):
         reduction = given.get("reduction", "mean")
         given["num_items"] = validate.num_items_tensor(given["num_items"], reduction, operands[0])

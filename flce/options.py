@@ -392,8 +392,8 @@ def split(given):
 
 
 def _split_scalar(name, value, tensors, items):
-    """A tensor where a number is expected, as torch takes one. Reading one from a GPU synchronises;
-    so each row gets the temperature."""
+    """A tensor where a number is expected, as torch takes one. A temperature on a GPU stays a
+    tensor, because reading it would synchronise."""
     if value.requires_grad:
         got = "requires_grad=True; no gradient is defined for it"
         refuse(name, "a tensor that does not require grad", got)
