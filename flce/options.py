@@ -11,6 +11,7 @@ import numbers
 import os
 import re
 import typing
+from typing import Annotated, Literal
 
 import torch
 
@@ -18,13 +19,15 @@ from ._C import getenv
 from .validate import check_flag, check_integer, refuse, refuse_transforms
 
 # In the order of the enums in csrc/problem.h.
+Reduction = Literal["none", "mean", "sum"]
+Gradient = Literal["exact", "sampled"]
+Save = Literal["auto", "logits", "grads", "stats"]  # those that a caller may choose
 CHOICES = {
-    "reduction": ("none", "mean", "sum"),
+    "reduction": typing.get_args(Reduction),
     "save": ("nothing", "logits", "grads", "stats", "samples", "auto"),
-    "gradient": ("exact", "sampled"),
+    "gradient": typing.get_args(Gradient),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_USERS_SAVES = ("auto", "logits", "grads", "stats")
 _ATTRIBUTES = ("grad", "main_grad")  # of a parameter, that accumulate_into may name
 
 
@@ -43,74 +46,54 @@ class Option(typing.NamedTuple):
     of_module: bool = False
 
 
-# Tests compare it with the public signatures, their docstring and the README's call.
-OPTIONS = {
-    "linear_bias": Option(None, "Tensor?"),
-    "adapter_input": Option(None, "Tensor?"),
-    "adapter_weight": Option(None, "Tensor?"),
-    "weight": Option(None, "Tensor?", of_logits=True),
-    "reduction": Option("mean", "str", of_logits=True, of_module=True),
-    "ignore_index": Option(-100, "int?", of_logits=True, of_module=True),
-    "label_smoothing": Option(0.0, "float", of_logits=True, of_module=True),
-    "options": Option(None),
-    "softcap": Option(None, "float?", of_logits=True, of_module=True),
-    "logit_scale": Option(1.0, "float", of_logits=True, of_module=True),
-    "temperature": Option(1.0, "float", of_logits=True, of_module=True),
-    "z_loss": Option(0.0, "float", of_logits=True, of_module=True),
-    "token_weight": Option(None, "Tensor?", of_logits=True),
-    "num_items": Option(None, "Tensor?", of_logits=True),
-    "shift": Option(0, "int", of_module=True),
-    "cu_seqlens": Option(None, "Tensor?"),
-    "valid_vocab": Option(None, "SymInt?", of_module=True),
-    "valid_bound": Option(None, "SymInt?"),
-    "accum_dtype": Option(None, "ScalarType?", of_module=True),
-    "logits_dtype": Option(None, "ScalarType?", of_module=True),
-    "save": Option("auto", "str", of_module=True),
-    "max_memory": Option(None, "int?", of_module=True),
-    "accumulate_into": Option(None, of_module=True),
-    "gradient": Option("exact", "str", of_module=True),
-    "gradient_eps": Option(2**-6, "float", of_module=True),
-    "vocab_parallel": Option(None, "str?", of_module=True),
-    # Not of a Module: a fixed seed would repeat one draw in every step.
-    "gradient_seed": Option(None, "Tensor?"),
-}
+_Tensor = torch.Tensor | None
+_Value = float | torch.Tensor
+_Dtype = torch.dtype | None
 
 
 class Options(typing.TypedDict, total=False):
-    """The types of the options, for type checkers; OPTIONS has the rest."""
+    """The options and their types; OPTIONS has the rest, with which tests compare the docstring of
+    `linear_cross_entropy` and the README's call."""
 
-    linear_bias: torch.Tensor | None
-    adapter_input: torch.Tensor | None
-    adapter_weight: torch.Tensor | None
-    weight: torch.Tensor | None
-    reduction: typing.Literal["none", "mean", "sum"]
-    ignore_index: int | None
-    label_smoothing: float
-    options: object
-    softcap: float | None
-    logit_scale: float
-    temperature: float | torch.Tensor
-    z_loss: float
-    token_weight: torch.Tensor | None
-    num_items: float | torch.Tensor | None
-    shift: int
-    cu_seqlens: torch.Tensor | None
-    valid_vocab: int | None
-    valid_bound: int | typing.Literal["count"] | None
-    accum_dtype: torch.dtype | None
-    logits_dtype: torch.dtype | None
-    save: typing.Literal["auto", "logits", "grads", "stats"]
-    max_memory: int | str | None
-    accumulate_into: typing.Literal["grad", "main_grad"] | None
-    gradient: typing.Literal["exact", "sampled"]
-    gradient_eps: float
-    vocab_parallel: object
-    gradient_seed: int | torch.Tensor | None
+    linear_bias: Annotated[_Tensor, Option(None, "Tensor?")]
+    adapter_input: Annotated[_Tensor, Option(None, "Tensor?")]
+    adapter_weight: Annotated[_Tensor, Option(None, "Tensor?")]
+    weight: Annotated[_Tensor, Option(None, "Tensor?", of_logits=True)]
+    reduction: Annotated[Reduction, Option("mean", "str", of_logits=True, of_module=True)]
+    ignore_index: Annotated[int | None, Option(-100, "int?", of_logits=True, of_module=True)]
+    label_smoothing: Annotated[float, Option(0.0, "float", of_logits=True, of_module=True)]
+    options: Annotated[object, Option(None)]
+    softcap: Annotated[float | None, Option(None, "float?", of_logits=True, of_module=True)]
+    logit_scale: Annotated[float, Option(1.0, "float", of_logits=True, of_module=True)]
+    temperature: Annotated[_Value, Option(1.0, "float", of_logits=True, of_module=True)]
+    z_loss: Annotated[float, Option(0.0, "float", of_logits=True, of_module=True)]
+    token_weight: Annotated[_Tensor, Option(None, "Tensor?", of_logits=True)]
+    num_items: Annotated[_Value | None, Option(None, "Tensor?", of_logits=True)]
+    shift: Annotated[int, Option(0, "int", of_module=True)]
+    cu_seqlens: Annotated[_Tensor, Option(None, "Tensor?")]
+    valid_vocab: Annotated[int | None, Option(None, "SymInt?", of_module=True)]
+    valid_bound: Annotated[int | Literal["count"] | None, Option(None, "SymInt?")]
+    accum_dtype: Annotated[_Dtype, Option(None, "ScalarType?", of_module=True)]
+    logits_dtype: Annotated[_Dtype, Option(None, "ScalarType?", of_module=True)]
+    save: Annotated[Save, Option("auto", "str", of_module=True)]
+    max_memory: Annotated[int | str | None, Option(None, "int?", of_module=True)]
+    accumulate_into: Annotated[Literal["grad", "main_grad"] | None, Option(None, of_module=True)]
+    gradient: Annotated[Gradient, Option("exact", "str", of_module=True)]
+    gradient_eps: Annotated[float, Option(2**-6, "float", of_module=True)]
+    vocab_parallel: Annotated[object, Option(None, "str?", of_module=True)]
+    # Not of a Module: a fixed seed would repeat one draw in every step.
+    gradient_seed: Annotated[int | torch.Tensor | None, Option(None, "Tensor?")]
     return_lse: bool
     return_entropy: bool
     return_accuracy: bool
     return_predictions: bool
     return_z_loss: bool
+
+
+_rows = (
+    (name, getattr(hint, "__metadata__", None)) for name, hint in Options.__annotations__.items()
+)
+OPTIONS = {name: row[0] for name, row in _rows if row}
 
 
 class LinearCrossEntropyOutput(typing.NamedTuple):
@@ -234,7 +217,7 @@ NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
 
 
 def _choice(name, value):
-    choices = _USERS_SAVES if name == "save" else CHOICES[name]
+    choices = typing.get_args(Save) if name == "save" else CHOICES[name]
     if value not in choices:
         refuse(name, f"one of {choices}", repr(value))
     return CHOICES[name].index(value)
