@@ -70,8 +70,8 @@ struct flce_backend {
   /* z and statistics -> rows of E or dz. rows->coef NULL: out = scale * exp(l - c) (1 - tanh^2),
    * and 0 in the target's column if hide_target. Else out = dz by the formula of enum
    * flce_coef_row. z_is_exp: z already holds `scale` * exp(l - c), the result of an earlier call
-   * with coef NULL; not with a softcap, probabilities or the entropy's gradient. Ignored rows:
-   * zeros. */
+   * with coef NULL; not with a softcap or probabilities. l - c is then its logarithm, with z's own
+   * relative error. Ignored rows: zeros. */
   flce_status (*grad_rows)(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 

@@ -164,6 +164,7 @@ typedef struct flce_plan {
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
   bool gemm_adds_bias;    /* the logits GEMM or fused_logits adds b; the row passes do not */
   bool saves_exp;         /* FLCE_BUF_SAVED holds E, else z */
+  bool dz_in_saved;       /* the backward overwrites FLCE_BUF_SAVED with dz */
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
   int64_t z_pitch,        /* of the logits, elements of z_dtype */

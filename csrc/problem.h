@@ -187,8 +187,11 @@ typedef struct flce_problem {
   bool has_bias,          /* b is given */
       has_class_weight;   /* class weights are given */
   bool has_probabilities; /* the targets are probabilities, not class indices */
-  /* The entropy of each row is wanted. With save=logits or save=stats its gradient may follow. */
-  bool wants_entropy;
+  bool wants_entropy;     /* the entropy of each row is wanted */
+  bool entropy_gradient;  /* with save=logits or save=stats its gradient may follow */
+  /* Set for a backward: there is a gradient of the entropy; the saved tensor is not needed after
+   * it, so dz may overwrite it. */
+  bool has_grad_entropy, consumes_saved;
   bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */
@@ -217,6 +220,8 @@ typedef struct flce_problem {
   bool weight_unaligned;
   flce_loss loss;     /* parameters of the loss */
   int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
+  /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
+  int64_t kept_memory;
   /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
    * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
    * chunks that fit. */

@@ -123,6 +123,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         # The arguments of the backward operator.
         weight = linear_weight if gemm_weight is None else gemm_weight
         arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
+        # The composite operator does not return the saved tensor, so the backward may overwrite it,
+        # unless saved-tensor hooks of the caller hold it.
+        held = _top_hooks is None or _top_hooks(True) is not None
+        ctx.owned, ctx.overwritten = count is not None and not held, False
         # What "auto" was shows in the outputs.
         ctx.save = "nothing" if stats is None else "stats"
         if saved is not None:
@@ -131,11 +135,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save = "grads"
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            # The composite operator does not return the saved tensor, so the backward may overwrite
-            # it, unless saved-tensor hooks of the caller hold it.
-            held = _top_hooks is None or _top_hooks(True) is not None
-            ctx.owned = count is not None and not held
-            ctx.scaled = False
             ctx.holds_units = _holds_units(input, linear_weight, lists[2])
             ctx.save_for_backward(scalars, *grads, *(arguments if count == 2 else ()))
             return _returned(ctx, made, count)
@@ -178,16 +177,21 @@ def _asked(ctx):
     return tuple(asked)
 
 
-def _scale_made(ctx, saved, grad_output, wanted):
-    """The wanted gradients, made by the forward, times grad_output; in place if possible."""
-    scalars, *grads = saved
-    if ctx.scaled:
+def _may_overwrite(ctx):
+    """Whether the running backward may overwrite what the forward saved."""
+    if ctx.overwritten:
         raise RuntimeError(
-            "flce: a backward that failed has used up this loss's gradients; run the forward again"
+            "flce: a backward that failed has used up what this loss saved; run the forward again"
         )
     # If it is unknown whether the graph is kept (as under compile), it may run again.
     repeats = _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
-    may_write = ctx.owned and not repeats
+    return ctx.owned and not repeats
+
+
+def _scale_made(ctx, saved, grad_output, wanted):
+    """The wanted gradients, made by the forward, times grad_output; in place if possible."""
+    scalars, *grads = saved
+    may_write = _may_overwrite(ctx)
     if not ctx.holds_units:
         scalars = None
     own, made = [None] * 3, [None] * 3
@@ -205,7 +209,7 @@ def _scale_made(ctx, saved, grad_output, wanted):
             own[i], made[i] = grad, grad.detach()
         else:
             made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
-    ctx.scaled = may_write
+    ctx.overwritten = may_write
     if any(grad is not None for grad in own):
         _scale_untracked(*own, grad_output, scalars)
     return tuple(made)
@@ -218,7 +222,9 @@ def _run_backward(ctx, save, saved, grad_output, grad_stats, wanted):
         accumulator, wanted = None, (wanted[0], False, wanted[2])
     valid_vocab, rows, integers, numbers, group = ctx.lists
     grads = dict(zip(GRADIENTS, wanted, strict=True))
-    integers = replaced(integers, save=CHOICES["save"].index(save), **grads)
+    consumes = ctx.overwritten = save == "logits" and _may_overwrite(ctx)
+    saved_as = {"save": CHOICES["save"].index(save), "consumes_saved": consumes}
+    integers = replaced(integers, **saved_as, **grads)
     args = (grad_output, grad_stats, *saved, valid_vocab, rows, integers, numbers, group)
     if accumulator is None:
         return run(inner.backward.default, *args)

@@ -114,6 +114,8 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
         outputs[1] = stats[operators.STAT_LSE].reshape(shape)
     if wanted.entropy:
         outputs[2] = stats[operators.STAT_ENTROPY].reshape(shape)
+        if packed.detaches_entropy:
+            outputs[2] = outputs[2].detach()
         if packed.gradient == "sampled" and outputs[2].requires_grad:
             outputs[2].register_hook(autograd.refuse_entropy_gradient)
     if wanted.accuracy:
@@ -195,7 +197,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     operands = *operands, num_items, _seed(packed, tensors, input)
     made = list(operators.run(operators.inner.forward.default, *operands, *lists))
     if any(needs):
-        count = 2 if packed.wanted.lse or packed.wanted.entropy else 1
+        count = 2 if packed.differentiable else 1
         leaves, gemm_weight = (input, differentiated, bias), weight if frozen else None
         rest = made, count, lists, (target, *vectors), accumulator, gemm_weight
         made[:count] = autograd.LinearCrossEntropy.apply(*leaves, *rest)
@@ -228,7 +230,7 @@ def cross_entropy_of(logits, target, given):
     forward = operators.inner.cross_entropy_forward.default
     made = list(operators.run(forward, logits, target, *vectors, num_items, *lists))
     if differentiable:
-        count = 2 if packed.wanted.lse or packed.wanted.entropy else 1
+        count = 2 if packed.differentiable else 1
         made[:count] = autograd.CrossEntropy.apply(logits, made, count, lists, (target, *vectors))
     if not packed.outputs:
         return made[:1]
@@ -238,9 +240,11 @@ def cross_entropy_of(logits, target, given):
 def _kernel_of(function, gives_outputs):
     """Returns tensors only, as the schema requires: an empty one for an unwanted output."""
 
-    def kernel(*tensors, token_temperature=None, **given):
+    def kernel(*tensors, token_temperature=None, detach_entropy=False, **given):
         if token_temperature is not None:
             given["temperature"] = token_temperature
+        if detach_entropy:
+            given["return_entropy"] = "detached"
         loss, *outputs = function(*tensors, given)
         if not gives_outputs:
             return loss
@@ -255,7 +259,7 @@ def _register(name, function, operands, options):
     typed = {option: row for option, row in options.items() if row.schema}
     arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
     schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
-    returns = ", ".join(f"bool {option}=False" for option in RETURNS)
+    returns = ", ".join(f"bool {option}=False" for option in (*RETURNS, "detach_entropy"))
     outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
     for operator_schema, kernel in (
         (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),

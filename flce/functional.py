@@ -159,9 +159,14 @@ def _through_operator(name, operands, options):
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if given.get("vocab_parallel") is not None:
         given["vocab_parallel"] = text_of(given["vocab_parallel"])
-    returns = {name: validate.check_flag(name, options.get(name, False)) for name in RETURNS}
+    detached = options.get("return_entropy") == "detached"
+    returns = {name: options.get(name, False) for name in RETURNS}
+    returns |= {"return_entropy": True} if detached else {}
+    for option, value in returns.items():
+        validate.check_flag(option, value)
     if not any(returns.values()):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
+    given |= {"detach_entropy": True} if detached else {}
     loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
     wanted = returns.values()
     return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
@@ -288,7 +293,12 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
-def linear_logprobs(input, linear_weight, target, **options: Unpack[Options]):
+_ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
+
+
+def linear_logprobs(
+    input, linear_weight, target, *, entropy="differentiable", **options: Unpack[Options]
+):
     """log p_y and the entropy of each row, for policy-gradient training.
 
     Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
@@ -311,9 +321,12 @@ def linear_logprobs(input, linear_weight, target, **options: Unpack[Options]):
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
     check_names("linear_logprobs", _OF_LOGPROBS, options)
-    output = linear_cross_entropy(
-        input, linear_weight, target, reduction="none", return_entropy=True, **options
-    )
+    if entropy not in _ENTROPIES:
+        validate.refuse("entropy", f"one of {tuple(_ENTROPIES)}", repr(entropy))
+    options |= {"reduction": "none", "return_entropy": _ENTROPIES[entropy]}
+    output = linear_cross_entropy(input, linear_weight, target, **options)
+    if entropy is None:
+        return -output, None
     return -output.loss, output.entropy
 
 

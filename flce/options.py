@@ -84,7 +84,7 @@ class Options(typing.TypedDict, total=False):
     # Not of a Module: a fixed seed would repeat one draw in every step.
     gradient_seed: Annotated[int | torch.Tensor | None, Option(None, "Tensor?")]
     return_lse: bool
-    return_entropy: bool
+    return_entropy: bool | Literal["detached"]
     return_accuracy: bool
     return_predictions: bool
     return_z_loss: bool
@@ -178,24 +178,42 @@ def parse_bytes(value, name="max_memory"):
 
 
 @functools.cache
-def default_memory(device):
-    """The bound of the logits without max_memory: 1 GiB or 1/8 of the memory, if smaller."""
+def share_of_memory(device):
+    """1/8 of the device's memory, in bytes."""
     if device.type == "cuda" and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device.index).total_memory
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(1 << 30, memory // 8)
+    return memory // 8
+
+
+def default_memory(device):
+    """The bound of a chunk's logits without max_memory: 1 GiB or 1/8 of the memory, if smaller."""
+    return min(1 << 30, share_of_memory(device))
 
 
 # ---- packing ----
 
-LAYOUT = 6  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 7  # raise it together with kLayout of csrc/binding/options.h
 NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "gradient_eps")
 # What a call adds to the options: autocast's dtype, the size of an adapter's join, global state.
-OF_CALL = ("max_memory", "saves_memory", "autocast", "frozen_hidden", "accumulates", "traced")
+OF_CALL = (
+    "max_memory",
+    "kept_memory",
+    "saves_memory",
+    "autocast",
+    "frozen_hidden",
+    "accumulates",
+    "traced",
+)
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL += (*GRADIENTS, "allow_tf32")
-_NO_CALL = {**dict.fromkeys(OF_CALL, 0), "max_memory": 1 << 30, "autocast": -1}
+_NO_CALL = {
+    **dict.fromkeys(OF_CALL, 0),
+    "max_memory": 1 << 30,
+    "kept_memory": 1 << 30,
+    "autocast": -1,
+}
 # Sizes and dtypes of operands, in the order of OperandSlot in csrc/binding/plan.cpp: a dtype is its
 # index in DTYPES, or -1 for None.
 OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
@@ -203,10 +221,25 @@ OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype
 OPERANDS |= {"probabilities": 0}
 SHARD = ("ranks", "rank", "start", "vocab")  # of a flce.VocabParallel
 SHARD += ("input_is_sharded", "partial_grad_input", "wide_terms")
-INTEGERS = ("reduction", "ignore_index", "accum_dtype", "logits_dtype", "save", "max_memory")
-INTEGERS += ("gradient", "autocast", "frozen_hidden", "wants_lse", "wants_entropy")
+INTEGERS = (
+    "reduction",
+    "ignore_index",
+    "accum_dtype",
+    "logits_dtype",
+    "save",
+    "max_memory",
+    "kept_memory",
+)
+INTEGERS += (
+    "gradient",
+    "autocast",
+    "frozen_hidden",
+    "wants_lse",
+    "wants_entropy",
+    "entropy_gradient",
+)
 INTEGERS += ("wants_predictions", "wants_statistics", "saves_memory", "accumulates", "traced")
-INTEGERS += (*GRADIENTS, "allow_tf32", *SHARD)
+INTEGERS += (*GRADIENTS, "consumes_saved", "allow_tf32", *SHARD)
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
 # The options that an operator takes in its lists, or that say what else the call does.
 _PACKED = {name: o.default for name, o in OPTIONS.items() if o.schema != "Tensor?"}
@@ -292,7 +325,10 @@ class Packed:
     """The options of a call that are no tensors, checked and packed; cached by their values."""
 
     def __init__(self, given):
+        self.detaches_entropy = given["return_entropy"] == "detached"
+        given = {**given, "return_entropy": self.detaches_entropy or given["return_entropy"]}
         self.wanted = Wanted(*(check_flag(name, given[name]) for name in RETURNS))
+        self.differentiable = self.wanted.lse or (self.wanted.entropy and not self.detaches_entropy)
         self.outputs = any(self.wanted)
         self.reduction, self.gradient = given["reduction"], given["gradient"]
         self.ignore_index = ignore_index_of(given["ignore_index"])
@@ -318,7 +354,8 @@ class Packed:
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
         values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(OF_CALL, 0)
         wanted = self.wanted
-        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
+        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy, "consumes_saved": 0}
+        values["entropy_gradient"] = wanted.entropy and not self.detaches_entropy
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))
         values["ignore_index"] = self.ignore_index
@@ -329,12 +366,13 @@ class Packed:
         return self.integers(*{**_NO_CALL, **of_call}.values())
 
     def memory(self, device):
-        """(max_memory in bytes, whether it is the default)."""
-        if self.max_memory is not None:
-            return self.max_memory, False
-        if text := getenv("FLCE_MAX_MEMORY"):
-            return parse_bytes(text, "FLCE_MAX_MEMORY"), False
-        return default_memory(device), True
+        """max_memory and kept_memory (problem.h), and whether they are the defaults."""
+        given = self.max_memory
+        if given is None and (text := getenv("FLCE_MAX_MEMORY")):
+            given = parse_bytes(text, "FLCE_MAX_MEMORY")
+        if given is not None:
+            return given, given, False
+        return default_memory(device), share_of_memory(device), True
 
     def integers(self, *of_call):
         """The list of integers; `of_call`: the values of OF_CALL."""

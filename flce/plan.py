@@ -171,8 +171,8 @@ def plan(
     attribute = options["accumulate_into"]
     accumulates = attribute is not None and grad_weight
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    max_memory, saves_memory = packed.memory(device)
-    of_call = {"max_memory": max_memory, "saves_memory": saves_memory, "accumulates": accumulates}
+    names = ("max_memory", "kept_memory", "saves_memory")
+    of_call = dict(zip(names, packed.memory(device), strict=True)) | {"accumulates": accumulates}
     of_call |= {"autocast": DTYPES.index(dtype), "grad_bias": bias}
     integers = packed.integers_with(**of_call, grad_input=grad_input, grad_weight=grad_weight)
     computed = tokens if valid_bound is None else min(valid_bound, tokens)

@@ -137,7 +137,7 @@ void bind_kept(const Kept& kept, Call* call) {
   expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
   tensors->grad_lse = rows + FLCE_STAT_LSE * n * flce_size_of(stat);
-  if (call->problem.wants_entropy)
+  if (call->problem.has_grad_entropy)
     tensors->grad_entropy = rows + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
 }
 
@@ -187,6 +187,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   uintptr_t addresses = reinterpret_cast<uintptr_t>(call.tensors.saved) |
                         reinterpret_cast<uintptr_t>(call.tensors.grad_weight);
   call.problem.weight_unaligned = addresses % 16 != 0;
+  call.problem.has_grad_entropy = kept.grad_stats && call.problem.entropy_gradient;
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   check(flce_check_backward(&plan));

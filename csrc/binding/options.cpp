@@ -51,6 +51,7 @@ void read_loss(const Reader& read, flce_problem* problem) {
   FLCE_LOSS_NUMBERS(FLCE_READ)
 #undef FLCE_READ
   problem->wants_entropy = read.flag(IntegerSlot::wants_entropy);
+  problem->entropy_gradient = read.flag(IntegerSlot::entropy_gradient);
   problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
   problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
 }
@@ -63,7 +64,9 @@ void read_strategy(const Reader& read, flce_problem* problem) {
     refuse("gradient_eps", "from 2**-12 to 1", "0.0");
   problem->max_memory = read.integer(IntegerSlot::max_memory);
   problem->saves_memory = read.flag(IntegerSlot::saves_memory);
-  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) || problem->wants_entropy;
+  problem->kept_memory = read.integer(IntegerSlot::kept_memory);
+  problem->consumes_saved = read.flag(IntegerSlot::consumes_saved);
+  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) || problem->entropy_gradient;
   problem->accumulates = read.flag(IntegerSlot::accumulates);
   problem->traced = read.flag(IntegerSlot::traced);
   problem->want_grad_input = read.flag(IntegerSlot::grad_input);

@@ -10,6 +10,10 @@
  * entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
 static const double kF16ExpScale = 32768.0;
 
+static double exp_scale(const flce_plan* plan) {
+  return plan->saves_exp && plan->dtype == FLCE_F16 ? kF16ExpScale : 1.0;
+}
+
 /* ---- operands ---- */
 
 /* *out = `source` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `source` itself if it is
@@ -203,7 +207,7 @@ static flce_status pass_rows(const execution* e, chunk* c) {
     return FLCE_OK;
   }
   CALL(e, stat_rows, &c->view);
-  if (keeps && plan->saves_exp) CALL(e, grad_rows, &c->view, kF16ExpScale, false, false);
+  if (keeps && plan->saves_exp) CALL(e, grad_rows, &c->view, exp_scale(plan), false, false);
   return FLCE_OK;
 }
 
@@ -359,13 +363,13 @@ static flce_status backward_rows(const execution* e, chunk* c) {
             plan->out_pitch);
   } else {
     FLCE_TRY(logits_gemm(e, c));
-    set_out_in_place(e, &c->view);
   }
+  if (!stored || plan->dz_in_saved) set_out_in_place(e, &c->view);
   flce_rows view = c->view;
   view.coef = exp_form ? NULL : c->coef;
   view.wants_entropy = e->tensors->grad_entropy != NULL;
   bool from_exp = stored && plan->saves_exp;
-  CALL(e, grad_rows, &view, from_exp ? kF16ExpScale : 1.0, true, from_exp);
+  CALL(e, grad_rows, &view, from_exp ? exp_scale(plan) : 1.0, true, from_exp);
   return FLCE_OK;
 }
 

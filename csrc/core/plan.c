@@ -44,6 +44,16 @@ static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dty
          (dtype == FLCE_F32 && facts->gemm_writes_f32 && flce_size_of(plan->dtype) == 2);
 }
 
+/* True if the backward writes dz from what is saved to a buffer of its own. */
+static bool stores_dz(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ && !plan->dz_in_saved;
+}
+
+/* True if what is saved are logits. */
+static bool stores_z(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
+}
+
 /* ---- chunks ---- */
 
 /* The most rows of a chunk with a small vocabulary, see SMALL_VOCAB. */
@@ -109,7 +119,7 @@ static flce_status choose_chunks(const flce_problem* caller, const flce_facts* f
                          .overlaps_dw = plan->bias_parts == 0};
   if (plan->save == FLCE_SAVE_STATS)
     backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
+  else if (stores_dz(plan))
     backward.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
   if (backward.row_bytes > 0)
     return choose_chunk_rows(&problem, facts, &backward, plan->dtype, &plan->backward_chunk_rows,
@@ -152,26 +162,21 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
 
-/* True if the backward of this plan may get a gradient of the entropy. With save=grads it does not:
- * such a gradient is computed by a backward of save=stats. Samples give none. */
-static bool differentiates_entropy(const flce_problem* problem) {
-  bool excluded = problem->save == FLCE_SAVE_GRADS || problem->save == FLCE_SAVE_SAMPLES;
-  return problem->wants_entropy && !excluded && makes_gradients(problem);
-}
-
+/* The form of the forward. The entropy's gradient takes l from E, as l - c = log E, except where E
+ * includes the softcap's slope. */
 static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   if (problem->save == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
-  bool slope_of_all = flce_caps_logits(&problem->loss) && problem->loss.label_smoothing > 0.0;
-  bool dz = dtype == FLCE_F16 || problem->has_probabilities || slope_of_all ||
-            differentiates_entropy(problem);
+  bool slope_of_all = problem->loss.label_smoothing > 0.0 ||
+                      (problem->entropy_gradient && problem->save == FLCE_SAVE_LOGITS);
+  bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
+            (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
-/* True if dz cannot be computed from E alone: the softcap's slope, the entropy's gradient and
- * probability targets need the logit. */
+/* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit.
+ */
 static bool needs_logits(const flce_problem* problem) {
-  return problem->has_probabilities || flce_caps_logits(&problem->loss) ||
-         differentiates_entropy(problem);
+  return problem->has_probabilities || flce_caps_logits(&problem->loss);
 }
 
 /* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
@@ -252,12 +257,15 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
-  plan->form = choose_form(problem, plan->dtype);
+  flce_form forward = choose_form(problem, plan->dtype);
+  plan->form = problem->has_grad_entropy ? FLCE_FORM_DZ : forward;
   choose_logits(problem, facts, plan);
+  plan->dz_in_saved =
+      problem->consumes_saved && plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
-  plan->gathers = problem->rows < problem->tokens || (skips && plan->form == FLCE_FORM_EXP);
+  plan->gathers = problem->rows < problem->tokens || (skips && forward == FLCE_FORM_EXP);
   plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   bool widens = flce_is_sharded(problem) && problem->wide_terms;
@@ -350,7 +358,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
   int64_t stat = flce_size_of(stat_dtype), e = flce_size_of(plan->dtype);
   unsigned both = both_passes(plan);
-  bool stored_dz = plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
+  bool stored_dz = stores_dz(plan);
   bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
   bool keeps_no_logits = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
   int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
@@ -374,11 +382,10 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   if (padded || problem->weight_dtype != plan->dtype)
     add_buffer(plan, FLCE_BUF_WEIGHT_CAST, both, v * h * e);
   if (problem->has_bias && problem->bias_dtype != stat_dtype)
-    add_buffer(plan, FLCE_BUF_BIAS_CAST,
-               recomputes_logits || (stored_dz && !plan->saves_exp && !plan->gemm_adds_bias)
-                   ? both
-                   : FLCE_IN_FORWARD,
-               v * stat);
+    add_buffer(
+        plan, FLCE_BUF_BIAS_CAST,
+        recomputes_logits || (stores_z(plan) && !plan->gemm_adds_bias) ? both : FLCE_IN_FORWARD,
+        v * stat);
   add_buffer(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
 }
 

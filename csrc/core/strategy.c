@@ -53,7 +53,10 @@ void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
   strategy->few = small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS;
   strategy->some = FLCE_SAVE_LOGITS;
   strategy->many = keeps_gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
-  strategy->some_rows = saved_row > 0 ? problem.max_memory / saved_row : INT64_MAX;
+  int64_t kept_memory = strategy->many == FLCE_SAVE_GRADS && !problem.differentiates_outputs
+                            ? problem.max_memory
+                            : problem.kept_memory;
+  strategy->some_rows = saved_row > 0 ? kept_memory / saved_row : INT64_MAX;
   int64_t row = logits_row_bytes(&problem, facts, kept.dtype);
   strategy->few_rows = min64(strategy->some_rows, row > 0 ? problem.max_memory / row : INT64_MAX);
 }

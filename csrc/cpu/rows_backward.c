@@ -4,6 +4,7 @@
 
 #include "loss.h"
 
+#include <float.h>
 #include <math.h>
 
 static void plain_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
@@ -35,6 +36,28 @@ static bool has_entropy(const row_pass* pass, int64_t i) {
   return pass->rows->coef && row_coef(pass, FLCE_COEF_ENTROPY, i) != 0.0;
 }
 
+/* dz from rows of exp(l - c), of which l - c is the logarithm, with the entropy's gradient. */
+static void entropy_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
+  const flce_rows* rows = pass->rows;
+  double row = row_coef(pass, FLCE_COEF_ROW, i), pull = row_coef(pass, FLCE_COEF_ENTROPY, i);
+  double smooth = row_coef(pass, FLCE_COEF_SMOOTH, i),
+         entropy = row_stat(pass, FLCE_STAT_ENTROPY, i);
+  double inv_sum = row_stat(pass, FLCE_STAT_INV_SUM, i), nll = row_stat(pass, FLCE_STAT_NLL, i);
+  double smallest = pass->stat == FLCE_F64 ? DBL_MIN : (double)FLT_MIN;
+  double mean = -log(inv_sum) - entropy; /* the mean of l - c */
+  const void* z = row_z(pass, r);
+  void* out = row_out(pass, r);
+  for (int64_t j = 0; j < rows->vocab; j++) {
+    double e = flce_load(z, pass->dtype, j) / pass->scale;
+    double value = e == 0.0 ? 0.0 : e * (row + pull * (mean - log(e)));
+    /* exp(l_y - c) = exp(-nll) / inv_sum, and m - l_y = nll - entropy. */
+    if (j == y)
+      value = row_coef(pass, FLCE_COEF_TARGET, i) + pull * exp(-nll) / inv_sum * (nll - entropy);
+    if (smooth != 0.0) value -= smooth * row_factor(rows->class_weight, pass->stat, j);
+    flce_store(out, pass->dtype, j, fabs(value) < smallest ? 0.0 : value);
+  }
+}
+
 static void grad_row(const row_pass* pass, int64_t r) {
   const flce_rows* rows = pass->rows;
   int64_t i = flce_row_index(rows, r);
@@ -44,7 +67,9 @@ static void grad_row(const row_pass* pass, int64_t r) {
     return;
   }
   int64_t y = rows->target ? rows->target[i] : -1;
-  if (!pass->z_is_exp && (pass->general || has_entropy(pass, i)))
+  if (pass->z_is_exp && has_entropy(pass, i))
+    entropy_gradient(pass, r, i, y);
+  else if (!pass->z_is_exp && (pass->general || has_entropy(pass, i)))
     flce_cpu_general_gradient(pass, r, i, y);
   else
     plain_gradient(pass, r, i, y);
@@ -58,19 +83,6 @@ static void grad_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-/* Refuses the options whose gradient cannot be computed from exp(l - c) alone. */
-static flce_status check_exp(const row_pass* pass) {
-  const flce_rows* rows = pass->rows;
-  if (flce_caps_logits(&rows->options) || rows->probabilities)
-    return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected class targets and no softcap");
-  for (int64_t r = 0; r < rows->rows; r++) {
-    int64_t i = flce_row_index(rows, r);
-    if (flce_row_kind_at(rows, i) == FLCE_ROW_VALID && has_entropy(pass, i))
-      return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected no gradient of the entropy");
-  }
-  return FLCE_OK;
-}
-
 flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
                                bool z_is_exp) {
   row_pass pass;
@@ -78,7 +90,8 @@ flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, 
   pass.scale = scale;
   pass.hide_target = hide_target;
   pass.z_is_exp = z_is_exp;
-  if (z_is_exp) FLCE_TRY(check_exp(&pass));
+  if (z_is_exp && (flce_caps_logits(&rows->options) || rows->probabilities))
+    return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected class targets and no softcap");
   flce_cpu_parallel(self, rows->rows, rows->vocab, grad_range, &pass);
   return FLCE_OK;
 }

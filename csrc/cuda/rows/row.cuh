@@ -87,6 +87,16 @@ __device__ __forceinline__ S exp_for(S x) {
   }
 }
 
+/* log(x) to the precision of Out; -inf for 0. */
+template <typename Out, typename S>
+__device__ __forceinline__ S log_for(S x) {
+  if constexpr (sizeof(Out) >= 4) {
+    return log(x);
+  } else {
+    return __logf(x);
+  }
+}
+
 /* tanh(u); FAST for 16-bit results: 1 - 2 / (1 + e^2u), with an absolute error below 2^-21. Most of
  * it is the quotient's 2 ulp where that is between 1 and 2 (u <= 0). The error of e^2u itself, a
  * relative |2u| 2^-24 + 2^-22, enters with a factor of at most 1/2, which vanishes with e^2u or 1 /

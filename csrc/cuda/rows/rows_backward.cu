@@ -32,7 +32,7 @@ __device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& 
 }
 
 /* Without r.coef the row is `scale` exp(l - c), and 0 at the target if `hide_target`; if z_is_exp,
- * z already includes `scale`. */
+ * z already includes `scale`, and l is taken from it: its error is the relative error of z. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row<Z>& row,
                                                     int64_t at, double scale, bool hide_target,
@@ -59,6 +59,11 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
     if (g.set_target) {
       const S w = row.class_weight ? row.class_weight[row.target] : 1;
       g.target += target_parts(r, g, at, w);
+    }
+    if (z_is_exp && g.entropy != 0) { /* l is log(scale exp(l - c)); the mean has that origin too */
+      g.entropy /= (S)scale;
+      g.mean_logit = log((S)scale) - log(stat_row<S>(r, FLCE_STAT_INV_SUM)[at]) -
+                     stat_row<S>(r, FLCE_STAT_ENTROPY)[at];
     }
   }
   return g;
@@ -98,7 +103,12 @@ __device__ __forceinline__ void general_gradients(const flce_rows& r, const Row<
   if (z_is_exp) {
     unpack(raw, v);
 #pragma unroll
-    for (int e = 0; e < N; e++) v[e] = v[e] * g.factor - part[e];
+    for (int e = 0; e < N; e++) {
+      S exp_part = v[e] * g.factor;
+      if (g.entropy != 0)
+        exp_part += g.entropy * -entropy_term(v[e], log_for<Out>(v[e]), g.mean_logit);
+      v[e] = exp_part - part[e];
+    }
     return;
   }
   logits_of<sizeof(Out) == 2>(row, raw, col, v, slope);
