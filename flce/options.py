@@ -179,7 +179,7 @@ def parse_bytes(value, name="max_memory"):
 
 @functools.cache
 def default_memory(device):
-    """The bound of the logits without max_memory: 1 GiB or 1/8 of the memory, if smaller."""
+    """max_memory in bytes if none is given: 1 GiB, or 1/8 of the device's memory if smaller."""
     if device.type == "cuda" and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device.index).total_memory
     else:
@@ -189,13 +189,13 @@ def default_memory(device):
 
 # ---- packing ----
 
-LAYOUT = 6  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 6  # kLayout of csrc/binding/options.h, which says when to raise both
 NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "gradient_eps")
-# What a call adds to the options: autocast's dtype, the size of an adapter's join, global state.
+# What a call adds to the options: autocast's dtype, the weight's columns without a gradient ...
 OF_CALL = ("max_memory", "saves_memory", "autocast", "frozen_hidden", "accumulates", "traced")
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL += (*GRADIENTS, "allow_tf32")
-_NO_CALL = {**dict.fromkeys(OF_CALL, 0), "max_memory": 1 << 30, "autocast": -1}
+_CALL_DEFAULTS = {**dict.fromkeys(OF_CALL, 0), "max_memory": 1 << 30, "autocast": -1}
 # Sizes and dtypes of operands, in the order of OperandSlot in csrc/binding/plan.cpp: a dtype is its
 # index in DTYPES, or -1 for None.
 OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
@@ -224,7 +224,7 @@ def _choice(name, value):
 
 
 def _number(name, value):
-    """A float; 0.0 for None where that is the default, which 0.0 itself is not."""
+    """A float. Where None is the default it becomes 0.0, and 0.0 itself is refused."""
     if value is None and OPTIONS[name].default is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -326,7 +326,7 @@ class Packed:
 
     def integers_with(self, **of_call):
         """The list of integers; `of_call`: some values of OF_CALL by name."""
-        return self.integers(*{**_NO_CALL, **of_call}.values())
+        return self.integers(*{**_CALL_DEFAULTS, **of_call}.values())
 
     def memory(self, device):
         """(max_memory in bytes, whether it is the default)."""
@@ -375,8 +375,8 @@ def split(given):
 
 
 def _split_scalar(name, value, tensors, items):
-    """A tensor where a number is expected, as torch takes one. A temperature on a GPU stays a
-    tensor, because reading it would synchronise."""
+    """Adds a tensor given for a number to `items`, by its value if it is 0-d. A temperature stays a
+    tensor, in `tensors`, unless it is a 0-d CPU tensor: reading others would synchronise."""
     if value.requires_grad:
         got = "requires_grad=True; no gradient is defined for it"
         refuse(name, "a tensor that does not require grad", got)
