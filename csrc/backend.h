@@ -44,7 +44,7 @@ struct flce_backend {
   flce_status (*compact_rows)(void* self, const flce_problem* problem, const int64_t* target,
                               void* index);
   /* Writes the results of rows that compact_rows leaves out. `rows` has index NULL and all N rows.
-   * Ignored rows get what the row passes give an ignored row. The others get NaN if
+   * Ignored rows get the values that the row passes write for them; the others NaN if
    * scalars[VALID] > bound, else they are not touched. With dx NULL: stats, loss (unless NULL) and
    * predictions (unless NULL) are written; else those rows of dx [N][hidden] instead. */
   flce_status (*blank_rows)(void* self, const flce_rows* rows, int64_t bound, void* dx,
@@ -82,7 +82,7 @@ struct flce_backend {
    * classes of this rank; `rows` is then as in flce_merge_args. */
   flce_status (*row_coefficients)(void* self, const flce_rows* rows, const flce_shard* shard,
                                   const flce_upstream* upstream, const void* factor, void* coef);
-  /* Form dz in float16, which has few bits for a gradient that is small for want of a loss scale:
+  /* Form dz in float16, which has few bits for small gradients, here without a loss scale:
    * multiplies the rows' coef, except FLCE_COEF_VALID, by the power of two u with u max |dz| of at
    * most 2^12. scale becomes {1/u, 0, 1, 0}, then 1/u `weights` times. */
   flce_status (*scale_coefficients)(void* self, const flce_rows* rows, void* coef, float* scale,
@@ -144,7 +144,8 @@ struct flce_backend {
   flce_status (*shard_targets)(void* self, const flce_shard_targets_args* call);
   /* The statistics of the rows over this rank's classes (enum flce_shard_stat), from FLCE_STAT_*
    * and, with label smoothing, from `loss`, which the passes have computed with label_smoothing 1,
-   * z_loss 0 and no token_weight (flce_enable_partial_sums). Rows that are not valid: anything. */
+   * z_loss 0 and no token_weight (flce_enable_partial_sums). Unspecified in rows that are not
+   * valid. */
   flce_status (*pack_statistics)(void* self, const flce_pack_args* call);
   /* Those of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in the
    * order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and SLOPE:

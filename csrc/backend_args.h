@@ -89,7 +89,7 @@ static inline void flce_facts_of_type(bool cpu, flce_dtype dtype, flce_facts* fa
   facts->gemm_writes_f32 = facts->gemm_adds_bias = facts->gemm_f16 = true;
   facts->hidden_alignment = flce_size_of(dtype) == 2 ? 8 : 1;
   facts->row_alignment = 128; /* a cache line, and a row of a TMA box */
-  facts->multiprocessors = 1; /* at least: which device it is decides */
+  facts->multiprocessors = 1; /* any number > 0: that of the device is not known here */
 }
 
 /* C[m,n] = 2^shift op(A) op(B) + beta C + bias, all row-major. */
@@ -195,7 +195,7 @@ enum flce_shard_stat {
   FLCE_SHARD_STAT_SMOOTHING, /* sum_j w_j (LSE - l_j) */
   FLCE_SHARD_STAT_WEIGHT,    /* sum_j w_j */
   FLCE_SHARD_STAT_TOP,       /* the largest l, -inf if there is none */
-  FLCE_SHARD_STAT_COLUMN,    /* its lowest class */
+  FLCE_SHARD_STAT_COLUMN,    /* the lowest class that has it */
   FLCE_SHARD_STATS
 };
 

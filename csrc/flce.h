@@ -326,8 +326,8 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
 /* bfloat16 elements in a row of an AMX tile: the step of a GEMM along k. */
 enum { FLCE_AMX_DEPTH = 32 };
 
-/* The CPU backend is part of the module. The caller provides the GEMM and the thread pool; op.cpp
- * passes torch's. */
+/* The CPU backend is part of the module. The caller provides the GEMM and the thread pool;
+ * binding/device.cpp passes torch's. */
 typedef void (*flce_range_fn)(int64_t begin, int64_t end, void* context);
 typedef struct flce_cpu {
   flce_status (*gemm)(void* context, const flce_gemm* gemm); /* gets gemm_context */

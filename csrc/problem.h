@@ -72,7 +72,7 @@ typedef enum flce_save {
   FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
   FLCE_SAVE_SAMPLES, /* the sampled gradient: lists of entries of E; the backward gathers with
                         them the rows of W and x, without a GEMM */
-  FLCE_SAVE_AUTO,    /* of a problem alone: flce_choose_strategy() takes one of the others */
+  FLCE_SAVE_AUTO,    /* only in a problem: flce_choose_strategy() chooses one of the others */
 } flce_save;
 const char* flce_save_name(flce_save save);
 
@@ -126,7 +126,7 @@ static inline int64_t flce_sample_pitch(double eps) {
 
 /* The numbers of the loss: X(name, whether a finite `value` is in range, that range in words). The
  * fields of flce_loss, their checks and the list in which the operators take them follow from it,
- * in the order of OPTIONS in flce/options.py. */
+ * in the order of NUMBERS in flce/options.py. */
 #define FLCE_LOSS_NUMBERS(X)                                                    \
   /* s: the target becomes (1 - s) target + s/V */                              \
   X(label_smoothing, value >= 0.0 && value <= 1.0, "0 <= label_smoothing <= 1") \
@@ -189,9 +189,9 @@ typedef struct flce_problem {
   bool has_probabilities; /* the targets are probabilities, not class indices */
   bool wants_entropy;     /* the entropy of each row is wanted */
   bool entropy_gradient;  /* with save=logits or save=stats its gradient may follow */
-  /* Set for a backward: there is a gradient of the entropy; the saved tensor is not needed after
-   * it, so dz may overwrite it. */
-  bool has_grad_entropy, consumes_saved;
+  /* Set for a backward: there is a gradient of the entropy. */
+  bool has_grad_entropy;
+  bool consumes_saved; /* the backward may overwrite what the forward saved */
   bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */

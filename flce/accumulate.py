@@ -140,6 +140,6 @@ class Accumulator:
         if not self._is_declared():
             return None
         weight.grad_added_to_main_grad = True
-        # Zeros do no harm if a hook adds them nevertheless, or if the weight is used a second time.
-        # Expanded from one element, so without memory until autograd copies them.
+        # Zeros change nothing if a hook adds them all the same, or if the weight is used twice.
+        # Expanded from one element, they take no memory until autograd copies them.
         return weight.new_zeros(()).expand(weight.shape)

@@ -1,9 +1,9 @@
-"""The inner operators' autograd Functions, which need Python.
+"""The inner operators' kernels for the Autograd key, and their autograd Functions.
 
-Kernels for the Autograd key with autograd Functions of our own. torch.library.register_autograd
-parses the operator's schema in every call, which takes more host time than the rest of a small
-step. A Function is applied to the outputs that its operator has already produced: on a GPU the
-kernels are running by then, so the host time of the Function is hidden.
+Registered directly, because torch.library.register_autograd parses the operator's schema in every
+call, which takes more host time than the rest of a small step. A Function is applied to the outputs
+that its operator has already produced: on a GPU the kernels are running by then, so the host time
+of the Function is hidden.
 """
 
 import functools
@@ -70,7 +70,7 @@ def _once_differentiable(make):
             return (None,) * len(needs)
         if grad_output is None:
             grad_output = grad_stats.new_zeros(ctx.loss_shape)
-        elif grad_output._is_zerotensor():  # without memory
+        elif grad_output._is_zerotensor():  # it has no memory to read
             grad_output = torch.zeros_like(grad_output)
         if grad_stats is not None:
             grad_stats = grad_stats.contiguous()
@@ -127,7 +127,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # unless saved-tensor hooks of the caller hold it.
         held = _top_hooks is None or _top_hooks(True) is not None
         ctx.owned, ctx.overwritten = count is not None and not held, False
-        # What "auto" was shows in the outputs.
+        # The outputs tell which strategy "auto" became.
         ctx.save = "nothing" if stats is None else "stats"
         if saved is not None:
             ctx.save = "samples" if saved.dtype == torch.int32 else "logits"
@@ -135,7 +135,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save = "grads"
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            ctx.holds_units = _holds_units(input, linear_weight, lists[2])
+            ctx.has_loss_scale = _has_loss_scale(input, linear_weight, lists[2])
             ctx.save_for_backward(scalars, *grads, *(arguments if count == 2 else ()))
             return _returned(ctx, made, count)
         ctx.save_for_backward(*arguments)
@@ -143,29 +143,29 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats):
-        wanted, save, saved = _asked(ctx), ctx.save, ctx.saved_tensors
+        wanted, save, saved = _wanted_gradients(ctx), ctx.save, ctx.saved_tensors
         if save == "grads":
             if grad_stats is None:
-                return _scale_made(ctx, saved[:4], grad_output, wanted)
+                return _scale_saved(ctx, saved[:4], grad_output, wanted)
             # The gradients that the forward made are those of the loss alone: compute all again.
             save, saved = "stats", saved[4:]
         return _run_backward(ctx, save, saved, grad_output, grad_stats, wanted)
 
 
-def _holds_units(input, linear_weight, integers):
-    """Whether save="grads" keeps gradients times a unit, which the backward must remove: in float16
-    the denominator is applied together with grad_output (engine.c: unit_factor)."""
+def _has_loss_scale(input, linear_weight, integers):
+    """Whether the gradients of save="grads" are kept times float16's loss scale on a GPU, which
+    the backward divides out (loss_factor of csrc/core/engine.c)."""
     dtypes, autocast = (input.dtype, linear_weight.dtype), value_of(integers, "autocast")
     if autocast >= 0 and torch.float64 not in dtypes:
         dtypes = (DTYPES[autocast],)
     return dtypes[0] == torch.float16 and input.device.type != "cpu"
 
 
-def _asked(ctx):
-    """Which gradients of input, linear_weight and linear_bias the running backward needs: fewer
-    than ctx.needs_input_grad has where it is for other leaves, as in pipeline schedules that ask
-    for the gradients of inputs and of weights apart."""
-    asked, nodes = [], ctx.next_functions
+def _wanted_gradients(ctx):
+    """Which gradients of input, linear_weight and linear_bias the running backward computes. They
+    are fewer than in ctx.needs_input_grad if it was called for some leaves only, as in pipeline
+    schedules that compute the gradients of inputs and of weights apart."""
+    wanted, nodes = [], ctx.next_functions
     for i, needed in enumerate(ctx.needs_input_grad[:3]):
         if needed:
             try:
@@ -173,8 +173,8 @@ def _asked(ctx):
             except RuntimeError:
                 # Of a leaf that torch.autograd.grad() returns, or outside of the engine.
                 needed = True
-        asked.append(needed)
-    return tuple(asked)
+        wanted.append(needed)
+    return tuple(wanted)
 
 
 def _may_overwrite(ctx):
@@ -188,13 +188,13 @@ def _may_overwrite(ctx):
     return ctx.owned and not repeats
 
 
-def _scale_made(ctx, saved, grad_output, wanted):
+def _scale_saved(ctx, saved, grad_output, wanted):
     """The wanted gradients, made by the forward, times grad_output; in place if possible."""
     scalars, *grads = saved
     may_write = _may_overwrite(ctx)
-    if not ctx.holds_units:
+    if not ctx.has_loss_scale:
         scalars = None
-    own, made = [None] * 3, [None] * 3
+    in_place, made = [None] * 3, [None] * 3
     for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, grads, ctx.dtypes, strict=True)):
         if not wanted[i]:
             continue
@@ -206,12 +206,12 @@ def _scale_made(ctx, saved, grad_output, wanted):
         plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
         if may_write and plain and grad.dtype == dtype:
             # A new tensor on the same memory, which autograd may keep as .grad.
-            own[i], made[i] = grad, grad.detach()
+            in_place[i], made[i] = grad, grad.detach()
         else:
             made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
     ctx.overwritten = may_write
-    if any(grad is not None for grad in own):
-        _scale_untracked(*own, grad_output, scalars)
+    if any(grad is not None for grad in in_place):
+        _scale_untracked(*in_place, grad_output, scalars)
     return tuple(made)
 
 
@@ -289,7 +289,7 @@ def _scale_bumping_version(*args):
 
 
 def _backward_into_bumping_version(grad_weight_into, *args):
-    """As _scale_bumping_version."""
+    """backward_into called directly: as _scale_bumping_version, for grad_weight_into."""
     _check_writable("grad_weight_into", grad_weight_into, "add to in place")
     torch.autograd.graph.increment_version(grad_weight_into)
     with torch._C._AutoDispatchBelowADInplaceOrView():

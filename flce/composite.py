@@ -15,19 +15,19 @@ from .accumulate import Accumulator
 from .options import DTYPES, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
-# Set by flce/__init__.py: what ranks that divide the vocabulary do before a call.
+# Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
 before_sharded_call = None
 _matmul = torch.backends.cuda.matmul
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _VECTORS = ("weight", "token_weight", "temperature")
 COUNTED = -1  # csrc/binding/call.h: kCountedRows
-# Each rank draws with a key of its own, because the draws of the ranks' classes in a row have to be
-# independent. Its multiples wrap as int64, and differ.
+# Between the seeds of one rank and the next: the draws of the ranks' classes in a row have to be
+# independent. Its multiples wrap as int64, and are distinct.
 _SEED_STEP = 0x9E3779B97F4A7C15 >> 1
 
 
 def is_traced():
-    """By torch.compile, torch.export or make_fx."""
+    """Whether torch.compile, torch.export or make_fx traces the call."""
     return is_compiling() or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
 
 
@@ -46,7 +46,7 @@ def _rows(packed, target):
             validate.refuse("valid_bound", expected, repr(bound))
         return None
     if target.is_cpu and (bound is None or bound == "count"):
-        # Without values to count the operator has memory for all.
+        # A traced or fake target has no values to count.
         counts = type(target) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
         return COUNTED if counts and not is_compiling() else None
     if bound is None:
@@ -150,8 +150,8 @@ def check_options(given, rows):
 
 
 def linear_cross_entropy_of(input, linear_weight, target, given):
-    """The outputs, None for those that are not wanted. `given`: the options by name that are not
-    their default."""
+    """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
+    none is. `given`: the options that the caller gave, by name; a missing one has its default."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = -1
@@ -207,8 +207,8 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
 
 
 def linear_cross_entropy_untraced(*args):
-    """Not traced: after a graph break at accumulate.refuse_tracing torch.compile would trace it.
-    Without torch.compile nothing traces, and importing it would take a second."""
+    """linear_cross_entropy_of, hidden from torch.compile, which would trace it after the graph
+    break at accumulate.refuse_tracing. Does not import torch._dynamo, which takes a second."""
     if "torch._dynamo" not in sys.modules:
         return linear_cross_entropy_of(*args)
     return torch._disable_dynamo(linear_cross_entropy_of)(*args)
@@ -238,7 +238,7 @@ def cross_entropy_of(logits, target, given):
 
 
 def _kernel_of(function, gives_outputs):
-    """Returns tensors only, as the schema requires: an empty one for an unwanted output."""
+    """`function` as the operator's kernel; an unwanted output is an empty tensor, not None."""
 
     def kernel(*tensors, token_temperature=None, detach_entropy=False, **given):
         if token_temperature is not None:

@@ -1,6 +1,5 @@
-"""The inner operators' fake (meta) implementations, and their FLOP counts. What a fake has to know
-of a call the core says (`describe`); only the number of rows, which may be symbolic, is compared
-here."""
+"""The inner operators' fake (meta) implementations, and their FLOP counts. The core says which
+outputs a call has (`describe`), but for comparisons with its rows: their number may be symbolic."""
 
 import math
 import typing
@@ -37,7 +36,7 @@ class Described(typing.NamedTuple):
     classes: int
 
     def strategy(self, rows):
-        """torch.export needs one strategy for all sizes of a dynamic shape."""
+        """An index in CHOICES["save"]. torch.export needs one for all sizes of a dynamic shape."""
         if self.few == self.some == self.many:
             return self.many
         if self.few != self.some and _is_at_most(rows, self.few_rows):
@@ -92,7 +91,7 @@ def with_strategy(input, linear_weight, target, linear_bias, lists):
 
 
 def rows_shape(target):
-    """That of class targets, or of probabilities without the classes."""
+    """The shape of the rows: of class targets, or of probabilities without the classes."""
     return target.shape[:-1] if target.is_floating_point() else target.shape
 
 
@@ -222,7 +221,7 @@ for _name, _fake in _FAKES.items():
 
 
 def _gemm_flops(input, linear_weight, target, lists, gemms):
-    """Of GEMMs as large as that of the logits, over the rows that are computed."""
+    """FLOPs of `gemms` GEMMs of the logits GEMM's size, over the rows that are computed."""
     valid_vocab, rows, integers, _, _ = lists
     vocab = len(linear_weight) if valid_vocab is None else min(valid_vocab, len(linear_weight))
     if target.is_cpu and not target.is_floating_point() and not is_fake(target):

@@ -28,8 +28,7 @@ if typing.TYPE_CHECKING:
 
     from .options import Options
 
-# Set by flce.distributed: the operands and options of the call on local tensors that is that of
-# DTensors.
+# Set by flce.distributed: (operands, options) of a call with DTensors, as local tensors.
 local_call = None
 _RETURNS = dict.fromkeys(RETURNS, False)
 _ALL = {**defaults(), **_RETURNS}
@@ -37,7 +36,7 @@ _OF_LOGITS = {**defaults("of_logits"), **_RETURNS}
 # Neither log p nor the entropy depends on these.
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
 _OF_LOSSES += ("num_items", "accumulate_into")
-_TENSORS_OWN = torch.Tensor.__torch_function__.__func__
+_DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
 _OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -88,14 +87,14 @@ def _check_tensors(name, operands, options):
 
 
 def _has_override(tensor):
-    """Whether its class has a __torch_function__ of its own. What Tensor's own would do, give
-    results of that class, the operators do."""
+    """Whether its class overrides __torch_function__. Tensor's default needs no call: it only gives
+    results the class of the tensor, which the operators do themselves."""
     own = getattr(type(tensor).__torch_function__, "__func__", None)
-    return own is not _TENSORS_OWN and has_torch_function_unary(tensor)
+    return own is not _DEFAULT_TORCH_FUNCTION and has_torch_function_unary(tensor)
 
 
 def _with_torch_options(linear_weight, options):
-    """`options` without torch's, and with what they determine and the caller does not."""
+    """`options` with accum_dtype and max_memory in place of torch's, unless they are given."""
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
     classes, ranks = all_classes(options.get("vocab_parallel"), len(linear_weight))
@@ -137,7 +136,7 @@ def from_torch_options(options, linear_weight, classes=None):
 
 
 def _through_operator(name, operands, options):
-    """The outputs of torch.ops.flce's operator, whose schema has fewer types."""
+    """The outputs of torch.ops.flce's operator; converts what its schema has no type for."""
     given = {option: value for option, value in options.items() if option in _IN_SCHEMA}
     for option in ("ignore_index", *NUMBERS):
         if not isinstance(value := given.get(option), torch.Tensor):
@@ -261,7 +260,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, shape, device or value, by name, or
-            a combination without a meaning; a tensor that `accumulate_into` cannot add to.
+            options that exclude each other; a tensor that `accumulate_into` cannot add to.
         IndexError: a target out of range on the CPU, or on CUDA with FLCE_CHECK=1. Without it
             such a row's loss and gradients are NaN on CUDA, where a check would synchronise.
         torch.OutOfMemoryError: names the buffer and a smaller max_memory.

@@ -17,7 +17,7 @@ SCALAR_VALID, SCALARS = 0, 7
 
 def lists_of(rest):
     """The arguments of forward and backward after their tensors: valid_vocab, rows, integers,
-    numbers, group. torch leaves out a last one that is the default."""
+    numbers, group. torch omits `group` where it is None, its default."""
     return (*rest, None)[:5]
 
 
@@ -47,19 +47,19 @@ def run_plain(op, *args, **kwargs):
         if found := _FAILURE.search(str(error)):
             raise refusal(_EXCEPTIONS[found[1]](found[2])) from None
         if "flce: exchange failed: " in str(error) and pending_error is not None:
-            _raise(pending_error())
+            _raise_pending(pending_error())
         if not hasattr(error, "is_flce_refusal"):
             _refuse_operands(op, args, error)
         raise
 
 
-def _raise(error):
-    """Raises what has ended a collective, if it is known."""
+def _raise_pending(error):
+    """Raises `error`, the exception that has ended a collective, unless it is None."""
     if error is not None:
         try:
             raise error from error.__cause__
         finally:
-            del error  # its frames hold the call's memory, and would be held by this one
+            del error  # its traceback holds this frame, and others with the call's memory
 
 
 def _refuse_operands(op, args, error):
@@ -81,8 +81,8 @@ def _is_dense(tensor):
 
 
 def _define_graph_variant(name):
-    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++, because
-    these call it where nothing else could translate its exceptions."""
+    """Defines `graph_<name>`, which compiled graphs call in place of the operator of C++: it
+    translates the operator's exceptions, and no other Python code runs around a graph's call."""
     op, variant = getattr(inner, name).default, f"graph_{name}"
     library.define(str(op._schema).replace(f"flce::{name}", variant, 1))
     for key in ("CPU", "CUDA"):

@@ -188,7 +188,7 @@ def share_of_memory(device):
 
 
 def default_memory(device):
-    """The bound of a chunk's logits without max_memory: 1 GiB or 1/8 of the memory, if smaller."""
+    """max_memory in bytes if none is given: 1 GiB, or 1/8 of the device's memory if smaller."""
     return min(1 << 30, share_of_memory(device))
 
 
@@ -208,7 +208,7 @@ OF_CALL = (
 )
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL += (*GRADIENTS, "allow_tf32")
-_NO_CALL = {
+_CALL_DEFAULTS = {
     **dict.fromkeys(OF_CALL, 0),
     "max_memory": 1 << 30,
     "kept_memory": 1 << 30,
@@ -257,7 +257,7 @@ def _choice(name, value):
 
 
 def _number(name, value):
-    """A float; 0.0 for None where that is the default, which 0.0 itself is not."""
+    """A float. Where None is the default it becomes 0.0, and 0.0 itself is refused."""
     if value is None and OPTIONS[name].default is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -354,7 +354,7 @@ class Packed:
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
         values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(OF_CALL, 0)
         wanted = self.wanted
-        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy, "consumes_saved": 0}
+        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy, "consumes_saved": 1}
         values["entropy_gradient"] = wanted.entropy and not self.detaches_entropy
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))
@@ -363,7 +363,7 @@ class Packed:
 
     def integers_with(self, **of_call):
         """The list of integers; `of_call`: some values of OF_CALL by name."""
-        return self.integers(*{**_NO_CALL, **of_call}.values())
+        return self.integers(*{**_CALL_DEFAULTS, **of_call}.values())
 
     def memory(self, device):
         """max_memory and kept_memory (problem.h), and whether they are the defaults."""
@@ -413,8 +413,8 @@ def split(given):
 
 
 def _split_scalar(name, value, tensors, items):
-    """A tensor where a number is expected, as torch takes one. A temperature on a GPU stays a
-    tensor, because reading it would synchronise."""
+    """Adds a tensor given for a number to `items`, by its value if it is 0-d. A temperature stays a
+    tensor, in `tensors`, unless it is a 0-d CPU tensor: reading others would synchronise."""
     if value.requires_grad:
         got = "requires_grad=True; no gradient is defined for it"
         refuse(name, "a tensor that does not require grad", got)

@@ -53,7 +53,7 @@ inline void expect_like(const char* name, const Tensor& tensor, const std::vecto
   expect_device(name, tensor, id, "input");
 }
 
-/* The shape without its last dimension, and the product of what is left. */
+/* The shape without its last dimension. */
 inline std::vector<int64_t> leading_shape(const Tensor& tensor) {
   std::vector<int64_t> shape = shape_of(tensor);
   shape.pop_back();

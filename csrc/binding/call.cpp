@@ -11,8 +11,7 @@ std::string shape_of_text(const Tensor& tensor) {
   if (text != "(0,)") return text;
   return text +
          ", as DeepSpeed's ZeRO-3 leaves a parameter outside of its Module's hooks: call the "
-         "Module "
-         "(flce.LinearCrossEntropyHead, or the model after flce.fuse), or enter "
+         "Module (flce.LinearCrossEntropyHead, or the model after flce.fuse), or enter "
          "deepspeed.zero.GatheredParameters around forward and backward";
 }
 
@@ -121,7 +120,7 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
   call->tensors.num_items = bind_vector("num_items", given.num_items, {}, "", call);
 }
 
-/* Sets the rows to compute, and of how many there is memory. */
+/* Sets problem->rows, those to compute, and saved_rows, those that are allocated. */
 void bind_rows(std::optional<int64_t> rows, Call* call) {
   flce_problem* problem = &call->problem;
   int64_t tokens = problem->tokens, bound = rows.value_or(tokens);

@@ -1,5 +1,4 @@
-/* The problem and the pointers of a call, from the tensors and options that an operator is given.
- */
+/* A call's problem and pointers, from the tensors and options that an operator is given. */
 #ifndef FLCE_BINDING_CALL_H
 #define FLCE_BINDING_CALL_H
 
@@ -30,8 +29,8 @@ struct CallArgs {
 };
 constexpr int64_t kCountedRows = -1;
 
-/* What the core reads of a call. Arguments of another dtype or layout than the core's are
- * converted, and kept in `kept` until it is gone. */
+/* What the core reads of a call. `kept` owns the tensors behind its pointers: the arguments, or
+ * copies of those whose dtype or layout is not the core's. */
 struct Call {
   flce_problem problem{};
   flce_tensors tensors{};

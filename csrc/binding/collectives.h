@@ -1,6 +1,6 @@
 /* The flce_comm of a call. The stable ABI has no process groups, and the arguments of torch's
- * functional collectives have no stable type: flce/collectives.py implements operators for them.
- * Where the GPUs can read each other's memory, it also allocates symmetric memory, and
+ * functional collectives have no stable type: flce/distributed/collectives.py implements operators
+ * for them. Where the GPUs can read each other's memory, it also allocates symmetric memory, and
  * cuda/peers.cu copies. */
 #ifndef FLCE_BINDING_COLLECTIVES_H
 #define FLCE_BINDING_COLLECTIVES_H

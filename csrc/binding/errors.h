@@ -16,7 +16,7 @@ using torch::headeronly::ScalarType;
 
 /* What every refusal and failure of the binding is thrown as. Which Python exception an exception
  * of C++ becomes differs between versions of torch, so the text says which one it has to be: "flce:
- * ", the name of the status, ": " and the message. flce/autograd.py raises it. */
+ * ", the name of the status, ": " and the message. flce/operators.py raises it. */
 class Failure : public std::runtime_error {
  public:
   Failure(flce_status status, const std::string& message)

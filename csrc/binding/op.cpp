@@ -45,9 +45,8 @@ ScalarType saved_type(const flce_plan& plan) {
   return plan.save == FLCE_SAVE_LOGITS ? to_scalar_type(plan.saved_dtype) : ScalarType::Int;
 }
 
-/* Allocates what a forward keeps. A caller that could not count the valid rows (torch.compile on
- * the CPU) has memory for more than are computed; the others are set to 0, so that no output is
- * undefined. */
+/* Allocates what a forward keeps. With a caller that could not count the valid rows (torch.compile
+ * on the CPU) these are more rows than are computed; the rest is set to 0. */
 Tensor allocate_saved(const Device& device, const flce_plan& plan, Call* call) {
   std::vector<int64_t> shape = {call->saved_rows, plan.saved_pitch};
   Tensor saved = plan.save == FLCE_SAVE_LOGITS ? device.allocate(shape, plan.saved_dtype, "saved")

@@ -98,7 +98,7 @@ static flce_status chunk_input(const execution* e, const chunk* c, const void** 
 }
 
 /* Fills `gemm` for the logits GEMM of a chunk, z = x W^T, without its C. */
-static flce_status logits_product(const execution* e, const chunk* c, flce_gemm* gemm) {
+static flce_status fill_logits_gemm(const execution* e, const chunk* c, flce_gemm* gemm) {
   int64_t h = e->plan->hidden;
   *gemm = (flce_gemm){.m = c->rows,
                       .n = e->problem->vocab,
@@ -123,7 +123,7 @@ static void set_z_destination(const execution* e, chunk* c, flce_gemm* gemm) {
 
 static flce_status logits_gemm(const execution* e, chunk* c) {
   flce_gemm gemm;
-  FLCE_TRY(logits_product(e, c, &gemm));
+  FLCE_TRY(fill_logits_gemm(e, c, &gemm));
   set_z_destination(e, c, &gemm);
   gemm.bias = e->plan->gemm_adds_bias ? e->bias : NULL;
   return flce_run_gemm(e, gemm);
@@ -136,7 +136,7 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
   bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES;
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  FLCE_TRY(logits_product(e, c, gemm));
+  FLCE_TRY(fill_logits_gemm(e, c, gemm));
   if (keeps && exp_form)
     set_out(&c->view, saves ? saved_rows(e, c->first) : buffer_ptr(e, FLCE_BUF_LOGITS),
             plan->exp_dtype, plan->out_pitch, plan->out_pitch);

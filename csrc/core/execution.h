@@ -6,7 +6,7 @@
 
 #include "backend.h"
 
-/* The state of one call. Nothing of it outlives the call. */
+/* The state of one call. */
 typedef struct execution {
   const flce_backend* backend;
   struct shard_call* shard; /* shards.h; NULL unless the vocabulary is sharded */

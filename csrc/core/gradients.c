@@ -69,7 +69,7 @@ static void* dw_accum(const execution* e) {
   return own ? own : e->tensors->grad_weight;
 }
 
-/* True if dW is accumulated in the caller's grad_weight, on top of its contents. */
+/* True if dW is accumulated in the caller's grad_weight, added to its contents. */
 static bool sums_in_callers(const execution* e) {
   return e->problem->adds_grad_weight && !buffer_ptr(e, FLCE_BUF_DW_ACCUM);
 }

@@ -18,8 +18,8 @@ enum {
    * stays small. */
   GATHERED_ROWS = 4096,
   /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
-   * all logits would take at least SMALL_VOCAB_BYTES, a chunk takes no more than these: no more
-   * than a loss that holds the logits in the GEMMs' dtype. */
+   * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk takes no more than
+   * these: no more than an eager loss. */
   SMALL_VOCAB = 8192,
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */

@@ -1,5 +1,5 @@
-/* save=samples: draws the lists of the rows in the forward, and makes the gradients from them in
- * the backward. */
+/* save=samples: the forward draws the lists of the rows, the backward makes the gradients from
+ * them. */
 #include "core/samples.h"
 
 #include "core/gradients.h"

@@ -11,10 +11,10 @@
 typedef struct shard_call {
   const flce_comm* comm;
   unsigned in_flight; /* its collectives that have begun, as flce_comm.abandon takes them */
-  const flce_problem* caller_problem; /* as the caller gave them */
-  const flce_tensors* caller_tensors;
-  flce_problem problem; /* e->problem and e->tensors: x of all tokens, targets as columns of this */
-  flce_tensors tensors; /* rank */
+  const flce_problem* caller_problem; /* as the caller gave it */
+  const flce_tensors* caller_tensors; /* the same */
+  flce_problem problem;               /* e->problem: targets are columns of this rank */
+  flce_tensors tensors;               /* e->tensors: x of all tokens, targets as above */
 } shard_call;
 
 /* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies; of one rank
@@ -25,7 +25,7 @@ flce_status flce_open_shard(execution* e, bool reads_input);
 flce_status flce_close_shard(const execution* e, flce_status status);
 /* The backend's prepare: for all classes, and for this rank's. */
 flce_status flce_prepare(const execution* e, void* order, bool overlaps);
-/* Lets the passes over this rank's classes make the sums that the ranks exchange. */
+/* Makes the passes over this rank's classes compute the sums that the ranks exchange. */
 void flce_enable_partial_sums(const execution* e, flce_rows* view);
 /* The backend's row_coefficients: in the whole vocabulary. */
 flce_status flce_row_coefficients(const execution* e, const chunk* c, const flce_upstream* upstream,

@@ -194,7 +194,7 @@ def _plain(*operands, **options):
 def _scaled(*operands, reduction, **options):
     """The loss with each token's loss multiplied by the detached probability of its target."""
     if options["weight"] is not None or options["label_smoothing"] or options["z_loss"]:
-        # The probability cannot be recovered from a row's loss: it takes a forward of its own.
+        # The probability cannot be recovered from a row's loss: it takes another forward.
         plain = {name: options[name] for name in ("linear_bias", "softcap", "ignore_index")}
         with torch.no_grad():
             factors = _plain(*operands, reduction="none", **plain).loss.neg().exp()

@@ -17,7 +17,7 @@ _MODULE_OPTIONS = {"reduction": "mean", "weight": None, **_SHARED}
 
 @takes("input", "linear_weight", "target", keyword_only=True, **_OPTIONS)
 def linear_cross_entropy(input, linear_weight, target, **options):
-    """torch.nn.functional.linear_cross_entropy, computed by flce whatever `options` are.
+    """torch.nn.functional.linear_cross_entropy, computed by flce for all `options`.
 
     Args:
         input: shape (H,) or (N, H); linear_weight: shape (C, H).

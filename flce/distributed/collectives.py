@@ -17,7 +17,7 @@ from .. import validate
 from .._C import call_keeping, getenv
 from ..operators import library
 
-_in_flight = threading.local()  # forward and backward run in different threads
+_in_flight = threading.local()  # .works: {(group, id): Work}; a backward has a thread of its own
 _IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan
 # torch 2.13 renames the function.
 _renamed = hasattr(dist, "all_gather_single")

@@ -1,5 +1,5 @@
 """DTensor operands of `linear_cross_entropy`: their local parts, and the VocabParallel that follows
-from their placements. A plain call pays for a comparison of types."""
+from their placements."""
 
 import torch
 

@@ -19,11 +19,11 @@ class VocabParallel:
     """Divides the vocabulary of `flce.linear_cross_entropy` among the ranks of a group.
 
     Every rank passes the rows of linear_weight and linear_bias for its own classes, and the same
-    input and target, whose classes count over all ranks; `weight`, a factor for each class, is
-    whole. Every rank gets the loss and the outputs of the whole
-    vocabulary, with the same bits, and the gradients of its own operands; the gradient of input is
-    summed over the ranks. All ranks have to make the same calls with the same options. The ranks'
-    shares may differ in size, and one may be empty (shape (0, H)).
+    input and target, whose classes count over all ranks; `weight`, a factor for each class, is that
+    of all classes. Every rank gets the loss and the outputs of the whole vocabulary, with the same
+    bits, and the gradients of its own operands; the gradient of input is summed over the ranks. All
+    ranks have to make the same calls with the same options. The ranks' shares may differ in size,
+    and one may be empty (shape (0, H)).
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension.
@@ -72,7 +72,7 @@ class VocabParallel:
         self.reduce_input_grad, self.reduce_dtype = reduce_input_grad, reduce_dtype
         self.group, self.ranks = group.group_name, dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.text = text_of(
+        self.text = _shard_text(
             self.group, self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide
         )
 
@@ -88,7 +88,7 @@ class VocabParallel:
         return hash(self.text)
 
 
-def text_of(group, *values):
+def _shard_text(group, *values):
     """The text of a VocabParallel, as the operators take it: the group's name and the integers of
     options.SHARD."""
     return "|".join((group, *(str(-1 if value is None else int(value)) for value in values)))

@@ -1,6 +1,6 @@
-"""`flce.fuse` and `flce.explain`: losses of a model's own logits, which are deferred. The files are
-listed in CONTRIBUTING.md. The package is not named fuse because importing it would put a module in
-the place of the function `flce.fuse`."""
+"""`flce.fuse` and `flce.explain`. A head's call returns a Tensor of `proxies` for a `node`, where
+`operations` records `steps`; `loss` calls the core within the hooks of the head, by `reentry`. Not
+named fuse: importing the package would put a module in the place of the function `flce.fuse`."""
 
 from .handle import Explanation, Fusion, explain, fuse
 

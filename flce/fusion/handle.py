@@ -21,7 +21,7 @@ from .reentry import enclosing_of, fusion_in
 # The others follow from the model's own call of the loss.
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
-_MAX_RECORDS = 16  # kinds of losses counted apart: an annealed factor makes one each step
+_MAX_RECORDS = 16  # kinds of losses counted apart: a scale that changes is another each step
 _WITHOUT_LABELS = (
     'the loss is computed from all logits; flce.fuse(model, when="always") serves F.cross_entropy '
     "of its output"
@@ -30,12 +30,12 @@ _NOT_CALLED = (
     "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
     f"the model multiplies by the weight itself (F.linear), {heads.BY_HAND}"
 )
-_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "era")
+_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "last_step")
 _fusions = weakref.WeakSet()
 
 
 def _note_step(optimizer, args, kwargs):
-    if not is_compiling():  # what is compiled raises the versions of what it writes to
+    if not is_compiling():  # a compiled step raises the versions of the weights
         for fusion in list(_fusions):
             fusion.note_step(optimizer)
 
@@ -61,18 +61,18 @@ class Fusion(contextlib.AbstractContextManager):
         self._model_name, self._is_attached = type(model).__name__, False
         self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
         self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
-        self._begin_anew(weakref.ref(model))
+        self._reset(weakref.ref(model))
 
-    def _begin_anew(self, model):
+    def _reset(self, model):
         """Sets what belongs to Modules and to calls in progress, which _NOT_COPIED names."""
         self._model = model
         self.linears = weakref.WeakKeyDictionary()  # {each nn.Linear that has deferred: None}
         self._hooks = []
         self._places = []  # [(name, weak reference to the parent, name in it)] of the heads
         self._label_stack = []  # of the models being called now, from the outside in
-        # From one step of an optimizer on the heads' weights to the next. Told by identity, which a
-        # compiled call reads anew where a number would be part of its graph.
-        self.era = object()
+        # A new object for each step of an optimizer on the heads' weights, compared by identity: a
+        # number would be a constant of a compiled graph.
+        self.last_step = object()
         _fusions.add(self)
 
     def __getstate__(self):
@@ -81,7 +81,7 @@ class Fusion(contextlib.AbstractContextManager):
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self._begin_anew(lambda: None)
+        self._reset(lambda: None)
 
     @property
     def model(self):
@@ -116,10 +116,9 @@ class Fusion(contextlib.AbstractContextManager):
             self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
         return refused
 
-    def _follow(self):
-        """Fuses what stands in the place of a head by now: resize_token_embeddings and
-        set_output_embeddings put an nn.Linear there, PEFT an adapter around the head, or the head
-        again."""
+    def _fuse_replacements(self):
+        """Fuses the Modules that have replaced heads: resize_token_embeddings and
+        set_output_embeddings make a new nn.Linear, PEFT wraps the head, or unwraps it."""
         for place in list(self._places):
             name, module = place[0], _module_at(place)
             if module is None:
@@ -143,10 +142,10 @@ class Fusion(contextlib.AbstractContextManager):
         if not self._label_stack:
             if not is_compiling():
                 self._model_was_called, self._head_is_called = True, False
-                self._follow()
+                self._fuse_replacements()
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
             elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
-                self._follow()
+                self._fuse_replacements()
         if not self._needs_no_labels():
             self._label_stack.append(_has_labels(positions, args, kwargs))
 
@@ -163,7 +162,7 @@ class Fusion(contextlib.AbstractContextManager):
             self.fall_back(reason, _NOT_CALLED)
 
     def _needs_no_labels(self):
-        """In a checkpoint torch.compile lets nothing be changed that was there before."""
+        """With when="always" under torch.compile, which lets a checkpoint have no side effects."""
         return self.when == "always" and is_compiling()
 
     def _head_names(self):
@@ -190,7 +189,7 @@ class Fusion(contextlib.AbstractContextManager):
         weights = [p for p in weights if p is not None and (p.requires_grad or p.grad is not None)]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
         if _steps(optimizer, weights) or any(hasattr(p, "ds_id") for p in weights):
-            self.era = object()
+            self.last_step = object()
         model = None if self.losses else self.model
         if model is not None and _steps(optimizer, model.parameters()):
             self.tell_if_unused()
@@ -241,9 +240,9 @@ class Fusion(contextlib.AbstractContextManager):
     def note_read(self, name):
         self.reads[name] += 1
 
-    # Called while torch.compile traces, and not traced, as it would compile again for each count:
-    # what torch.compiler.assume_constant_result sets, which imports all of torch._dynamo.
-    for _function in (_follow, _note_traced, note_loss, note_read):
+    # Called while torch.compile traces, but not traced: each count would compile again. Set here as
+    # torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+    for _function in (_fuse_replacements, _note_traced, note_loss, note_read):
         _function._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
@@ -269,7 +268,7 @@ def _steps(optimizer, parameters):
 
 
 def _module_at(place):
-    """What stands in a head's place by now, the Module itself where torch.compile wraps it."""
+    """The Module that is now in a head's place, without a wrapper of torch.compile."""
     _, parent, child = place
     module = parent()
     if child and module is not None:
@@ -410,7 +409,7 @@ class Explanation:
         for module, name in known.items():
             reason = None if heads.fusion_of(module) else heads.why_not(module)
             if reason is None:
-                self.heads.append((name, _consists_of(module)))
+                self.heads.append((name, _composition(module)))
             else:
                 self.refused.append((name, reason))
         refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find
@@ -435,7 +434,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _consists_of(head):
+def _composition(head):
     if isinstance(head, nn.Linear):
         shape = f"nn.Linear({head.in_features}, {head.out_features})"
         return f"{shape}, {head.weight.dtype}, bias {'no' if head.bias is None else 'yes'}"

@@ -71,7 +71,7 @@ def _defers(linear, args, kwargs):
     """Whether this call of the head defers. Counts the call, and notes why it falls back if it
     does."""
     if len(args) != 1:
-        return False  # a Request, or for nn.Linear to refuse
+        return False  # a Request, or arguments that nn.Linear refuses
     fusion = linear._flce_fusion
     if not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
         return False
@@ -80,7 +80,7 @@ def _defers(linear, args, kwargs):
     x = args[0]
     if isinstance(x, torch.Tensor) and (x.is_meta or not x.is_floating_point() or x.dim() == 0):
         return False
-    if reason := _obstacle(linear, x):
+    if reason := _unsupported_call(linear, x):
         fusion.fall_back(reason)
     return reason is None
 
@@ -92,7 +92,7 @@ def _exports():
 _exports._dynamo_marked_constant = True  # torch 2.10 traces is_exporting as True
 
 
-def _obstacle(linear, x):
+def _unsupported_call(linear, x):
     """Why this call of a head cannot defer; None if it can."""
     if not is_standard_linear(linear):
         return "the head's forward was replaced"
@@ -100,16 +100,16 @@ def _obstacle(linear, x):
         return f"the head's input is a {type(x).__name__}"
     if validate.function_transforms_are_on():
         return "a transform of torch.func is active"
-    return _hindrance(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
+    return _unsupported_in(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
 
 
-def _hindrance(head, linears, it):
+def _unsupported_in(head, linears, name):
     """Why the products of the nn.Linears that make a head's logits cannot be deferred, or None."""
     if any("parametrizations" in linear._modules for linear in linears):
-        return f"{it} is parametrized: each use would make its weight anew"
+        return f"{name} is parametrized: each use would make its weight anew"
     for module in linears if head in linears else (head, *linears):
         if hook := foreign_hook(module):
-            return f"{hook} is hooked to {it}, and would not see the logits"
+            return f"{hook} is hooked to {name}, and would not see the logits"
     return None
 
 
@@ -170,7 +170,7 @@ def attach(fusion, name, enclosing):
     linears = linears_of(enclosing)
     for linear in linears:
         if gathers := gathering_forward(linear):
-            # It would not pass Requests on.
+            # This forward would not pass Requests on.
             del linear.forward
             linear._flce_gathers = gathers
         _mix_in(linear, _Deferring)
@@ -267,4 +267,4 @@ def why_not(head):
         return f"it is an nn.Embedding, whose weight the model multiplies by: {BY_HAND}"
     if not linears:
         return f"{type(head).__name__} is no plain nn.Linear, and no adapter around one"
-    return _hindrance(head, linears, "it")
+    return _unsupported_in(head, linears, "it")

@@ -14,7 +14,7 @@ from .reentry import call_through
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
 
 
-def _obstacle(record, target, chosen):
+def _unsupported(record, target, chosen):
     """Why flce's kernels cannot compute a loss of the record with `chosen`, options given to
     flce.fuse; None if they can. To be asked inside the Modules' hooks, where a sharded weight is
     whole."""
@@ -28,7 +28,7 @@ def _obstacle(record, target, chosen):
             return f"the head multiplies {x.dtype} by {weight.dtype}"
         if weight.is_meta:
             return "the head's weight is on the meta device"
-        if is_sharded and (reason := sharded.obstacle(record, target, chosen)):
+        if is_sharded and (reason := sharded.unsupported(record, target, chosen)):
             return reason
     if len(sources) > 1 and chosen.get("accumulate_into") is not None:
         if torch.is_grad_enabled() and sources[0].linear.weight.requires_grad:
@@ -37,14 +37,14 @@ def _obstacle(record, target, chosen):
 
 
 def _fused(node, target, cuts_weight, options, logits_function):
-    """linear_cross_entropy of the node's record; where the weights turn out to be unfit, the
+    """linear_cross_entropy of the node's record; where flce cannot compute it, the
     result of `logits_function` on the real logits."""
     call, record = node.call, node.record
     chosen = _chosen(call, options)
 
     def run(sources):
         received = record._replace(sources=sources)
-        if reason := _obstacle(received, target, chosen):
+        if reason := _unsupported(received, target, chosen):
             call.fusion.fall_back(reason)
             return logits_function(steps.replayed(received, real_logits))
         dtype = call.product_dtype(sources[0].x)
@@ -90,6 +90,7 @@ def cross_entropy(function, node, args, kwargs):
 
 
 def _is_known(shape, target, weight, arguments):
+    """Whether flce computes F.cross_entropy with these arguments, of logits of this shape."""
     is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
     is_new = arguments.get("reduction", "mean") in ("none", "mean", "sum") and not is_old
     if not is_new or target is None or len(shape) > 2:

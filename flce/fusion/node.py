@@ -1,4 +1,4 @@
-"""Values computed from a head's output that have not been made, and how they are made."""
+"""Deferred values computed from a head's output, and how the real ones are made."""
 
 import contextlib
 import copy
@@ -13,17 +13,18 @@ from .reentry import call_through, fusion_in
 class Snapshot:
     """A head's hidden states, weight and bias at its call.
 
-    Three things tell that they have changed. An optimizer's step begins another era of the Fusion,
+    Three things tell that they have changed. An optimizer's step replaces the Fusion's last_step,
     because fused optimizers do not raise `_version`. Other writes raise it, but torch.compile does
     not trace it and inference tensors have none. The rest, as writes through `.data`, changes some
     of the elements in a sample.
     """
 
     def __init__(self, linear, x, weight, bias):
-        self.fusion, self.linear, self.era = linear._flce_fusion, linear, linear._flce_fusion.era
+        self.fusion, self.linear = linear._flce_fusion, linear
+        self.last_step = self.fusion.last_step
         self.parts = []  # (name, tensor, version or None, sample or None)
         self._keep("hidden states", x)
-        # Hooks may gather the weight, which changes it: then the era alone tells.
+        # Hooks may gather the weight, which changes it: then only the last_step is compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
             self._keep("weight", weight)
             self._keep("bias", bias)
@@ -32,13 +33,13 @@ class Snapshot:
         if _is_plain(tensor):
             version = None if is_compiling() or tensor.is_inference() else tensor._version
             samples = version is None or name != "hidden states"
-            sample = _few(name, tensor).clone() if samples else None
+            sample = _sample_of(name, tensor).clone() if samples else None
             self.parts.append((name, tensor, version, sample))
 
     def change(self, compares):
         """What has changed, in words; None if nothing was seen to. compares: look at the samples
         too, which waits for the device."""
-        if self.fusion.era is not self.era:
+        if self.fusion.last_step is not self.last_step:
             return "an optimizer that has stepped since"
         for name, tensor, version, sample in self.parts:
             current = tensor if name == "hidden states" else getattr(self.linear, name)
@@ -57,7 +58,7 @@ def _is_plain(tensor):
     return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not tensor.is_meta
 
 
-def _few(name, tensor):
+def _sample_of(name, tensor):
     """An element of each row of the hidden states, at most 31 x 31 of a weight."""
     if name == "hidden states":
         return tensor.detach()[..., :1]
@@ -67,13 +68,13 @@ def _few(name, tensor):
 def _differs(sample, name, tensor):
     if sample is None or (sample.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False  # a graph that is captured cannot wait
-    now = _few(name, tensor)
+    now = _sample_of(name, tensor)
     is_alike = (now.shape, now.dtype, now.device) == (sample.shape, sample.dtype, sample.device)
     return not (is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True))
 
 
 class HeadCall:
-    """One call of a head, as all values computed from it share it.
+    """One call of a head, shared by all values computed from its output.
 
     fusion: what to do where an operation is not deferred. proxy: makes what the caller holds for a
     Node. requires_grad: of the real logits. snapshots: of what has to be the same when they are
@@ -160,7 +161,7 @@ class Node:
         return self.parent is None or self.layout().is_contiguous()
 
     def is_pending(self):
-        """Whether nothing has been made from which this value would have to be taken."""
+        """Whether neither this value nor one that it is a view of has been made."""
         node = self
         while node is not None and node.value is None:
             node = node.parent

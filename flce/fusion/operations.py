@@ -21,7 +21,7 @@ HANDLERS = {}  # {(class_layout of the node, function): (handler, number of argu
 
 def _handles(names, arity=None, class_layout=None):
     """The handler of torch's functions and Tensor's methods of these names. arity: the number of
-    positional arguments without keywords that it knows; None: it sees for itself."""
+    positional arguments without keywords that it knows; None: it checks them itself."""
 
     def register(handler):
         for name in names.split():
@@ -102,8 +102,8 @@ def _add_product(node, other):
 
 @_handles("to type_as float double half bfloat16")
 def _cast(function, node, args, kwargs):
-    """Casts of the logits become casts of the loss, which is computed in float32 at least. A cast
-    to float64 asks for more. A cast to the own dtype is the same object, as of real tensors."""
+    """Casts of the logits become casts of the loss, which is computed in float32 at least, so
+    one to float64 is not deferred. One to the own dtype is the same object, as of real tensors."""
     if not set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} or kwargs.get("copy"):
         return NotImplemented
     if any(a is True for a in args[3:]):  # copy

@@ -28,7 +28,7 @@ _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Te
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 _DETACH = torch.Tensor.detach
 _GRAD_FN = torch.Tensor.grad_fn.__get__
-_ZERO = "deepspeed.runtime.zero.parameter_offload"
+_ZERO3 = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
@@ -47,7 +47,7 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
         if node.is_pending():
             has_graph = _has_own_graph(proxy)
             if function == _GRAD_FN:
-                # That of HookedLogits is no way of a gradient.
+                # No gradient goes through the grad_fn of HookedLogits.
                 return _own_graph(proxy) if has_graph else None
             if not has_graph:
                 _hook_gradient(proxy, node)
@@ -73,7 +73,7 @@ def _is_called_by_hook(proxy, node):
     if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
     frame = sys._getframe(2)  # of __torch_function__'s caller
-    if frame.f_globals.get("__name__") != _ZERO:
+    if frame.f_globals.get("__name__") != _ZERO3:
         return False
     while frame is not None and "module" not in frame.f_locals:
         frame = frame.f_back
@@ -125,15 +125,15 @@ def _materialized(value, make):
 
 def _has_own_graph(proxy):
     """Whether a custom autograd Function (a reentrant checkpoint) has returned the proxy: the
-    gradient has to go through that Function's node. So it is with what a Function of ZeRO-3
-    returned under no_grad, which is a constant."""
+    gradient has to go through that Function's node. True also for what a Function of ZeRO-3
+    returned under no_grad, a constant."""
     kind = type(proxy)
     if kind is TracedLogits:
         return False
     graph = _own_graph(proxy)
     if graph is None:
         return kind is HookedLogits
-    return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO
+    return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO3
 
 
 def _own_graph(proxy):
@@ -216,15 +216,15 @@ def proxy_of(node):
     """What the caller holds for a Node."""
     if not is_compiling():
         return DeferredLogits(node)
-    _let_dynamo_know()
+    _mark_nontraceable()
     proxy = torch.empty_like(node.layout()).as_subclass(TracedLogits)
     proxy._flce = node
     return proxy
 
 
-def _let_dynamo_know():
-    """A graph that is given deferred logits must not guard what their Tensor is like."""
+def _mark_nontraceable():
+    """Keeps a graph that is given deferred logits from guarding the metadata of their Tensor."""
     torch._dynamo.config.nontraceable_tensor_subclasses.add(TracedLogits)
 
 
-_let_dynamo_know._dynamo_marked_constant = True  # called while tracing, not traced
+_mark_nontraceable._dynamo_marked_constant = True  # called while tracing, not traced

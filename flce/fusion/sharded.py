@@ -29,7 +29,7 @@ def is_sharded(linear):
     return weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
 
 
-def obstacle(record, target, chosen):
+def unsupported(record, target, chosen):
     """Why a loss of the record needs the gathered logits; None if it does not."""
     what = "a vocabulary sharded over ranks"
     if len(record.sources) > 1:

@@ -1,4 +1,4 @@
-"""Rebinding of a package's functions, and their undoing."""
+"""Rebinds a package's functions, and restores them."""
 
 import collections
 import importlib.metadata
@@ -9,7 +9,7 @@ _calls = collections.defaultdict(collections.Counter)
 
 
 def is_ours(package, serves=True):
-    """`serves`, counted: whether flce computes a call of what an `install()` has rebound."""
+    """Counts a call of what `install()` has rebound; returns `serves`, whether flce computes it."""
     _calls[package]["flce" if serves else package] += 1
     return serves
 

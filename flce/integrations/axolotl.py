@@ -10,7 +10,7 @@ _FLAGS = {"liger_fused_linear_cross_entropy": liger, "cut_cross_entropy": cce}
 
 
 class FlcePlugin(BasePlugin):
-    """Lets the loss that Axolotl's Liger or Cut Cross Entropy plugin puts into the model run flce.
+    """Makes the loss that Axolotl's Liger or Cut Cross Entropy plugin puts into a model run flce.
 
     Under `plugins:` together with that plugin, in any order, with the flag of the other:
     liger_fused_linear_cross_entropy or cut_cross_entropy.

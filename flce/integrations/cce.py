@@ -13,14 +13,14 @@ _KNOWN = (*parameters_of(compat.linear_cross_entropy), "zero3_params")
 
 
 def install():
-    """Lets all that calls `cut_cross_entropy.linear_cross_entropy` run flce.
+    """Makes every call of `cut_cross_entropy.linear_cross_entropy` run flce.
 
     That is the function itself, in every module that has imported it, `LinearCrossEntropy`, and the
     forwards which `cce_patch` puts into models. Values and gradients are those of
     `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
     or with the `zero3_params` of Axolotl's fork, remains CCE's own.
 
-    Returns a handle: `remove()`, or the end of a `with` block, brings CCE's function back.
+    Returns a handle: `remove()`, or the end of a `with` block, restores CCE's function.
 
     Raises ImportError where cut_cross_entropy is missing or its function takes arguments that flce
     does not know, RuntimeError where flce is installed already.
@@ -35,12 +35,12 @@ def install():
 
 
 def _replacement(original, names):
-    """The function that stands for `original`, whose parameters are `names`, in this order."""
+    """The replacement of `original`, whose parameters are `names`, in this order."""
 
     @functools.wraps(original)
     def linear_cross_entropy(*args, **options):
         given = {**dict(zip(names, args, strict=False)), **options}
-        # An argument given twice, too many or an unknown one: the original says what is wrong.
+        # An argument given twice, too many or an unknown one: the original raises the TypeError.
         is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
         is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
         if not is_ours("cce", is_valid_call and not is_distributed):

@@ -14,14 +14,14 @@ _SCALED_OPTIONS |= {"return_entropy": False, "selected_token_ids": None}
 
 
 def install():
-    """Lets all that calls Liger's fused linear cross entropy run flce.
+    """Makes every call of Liger's fused linear cross entropy run flce.
 
     That is `liger_fused_linear_cross_entropy`, `LigerFusedLinearCrossEntropyLoss` and the forwards
     which `apply_liger_kernel_to_*` puts into models: Liger's own code up to its autograd Function,
-    in whose place flce stands. Liger 0.8.5's `LigerFusedLinearScaledCrossEntropyFunction` is served
+    which flce replaces. Liger 0.8.5's `LigerFusedLinearScaledCrossEntropyFunction` is served
     too. Values and gradients are those of `flce.compat.liger`.
 
-    Returns a handle: `remove()`, or the end of a `with` block, brings Liger's functions back.
+    Returns a handle: `remove()`, or the end of a `with` block, restores Liger's functions.
 
     Raises ImportError where Liger is missing or its Function takes arguments that flce does not
     know, RuntimeError where flce is installed already.
@@ -29,7 +29,7 @@ def install():
     import liger_kernel.ops as ops
     import liger_kernel.ops.fused_linear_cross_entropy as default
 
-    # ops has another one where Liger has chosen other kernels than Triton's.
+    # They differ where Liger has chosen other kernels than Triton's.
     originals = {getattr(ops, _CROSS_ENTROPY), getattr(default, _CROSS_ENTROPY)}
     pairs = [(original, CrossEntropyFunction(original)) for original in originals]
     if hasattr(ops, _SCALED):  # since 0.8.2
@@ -51,7 +51,7 @@ def _check_parameters(original, ours):
 
 
 class CrossEntropyFunction:
-    """Stands where Liger has LigerFusedLinearCrossEntropyFunction."""
+    """Replaces LigerFusedLinearCrossEntropyFunction."""
 
     supports_inner_impl_dispatch = True  # Liger's functions then pass ce_impl and what follows it
     last_required_parameter = "return_predicted_tokens"  # before it, three values were returned
@@ -75,7 +75,7 @@ class CrossEntropyFunction:
 
 
 class ScaledCrossEntropyFunction:
-    """Stands where Liger has LigerFusedLinearScaledCrossEntropyFunction."""
+    """Replaces LigerFusedLinearScaledCrossEntropyFunction."""
 
     last_required_parameter = "return_entropy"
 

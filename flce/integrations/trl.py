@@ -20,13 +20,13 @@ _SERVED = {"log_probs", "entropy", _MEAN, "is_top1"}
 
 
 def install():
-    """Lets TRL's trainers compute log-probabilities, entropies and accuracies by flce.
+    """Makes TRL's trainers compute log-probabilities, entropies and accuracies by flce.
 
     `trl.trainer.utils._ChunkedLogProbFunction` is looked up in each step, so trainers that exist
     already are served too. Its other results, a mean of softcapped logits, weights that DeepSpeed
     ZeRO-3 has split and devices other than CPU and CUDA remain TRL's own.
 
-    Returns a handle: `remove()`, or the end of a `with` block, brings TRL's function back.
+    Returns a handle: `remove()`, or the end of a `with` block, restores TRL's function.
 
     Raises ImportError where TRL is missing, is older than 1.16, or has another function in that
     place, RuntimeError where flce is installed already.
@@ -54,7 +54,7 @@ def _check_version(version, function):
 
 
 class LogProbFunction:
-    """Stands where TRL has an autograd.Function: its `apply`, computed by flce."""
+    """Replaces TRL's autograd Function: its `apply`, computed by flce."""
 
     def __init__(self, original):
         self.flce_original = original

@@ -11,12 +11,12 @@ _KERNEL_PARAMETERS += ("dist_process_group",)
 
 
 def install():
-    """Lets verl's fused kernels run flce: `FusedLinearForPPO` (backends "torch" and "liger") and
+    """Makes verl's fused kernels run flce: `FusedLinearForPPO` (backends "torch" and "liger") and
     `verl.utils.kernel.linear_cross_entropy` ("triton").
 
     The latter remains verl's own for a tensor-parallel group and for other reductions than "none".
 
-    Returns a handle: `remove()`, or the end of a `with` block, brings verl's own back.
+    Returns a handle: `remove()`, or the end of a `with` block, restores verl's own.
 
     Raises ImportError where verl is missing or its functions take arguments that flce does not
     know, RuntimeError where flce is installed already.
