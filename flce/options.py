@@ -354,7 +354,7 @@ class Packed:
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
         values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(OF_CALL, 0)
         wanted = self.wanted
-        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy, "consumes_saved": 1}
+        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy, "consumes_saved": 0}
         values["entropy_gradient"] = wanted.entropy and not self.detaches_entropy
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))

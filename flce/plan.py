@@ -14,6 +14,7 @@ from .options import (
     RETURNS,
     completed,
     defaults,
+    replaced,
     show_options,
     split,
 )
@@ -35,7 +36,7 @@ class Plan:
     Sizes are bytes in addition to the inputs; `buffers` maps a buffer's name to its size. Peaks
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
     forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
-    workspace. With save="grads", a backward of lse or entropy needs those of "stats" too.
+    workspace, where the backward frees the graph. With save="grads", a backward of lse or entropy needs those of "stats" too.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
@@ -145,7 +146,7 @@ def plan(
     _check_ranks(ranks, sequence, tokens)
     if reduce_dtype not in (None, torch.float32):
         validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
-    for name in sorted(given.keys() & {"bias", *GRADIENTS, *RETURNS}):
+    for name in sorted(given.keys() & {"bias", *GRADIENTS}):
         validate.check_flag(name, given[name])
     input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
     named = zip(
@@ -174,7 +175,8 @@ def plan(
     names = ("max_memory", "kept_memory", "saves_memory")
     of_call = dict(zip(names, packed.memory(device), strict=True)) | {"accumulates": accumulates}
     of_call |= {"autocast": DTYPES.index(dtype), "grad_bias": bias}
-    integers = packed.integers_with(**of_call, grad_input=grad_input, grad_weight=grad_weight)
+    of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
+    integers = replaced(packed.integers_with(**of_call), consumes_saved=True)
     computed = tokens if valid_bound is None else min(valid_bound, tokens)
     wide = torch.float64 if weight_dtype == torch.float64 else torch.float32
     added = None if not accumulates else weight_dtype if attribute == "grad" else wide

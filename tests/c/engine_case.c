@@ -279,30 +279,36 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
   CHECK_OK(b->scale_grads(b->self, made, number, g, scalars, stat));
 }
 
-void open_backward(const setting* s, const model* m, run* r) {
+void open_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
   r->t.grad_output = m->grad_output;
   r->t.grad_lse = s->upstream ? m->grad_lse : NULL;
-  r->t.grad_entropy = s->upstream && s->problem.wants_entropy ? m->grad_entropy : NULL;
+  r->t.grad_entropy = r->problem.entropy_gradient ? m->grad_entropy : NULL;
   if (!flce_has_backward(r->plan.save)) return;
+  int64_t forward_gemms = r->plan.forward_gemms;
+  r->problem.has_grad_entropy = r->problem.entropy_gradient;
+  r->problem.consumes_saved = s->consumes;
+  CHECK_OK(flce_plan_call(b, &r->problem, &r->plan));
+  r->plan.forward_gemms = forward_gemms;
   free(r->t.workspace);
   r->t.workspace = workspace(r->plan.backward_workspace_bytes);
 }
 
 static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
-  open_backward(s, m, r);
+  open_backward(b, s, m, r);
   if (r->plan.save == FLCE_SAVE_GRADS) {
     scale_gradients(b, s, r, m->grad_output);
   } else if (r->plan.save != FLCE_SAVE_NOTHING) {
     int64_t before = flce_gemm_count();
-    r->status = flce_backward(b, s->comm, &s->problem, &r->plan, &r->t);
+    r->status = flce_backward(b, s->comm, &r->problem, &r->plan, &r->t);
     CHECK(r->status == FLCE_OK, "backward: %s", flce_last_error());
     r->backward_gemms = flce_gemm_count() - before;
   }
 }
 
 run open_run(const flce_backend* b, const setting* s, const model* m) {
-  run r = {0};
-  r.status = flce_plan_call(b, &s->problem, &r.plan);
+  run r = {.problem = s->problem};
+  r.problem.entropy_gradient = s->upstream && s->problem.wants_entropy;
+  r.status = flce_plan_call(b, &r.problem, &r.plan);
   CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
   if (r.status != FLCE_OK) return r;
   r.t = (flce_tensors){.input = m->x,
@@ -336,7 +342,7 @@ run run_all(const setting* s, const model* m, int threads) {
   run r = open_run(&b, s, m);
   if (r.status != FLCE_OK) return r;
   int64_t before = flce_gemm_count();
-  r.status = flce_forward(&b, s->comm, &s->problem, &r.plan, &r.t);
+  r.status = flce_forward(&b, s->comm, &r.problem, &r.plan, &r.t);
   CHECK(r.status == FLCE_OK, "forward: %s", flce_last_error());
   r.forward_gemms = flce_gemm_count() - before;
   if (r.status == FLCE_OK) run_backward(&b, s, m, &r);

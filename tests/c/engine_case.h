@@ -13,6 +13,7 @@ typedef struct setting {
   bool all_ignored, peaked, identity; /* identity: W = 1, the logits are x */
   bool token_weight, temperature, num_items;
   bool upstream;         /* gradients from lse and, if it is wanted, from the entropy */
+  bool consumes;         /* the backward may overwrite what the forward saved */
   bool fused;            /* the backend has fused_logits and grad_weight_gemm */
   bool skips;            /* fused_logits and grad_weight_gemm skip rows */
   int64_t seed;          /* of save=samples */
@@ -33,7 +34,8 @@ typedef struct model {
 } model;
 
 typedef struct run {
-  flce_plan plan;
+  flce_problem problem;
+  flce_plan plan; /* of the forward, then of the backward */
   flce_tensors t;
   int64_t forward_gemms, backward_gemms;
   flce_status status;
@@ -56,7 +58,7 @@ void plain_fused(flce_backend* backend, bool skips);
 
 /* The plan of a run and its tensors, and then those of its backward. */
 run open_run(const flce_backend* b, const setting* s, const model* m);
-void open_backward(const setting* s, const model* m, run* r);
+void open_backward(const flce_backend* b, const setting* s, const model* m, run* r);
 run run_all(const setting* s, const model* m, int threads);
 void free_run(run* r);
 void describe(const setting* s, const run* r, char* text, size_t size);

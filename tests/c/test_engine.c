@@ -58,6 +58,7 @@ static void test_loss_options(void) {
         if (!s.problem.has_probabilities) s.problem.rows -= (int64_t)(test_random() % 5);
         if (bits & 1 << 20) s.problem.max_memory = 9 * 72 * 8;
         if (bits & 1 << 21) s.problem.want_grad_bias = false;
+        s.consumes = bits & 1 << 22;
         test_setting(&s);
       }
     }

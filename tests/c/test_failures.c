@@ -169,12 +169,12 @@ static bool step(const flce_backend* b, const setting* s, const model* m, rank_c
   memcpy(x, m->x, (size_t)(input * flce_size_of(s->problem.input_dtype)));
   r.t.input = x;
   g_calls = 0, comm->asked = 0, comm->abandons = 0;
-  flce_status status = flce_forward(b, s->comm, &s->problem, &r.plan, &r.t);
+  flce_status status = flce_forward(b, s->comm, &r.problem, &r.plan, &r.t);
   if (status == FLCE_OK) {
     *loss = flce_load(r.t.loss, stat_of(s), 0);
-    open_backward(s, m, &r);
+    open_backward(b, s, m, &r);
     if (flce_has_backward(r.plan.save))
-      status = flce_backward(b, s->comm, &s->problem, &r.plan, &r.t);
+      status = flce_backward(b, s->comm, &r.problem, &r.plan, &r.t);
   }
   bool failed = g_calls > g_fails_at;
   CHECK(failed ? status == g_injected : status == FLCE_OK, "call %d of %d: status %s, %s",
