@@ -1,5 +1,5 @@
 /* The flce_comm of a call. The stable ABI has no process groups, and the arguments of torch's
- * functional collectives have no stable type: flce/collectives.py implements operators for them.
+ * functional collectives have no stable type: flce/distributed/ implements operators for them.
  * Where the GPUs can read each other's memory, it also allocates symmetric memory, and
  * cuda/peers.cu copies. */
 #ifndef FLCE_BINDING_COLLECTIVES_H
