@@ -10,7 +10,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
 from .. import validate
 from .._C import call_keeping, getenv
@@ -46,28 +45,15 @@ def group_of(name, rank, ranks):
     return group
 
 
-def compares(group, tensor):
-    """Whether the ranks compare a call, which exchanges objects: in a group's first one and with
-    FLCE_CHECK=1, but not where the tensors or the group are fake, nor while a CUDA graph is
-    captured."""
-    if group in compared and not validate.checks_more():
-        return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    return dist.get_backend(group) != "fake" and detect_fake_mode((tensor,)) is None
-
-
 def _all_gather(group, id, received, sent):
     # No later call compares class ranges. Where this call is of a compiled graph, a rank that falls
     # back to eager would compare them alone.
     compared.add(_group(group))
-    work = _all_gather_single(received, sent, group=_group(group), async_op=True)
-    _works()[group, id] = work
+    _works()[group, id] = _all_gather_single(received, sent, group=_group(group), async_op=True)
 
 
 def _all_to_all(group, id, received, sent):
-    work = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
-    _works()[group, id] = work
+    _works()[group, id] = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
 
 
 def _wait(group, id):
@@ -91,9 +77,8 @@ def _can_share(group):
     agreement of all. torch's symmetric memory requires that the ranks' device indices differ: not
     where CUDA_VISIBLE_DEVICES gives each process one GPU."""
     ranks, own = dist.get_world_size(group), torch.cuda.current_device()
-    if getenv("FLCE_PEERS") == "0" or not 1 < ranks <= _MOST_RANKS:
-        return False
-    if "cuda:nccl" not in dist.get_backend_config(group):
+    allowed = getenv("FLCE_PEERS") != "0" and 1 < ranks <= _MOST_RANKS
+    if not allowed or "cuda:nccl" not in dist.get_backend_config(group):
         return False
     visible, of_ranks = range(torch.cuda.device_count()), [None] * ranks
     readable = {one for one in visible if one == own or torch.cuda.can_device_access_peer(own, one)}
@@ -176,8 +161,7 @@ def pending_error():
 
 
 for _function in (_all_gather, _all_to_all, _wait, _send_buffer):
-    _name = f"comm{_function.__name__}"
-    _function = functools.partial(call_keeping, _in_flight, _function)
-    library.impl(_name, _function, "CompositeExplicitAutograd")
+    _keeping = functools.partial(call_keeping, _in_flight, _function)
+    library.impl(f"comm{_function.__name__}", _keeping, "CompositeExplicitAutograd")
 library.impl("comm_abandon", _abandon, "CompositeExplicitAutograd")
 library.impl("comm_error", lambda: _text(_in_flight.failed), "CompositeExplicitAutograd")

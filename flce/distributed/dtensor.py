@@ -76,5 +76,4 @@ def local_call(name, operands, settings):
         expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"
         validate.refuse("input", expected, f"shape {tuple(input.shape)}")
     given["vocab_parallel"] = VocabParallel(mesh, vocab=weight.shape[0], sequence=sequence)
-    operands = given.pop("input"), given.pop("linear_weight"), given.pop("target")
-    return operands, given
+    return tuple(given.pop(name) for name in ("input", "linear_weight", "target")), given

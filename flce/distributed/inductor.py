@@ -13,16 +13,12 @@ import warnings
 
 import torch
 
-_OPERATORS = ("graph_forward", "graph_backward")
-_OF_TORCH = ("_c10d_functional", "_dtensor")  # the namespaces of torch's collectives
-
 
 def order_exchanges():
     """Registers the lowerings, once Inductor is imported: its import takes long."""
-    if "torch._inductor.lowering" not in sys.modules:
-        return
     try:
-        _register()
+        if "torch._inductor.lowering" in sys.modules:
+            _register()
     except (AttributeError, ImportError) as error:
         warnings.warn(
             f"flce: this torch does not order exchanges under torch.compile ({error}): use equal "
@@ -36,14 +32,15 @@ def _register():
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
-    own = {getattr(torch.ops.flce, name).default for name in _OPERATORS}
+    own = {torch.ops.flce.graph_forward.default, torch.ops.flce.graph_backward.default}
     for op in own:
         if op not in lowering.lowerings:  # as Inductor does for an operator without a lowering
             tag = get_layout_constraint_tag(op, with_default=True)
             constraint = lowering.tag_to_layout_constraint(tag)
             lowering.make_fallback(op, layout_constraint=constraint, warn=False)
-    overloads = [op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload)]
-    for op in own.union(op for op in overloads if op.namespace in _OF_TORCH):
+    overloads = (op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload))
+    of_torch = {op for op in overloads if op.namespace in ("_c10d_functional", "_dtensor")}
+    for op in own | of_torch:
         lowering.lowerings[op] = _ordered(op, lowering.lowerings[op], own)
 
 
@@ -57,12 +54,12 @@ def _group_of(op, args, kwargs):
 def _ordered(op, lower, own):
     """`lower`, the lowering of `op`, with a dependency on the exchange before of the same group,
     where one of the operators `own` exchanges over that group in the graph."""
-    from torch._inductor.ir import ExternKernelOut, FallbackKernel
-    from torch._inductor.virtualized import V
+    from torch._inductor import ir, virtualized
 
     @functools.wraps(lower)
     def ordered(*args, **kwargs):
-        graph, first = V.graph, len(V.graph.operations)
+        graph = virtualized.V.graph
+        first = len(graph.operations)
         made = lower(*args, **kwargs)
         if not hasattr(graph, "_flce_last_exchanges"):  # by group: a name, None before the first
             calls = [node for node in graph.module.graph.nodes if node.target in own]
@@ -71,7 +68,7 @@ def _ordered(op, lower, own):
         group, last = _group_of(op, args, kwargs), graph._flce_last_exchanges
         # The other operations realise arguments, or take an output; an operator of torch may have
         # no kernel of its own.
-        kinds = FallbackKernel, ExternKernelOut
+        kinds = ir.FallbackKernel, ir.ExternKernelOut
         calls = [one for one in graph.operations[first:] if isinstance(one, kinds)]
         if group not in last or (op not in own and not calls):
             return made

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from .. import composite, fakes, validate
 from ..options import CHOICES, DTYPES, INTEGERS, NUMBERS, value_of
@@ -24,10 +25,10 @@ class VocabParallel:
 
     Every rank passes the rows of linear_weight and linear_bias for its own classes, and the same
     input and target, whose classes count over all ranks; `weight`, a factor for each class, is
-    whole. Every rank gets the loss and the outputs of the whole
-    vocabulary, with the same bits, and the gradients of its own operands; the gradient of input is
-    summed over the ranks. All ranks have to make the same calls with the same options. The ranks'
-    shares may differ in size, and one may be empty (shape (0, H)).
+    whole. Every rank gets the loss and the outputs of the whole vocabulary, with the same bits, and
+    the gradients of its own operands; the gradient of input is summed over the ranks. All ranks
+    have to make the same calls with the same options. The ranks' shares may differ in size, and one
+    may be empty (shape (0, H)).
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension.
@@ -69,16 +70,15 @@ class VocabParallel:
             validate.refuse("reduce_input_grad", "True with sequence=True", False)
         if reduce_dtype not in (None, torch.float32):
             validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
-        if reduce_dtype is not None and not reduce_input_grad:
+        wide = reduce_dtype is not None
+        if wide and not reduce_input_grad:
             validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
         self.start, self.vocab, self.sequence = start, vocab, sequence
         self.reduce_input_grad, self.reduce_dtype = reduce_input_grad, reduce_dtype
-        self.group, self.ranks = group.group_name, dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        self.group, self.ranks, self.rank = group.group_name, group.size(), group.rank()
         # As the operators take it: the group's name and the integers of options.SHARD.
-        given = [-1 if value is None else value for value in (start, vocab)]
-        given += [sequence, not reduce_input_grad, reduce_dtype is not None]
-        integers = (str(int(value)) for value in (self.ranks, self.rank, *given))
+        values = self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide
+        integers = (str(-1 if value is None else int(value)) for value in values)
         self.text = "|".join((self.group, *integers))
 
     def __repr__(self):
@@ -97,19 +97,19 @@ class VocabParallel:
 
 
 def _range_of(operands, integers, numbers):
-    """(start, vocab, rows, first class, error) of this rank."""
+    """(start, vocab, rows, first class, number of all classes, error) of this rank."""
     own = [value_of(integers, name) for name in ("start", "vocab")]
     own = *(None if value < 0 else value for value in own), len(operands[1])
     try:
         found = fakes.described(*operands[:4], (None, None, integers, numbers, None))
     except ValueError as error:
-        return *own, 0, str(error)
-    return *own, found.first_class, ""
+        return *own, 0, 0, str(error)
+    return *own, found.first_class, found.classes, ""
 
 
 def _check_ranges(given):
     """Refuses class ranges that do not hold every class once. `given`: _range_of each rank."""
-    starts, vocabs, rows, firsts, errors = zip(*given, strict=True)
+    starts, vocabs, rows, firsts, (classes, *_), errors = zip(*given, strict=True)
     if len(set(vocabs)) > 1 or len({start is None for start in starts}) > 1:
         expected = "the same vocab on all ranks, and start on all or on none"
         shown = (f"start={start}, vocab={vocab}" for start, vocab, *_ in given)
@@ -119,7 +119,6 @@ def _check_ranges(given):
         validate.refuse("linear_weight", expected, list(rows))
     for error in filter(None, errors):
         raise ValueError(error)
-    classes = sum(rows) if vocabs[0] is None else vocabs[0]
     ranges = [range(first, first + n) for first, n in zip(firsts, rows, strict=True)]
     held = sorted(filter(None, ranges), key=lambda one: one.start)
     if [0, *(one.stop for one in held)] != [*(one.start for one in held), classes]:
@@ -152,7 +151,12 @@ def before_call(operands, lists, traced):
     *_, integers, numbers, name = lists
     ranks = value_of(integers, "ranks")
     group = collectives.group_of(name, value_of(integers, "rank"), ranks)
-    if not collectives.compares(group, operands[1]):
+    if group in collectives.compared and not validate.checks_more():
+        return
+    # Nor is an object exchanged while a CUDA graph is captured, or with what is fake.
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    if dist.get_backend(group) == "fake" or detect_fake_mode(operands[1:2]) is not None:
         return
     options = _common_options(operands, lists) if validate.checks_more() else ()
     own, given = (_range_of(operands, integers, numbers), options), [None] * ranks

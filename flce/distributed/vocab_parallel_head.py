@@ -50,8 +50,7 @@ class VocabParallelHead(ParallelStyle):
         if device_mesh.ndim != 1:
             validate.refuse("device_mesh", "one dimension, that of the vocabulary", device_mesh)
         if module.vocab_parallel is not None:
-            got = repr(module.vocab_parallel)
-            validate.refuse("vocab_parallel", "None with VocabParallelHead", got)
+            validate.refuse("vocab_parallel", "None with VocabParallelHead", module.vocab_parallel)
         linear = module.linear if isinstance(module, LinearCrossEntropyLoss) else module
         for name, parameter in list(linear.named_parameters(recurse=False)):
             if not is_dtensor(parameter):
