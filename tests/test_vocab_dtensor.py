@@ -237,6 +237,7 @@ def test_refusals():
     columns, odd = leaf(x, mesh, Shard(1)), leaf(x[:9], mesh, Shard(0))
     vector = leaf(x[0], mesh, Shard(0))
     wide = distribute_tensor(x, square, [Replicate()] * 2)
+    cap = DTensor.from_local(torch.tensor(3.0), mesh, [Partial()])  # 12 on 4 ranks
     for operands, options, message in (
         ((x, head), {}, f"linear_weight: expected a plain .*LinearCrossEntropyHead.*{every}"),
         ((x, both), {}, f"linear_weight: expected a plain .*{every}"),
@@ -253,6 +254,8 @@ def test_refusals():
         ((rows, head), {"linear_bias": b}, "linear_bias: expected a DTensor .* got a plain"),
         ((x, w), {"linear_bias": bias}, "linear_weight: expected .* as linear_bias is a DTensor"),
         ((rows, head), {"accumulate_into": "grad"}, "accumulate_into: expected a plain tensor as"),
+        ((x, w), {"softcap": cap}, "linear_weight: expected .* as softcap is a DTensor"),
+        ((rows, head), {"softcap": cap}, r"softcap: expected .*Replicate\(\).*got .*Partial"),
         ((rows, head), {"token_weight": columns}, r"token_weight: expected .*Replicate\(\).*Shard"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

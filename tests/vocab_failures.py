@@ -169,12 +169,12 @@ def signals_at_many_moments(ranks, moments=150):
                 act()
                 duration = time.perf_counter() - begin
             elif ranks.rank == 0:
-                collectives._compared.add(group)
+                collectives.compared.add(group)
                 seconds = duration * (moment + 0.5) / moments
                 ended, count = interrupted(seconds, lambda key=key: store.set(key, ""), act)
                 ends, changed = ends + ended, changed + count
             else:
-                collectives._compared.add(group)
+                collectives.compared.add(group)
                 store.wait([key])
                 with contextlib.suppress(RuntimeError):  # where rank 0 does not take part
                     act()

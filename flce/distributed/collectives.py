@@ -2,7 +2,6 @@
 while an operator of flce runs. A collective begins on the current stream and is asynchronous until
 waited for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
-import contextlib
 import functools
 import socket
 import threading
@@ -11,7 +10,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
 from .. import validate
 from .._C import call_keeping, getenv
@@ -20,23 +18,20 @@ from ..operators import library
 _in_flight = threading.local()  # .works: {(group, id): Work}; a backward has a thread of its own
 _IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan
 # torch 2.13 renames the function.
-_renamed = hasattr(dist, "all_gather_single")
-_all_gather_single = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
-_compared = weakref.WeakSet()  # groups whose class ranges are not compared any more
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+compared = weakref.WeakSet()  # groups whose class ranges are not compared any more
 
 
 def _works():
-    if not hasattr(_in_flight, "works"):
-        _in_flight.works = {}
-    return _in_flight.works
+    return _in_flight.__dict__.setdefault("works", {})
 
 
 def _group(name):
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def check_group(name, rank, ranks):
-    """Refuses a VocabParallel of another rank or process, as a pickle may have."""
+def group_of(name, rank, ranks):
+    """The group; refuses a VocabParallel of another rank or process, as a pickle may have."""
     try:
         group = _group(name)
     except RuntimeError as error:
@@ -47,45 +42,18 @@ def check_group(name, rank, ranks):
     if (rank, ranks) != present:
         expected = "that of rank {} of {}; make a flce.VocabParallel on each rank".format(*present)
         validate.refuse("vocab_parallel", expected, f"that of rank {rank} of {ranks}")
-
-
-def compares(name, tensor):
-    """Whether the ranks compare a call, which exchanges objects: in a group's first one and with
-    FLCE_CHECK=1, but not where the tensors or the group are fake, nor while a CUDA graph is
-    captured."""
-    group = _group(name)
-    if group in _compared and not validate.checks_more():
-        return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    return dist.get_backend(group) != "fake" and detect_fake_mode((tensor,)) is None
-
-
-def gathered(name, device, own):
-    """What each rank has given as `own`, by rank."""
-    group = _group(name)
-    found = [None] * dist.get_world_size(group)
-    # NCCL exchanges objects through the current device.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        dist.all_gather_object(found, own, group=group)
-    return found
-
-
-def mark_compared(name):
-    _compared.add(_group(name))
+    return group
 
 
 def _all_gather(group, id, received, sent):
     # No later call compares class ranges. Where this call is of a compiled graph, a rank that falls
     # back to eager would compare them alone.
-    mark_compared(group)
-    work = _all_gather_single(received, sent, group=_group(group), async_op=True)
-    _works()[group, id] = work
+    compared.add(_group(group))
+    _works()[group, id] = _all_gather_single(received, sent, group=_group(group), async_op=True)
 
 
 def _all_to_all(group, id, received, sent):
-    work = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
-    _works()[group, id] = work
+    _works()[group, id] = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
 
 
 def _wait(group, id):
@@ -109,28 +77,22 @@ def _can_share(group):
     agreement of all. torch's symmetric memory requires that the ranks' device indices differ: not
     where CUDA_VISIBLE_DEVICES gives each process one GPU."""
     ranks, own = dist.get_world_size(group), torch.cuda.current_device()
-    if getenv("FLCE_PEERS") == "0" or not 1 < ranks <= _MOST_RANKS:
+    allowed = getenv("FLCE_PEERS") != "0" and 1 < ranks <= _MOST_RANKS
+    if not allowed or "cuda:nccl" not in dist.get_backend_config(group):
         return False
-    if "cuda:nccl" not in dist.get_backend_config(group):
-        return False
-    of_ranks, readable = [None] * ranks, [None] * ranks
-    dist.all_gather_object(of_ranks, (socket.gethostname(), own), group=group)
-    hosts, devices = zip(*of_ranks, strict=True)
-    if len(set(hosts)) > 1 or len(set(devices)) < ranks:
-        return False
-    others = [device for device in devices if device != own]
-    visible = max(devices) < torch.cuda.device_count()
-    reads = visible and all(torch.cuda.can_device_access_peer(own, other) for other in others)
-    dist.all_gather_object(readable, reads, group=group)
-    return all(readable)
+    visible, of_ranks = range(torch.cuda.device_count()), [None] * ranks
+    readable = {one for one in visible if one == own or torch.cuda.can_device_access_peer(own, one)}
+    dist.all_gather_object(of_ranks, (socket.gethostname(), own, readable), group=group)
+    hosts, devices, readable = zip(*of_ranks, strict=True)
+    of_one_host = len(set(hosts)) == 1 and len(set(devices)) == ranks
+    return of_one_host and all(one.issuperset(devices) for one in readable)
 
 
 class _SharedMemory:
     """The symmetric memory of a group, from which its copy engines send."""
 
     def __init__(self, group):
-        self.group = weakref.ref(group)
-        self.possible = _can_share(group)
+        self.group, self.possible = weakref.ref(group), _can_share(group)
         self.buffers = {}  # by id: bytes, addresses
         self.kept = []  # a captured CUDA graph may have the addresses of a smaller one
 
@@ -152,17 +114,12 @@ class _SharedMemory:
 _shared = {}  # by the group's name; a later group may reuse a name
 
 
-def shares_memory():
-    """Whether a group of this process exchanges by copy engines."""
-    return any(shared.possible for shared in _shared.values())
-
-
 def _send_buffer(name, id, size):
     """(data, flags) of each rank, as addresses, in memory that all ranks have mapped, of at least
     `size` bytes on each; [] where there is none. The first call and a larger `size` synchronise all
     ranks, which is not possible while a CUDA graph is captured."""
     group, shared = _group(name), _shared.get(name)
-    _compared.add(group)  # as in _all_gather
+    compared.add(group)  # as in _all_gather
     captures = torch.cuda.is_current_stream_capturing()
     if shared is None or shared.group() is not group:
         if captures:
@@ -204,8 +161,7 @@ def pending_error():
 
 
 for _function in (_all_gather, _all_to_all, _wait, _send_buffer):
-    _name = f"comm{_function.__name__}"
-    _function = functools.partial(call_keeping, _in_flight, _function)
-    library.impl(_name, _function, "CompositeExplicitAutograd")
+    _keeping = functools.partial(call_keeping, _in_flight, _function)
+    library.impl(f"comm{_function.__name__}", _keeping, "CompositeExplicitAutograd")
 library.impl("comm_abandon", _abandon, "CompositeExplicitAutograd")
 library.impl("comm_error", lambda: _text(_in_flight.failed), "CompositeExplicitAutograd")

@@ -5,13 +5,7 @@ import torch
 
 from .. import validate
 from ..validate import is_dtensor
-
-_ROWS = ("input", "adapter_input")
-_CLASSES = ("linear_weight", "linear_bias", "adapter_weight")
-_OPERANDS = ("input", "linear_weight", "target")
-# The tensors among the options.
-_OPTIONS = ("linear_bias", "adapter_input", "adapter_weight", "weight", "token_weight")
-_OPTIONS += ("temperature", "num_items", "cu_seqlens", "gradient_seed")
+from .parallel import VocabParallel
 
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
@@ -23,88 +17,63 @@ _REMEDIES = (
 )
 
 
-def _shown(value):
+def shown(value):
+    """`value` in the words of a refusal."""
     if not is_dtensor(value):
         return "a plain tensor" if isinstance(value, torch.Tensor) else repr(value)
     placements = ", ".join(map(repr, value.placements))
     return f"a DTensor with the placements ({placements}) on {value.device_mesh}"
 
 
-def _check_call(given, settings):
+def _check_call(given, first):
     """Refuses calls whose placements do not say how the vocabulary is sharded, or that also give
-    vocab_parallel."""
-    weight, input = given["linear_weight"], given["input"]
-    if settings.get("vocab_parallel") is not None:
-        which = next(name for name, value in given.items() if is_dtensor(value))
-        got = f"{settings['vocab_parallel']!r} with a DTensor as {which}"
+    vocab_parallel. `first`: the name of the first DTensor."""
+    weight, vocab_parallel = given["linear_weight"], given.get("vocab_parallel")
+    if vocab_parallel is not None:
+        got = f"{vocab_parallel!r} with a DTensor as {first}"
         validate.refuse("vocab_parallel", "None with DTensors, or to_local() operands", got)
     if not is_dtensor(weight):
-        which = next(name for name, value in given.items() if is_dtensor(value))
-        expected = f"a DTensor with the placement Shard(dim=0), as {which} is a DTensor"
-        validate.refuse("linear_weight", expected, _shown(weight))
-    if not is_dtensor(input):
-        expected = "a plain tensor, as input is one"
-        validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_REMEDIES}")
-    if weight.device_mesh.ndim != 1:
-        expected = "a DTensor on a mesh of one dimension, that of the vocabulary"
-        validate.refuse("linear_weight", expected, f"{_shown(weight)}. {_REMEDIES}")
-    accumulates = settings.get("accumulate_into") is not None and weight.requires_grad
+        expected = f"a DTensor with the placement Shard(dim=0), as {first} is a DTensor"
+        validate.refuse("linear_weight", expected, shown(weight))
+    whole = not is_dtensor(given["input"])
+    if whole or weight.device_mesh.ndim != 1:
+        on_mesh = "a DTensor on a mesh of one dimension, that of the vocabulary"
+        expected = "a plain tensor, as input is one" if whole else on_mesh
+        validate.refuse("linear_weight", expected, f"{shown(weight)}. {_REMEDIES}")
+    accumulates = given.get("accumulate_into") is not None and weight.requires_grad
     if accumulates and torch.is_grad_enabled():
-        got = f"{_shown(weight)}; use accumulate_into=None"
+        got = f"{shown(weight)}; use accumulate_into=None"
         validate.refuse("accumulate_into", "a plain tensor as linear_weight", got)
-
-
-def _local(name, value, mesh, allowed):
-    """The local part of `value`, whose gradient has its placement."""
-    if value.device_mesh != mesh or value.placements not in [(one,) for one in allowed]:
-        expected = " or ".join(map(repr, allowed))
-        expected = f"a DTensor with the placement {expected} on {mesh}, that of linear_weight"
-        validate.refuse(name, expected, _shown(value))
-    return value.to_local(grad_placements=value.placements)
-
-
-def _input_is_sharded(input, placements, ranks):
-    """Whether `input` is sharded by tokens; the shares have to be equal."""
-    if not placements[0].is_shard():
-        return False
-    if input.dim() < 2 or input.shape[0] % ranks != 0:
-        expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"
-        validate.refuse("input", expected, f"shape {tuple(input.shape)}")
-    return True
 
 
 def local_call(name, operands, settings):
     """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from .parallel import VocabParallel
-
     if name == "cross_entropy":
         expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
         validate.refuse("logits", expected, "a DTensor", TypeError)
-    given = dict(zip(_OPERANDS, operands, strict=True))
-    given |= {name: settings.get(name) for name in _OPTIONS}
-    _check_call(given, settings)
-    input, weight = given["input"], given["linear_weight"]
-    mesh, vocab, tokens = weight.device_mesh, weight.shape[0], input.placements
-    sharded, whole = Shard(0), Replicate()
-    local = {}
+    input, weight, target = operands
+    given = {"input": input, "linear_weight": weight, "target": target, **settings}
+    _check_call(given, next(name for name, value in given.items() if is_dtensor(value)))
+    mesh, whole, sharded = weight.device_mesh, Replicate(), Shard(0)
+    # Of what has to be a DTensor; any other tensor is the same on all ranks.
+    placements = {"input": (whole, sharded), "adapter_input": input.placements}
+    placements |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))
     for name, value in given.items():
-        if name in _CLASSES:
-            allowed = (sharded,)
-        elif name in _ROWS:
-            allowed = (whole, sharded) if name == "input" else tokens
-        else:
-            allowed = (whole,)
+        allowed = placements.get(name, (whole,))
         if is_dtensor(value):
-            local[name] = _local(name, value, mesh, allowed)
-            continue
-        if value is not None and name in (*_CLASSES, *_ROWS):
-            expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} or None"
-            validate.refuse(name, expected, _shown(value))
-        if value is not None:
-            local[name] = value
-    sequence = _input_is_sharded(input, tokens, mesh.size())
-    local["vocab_parallel"] = VocabParallel(mesh, vocab=vocab, sequence=sequence)
-    operands = tuple(local.pop(name) for name in _OPERANDS)
-    return operands, {**settings, **local}
+            fits = value.device_mesh == mesh and value.placements in [(one,) for one in allowed]
+        else:
+            fits = value is None or name not in placements
+        if not fits:
+            expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} on {mesh}"
+            validate.refuse(name, f"{expected}, that of linear_weight", shown(value))
+        if is_dtensor(value):
+            given[name] = value.to_local(grad_placements=value.placements)
+    sequence, ranks = input.placements[0].is_shard(), mesh.size()
+    if sequence and (input.dim() < 2 or input.shape[0] % ranks != 0):
+        expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"
+        validate.refuse("input", expected, f"shape {tuple(input.shape)}")
+    given["vocab_parallel"] = VocabParallel(mesh, vocab=weight.shape[0], sequence=sequence)
+    return tuple(given.pop(name) for name in ("input", "linear_weight", "target")), given

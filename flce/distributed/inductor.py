@@ -13,16 +13,12 @@ import warnings
 
 import torch
 
-_OPERATORS = ("graph_forward", "graph_backward")
-_OF_TORCH = ("_c10d_functional", "_dtensor")  # the namespaces of torch's collectives
-
 
 def order_exchanges():
     """Registers the lowerings, once Inductor is imported: its import takes long."""
-    if "torch._inductor.lowering" not in sys.modules:
-        return
     try:
-        _register()
+        if "torch._inductor.lowering" in sys.modules:
+            _register()
     except (AttributeError, ImportError) as error:
         warnings.warn(
             f"flce: this torch does not order exchanges under torch.compile ({error}): use equal "
@@ -36,59 +32,46 @@ def _register():
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
-    own = {getattr(torch.ops.flce, name).default for name in _OPERATORS}
+    own = {torch.ops.flce.graph_forward.default, torch.ops.flce.graph_backward.default}
     for op in own:
         if op not in lowering.lowerings:  # as Inductor does for an operator without a lowering
             tag = get_layout_constraint_tag(op, with_default=True)
             constraint = lowering.tag_to_layout_constraint(tag)
             lowering.make_fallback(op, layout_constraint=constraint, warn=False)
     overloads = (op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload))
-    for op in own | {op for op in overloads if op.namespace in _OF_TORCH}:
-        if _group_index(op) is None:
-            continue
+    of_torch = {op for op in overloads if op.namespace in ("_c10d_functional", "_dtensor")}
+    for op in own | of_torch:
         lowering.lowerings[op] = _ordered(op, lowering.lowerings[op], own)
-
-
-def _group_index(op):
-    """The position of the argument that names a group; None without one."""
-    names = [argument.name for argument in op._schema.arguments]
-    return next((i for i, name in enumerate(names) if name in ("group", "group_name")), None)
 
 
 def _group_of(op, args, kwargs):
     """The name of the group over which `op` exchanges with these arguments, or None."""
-    index = _group_index(op)
-    return args[index] if index < len(args) else kwargs.get(op._schema.arguments[index].name)
-
-
-def _last_exchanges(graph, own):
-    """{group: name of the last exchange, None before the first}, for the groups over which the
-    operators `own` exchange in this graph."""
-    if not hasattr(graph, "_flce_last_exchanges"):
-        calls = [node for node in graph.module.graph.nodes if node.target in own]
-        groups = {_group_of(node.target, node.args, node.kwargs) for node in calls}
-        graph._flce_last_exchanges = dict.fromkeys(groups - {None})
-    return graph._flce_last_exchanges
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+    given |= kwargs
+    return given.get("group", given.get("group_name"))
 
 
 def _ordered(op, lower, own):
-    """`lower`, the lowering of `op`, with a dependency on the group's exchange before."""
+    """`lower`, the lowering of `op`, with a dependency on the exchange before of the same group,
+    where one of the operators `own` exchanges over that group in the graph."""
+    from torch._inductor import ir, virtualized
 
     @functools.wraps(lower)
     def ordered(*args, **kwargs):
-        from torch._inductor.ir import ExternKernelOut, FallbackKernel
-        from torch._inductor.virtualized import V
-
-        graph, first = V.graph, len(V.graph.operations)
+        graph = virtualized.V.graph
+        first = len(graph.operations)
         made = lower(*args, **kwargs)
-        group, last = _group_of(op, args, kwargs), _last_exchanges(graph, own)
-        if group not in last:
-            return made
-        # The other operations realise arguments, or take an output.
-        kinds = FallbackKernel, ExternKernelOut
+        if not hasattr(graph, "_flce_last_exchanges"):  # by group: a name, None before the first
+            calls = [node for node in graph.module.graph.nodes if node.target in own]
+            groups = {_group_of(node.target, node.args, node.kwargs) for node in calls}
+            graph._flce_last_exchanges = dict.fromkeys(groups - {None})
+        group, last = _group_of(op, args, kwargs), graph._flce_last_exchanges
+        # The other operations realise arguments, or take an output; an operator of torch may have
+        # no kernel of its own.
+        kinds = ir.FallbackKernel, ir.ExternKernelOut
         calls = [one for one in graph.operations[first:] if isinstance(one, kinds)]
-        if op not in own and not calls:
-            return made  # it has no kernel of its own
+        if group not in last or (op not in own and not calls):
+            return made
         if last[group] is not None:
             graph.additional_buffer_deps[calls[0].get_operation_name()].add(last[group])
         last[group] = calls[0].get_name()

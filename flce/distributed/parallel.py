@@ -1,17 +1,22 @@
 """A vocabulary sharded over ranks: `VocabParallel`, and what the ranks compare before a call."""
 
 import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from .. import composite, fakes, validate
 from ..options import CHOICES, DTYPES, INTEGERS, NUMBERS, value_of
 from ..targets import process_group
 from . import collectives, inductor
 
-_OPERANDS = ("input", "linear_weight", "target", "linear_bias")
-_OPERANDS += ("weight", "token_weight", "temperature", "num_items")
-# Options that are packed under another name, and those that may differ between ranks.
+_OPERANDS = ("linear_weight", "target", "linear_bias", "weight", "token_weight", "temperature")
+# Options that are packed under another name, those packed as an index, and those that may differ
+# between ranks.
 _NAMED = {"input_is_sharded": "sequence", "partial_grad_input": "reduce_input_grad"}
 _NAMED |= {"wide_terms": "reduce_dtype", "accumulates": "accumulate_into"}
+_FLAGS = [name for name in INTEGERS if name.startswith(("grad_", "wants_"))]
+_VALUES = {**CHOICES, **dict.fromkeys(_FLAGS, (False, True)), "partial_grad_input": (True, False)}
+_VALUES |= dict.fromkeys(("accum_dtype", "logits_dtype"), (*DTYPES, None))  # None is -1
 _OF_RANK = ("ranks", "rank", "start", "vocab")
 
 
@@ -52,8 +57,6 @@ class VocabParallel:
         reduce_input_grad=True,
         reduce_dtype=None,
     ):
-        import torch.distributed as dist
-
         group = process_group("vocab_parallel", group)
         validate.check_flag("sequence", sequence)
         validate.check_flag("reduce_input_grad", reduce_input_grad)
@@ -65,16 +68,18 @@ class VocabParallel:
             validate.check_integer("start", start, 0, vocab)
         if sequence and not reduce_input_grad:
             validate.refuse("reduce_input_grad", "True with sequence=True", False)
-        wide = is_wide(reduce_dtype)
+        if reduce_dtype not in (None, torch.float32):
+            validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
+        wide = reduce_dtype is not None
         if wide and not reduce_input_grad:
             validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
         self.start, self.vocab, self.sequence = start, vocab, sequence
         self.reduce_input_grad, self.reduce_dtype = reduce_input_grad, reduce_dtype
-        self.group, self.ranks = group.group_name, dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self.text = _shard_text(
-            self.group, self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide
-        )
+        self.group, self.ranks, self.rank = group.group_name, group.size(), group.rank()
+        # As the operators take it: the group's name and the integers of options.SHARD.
+        values = self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide
+        integers = (str(-1 if value is None else int(value)) for value in values)
+        self.text = "|".join((self.group, *integers))
 
     def __repr__(self):
         names = ("start", "vocab", "sequence", "reduce_input_grad", "reduce_dtype")
@@ -88,76 +93,52 @@ class VocabParallel:
         return hash(self.text)
 
 
-def _shard_text(group, *values):
-    """The text of a VocabParallel, as the operators take it: the group's name and the integers of
-    options.SHARD."""
-    return "|".join((group, *(str(-1 if value is None else int(value)) for value in values)))
-
-
-def is_wide(reduce_dtype):
-    """Whether the terms of dX are exchanged in float32; refuses other dtypes."""
-    if reduce_dtype is not None and reduce_dtype is not torch.float32:
-        validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
-    return reduce_dtype is not None
-
-
 # ---- before a call ----
 
 
 def _range_of(operands, integers, numbers):
-    """(start, vocab, rows, error, first class) of this rank."""
-    own = (value_of(integers, "start"), value_of(integers, "vocab"), len(operands[1]))
+    """(start, vocab, rows, first class, number of all classes, error) of this rank."""
+    own = [value_of(integers, name) for name in ("start", "vocab")]
+    own = *(None if value < 0 else value for value in own), len(operands[1])
     try:
         found = fakes.described(*operands[:4], (None, None, integers, numbers, None))
     except ValueError as error:
-        return *own, str(error), 0
-    return *own, "", found.first_class
+        return *own, 0, 0, str(error)
+    return *own, found.first_class, found.classes, ""
 
 
 def _check_ranges(given):
     """Refuses class ranges that do not hold every class once. `given`: _range_of each rank."""
-    starts, vocabs, rows, errors, firsts = zip(*given, strict=True)
-    forms = [(start < 0, vocab) for start, vocab in zip(starts, vocabs, strict=True)]
-    if len(set(forms)) > 1:
+    starts, vocabs, rows, firsts, (classes, *_), errors = zip(*given, strict=True)
+    if len(set(vocabs)) > 1 or len({start is None for start in starts}) > 1:
         expected = "the same vocab on all ranks, and start on all or on none"
-        texts = [[None if value < 0 else value for value in one[:2]] for one in given]
-        shown = "; ".join(f"start={start}, vocab={vocab}" for start, vocab in texts)
-        validate.refuse("vocab_parallel", expected, shown)
-    if vocabs[0] < 0 and len(set(rows)) > 1:
+        shown = (f"start={start}, vocab={vocab}" for start, vocab, *_ in given)
+        validate.refuse("vocab_parallel", expected, "; ".join(shown))
+    if vocabs[0] is None and len(set(rows)) > 1:
         expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
         validate.refuse("linear_weight", expected, list(rows))
     for error in filter(None, errors):
         raise ValueError(error)
     ranges = [range(first, first + n) for first, n in zip(firsts, rows, strict=True)]
-    end, classes = 0, vocabs[0] if vocabs[0] >= 0 else sum(rows)
-    for held in sorted(filter(None, ranges), key=lambda held: held.start):
-        end = held.stop if held.start == end else -1
-    if end != classes:
+    held = sorted(filter(None, ranges), key=lambda one: one.start)
+    if [0, *(one.stop for one in held)] != [*(one.start for one in held), classes]:
         expected = f"ranges that hold each of {classes} classes once"
         validate.refuse("vocab_parallel", expected, ranges)
 
 
 def _common_options(operands, lists):
     """Pairs of a name and a value: what the calls of all ranks have to have in common."""
+    input, *others = operands
     valid_vocab, rows, integers, numbers, _ = lists
-    pairs = [("input", (operands[0].dtype, tuple(operands[0].shape)))]
-    for name, tensor in zip(_OPERANDS[1:], operands[1:], strict=False):
-        pairs.append((name, None if tensor is None else tensor.dtype))
-    for name, value in zip(INTEGERS, integers, strict=False):
-        if name in CHOICES:
-            value = CHOICES[name][value]
-        elif name.endswith("_dtype"):
-            value = None if value < 0 else DTYPES[value]
-        elif name.startswith(("grad_", "wants_")):
-            value = bool(value)
-        elif name == "partial_grad_input":
-            value = not value
+    pairs = [("input", (input.dtype, tuple(input.shape)))]
+    pairs += zip(_OPERANDS, (getattr(one, "dtype", None) for one in others), strict=True)
+    for name, value in zip(INTEGERS, integers, strict=False):  # the last integer is the layout
         if name not in _OF_RANK:
+            value = _VALUES[name][value] if name in _VALUES else value
             pairs.append((_NAMED.get(name, name), value))
     pairs += zip(NUMBERS, numbers, strict=True)
     if rows == composite.COUNTED:
-        ignored = value_of(integers, "ignore_index")
-        rows = int((operands[2] != ignored).sum())
+        rows = int((operands[2] != value_of(integers, "ignore_index")).sum())
     return [*pairs, ("valid_vocab", valid_vocab), ("rows that are not ignored", rows)]
 
 
@@ -167,13 +148,20 @@ def before_call(operands, lists, traced):
     if traced:
         inductor.order_exchanges()
         return
-    *_, integers, numbers, group = lists
-    collectives.check_group(group, value_of(integers, "rank"), value_of(integers, "ranks"))
-    if not collectives.compares(group, operands[1]):
+    *_, integers, numbers, name = lists
+    ranks = value_of(integers, "ranks")
+    group = collectives.group_of(name, value_of(integers, "rank"), ranks)
+    if group in collectives.compared and not validate.checks_more():
         return
-    own = _range_of(operands, integers, numbers)
+    # Nor is an object exchanged while a CUDA graph is captured, or with what is fake.
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    if dist.get_backend(group) == "fake" or detect_fake_mode(operands[1:2]) is not None:
+        return
     options = _common_options(operands, lists) if validate.checks_more() else ()
-    given = collectives.gathered(group, operands[1].device, (own, options))
+    own, given = (_range_of(operands, integers, numbers), options), [None] * ranks
+    with torch.cuda.device_of(operands[1]):  # NCCL exchanges objects through the current device
+        dist.all_gather_object(given, own, group=group)
     ranges, options = zip(*given, strict=True)
     _check_ranges(ranges)
     for rank, pairs in enumerate(options):
@@ -181,4 +169,4 @@ def before_call(operands, lists, traced):
             if value != first:
                 got = f"{first!r} on rank 0, {value!r} on rank {rank}"
                 validate.refuse(name, "the same on all ranks", got)
-    collectives.mark_compared(group)
+    collectives.compared.add(group)

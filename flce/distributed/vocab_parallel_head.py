@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .. import validate
 from ..modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from ..validate import is_dtensor
+from .dtensor import shown
 
 
 class VocabParallelHead(ParallelStyle):
@@ -49,25 +50,20 @@ class VocabParallelHead(ParallelStyle):
         if device_mesh.ndim != 1:
             validate.refuse("device_mesh", "one dimension, that of the vocabulary", device_mesh)
         if module.vocab_parallel is not None:
-            got = repr(module.vocab_parallel)
-            validate.refuse("vocab_parallel", "None with VocabParallelHead", got)
+            validate.refuse("vocab_parallel", "None with VocabParallelHead", module.vocab_parallel)
         linear = module.linear if isinstance(module, LinearCrossEntropyLoss) else module
         for name, parameter in list(linear.named_parameters(recurse=False)):
-            linear.register_parameter(name, self._sharded(name, parameter, device_mesh))
+            if not is_dtensor(parameter):
+                source = {"src_data_rank": self.src_data_rank}
+                sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], **source)
+                sharded = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+                linear.register_parameter(name, sharded)
+            elif parameter.device_mesh != device_mesh or parameter.placements != (Shard(0),):
+                expected = f"a plain tensor, or a DTensor with Shard(dim=0) on {device_mesh}"
+                validate.refuse(name, expected, shown(parameter))
         prepare = functools.partial(_with_distributed_input, device_mesh, self.sequence)
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module
-
-    def _sharded(self, name, parameter, mesh):
-        if not is_dtensor(parameter):
-            source = {"src_data_rank": self.src_data_rank}
-            sharded = distribute_tensor(parameter, mesh, [Shard(0)], **source)
-            return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        if parameter.device_mesh != mesh or parameter.placements != (Shard(0),):
-            expected = f"a plain tensor, or a DTensor with Shard(dim=0) on {mesh}"
-            got = f"a DTensor with {parameter.placements} on {parameter.device_mesh}"
-            validate.refuse(name, expected, got)
-        return parameter
 
     def __repr__(self):
         return f"VocabParallelHead(sequence={self.sequence})"
@@ -85,9 +81,7 @@ def _with_distributed_input(mesh, sequence, module, args, kwargs):
     if labels is None:
         # The product for the logits needs all rows on every rank.
         input = input.redistribute(placements=[Replicate()])
-    if args:
-        return (input, *args[1:]), kwargs
-    return args, {**kwargs, "input": input}
+    return ((input, *args[1:]), kwargs) if args else (args, {**kwargs, "input": input})
 
 
 # Pickles refer to the package, so that a class may move to another file.
