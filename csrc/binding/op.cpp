@@ -49,9 +49,7 @@ ScalarType saved_type(const flce_plan& plan) {
  * the CPU) has memory for more than are computed; the others are set to 0, so that no output is
  * undefined. */
 Tensor allocate_saved(const Device& device, const flce_plan& plan, Call* call) {
-  std::vector<int64_t> shape = {call->saved_rows, plan.saved_pitch};
-  Tensor saved = plan.save == FLCE_SAVE_LOGITS ? device.allocate(shape, plan.saved_dtype, "saved")
-                                               : device.allocate_lists(shape, "saved");
+  Tensor saved = device.allocate({call->saved_rows, plan.saved_pitch}, saved_type(plan), "saved");
   call->tensors.saved = saved.mutable_data_ptr();
   int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
   int64_t used = call->problem.rows * row_bytes, all = call->saved_rows * row_bytes;

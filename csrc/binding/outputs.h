@@ -58,7 +58,7 @@ inline Statistics allocate_statistics(const Device& device, bool keeps_statistic
     call->tensors.scalars = made.scalars->mutable_data_ptr();
   }
   if (!call->problem.wants_predictions) return made;
-  made.predictions = device.allocate_indices(call->shape, "predictions");
+  made.predictions = device.allocate(call->shape, ScalarType::Long, "predictions");
   call->tensors.predictions = made.predictions->mutable_data_ptr();
   return made;
 }
