@@ -79,9 +79,6 @@ class Device {
   Tensor allocate(const std::vector<int64_t>& sizes, flce_dtype dtype, const char* buffer) const {
     return allocate(sizes, to_scalar_type(dtype), buffer);
   }
-  Tensor allocate_bytes(int64_t bytes, const char* buffer) const {
-    return allocate({bytes}, ScalarType::Byte, buffer);
-  }
 
  private:
   void open_cuda(bool allow_tf32);

@@ -35,6 +35,13 @@ inline Gradients allocate_gradients(const Device& device, const Tensor& input,
   return gradients;
 }
 
+inline Tensor allocate_workspace(const Device& device, int64_t bytes, const char* name,
+                                 Call* call) {
+  Tensor workspace = device.allocate({bytes}, ScalarType::Byte, name);
+  call->tensors.workspace = workspace.mutable_data_ptr();
+  return workspace;
+}
+
 inline Tensor allocate_loss(const Device& device, Call* call) {
   bool reduced = call->problem.reduction != FLCE_NONE;
   Tensor loss = device.allocate(reduced ? std::vector<int64_t>{} : call->shape,

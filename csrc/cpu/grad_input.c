@@ -96,6 +96,10 @@ static void grad_input_range(int64_t begin, int64_t end, void* context) {
 
 flce_status flce_cpu_finish_grad_input(void* self, const flce_grad_input_args* call) {
   grad_input_job job = {.call = call, .stat = flce_stat_dtype(call->dtype)};
+  bool alike = !call->rows->index && call->hidden == call->cols && call->dx_dtype == call->d_dtype;
+  if (call->dx == call->d && !alike)
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "grad_input: expected rows, columns and dtype of d in place, got others");
   FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dx_dtype, &job.dx_kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, call->d_dtype, &job.d_kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, call->dtype, &job.w_kernels));
