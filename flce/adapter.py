@@ -2,7 +2,7 @@
 
 import torch
 
-from . import validate
+from . import fakes, validate
 from .options import DTYPES
 
 _ALIGNMENT = 8  # columns: flce_problem.frozen_hidden is a multiple of it
@@ -24,9 +24,7 @@ def joined(input, linear_weight, tensors, packed, autocast):
     given |= {name: tensors.get(name) for name in ("adapter_input", "adapter_weight")}
     for name, tensor in given.items():
         validate.check_tensor(name, tensor)
-        if tensor.dtype not in DTYPES:
-            expected = "float64, float32, bfloat16 or float16"
-            validate.refuse(name, expected, tensor.dtype, TypeError)
+        fakes.code_of(name, tensor)
     _check_shapes(**given)
     if autocast >= 0 and all(tensor.dtype != torch.float64 for tensor in given.values()):
         given = {name: tensor.to(DTYPES[autocast]) for name, tensor in given.items()}
@@ -59,12 +57,7 @@ def _check_dtypes(given, autocast):
 
 
 def _check_shapes(input, linear_weight, adapter_input, adapter_weight):
-    if input.dim() < 1:
-        validate.refuse("input", "at least one dimension", "a 0-d tensor")
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        expected = f"shape (V, {input.shape[-1]}) for input of shape {tuple(input.shape)}"
-        validate.refuse("linear_weight", expected, tuple(linear_weight.shape))
-    validate.check_same_device("linear_weight", linear_weight, "input", input)
+    fakes.check_operands(input, linear_weight)
     validate.check_same_device("adapter_input", adapter_input, "input", input)
     validate.check_same_device("adapter_weight", adapter_weight, "input", input)
     if adapter_weight.dim() != 2 or adapter_weight.shape[0] != linear_weight.shape[0]:

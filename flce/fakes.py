@@ -1,8 +1,8 @@
 """The inner operators' fake (meta) implementations, and their FLOP counts. The core says which
 outputs a call has (`describe`), but for comparisons with its rows: their number may be symbolic."""
 
+import collections
 import math
-import typing
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -14,40 +14,12 @@ from .options import CHOICES, DTYPES, GRADIENTS, OPERANDS, replaced, value_of
 from .validate import check_same_device, check_shape, refuse, refuse_vmap
 
 _AUTO = CHOICES["save"].index("auto")
-_VECTORS = ("weight", "token_weight", "temperature")
 
-
-class Described(typing.NamedTuple):
-    """What csrc/binding/plan.cpp: describe says of a call; a dtype is its index in DTYPES."""
-
-    few: int  # strategy up to few_rows rows
-    few_rows: int
-    some: int  # strategy up to some_rows rows
-    some_rows: int
-    many: int  # strategy of more rows
-    keeps_statistics: int
-    saved_dtype: int  # -1: int32
-    saved_pitch: int
-    grad_input_dtype: int
-    grad_weight_dtype: int
-    grad_bias_dtype: int
-    stat_dtype: int
-    first_class: int
-    classes: int
-
-    def strategy(self, rows):
-        """An index in CHOICES["save"]. torch.export needs one for all sizes of a dynamic shape."""
-        if self.few == self.some == self.many:
-            return self.many
-        if self.few != self.some and _is_at_most(rows, self.few_rows):
-            return self.few
-        return self.some if _is_at_most(rows, self.some_rows) else self.many
-
-
-def _is_at_most(rows, limit):
-    if isinstance(rows, int) or not torch.compiler.is_exporting():
-        return rows <= limit
-    return torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= limit)
+# What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
+# few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
+_FIELDS = "few few_rows some some_rows many keeps_statistics saved_dtype saved_pitch"
+_FIELDS += " grad_input_dtype grad_weight_dtype grad_bias_dtype stat_dtype first_class classes"
+Described = collections.namedtuple("Described", _FIELDS)
 
 
 def describe_sizes(valid_vocab, integers, numbers, **operands):
@@ -55,26 +27,24 @@ def describe_sizes(valid_vocab, integers, numbers, **operands):
     because it has no tensors and symbolic sizes become numbers."""
     operands = [int(value) for value in (OPERANDS | operands).values()]
     valid_vocab = None if valid_vocab is None else int(valid_vocab)
+    given = operands, valid_vocab, integers, numbers
     with no_dispatch():
-        return Described(
-            *run_plain(inner.describe.default, operands, valid_vocab, integers, numbers)
-        )
+        return Described(*run_plain(inner.describe.default, *given))
 
 
 def described(input, linear_weight, target, linear_bias, lists):
     """The Described of a call; no result depends on the number of its rows, which may be
     symbolic."""
-    valid_vocab, _, integers, numbers, _ = lists
+    valid_vocab, _, *packed, _ = lists
     return describe_sizes(
         valid_vocab,
-        integers,
-        numbers,
+        *packed,
         on_cpu=input.device.type == "cpu",
         hidden=input.shape[-1],
         weight_rows=linear_weight.shape[0],
-        input_dtype=_code("input", input),
-        weight_dtype=_code("linear_weight", linear_weight),
-        bias_dtype=-1 if linear_bias is None else _code("linear_bias", linear_bias),
+        input_dtype=code_of("input", input),
+        weight_dtype=code_of("linear_weight", linear_weight),
+        bias_dtype=-1 if linear_bias is None else code_of("linear_bias", linear_bias),
         probabilities=target.is_floating_point(),
     )
 
@@ -85,14 +55,28 @@ def with_strategy(input, linear_weight, target, linear_bias, lists):
     if value_of(integers, "save") != _AUTO:
         return lists
     found = described(input, linear_weight, target, linear_bias, lists)
-    tokens = math.prod(rows_shape(target))
-    save = found.strategy(tokens if rows is None or rows < 0 else rows)
+    kept, save = _kept_rows(target, rows), found.many
+    for strategy, limit in ((found.some, found.some_rows), (found.few, found.few_rows)):
+        if strategy != save and _is_at_most(kept, limit):
+            save = strategy
     return valid_vocab, rows, replaced(integers, save=save), numbers, group
+
+
+def _is_at_most(rows, limit):
+    """torch.export needs one strategy for all sizes of a dynamic shape."""
+    if isinstance(rows, int) or not torch.compiler.is_exporting():
+        return rows <= limit
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(rows <= limit)
 
 
 def rows_shape(target):
     """The shape of the rows: of class targets, or of probabilities without the classes."""
     return target.shape[:-1] if target.is_floating_point() else target.shape
+
+
+def _kept_rows(target, rows):
+    """The rows that there is memory for; `rows`: the operators' argument."""
+    return math.prod(rows_shape(target)) if rows is None or rows < 0 else rows
 
 
 def _fake_loss(target, integers, dtype, keeps_statistics):
@@ -120,36 +104,34 @@ def _fake_gradients(input, linear_weight, linear_bias, integers, found):
 
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     operands = input, linear_weight, target, linear_bias
-    _check_operands(input, linear_weight, linear_bias)
+    check_operands(input, linear_weight, linear_bias)
     lists = lists_of(rest[5:])
     ranks, vocab = (value_of(lists[2], name) for name in ("ranks", "vocab"))
     shape, scatters = input.shape[:-1], value_of(lists[2], "input_is_sharded")
     shape = (shape[0] * ranks, *shape[1:]) if scatters and shape else shape
     classes = vocab if ranks and vocab >= 0 else max(ranks, 1) * linear_weight.shape[0]
-    _check_loss_tensors("input", input, shape, classes, target, rest[:4])
+    _check_loss_tensors("input", input, shape, classes, target, *rest[:4])
     lists = with_strategy(*operands, lists)
-    _, rows, integers, _, _ = lists
     found = described(*operands, lists)
-    made = _fake_loss(target, integers, DTYPES[found.stat_dtype], found.keeps_statistics)
+    made = _fake_loss(target, lists[2], DTYPES[found.stat_dtype], found.keeps_statistics)
     save, saved, grads = CHOICES["save"][found.many], None, (None,) * 3
     if save in ("logits", "samples"):
-        tokens = math.prod(rows_shape(target))
         dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
-        shape = (tokens if rows is None or rows < 0 else rows, found.saved_pitch)
-        saved = input.new_empty(shape, dtype=dtype)
+        saved = input.new_empty((_kept_rows(target, lists[1]), found.saved_pitch), dtype=dtype)
     if save == "grads":
-        grads = _fake_gradients(input, linear_weight, linear_bias, integers, found)
+        grads = _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
     return *made, saved, *grads
 
 
-def _code(name, tensor):
+def code_of(name, tensor):
+    """The tensor's dtype as its index in DTYPES; refuses others."""
     if tensor.dtype not in DTYPES:
         refuse(name, "float64, float32, bfloat16 or float16", tensor.dtype, TypeError)
     return DTYPES.index(tensor.dtype)
 
 
-# As csrc/binding/call.cpp, which cannot compare symbolic sizes.
-def _check_operands(input, linear_weight, linear_bias):
+def check_operands(input, linear_weight, linear_bias=None):
+    """As csrc/binding/call.cpp, which cannot compare symbolic sizes."""
     if input.dim() < 1:
         refuse("input", "at least one dimension", "a 0-d tensor")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -161,24 +143,19 @@ def _check_operands(input, linear_weight, linear_bias):
         check_same_device("linear_bias", linear_bias, "input", input)
 
 
-def _check_loss_tensors(name, first, shape, classes, target, tensors):
-    """`name`, `first`: of the rows' tensor; `shape`, `classes`: of all rows; `tensors`: weight,
-    token_weight, temperature, num_items."""
-    given = (target, *tensors)
-    for option, tensor in zip(("target", *_VECTORS, "num_items"), given, strict=True):
-        if tensor is not None:
-            check_same_device(option, tensor, name, first)
+def _check_loss_tensors(name, first, shape, classes, target, *vectors):
+    """The same of the others. `name`, `first`: of the rows' tensor; `shape`, `classes`: of all
+    rows; `vectors`: weight, token_weight, temperature, num_items."""
     floating = target.is_floating_point()
     if not floating and target.dtype not in (torch.int64, torch.int32):
-        indices = "class indices of dtype torch.int64 or torch.int32"
-        refuse(
-            "target", f"{indices}, or probabilities of a floating dtype", target.dtype, TypeError
-        )
-    check_shape("target", target, (*shape, classes) if floating else shape)
-    shapes = (classes,), shape, shape
-    for option, tensor, expected in zip(_VECTORS, tensors, shapes, strict=False):
+        expected = "class indices of dtype torch.int64 or torch.int32, or probabilities of a "
+        refuse("target", f"{expected}floating dtype", target.dtype, TypeError)
+    names = "target", "weight", "token_weight", "temperature", "num_items"
+    shapes = (*shape, classes) if floating else shape, (classes,), shape, shape, ()
+    for option, tensor, expected in zip(names, (target, *vectors), shapes, strict=True):
         if tensor is not None:
             check_shape(option, tensor, expected)
+            check_same_device(option, tensor, name, first)
 
 
 def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
@@ -190,10 +167,10 @@ def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear
 def _fake_cross_entropy_forward(logits, target, *rest):
     if logits.dim() < 1:
         refuse("logits", "at least one dimension", "a 0-d tensor")
-    vocab, code = logits.shape[-1], _code("logits", logits)
+    vocab, code = logits.shape[-1], code_of("logits", logits)
     if vocab < 1:
         refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
-    _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, rest[:4])
+    _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, *rest[:4])
     named = {"weight_rows": vocab, "input_dtype": code, "weight_dtype": code}
     describe_sizes(None, *rest[4:6], **named, probabilities=target.is_floating_point())
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -220,15 +197,14 @@ for _name, _fake in _FAKES.items():
 # ---- FLOPs, for torch.utils.flop_counter ----
 
 
-def _gemm_flops(input, linear_weight, target, lists, gemms):
-    """FLOPs of `gemms` GEMMs of the logits GEMM's size, over the rows that are computed."""
+def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
+    """FLOPs of GEMMs over the rows that are computed and all classes, or `entries` of each row."""
     valid_vocab, rows, integers, _, _ = lists
-    vocab = len(linear_weight) if valid_vocab is None else min(valid_vocab, len(linear_weight))
+    classes = entries or min(valid_vocab or len(linear_weight), len(linear_weight))
+    rows = _kept_rows(target, rows)
     if target.is_cpu and not target.is_floating_point() and not is_fake(target):
         rows = int((target != value_of(integers, "ignore_index")).sum())
-    elif rows is None or rows < 0:
-        rows = math.prod(rows_shape(target))
-    return 2 * gemms * rows * input.shape[-1] * vocab
+    return 2 * gemms * rows * input.shape[-1] * classes
 
 
 def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
@@ -237,14 +213,11 @@ def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
 
 
 def _backward_flops(grad_output, grad_stats, input, linear_weight, target, *rest, **_):
-    lists = lists_of(rest[7:])
-    integers, numbers = lists[2:4]
-    wanted = value_of(integers, "grad_input") + value_of(integers, "grad_weight")
+    lists = _, _, integers, numbers, _ = lists_of(rest[7:])
     save = CHOICES["save"][value_of(integers, "save")]
-    if save == "samples":  # a row's list in place of all classes
-        pairs = range(math.ceil(1 / numbers[-1]))
-        return _gemm_flops(input, pairs, target, (None, *lists[1:]), wanted)
-    return _gemm_flops(input, linear_weight, target, lists, wanted + (save == "stats"))
+    gemms = sum(value_of(integers, name) for name in GRADIENTS[:2]) + (save == "stats")
+    entries = math.ceil(1 / numbers[-1]) if save == "samples" else None
+    return _gemm_flops(input, linear_weight, target, lists, gemms, entries)
 
 
 register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)(_forward_flops)

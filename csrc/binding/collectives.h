@@ -14,26 +14,18 @@ namespace flce {
 
 /* The tensors of a call in which its collectives send and receive. */
 struct CommMemory {
-  const Tensor& input;
-  const OptionalTensor& grad_input;
-  const Tensor& workspace;
-};
-
-/* The same, kept. */
-struct CommTensors {
-  explicit CommTensors(const CommMemory& memory)
-      : input(memory.input), workspace(memory.workspace), grad_input(memory.grad_input) {}
-  Tensor input, workspace;
+  Tensor input;
   OptionalTensor grad_input;
+  Tensor workspace;
 };
 
 /* The collectives of one call; table() is NULL without a group. */
 class Collectives {
  public:
   Collectives(const Device& device, const flce_problem& problem,
-              const std::optional<std::string>& group, const CommMemory& memory)
+              const std::optional<std::string>& group, CommMemory memory)
       : device_(device),
-        memory_(memory),
+        memory_(std::move(memory)),
         ranks_(problem.ranks),
         rank_(problem.rank),
         group_(group.value_or("")),
@@ -105,16 +97,6 @@ class Collectives {
     return *view;
   }
 
-  flce_status call_collective(const char* op, flce_collective_id id, void* recv, const void* send,
-                              int64_t sent_bytes, int64_t bytes) const {
-    return caught([&] {
-      StableIValue arguments[] = {value(group_), value(static_cast<int64_t>(id)),
-                                  value(byte_view(recv, ranks_ * bytes)),
-                                  value(byte_view(send, sent_bytes))};
-      return call_operator(op, arguments);
-    });
-  }
-
   /* Fills peers_[id] where there is symmetric memory of at least `bytes` bytes. */
   flce_status find_peers(flce_collective_id id, int64_t bytes) {
     flce_peers& peers = peers_[id];
@@ -145,23 +127,31 @@ class Collectives {
   /* Whether copy engines serve the collective: what it sends is in the memory of send_buffer. */
   bool uses_copy_engines(flce_collective_id id) const { return peers_[id].ranks > 0; }
 
+  /* Begins a collective, which sends `sent_bytes` bytes and reads every rank's from `offset` on. */
+  flce_status begin(const char* op, flce_collective_id id, void* recv, const void* send,
+                    int64_t sent_bytes, int64_t offset, int64_t bytes) const {
+    if (uses_copy_engines(id))
+      return with_cuda_message(
+          cuda_library().peers_begin(device_.cuda(), &peers_[id], id, recv, offset, bytes));
+    return caught([&] {
+      StableIValue arguments[] = {value(group_), value(static_cast<int64_t>(id)),
+                                  value(byte_view(recv, ranks_ * bytes)),
+                                  value(byte_view(send, sent_bytes))};
+      return call_operator(op, arguments);
+    });
+  }
+
   static flce_status all_gather(void* self, flce_collective_id id, void* recv, const void* send,
                                 int64_t bytes) {
     const auto* comm = static_cast<const Collectives*>(self);
-    if (!comm->uses_copy_engines(id))
-      return comm->call_collective("flce::comm_all_gather", id, recv, send, bytes, bytes);
-    return comm->with_cuda_message(
-        cuda_library().peers_begin(comm->device_.cuda(), &comm->peers_[id], id, recv, 0, bytes));
+    return comm->begin("flce::comm_all_gather", id, recv, send, bytes, 0, bytes);
   }
 
   static flce_status all_to_all(void* self, flce_collective_id id, void* recv, const void* send,
                                 int64_t bytes) {
     const auto* comm = static_cast<const Collectives*>(self);
-    if (!comm->uses_copy_engines(id))
-      return comm->call_collective("flce::comm_all_to_all", id, recv, send, comm->ranks_ * bytes,
-                                   bytes);
-    return comm->with_cuda_message(cuda_library().peers_begin(
-        comm->device_.cuda(), &comm->peers_[id], id, recv, comm->rank_ * bytes, bytes));
+    return comm->begin("flce::comm_all_to_all", id, recv, send, comm->ranks_ * bytes,
+                       comm->rank_ * bytes, bytes);
   }
 
   static flce_status wait(void* self, flce_collective_id id) {
@@ -184,7 +174,7 @@ class Collectives {
       bool copies = comm->uses_copy_engines(static_cast<flce_collective_id>(k));
       (copies ? has_copies : has_works) = true;
     }
-    if (has_copies) new CommTensors(comm->memory_);
+    if (has_copies) new CommMemory(comm->memory_);
     if (has_works) torch_call_dispatcher("flce::comm_abandon", "", nullptr, TORCH_ABI_VERSION);
   }
 

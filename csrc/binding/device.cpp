@@ -111,23 +111,23 @@ void Device::open_cuda(bool allow_tf32) {
   throw Failure(FLCE_DEVICE_ERROR, reason);
 }
 
-Tensor Device::empty(const std::vector<int64_t>& sizes, ScalarType type, int64_t element_bytes,
-                     const char* buffer) const {
+Tensor Device::allocate(const std::vector<int64_t>& sizes, ScalarType type,
+                        const char* buffer) const {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
   AtenTensorHandle handle;
   int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  int64_t bytes = element_bytes;
+  auto bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
   for (int64_t size : sizes) bytes *= size;
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               code, id_.type, id_.index, &handle) == AOTI_TORCH_SUCCESS) {
-    Tensor tensor(handle);
-    const bool integers = type == ScalarType::Long || type == ScalarType::Int;
-    const int poison = integers ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
-    if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
-    return tensor;
-  }
-  throw Failure(FLCE_OUT_OF_MEMORY, std::to_string(bytes) + " bytes for buffer \"" + buffer + "\"");
+                               code, id_.type, id_.index, &handle) != AOTI_TORCH_SUCCESS)
+    throw Failure(FLCE_OUT_OF_MEMORY,
+                  std::to_string(bytes) + " bytes for buffer \"" + buffer + "\"");
+  Tensor tensor(handle);
+  const bool integers = type == ScalarType::Long || type == ScalarType::Int;
+  const int poison = integers ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
+  if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
+  return tensor;
 }
 
 }  // namespace flce

@@ -75,27 +75,13 @@ class Device {
   }
 
   /* A new contiguous tensor; `buffer` is its name in an out-of-memory error. */
+  Tensor allocate(const std::vector<int64_t>& sizes, ScalarType type, const char* buffer) const;
   Tensor allocate(const std::vector<int64_t>& sizes, flce_dtype dtype, const char* buffer) const {
-    return empty(sizes, to_scalar_type(dtype), flce_size_of(dtype), buffer);
-  }
-
-  Tensor allocate_indices(const std::vector<int64_t>& sizes, const char* buffer) const {
-    return empty(sizes, ScalarType::Long, sizeof(int64_t), buffer);
-  }
-
-  /* int32, for the lists of samples. */
-  Tensor allocate_lists(const std::vector<int64_t>& sizes, const char* buffer) const {
-    return empty(sizes, ScalarType::Int, sizeof(int32_t), buffer);
-  }
-
-  Tensor allocate_bytes(int64_t bytes, const char* buffer) const {
-    return empty({bytes}, ScalarType::Byte, 1, buffer);
+    return allocate(sizes, to_scalar_type(dtype), buffer);
   }
 
  private:
   void open_cuda(bool allow_tf32);
-  Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, int64_t element_bytes,
-               const char* buffer) const;
 
   DeviceId id_;
   DeviceGuardHandle guard_ = nullptr;

@@ -75,39 +75,21 @@ inline std::string dtype_text(ScalarType type) {
 
 // ---- dtypes ----
 
+inline ScalarType to_scalar_type(flce_dtype dtype) {
+  constexpr ScalarType kTypes[] = {ScalarType::Double, ScalarType::Float, ScalarType::BFloat16,
+                                   ScalarType::Half};
+  return kTypes[dtype];
+}
+
 inline bool is_float(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Float || type == ScalarType::BFloat16 ||
          type == ScalarType::Half;
 }
 
 inline flce_dtype to_dtype(ScalarType type, const char* argument) {
-  switch (type) {
-    case ScalarType::Double:
-      return FLCE_F64;
-    case ScalarType::Float:
-      return FLCE_F32;
-    case ScalarType::BFloat16:
-      return FLCE_BF16;
-    case ScalarType::Half:
-      return FLCE_F16;
-    default:
-      refuse(argument, "float64, float32, bfloat16 or float16", dtype_text(type),
-             FLCE_INVALID_TYPE);
-  }
-}
-
-inline ScalarType to_scalar_type(flce_dtype dtype) {
-  switch (dtype) {
-    case FLCE_F64:
-      return ScalarType::Double;
-    case FLCE_F32:
-      return ScalarType::Float;
-    case FLCE_BF16:
-      return ScalarType::BFloat16;
-    case FLCE_F16:
-      return ScalarType::Half;
-  }
-  throw std::logic_error("flce: a dtype outside the enumeration");
+  for (flce_dtype dtype : {FLCE_F64, FLCE_F32, FLCE_BF16, FLCE_F16})
+    if (to_scalar_type(dtype) == type) return dtype;
+  refuse(argument, "float64, float32, bfloat16 or float16", dtype_text(type), FLCE_INVALID_TYPE);
 }
 
 }  // namespace flce

@@ -85,14 +85,6 @@ extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
       {"getenv", get_variable, METH_O, "The environment variable of this name, or None."},
       {"call_keeping", call_keeping, METH_VARARGS, "Calls a function, and keeps its exception."},
       {nullptr, nullptr, 0, nullptr}};
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
-                               "_C",
-                               "flce's operators",
-                               -1,
-                               functions,
-                               nullptr,
-                               nullptr,
-                               nullptr,
-                               nullptr};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "flce's operators", -1, functions};
   return PyModule_Create(&module);
 }

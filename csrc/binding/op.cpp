@@ -48,9 +48,7 @@ ScalarType saved_type(const flce_plan& plan) {
 /* Allocates what a forward keeps. With a caller that could not count the valid rows (torch.compile
  * on the CPU) these are more rows than are computed; the rest is set to 0. */
 Tensor allocate_saved(const Device& device, const flce_plan& plan, Call* call) {
-  std::vector<int64_t> shape = {call->saved_rows, plan.saved_pitch};
-  Tensor saved = plan.save == FLCE_SAVE_LOGITS ? device.allocate(shape, plan.saved_dtype, "saved")
-                                               : device.allocate_lists(shape, "saved");
+  Tensor saved = device.allocate({call->saved_rows, plan.saved_pitch}, saved_type(plan), "saved");
   call->tensors.saved = saved.mutable_data_ptr();
   int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
   int64_t used = call->problem.rows * row_bytes, all = call->saved_rows * row_bytes;
@@ -71,8 +69,8 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   Tensor loss = allocate_loss(device, call);
   Gradients gradients;
   if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, input, plan, call);
-  Tensor workspace = device.allocate_bytes(plan.forward_workspace_bytes, "forward workspace");
-  call->tensors.workspace = workspace.mutable_data_ptr();
+  Tensor workspace =
+      allocate_workspace(device, plan.forward_workspace_bytes, "forward workspace", call);
   Collectives collectives(device, call->problem, group,
                           {call->input(), gradients.input, workspace});
   check(flce_forward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
@@ -168,8 +166,8 @@ void bind_added(const Tensor& grad_weight, Call* call) {
 Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor& input,
                        const std::optional<std::string>& group, Call* call) {
   Gradients gradients = allocate_gradients(device, input, plan, call);
-  Tensor workspace = device.allocate_bytes(plan.backward_workspace_bytes, "backward workspace");
-  call->tensors.workspace = workspace.mutable_data_ptr();
+  Tensor workspace =
+      allocate_workspace(device, plan.backward_workspace_bytes, "backward workspace", call);
   Collectives collectives(device, call->problem, group,
                           {call->input(), gradients.input, workspace});
   check(flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
@@ -288,9 +286,8 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
   Device device(call.id, false);
   Tensor loss = allocate_loss(device, &call);
   Statistics made = allocate_statistics(device, true, &call);
-  Tensor workspace =
-      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&call.problem), "workspace");
-  call.tensors.workspace = workspace.mutable_data_ptr();
+  Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),
+                                        "workspace", &call);
   check(flce_cross_entropy_forward(device.table(), &call.problem, &call.tensors));
   return {loss, *made.stats, *made.scalars, made.predictions};
 }
@@ -304,10 +301,9 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
   bind_kept({grad_output, grad_stats, stats, scalars, std::nullopt}, &call);
   Device device(call.id, false);
   Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
-  Tensor workspace =
-      device.allocate_bytes(flce_cross_entropy_workspace_bytes(&call.problem), "workspace");
+  Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),
+                                        "workspace", &call);
   call.tensors.grad_input = grad.mutable_data_ptr();
-  call.tensors.workspace = workspace.mutable_data_ptr();
   check(flce_cross_entropy_backward(device.table(), &call.problem, &call.tensors));
   return grad;
 }

@@ -35,6 +35,13 @@ inline Gradients allocate_gradients(const Device& device, const Tensor& input,
   return gradients;
 }
 
+inline Tensor allocate_workspace(const Device& device, int64_t bytes, const char* name,
+                                 Call* call) {
+  Tensor workspace = device.allocate({bytes}, ScalarType::Byte, name);
+  call->tensors.workspace = workspace.mutable_data_ptr();
+  return workspace;
+}
+
 inline Tensor allocate_loss(const Device& device, Call* call) {
   bool reduced = call->problem.reduction != FLCE_NONE;
   Tensor loss = device.allocate(reduced ? std::vector<int64_t>{} : call->shape,
@@ -58,7 +65,7 @@ inline Statistics allocate_statistics(const Device& device, bool keeps_statistic
     call->tensors.scalars = made.scalars->mutable_data_ptr();
   }
   if (!call->problem.wants_predictions) return made;
-  made.predictions = device.allocate_indices(call->shape, "predictions");
+  made.predictions = device.allocate(call->shape, ScalarType::Long, "predictions");
   call->tensors.predictions = made.predictions->mutable_data_ptr();
   return made;
 }

@@ -30,6 +30,9 @@ flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int6
                         const PackedOptions& options) {
   if (operands.size() != kOperandSlots)
     refuse("operands", std::to_string(kOperandSlots) + " values", std::to_string(operands.size()));
+  for (size_t slot : {kInputDtype, kWeightDtype, kBiasDtype, kAddedDtype})
+    if (operands[slot] < (slot < kBiasDtype ? 0 : -1) || operands[slot] > FLCE_F16)
+      refuse("operands", "the index of a dtype", std::to_string(operands[slot]));
   flce_problem problem = options.problem;
   problem.tokens = operands[kTokens];
   problem.hidden = operands[kHidden];

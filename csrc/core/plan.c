@@ -4,7 +4,6 @@
 #include "core/plan.h"
 
 #include "backend.h"
-#include "core/strategy.h"
 #include "loss.h"
 
 #include <math.h>

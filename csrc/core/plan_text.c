@@ -6,48 +6,22 @@
 #include <stdio.h>
 #include <string.h>
 
-static const char* buffer_name(int id) {
-  static const char* const names[FLCE_BUF_COUNT] = {
-      [FLCE_BUF_LOSS] = "loss",
-      [FLCE_BUF_ROW_LOSS] = "row_loss",
-      [FLCE_BUF_STATS] = "stats",
-      [FLCE_BUF_SCALARS] = "scalars",
-      [FLCE_BUF_SAVED] = "saved",
-      [FLCE_BUF_PREDICTIONS] = "predictions",
-      [FLCE_BUF_GRAD_INPUT] = "grad_input",
-      [FLCE_BUF_GRAD_WEIGHT] = "grad_weight",
-      [FLCE_BUF_GRAD_BIAS] = "grad_bias",
-      [FLCE_BUF_ROUNDED] = "rounded",
-      [FLCE_BUF_INPUT_CAST] = "input_cast",
-      [FLCE_BUF_WEIGHT_CAST] = "weight_cast",
-      [FLCE_BUF_BIAS_CAST] = "bias_cast",
-      [FLCE_BUF_LOGITS] = "logits",
-      [FLCE_BUF_DZ_SCALE] = "dz_unit",
-      [FLCE_BUF_COEF] = "coef",
-      [FLCE_BUF_INDEX] = "index",
-      [FLCE_BUF_GATHERED_X] = "gathered_x",
-      [FLCE_BUF_GATHERED_COEF] = "gathered_coef",
-      [FLCE_BUF_DX_ROWS] = "dx_rows",
-      [FLCE_BUF_SCALED_X] = "scaled_x",
-      [FLCE_BUF_DW_ACCUM] = "dw_accum",
-      [FLCE_BUF_DW_BLOCK] = "dw_block",
-      [FLCE_BUF_DB_ACCUM] = "db_accum",
-      [FLCE_BUF_DB_PARTS] = "db_parts",
-      [FLCE_BUF_SMOOTH] = "smooth",
-      [FLCE_BUF_ORDER] = "order",
-      [FLCE_BUF_SAMPLE_ORDER] = "samples",
-      [FLCE_BUF_COLUMN_SUM] = "column_sum",
-      [FLCE_BUF_FUSED] = "fused",
-      [FLCE_BUF_GEMM] = "gemm_workspace",
-      [FLCE_BUF_SHARD_INPUT] = "shard_input",
-      [FLCE_BUF_SHARD_TARGET] = "shard_target",
-      [FLCE_BUF_SHARD_SCALARS] = "shard_scalars",
-      [FLCE_BUF_SHARD_STATS] = "shard_stats",
-      [FLCE_BUF_PARTIAL_DX] = "own_terms",
-      [FLCE_BUF_RECEIVED_DX] = "received_terms",
-  };
-  return names[id];
-}
+/* The buffers' names, X(flce_buffer_id without FLCE_BUF_, its name). */
+#define FLCE_BUFFER_NAMES(X)                                                                       \
+  X(LOSS, loss), X(ROW_LOSS, row_loss), X(STATS, stats), X(SCALARS, scalars), X(SAVED, saved),     \
+      X(PREDICTIONS, predictions), X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight),         \
+      X(GRAD_BIAS, grad_bias), X(ROUNDED, rounded), X(INPUT_CAST, input_cast),                     \
+      X(WEIGHT_CAST, weight_cast), X(BIAS_CAST, bias_cast), X(LOGITS, logits),                     \
+      X(DZ_SCALE, dz_unit), X(COEF, coef), X(INDEX, index), X(GATHERED_X, gathered_x),             \
+      X(GATHERED_COEF, gathered_coef), X(DX_ROWS, dx_rows), X(SCALED_X, scaled_x),                 \
+      X(DW_ACCUM, dw_accum), X(DW_BLOCK, dw_block), X(DB_ACCUM, db_accum), X(DB_PARTS, db_parts),  \
+      X(SMOOTH, smooth), X(ORDER, order), X(SAMPLE_ORDER, samples), X(COLUMN_SUM, column_sum),     \
+      X(FUSED, fused), X(GEMM, gemm_workspace), X(SHARD_INPUT, shard_input),                       \
+      X(SHARD_TARGET, shard_target), X(SHARD_SCALARS, shard_scalars), X(SHARD_STATS, shard_stats), \
+      X(PARTIAL_DX, own_terms), X(RECEIVED_DX, received_terms)
+#define FLCE_NAME(id, name) [FLCE_BUF_##id] = #name
+static const char* const kBuffers[FLCE_BUF_COUNT] = {FLCE_BUFFER_NAMES(FLCE_NAME)};
+#undef FLCE_NAME
 
 static const char* const kCollectives[FLCE_COLLECTIVES] = {
     [FLCE_ALL_GATHER_INPUT] = "input all-gather",
@@ -87,7 +61,7 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   for (int id = 0; id < FLCE_BUF_COUNT; id++) {
     const flce_buffer* buffer = &plan->buffers[id];
     if (buffer->bytes == 0) continue;
-    append(text, size, &used, "  %-15s %15lld bytes %s%s%s\n", buffer_name(id),
+    append(text, size, &used, "  %-15s %15lld bytes %s%s%s\n", kBuffers[id],
            (long long)buffer->bytes, buffer->lifetime & FLCE_OUTPUT ? "tensor" : "workspace",
            buffer->lifetime & FLCE_IN_FORWARD ? " forward" : "",
            buffer->lifetime & FLCE_IN_BACKWARD ? " backward" : "");
@@ -135,7 +109,7 @@ const char* flce_plan_names(void) {
     append(names, sizeof names, &used, "%s ", fields[i]);
   append(names, sizeof names, &used, "/");
   for (int id = 0; id < FLCE_BUF_COUNT; id++)
-    append(names, sizeof names, &used, " %s", buffer_name(id));
+    append(names, sizeof names, &used, " %s", kBuffers[id]);
   append(names, sizeof names, &used, " /");
   for (int id = 0; id < FLCE_COLLECTIVES; id++)
     append(names, sizeof names, &used, " %s", kCollectives[id]);

@@ -10,27 +10,18 @@
 static _Thread_local char last_error[512];
 
 const char* flce_status_name(flce_status status) {
-  switch (status) {
-    case FLCE_OK:
-      return "ok";
-    case FLCE_INVALID_ARGUMENT:
-      return "invalid argument";
-    case FLCE_INVALID_TYPE:
-      return "invalid type";
-    case FLCE_TARGET_OUT_OF_RANGE:
-      return "target out of range";
-    case FLCE_OUT_OF_MEMORY:
-      return "out of memory";
-    case FLCE_UNSUPPORTED:
-      return "unsupported";
-    case FLCE_GEMM_FAILED:
-      return "matrix product failed";
-    case FLCE_DEVICE_ERROR:
-      return "device error";
-    case FLCE_COMM_FAILED:
-      return "exchange failed";
-  }
-  return "unknown status";
+  static const char* const names[] = {
+      [FLCE_OK] = "ok",
+      [FLCE_INVALID_ARGUMENT] = "invalid argument",
+      [FLCE_INVALID_TYPE] = "invalid type",
+      [FLCE_TARGET_OUT_OF_RANGE] = "target out of range",
+      [FLCE_OUT_OF_MEMORY] = "out of memory",
+      [FLCE_UNSUPPORTED] = "unsupported",
+      [FLCE_GEMM_FAILED] = "matrix product failed",
+      [FLCE_DEVICE_ERROR] = "device error",
+      [FLCE_COMM_FAILED] = "exchange failed",
+  };
+  return names[status];
 }
 
 bool flce_poisons(void) {
@@ -53,31 +44,18 @@ const char* flce_last_error(void) {
   return last_error;
 }
 
+/* By flce_dtype. */
+static const struct {
+  int64_t bytes;
+  const char* name;
+} dtypes[] = {{8, "float64"}, {4, "float32"}, {2, "bfloat16"}, {2, "float16"}};
+
 int64_t flce_size_of(flce_dtype dtype) {
-  switch (dtype) {
-    case FLCE_F64:
-      return 8;
-    case FLCE_F32:
-      return 4;
-    case FLCE_BF16:
-    case FLCE_F16:
-      return 2;
-  }
-  return 0;
+  return dtypes[dtype].bytes;
 }
 
 const char* flce_dtype_name(flce_dtype dtype) {
-  switch (dtype) {
-    case FLCE_F64:
-      return "float64";
-    case FLCE_F32:
-      return "float32";
-    case FLCE_BF16:
-      return "bfloat16";
-    case FLCE_F16:
-      return "float16";
-  }
-  return "unknown dtype";
+  return dtypes[dtype].name;
 }
 
 flce_dtype flce_stat_dtype(flce_dtype dtype) {
@@ -85,19 +63,6 @@ flce_dtype flce_stat_dtype(flce_dtype dtype) {
 }
 
 const char* flce_save_name(flce_save save) {
-  switch (save) {
-    case FLCE_SAVE_NOTHING:
-      return "nothing";
-    case FLCE_SAVE_LOGITS:
-      return "logits";
-    case FLCE_SAVE_GRADS:
-      return "grads";
-    case FLCE_SAVE_STATS:
-      return "stats";
-    case FLCE_SAVE_SAMPLES:
-      return "samples";
-    case FLCE_SAVE_AUTO:
-      return "auto";
-  }
-  return "unknown strategy";
+  static const char* const names[] = {"nothing", "logits", "grads", "stats", "samples", "auto"};
+  return names[save];
 }

@@ -1,7 +1,5 @@
 /* flce_choose_strategy: what save=auto is, from what is known of a problem before its rows are.
  * Pure, as plan.c. */
-#include "core/strategy.h"
-
 #include "backend.h"
 #include "core/chunks.h"
 

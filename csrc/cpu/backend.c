@@ -62,8 +62,7 @@ flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kern
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
   *kernels = chosen->row_kernels(dtype);
-  if (*kernels) return FLCE_OK;
-  return flce_fail(FLCE_UNSUPPORTED, "no CPU row kernel for dtype %d", (int)dtype);
+  return FLCE_OK;
 }
 
 flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,

@@ -44,9 +44,9 @@ static inline flce_row_kind flce_row_kind_at(const flce_rows* rows, int64_t i) {
   return y >= 0 && y < rows->vocab ? FLCE_ROW_VALID : FLCE_ROW_OUT_OF_RANGE;
 }
 
-/* backend.c. They return FLCE_UNSUPPORTED, with the dtypes in the message, if there is no such
- * kernel, and FLCE_INVALID_ARGUMENT if FLCE_CPU_VARIANT names a variant that is unknown or not
- * supported here. */
+/* backend.c. They return FLCE_INVALID_ARGUMENT if FLCE_CPU_VARIANT names a variant that is unknown
+ * or not supported here; the second FLCE_UNSUPPORTED, with the dtypes in the message, if it has no
+ * such kernel. */
 flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kernels);
 flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
                                    const flce_block_kernels** kernels);

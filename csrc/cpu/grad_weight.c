@@ -26,35 +26,33 @@ static int64_t segment_end(const int64_t* keys, int64_t count, int64_t begin, in
 }
 
 typedef struct grad_weight_job {
+  const flce_grad_weight_args* call;
   const flce_block_kernels *dw_kernels, *accum_kernels, *x_kernels, *stat_kernels;
-  void* dw;
-  const void *accum, *x, *coef_target, *xsum, *class_weight;
-  flce_dtype dw_dtype, accum_dtype, dtype, stat;
-  const int64_t* keys;   /* tokens ordered by target (target_order.h) */
-  int64_t count, hidden; /* number of keys; columns of dW */
-  int64_t x_pitch;
+  flce_dtype stat;
+  const int64_t* keys; /* tokens ordered by target (target_order.h) */
+  int64_t count;       /* of keys */
 } grad_weight_job;
 
 /* Finishes columns [h, next) of row j of dW; the tokens with target j are keys [begin, end). */
 static void grad_weight_block(const grad_weight_job* job, int64_t j, int64_t begin, int64_t end,
                               int64_t h, int64_t next) {
-  int64_t count = next - h, hidden = job->hidden;
+  const flce_grad_weight_args* call = job->call;
+  int64_t count = next - h, at = j * call->hidden + h;
   flce_sums sums;
   memset(&sums, 0, (size_t)(count * flce_size_of(job->stat)));
   for (int64_t k = begin; k < end; k++) {
     int64_t token = key_token(job->keys[k]);
-    double coef = flce_load(job->coef_target, job->stat, token);
+    double coef = flce_load(call->coef_target, job->stat, token);
     if (coef == 0.0) continue;
-    job->x_kernels->axpy(&sums, coef, flce_const_at(job->x, job->dtype, token * job->x_pitch + h),
-                         count);
+    job->x_kernels->axpy(&sums, coef,
+                         flce_const_at(call->x, call->dtype, token * call->x_pitch + h), count);
   }
-  if (job->xsum) {
-    double weight = job->class_weight ? flce_load(job->class_weight, job->stat, j) : 1.0;
-    job->stat_kernels->axpy(&sums, -weight, flce_const_at(job->xsum, job->stat, h), count);
+  if (call->xsum) {
+    double weight = call->class_weight ? flce_load(call->class_weight, job->stat, j) : 1.0;
+    job->stat_kernels->axpy(&sums, -weight, flce_const_at(call->xsum, job->stat, h), count);
   }
-  job->accum_kernels->axpy(&sums, 1.0, flce_const_at(job->accum, job->accum_dtype, j * hidden + h),
-                           count);
-  job->dw_kernels->narrow(flce_at(job->dw, job->dw_dtype, j * hidden + h), &sums, count);
+  job->accum_kernels->axpy(&sums, 1.0, flce_const_at(call->accum, call->accum_dtype, at), count);
+  job->dw_kernels->narrow(flce_at(call->dw, call->dw_dtype, at), &sums, count);
 }
 
 /* For passes over every row of dW: [begin, end) are row indices. */
@@ -63,8 +61,8 @@ static void all_rows_range(int64_t begin, int64_t end, void* context) {
   int64_t k = first_key(job->keys, job->count, begin);
   for (int64_t j = begin; j < end; j++) {
     int64_t last = segment_end(job->keys, job->count, k, j);
-    for (int64_t h = 0, next; h < job->hidden; h = next) {
-      next = flce_block_end(h, job->hidden);
+    for (int64_t h = 0, next; h < job->call->hidden; h = next) {
+      next = flce_block_end(h, job->call->hidden);
       grad_weight_block(job, j, k, last, h, next);
     }
     k = last;
@@ -81,7 +79,7 @@ static void target_rows_range(int64_t begin, int64_t end, void* context) {
     int64_t j = key_target(job->keys[k]);
     if (k > 0 && key_target(job->keys[k - 1]) == j) continue;
     grad_weight_block(job, j, k, segment_end(job->keys, job->count, k, j), h,
-                      flce_block_end(h, job->hidden));
+                      flce_block_end(h, job->call->hidden));
   }
 }
 
@@ -90,18 +88,7 @@ flce_status flce_cpu_finish_grad_weight(void* self, const flce_grad_weight_args*
   if (in_place && call->dw_dtype != call->accum_dtype)
     return flce_fail(FLCE_UNSUPPORTED, "grad_weight: expected %s in place, got %s",
                      flce_dtype_name(call->accum_dtype), flce_dtype_name(call->dw_dtype));
-  grad_weight_job job = {.dw = call->dw,
-                         .accum = call->accum,
-                         .x = call->x,
-                         .coef_target = call->coef_target,
-                         .xsum = call->xsum,
-                         .class_weight = call->class_weight,
-                         .dw_dtype = call->dw_dtype,
-                         .accum_dtype = call->accum_dtype,
-                         .dtype = call->dtype,
-                         .stat = flce_stat_dtype(call->dtype),
-                         .hidden = call->hidden,
-                         .x_pitch = call->x_pitch};
+  grad_weight_job job = {.call = call, .stat = flce_stat_dtype(call->dtype)};
   if (call->coef_target) {
     job.count = *(const int64_t*)call->order;
     job.keys = (const int64_t*)call->order + 1;

@@ -13,33 +13,30 @@ flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t c
   return FLCE_OK;
 }
 
-enum {
-  GROUP_ROWS = 256
-}; /* rows that are summed on their own before the partial sums are added: it shortens the chain of
-      rounding errors */
+/* Rows that are summed on their own before the partial sums are added: it shortens the chain of
+ * rounding errors. */
+enum { GROUP_ROWS = 256 };
 
 typedef struct column_job {
+  const flce_column_sum_args* call;
   const flce_block_kernels *kernels, *stat_kernels;
-  void* out;
-  const void *a, *weights;
-  flce_dtype dtype, stat;
-  int64_t pitch, rows, cols;
-  bool accumulate;
+  flce_dtype stat;
 } column_job;
 
 static void sum_block(const column_job* job, int64_t first, int64_t count) {
+  const flce_column_sum_args* call = job->call;
   flce_sums sums;
   size_t bytes = (size_t)(count * flce_size_of(job->stat));
-  void* out = flce_at(job->out, job->stat, first);
-  if (!job->accumulate) memset(out, 0, bytes);
-  for (int64_t group = 0; group < job->rows; group += GROUP_ROWS) {
-    int64_t end = job->rows - group > GROUP_ROWS ? group + GROUP_ROWS : job->rows;
+  void* out = flce_at(call->out, job->stat, first);
+  if (!call->accumulate) memset(out, 0, bytes);
+  for (int64_t group = 0; group < call->rows; group += GROUP_ROWS) {
+    int64_t end = call->rows - group > GROUP_ROWS ? group + GROUP_ROWS : call->rows;
     memset(&sums, 0, bytes);
     for (int64_t i = group; i < end; i++) {
-      double weight = job->weights ? flce_load(job->weights, job->stat, i) : 1.0;
+      double weight = call->weights ? flce_load(call->weights, job->stat, i) : 1.0;
       if (weight == 0.0) continue;
-      job->kernels->axpy(&sums, weight, flce_const_at(job->a, job->dtype, i * job->pitch + first),
-                         count);
+      job->kernels->axpy(&sums, weight,
+                         flce_const_at(call->a, call->a_dtype, i * call->pitch + first), count);
     }
     job->stat_kernels->axpy(out, 1.0, &sums, count);
   }
@@ -49,20 +46,12 @@ static void column_range(int64_t begin, int64_t end, void* context) {
   const column_job* job = context;
   for (int64_t block = begin; block < end; block++) {
     int64_t first = block * FLCE_BLOCK;
-    sum_block(job, first, flce_block_end(first, job->cols) - first);
+    sum_block(job, first, flce_block_end(first, job->call->cols) - first);
   }
 }
 
 flce_status flce_cpu_column_sum(void* self, const flce_column_sum_args* call) {
-  column_job job = {.out = call->out,
-                    .a = call->a,
-                    .weights = call->weights,
-                    .dtype = call->a_dtype,
-                    .stat = flce_stat_dtype(call->a_dtype),
-                    .pitch = call->pitch,
-                    .rows = call->rows,
-                    .cols = call->cols,
-                    .accumulate = call->accumulate};
+  column_job job = {.call = call, .stat = flce_stat_dtype(call->a_dtype)};
   FLCE_TRY(flce_cpu_block_kernels(job.stat, call->a_dtype, &job.kernels));
   FLCE_TRY(flce_cpu_block_kernels(job.stat, job.stat, &job.stat_kernels));
   flce_cpu_parallel(self, flce_blocks(call->cols), call->rows * FLCE_BLOCK, column_range, &job);

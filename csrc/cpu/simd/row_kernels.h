@@ -53,7 +53,7 @@ typedef struct flce_block_kernels {
 enum { FLCE_SPAN = 2048 };
 
 /* The row kernels of a dtype, with its own stat dtype, and the block kernels of an accumulator
- * dtype and an element dtype. NULL if there are none. */
+ * dtype and an element dtype, NULL for float64 elements in float32. */
 const flce_row_kernels* flce_scalar_row_kernels(flce_dtype dtype);
 const flce_block_kernels* flce_scalar_block_kernels(flce_dtype stat, flce_dtype dtype);
 const flce_row_kernels* flce_avx2_row_kernels(flce_dtype dtype);

@@ -139,30 +139,13 @@ BLOCK_KERNELS(f32_bf16, FLCE_F32, FLCE_BF16)
 BLOCK_KERNELS(f32_f16, FLCE_F32, FLCE_F16)
 
 const flce_row_kernels* flce_scalar_row_kernels(flce_dtype dtype) {
-  switch (dtype) {
-    case FLCE_F64:
-      return &rows_f64;
-    case FLCE_F32:
-      return &rows_f32;
-    case FLCE_BF16:
-      return &rows_bf16;
-    case FLCE_F16:
-      return &rows_f16;
-  }
-  return NULL;
+  static const flce_row_kernels* const kernels[] = {&rows_f64, &rows_f32, &rows_bf16, &rows_f16};
+  return kernels[dtype];
 }
 
 const flce_block_kernels* flce_scalar_block_kernels(flce_dtype stat, flce_dtype dtype) {
-  bool wide = stat == FLCE_F64;
-  switch (dtype) {
-    case FLCE_F64:
-      return wide ? &blocks_f64_f64 : NULL;
-    case FLCE_F32:
-      return wide ? &blocks_f64_f32 : &blocks_f32_f32;
-    case FLCE_BF16:
-      return wide ? &blocks_f64_bf16 : &blocks_f32_bf16;
-    case FLCE_F16:
-      return wide ? &blocks_f64_f16 : &blocks_f32_f16;
-  }
-  return NULL;
+  static const flce_block_kernels* const kernels[][4] = {
+      [FLCE_F64] = {&blocks_f64_f64, &blocks_f64_f32, &blocks_f64_bf16, &blocks_f64_f16},
+      [FLCE_F32] = {NULL, &blocks_f32_f32, &blocks_f32_bf16, &blocks_f32_f16}};
+  return kernels[stat][dtype];
 }

@@ -236,30 +236,13 @@ KERNELS(f16, FLCE_F16)
 /* float64 has the scalar kernels with libm's exp: it is meant for checks against a reference, where
  * an error within half a ulp matters more than time. */
 const flce_row_kernels* VARIANT(row_kernels)(flce_dtype dtype) {
-  switch (dtype) {
-    case FLCE_F64:
-      return flce_scalar_row_kernels(dtype);
-    case FLCE_F32:
-      return &rows_f32;
-    case FLCE_BF16:
-      return &rows_bf16;
-    case FLCE_F16:
-      return &rows_f16;
-  }
-  return NULL;
+  static const flce_row_kernels* const kernels[] = {
+      [FLCE_F32] = &rows_f32, [FLCE_BF16] = &rows_bf16, [FLCE_F16] = &rows_f16};
+  return dtype == FLCE_F64 ? flce_scalar_row_kernels(dtype) : kernels[dtype];
 }
 
 const flce_block_kernels* VARIANT(block_kernels)(flce_dtype stat, flce_dtype dtype) {
-  if (stat == FLCE_F64) return flce_scalar_block_kernels(stat, dtype);
-  switch (dtype) {
-    case FLCE_F64:
-      return NULL;
-    case FLCE_F32:
-      return &blocks_f32;
-    case FLCE_BF16:
-      return &blocks_bf16;
-    case FLCE_F16:
-      return &blocks_f16;
-  }
-  return NULL;
+  static const flce_block_kernels* const kernels[] = {
+      [FLCE_F32] = &blocks_f32, [FLCE_BF16] = &blocks_bf16, [FLCE_F16] = &blocks_f16};
+  return stat == FLCE_F64 ? flce_scalar_block_kernels(stat, dtype) : kernels[dtype];
 }
