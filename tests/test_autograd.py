@@ -110,18 +110,6 @@ def test_batched_gradients_are_refused(device, save, keeps):
     assert w.grad is None or not w.grad.any()
 
 
-def test_jacobian_is_refused_if_it_is_vectorized(device):
-    case = cases.make_case(6, 8, 11, dtype=torch.float64, device=device)
-
-    def losses(x):
-        return flce.linear_cross_entropy(x, case.linear_weight, case.target, reduction="none")
-
-    jacobian = torch.autograd.functional.jacobian
-    with pytest.raises(RuntimeError, match="vmap is not supported.*vectorize"):
-        jacobian(losses, case.input, vectorize=True)
-    assert jacobian(losses, case.input).shape == (6, 6, 8)
-
-
 # ---- checkpointing ----
 
 

@@ -27,6 +27,7 @@ def opcheck_linear_cross_entropy(device):
     for save in cases.SAVES:
         yield (x, w, target), {"linear_bias": b, "save": save, "max_memory": BUDGET}
     yield (x, w, target), {"reduction": "none", "label_smoothing": 0.1}
+    yield (x, w, target), {"gradient": "sampled", "gradient_seed": torch.tensor(2, device=device)}
 
 
 def opcheck_linear_cross_entropy_outputs(device):
@@ -34,6 +35,13 @@ def opcheck_linear_cross_entropy_outputs(device):
     wanted = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
     for save in ("logits", "stats"):
         yield (x, w, target), {"linear_bias": b, "save": save, "z_loss": 0.1, **wanted}
+    rows = {
+        name: torch.ones(len(x), device=device) for name in ("token_weight", "token_temperature")
+    }
+    rows["num_items"] = torch.tensor(11.0, device=device)
+    yield (x, w, target % 50), {**rows, "valid_vocab": 50, "save": "stats", **wanted}
+    drawn = {"gradient": "sampled", "gradient_seed": torch.tensor(2, device=device)}
+    yield (x, w, target), {**drawn, "return_lse": True}
     wanted = {"return_predictions": True, "return_z_loss": True}
     yield (x, w, target), {"softcap": 3.0, "shift": 0, "reduction": "none", **wanted}
 
@@ -45,6 +53,7 @@ def opcheck_forward(device):
     for save in cases.SAVES:
         yield raw.forward(x, w, target, save, **options), {}
     yield raw.forward(x, w, target, "grads", wants_statistics=True, **options), {}
+    yield sampled_forward(x, w, b, target), {}
     # Softcap with smoothing saves the logits themselves.
     yield raw.forward(x, w, target, "logits", **{**options, "softcap": 5.0}), {}
     one = {"reduction": "none", "label_smoothing": 0.1, "grads": (True, False, False)}
@@ -59,8 +68,19 @@ def opcheck_forward(device):
     yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
 
 
+def sampled_forward(x, w, b, target):
+    options = {"gradient": "sampled", "gradient_eps": 2**-6, "reduction": "none", "bias": b}
+    seed, every = torch.tensor(2, device=x.device), (True, True, True)
+    options |= {"seed": seed, "wants_statistics": True, "grads": every}
+    return raw.forward(x, w, target, "samples", **options)
+
+
 def opcheck_backward(device):
     x, w, b, target = sample_tensors(device)
+    arguments = sampled_forward(x, w, b, target)
+    made = torch.ops.flce.forward(*arguments)
+    grads = torch.rand_like(made[0]), torch.rand_like(made[1])
+    yield raw.backward(arguments, made, *grads), {}
     for save in ("logits", "stats"):
         for grads in ((True, True, True), (True, False, False)):
             options = {"label_smoothing": 0.1, "max_memory": BUDGET, "grads": grads}
@@ -143,8 +163,6 @@ TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entro
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = {
-    "describe",
-    "plan_names",
     "gemm_count",
     "plan",
     "cpu_variant",

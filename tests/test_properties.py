@@ -34,7 +34,7 @@ LOSS = {
     "std": [0.5, 3.0, 8.0],
     "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
     "ignore": [0.0, 0.0, 0.6, 1.0],  # the fraction of ignored rows
-    "ignore_index": [-100, -100, None, 0, 5],
+    "ignore_index": [-100, -100, None, 0, -1],
     "reduction": ["mean", "mean", "sum", "none"],
     "label_smoothing": [0.0, 0.0, 0.1, 1.0],
     "class_weight": [None, None, "own", "float32"],
