@@ -94,35 +94,6 @@ def test_grads_makes_them_again_for_other_outputs(device, output):
 # ---- linear_logprobs ----
 
 
-@LATE_SAVES
-@pytest.mark.parametrize("budget", [None, 8 * (VOCAB + 3) * 8])
-def test_policy_gradient_step(device, save, budget):
-    """A clipped ratio, an entropy bonus and a mask, with a temperature."""
-    x, w, y = cases.leaves(device, 3, 10)
-    y[1, 6:] = -100
-    advantage, old = (
-        cases.per_row(device, 3, 10, low=-1.0, high=1.0),
-        cases.per_row(device, 3, 10) - 5.0,
-    )
-
-    def objective(logprobs, entropy):
-        ratio = (logprobs - old).exp()
-        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        valid = y != -100
-        return -((surrogate + 0.01 * entropy) * valid).sum() / valid.sum()
-
-    def ours():
-        return flce.linear_logprobs(x, w, y, temperature=0.8, save=save, max_memory=budget)
-
-    def theirs():
-        log_p, valid = (F.linear(x, w) / 0.8).log_softmax(-1), y != -100
-        chosen = log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return chosen * valid, -(log_p.exp() * log_p).sum(-1) * valid
-
-    cases.assert_same(ours(), theirs(), (x, w))
-    cases.assert_same(objective(*ours()), objective(*theirs()), (x, w), tolerance=1e-11)
-
-
 def test_logprobs_equal_the_reference(device):
     x, w, y = cases.leaves(device, 4, 6)
     options = {
@@ -149,31 +120,6 @@ SEVERAL = {
     "z_loss": 0.05,
     "num_items": 11,
 }
-
-
-@pytest.mark.parametrize("save", ["logits", "stats"])
-@pytest.mark.parametrize("targets", ["classes", "probabilities"])
-def test_gradcheck_of_several_options(device, save, targets):
-    """The gradients compared with finite differences, independently of the reference."""
-    x, w, y = cases.leaves(device, 5, vocab=7)
-    options = {
-        **SEVERAL,
-        "weight": cases.per_row(device, 7),
-        "token_weight": cases.per_row(device, 5),
-    }
-    if targets == "probabilities":
-        y = torch.rand(5, 7, device=device, dtype=torch.float64)
-    else:
-        y[2] = -100
-    bias = cases.per_row(device, 7).requires_grad_()
-
-    def call(x, w, bias):
-        made = flce.linear_cross_entropy(
-            x, w, y, linear_bias=bias, save=save, return_lse=True, return_entropy=True, **options
-        )
-        return made[:3]
-
-    assert torch.autograd.gradcheck(call, (x, w, bias))
 
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])

@@ -312,30 +312,6 @@ def test_hooks_see_a_named_output(device, batch):
 # ---- functional calls and grad modes ----
 
 
-@MAKERS
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modules_without_gradients(device, make, mode, batch):
-    module = make(device, **SETTINGS)
-    expected = module(*batch)
-    with mode():
-        loss = module(*batch)
-        output = flce.linear_cross_entropy(
-            batch[0],
-            linear(module).weight,
-            batch[1],
-            ignore_index=-1,
-            return_lse=True,
-            return_entropy=True,
-            return_accuracy=True,
-            return_predictions=True,
-            return_z_loss=True,
-            z_loss=1e-3,
-        )
-    assert cases.relative_error(loss, expected.double()) <= 1e-12
-    assert not any(value.requires_grad for value in (loss, *output))
-    assert loss.is_inference() == (mode is torch.inference_mode)
-
-
 def test_tensors_made_in_inference_mode(device, batch):
     """They may be used outside inference mode, as hidden states that need no gradient."""
     head = make_head(device, **SETTINGS)
