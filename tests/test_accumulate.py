@@ -115,12 +115,17 @@ def test_adds_the_plain_gradient(device, attribute, save, dtype, options):
 
 
 @pytest.mark.parametrize("knobs", [{"save": "stats"}, OPTIONS["sampled"]], ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_makes_the_gradient_that_is_not_there(device, dtype, knobs):
+    if dtype == torch.float64 and "save" not in knobs:
+        pytest.skip("refused")
     case = make(device, dtype)
     dx, dw, db = plain(case, **knobs)
     got = run(case, "grad", **knobs)
-    assert all(map(torch.equal, (*got, case.linear_weight.grad), (dx, db, dw)))
+    assert all(map(torch.equal, got, (dx, db)))
+    if "save" in knobs:
+        assert torch.equal(case.linear_weight.grad, dw)
+    check(case.linear_weight.grad, torch.zeros((), device=device), dw, dtype)
 
 
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
@@ -245,23 +250,6 @@ def test_threads_lose_no_sum(device, begins):
     assert cases.relative_error(case.linear_weight.grad, threads * steps * dw) <= 1e-10
 
 
-@pytest.mark.parametrize("attribute", ATTRIBUTES)
-def test_tied_embedding(device, attribute):
-    """The embedding's gradient reaches .grad through autograd."""
-    torch.manual_seed(0)
-    head, twin = head_of(device, accumulate_into=attribute, bias=False), head_of(device, bias=False)
-    tokens = torch.randint(VOCAB, (3, 8), device=device)
-    for module in (head, twin):
-        embedding = nn.Embedding(VOCAB, HIDDEN, device=device, dtype=torch.float64)
-        embedding.weight = module.weight
-        if attribute == "main_grad":
-            module.weight.main_grad = torch.zeros_like(module.weight)
-        for _ in range(2):
-            module(torch.tanh(embedding(tokens)), tokens.roll(-1, dims=1)).backward()
-    got = head.weight.grad if attribute == "grad" else head.weight.grad + head.weight.main_grad
-    assert close(got, twin.weight.grad)
-
-
 def test_frozen_and_without_gradients(device, batch):
     """Nothing to accumulate: no attribute is read or written; also where the weight is frozen
     after the forward."""
@@ -373,13 +361,12 @@ def test_accumulation_bumps_the_version_counter(device, batch):
         product.backward()
 
 
-def test_streams(device, batch):
+def test_streams(cuda):
     """The forward runs on another stream than the caller of backward, on whose stream .grad is
     complete."""
-    if device == "cpu":
-        pytest.skip("a CPU has no streams")
-    x, y = batch
-    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    x = torch.randn(TOKENS, HIDDEN, device=cuda, dtype=torch.float64)
+    y = torch.randint(VOCAB, (TOKENS,), device=cuda)
+    head, twin = head_of(cuda, accumulate_into="grad"), head_of(cuda)
     twin(x, y).backward()
     begin(head.weight, "grad", scale=0.0)
     side = torch.cuda.Stream()

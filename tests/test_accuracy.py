@@ -161,17 +161,6 @@ def test_all_logits_far_from_zero(device, sign, dtype):
         yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
 
 
-@pytest.mark.parametrize("case_bias", [False, True])
-def test_rows_of_the_weight_equal_to_inputs(device, case_bias):
-    """Rows of W that repeat rows of x: peaked logits with several equal maxima."""
-    case = cases.make_case(16, 32, 256, dtype=torch.float32, device=device, bias=case_bias, std=8.0)
-    case.linear_weight[:16] = case.input
-    case.linear_weight[16:32] = case.input
-    yardstick = cases.Yardstick(case.with_options(reduction="sum"))
-    for save in cases.SAVES:
-        yardstick.check(cases.outcome(flce.linear_cross_entropy, yardstick.case, save=save), save)
-
-
 @pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
 def test_cpu_variants(variant, monkeypatch):
     """Each variant of the CPU kernels that this machine supports, with the tests of tails and

@@ -49,21 +49,6 @@ def test_grads_are_handed_over_without_a_copy(device, retain):
         assert peak < weight_bytes // 8
 
 
-def test_loss_backward_accumulates(device):
-    """Two micro-batches into .grad, the usual way of training."""
-    case = make(device, torch.float64)
-    leaves = leaves_of(case)
-    wide = leaves_of(case)
-    for _ in range(2):
-        call(case, leaves, save="grads").backward()
-        loss = flce.reference.linear_cross_entropy(
-            wide[0], wide[1], case.target, linear_bias=wide[2]
-        )
-        loss.backward()
-    for ours, truth in zip(leaves, wide, strict=True):
-        assert cases.relative_error(ours.grad, truth.grad) <= 1e-12
-
-
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_two_runs_are_bitwise_equal(device, save):
     case = cases.make_case(300, 64, 2000, dtype=torch.bfloat16, device=device, bias=True)

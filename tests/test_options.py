@@ -241,11 +241,3 @@ def test_inputs_are_left_alone(device):
         torch.autograd.grad(loss, [case.input, case.linear_weight])
     for leaf, (values, version) in zip(leaves, versions, strict=True):
         assert torch.equal(leaf, values) and leaf._version == version
-
-
-def test_raw_op_equals_the_function(device):
-    """`torch.ops.flce.linear_cross_entropy` is differentiable by itself."""
-    case = make(device)
-    expected = cases.outcome(flce.linear_cross_entropy, case)
-    raw = cases.outcome(torch.ops.flce.linear_cross_entropy, case)
-    assert cases.same_bits(expected, raw)

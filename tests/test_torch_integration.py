@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce
@@ -144,11 +143,6 @@ def test_the_head_loads_what_a_linear_saved(device, batch):
 # ---- weights computed by other code ----
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2.0 * weight
-
-
 class Masked(nn.Module):
     def __init__(self, mask):
         super().__init__()
@@ -163,7 +157,6 @@ def test_parametrized_weight(device, make, batch):
     """The loss uses the parametrized weight; the gradient reaches the original parameters."""
     module = make(device, **SETTINGS)
     mask = (torch.rand(VOCAB, HIDDEN, device=device) < 0.7).double()
-    parametrize.register_parametrization(linear(module), "weight", Doubled())
     parametrize.register_parametrization(linear(module), "weight", Masked(mask))
     original = linear(module).parametrizations.weight.original
     loss = module(*batch)
@@ -202,13 +195,15 @@ def test_tied_embedding(device, save):
     assert twin.head.weight is twin.embedding.weight
     assert len(list(model.parameters())) == 3
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, twin)]
-    for _ in range(3):
+    for step in range(4):
         tokens = torch.randint(VOCAB, (3, 8), device=device)
         labels = tokens.roll(-1, dims=1)
         labels[:, -1] = -100
         model(tokens, labels).backward()
         F.cross_entropy(twin(tokens).flatten(0, 1), labels.flatten()).backward()
         assert close(model.embedding.weight.grad, twin.embedding.weight.grad)
+        if step % 2 == 0:
+            continue  # the gradients of two micro-batches add up
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -218,31 +213,6 @@ def test_tied_embedding(device, save):
 
 
 # ---- checkpointing ----
-
-
-@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_around_layer_and_loss(device, reentrant, save, batch):
-    x, y = batch
-    x.requires_grad_()
-    body = nn.Linear(HIDDEN, HIDDEN, device=device, dtype=torch.float64)
-    head = make_head(device, save=save, **SETTINGS)
-
-    def step(hidden):
-        return head(torch.tanh(body(hidden)), y)
-
-    leaves = [x, *body.parameters(), head.weight, head.bias]
-
-    def gradients(loss):
-        for leaf in leaves:
-            leaf.grad = None
-        (0.3 * loss).backward()
-        return [leaf.grad.clone() for leaf in leaves]
-
-    expected = gradients(step(x))
-    got = gradients(checkpoint(step, x, use_reentrant=reentrant))
-    for mine, truth in zip(got, expected, strict=True):
-        assert torch.equal(mine, truth)
 
 
 # ---- hooks ----
@@ -271,23 +241,6 @@ def test_repr_with_a_tensor_as_an_option(make, temperature):
     assert f"temperature={temperature!r}" in repr(module)
     module.temperature = 1.0
     assert "temperature" not in repr(module)
-
-
-def test_hooks_change_what_the_head_sees_and_gives(device, batch):
-    """As adapters do: a pre-hook replaces the hidden states, a post-hook the loss."""
-    x, y = batch
-    head = make_head(device, **SETTINGS)
-    plain = head(2.0 * x, y)
-    before = head.register_forward_pre_hook(
-        lambda module, args, kwargs: ((2.0 * args[0], *args[1:]), kwargs), with_kwargs=True
-    )
-    assert torch.equal(head(x, y), plain)
-    assert torch.equal(head(x, labels=y), plain)
-    after = head.register_forward_hook(lambda module, args, loss: 3.0 * loss)
-    assert torch.equal(head(x, y), 3.0 * plain)
-    before.remove()
-    after.remove()
-    assert close(head(x, y), eager(head, x, y))
 
 
 def test_hooks_see_a_named_output(device, batch):
