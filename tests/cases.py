@@ -23,8 +23,6 @@ from flce import reference
 SAVES = ("logits", "grads", "stats")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("input", "linear_weight", "linear_bias")
-# Outputs with one value per row, whatever the reduction.
-ROW_OUTPUTS = ("lse", "entropy", "predictions")
 # Relative error of float16 gradients: dz and the result are rounded once each, and with
 # save="logits" E.
 F16_BAR = 6e-4

@@ -1,4 +1,4 @@
-"""Behaviour with autograd, checkpointing, autocast and Modules."""
+"""Behaviour with autograd, autocast and GradScaler."""
 
 import cases
 import pytest
@@ -95,9 +95,6 @@ def test_batched_gradients_are_refused(device, save, keeps):
     assert w.grad is None or not w.grad.any()
 
 
-# ---- checkpointing ----
-
-
 # ---- autocast, GradScaler ----
 
 
@@ -191,6 +188,3 @@ def test_a_grad_scaler_drives_a_step(device):
         assert scaler.get_scale() == 65536.0
     assert not torch.equal(heads[0], case.linear_weight.float())
     assert cases.relative_error(heads[0], heads[1].double()) <= 1e-4
-
-
-# ---- Modules ----

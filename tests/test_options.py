@@ -1,4 +1,4 @@
-"""Every option alone and in combination: frozen subsets, upstream gradients, shapes, strides,
+"""Options in combination with frozen subsets and upstream gradients; masked classes, strides,
 budgets."""
 
 import itertools

@@ -1,5 +1,5 @@
-"""gradient="sampled": flce against the reference with the same seed, the mean in 16 bits,
-accumulation and graphs that are kept.
+"""gradient="sampled": flce against the reference with the same seed, the mean in 16 bits, graphs
+that are kept.
 
 The float32 of a device rounds differently from the reference's float64, so now and then another
 class is drawn: `agree` bounds how often.

@@ -1,5 +1,5 @@
-"""gradient="sampled", all but the numbers: seeds, Modules, torch.compile, opcheck, fakes, CUDA
-graphs, refusals, the plan."""
+"""gradient="sampled", all but the numbers: seeds, Modules, torch.compile, fakes, CUDA graphs, the
+plan."""
 
 import math
 
@@ -87,7 +87,7 @@ def test_modules_operators_and_logprobs(device):
     assert torch.equal(made[0], -rows) and torch.equal(gradient(made[0]), -gradient(rows))
 
 
-# ---- torch.compile, opcheck, fakes, CUDA graphs ----
+# ---- torch.compile, fakes, CUDA graphs ----
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -221,7 +221,7 @@ def test_a_replayed_cuda_graph_draws_anew(cuda):
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=0.0)
 
 
-# ---- refusals, the plan ----
+# ---- the plan ----
 
 
 def test_the_plan_estimates_the_time():

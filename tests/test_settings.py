@@ -182,3 +182,13 @@ def test_fakes_give_what_the_operator_gives(
         made = torch.ops.flce.forward(*arguments)
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert described(torch.ops.flce.forward(*arguments)) == described(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "other"), [("ignore_index", 1, 1.0), ("shift", 0, False)]
+)
+def test_an_equal_value_of_another_type_is_refused(name, valid, other):
+    """Although the packed options of the valid call are cached."""
+    flce.linear_cross_entropy(ONE, ONE, ZERO, **{name: valid})
+    with pytest.raises(TypeError, match=f"^{name}: expected"):
+        flce.linear_cross_entropy(ONE, ONE, ZERO, **{name: other})

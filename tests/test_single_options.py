@@ -143,7 +143,7 @@ def test_definitions(device, save, name):
         cases.assert_same(ours, expected, (x, w))
 
 
-# ---- targets: dtypes, shifts ----
+# ---- shifts ----
 
 
 def test_shift_keeps_the_shape_of_the_target(device):

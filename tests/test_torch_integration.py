@@ -1,6 +1,6 @@
 """flce together with other parts of torch: copies, pickles, parametrization, tied weights,
-checkpoints, hooks, functional calls, inference, and the transforms that it refuses. See also
-test_autograd.py and test_library.py."""
+hooks, export, inference, and the transforms that it refuses. See also test_autograd.py and
+test_library.py."""
 
 import copy
 import io
@@ -212,10 +212,7 @@ def test_tied_embedding(device, save):
         assert close(model.embedding.weight, twin.embedding.weight, 1e-6)
 
 
-# ---- checkpointing ----
-
-
-# ---- hooks ----
+# ---- export, hooks ----
 
 
 @pytest.mark.parametrize("most", [64, None])
@@ -262,7 +259,7 @@ def test_hooks_see_a_named_output(device, batch):
     assert isinstance(mapped, flce.LinearCrossEntropyOutput)
 
 
-# ---- functional calls and grad modes ----
+# ---- grad modes ----
 
 
 def test_tensors_made_in_inference_mode(device, batch):
