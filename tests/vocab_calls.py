@@ -3,6 +3,7 @@ operators, refusals. Run by test_vocab_parallel.py."""
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -290,16 +291,26 @@ def modules(ranks):
     for ends in (None, UNEVEN):
         case = make(weight=True, valid_vocab=30)
         own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
-        head = flce.LinearCrossEntropyHead(
-            HIDDEN, len(own.linear_weight), dtype=torch.float64, valid_vocab=30,
-            class_weight=case.options["weight"], vocab_parallel=vp,
-        )  # fmt: skip
-        head.load_state_dict(
-            {"weight": own.linear_weight, "bias": own.options["linear_bias"]}, strict=True
-        )
-        loss = head(case.input, case.target)
-        ranks.agree("loss", loss, cases.outcome(reference.linear_cross_entropy, case)["loss"])
-        ranks.note(f"vocab_parallel={vp!r}" in repr(head), repr(head))
+        options = {"valid_vocab": 30, "vocab_parallel": vp, "dtype": torch.float64}
+        size = HIDDEN, len(own.linear_weight), True
+        weight = case.options["weight"]
+        head = flce.LinearCrossEntropyHead(*size, class_weight=weight, **options)
+        module = flce.LinearCrossEntropyLoss(*size, weight=weight, **options)
+        state = {"weight": own.linear_weight, "bias": own.options["linear_bias"]}
+        expected = cases.outcome(reference.linear_cross_entropy, case)["loss"]
+        for one, linear in ((head, head), (module, module.linear)):
+            linear.load_state_dict(state, strict=True)
+            loss = one(case.input, case.target)
+            ranks.agree(f"loss of {type(one)}", loss, expected)
+            ranks.note(f"vocab_parallel={vp!r}" in repr(one), repr(one))
+        for what, error, wrong in (
+            ("class_weight: expected shape (41,)", ValueError, {"class_weight": weight[:5]}),
+            ("valid_vocab: expected an int from 1 to 41", ValueError, {"valid_vocab": 42}),
+            ("vocab_parallel: expected a flce.VocabP", TypeError, {"vocab_parallel": ranks.group}),
+        ):
+            wrong = {**options, **wrong}
+            made = functools.partial(flce.LinearCrossEntropyHead, *size, **wrong)
+            raised(ranks, what, error, made)
         kept = io.BytesIO()
         torch.save(head, kept)
         kept.seek(0)
