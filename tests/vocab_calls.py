@@ -292,10 +292,10 @@ def modules(ranks):
         case = make(weight=True, valid_vocab=30)
         own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
         options = {"valid_vocab": 30, "vocab_parallel": vp, "dtype": torch.float64}
-        size = HIDDEN, len(own.linear_weight), True
+        size = HIDDEN, len(own.linear_weight)
         weight = case.options["weight"]
         head = flce.LinearCrossEntropyHead(*size, class_weight=weight, **options)
-        module = flce.LinearCrossEntropyLoss(*size, weight=weight, **options)
+        module = flce.LinearCrossEntropyLoss(*size, bias=True, weight=weight, **options)
         state = {"weight": own.linear_weight, "bias": own.options["linear_bias"]}
         expected = cases.outcome(reference.linear_cross_entropy, case)["loss"]
         for one, linear in ((head, head), (module, module.linear)):
