@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import built
 
 from flce.integrations import liger as ours
 
@@ -11,19 +12,7 @@ LigerKernel = pytest.importorskip(name, exc_type=ImportError).LigerKernel
 
 
 def test_liger_kernel(monkeypatch):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=19,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    plain, patched = Qwen3ForCausalLM(config), Qwen3ForCausalLM(config)
-    patched.load_state_dict(plain.state_dict())
+    plain, patched = (built("Qwen3ForCausalLM", vocab_size=19) for _ in range(2))
     monkeypatch.setattr(LigerKernel, "check_deps", lambda: True)  # it wants a GPU
     LigerKernel.apply(model=patched, use_kernels=["fused_linear_cross_entropy"])
     ids = torch.arange(24).view(2, 12) % 19
