@@ -84,21 +84,24 @@ def test_models(device, only_flce, num_items, softcap):
     parts = dict.fromkeys(("rope", "rms_norm", "cross_entropy"), False)
     parts["geglu" if softcap else "swiglu"] = False
     apply(fused_linear_cross_entropy=True, model=patched, **parts)
-    patched.train()
-    plain.train()
     ids = torch.arange(24, device=device).view(2, 12) % 19
     labels = ids.masked_fill(ids % 5 == 0, -100)
     given = {"input_ids": ids, "labels": labels, "num_items_in_batch": num_items}
-    made = patched(**given, return_token_accuracy=True)
-    expected = plain(**given)
-    assert made.logits is None
-    right = (expected.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum() / (labels[:, 1:] >= 0).sum()
+    made, logits = assert_equal(patched, plain, given, return_token_accuracy=True)
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum() / (labels[:, 1:] >= 0).sum()
     torch.testing.assert_close(made.token_accuracy, right)
+
+
+def assert_equal(patched, plain, given, **options):
+    """Loss and gradients of a model with Liger's forward; -> its output, the plain one's logits."""
+    made, expected = patched.train()(**given, **options), plain.train()(**given)
+    assert made.logits is None
     torch.testing.assert_close(made.loss, expected.loss, rtol=1e-5, atol=0)
     made.loss.backward()
     expected.loss.backward()
     for (name, a), b in zip(patched.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
+    return made, expected.logits
 
 
 @with_scaled
@@ -210,3 +213,60 @@ def test_parameters_are_ligers():
     known = tuple(KNOWN)
     assert known[14:] == ("return_predicted_tokens", "ce_impl", "ce_mode", "chunk_mem_const")
     assert theirs == known[: len(theirs)] and len(theirs) >= 15
+
+
+# ---- what calls Liger's functions ----
+
+
+def test_llamafactorys_kernel(monkeypatch, installed):
+    name = "llamafactory.v1.plugins.model_plugins.kernels.liger_kernel_ops"
+    kernel = pytest.importorskip(name, exc_type=ImportError).LigerKernel
+    plain, patched = (built("Qwen3ForCausalLM", vocab_size=19) for _ in range(2))
+    monkeypatch.setattr(kernel, "check_deps", lambda: True)  # it wants a GPU
+    kernel.apply(model=patched, use_kernels=["fused_linear_cross_entropy"])
+    ids = torch.arange(24).view(2, 12) % 19
+    assert_equal(patched, plain, {"input_ids": ids, "labels": ids})
+
+
+PLUGIN = "flce.integrations.axolotl.FlcePlugin"
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Axolotl's own plugin manager with flce's plugin, and (whether Liger's loss is flce's, whether
+    CCE's is)."""
+    base = pytest.importorskip("axolotl.integrations.base", exc_type=ImportError)
+    cce = pytest.importorskip("cut_cross_entropy", exc_type=ImportError)
+    monkeypatch.setattr(base.PluginManager, "_instance", None)
+    manager = base.PluginManager.get_instance()
+    manager.register(PLUGIN)
+
+    def served():
+        functions = getattr(ops, FUNCTION), cce.linear_cross_entropy
+        return tuple(hasattr(function, "flce_original") for function in functions)
+
+    yield manager, served
+    manager.post_train_unload(None)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({"liger_fused_linear_cross_entropy": True}, (True, False)),
+        ({"cut_cross_entropy": True, "liger_fused_linear_cross_entropy": False}, (False, True)),
+        ({}, None),
+    ],
+)
+def test_axolotls_configured_loss_is_served_until_the_end(plugin, flags, expected):
+    from axolotl.utils.dict import DictDefault
+
+    manager, served = plugin
+    cfg = DictDefault({"plugins": [PLUGIN], **flags})
+    if expected is None:
+        with pytest.raises(ValueError, match="expected FlcePlugin with one of liger_fused"):
+            manager.pre_model_load(cfg)
+    else:
+        manager.pre_model_load(cfg)
+        assert served() == expected
+        manager.post_train_unload(cfg)
+    assert served() == (False, False)

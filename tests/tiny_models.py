@@ -198,6 +198,19 @@ class Comparison:
         self.gradient_error = worst_error(fused_gradients, gradients)
         self.logits_error = float(difference / output.logits.detach().abs().max())
         self.is_fused = bool(self.losses) and not self.fallbacks
+        self.gradients = gradients
+
+
+def check_fused(model, inputs, bars, rows=None, classes=None):
+    """The model fuses, makes no logits of `rows`, and equals itself unfused: loss and logits within
+    bars[0], gradients within bars[1]. -> the Comparison"""
+    ids = inputs.get("input_ids", inputs["labels"])
+    rows = rows or ids.shape[0] * (ids.shape[1] - 1)
+    made = Comparison(model, inputs, rows, classes or TEXT_VOCAB, save="stats", max_memory="128KiB")
+    assert made.is_fused and not made.made, (made.fallbacks, made.made)
+    assert made.loss_error <= bars[0] and made.gradient_error <= bars[1]
+    assert made.logits_error <= bars[0]
+    return made
 
 
 # ---- transformers ----
