@@ -49,6 +49,16 @@ def reentrant_head(model):
     return cross_entropy(checkpoint(model.lm_head, x, use_reentrant=True)) + x.square().sum()
 
 
+def checkpointed(reentrant):
+    def use(model):
+        def of_rows(x):
+            return cross_entropy(model.lm_head(x))
+
+        return checkpoint(of_rows, model.embedding(IDS), use_reentrant=reentrant)
+
+    return use
+
+
 def second_head_without_gradients(model):
     logits = model(IDS)
     with torch.no_grad():
@@ -113,6 +123,8 @@ USES = {
     "classes of a slice": written_through_a_view(lambda z: z[..., :40].view(-1, 40)[3]),
     "row by a tensor": written_through_a_view(lambda z: z[torch.tensor(1)]),
     "reentrant head": reentrant_head,
+    "reentrant head and loss": checkpointed(True),
+    "checkpoint of head and loss": checkpointed(False),
     "second head without gradients": second_head_without_gradients,
     "trained vector on constants": trained_vector_on_constants,
     "vector written later": vector_written_later,

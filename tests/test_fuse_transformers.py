@@ -217,30 +217,6 @@ def test_gradient_checkpointing_and_tied_weights(reentrant):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_checkpoint_of_the_whole_model():
-    from torch.utils.checkpoint import checkpoint
-
-    model = llama().train()
-
-    def losses(reentrant):
-        model.zero_grad()
-        embeddings = model.get_input_embeddings()(IDS)
-
-        def loss_of(inputs_embeds):
-            return model(inputs_embeds=inputs_embeds, labels=IDS).loss
-
-        loss = checkpoint(loss_of, embeddings, use_reentrant=reentrant)
-        loss.backward()
-        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    for reentrant in (True, False):
-        loss, gradients = losses(reentrant)
-        with flce.fuse(model, strict=True):
-            fused_loss, fused_gradients = losses(reentrant)
-        assert abs(fused_loss - loss) <= 1e-6 * loss
-        assert worst_error(fused_gradients, gradients) <= FLOAT32[1]
-
-
 def test_fused_before_accelerate_dispatches():
     accelerate = pytest.importorskip("accelerate")
     model = llama()

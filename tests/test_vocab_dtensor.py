@@ -4,6 +4,7 @@ import itertools
 import types
 import unittest.mock
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,17 @@ from packaging.version import Version
 from processes import on_ranks
 
 import flce
+
+if not dist.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch.distributed.tensor import (  # noqa: E402
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 RANKS, TOKENS, HIDDEN = 4, 12, 8
 # Rows of linear_weight on each rank by torch.chunk: 3, 3, 3, 1 and 2, 2, 1, 0.
@@ -49,15 +61,11 @@ def three(vocab=10):
 
 
 def leaf(tensor, mesh, placement):
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(tensor, mesh, [placement]).requires_grad_(tensor.is_floating_point())
 
 
 def rows_and_head(mesh):
     """The input as a DTensor on all ranks, and the weight divided by its rows."""
-    from torch.distributed.tensor import Replicate, Shard
-
     x, w, _ = three()
     return leaf(x, mesh, Replicate()), leaf(w, mesh, Shard(0))
 
@@ -99,16 +107,14 @@ LEARNED = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_we
 @on_ranks(RANKS)
 def test_equals_a_call_with_whole_tensors():
     """Options, and the tensors of a call in every form that is allowed."""
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh, every, rows = whole_mesh(), Replicate(), Shard(0)
     divided = {"input": every, "linear_weight": rows, "linear_bias": rows}
     for vocab, tokens, options in itertools.product(VOCABS, (every, rows), OPTIONS):
         check(mesh, operands_of(vocab), {**divided, "input": tokens}, **options)
     check(square_mesh()["tp"], operands_of(10), divided)
-    for vocab, save in itertools.product((10, 33), ("auto", "grads")):
+    for vocab, save, rows_of_chunk in itertools.product((5, 33), cases.SAVES, (1, 3)):
         # torch's: each rank derives the same chunks whatever its share; 9, 9, 9 and 6 rows of 33.
-        torchs = {"acc_dtype": None, "acc_policy": "compact", "batch_chunk_size": 2}
+        torchs = {"acc_dtype": None, "acc_policy": "compact", "batch_chunk_size": rows_of_chunk}
         torchs = types.SimpleNamespace(**torchs)
         check(mesh, operands_of(vocab), divided, options=torchs, save=save)
     vector, sequences = torch.linspace(0.5, 2.0, TOKENS).double(), operands_of(10, (4, 5))
@@ -144,8 +150,6 @@ def test_no_gradients():
 @on_ranks(RANKS)
 def test_pending():
     """An input whose gathering has not been waited for."""
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh = whole_mesh()
     x, w, target = three()
     expected = x.clone().requires_grad_()
@@ -177,8 +181,6 @@ def test_split():
 @on_ranks(RANKS)
 def test_refusals():
     """Each before any collective, on all ranks alike."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
     mesh, square = whole_mesh(), square_mesh()
     x, w, b, target = operands_of(10).values()
     rows, head = rows_and_head(mesh)
@@ -225,8 +227,6 @@ def test_refusals():
 )
 @on_ranks(RANKS)
 def test_compiled():
-    from torch.distributed.tensor import Shard
-
     (x, w, target), (rows, head) = three(), rows_and_head(whole_mesh())
     expected = F.cross_entropy(x @ w.T, target)
     compiled = torch.compile(flce.linear_cross_entropy, backend="aot_eager", fullgraph=True)

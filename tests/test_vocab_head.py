@@ -12,6 +12,13 @@ from torch import nn
 
 import flce
 
+if not dist.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module  # noqa: E402
+
 RANKS, HIDDEN, VOCAB, LENGTH, STEPS = 4, 8, 11, 6, 3
 FLOAT = torch.float64
 
@@ -85,9 +92,6 @@ def train(model, whole, parts=((0,),), group=None, own=0):
 @on_ranks(RANKS)
 def test_training():
     """The logits in between."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
     model, whole = pair(shift=1, class_weight=torch.linspace(0.5, 2.0, VOCAB, dtype=FLOAT))
     parallelize_module(model, whole_mesh(), {"head": flce.VocabParallelHead()})
     assert model.head.weight.placements == model.head.bias.placements == (Shard(0),)
@@ -100,8 +104,6 @@ def test_training():
 @on_ranks(RANKS)
 def test_sequence():
     """Each rank has one of four sequences; also by keyword, and without labels."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = whole_mesh()
     rank = mesh.get_local_rank()
     model, whole = pair()
@@ -122,8 +124,6 @@ def test_sequence():
 
 @on_ranks(RANKS)
 def test_loss_module():
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = whole_mesh()
     torch.manual_seed(1)
     options = {"bias": True, "dtype": FLOAT, "label_smoothing": 0.1}
@@ -140,9 +140,6 @@ def test_loss_module():
 @on_ranks(RANKS)
 def test_targets_by_keyword():
     """The input stays divided where there are labels, under each of their names."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = whole_mesh()
     x, labels = torch.randn(1, HIDDEN, dtype=FLOAT), torch.arange(RANKS)
     for kind, named in (
@@ -162,8 +159,6 @@ def test_targets_by_keyword():
 @on_ranks(RANKS)
 def test_parameters():
     """A frozen weight remains frozen; src_data_rank says whose values are distributed."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = whole_mesh()
     rank = mesh.get_local_rank()
     for source in (0, None):
@@ -177,9 +172,6 @@ def test_parameters():
 
 def divide(model, mesh, tied, whole):
     """The head over the ranks of the mesh; if tied, the embedding by its rows too."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
     parallelize_module(model, mesh, {"head": flce.VocabParallelHead()})
     if tied:
         rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
@@ -201,8 +193,6 @@ def test_tied():
 @on_ranks(RANKS)
 def test_fsdp(own_unit, reshard, tied):
     """FSDP2 over "dp", the vocabulary over "tp"; the mean over the tokens of both dp ranks."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = square_mesh()
     model, whole = pair(bias=not tied)
     dp = mesh["dp"]
@@ -219,8 +209,6 @@ def test_fsdp(own_unit, reshard, tied):
 @on_ranks(RANKS)
 def test_plain_shards():
     """FSDP2 over "dp" of a head that holds plain rows of W, with the option vocab_parallel."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = square_mesh()
     model, whole = pair()
     dp, tp = mesh["dp"], mesh["tp"]
@@ -246,8 +234,6 @@ def test_plain_shards():
 def test_hsdp():
     """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
     vocabulary is whole, and the gradients are averaged over all ranks."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = square_mesh()
     model, whole = pair()
     fully_shard(model.head, mesh=mesh)
@@ -259,10 +245,6 @@ def test_hsdp():
 @on_ranks(RANKS)
 def test_refusals():
     """Of the style, and of the functions with the weight of an FSDP unit."""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor import Replicate, distribute_tensor
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh, square = whole_mesh(), square_mesh()
     style = flce.VocabParallelHead()
     assert repr(style) == "VocabParallelHead(sequence=False)"

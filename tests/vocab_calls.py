@@ -7,7 +7,6 @@ import functools
 import io
 import itertools
 import pickle
-import types
 import unittest.mock
 
 import cases
@@ -176,23 +175,6 @@ def float32_terms(ranks):
     )  # fmt: skip
 
 
-@on(4)
-def torch_options(ranks):
-    """batch_chunk_size bounds the chunks, whose number is the same on all ranks, also where the
-    rows of one rank are longer than the bound."""
-    case = make()
-    truth = cases.outcome(flce.linear_cross_entropy, case)
-    fields = {"acc_dtype": None, "acc_policy": "default"}
-    for ends in (None, UNEVEN, (0, 20, 40, VOCAB), (1, 2, 3, VOCAB)):
-        own, classes = ranks.divided(case, ends), ranks.classes(VOCAB, ends)
-        for save, rows in itertools.product(cases.SAVES, (1, 3)):
-            torchs = types.SimpleNamespace(batch_chunk_size=rows, **fields)
-            how = {"vocab_parallel": ranks.parallel(VOCAB, ends), "options": torchs, "save": save}
-            made = cases.outcome(flce.linear_cross_entropy, own, **how)
-            ranks.agree(f"dX {save}", made["input"], truth["input"])
-            ranks.agree(f"dW {save}", made["linear_weight"], truth["linear_weight"][classes])
-
-
 # ---- what torch does with a call ----
 
 
@@ -206,37 +188,6 @@ def loss_and_gradients(call, case):
     loss = call(leaves["x"], leaves["w"], case.target, leaves["linear_bias"])
     grads = torch.autograd.grad(loss.square(), list(leaves.values()))
     return [loss.detach(), *grads]
-
-
-@on(2)
-def compiled(ranks):
-    """fullgraph=True, with sizes that change, class weights, and sequence=True."""
-    torch._inductor.config.compile_threads = 1  # no worker processes
-    weights = class_weights()
-    for backend, sequence, save in (
-        ("aot_eager", True, "stats"),
-        ("inductor", False, "grads"),
-    ):
-        vp = ranks.parallel(VOCAB, sequence=sequence)
-
-        def call(x, w, y, b, vp=vp, save=save):
-            return flce.linear_cross_entropy(
-                x, w, y, linear_bias=b, weight=weights, vocab_parallel=vp, save=save,
-                label_smoothing=0.1,
-            )  # fmt: skip
-
-        function = torch.compile(call, fullgraph=True, backend=backend)
-        for tokens in (TOKENS, 12) if sequence else (TOKENS,):
-            case = ranks.divided(make(tokens=tokens, ignored=3), sequence=sequence)
-            expected = loss_and_gradients(call, case)
-            for name, got, true in zip(
-                ("loss", "dX", "dW", "db"),
-                loss_and_gradients(function, case),
-                expected,
-                strict=True,
-            ):
-                ranks.agree(f"{name} {backend} {sequence} {save} {tokens}", got, true, 1e-13)
-        torch._dynamo.reset()
 
 
 @on(2)

@@ -119,21 +119,34 @@ def layers_between_losses(ranks):
 
 @on(2)
 def sizes_that_change(ranks):
-    """Shards, rows and valid_vocab of several sizes in one compiled function."""
-    for ways in ({}, {"vocab": True}):
+    """Shards, rows and valid_vocab of several sizes in one compiled function, with class weights;
+    without breaks where it is given the VocabParallel."""
+    for way in ("equal shards", "vocab", "sequence"):
+        given = ranks.parallel(sequence=True) if way == "sequence" else None
 
-        def call(x, w, y, valid, ways=ways):
-            vocab = 2 * w.shape[0] if ways else None
-            vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab)
-            return flce.linear_cross_entropy(x, w, y, vocab_parallel=vp, valid_vocab=valid)
+        def call(x, w, y, valid, weight, way=way, given=given):
+            vocab = 2 * w.shape[0] if way == "vocab" else None
+            vp = given or flce.VocabParallel(dist.group.WORLD, vocab=vocab)
+            options = {"vocab_parallel": vp, "valid_vocab": valid, "weight": weight}
+            return flce.linear_cross_entropy(x, w, y, label_smoothing=0.1, **options)
 
-        function = torch.compile(call, backend="aot_eager", dynamic=True)
-        for rows, share, valid in ((8, 21, None), (9, 15, 17), (10, 12, 20)):
-            x = torch.randn(rows, 16).double()
-            w, y = torch.randn(2 * share, 16).double(), torch.randint(17, (rows,))
-            own = w[ranks.rank * share : (ranks.rank + 1) * share]
-            expected = F.cross_entropy(x @ w[: valid or 2 * share].T, y)
-            ranks.agree(f"{rows} {share}", function(x, own, y, valid), expected, 1e-12)
+        settings = {"backend": "aot_eager", "dynamic": True, "fullgraph": given is not None}
+        function = torch.compile(call, **settings)
+        for rows, share, valid in ((8, 21, None), (10, 15, 17), (12, 12, 20)):
+            x, w = torch.randn(rows, 16).double(), torch.randn(2 * share, 16).double()
+            y, weight = torch.randint(17, (rows,)), torch.rand(2 * share).double()
+            leaves = x.requires_grad_(), w.requires_grad_()
+            weights, smoothing = weight[: valid or 2 * share], {"label_smoothing": 0.1}
+            expected = F.cross_entropy(x @ w[: len(weights)].T, y, weights, **smoothing)
+            dx, dw = torch.autograd.grad(expected, leaves)
+            classes = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            rows_of = ranks.rows if way == "sequence" else torch.clone
+            own = [t.detach().clone().requires_grad_() for t in (rows_of(x), w[classes])]
+            made = function(*own, y, valid, weight)
+            made.backward()
+            triples = ("loss", made, expected), ("dX", own[0].grad, rows_of(dx))
+            for name, got, true in (*triples, ("dW", own[1].grad, dw[classes])):
+                ranks.agree(f"{name} {way} {rows} {share}", got, true)
         torch._dynamo.reset()
 
 
