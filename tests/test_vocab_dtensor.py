@@ -36,6 +36,9 @@ OPTIONS = (
 )
 
 
+ADAPTER = torch.linspace(-3, 3, 30).double().cos().view(10, 3)
+
+
 def whole_mesh():
     return dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
 
@@ -74,34 +77,35 @@ def assert_close(got, expected, case):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13, msg=lambda m: f"{case}: {m}")
 
 
-def check(mesh, whole, placements, frozen=(), **options):
+LEARNED = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
+
+
+def check(mesh, whole, placements, frozen=(), function=flce.linear_cross_entropy, **options):
     """A call in which the tensors with `placements` are DTensors against one with whole tensors:
-    loss, logsumexp and the gradients of the leaves, which are all DTensors that are not frozen."""
+    outputs, and the gradients of the DTensors that are not frozen. `whole`: by name."""
     case = f"V={len(whole['linear_weight'])} {placements} {options}"
     results, leaves = [], []
     for is_sharded in (False, True):
-        given = {}
-        for name, tensor in whole.items():
-            given[name] = tensor.clone()
-            if name in placements:
-                placed = leaf(tensor, mesh, placements[name]) if is_sharded else given[name]
-                learns = name in LEARNED and name not in frozen
-                given[name] = placed.requires_grad_(learns)
+        given = {name: tensor.clone() for name, tensor in whole.items()}
+        for name in (name for name in placements if name in whole):
+            if is_sharded:
+                given[name] = leaf(whole[name], mesh, placements[name])
+            given[name].requires_grad_(name in LEARNED and name not in frozen)
         leaves.append({name: value for name, value in given.items() if value.requires_grad})
         call = [given.pop(name) for name in ("input", "linear_weight", "target")]
-        made = flce.linear_cross_entropy(*call, return_lse=True, **given, **options)
-        assert type(made.loss) is type(made.lse) is torch.Tensor, case
-        made.loss.backward(torch.linspace(0.5, 2.0, made.loss.numel()).double().view_as(made.loss))
+        made = [one for one in function(*call, **given, **options) if one is not None]
+        assert all(type(one) is torch.Tensor for one in made), case
+        upstream = [torch.linspace(0.5, 2.0, one.numel()).double().view_as(one) for one in made]
+        torch.autograd.backward(made, upstream)
+        with torch.no_grad():
+            made += [one for one in function(*call, **given, **options) if one is not None]
         results.append(made)
-    for name in ("loss", "lse"):
-        assert_close(getattr(results[1], name), getattr(results[0], name), case)
+    for got, expected in zip(*reversed(results), strict=True):
+        assert_close(got, expected, case)
     for name, one in leaves[0].items():
         part = leaves[1][name]
         assert part.grad.placements == part.placements and part.grad.shape == one.shape, case
         assert_close(part.grad.full_tensor(), one.grad, f"{case}, {name}")
-
-
-LEARNED = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 
 
 @on_ranks(RANKS)
@@ -110,16 +114,23 @@ def test_equals_a_call_with_whole_tensors():
     mesh, every, rows = whole_mesh(), Replicate(), Shard(0)
     divided = {"input": every, "linear_weight": rows, "linear_bias": rows}
     for vocab, tokens, options in itertools.product(VOCABS, (every, rows), OPTIONS):
-        check(mesh, operands_of(vocab), {**divided, "input": tokens}, **options)
-    check(square_mesh()["tp"], operands_of(10), divided)
+        check(mesh, operands_of(vocab), {**divided, "input": tokens}, **options, return_lse=True)
+        whole = operands_of(vocab)
+        whole |= {"adapter_input": whole["input"][:, :3].sin(), "adapter_weight": ADAPTER[:vocab]}
+        of_adapter = {"input": tokens, "adapter_input": tokens, "adapter_weight": rows}
+        for frozen in ((), ("linear_weight",)):
+            more = {"frozen": frozen, "return_entropy": True, "max_memory": 512}
+            check(mesh, whole, {**divided, **of_adapter}, **more, **options)
+    for vocab, save in itertools.product(VOCABS, ("auto", "logits", "stats")):
+        options = {"softcap": 4.0, "temperature": 0.7, "save": save}
+        check(mesh, operands_of(vocab), divided, function=flce.linear_logprobs, **options)
+    check(square_mesh()["tp"], operands_of(10), divided, return_lse=True)
     for vocab, save, rows_of_chunk in itertools.product((5, 33), cases.SAVES, (1, 3)):
         # torch's: each rank derives the same chunks whatever its share; 9, 9, 9 and 6 rows of 33.
         torchs = {"acc_dtype": None, "acc_policy": "compact", "batch_chunk_size": rows_of_chunk}
         torchs = types.SimpleNamespace(**torchs)
-        check(mesh, operands_of(vocab), divided, options=torchs, save=save)
+        check(mesh, operands_of(vocab), divided, options=torchs, save=save, return_lse=True)
     vector, sequences = torch.linspace(0.5, 2.0, TOKENS).double(), operands_of(10, (4, 5))
-    adapter = {"adapter_input": torch.linspace(-1, 1, 3 * TOKENS).double().sin().view(TOKENS, 3)}
-    adapter["adapter_weight"] = torch.linspace(-3, 3, 30).double().cos().view(10, 3)
     for more, options in (
         ({"weight": torch.linspace(0.5, 2.0, 10).double()}, {}),
         ({"temperature": vector}, {}),
@@ -127,24 +138,10 @@ def test_equals_a_call_with_whole_tensors():
         ({"cu_seqlens": torch.tensor([0, 5, TOKENS])}, {"shift": 1}),
     ):
         whole = {**operands_of(10), **more}
-        check(mesh, whole, divided, **options)
+        check(mesh, whole, divided, return_lse=True, **options)
         for name in ("target", *more):
-            check(mesh, whole, {**divided, name: every}, **options)
-    check(mesh, sequences, {**divided, "input": rows}, shift=1)
-    divided |= {"adapter_input": every, "adapter_weight": rows}
-    check(mesh, {**operands_of(10), **adapter}, divided, frozen=["linear_weight"])
-
-
-@on_ranks(RANKS)
-def test_no_gradients():
-    mesh = whole_mesh()
-    (x, w, target), (rows, head) = three(), rows_and_head(mesh)
-    with torch.no_grad():
-        plain = flce.linear_cross_entropy(x, w, target)
-        assert_close(flce.linear_cross_entropy(rows, head, target), plain, "no_grad")
-        pairs = flce.linear_logprobs(rows, head, target), flce.linear_logprobs(x, w, target)
-        for got, want in zip(*pairs, strict=True):
-            assert_close(got, want, "linear_logprobs")
+            check(mesh, whole, {**divided, name: every}, return_lse=True, **options)
+    check(mesh, sequences, {**divided, "input": rows}, shift=1, return_lse=True)
 
 
 @on_ranks(RANKS)

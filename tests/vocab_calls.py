@@ -27,47 +27,6 @@ from flce.distributed import collectives
 # ---- options with tensors of their own ----
 
 
-def adapted(function, operands, target, frozen, upstream, **options):
-    """Loss and gradients by name, without linear_weight's where it is frozen."""
-    leaves = {name: value.clone().requires_grad_() for name, value in operands.items()}
-    leaves["linear_weight"].requires_grad_(not frozen)
-    named = dict(leaves)
-    x, w = named.pop("input"), named.pop("linear_weight")
-    loss = function(x, w, target, **named, **options)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    grads = torch.autograd.grad(loss, list(wanted.values()), torch.tensor(upstream).double())
-    return {"loss": loss, **dict(zip(wanted, grads, strict=True))}
-
-
-@on(4)
-def adapters(ranks):
-    """adapter_weight is divided as linear_weight; adapter_input and its gradient are as input."""
-    tokens, hidden, rank = 24, 20, 12
-    shapes = {"input": (tokens, hidden), "adapter_input": (tokens, rank), "linear_bias": (VOCAB,)}
-    shapes |= {"linear_weight": (VOCAB, hidden), "adapter_weight": (VOCAB, rank)}
-    random = cases.generator(2)
-    whole = {n: torch.randn(shape, generator=random).double() for n, shape in shapes.items()}
-    target = torch.randint(VOCAB, (tokens,), generator=random)
-    target[::5] = -100
-    for frozen in (True, False):
-        truth = adapted(reference.linear_cross_entropy, whole, target, frozen, -1.7)
-        for ends in (None, UNEVEN):
-            classes = ranks.classes(VOCAB, ends)
-            for sequence in (False, True):
-                vp = ranks.parallel(VOCAB, ends, sequence=sequence)
-
-                def part(name, value, classes=classes, sequence=sequence):
-                    own = ranks.rows(value) if sequence and name.endswith("input") else value
-                    return own[classes] if name in SHARDED else own
-
-                own = {name: part(name, value) for name, value in whole.items()}
-                for save in cases.SAVES:
-                    how = {"vocab_parallel": vp, "save": save, "max_memory": 7 * ROW}
-                    made = adapted(flce.linear_cross_entropy, own, target, frozen, -1.7, **how)
-                    for name, true in truth.items():
-                        ranks.agree(f"{name} {save}", made[name], part(name, true))
-
-
 @on(4)
 def accumulated_gradients(ranks):
     """Two backwards on top of what .grad and .main_grad hold."""
@@ -98,29 +57,6 @@ def accumulated_gradients(ranks):
                 if attribute == "main_grad":
                     ranks.note(weight.grad_added_to_main_grad, "grad_added_to_main_grad")
                     ranks.note(not weight.grad.any(), ".grad of a weight with main_grad")
-
-
-@on(4)
-def log_probabilities(ranks):
-    x, w, y = cases.leaves("cpu", TOKENS, hidden=HIDDEN, vocab=VOCAB)
-    y[::4] = -100
-    options = {"softcap": 4.0, "temperature": 0.7}
-    truth = reference.linear_logprobs(x, w, y, **options)
-    upstream = [torch.linspace(-1.0, 2.0, TOKENS).double(), torch.linspace(0.5, -3.0, TOKENS)]
-    upstream[1] = upstream[1].double()
-    expected = torch.autograd.grad(truth, (x, w), upstream)
-    for ends in (None, UNEVEN):
-        classes = ranks.classes(VOCAB, ends)
-        shard = w.detach()[classes].clone().requires_grad_()
-        for save in ("auto", "logits", "stats"):
-            how = {"vocab_parallel": ranks.parallel(VOCAB, ends), "save": save, **options}
-            made = flce.linear_logprobs(x, shard, y, **how)
-            for name, got, true in zip(("logprobs", "entropy"), made, truth, strict=True):
-                ranks.agree(f"{name} {save}", got, true)
-                ranks.note_same_bytes(f"{name} {save}", got)
-            dx, dw = torch.autograd.grad(made, (x, shard), upstream)
-            ranks.agree(f"dX {save}", dx, expected[0])
-            ranks.agree(f"dW {save}", dw, expected[1][classes])
 
 
 @on(2)
