@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
 
 from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
-from tiny_models import built, check_fused, step, worst_error  # noqa: E402
+from tiny_models import built, check_after_change, check_fused, step, worst_error  # noqa: E402
 
 BATCH, LENGTH = 2, 64
 IDS = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
@@ -93,15 +93,6 @@ def test_the_adapter_acts():
         assert abs(model(**TEXT).loss.detach() - without) <= 1e-6 * without
 
 
-def test_merged():
-    model = adapted(llama())
-    model.merge_adapter()
-    expected = model(**TEXT).loss
-    with flce.fuse(model, strict=True) as handle:
-        assert abs(model(**TEXT).loss - expected) <= 1e-6 * expected
-    assert list(handle.losses) == ["none"]
-
-
 def test_dora_makes_logits():
     """Its norm needs the product of both projections."""
     model = adapted(llama(), use_dora=True)
@@ -169,23 +160,10 @@ LATER = {
 @pytest.mark.parametrize("when", ["labels", "always"])
 @pytest.mark.parametrize("name", LATER)
 def test_adapters_that_change_after_fuse(name, when):
-    """What stands in the head's place is fused by its next call, and flce.fuse takes it anew."""
+    """What stands in the head's place is fused by its next call."""
     is_adapted, change = LATER[name]
-    model = adapted(llama()) if is_adapted else llama()
-    handle = flce.fuse(model, when=when, strict=True)
-    step(model, TEXT)
-    model = moved(change(model) or model)
-    model.requires_grad_(True)
-    before = sum(handle.losses.values())
-    loss, gradients, output = step(model, TEXT)
-    assert sum(handle.losses.values()) == before + 1 and flce.explain(model).is_fused
-    if handle.model is not model:
-        again = flce.fuse(model, strict=True)
-        assert abs(step(model, TEXT)[0] - loss) <= 1e-6 * loss
-        assert again.losses and "removed" in repr(handle)
-        again.remove()
-    handle.remove()
-    expected, expected_gradients, expected_output = step(model, TEXT)
-    assert abs(loss - expected) <= 1e-6 * expected
-    assert worst_error(gradients, expected_gradients) <= 1e-5
-    assert torch.equal(output.logits, expected_output.logits)
+
+    def changed(model):
+        return moved(change(model) or model).requires_grad_(True)
+
+    check_after_change(adapted(llama()) if is_adapted else llama(), TEXT, changed, when)

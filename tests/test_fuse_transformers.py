@@ -17,10 +17,9 @@ from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
 from tiny_models import (  # noqa: E402
     built,
     causal_classes,
-    step,
+    check_after_change,
     tiny_config,
     tiny_model,
-    worst_error,
 )
 from tiny_models import check_fused as check  # noqa: E402
 
@@ -195,18 +194,6 @@ def test_arguments_of_the_forward(extra, rows):
     check(llama(), {**TEXT, **extra}, FLOAT32, rows)
 
 
-def test_evaluation_with_and_without_logits():
-    model = llama().eval()
-    with torch.no_grad():
-        expected = model(**TEXT)
-        with flce.fuse(model, strict=True) as handle:
-            output = model(**TEXT)
-            assert abs(output.loss - expected.loss) <= 1e-5
-            assert not handle.reads
-            assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
-        assert torch.equal(output.logits, expected.logits)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_and_tied_weights(reentrant):
     model = llama(tie_word_embeddings=True)
@@ -268,16 +255,7 @@ def other_head(model):
 def test_a_replaced_head_is_fused(change, when):
     """By the next call, in its place; one that cannot be is told of by name."""
     model = llama()
-    handle = flce.fuse(model, when=when, strict=True)
-    step(model, TEXT)
-    change(model)
-    loss, gradients, output = step(model, TEXT)
-    assert sum(handle.losses.values()) == 2 and flce.explain(model).is_fused
-    handle.remove()
-    expected, expected_gradients, expected_output = step(model, TEXT)
-    assert torch.equal(output.logits, expected_output.logits)
-    assert abs(loss - expected) <= 1e-6 * expected
-    assert worst_error(gradients, expected_gradients) <= FLOAT32[1]
+    check_after_change(model, TEXT, change, when)
     handle = flce.fuse(model)
     model.set_output_embeddings(type("Odd", (torch.nn.Linear,), {"forward": lambda s, x: x})(2, 2))
     with pytest.warns(UserWarning, match="lm_head was replaced after flce.fuse: Odd is no plain"):

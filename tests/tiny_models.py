@@ -213,6 +213,27 @@ def check_fused(model, inputs, bars, rows=None, classes=None):
     return made
 
 
+def check_after_change(model, inputs, change, when):
+    """A model that `change` changes after flce.fuse is fused by its next call, and equals itself
+    unfused; where `change` returns another, flce.fuse takes that anew."""
+    handle = flce.fuse(model, when=when, strict=True)
+    step(model, inputs)
+    model = change(model) or model
+    before = sum(handle.losses.values())
+    loss, gradients, output = step(model, inputs)
+    assert sum(handle.losses.values()) == before + 1 and flce.explain(model).is_fused
+    if handle.model is not model:
+        again = flce.fuse(model, strict=True)
+        assert abs(step(model, inputs)[0] - loss) <= 1e-6 * loss
+        assert again.losses and "removed" in repr(handle)
+        again.remove()
+    handle.remove()
+    expected, expected_gradients, expected_output = step(model, inputs)
+    assert abs(loss - expected) <= 1e-6 * expected
+    assert worst_error(gradients, expected_gradients) <= 1e-5
+    assert torch.equal(output.logits, expected_output.logits)
+
+
 # ---- transformers ----
 
 TEXT_VOCAB, MAX_PARAMETERS = 1000, 20_000_000
