@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import PROMPTS, LogitsMade, tiny_llama, tiny_tokenizer, worst_error
+from tiny_models import PROMPTS, TRAINING, LogitsMade, tiny_llama, tiny_tokenizer, worst_error
 from torch import nn
 
 import flce
@@ -160,10 +160,9 @@ def test_trl_does_not_call_the_head(tmp_path):
     datasets = pytest.importorskip("datasets")
     from flce.integrations.transformers import FuseCallback
 
-    settings = {"max_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}
     trainer = trl.SFTTrainer(
         tiny_llama(),
-        args=trl.SFTConfig(str(tmp_path), bf16=False, disable_tqdm=True, **settings),
+        args=trl.SFTConfig(str(tmp_path), bf16=False, max_steps=1, **TRAINING),
         train_dataset=datasets.Dataset.from_dict({"text": PROMPTS}),
         processing_class=tiny_tokenizer(),
         callbacks=[callback := FuseCallback()],

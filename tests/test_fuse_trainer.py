@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
 from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
-from tiny_models import built  # noqa: E402
+from tiny_models import TRAINING, built  # noqa: E402
 
 from flce.integrations.transformers import FuseCallback  # noqa: E402
 
@@ -44,21 +44,9 @@ def trainer_of(model, folder, callbacks=(), model_init=None, **settings):
             self.losses = [*(self.losses or []), float(loss)]
             return loss
 
-    settings = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        **settings,
-    }
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+    sizes |= {"gradient_accumulation_steps": 4, "max_steps": STEPS, "learning_rate": 1e-2}
+    settings = {**TRAINING, **sizes, "logging_strategy": "no", **settings}
     arguments = transformers.TrainingArguments(output_dir=str(folder), **settings)
     return Recording(
         model,

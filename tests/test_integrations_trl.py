@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import PROMPTS, recorded, tiny_llama, tiny_tokenizer
+from tiny_models import PROMPTS, TRAINING, recorded, tiny_llama, tiny_tokenizer
 
 import flce
 
@@ -225,20 +225,8 @@ TRAINERS = {  # rows, options of the configuration
 
 def three_steps(name, directory):
     torch.manual_seed(0)
-    arguments = {
-        "output_dir": str(directory),
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
-    }
+    arguments = {**TRAINING, "output_dir": str(directory), "logging_steps": 1, "bf16": False}
+    arguments |= {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 0.5}
     # On disk, because DPO, KTO, GRPO and RLOO load the reference model by its name.
     model, tokenizer = tiny_llama(), tiny_tokenizer()
     model.save_pretrained(directory / "model")

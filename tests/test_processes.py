@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks, run_on_ranks
 
+failing = pytest.raises(pytest.fail.Exception)
+
 
 @on_ranks(3)
 def test_a_group_of_its_own():
@@ -35,8 +37,8 @@ def raise_on(failing):
     dist.barrier()
 
 
-def end_on(failing):
-    if dist.get_rank() == failing:
+def end_on(ending):
+    if dist.get_rank() == ending:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -46,24 +48,25 @@ def wait_on(waiting):
         signal.pause()
 
 
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (raise_on, r"(?s)^rank 1: Traceback.*ValueError: as asked"),
-        (end_on, "^rank 1: the process ended with exit code -9"),
-    ],
-)
-def test_a_failure_ends_its_case_alone(tmp_path, function, text):
+def test_an_exception_ends_its_case_alone(tmp_path):
     before = pids(tmp_path)
-    with pytest.raises(pytest.fail.Exception, match=text):
-        run_on_ranks(3, function, failing=1)
-    after = pids(tmp_path)
-    assert after == before if function is raise_on else len(set(after)) == 3
+    with failing as caught:
+        run_on_ranks(3, raise_on, failing=1)
+    assert "rank 1: Traceback" in str(caught.value) and "ValueError: as asked" in str(caught.value)
+    assert pids(tmp_path) == before  # not even the processes
+
+
+def test_the_end_of_a_process_ends_its_case_alone(tmp_path):
+    with failing as caught:
+        run_on_ranks(3, end_on, ending=2)
+    assert "rank 2: the process ended with exit code -9" in str(caught.value)
+    assert len(set(pids(tmp_path))) == 3
 
 
 def test_a_hang_ends_its_case_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "IN_CASE", 1)
-    with pytest.raises(pytest.fail.Exception, match="not ended after 1 s"):
+    with failing as caught:
         run_on_ranks(3, wait_on, waiting=0)
+    assert "not ended after 1 s" in str(caught.value)
     monkeypatch.undo()
     assert len(set(pids(tmp_path))) == 3

@@ -276,18 +276,13 @@ SIZES = {name: size for size, names in _NAMES_OF_SIZES.items() for name in names
 
 # What single models need instead, by their class.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 32}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_ZAMBA = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]}
+_ZAMBA |= {"use_mamba_kernels": False}
 SPECIAL = {
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 64},
-    "CohereCompassForCausalLM": {
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [2, 1, 1],
-            }
-        }
-    },
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": _ROPE}},
     "Dots1ForCausalLM": {"n_shared_experts": 1},
     "Dots3NoteForCausalLM": {"num_key_value_heads": 4},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
@@ -315,21 +310,13 @@ SPECIAL = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "xLSTMForCausalLM": {"qk_dim_factor": 1.0, "mode": "train"},
     "ZambaForCausalLM": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "mamba", "hybrid"],
+        **_ZAMBA,
         "n_mamba_heads": 2,
         "mamba_dt_rank": 4,
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
-        "use_mamba_kernels": False,
     },
-    "Zamba2ForCausalLM": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "mamba", "hybrid"],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 8,
-        "use_mamba_kernels": False,
-    },
+    "Zamba2ForCausalLM": {**_ZAMBA, "mamba_d_state": 8, "n_mamba_heads": 8},
 }
 # Tried in this order where a model cannot be built or run: hybrids need a layer of each kind,
 # latent attention as many key heads as query heads.
@@ -401,6 +388,9 @@ def built(name, **settings):
 
 # ---- for trainers: letters as tokens ----
 
+# A few steps of SGD on the CPU that print nothing and save nothing.
+TRAINING = {"optim": "sgd", "lr_scheduler_type": "constant", "use_cpu": True, "disable_tqdm": True}
+TRAINING |= {"report_to": [], "save_strategy": "no"}
 PROMPTS = ["abcd", "bca", "cabab", "dd", "ab", "bbad", "cdcd", "da"]
 
 
