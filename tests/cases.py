@@ -23,8 +23,7 @@ from flce import reference
 SAVES = ("logits", "grads", "stats")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("input", "linear_weight", "linear_bias")
-# Outputs with one value per row, whatever the reduction.
-ROW_OUTPUTS = ("lse", "entropy", "predictions")
+LEAVES = (*GRADIENTS, "adapter_input", "adapter_weight")  # what may have a gradient
 # Relative error of float16 gradients: dz and the result are rounded once each, and with
 # save="logits" E.
 F16_BAR = 6e-4
@@ -169,7 +168,7 @@ def outcome(function, case, *, wants=GRADIENTS, grad_output=None, upstream=None,
     `grad_output` (1).
     """
     named = {"input": case.input, "linear_weight": case.linear_weight}
-    named["linear_bias"] = case.options.get("linear_bias")
+    named |= {name: case.options.get(name) for name in LEAVES[2:]}
     leaves = {
         name: tensor.detach().clone().requires_grad_(name in wants)
         for name, tensor in named.items()
@@ -261,7 +260,7 @@ class Yardstick:
     def _dtype_of(self, name):
         if name == "predictions":
             return torch.int64
-        if name in GRADIENTS:
+        if name in LEAVES:
             return self.case.dtype
         return torch.float64 if self.case.dtype == torch.float64 else torch.float32
 
@@ -310,12 +309,12 @@ class Yardstick:
         a norm. A gradient of the bias, or of a head with few columns, has one value per row (or
         few), which cancels, and a reduced loss is one row: there the norm is sufficient."""
         truth, eager = self.truth[name], self.eager[name]
-        is_output = name not in GRADIENTS
+        is_output = name not in LEAVES
         width = 1 if is_output or truth.dim() == 0 else truth.shape[-1]
         if truth.dim() == 0 or name == "linear_bias" or (not is_output and width < 8):
             return
         value, truth, eager = (t.double().reshape(-1, width) for t in (value, truth, eager))
-        logit_error = self.logit_error["linear_weight" if name == "linear_weight" else "input"]
+        logit_error = self.logit_error["linear_weight" if name.endswith("_weight") else "input"]
         # A loss has the full error of its logits, a gradient a share in proportion to its size.
         absolute = logit_error if is_output else 0.0
         error = (value - truth).norm(dim=-1)
@@ -383,6 +382,7 @@ def _truth_errors(wide, upstream):
         "input": size * (1.0 if weight is None else _longest_row(weight)),
         "linear_weight": size * _longest_row(wide.input.nan_to_num()),
         "linear_bias": size,
+        **dict.fromkeys(("adapter_input", "adapter_weight"), 0.0),
         **dict.fromkeys(("loss", "lse", "entropy", "z_loss"), TRUTH_ROUNDING),
     }
 

@@ -1,5 +1,5 @@
-"""Shared by test_fused.py and test_fused_logits.py: the condition to run, operands, and the
-kernels that were launched."""
+"""Shared by the tests of Hopper's kernels: the condition to run, operands, results and their
+truth, and the kernels that were launched."""
 
 import math
 import os
@@ -7,6 +7,8 @@ import os
 import cases
 import pytest
 import torch
+
+import flce
 
 ONLY = pytest.mark.skipif(
     not cases.HAS_CUDA or torch.cuda.get_device_capability() != (9, 0),
@@ -32,3 +34,57 @@ def operands(tokens, hidden, vocab, std, seed):
     x = torch.randn(tokens, hidden, generator=random, device="cuda") * math.sqrt(std)
     w = torch.randn(vocab, hidden, generator=random, device="cuda") * math.sqrt(std / hidden)
     return x.to(BF16), w.to(BF16), random
+
+
+def draw(tokens, hidden, vocab, std=1.0, seed=0):
+    """x, W and targets."""
+    x, w, random = operands(tokens, hidden, vocab, std, seed)
+    return x, w, torch.randint(vocab, (tokens,), generator=random, device="cuda")
+
+
+def draw_noise(tokens, hidden, vocab, std=1.0, seed=0):
+    """x, W and normal numbers, whose softmax are probabilities."""
+    x, w, random = operands(tokens, hidden, vocab, std, seed)
+    return x, w, torch.randn(tokens, vocab, generator=random, device="cuda")
+
+
+def results(x, w, target, **options):
+    """Losses of each row (save="grads": their mean), dX and dW of their mean, and db if the bias
+    requires grad."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    bias = options.get("linear_bias")
+    leaves = (x, w) if bias is None or not bias.requires_grad else (x, w, bias)
+    reduction = "mean" if options.get("save") == "grads" else "none"
+    loss = flce.linear_cross_entropy(x, w, target, reduction=reduction, **options)
+    return loss.detach(), *torch.autograd.grad(loss.mean(), leaves)
+
+
+def truth(x, w, target, bias=None):
+    """The same of each row in float64, for classes or probabilities."""
+    x, w = x.double(), w.double()
+    z = x @ w.T if bias is None else x @ w.T + bias.double()
+    log_p = z.sub_(z.logsumexp(-1, keepdim=True))
+    rows = torch.arange(len(target), device=target.device)
+    if target.is_floating_point():
+        t = target.double()
+        loss = -(t * log_p).sum(-1)
+        dz = log_p.exp_().mul_(t.sum(-1, keepdim=True)).sub_(t)
+    else:
+        loss = -log_p[rows, target]
+        dz = log_p.exp_()
+        dz[rows, target] -= 1.0
+    dz /= len(target)
+    return (loss, dz @ w, dz.T @ x) if bias is None else (loss, dz @ w, dz.T @ x, dz.sum(0))
+
+
+def assert_near(values, truths, bar):
+    for value, true in zip(values, truths, strict=True):
+        assert cases.relative_error(value, true.double()) <= bar
+
+
+def assert_close(made, expected, of_gradients=2.6e-3):
+    """Compares `results` with the `truth`."""
+    loss, true = made[0], expected[0] if made[0].dim() else expected[0].mean()
+    error = (loss.double() - true).abs()
+    assert bool((error <= 1e-5 * true.abs() + 2e-5).all()), error.max()
+    assert_near(made[1:], expected[1:], of_gradients)

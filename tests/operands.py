@@ -17,14 +17,16 @@ def indices(*shape, device, ignored=True, classes=V):
     return target
 
 
-def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64]):
+def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64], retain_graph=False):
     """Checks that losses are equal, and gradients for one random upstream gradient."""
     assert ours.shape == theirs.shape
     wide = theirs.double()
     assert (ours.double() - wide).abs().max() <= tolerance * (1 + wide.abs().max())
     upstream = torch.rand_like(wide) + 0.5
-    got = torch.autograd.grad(ours, leaves, upstream.to(ours.dtype))
-    expected = torch.autograd.grad(theirs, leaves, upstream.to(theirs.dtype))
+    got, expected = (
+        torch.autograd.grad(side, leaves, upstream.to(side.dtype), retain_graph=retain_graph)
+        for side in (ours, theirs)
+    )
     for mine, truth in zip(got, expected, strict=True):
         error = (mine.double() - truth.double()).abs().max()
         assert error <= tolerance * (1 + truth.double().abs().max())

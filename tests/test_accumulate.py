@@ -1,6 +1,7 @@
 """accumulate_into="grad" and "main_grad": the weight's gradient is added to the caller's
 tensor."""
 
+import functools
 import threading
 
 import cases
@@ -81,6 +82,8 @@ OPTIONS = {
     "smoothing": {"label_smoothing": 0.1},
     "softcap": {"softcap": 5.0, "label_smoothing": 0.1},
     "padding": {"valid_vocab": VOCAB - 8},
+    "sampled": {"gradient": "sampled", "gradient_seed": 4},
+    "sampled rows": {"gradient": "sampled", "gradient_seed": 4, "reduction": "none"},
     "float32 sums": {"accum_dtype": torch.float32},
     "float32 sums, smoothing": {"accum_dtype": torch.float32, "label_smoothing": 0.1},
 }
@@ -88,7 +91,9 @@ OPTIONS = {
 
 @cases.pairwise(attribute=ATTRIBUTES, save=SAVES, dtype=cases.DTYPES, options=list(OPTIONS))
 def test_adds_the_plain_gradient(device, attribute, save, dtype, options):
-    knobs = {**OPTIONS[options], "save": save}
+    knobs = {**OPTIONS[options], "save": "auto" if "sampled" in options else save}
+    if dtype == torch.float64 and "sampled" in options:
+        pytest.skip("refused")
     if dtype == torch.float64 and "accum_dtype" in knobs:
         knobs["accum_dtype"] = torch.float64
     case = make(device, dtype)
@@ -109,12 +114,18 @@ def test_adds_the_plain_gradient(device, attribute, save, dtype, options):
     assert attribute == "grad" or weight.grad is None
 
 
+@pytest.mark.parametrize("knobs", [{"save": "stats"}, OPTIONS["sampled"]], ids=str)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_makes_the_gradient_that_is_not_there(device, dtype):
+def test_makes_the_gradient_that_is_not_there(device, dtype, knobs):
+    if dtype == torch.float64 and "save" not in knobs:
+        pytest.skip("refused")
     case = make(device, dtype)
-    dx, dw, db = plain(case, save="stats")
-    got = run(case, "grad", save="stats")
-    assert all(map(torch.equal, (*got, case.linear_weight.grad), (dx, db, dw)))
+    dx, dw, db = plain(case, **knobs)
+    got = run(case, "grad", **knobs)
+    assert all(map(torch.equal, got, (dx, db)))
+    if "save" in knobs:
+        assert torch.equal(case.linear_weight.grad, dw)
+    check(case.linear_weight.grad, torch.zeros((), device=device), dw, dtype)
 
 
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
@@ -133,23 +144,19 @@ def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
     check(case.linear_weight.main_grad, torch.zeros((), device=device), truth, torch.bfloat16)
 
 
-def test_probabilities_and_upstream_rows(device):
+@pytest.mark.parametrize("kind", ["probabilities", "no valid row"])
+def test_probabilities_and_ignored_rows(device, kind):
     case = make(device, torch.float64)
-    case.target = torch.rand(TOKENS, VOCAB, device=device).softmax(-1)
-    case.input = case.input.nan_to_num()
+    case.target.fill_(-100)
+    if kind == "probabilities":
+        case.target = torch.rand(TOKENS, VOCAB, device=device).softmax(-1)
+        case.input = case.input.nan_to_num()
     knobs = {"reduction": "none", "grad_output": torch.rand(TOKENS, device=device).double()}
     dw = plain(case, save="stats", **knobs)[1]
+    assert dw.any() == (kind == "probabilities")
     before = begin(case.linear_weight, "grad")
     run(case, "grad", save="stats", **knobs)
     check(case.linear_weight.grad, before, dw, torch.float64)
-
-
-def test_no_valid_row_adds_nothing(device):
-    case = make(device, torch.float32)
-    case.target.fill_(-100)
-    before = begin(case.linear_weight, "grad")
-    run(case, "grad")
-    assert torch.equal(case.linear_weight.grad.double(), before)
 
 
 @pytest.mark.parametrize("save", ["logits", "stats"])
@@ -182,26 +189,41 @@ def close(value, truth):
     return bool((value - truth).abs().max() <= 1e-12 * (1 + truth.abs().max()))
 
 
-def test_retained_graph_adds_each_time(device, batch):
-    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
-    loss = head(*batch)
+def retained(head, x, y):
+    loss = head(x, y)
     loss.backward(retain_graph=True)
-    once = head.weight.grad.clone()
     loss.backward()
-    twin(*batch).backward()
-    assert close(once, twin.weight.grad) and close(head.weight.grad, 2 * twin.weight.grad)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_adds_once(device, reentrant, batch):
+def two_losses(head, x, y):
+    """Two halves of a batch and the logits of an ordinary call: three uses of one weight."""
+    first, second = (head(part, of) for part, of in zip(x.chunk(2), y.chunk(2), strict=True))
+    (first + 2.0 * second + head(x).square().sum()).backward()
+
+
+def checkpointed(reentrant, head, x, y):
     """The forward that a checkpoint runs again adds nothing."""
-    x, y = batch
-    x.requires_grad_()
+    checkpoint(head, x.requires_grad_(), y, use_reentrant=reentrant).backward()
+
+
+USES = {
+    "once": lambda head, x, y: head(x, y).backward(),
+    "retained graph": retained,
+    "two losses": two_losses,
+    "checkpoint": functools.partial(checkpointed, False),
+    "reentrant checkpoint": functools.partial(checkpointed, True),
+}
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_the_sum_is_autograds(device, batch, use, begins):
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
-    begin(head.weight, "grad")
-    twin.weight.grad = head.weight.grad.clone()
-    checkpoint(head, x, y, use_reentrant=reentrant).backward()
-    twin(x, y).backward()
+    if begins:
+        begin(head.weight, "grad")
+        twin.weight.grad = head.weight.grad.clone()
+    for module in (head, twin):
+        USES[use](module, *batch)
     assert close(head.weight.grad, twin.weight.grad)
 
 
@@ -226,33 +248,6 @@ def test_threads_lose_no_sum(device, begins):
     for worker in workers:
         worker.join()
     assert cases.relative_error(case.linear_weight.grad, threads * steps * dw) <= 1e-10
-
-
-def test_two_losses_in_one_backward(device, batch):
-    """Two halves of a batch and the logits of an ordinary call: three uses of one weight."""
-    x, y = batch
-    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
-    for module in (head, twin):
-        first, second = (module(part, of) for part, of in zip(x.chunk(2), y.chunk(2), strict=True))
-        (first + 2.0 * second + module(x).square().sum()).backward()
-    assert close(head.weight.grad, twin.weight.grad)
-
-
-@pytest.mark.parametrize("attribute", ATTRIBUTES)
-def test_tied_embedding(device, attribute):
-    """The embedding's gradient reaches .grad through autograd."""
-    torch.manual_seed(0)
-    head, twin = head_of(device, accumulate_into=attribute, bias=False), head_of(device, bias=False)
-    tokens = torch.randint(VOCAB, (3, 8), device=device)
-    for module in (head, twin):
-        embedding = nn.Embedding(VOCAB, HIDDEN, device=device, dtype=torch.float64)
-        embedding.weight = module.weight
-        if attribute == "main_grad":
-            module.weight.main_grad = torch.zeros_like(module.weight)
-        for _ in range(2):
-            module(torch.tanh(embedding(tokens)), tokens.roll(-1, dims=1)).backward()
-    got = head.weight.grad if attribute == "grad" else head.weight.grad + head.weight.main_grad
-    assert close(got, twin.weight.grad)
 
 
 def test_frozen_and_without_gradients(device, batch):
@@ -366,13 +361,12 @@ def test_accumulation_bumps_the_version_counter(device, batch):
         product.backward()
 
 
-def test_streams(device, batch):
+def test_streams(cuda):
     """The forward runs on another stream than the caller of backward, on whose stream .grad is
     complete."""
-    if device == "cpu":
-        pytest.skip("a CPU has no streams")
-    x, y = batch
-    head, twin = head_of(device, accumulate_into="grad"), head_of(device)
+    x = torch.randn(TOKENS, HIDDEN, device=cuda, dtype=torch.float64)
+    y = torch.randint(VOCAB, (TOKENS,), device=cuda)
+    head, twin = head_of(cuda, accumulate_into="grad"), head_of(cuda)
     twin(x, y).backward()
     begin(head.weight, "grad", scale=0.0)
     side = torch.cuda.Stream()
@@ -482,19 +476,10 @@ def test_refuses_weights_that_are_no_plain_leaves(device, batch):
             flce.linear_cross_entropy(x, weight, target, accumulate_into="grad")
 
 
-def test_refuses_options(device, batch):
-    x, y = batch
-    for attribute in ATTRIBUTES:
-        with pytest.raises(ValueError, match='save: expected "logits", "stats" or "auto" with acc'):
-            head_of(device, accumulate_into=attribute, save="grads")
-        with pytest.raises(ValueError, match="save: expected"):
-            flce.plan(8, 8, 8, device=device, accumulate_into=attribute, save="grads")
-    for function in (head_of, lambda device, **rest: head_of(device)(x, y, **rest)):
-        with pytest.raises(ValueError, match="accumulate_into: expected one of .*got 'main'"):
-            function(device, accumulate_into="main")
+def test_refuses_transforms(device, batch):
     head = head_of(device, accumulate_into="grad")
     with pytest.raises(RuntimeError, match="flce: .* not supported in torch.func transforms"):
-        torch.func.vmap(lambda x: head(x, y))(torch.stack([x, x]))
+        torch.func.vmap(lambda x: head(x, batch[1]))(torch.stack([batch[0], batch[0]]))
 
 
 def test_the_operator_checks_what_it_is_given(device):

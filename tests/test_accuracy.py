@@ -67,37 +67,25 @@ def test_grid(device, dtype, vocab, std, targets, save):
         assert error <= bar, f"{name}: {error:.2e}"
 
 
-@cases.pairwise(
-    save=cases.SAVES,
-    tokens=[1, 7, 8, 9, 31, 127, 128, 129, 257],
-    dtype=[torch.float32, torch.bfloat16],
-)
-def test_token_tails(device, save, tokens, dtype):
-    case = cases.make_case(tokens, 24, 200, dtype=dtype, device=device, std=4.0, bias=True)
-    cases.check(flce.linear_cross_entropy, case, save=save, max_memory=50 * 200 * 4)
-
-
-TAILS = (3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1025, 2049)
+# Around every vector and tile width, also with rows that are not aligned to 16 bytes.
+VOCAB_TAILS = (3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1025, 2049)
+TAILS = [  # tokens, hidden, vocab, standard deviation of the logits
+    *((19, 16, vocab, 4.0) for vocab in VOCAB_TAILS),
+    *((40, hidden, 130, 2.0) for hidden in (1, 2, 3, 7, 8, 9, 33, 129)),
+    *((tokens, 24, 200, 4.0) for tokens in (1, 7, 8, 9, 31, 127, 128, 129, 257)),
+]
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", TAILS)
-def test_vocab_tails(device, vocab, dtype):
-    """Sizes around every vector and tile width, also with rows that are not aligned to 16
-    bytes."""
-    case = cases.make_case(19, 16, vocab, dtype=dtype, device=device, std=4.0, bias=True)
+@pytest.mark.parametrize("sizes", TAILS, ids=str)
+def test_tails(device, sizes, dtype):
+    *sizes, std = sizes
+    case = cases.make_case(*sizes, dtype=dtype, device=device, std=std, bias=True)
     yardstick = cases.Yardstick(case)
+    budget = 50 * 200 * 4 if sizes[2] == 200 else None  # several chunks
     for save in cases.SAVES:
-        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden", [1, 2, 3, 7, 8, 9, 33, 129])
-def test_hidden_tails(device, hidden, dtype):
-    case = cases.make_case(40, hidden, 130, dtype=dtype, device=device, std=2.0, bias=True)
-    yardstick = cases.Yardstick(case)
-    for save in cases.SAVES:
-        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
+        results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
+        yardstick.check(results, save)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -161,17 +149,6 @@ def test_tiny_losses_keep_their_digits(device, save, dtype, margin):
         assert error <= bar, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("save", cases.SAVES)
-def test_constant_shift_changes_nothing(device, save):
-    """softmax ignores a constant: a bias of 500 in every column must not cost accuracy."""
-    case = cases.make_case(20, 32, 300, dtype=torch.float64, device=device, bias=True)
-    shifted = case.with_options(linear_bias=case.options["linear_bias"] + 500.0)
-    plain = cases.outcome(flce.linear_cross_entropy, case, save=save)
-    other = cases.outcome(flce.linear_cross_entropy, shifted, save=save)
-    for name, value in plain.items():
-        assert cases.relative_error(other[name], value.double()) <= 1e-11, name
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_all_logits_far_from_zero(device, sign, dtype):
@@ -184,17 +161,6 @@ def test_all_logits_far_from_zero(device, sign, dtype):
         yardstick.check(cases.outcome(flce.linear_cross_entropy, case, save=save), save)
 
 
-@pytest.mark.parametrize("case_bias", [False, True])
-def test_rows_of_the_weight_equal_to_inputs(device, case_bias):
-    """Rows of W that repeat rows of x: peaked logits with several equal maxima."""
-    case = cases.make_case(16, 32, 256, dtype=torch.float32, device=device, bias=case_bias, std=8.0)
-    case.linear_weight[:16] = case.input
-    case.linear_weight[16:32] = case.input
-    yardstick = cases.Yardstick(case.with_options(reduction="sum"))
-    for save in cases.SAVES:
-        yardstick.check(cases.outcome(flce.linear_cross_entropy, yardstick.case, save=save), save)
-
-
 @pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
 def test_cpu_variants(variant, monkeypatch):
     """Each variant of the CPU kernels that this machine supports, with the tests of tails and
@@ -204,8 +170,8 @@ def test_cpu_variants(variant, monkeypatch):
         pytest.skip(f"this CPU has no {variant}")
     assert torch.ops.flce.cpu_variant() == variant
     for dtype in cases.DTYPES:
-        for vocab in TAILS:
-            test_vocab_tails("cpu", vocab, dtype)
+        for vocab in VOCAB_TAILS:
+            test_tails("cpu", (19, 16, vocab, 4.0), dtype)
         for sign in (-1.0, 1.0):
             test_all_logits_far_from_zero("cpu", sign, dtype)
         for save in cases.SAVES:

@@ -20,46 +20,22 @@ KINDS = {
 }
 
 
-def make_operands(rank, dtype, device, seed=0):
-    random = cases.generator(seed)
-    shapes = {"x": (3, N // 3, H), "u": (3, N // 3, rank), "w": (V, H), "b": (V, rank)}
-    made = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    made["bias"] = torch.randn(V, generator=random)
-    target = torch.randint(V - 5, (3, N // 3), generator=random)
-    target[0, ::4] = -100
-    made["x"][0, ::4] = made["u"][0, ::4] = float("nan")  # ignored rows
-    return {name: value.to(device, dtype) for name, value in made.items()}, target.to(device)
+def make(rank, dtype, device):
+    """A case with adapters; its ignored rows contain NaN."""
+    case = cases.make_case(N, H, V, dtype=dtype, device=device, bias=True)
+    case.target %= V - 5
+    case = cases.ignore_some(case, every=4)
+    for name, rows in (("adapter_input", N), ("adapter_weight", V)):
+        adapter = torch.randn(rows, rank, generator=cases.generator(rows))
+        case.options[name] = adapter.to(device, dtype)
+    case.options["adapter_input"][::4] = float("nan")
+    case.input, case.target = case.input.view(3, N // 3, H), case.target.view(3, N // 3)
+    case.options["adapter_input"] = case.options["adapter_input"].view(3, N // 3, rank)
+    return case
 
 
-def run(function, operands, target, frozen, dtype=None, **options):
-    """The loss and the gradients by name, w's None where it is frozen."""
-    leaves = {name: value.detach().to(dtype or value.dtype) for name, value in operands.items()}
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name not in ("w",) or not frozen)
-    loss = function(
-        leaves["x"],
-        leaves["w"],
-        target,
-        adapter_input=leaves["u"],
-        adapter_weight=leaves["b"],
-        linear_bias=leaves["bias"],
-        **options,
-    )
-    loss.backward(
-        torch.linspace(0.5, 1.5, loss.numel(), device=loss.device).view(loss.shape).to(loss)
-    )
-    return {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
-
-
-def check(got, eager, truth, dtype):
-    for name, true in truth.items():
-        if true is None:
-            assert got[name] is None, name
-            continue
-        assert got[name].dtype == (eager[name].dtype), name
-        error = cases.relative_error(got[name], true)
-        limit = cases.FLOORS[dtype][0] + 2 * cases.relative_error(eager[name], true)
-        assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
+def wants_of(frozen):
+    return [name for name in cases.LEAVES if not frozen or name != "linear_weight"]
 
 
 @cases.pairwise(
@@ -76,28 +52,25 @@ def test_against_the_definition(device, kind, save, dtype, frozen, rank, max_mem
         pytest.skip('save="grads" holds the gradients of one scalar')
     if dtype == torch.float64:
         options.pop("accum_dtype", None)
-    operands, target = make_operands(rank, dtype, device)
+    case = make(rank, dtype, device).with_options(**options)
+    upstream = torch.linspace(0.5, 1.5, N, device=device).view(3, N // 3)
+    upstream = upstream if options.get("reduction") == "none" else upstream[0, 0]
     how = {"save": save, "max_memory": max_memory}
-    definition = reference.linear_cross_entropy
-    truth = run(definition, operands, target, frozen, torch.float64, **options)
-    eager = run(definition, operands, target, frozen, **options)
-    got = run(flce.linear_cross_entropy, operands, target, frozen, **options, **how)
-    check(got, eager, truth, dtype)
+    call = {"wants": wants_of(frozen), "grad_output": upstream}
+    cases.check(flce.linear_cross_entropy, case, **call, **how)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_sampled(device, frozen, smoothing):
     """One draw for both: the reference draws from the same logits."""
-    operands, target = make_operands(8, torch.float32, device)
     options = {"gradient": "sampled", "gradient_eps": 2**-4, "gradient_seed": 5}
-    options["label_smoothing"] = smoothing
-    truth = run(reference.linear_cross_entropy, operands, target, frozen, **options)
-    got = run(flce.linear_cross_entropy, operands, target, frozen, **options)
+    options |= {"label_smoothing": smoothing, "wants": wants_of(frozen)}
+    case = make(8, torch.float32, device)
+    truth = cases.outcome(reference.linear_cross_entropy, case, **options)
+    got = cases.outcome(flce.linear_cross_entropy, case, **options)
     for name, true in truth.items():
-        if true is not None:
-            assert cases.relative_error(got[name], true) < 1e-5, name
-    assert (got["w"] is None) == frozen
+        assert cases.relative_error(got[name], true.double()) < 1e-5, name
 
 
 class _Gradients(TorchDispatchMode):
@@ -118,70 +91,47 @@ class _Gradients(TorchDispatchMode):
 
 @pytest.mark.parametrize("save", ["grads", "logits", "stats"])
 def test_a_frozen_weight_has_no_gradient(device, save):
-    operands, target = make_operands(4, torch.float32, device)
+    case = make(4, torch.float32, device)
     with _Gradients() as seen:
-        run(flce.linear_cross_entropy, operands, target, True, save=save)
+        cases.outcome(flce.linear_cross_entropy, case, wants=wants_of(True), save=save)
     assert [shape for shape in seen.shapes if shape] == [(V, 4)]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_autocast(device, frozen):
     """A bfloat16 base with float32 adapters."""
-    operands, target = make_operands(8, torch.float32, device)
-    operands["w"] = operands["w"].bfloat16()
-    truth = run(reference.linear_cross_entropy, operands, target, frozen, torch.float64)
+    case = make(8, torch.float32, device)
+    case.linear_weight = case.linear_weight.bfloat16()
+    wants = wants_of(frozen)
+    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64), wants=wants)
     with torch.autocast(device, torch.bfloat16):
-        got = run(flce.linear_cross_entropy, operands, target, frozen)
+        got = cases.outcome(flce.linear_cross_entropy, case, wants=wants)
     for name, true in truth.items():
-        if true is None:
-            continue
-        assert got[name].dtype == (torch.float32 if name == "loss" else operands[name].dtype)
+        own = torch.bfloat16 if name == "linear_weight" else torch.float32
+        assert got[name].dtype == own
         assert cases.relative_error(got[name], true) < 2e-2, name
-    assert (got["w"] is None) == frozen
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_compiled(device, frozen):
     torch.compiler.reset()
-    operands, target = make_operands(8, torch.float32, device)
+    case = make(8, torch.float32, device)
     compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    expected = run(flce.linear_cross_entropy, operands, target, frozen)
-    got = run(compiled, operands, target, frozen)
-    for name, value in expected.items():
-        assert value is None or torch.equal(got[name], value), name
+    expected, got = (
+        cases.outcome(function, case, wants=wants_of(frozen))
+        for function in (flce.linear_cross_entropy, compiled)
+    )
+    assert cases.same_bits(expected, got)
 
 
 def test_logprobs_and_outputs(device):
-    operands, target = make_operands(8, torch.float64, device)
-    x, u, w, b = (operands[name] for name in "xuwb")
-    adapter = {"adapter_input": u, "adapter_weight": b}
-    logprobs, entropy = flce.linear_logprobs(x, w, target, **adapter)
-    made = reference.linear_cross_entropy(
-        x, w, target, reduction="none", return_entropy=True, **adapter
-    )
+    case = make(8, torch.float64, device)
+    operands = case.input, case.linear_weight, case.target
+    logprobs, entropy = flce.linear_logprobs(*operands, **case.options)
+    rows = {**case.options, "reduction": "none", "return_entropy": True}
+    made = reference.linear_cross_entropy(*operands, **rows)
     torch.testing.assert_close(-logprobs, made.loss)
     torch.testing.assert_close(entropy, made.entropy)
-
-
-@pytest.mark.parametrize(
-    "change, error, named",
-    [
-        ({"adapter_weight": None}, TypeError, "adapter_weight"),
-        ({"adapter_input": None}, TypeError, "adapter_input"),
-        ({"adapter_weight": torch.zeros(V + 1, 8)}, ValueError, "adapter_weight"),
-        ({"adapter_weight": torch.zeros(V, 0)}, ValueError, "adapter_weight"),
-        ({"adapter_weight": torch.zeros(V, 8, dtype=torch.int64)}, TypeError, "adapter_weight"),
-        ({"adapter_weight": torch.zeros(V, 8, dtype=torch.bfloat16)}, TypeError, "adapter_weight"),
-        ({"adapter_input": torch.zeros(3, N // 3, 9)}, ValueError, "adapter_input"),
-        ({"adapter_input": torch.zeros(N, 8)}, ValueError, "adapter_input"),
-        ({"accumulate_into": "grad"}, ValueError, "accumulate_into"),
-    ],
-)
-def test_refusals(change, error, named):
-    operands, target = make_operands(8, torch.float32, "cpu")
-    given = {"adapter_input": operands["u"], "adapter_weight": operands["b"], **change}
-    with pytest.raises(error, match=f"^{named}: expected"):
-        flce.linear_cross_entropy(operands["x"], operands["w"].requires_grad_(), target, **given)
 
 
 @pytest.mark.parametrize("is_cast", [False, True])

@@ -1,29 +1,12 @@
-"""Behaviour with autograd, checkpointing, autocast and Modules."""
+"""Behaviour with autograd, autocast and GradScaler."""
 
 import cases
 import pytest
 import torch
 import torch.nn.functional as F
 from small_case import BUDGET, call, leaves_of, make
-from torch.utils.checkpoint import checkpoint
 
 import flce
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("save", cases.SAVES)
-def test_gradcheck(device, save, reduction, smoothing):
-    if save == "grads" and reduction == "none":
-        pytest.skip("refused, see test_refusals")
-    case = cases.make_case(6, 4, 7, dtype=torch.float64, device=device, std=2.0, bias=True)
-    case.target[2] = -100
-    knobs = {"save": save, "reduction": reduction, "label_smoothing": smoothing}
-
-    def function(x, w, b):
-        return call(case, (x, w, b), **knobs, max_memory=3 * 8 * 8)
-
-    assert torch.autograd.gradcheck(function, leaves_of(case))
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
@@ -66,21 +49,6 @@ def test_grads_are_handed_over_without_a_copy(device, retain):
         assert peak < weight_bytes // 8
 
 
-def test_loss_backward_accumulates(device):
-    """Two micro-batches into .grad, the usual way of training."""
-    case = make(device, torch.float64)
-    leaves = leaves_of(case)
-    wide = leaves_of(case)
-    for _ in range(2):
-        call(case, leaves, save="grads").backward()
-        loss = flce.reference.linear_cross_entropy(
-            wide[0], wide[1], case.target, linear_bias=wide[2]
-        )
-        loss.backward()
-    for ours, truth in zip(leaves, wide, strict=True):
-        assert cases.relative_error(ours.grad, truth.grad) <= 1e-12
-
-
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_two_runs_are_bitwise_equal(device, save):
     case = cases.make_case(300, 64, 2000, dtype=torch.bfloat16, device=device, bias=True)
@@ -90,34 +58,6 @@ def test_two_runs_are_bitwise_equal(device, save):
     for _ in range(3):
         again = cases.outcome(flce.linear_cross_entropy, case, **knobs)
         assert cases.same_bits(first, again)
-
-
-@pytest.mark.parametrize("save", cases.SAVES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_nothing_reads_uninitialised_memory(device, save, dtype):
-    """With every new tensor filled with NaN (workspaces with 0xff bytes, also NaN) the results
-    are bitwise the same."""
-    case = cases.ignore_some(make(device, dtype, label_smoothing=0.1))
-    knobs = {"save": save, "max_memory": BUDGET}
-    plain = cases.outcome(flce.linear_cross_entropy, case, **knobs)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(3, device=device).isnan().all()
-        poisoned = cases.outcome(flce.linear_cross_entropy, case, **knobs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert cases.same_bits(plain, poisoned)
-    for name, tensor in poisoned.items():
-        assert torch.isfinite(tensor).all(), name
-
-
-@pytest.mark.parametrize("save", cases.SAVES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_does_not_depend_on_what_requires_grad(device, save, reduction):
-    case = make(device, reduction=reduction)
-    with_grad = cases.outcome(flce.linear_cross_entropy, case, save=save)
-    without = cases.outcome(flce.linear_cross_entropy, case, save=save, wants=())
-    assert cases.relative_error(without["loss"], with_grad["loss"].double()) <= 1e-6
 
 
 def test_no_grad_has_no_graph_and_no_gradient_buffers(device):
@@ -153,46 +93,6 @@ def test_batched_gradients_are_refused(device, save, keeps):
     with pytest.raises(RuntimeError, match="vmap is not supported"):
         torch.autograd.grad(loss, x, batch, is_grads_batched=True, retain_graph=keeps)
     assert w.grad is None or not w.grad.any()
-
-
-def test_jacobian_is_refused_if_it_is_vectorized(device):
-    case = cases.make_case(6, 8, 11, dtype=torch.float64, device=device)
-
-    def losses(x):
-        return flce.linear_cross_entropy(x, case.linear_weight, case.target, reduction="none")
-
-    jacobian = torch.autograd.functional.jacobian
-    with pytest.raises(RuntimeError, match="vmap is not supported.*vectorize"):
-        jacobian(losses, case.input, vectorize=True)
-    assert jacobian(losses, case.input).shape == (6, 6, 8)
-
-
-# ---- checkpointing ----
-
-
-@pytest.mark.parametrize(("save", "once", "again"), [("logits", 3, 4), ("grads", 3, 6)])
-def test_checkpoint_repeats_the_forward_only(device, save, once, again):
-    """Non-reentrant checkpointing runs the forward twice: one more logits GEMM with
-    save="logits", all three GEMMs with "grads". Around the loss alone it saves nothing."""
-    case = make(device)
-
-    def train(wrap):
-        leaves = leaves_of(case)
-        wrap(leaves).backward()
-        return [leaf.grad for leaf in leaves]
-
-    def plain(leaves):
-        return call(case, leaves, save=save)
-
-    def wrapped(leaves):
-        return checkpoint(
-            lambda *tensors: call(case, tensors, save=save), *leaves, use_reentrant=False
-        )
-
-    assert cases.gemms_of(lambda: train(plain)) == once
-    assert cases.gemms_of(lambda: train(wrapped)) == again
-    for left, right in zip(train(plain), train(wrapped), strict=True):
-        assert torch.equal(left, right)
 
 
 # ---- autocast, GradScaler ----
@@ -288,6 +188,3 @@ def test_a_grad_scaler_drives_a_step(device):
         assert scaler.get_scale() == 65536.0
     assert not torch.equal(heads[0], case.linear_weight.float())
     assert cases.relative_error(heads[0], heads[1].double()) <= 1e-4
-
-
-# ---- Modules ----

@@ -22,10 +22,9 @@ from flce.compat import cce, liger
 
 
 def liger_truth(
-    x, w, y, b=None, *, ce_weight=None, z=0.0, smoothing=0.0, softcap=None, scale=False
+    x, w, y, b, *, reduction, scale, ce_weight=None, z=0.0, smoothing=0.0, softcap=None
 ):
-    """Each token's (cross entropy, z-loss), its class weight, and predictions, after Liger's
-    documentation."""
+    """(loss, z-loss, accuracy, predictions) after Liger's documentation."""
     logits = F.linear(x, w, b).double()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -37,8 +36,20 @@ def liger_truth(
         rows, extra = rows * probability, extra * probability
     factors = valid.double() if ce_weight is None else ce_weight[y.clamp(min=0)] * valid
     predictions = logits.argmax(-1).masked_fill(~valid, -1)
-    return rows, extra, factors, predictions
+    right = (predictions == y).double() * valid
+    if reduction != "none":
+        rows, extra = rows.sum(), extra.sum()
+    if reduction == "mean":
+        rows, extra = rows / factors.sum(), extra / valid.sum()
+    if reduction != "none":
+        right = right.sum() / valid.sum()
+    return rows + extra, extra.detach(), right, predictions
 
+
+# The fields of a result by what asks for them.
+FIELDS = {"return_z_loss": "z_loss", "return_token_accuracy": "token_accuracy"}
+FIELDS |= {"return_predicted_tokens": "predicted_tokens"}
+ASKED = dict.fromkeys(FIELDS, True)
 
 LIGER_CASES = [
     {},
@@ -60,77 +71,66 @@ def liger_call(case, device, dtype=torch.float64):
     return truth, call
 
 
-@cases.pairwise(case=LIGER_CASES, reduction=["mean", "sum", "none"], scale=[False, True])
+@pytest.mark.parametrize("case", LIGER_CASES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("scale", [False, True])
 def test_liger_means_what_it_says(device, case, reduction, scale):
     x, w, b, y = make("indices", device)
     truth, call = liger_call(case, device)
-    rows, extra, factors, predictions = liger_truth(x, w, y, b, scale=scale, **truth)
-    valid = y != -100
-    right = (predictions == y).double() * valid
-    if reduction == "mean":
-        extra = extra.sum() / valid.sum()
-        theirs, right = rows.sum() / factors.sum() + extra, right.sum() / valid.sum()
-    elif reduction == "sum":
-        extra = extra.sum()
-        theirs, right = rows.sum() + extra, right.sum() / valid.sum()
-    else:
-        theirs = rows + extra
     call = {**call, "reduction": reduction, "use_token_scaling": scale}
     module = liger.LigerFusedLinearCrossEntropyLoss(**call)
-    agree(module(w, x, y, b), theirs, (x, w, b))
-
-    asked = dict.fromkeys(
-        ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True
+    theirs, extra, right, predictions = liger_truth(
+        x, w, y, b, reduction=reduction, scale=scale, **truth
     )
-    output = liger.liger_fused_linear_cross_entropy(x, w, y, b, **call, **asked)
-    rows, extra2, factors, _ = liger_truth(x, w, y, b, scale=scale, **truth)
-    assert torch.allclose(output.loss, theirs.detach(), rtol=1e-11)
-    assert torch.allclose(output.z_loss, extra.detach(), rtol=1e-11)
+    agree(module(w, x, y, b), theirs, (x, w, b), retain_graph=True)
+    output = liger.liger_fused_linear_cross_entropy(x, w, y, b, **call, **ASKED)
+    agree(output.loss, theirs, (x, w, b))
+    assert torch.allclose(output.z_loss, extra, rtol=1e-11)
     assert output.z_loss.shape == extra.shape and not output.z_loss.requires_grad
     assert torch.allclose(output.token_accuracy.double(), right, rtol=1e-6)
     assert torch.equal(output.predicted_tokens, predictions)
-    output.loss.sum().backward()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_liger_returns_only_what_was_asked(device, reduction):
-    x, w, _, y = make("indices", device)
-    names = {
-        "return_z_loss": "z_loss",
-        "return_token_accuracy": "token_accuracy",
-        "return_predicted_tokens": "predicted_tokens",
-    }
-    for asked, field in names.items():
-        output = liger.liger_fused_linear_cross_entropy(
-            x, w, y, reduction=reduction, **{asked: True}
-        )
+    for asked, field in FIELDS.items():
+        output = liger.liger_fused_linear_cross_entropy(x, w, y, b, **call, **{asked: True})
         assert isinstance(output, liger.CrossEntropyOutput)
-        for name in names.values():
+        for name in FIELDS.values():
             assert (getattr(output, name) is not None) == (name == field)
 
 
-def test_ligers_function_takes_its_arguments_by_position(device):
-    x, w, b, y = make("indices", device)
-    weight = torch.rand(V, dtype=torch.float64, device=device)
-    args = (x, w, y, b, weight, -100, 0.01, 0.1, "sum", 4.0, True, torch.float64, False, True, True)
-    output = liger.liger_fused_linear_cross_entropy(*args)
-    made = liger.LigerFusedLinearCrossEntropyFunction.apply(*args)
-    fields = (output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens)
-    for mine, theirs in zip(made, fields, strict=True):
-        assert torch.equal(mine, theirs)
-    assert len(liger.LigerFusedLinearCrossEntropyFunction.apply(*args, None, None, 1)) == 4
-    assert liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[1:] == (None, None, None)
-    with pytest.raises(ValueError, match="^ce_impl: expected None"):
-        liger.LigerFusedLinearCrossEntropyFunction.apply(*args, "cutedsl")
-
-
-def test_ligers_refusals(device):
-    for name, wrong in (("reduction", "batchmean"), ("label_smoothing", 2.0), ("softcap", 0.0)):
-        with pytest.raises(ValueError, match=f"^{name}: expected"):
-            liger.LigerFusedLinearCrossEntropyLoss(**{name: wrong})
+@pytest.mark.parametrize("scaled", [False, True])
+def test_liger_without_valid_tokens(device, scaled):
     x, w, _, y = make("indices", device)
-    with pytest.raises(ValueError, match="^chunk_mem_const: expected"):
-        liger.liger_fused_linear_cross_entropy(x, w, y, chunk_mem_const=0)
+    asked = {**ASKED, "return_z_loss": False, "use_token_scaling": scaled}
+    output = liger.liger_fused_linear_cross_entropy(x, w, torch.full_like(y, -100), **asked)
+    assert output.loss == 0 and output.token_accuracy == 0
+    assert (output.predicted_tokens == -1).all()
+    assert all((grad == 0).all() for grad in torch.autograd.grad(output.loss, (x, w)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        *(({name: wrong}, ValueError) for name, wrong in (
+            ("reduction", "batchmean"), ("label_smoothing", 2.0), ("softcap", 0.0),
+            ("chunk_mem_const", 0), ("accum_dtype", torch.int32),
+            ("accum_dtype", torch.complex64),
+            ("accum_dtype", torch.float64),  # there is no such sum of float32 operands
+        )),
+        *(({"bias": wrong}, TypeError) for wrong in (
+            torch.ones(V, dtype=torch.float64), torch.ones(V).int(), [0.0],
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ligers_refusals(device, options, error):
+    x, w = (leaf(*shape, device=device, dtype=torch.float32) for shape in ((N, H), (V, H)))
+    ((name, wrong),) = options.items()
+    message = {"bias": "^linear_bias: expected"}.get(name, f"^{name}: expected")
+    with pytest.raises(error, match=message) as caught:
+        liger.liger_fused_linear_cross_entropy(x, w, indices(N, device=device), **options)
+    assert name != "accum_dtype" or str(caught.value).endswith(f"got {wrong}")
+    if name in ("reduction", "label_smoothing", "softcap"):
+        with pytest.raises(error, match=message):
+            liger.LigerFusedLinearCrossEntropyLoss(**options)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +149,19 @@ def test_wrong_calls_are_type_errors(args, given, message):
         liger.liger_fused_linear_cross_entropy(*args, **given)
 
 
-def test_liger_without_valid_tokens(device):
-    x, w, _, y = make("indices", device)
-    for scaled in (False, True):
-        output = liger.liger_fused_linear_cross_entropy(
-            x,
-            w,
-            torch.full_like(y, -100),
-            return_token_accuracy=True,
-            return_predicted_tokens=True,
-            use_token_scaling=scaled,
-        )
-        assert output.loss == 0 and output.token_accuracy == 0
-        assert (output.predicted_tokens == -1).all()
-        assert all((grad == 0).all() for grad in torch.autograd.grad(output.loss, (x, w)))
+def test_ligers_function_takes_its_arguments_by_position(device):
+    x, w, b, y = make("indices", device)
+    weight = torch.rand(V, dtype=torch.float64, device=device)
+    args = (x, w, y, b, weight, -100, 0.01, 0.1, "sum", 4.0, True, torch.float64, False, True, True)
+    output = liger.liger_fused_linear_cross_entropy(*args)
+    made = liger.LigerFusedLinearCrossEntropyFunction.apply(*args)
+    fields = (output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens)
+    for mine, theirs in zip(made, fields, strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(liger.LigerFusedLinearCrossEntropyFunction.apply(*args, None, None, 1)) == 4
+    assert liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[1:] == (None, None, None)
+    with pytest.raises(ValueError, match="^ce_impl: expected None"):
+        liger.LigerFusedLinearCrossEntropyFunction.apply(*args, "cutedsl")
 
 
 def peer(name):
@@ -191,18 +190,13 @@ def test_liger_itself(device, case, reduction, scale):
     x, w, b = (leaf(*s, device=device, dtype=torch.float32) for s in ((N, H), (V, H), (V,)))
     y = indices(N, device=device)
     _, call = liger_call(case, device, torch.float32)
-    asked = dict.fromkeys(
-        ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True
-    )
-    call = {**call, **asked, "reduction": reduction, "use_token_scaling": scale}
-    one = liger.liger_fused_linear_cross_entropy(x, w, y, b, **call)
-    two = theirs.liger_fused_linear_cross_entropy(x, w, y, b, **call)
+    call = {**call, **ASKED, "reduction": reduction, "use_token_scaling": scale}
+    one, two = (f.liger_fused_linear_cross_entropy(x, w, y, b, **call) for f in (liger, theirs))
     # One upstream gradient: Liger's backward overwrites what it saved.
     agree(one.loss, two.loss, (x, w, b), TOLERANCE[torch.float32])
-    for name in ("z_loss", "token_accuracy", "predicted_tokens"):
+    for name in FIELDS.values():
         mine, other = getattr(one, name), getattr(two, name)
-        assert mine.shape == other.shape, name
-        assert mine.dtype == other.dtype, name
+        assert mine.shape == other.shape and mine.dtype == other.dtype, name
         assert torch.allclose(mine.double(), other.double(), rtol=1e-5, atol=1e-6), name
 
 
@@ -296,18 +290,6 @@ def test_compile_fullgraph_with_ligers_output(device, ligers_functional):
     agree(output.loss, call(x, w, b).loss, (x, w, b))
 
 
-def test_ligers_models_take_the_output(device, monkeypatch):
-    functional = peer(LIGERS_FUNCTIONAL)
-    models = importlib.import_module("liger_kernel.transformers.model.loss_utils")
-    ours = liger.liger_fused_linear_cross_entropy
-    monkeypatch.setattr(functional, "liger_fused_linear_cross_entropy", ours)
-    x, w, _, y = make("indices", device, batch=(2, 5))
-    output = models.LigerForCausalLMLoss(x, w, y, H, return_token_accuracy=True)
-    assert type(output) is functional.CrossEntropyOutput
-    rows = torch.cat([y[:, 1:], torch.full_like(y[:, :1], -100)], 1).flatten()
-    agree(output.loss, F.cross_entropy(F.linear(x.flatten(0, 1), w), rows), (x, w))
-
-
 # Operands, Liger's accum_dtype, flce's for it.
 SUMS = [
     (torch.float32, torch.float32, torch.float32),
@@ -371,17 +353,6 @@ def test_ligers_accum_dtype_under_autocast(device, asked):
     assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("asked", [torch.float64, torch.int32, torch.complex64])
-def test_ligers_accum_dtype_is_refused(device, asked):
-    """float64 is refused: flce has no float64 sum for float32 operands, and float32 is less
-    exact."""
-    x, w = (leaf(*shape, device=device, dtype=torch.float32) for shape in ((N, H), (V, H)))
-    y = indices(N, device=device)
-    message = f"^accum_dtype: expected .*float32.*, got {asked}$"
-    with pytest.raises(ValueError, match=message):
-        liger.liger_fused_linear_cross_entropy(x, w, y, accum_dtype=asked)
-
-
 @cases.pairwise(
     wide=[torch.float64, torch.float32],
     narrow=[torch.float32, torch.bfloat16, torch.float16],
@@ -408,18 +379,10 @@ def test_liger_promotes_a_narrower_bias(device, wide, narrow, scale):
 
 def test_liger_promotes_one_16_bit_bias_beside_another(device):
     x, w = (leaf(*shape, device=device, dtype=torch.bfloat16) for shape in ((N, H), (V, H)))
-    b = leaf(V, device=device, dtype=torch.float16)
-    y = indices(N, device=device)
+    b, y = leaf(V, device=device, dtype=torch.float16), indices(N, device=device)
     ours = liger.liger_fused_linear_cross_entropy(x, w, y, b)
     assert torch.equal(ours, flce.linear_cross_entropy(x, w, y, linear_bias=b.float()))
     assert torch.autograd.grad(ours, b)[0].dtype == torch.float16
-
-
-@pytest.mark.parametrize("bias", [torch.ones(V, dtype=torch.float64), torch.ones(V).int(), [0.0]])
-def test_liger_refuses_other_biases(bias):
-    x, w = (leaf(*shape, device="cpu", dtype=torch.float32) for shape in ((N, H), (V, H)))
-    with pytest.raises(TypeError, match="^linear_bias: expected"):
-        liger.liger_fused_linear_cross_entropy(x, w, indices(N, device="cpu"), bias)
 
 
 # ---- CCE ----

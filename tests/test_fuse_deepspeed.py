@@ -156,29 +156,37 @@ def whole(parameters):
         return [parameter.detach().clone() for parameter in parameters]
 
 
-def compare(rank, make, other_make, fuse, name):
-    expected, added, _ = trained(rank, make, None)
-    got, other_added, handle = trained(rank, other_make, fuse)
+def compare(rank, make, other_make, fuse, **options):
+    """Trains a model and a fused one -> the handle of that"""
+    expected, added, _ = trained(rank, make, None, **options)
+    got, other_added, handle = trained(rank, other_make, fuse, **options)
     for one, other in zip((*got, *other_added), (*expected, *added), strict=True):
-        error = cases.relative_error(one, other.double())
-        assert error <= 1e-5, f"{name}, fused {fuse}: {error}"
-        assert other.abs().max() > 1e-3, f"{name}: nothing to compare"
-    if handle is not None:
-        assert sum(handle.losses.values()) == STEPS + 1 and not handle.fallbacks, name
-        # By this test; a Module that takes them under no_grad makes them too.
-        detach = STEPS + 1 if name == "loss in Modules" else 1
-        reads = {"torch.Tensor.cos": 1, "torch.Tensor.detach": detach, "torch.Tensor.sin": 1}
-        assert all(count <= reads[key] for key, count in handle.reads.items()), handle.reads
+        assert cases.relative_error(one, other.double()) <= 1e-5
+        assert other.abs().max() > 1e-3, "nothing to compare"
+    return handle
+
+
+def compare_all(names):
+    rank = open_deepspeed()
+    for name in names:
+        make = (PLAIN | FRAMEWORKS)[name]
+        if name == "flce's Module":
+            compare(rank, make, lambda: WithHead(flce.LinearCrossEntropyHead), None)
+            continue
+        for fuse in ("before", "after"):
+            handle = compare(rank, make, make, fuse)
+            assert sum(handle.losses.values()) == STEPS + 1 and not handle.fallbacks, name
+            # By this test; a Module that takes them under no_grad makes them too.
+            detach = STEPS + 1 if name == "loss in Modules" else 1
+            reads = {"torch.Tensor.cos": 1, "torch.Tensor.detach": detach, "torch.Tensor.sin": 1}
+            assert all(count <= reads[key] for key, count in handle.reads.items()), handle.reads
 
 
 def compare_enclosed(rank):
     """Real logits, with a warning, where the hook is needed. No term of the logits in the loss:
     its gradient would reach DeepSpeed apart."""
-    expected, added, _ = trained(rank, Enclosed, None, is_mixed=False)
     with pytest.warns(UserWarning, match="torch.Tensor.detach is not deferred"):
-        got, other_added, _ = trained(rank, Enclosed, "before", strict=False, is_mixed=False)
-    for one, other in zip((*got, *other_added), (*expected, *added), strict=True):
-        assert cases.relative_error(one, other.double()) <= 1e-5
+        compare(rank, Enclosed, Enclosed, "before", strict=False, is_mixed=False)
 
 
 def refuse_outside(rank):
@@ -215,17 +223,6 @@ def open_deepspeed():
     # It would be compiled, for a minute; gloo serves in its stead.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return rank
-
-
-def compare_all(names):
-    rank = open_deepspeed()
-    for name in names:
-        make = (PLAIN | FRAMEWORKS)[name]
-        if name == "flce's Module":
-            compare(rank, make, lambda: WithHead(flce.LinearCrossEntropyHead), None, name)
-            continue
-        for fuse in ("before", "after"):
-            compare(rank, make, make, fuse, name)
 
 
 needs_deepspeed = pytest.mark.skipif(

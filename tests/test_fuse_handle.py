@@ -1,8 +1,5 @@
 """flce.fuse: when it defers, which heads it takes, what it refuses, and how it is undone."""
 
-import copy
-import io
-import pickle
 import warnings
 
 import pytest
@@ -17,7 +14,6 @@ from tiny_models import (
     Adapted,
     Model,
     compare,
-    double,
     equal,
     equal_runs,
     flat_loss,
@@ -109,21 +105,6 @@ def test_fused_again_under_a_class_of_others():
     assert not flce.explain(model).is_fused and type(model(IDS, IDS)[1]) is torch.Tensor
     handle = compare(model, strict=True)
     assert handle.losses and not first.losses
-
-
-def test_copies_and_pickles():
-    model = Model(double, flat_loss)
-    expected = model(IDS, IDS)[0]
-    flce.fuse(model, strict=True)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        loss, logits = other(IDS, IDS)
-        equal(loss.detach(), expected.detach())
-        assert type(logits) is not torch.Tensor and other.lm_head is not model.lm_head
-        assert list(other.state_dict()) == list(model.state_dict())
 
 
 def test_other_hooks_get_real_logits():

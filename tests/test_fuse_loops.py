@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import PROMPTS, LogitsMade, tiny_llama, tiny_tokenizer
+from tiny_models import PROMPTS, TRAINING, LogitsMade, tiny_llama, tiny_tokenizer, worst_error
 from torch import nn
 
 import flce
@@ -33,28 +33,21 @@ class Gpt(nn.Module):
         return logits, F.cross_entropy(flat, targets.view(-1), ignore_index=-1)
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_close(got, expected, bar=1e-6):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (got[name] - value).abs().max() <= bar * value.abs().max(), name
-
-
 def compare(model, loss_of, **options):
     """Loss and gradients with and without fuse. -> (the handle, shapes of logits made)"""
-    expected = loss_of()
-    expected.backward()
-    wanted = gradients(model)
-    model.zero_grad()
+
+    def step_of():
+        model.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected, gradients = step_of()
     with flce.fuse(model, when="always", save="stats", max_memory="8KiB", **options) as handle:
         with LogitsMade(BATCH * (LENGTH - 1), VOCAB) as seen:
-            loss = loss_of()
-            loss.backward()
+            loss, fused_gradients = step_of()
     assert abs(loss - expected) <= 1e-6 * expected
-    assert_close(gradients(model), wanted)
+    assert worst_error(fused_gradients, gradients) <= 1e-6
     return handle, seen.found
 
 
@@ -91,36 +84,22 @@ def litgpt_model(**settings):
         ({"final_logit_softcapping": 2.0}, "scale 0.5, tanh, scale 2"),
     ],
 )
-def test_litgpt(settings, steps):
+@pytest.mark.parametrize("chunked", [False, True])
+def test_litgpt(settings, steps, chunked):
+    """Chunked as in its finetuning scripts: a call of the head, and a loss, for each chunk of the
+    sequence. The default of chunked_cross_entropy without a chunked head splits the logits."""
     model = litgpt_model(**settings)
     from litgpt.utils import chunked_cross_entropy
 
     def loss_of():
-        return chunked_cross_entropy(model(IDS)[..., :-1, :], IDS[..., 1:], chunk_size=0)
-
-    handle, made = compare(model, loss_of, strict=True)
-    assert handle.losses == {steps: 1} and not made
-
-
-def test_litgpt_with_a_chunked_head():
-    """Its finetuning scripts: a call of the head, and a loss, for each chunk of the sequence."""
-    model = litgpt_model()
-    from litgpt.utils import chunked_cross_entropy
-
-    def loss_of():
-        logits = model(IDS, lm_head_chunk_size=8)
+        logits = model(IDS, lm_head_chunk_size=8) if chunked else [model(IDS)]
         logits[-1] = logits[-1][..., :-1, :]
-        return chunked_cross_entropy(logits, IDS[..., 1:])
+        if chunked:
+            return chunked_cross_entropy(logits, IDS[..., 1:])
+        return chunked_cross_entropy(logits[0], IDS[..., 1:], chunk_size=0)
 
     handle, made = compare(model, loss_of, strict=True)
-    assert handle.losses == {"none": 4} and not made
-
-
-def test_litgpt_with_a_chunked_loss():
-    """The default of chunked_cross_entropy without a chunked head splits the logits."""
-    model = litgpt_model()
-    from litgpt.utils import chunked_cross_entropy
-
+    assert handle.losses == {steps: 4 if chunked else 1} and not made
     with pytest.warns(UserWarning, match="torch.Tensor.split is not deferred"):
         handle, made = compare(model, lambda: chunked_cross_entropy(model(IDS), IDS))
     assert not handle.losses and made
@@ -181,10 +160,9 @@ def test_trl_does_not_call_the_head(tmp_path):
     datasets = pytest.importorskip("datasets")
     from flce.integrations.transformers import FuseCallback
 
-    settings = {"max_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}
     trainer = trl.SFTTrainer(
         tiny_llama(),
-        args=trl.SFTConfig(str(tmp_path), bf16=False, disable_tqdm=True, **settings),
+        args=trl.SFTConfig(str(tmp_path), bf16=False, max_steps=1, **TRAINING),
         train_dataset=datasets.Dataset.from_dict({"text": PROMPTS}),
         processing_class=tiny_tokenizer(),
         callbacks=[callback := FuseCallback()],

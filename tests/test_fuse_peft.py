@@ -9,12 +9,11 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 peft = pytest.importorskip("peft")
 
 from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
-from tiny_models import LogitsMade, built, step, worst_error  # noqa: E402
+from tiny_models import built, check_after_change, check_fused, step, worst_error  # noqa: E402
 
 BATCH, LENGTH = 2, 64
 IDS = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
 TEXT = {"input_ids": IDS, "labels": IDS}
-OPTIONS = {"save": "stats", "max_memory": "128KiB"}
 
 
 def llama(dtype=torch.float32, **settings):
@@ -36,37 +35,50 @@ def moved(model):
     return model.train()
 
 
-def check(model, bar=1e-5, loss_bar=1e-6):
-    """Loss and every gradient as without fuse, no logits made; the logits too, when asked for."""
-    loss, gradients, output = step(model, TEXT)
-    seen = LogitsMade(BATCH * (LENGTH - 1), VOCAB)
-    with flce.fuse(model, strict=True, **OPTIONS) as handle:
-        fused_loss, fused_gradients, fused_output = step(model, TEXT, seen)
-        assert not seen.found and handle.losses
-        assert torch.equal(fused_output.logits, output.logits)
-    assert abs(fused_loss - loss) <= loss_bar * loss
-    assert worst_error(fused_gradients, gradients) <= bar
-    return gradients, handle
+def gemma():
+    return built("Gemma2ForCausalLM", final_logit_softcapping=2.0)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_rslora": True},
-        {"lora_dropout": 0.4},
-        {"lora_bias": True},
-        {"init_lora_weights": False, "lora_alpha": 32, "r": 7},
-        {"bias": "lora_only"},
-    ],
-)
-@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
-def test_lora(settings):
-    gradients, handle = check(adapted(llama(), **settings))
-    assert any("lm_head.lora_A" in name for name in gradients)
-    assert any("lm_head.lora_B" in name for name in gradients)
-    assert not any("lm_head.base_layer" in name for name in gradients)
-    assert "sum of 2 products" in str(dict(handle.losses))
+def two_adapters():
+    model = adapted(llama())
+    added(model)
+    return moved(model)
+
+
+def in_body(**settings):
+    return adapted(llama(), target_modules=["q_proj"], **settings)
+
+
+LORA = ("lm_head.lora_A", "lm_head.lora_B")
+SETTINGS = [{}, {"use_rslora": True}, {"lora_dropout": 0.4}, {"lora_bias": True}]
+SETTINGS += [{"bias": "lora_only"}, {"init_lora_weights": False, "lora_alpha": 32, "r": 7}]
+# A function that makes a model, the parts of its head that are trained, what the losses are of.
+MODELS = {
+    **{str(one): (lambda one=one: adapted(llama(), **one), LORA, "2 products") for one in SETTINGS},
+    "tied": (lambda: adapted(llama(tie_word_embeddings=True)), LORA, "2 products"),
+    "scaled and capped": (lambda: adapted(gemma()), LORA, "2 products"),
+    "two adapters": (two_adapters, LORA, "3 products"),
+    "saved": (lambda: in_body(modules_to_save=["lm_head"]), ("lm_head.modules_to_save",), "none"),
+    "in the body": (in_body, (), "none"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`", "ignore:Model with `tie_word_embeddings")
+def test_adapters(name):
+    """Loss and every gradient as without fuse, no logits made; the logits are the same bits."""
+    make, trained, steps = MODELS[name]
+    model = make()
+    if trained == LORA:
+        report = str(flce.explain(model))
+        assert "lm_head: Linear of base_layer, lora_A.default, " in report
+    found = check_fused(model, TEXT, (1e-6, 1e-5))
+    assert found.logits_error == 0 and steps in str(found.losses)
+    of_head = [one for one in found.gradients if "lm_head" in one]
+    assert all(any(part in one for one in of_head) for part in trained)
+    assert not any("lm_head.base_layer" in one for one in of_head) and bool(of_head) == bool(
+        trained
+    )
 
 
 def test_the_adapter_acts():
@@ -79,42 +91,6 @@ def test_the_adapter_acts():
     assert abs(with_adapter - without) > 1e-3
     with model.disable_adapter():
         assert abs(model(**TEXT).loss.detach() - without) <= 1e-6 * without
-
-
-def test_two_adapters():
-    model = adapted(llama())
-    model.add_adapter("other", peft.LoraConfig(r=8, target_modules=["lm_head"]))
-    model.base_model.set_adapter(["default", "other"])
-    _, handle = check(moved(model))
-    assert "sum of 3 products" in str(dict(handle.losses))
-
-
-def test_merged():
-    model = adapted(llama())
-    model.merge_adapter()
-    expected = model(**TEXT).loss
-    with flce.fuse(model, strict=True) as handle:
-        assert abs(model(**TEXT).loss - expected) <= 1e-6 * expected
-    assert list(handle.losses) == ["none"]
-
-
-def test_modules_to_save():
-    gradients, _ = check(adapted(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    assert any("lm_head.modules_to_save" in name for name in gradients)
-
-
-def test_adapters_elsewhere():
-    gradients, _ = check(adapted(llama(), target_modules=["q_proj"]))
-    assert not any("lm_head" in name for name in gradients)
-
-
-@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
-def test_tied_weights():
-    check(adapted(llama(tie_word_embeddings=True)))
-
-
-def test_a_scaled_and_capped_head():
-    check(adapted(built("Gemma2ForCausalLM", final_logit_softcapping=2.0)))
 
 
 def test_dora_makes_logits():
@@ -184,29 +160,10 @@ LATER = {
 @pytest.mark.parametrize("when", ["labels", "always"])
 @pytest.mark.parametrize("name", LATER)
 def test_adapters_that_change_after_fuse(name, when):
-    """What stands in the head's place is fused by its next call, and flce.fuse takes it anew."""
+    """What stands in the head's place is fused by its next call."""
     is_adapted, change = LATER[name]
-    model = adapted(llama()) if is_adapted else llama()
-    handle = flce.fuse(model, when=when, strict=True)
-    step(model, TEXT)
-    model = moved(change(model) or model)
-    model.requires_grad_(True)
-    before = sum(handle.losses.values())
-    loss, gradients, output = step(model, TEXT)
-    assert sum(handle.losses.values()) == before + 1 and flce.explain(model).is_fused
-    if handle.model is not model:
-        again = flce.fuse(model, strict=True)
-        assert abs(step(model, TEXT)[0] - loss) <= 1e-6 * loss
-        assert again.losses and "removed" in repr(handle)
-        again.remove()
-    handle.remove()
-    expected, expected_gradients, expected_output = step(model, TEXT)
-    assert abs(loss - expected) <= 1e-6 * expected
-    assert worst_error(gradients, expected_gradients) <= 1e-5
-    assert torch.equal(output.logits, expected_output.logits)
 
+    def changed(model):
+        return moved(change(model) or model).requires_grad_(True)
 
-def test_explain_names_the_adapter():
-    model = adapted(llama())
-    report = str(flce.explain(model))
-    assert "lm_head: Linear of base_layer, lora_A.default, lora_B.default" in report
+    check_after_change(adapted(llama()) if is_adapted else llama(), TEXT, changed, when)

@@ -1,6 +1,7 @@
 """Uses of deferred logits that once gave another result than real ones: each against the same
 model without flce.fuse."""
 
+import contextlib
 import copy
 
 import cases
@@ -34,42 +35,28 @@ def cross_entropy(logits):
     return F.cross_entropy(logits.flatten(0, -2), TARGET.flatten())
 
 
-def alpha_of_the_other(model):
-    return cross_entropy(torch.add(torch.ones(2, LENGTH, V).double(), model(IDS), alpha=2))
-
-
-def written_through_a_view(change):
+def written_through_a_view(view):
     def use(model):
         logits = model(IDS)
-        change(logits)
+        view(logits).mul_(2)
         return cross_entropy(logits)
 
     return use
 
 
-def _rows_of_a_slice(z):
-    z[0].view(-1, V)[3] *= 2
-
-
-def _contiguous_slice(z):
-    z[0].contiguous()[3] *= 2
-
-
-def _reshaped_slice(z):
-    z[:1].reshape(-1, V)[3] *= 2
-
-
-def _classes_of_a_slice(z):
-    z[..., :40].view(-1, 40)[3] *= 2
-
-
-def _row_by_a_tensor(z):
-    z[torch.tensor(1)].mul_(2)
-
-
 def reentrant_head(model):
     x = model.embedding(IDS)
     return cross_entropy(checkpoint(model.lm_head, x, use_reentrant=True)) + x.square().sum()
+
+
+def checkpointed(reentrant):
+    def use(model):
+        def of_rows(x):
+            return cross_entropy(model.lm_head(x))
+
+        return checkpoint(of_rows, model.embedding(IDS), use_reentrant=reentrant)
+
+    return use
 
 
 def second_head_without_gradients(model):
@@ -90,12 +77,6 @@ def vector_written_later(model):
     logits = model(IDS) + vector
     vector += 100 * torch.eye(V)[3]
     return cross_entropy(logits)
-
-
-def frozen_but_the_bias(model):
-    model.requires_grad_(False)
-    model.lm_head.bias.requires_grad_(True)
-    return _Identity.apply(model(IDS)).log_softmax(-1)[..., 0].sum()
 
 
 class _Identity(torch.autograd.Function):
@@ -122,47 +103,43 @@ class _LikeLiger(torch.autograd.Function):
         return ctx.saved_tensors[0] * gradient
 
 
-def custom_function(model):
-    return _LikeLiger.apply(model(IDS))
+def frozen_but_the_bias(model):
+    model.requires_grad_(False)
+    model.lm_head.bias.requires_grad_(True)
+    return _Identity.apply(model(IDS)).log_softmax(-1)[..., 0].sum()
 
 
-def custom_function_and_a_loss(model):
-    logits = model(IDS)
-    return cross_entropy(logits) + _Identity.apply(logits).square().mean()
-
-
-def viewed_as_integers(model):
-    logits = model(IDS)
-    return cross_entropy(logits) + logits.detach().view(torch.int64).sum() * 0
-
-
-def sum_of_a_wide_and_a_narrow_head(model):
-    narrow = F.linear(model.embedding(IDS), model.other_head.weight)
-    return cross_entropy(model(IDS) + narrow)
-
-
-def logsumexp_and_loss(model):
-    logits = model(IDS)
-    return cross_entropy(logits) + logits.logsumexp(-1).mean()
+def of_logits(loss_of):
+    return lambda model: loss_of(model(IDS))
 
 
 USES = {
-    "alpha of the other": alpha_of_the_other,
-    "view of a slice": written_through_a_view(_rows_of_a_slice),
-    "contiguous slice": written_through_a_view(_contiguous_slice),
-    "reshaped slice": written_through_a_view(_reshaped_slice),
-    "classes of a slice": written_through_a_view(_classes_of_a_slice),
-    "row by a tensor": written_through_a_view(_row_by_a_tensor),
+    "alpha of the other": lambda model: cross_entropy(
+        torch.add(torch.ones(2, LENGTH, V).double(), model(IDS), alpha=2)
+    ),
+    "view of a slice": written_through_a_view(lambda z: z[0].view(-1, V)[3]),
+    "contiguous slice": written_through_a_view(lambda z: z[0].contiguous()[3]),
+    "reshaped slice": written_through_a_view(lambda z: z[:1].reshape(-1, V)[3]),
+    "classes of a slice": written_through_a_view(lambda z: z[..., :40].view(-1, 40)[3]),
+    "row by a tensor": written_through_a_view(lambda z: z[torch.tensor(1)]),
     "reentrant head": reentrant_head,
+    "reentrant head and loss": checkpointed(True),
+    "checkpoint of head and loss": checkpointed(False),
     "second head without gradients": second_head_without_gradients,
     "trained vector on constants": trained_vector_on_constants,
     "vector written later": vector_written_later,
     "frozen but the bias": frozen_but_the_bias,
-    "custom function": custom_function,
-    "custom function and a loss": custom_function_and_a_loss,
-    "viewed as integers": viewed_as_integers,
-    "sum with a product": sum_of_a_wide_and_a_narrow_head,
-    "logsumexp and loss": logsumexp_and_loss,
+    "custom function": of_logits(_LikeLiger.apply),
+    "custom function and a loss": of_logits(
+        lambda z: cross_entropy(z) + _Identity.apply(z).square().mean()
+    ),
+    "viewed as integers": of_logits(
+        lambda z: cross_entropy(z) + z.detach().view(torch.int64).sum() * 0
+    ),
+    "sum with a product": lambda model: cross_entropy(
+        model(IDS) + F.linear(model.embedding(IDS), model.other_head.weight)
+    ),
+    "logsumexp and loss": of_logits(lambda z: cross_entropy(z) + z.logsumexp(-1).mean()),
 }
 
 
@@ -172,20 +149,31 @@ def run(model, use):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.filterwarnings("ignore:flce.fuse", "ignore:None of the inputs")
-@pytest.mark.parametrize("name", USES)
-def test_equals_real_logits(name):
+def compare(use, head=("lm_head", "other_head"), change=None, expected_warning=None):
+    """Loss and gradients of two equal models of which one is fused; `change`: made to both then."""
     torch.manual_seed(0)
     plain = Model().double()
     fused = copy.deepcopy(plain)
-    loss, gradients = run(plain, USES[name])
-    with flce.fuse(fused, head=["lm_head", "other_head"], when="always"):
-        fused_loss, fused_gradients = run(fused, USES[name])
-    torch.testing.assert_close(fused_loss, loss)
+    with flce.fuse(fused, head=list(head), when="always"):
+        for model in (plain, fused) if change else ():
+            torch.manual_seed(1)
+            change(model.lm_head)
+        loss, gradients = run(plain, use)
+        told = pytest.warns(UserWarning, match=expected_warning) if expected_warning else None
+        with told or contextlib.nullcontext():
+            got, fused_gradients = run(fused, use)
+    torch.testing.assert_close(got, loss)
+    assert fused_gradients.keys() == gradients.keys()
     for key, gradient in gradients.items():
         assert (gradient is None) == (fused_gradients[key] is None), key
         if gradient is not None:
             torch.testing.assert_close(fused_gradients[key], gradient)
+
+
+@pytest.mark.filterwarnings("ignore:flce.fuse", "ignore:None of the inputs")
+@pytest.mark.parametrize("name", USES)
+def test_equals_real_logits(name):
+    compare(USES[name])
 
 
 def test_a_view_that_torch_refuses():
@@ -338,29 +326,19 @@ def test_logits_of_diverged_weights():
         assert model(IDS).isnan().all()
 
 
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned", "weight_norm by hooks"])
+ANEW = {
+    "weight_norm": torch.nn.utils.parametrizations.weight_norm,
+    "spectral_norm": lambda m: torch.nn.utils.parametrizations.spectral_norm(m.eval()),
+    "pruned": lambda m: torch.nn.utils.prune.l1_unstructured(m, "weight", 0.3),
+    "weight_norm by hooks": torch.nn.utils.weight_norm,
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
 def test_a_weight_made_anew_after_fuse(name):
     """Real logits, with a warning: each use would make the weight again."""
-    change = {
-        "weight_norm": torch.nn.utils.parametrizations.weight_norm,
-        "spectral_norm": lambda m: torch.nn.utils.parametrizations.spectral_norm(m.eval()),
-        "pruned": lambda m: torch.nn.utils.prune.l1_unstructured(m, "weight", 0.3),
-        "weight_norm by hooks": torch.nn.utils.weight_norm,
-    }[name]
-    torch.manual_seed(0)
-    plain = Model().double()
-    fused = copy.deepcopy(plain)
-    with flce.fuse(fused, when="always"):
-        for model in (plain, fused):
-            torch.manual_seed(1)
-            change(model.lm_head)
-        loss, gradients = run(plain, lambda m: cross_entropy(m(IDS)))
-        with pytest.warns(UserWarning, match="the head is parametrized|is hooked to"):
-            got, got_gradients = run(fused, lambda m: cross_entropy(m(IDS)))
-    torch.testing.assert_close(got, loss)
-    assert got_gradients.keys() == gradients.keys()
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(got_gradients[key], gradient)
+    told = "the head is parametrized|is hooked to"
+    compare(of_logits(cross_entropy), change=ANEW[name], expected_warning=told, head=["lm_head"])
 
 
 def test_a_parametrized_head_is_left_alone():
@@ -377,18 +355,14 @@ def test_hooks_of_all_modules_see_logits():
     def doubled(module, args, output):
         return output * 2 if isinstance(module, torch.nn.Linear) else None
 
-    torch.manual_seed(0)
-    plain = Model().double()
-    fused = copy.deepcopy(plain)
-    with flce.fuse(fused, when="always"):
+    def use(model):
         hook = torch.nn.modules.module.register_module_forward_hook(doubled)
         try:
-            expected, got = (
-                run(model, lambda m: cross_entropy(m(IDS))) for model in (plain, fused)
-            )
+            return cross_entropy(model(IDS))
         finally:
             hook.remove()
-    torch.testing.assert_close(got[0], expected[0])
+
+    compare(use, head=["lm_head"])
 
 
 def test_a_hook_between_head_and_loss_does_not_act_on_the_loss():
@@ -442,12 +416,8 @@ def comparisons(z):
 @pytest.mark.parametrize("use", [sizes, numbers_of, comparisons])
 def test_compiled(use):
     torch.compiler.reset()
-    torch.manual_seed(0)
-    plain = Model().double()
-    fused = copy.deepcopy(plain)
-    expected = run(plain, lambda model: use(model(IDS)))
-    with flce.fuse(fused, head="lm_head", when="always"):
-        compiled = torch.compile(lambda ids: use(fused(ids)), backend="aot_eager")
-        got = run(fused, lambda model: compiled(IDS))
-    torch.testing.assert_close(got[0], expected[0])
-    torch.testing.assert_close(got[1]["lm_head.weight"], expected[1]["lm_head.weight"])
+
+    def compiled(model):
+        return torch.compile(lambda ids: use(model(ids)), backend="aot_eager")(IDS)
+
+    compare(compiled, head=["lm_head"])

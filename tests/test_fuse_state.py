@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 
@@ -91,13 +92,21 @@ def test_a_head_is_copied_without_its_model():
     assert type(pickle.loads(pickle.dumps(model.lm_head))(x)) is torch.Tensor
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
 def test_a_copied_model_is_fused_by_itself(copied):
     model = Model(double, flat_loss)  # functions that pickle finds by name
     model.lm_head = Adapted(model.lm_head)
     expected = model(IDS, IDS)[0]
     handle = flce.fuse(model, "lm_head", strict=True)
     other = copied(model)
+    assert list(other.state_dict()) == list(model.state_dict())
     loss, _ = other(IDS, IDS)
     equal(loss, expected)
     assert not handle.losses and flce.explain(other).losses

@@ -49,32 +49,33 @@ def inputs_of(step):
     return {"input_ids": ids, "labels": labels}
 
 
-def assert_equal(fused, plain, outputs, case):
-    got, expected = outputs
+def step(models, called, number, case, **options):
+    """A step of both models, and their comparison: losses, logits, gradients. `called`: as models,
+    compiled or not."""
+    outputs = [one(**inputs_of(number), **options) for one in called]
+    for output, model in zip(outputs, models, strict=True):
+        model.zero_grad()
+        output.loss.backward()
+    (got, expected), (fused, plain) = outputs, models
     torch.testing.assert_close(got.loss, expected.loss, rtol=2e-6, atol=0.0, msg=case)
-    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-6, msg=case)
     for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
         gradients = whole(one.grad), whole(other.grad)
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-7, msg=f"{case}: {name}")
+    torch.testing.assert_close(got.logits + 0, expected.logits, rtol=1e-4, atol=1e-6, msg=case)
 
 
 def train(folder, name):
     """Three steps of the fused and of the unfused model; then evaluation, and unfused again."""
-    fused, plain = divided(folder), divided(folder)
+    models = fused, plain = divided(folder), divided(folder)
     fused.train(), plain.train()
     forward = fused.lm_head.forward
     handle = flce.fuse(fused, strict=True, max_memory="4KiB")
-    models = fused, plain
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) for one in models]
-    for step in range(3):
-        options = {"num_items_in_batch": 11} if step == 2 else {}
-        outputs = [one(**inputs_of(step), **options) for one in models]
-        for output in outputs:
-            output.loss.backward()
-        assert_equal(fused, plain, outputs, f"{name}, step {step}")
+    for number in range(3):
+        options = {"num_items_in_batch": 11} if number == 2 else {}
+        step(models, models, number, f"{name}, step {number}", **options)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
     assert sum(handle.losses.values()) == 3 and not handle.fallbacks, flce.explain(fused)
     with torch.no_grad():
         losses = [one(**inputs_of(3)).loss for one in models]
@@ -87,32 +88,21 @@ def train(folder, name):
 
 
 def compiled(folder):
-    """Two steps of the fused model under torch.compile."""
     fused, plain = divided(folder), divided(folder)
     handle = flce.fuse(fused, strict=True)
-    models = torch.compile(fused), plain
-    for step in range(2):
-        outputs = [one(**inputs_of(step)) for one in models]
-        for output, model in zip(outputs, (fused, plain), strict=True):
-            model.zero_grad()
-            output.loss.backward()
-        torch.testing.assert_close(outputs[0].loss, outputs[1].loss, rtol=2e-6, atol=0.0)
-        for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
-            gradients = whole(one.grad), whole(other.grad)
-            torch.testing.assert_close(*gradients, rtol=1e-4, atol=2e-7, msg=name)
+    called = torch.compile(fused), plain
+    for number in range(2):
+        step((fused, plain), called, number, f"compiled, step {number}")
     assert handle.losses and not handle.fallbacks, flce.explain(fused)
 
 
 def fall_back(folder):
     """What needs all logits gets them, with a warning, and right results."""
-    fused, plain = divided(folder), divided(folder)
+    models = fused, plain = divided(folder), divided(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with flce.fuse(fused, accumulate_into="grad") as handle:
-            outputs = [one(**inputs_of(0)) for one in (fused, plain)]
-            for output in outputs:
-                output.loss.backward()
-            assert_equal(fused, plain, outputs, "accumulate_into")
+            step(models, models, 0, "accumulate_into")
             assert list(handle.fallbacks) == [
                 "accumulate_into with a vocabulary sharded over ranks"
             ]

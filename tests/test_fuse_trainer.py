@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
 from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
-from tiny_models import built  # noqa: E402
+from tiny_models import TRAINING, built  # noqa: E402
 
 from flce.integrations.transformers import FuseCallback  # noqa: E402
 
@@ -44,21 +44,9 @@ def trainer_of(model, folder, callbacks=(), model_init=None, **settings):
             self.losses = [*(self.losses or []), float(loss)]
             return loss
 
-    settings = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        **settings,
-    }
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+    sizes |= {"gradient_accumulation_steps": 4, "max_steps": STEPS, "learning_rate": 1e-2}
+    settings = {**TRAINING, **sizes, "logging_strategy": "no", **settings}
     arguments = transformers.TrainingArguments(output_dir=str(folder), **settings)
     return Recording(
         model,
@@ -99,27 +87,6 @@ def test_losses_and_weights(tmp_path):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def test_accumulation_equals_one_large_batch(tmp_path):
-    """num_items_in_batch divides the sums: by the labels of all four parts."""
-    parts, whole = llama(), llama()
-    flce.fuse(parts, strict=True)
-    flce.fuse(whole, strict=True)
-    few = {"max_steps": 5, "learning_rate": 0.1}
-    summed = train(parts, tmp_path, **few).losses
-    large = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
-    expected = train(whole, tmp_path, **few, **large).losses
-    assert_equal([sum(summed[4 * i : 4 * i + 4]) for i in range(5)], expected, 1e-6)
-    for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
-        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
-
-
-def test_the_callback(tmp_path):
-    callback = FuseCallback(strict=True)
-    trainer = train(llama(), tmp_path, callbacks=[callback], max_steps=2)
-    assert sum(callback.handle.losses.values()) == 8
-    assert_equal(trainer.losses, train(llama(), tmp_path, max_steps=2).losses, 1e-6)
-
-
 def test_the_callback_with_model_init(tmp_path):
     callback = FuseCallback(strict=True)
     trainer = trainer_of(None, tmp_path, [callback], model_init=llama, max_steps=2)
@@ -136,6 +103,7 @@ def test_a_callback_that_is_added_later_and_a_handle_that_is_removed(tmp_path):
     trainer = trainer_of(llama(), tmp_path, max_steps=2)
     trainer.add_callback(callback := FuseCallback(strict=True))
     trainer.train()
+    assert_equal(trainer.losses, train(llama(), tmp_path, max_steps=2).losses, 1e-6)
     assert sum(callback.handle.losses.values()) == 8
     trainer = trainer_of(llama(), tmp_path, [callback := FuseCallback()], max_steps=2)
     callback.handle.remove()
@@ -190,16 +158,6 @@ def test_a_loss_function_of_the_user(tmp_path):
     callback = FuseCallback(when="always", strict=True)
     assert_equal(losses([callback]), losses([]), 1e-6)
     assert sum(callback.handle.losses.values()) == 8
-
-
-def test_label_smoothing_of_the_trainer(tmp_path):
-    """It calls the model without labels: real logits, the same losses, and a warning."""
-    settings = {"label_smoothing_factor": 0.1, "max_steps": 2}
-    expected = train(llama(), tmp_path, **settings).losses
-    with pytest.warns(UserWarning, match=r'called without labels in training.*when="always"'):
-        callback = FuseCallback()
-        got = train(llama(), tmp_path, callbacks=[callback], **settings).losses
-    assert got == expected and not callback.handle.losses
 
 
 def test_bfloat16_autocast(tmp_path):

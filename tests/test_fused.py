@@ -8,7 +8,7 @@ import math
 import cases
 import pytest
 import torch
-from hopper import BF16, ONLY, launches, operands
+from hopper import BF16, ONLY, assert_close, assert_near, draw, launches, results, truth
 
 import flce
 
@@ -21,44 +21,8 @@ def _fused(monkeypatch):
     monkeypatch.setenv("FLCE_KERNEL", "fused")
 
 
-def draw(tokens, hidden, vocab, std=1.0, seed=0):
-    x, w, random = operands(tokens, hidden, vocab, std, seed)
-    return x, w, torch.randint(vocab, (tokens,), generator=random, device="cuda")
-
-
 def kernel_of(**settings):
     return flce.plan(256, 64, 512, dtype=BF16, device="cuda", **settings).kernel
-
-
-def results(x, w, y, **options):
-    """Losses of each row, dX and dW of their mean, and db if the bias requires grad."""
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    bias = options.get("linear_bias")
-    leaves = (x, w) if bias is None or not bias.requires_grad else (x, w, bias)
-    loss = flce.linear_cross_entropy(x, w, y, reduction="none", **options)
-    return loss.detach(), *torch.autograd.grad(loss.mean(), leaves)
-
-
-def truth(x, w, y, bias=None):
-    """The same in float64."""
-    x, w = x.double(), w.double()
-    z = x @ w.T if bias is None else x @ w.T + bias.double()
-    lse = z.logsumexp(-1)
-    rows = torch.arange(len(y), device=y.device)
-    loss = lse - z[rows, y]
-    p = z.sub_(lse[:, None]).exp_()
-    p[rows, y] -= 1.0
-    p /= len(y)
-    return (loss, p @ w, p.T @ x) if bias is None else (loss, p @ w, p.T @ x, p.sum(0))
-
-
-def assert_close(made, expected, of_gradients=2.6e-3):
-    loss, *gradients = made
-    error = (loss.double() - expected[0]).abs()
-    assert bool((error <= 1e-5 * expected[0].abs() + 2e-5).all()), error.max()
-    for value, true in zip(gradients, expected[1:], strict=True):
-        size = true.norm().item()
-        assert (value.double() - true).norm().item() <= of_gradients * size + 1e-12
 
 
 def test_it_serves_where_the_plan_says(monkeypatch):
@@ -193,8 +157,7 @@ def test_chunks_of_one_step_repeat():
         made.append(torch.autograd.grad(loss, (x, w, bias)))
     for other in made:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
-    for value, true in zip(made[0], first[1:], strict=True):
-        assert cases.relative_error(value, true.double()) <= 6e-3
+    assert_near(made[0], first[1:], 6e-3)
 
 
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
@@ -217,8 +180,7 @@ def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
     for kernel in ("fused", "gemm"):
         monkeypatch.setenv("FLCE_KERNEL", kernel)
         assert (launches(call, "grad_weight_gemm_sm90")[0] > 0) == (kernel == "fused")
-    for value, other in zip(*made, strict=True):
-        assert cases.relative_error(value, other.double()) <= 4e-3
+    assert_near(*made, 4e-3)
 
 
 @pytest.mark.parametrize("std", [1.0, 4.0, 8.0])
@@ -231,8 +193,7 @@ def test_errors_do_not_grow_with_the_logits(std, save):
     expected = truth(x.detach(), w.detach(), y)
     assert abs(loss.item() - expected[0].mean().item()) <= 1e-5 * loss.item()
     bar = {1.0: 1.9e-3, 4.0: 2.2e-3, 8.0: 2.6e-3}[std]
-    for value, true in ((dx, expected[1]), (dw, expected[2])):
-        assert cases.relative_error(value, true) <= bar
+    assert_near((dx, dw), expected[1:], bar)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -306,8 +267,7 @@ def test_a_backward_whose_tensors_lie_elsewhere(moves):
         loss = flce.linear_cross_entropy(given, w, y, linear_bias=bias, save="logits")
         made = torch.autograd.grad(loss, (given, w, bias))
     _, *expected = truth(x[kept], w.detach(), y[kept], bias.detach())
-    for value, true in zip((made[0][kept], *made[1:]), expected, strict=True):
-        assert cases.relative_error(value, true) <= 2.6e-3
+    assert_near((made[0][kept], *made[1:]), expected, 2.6e-3)
 
 
 OPTIONS = {
@@ -343,8 +303,7 @@ def test_both_kernels_agree(monkeypatch, names, save):
     torch.testing.assert_close(*loss, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(*lse, rtol=2e-6, atol=2e-6)
     assert torch.equal(*predictions) and torch.equal(*accuracy)
-    for value, other in (dx, dw):
-        assert cases.relative_error(value, other.double()) <= 4e-3
+    assert_near(*zip(dx, dw, strict=True), 4e-3)
 
 
 @cases.pairwise(
@@ -372,5 +331,4 @@ def test_rows_beyond_the_valid_ones_are_skipped(save, valid, with_bias):
     few = 6e-3 if valid == 1 else 2.6e-3
     true, *gradients = truth(x[kept], w.detach(), y[kept], bias.detach() if with_bias else None)
     assert abs(loss.item() - true.sum().item()) <= 1e-5 * true.sum().item()
-    for value, expected in zip((dx[kept], *others), gradients, strict=True):
-        assert cases.relative_error(value, expected * valid) <= few
+    assert_near((dx[kept], *others), [valid * gradient for gradient in gradients], few)

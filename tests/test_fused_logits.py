@@ -7,43 +7,14 @@ import math
 import cases
 import pytest
 import torch
-from hopper import BF16, ONLY, launches, operands
+from hopper import BF16, ONLY, assert_close, assert_near, launches, results, truth
+from hopper import draw_noise as draw
 from test_cuda import captured
 
 import flce
 
 pytestmark = ONLY
 DTYPES = [BF16, torch.float16, torch.float32, torch.float64]
-
-
-def draw(tokens, hidden, vocab, std=1.0, seed=0):
-    x, w, random = operands(tokens, hidden, vocab, std, seed)
-    return x, w, torch.randn(tokens, vocab, generator=random, device="cuda")
-
-
-def truth(x, w, t, **options):
-    """Loss of each row, dX and dW of their mean, in float64."""
-    options = {k: v.double() if torch.is_tensor(v) else v for k, v in options.items()}
-    x, w = x.double().requires_grad_(), w.double().requires_grad_()
-    loss = flce.reference.linear_cross_entropy(x, w, t.double(), reduction="none", **options)
-    return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
-
-
-def results(x, w, t, **options):
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    if options.get("save") == "grads":
-        loss = flce.linear_cross_entropy(x, w, t, **options)
-    else:
-        loss = flce.linear_cross_entropy(x, w, t, reduction="none", **options)
-    return loss.detach(), *torch.autograd.grad(loss.mean(), (x, w))
-
-
-def assert_close(made, expected, of_gradients=2.6e-3):
-    loss, *gradients = made
-    true = expected[0] if loss.dim() else expected[0].mean()
-    assert bool(((loss.double() - true).abs() <= 1e-5 * true.abs() + 2e-5).all())
-    for value, other in zip(gradients, expected[1:], strict=True):
-        assert cases.relative_error(value, other) <= of_gradients
 
 
 def kernel_of(hidden=1024, **settings):
@@ -105,28 +76,25 @@ def test_options_beside_probabilities(name, kind):
     t = t.to(BF16 if "bfloat16" in kind else t.dtype)
     save = kind.split(",")[0]
     options = {k: v.cuda() if torch.is_tensor(v) else v for k, v in OPTIONS[name][0].items()}
-    made, expected = [], []
-    for into, dtype, chunks in (
-        (made, None, {"max_memory": "1MiB", "accum_dtype": torch.float32, "save": save}),
-        (expected, torch.float64, {}),
-    ):
-        leaves = [
-            tensor.to(dtype or tensor.dtype).clone().requires_grad_()
-            for tensor in (x, w, torch.linspace(-2.0, 2.0, CLASSES, device="cuda"))
-        ]
-        given = {k: v.to(dtype or v.dtype) if torch.is_tensor(v) else v for k, v in options.items()}
-        call = flce.reference.linear_cross_entropy if dtype else flce.linear_cross_entropy
-        target = t.to(dtype or t.dtype)
-        reached = call(
-            *leaves[:2], target, linear_bias=leaves[2], return_lse=True, **chunks, **given
-        )
-        loss, lse = reached.loss, reached.lse
-        total = loss if save == "grads" else loss + 1e-3 * lse.mean()
-        into.extend([loss.detach(), lse.detach(), *torch.autograd.grad(total, leaves)])
+    bias = torch.linspace(-2.0, 2.0, CLASSES, device="cuda")
+    chunks = {"max_memory": "1MiB", "accum_dtype": torch.float32, "save": save}
+    made = outcome(flce.linear_cross_entropy, x, w, t, bias, save != "grads", **chunks, **options)
+    wide = {k: v.double() if torch.is_tensor(v) else v for k, v in options.items()}
+    operands = (one.double() for one in (x, w, t, bias))
+    reference = flce.reference.linear_cross_entropy
+    expected = outcome(reference, *operands, save != "grads", **wide)
     for value, true in zip(made[:2], expected[:2], strict=True):
         assert bool(((value.double() - true).abs() <= 1e-5 * true.abs() + 2e-5).all())
-    for value, true in zip(made[2:], expected[2:], strict=True):
-        assert cases.relative_error(value, true) <= 2.6e-3
+    assert_near(made[2:], expected[2:], 2.6e-3)
+
+
+def outcome(function, x, w, t, bias, differentiates_lse, **options):
+    """Loss, lse and the gradients of the loss, plus 1e-3 of the mean lse."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, w, bias)]
+    given = {"linear_bias": leaves[2], "return_lse": True, **options}
+    made = function(*leaves[:2], t, **given)
+    total = made.loss + 1e-3 * made.lse.mean() if differentiates_lse else made.loss
+    return made.loss.detach(), made.lse.detach(), *torch.autograd.grad(total, leaves)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -153,18 +121,11 @@ def test_logits_far_from_the_probed_ones(far):
     level[5:300] = -4 * far
     bias = level.to(BF16).float()
     t = noise.softmax(-1).to(BF16)
-    made, truths = [], []
-    for into, wide in ((made, False), (truths, True)):
-        leaves = [v.double() if wide else v for v in (x, w, bias)]
-        leaves = [v.clone().requires_grad_() for v in leaves]
-        call = flce.reference.linear_cross_entropy if wide else flce.linear_cross_entropy
-        save = {} if wide else {"save": "grads"}
-        target = t.double() if wide else t
-        loss = call(*leaves[:2], target, linear_bias=leaves[2], **save)
-        into.extend([loss.detach().double(), *torch.autograd.grad(loss, leaves)])
-    assert abs(made[0] - truths[0]) <= 1e-5 * truths[0]
-    for value, true in zip(made[1:], truths[1:], strict=True):
-        assert cases.relative_error(value, true) <= 2.6e-3
+    made = results(x, w, t, linear_bias=bias.requires_grad_(), save="grads")
+    expected = truth(x, w, t, bias.detach())
+    true = expected[0].mean()
+    assert abs(made[0] - true) <= 1e-5 * true
+    assert_near(made[1:], expected[1:], 2.6e-3)
 
 
 def test_classes_ruled_out_have_no_gradient():
@@ -345,8 +306,7 @@ def test_both_kernels_agree(monkeypatch, kind, save, bound):
     for value, other in zip(values, other_values, strict=True):
         torch.testing.assert_close(value, other, rtol=4e-6, atol=4e-6)
     assert torch.equal(predictions, other_predictions)
-    for value, other in zip(gradients, others, strict=True):
-        assert cases.relative_error(value, other.double()) <= 4e-3
+    assert_near(gradients, others, 4e-3)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

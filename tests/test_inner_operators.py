@@ -123,17 +123,24 @@ def test_scale_takes_several_of_any_types(device, order):
 
 
 @pytest.mark.parametrize("argument", ["grad_output", "grad_stats", "stats", "scalars", "saved"])
-def test_raw_backward_checks_what_it_is_given(device, argument):
+@pytest.mark.parametrize("prefix", ["", "cross_entropy_"])
+def test_raw_backward_checks_what_it_is_given(device, argument, prefix):
+    if prefix and argument in ("grad_stats", "saved"):
+        pytest.skip("not of cross_entropy")
     x, w, target = (t.detach() for t in leaves(device))
-    arguments = raw.forward(x, w, target, "logits")
-    made = torch.ops.flce.forward(*arguments)
+    forward, backward = (getattr(torch.ops.flce, prefix + end) for end in ("forward", "backward"))
+    given = (x @ w.T, target) if prefix else (x, w, target, "logits")
+    arguments = getattr(raw, prefix + "forward")(*given)
+    made = forward(*arguments)
     grads = {"grad_output": torch.ones((), device=device), "grad_stats": torch.zeros_like(made[1])}
-    right = {**grads, "stats": made[1], "scalars": made[2], "saved": made[4]}[argument]
+    saved = {"stats": made[1], "scalars": made[2], "saved": None if prefix else made[4]}
+    right = {**grads, **saved}[argument]
     wrongs = [(right.double(), TypeError), (right[..., None], ValueError)]
     for wrong, error in wrongs + [(None, ValueError)] * (argument == "saved"):
-        passed = raw.backward(arguments, made, **{**grads, argument: wrong})
+        changed = {"grad_output": grads["grad_output"]} if prefix else grads
+        passed = getattr(raw, prefix + "backward")(arguments, made, **{**changed, argument: wrong})
         with pytest.raises(error, match=f"{argument}: expected"):
-            torch.ops.flce.backward(*passed)
+            backward(*passed)
 
 
 def test_raw_forward_names_what_its_backward_lacks(device):
@@ -151,19 +158,6 @@ def test_raw_forward_computes_every_row_of_probabilities(device):
     t = torch.rand(TOKENS, VOCAB, device=device)
     with pytest.raises(ValueError, match=f"rows: expected {TOKENS} with probabilities, .*got 3"):
         torch.ops.flce.forward(*raw.forward(x, w, t, "grads", rows=3))
-
-
-@pytest.mark.parametrize("argument", ["grad_output", "stats", "scalars"])
-def test_raw_cross_entropy_backward_checks_what_it_is_given(device, argument):
-    logits = torch.randn(TOKENS, VOCAB, device=device)
-    arguments = raw.cross_entropy_forward(logits, torch.arange(TOKENS, device=device))
-    made = torch.ops.flce.cross_entropy_forward(*arguments)
-    given = {"grad_output": torch.ones((), device=device), "stats": made[1], "scalars": made[2]}
-    changed = {"grad_output": given["grad_output"], argument: given[argument].double()}
-    with pytest.raises(TypeError, match=f"{argument}: expected dtype torch.float32"):
-        torch.ops.flce.cross_entropy_backward(
-            *raw.cross_entropy_backward(arguments, made, **changed)
-        )
 
 
 @pytest.mark.parametrize("save", ["grads", "stats"])

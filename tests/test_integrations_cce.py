@@ -1,6 +1,6 @@
-"""flce.integrations.cce against eager losses and CCE's own torch_compile: 25.1.1, the newest on the
-package index, 25.6.4 of its repository, Axolotl's fork. CCE imports Triton, which needs no GPU for
-that."""
+"""flce.integrations.cce against flce.compat.cce and CCE's own torch_compile: 25.1.1, the newest on
+the package index, 25.6.4 of its repository, Axolotl's fork. CCE imports Triton, which needs no GPU
+for that."""
 
 import importlib.util
 import inspect
@@ -10,9 +10,9 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-import torch.nn.functional as F
 from operands import TOLERANCE, H, N, V, agree, indices, leaf
 
+from flce.compat import cce as compat
 from flce.integrations import cce as ours
 
 cut_cross_entropy = pytest.importorskip("cut_cross_entropy", exc_type=ImportError)
@@ -40,26 +40,35 @@ def operands(device, dtype=torch.float64):
     return x, w, torch.stack((indices(N, device=device), indices(N, device=device).flip(0)))
 
 
-def truth(x, w, y, bias=None, *, reduction, softcap, shift):
-    logits = F.linear(x, w, bias)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    if shift:
-        logits, y = logits[:, :-shift], y[:, shift:]
-    rows = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction)
-    return rows.view(y.shape) if reduction == "none" else rows
+def expected_of(x, w, y, *args, **options):
+    """What flce.compat.cce gives, whose numbers test_compat.py checks."""
+    return compat.linear_cross_entropy(x, w, y, *args, **options)
 
 
-@cases.pairwise(reduction=["mean", "sum", "none"], softcap=[None, 3.0], shift=[False, True])
-def test_function_and_module(device, only_flce, reduction, softcap, shift):
+# 25.1.1 has neither, and Axolotl's fork no return_lse.
+MORE = {"none": True, "bias": "bias" in PARAMETERS, "return_lse": "return_lse" in PARAMETERS}
+
+
+@cases.pairwise(
+    reduction=["mean", "sum", "none"],
+    softcap=[None, 3.0],
+    shift=[0, False, True, 2],
+    more=[name for name, is_taken in MORE.items() if is_taken],
+)
+def test_function_and_module(device, only_flce, reduction, softcap, shift, more):
     x, w, y = operands(device)
     call = {"reduction": reduction, "softcap": softcap, "shift": shift}
-    for function in (
-        cut_cross_entropy.linear_cross_entropy,
-        cut_cross_entropy.LinearCrossEntropy(**call),
+    bias = {"bias": leaf(V, device=device)} if more == "bias" else {}
+    if more == "return_lse":
+        call["return_lse"] = True
+    expected, module = expected_of(x, w, y, **bias, **call), cut_cross_entropy.LinearCrossEntropy
+    for made in (
+        cut_cross_entropy.linear_cross_entropy(x, w, y, **bias, **call),
+        module(**call)(x, w, y, **bias),
     ):
-        is_module = isinstance(function, torch.nn.Module)
-        made = function(x, w, y, **({} if is_module else call))
-        agree(made, truth(x, w, y, **call), (x, w))
+        pairs = zip(made, expected, strict=True) if "return_lse" in call else [(made, expected)]
+        for one, other in pairs:
+            agree(one, other, (x, w, *bias.values()), retain_graph=True)
 
 
 def test_positional_arguments_are_the_versions_own(only_flce):
@@ -69,33 +78,7 @@ def test_positional_arguments_are_the_versions_own(only_flce):
     defaults = {name: parameter.default for name, parameter in list(PARAMETERS.items())[3:]}
     args = [chosen.get(name, default) for name, default in defaults.items()]
     made = cut_cross_entropy.linear_cross_entropy(x, w, y, *args)
-    kept = y.masked_fill(y == 1, -100)
-    agree(made, truth(x, w, kept, reduction="sum", softcap=3.0, shift=0), (x, w))
-
-
-def test_module_with_the_defaults_of_its_version(only_flce):
-    x, w, y = operands("cpu")
-    agree(cut_cross_entropy.LinearCrossEntropy()(x, w, y),
-          truth(x, w, y, reduction="mean", softcap=None, shift=0), (x, w))  # fmt: skip
-
-
-@with_bias
-def test_bias(device, only_flce):
-    x, w, y = operands(device)
-    b = leaf(V, device=device, dtype=torch.float64)
-    call = {"reduction": "sum", "softcap": 3.0, "shift": 2}
-    made = cut_cross_entropy.linear_cross_entropy(x, w, y, b, **call)
-    agree(made, truth(x, w, y, b, **call), (x, w, b))
-
-
-@pytest.mark.skipif("return_lse" not in PARAMETERS, reason="25.1.1 and Axolotl's fork have none")
-def test_lse(device, only_flce):
-    x, w, y = operands(device)
-    call = {"reduction": "sum", "softcap": 3.0, "shift": 2}
-    _, lse = cut_cross_entropy.linear_cross_entropy(x, w, y, return_lse=True, **call)
-    logits = 3.0 * torch.tanh(F.linear(x, w) / 3.0)
-    valid = y[:, 2:] != -100
-    agree(lse, logits.logsumexp(-1)[:, :-2] * valid, (x, w))
+    agree(made, expected_of(x, w, y, **chosen), (x, w))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -125,7 +108,7 @@ def test_transformers_patches(monkeypatch, only_flce, num_items):
     x, w, y = operands("cpu")
     made = module.apply_lce(x, w, y, options, num_items_in_batch=num_items)
     reduction = "mean" if num_items is None else "sum"
-    expected = truth(x, w, y, reduction=reduction, softcap=None, shift=1) / (num_items or 1)
+    expected = expected_of(x, w, y, reduction=reduction, shift=1) / (num_items or 1)
     agree(made, expected, (x, w))
 
 
@@ -176,7 +159,7 @@ def test_compile_fullgraph(only_flce):
     module = cut_cross_entropy.LinearCrossEntropy(shift=True)
     torch._dynamo.reset()
     agree(torch.compile(module, fullgraph=True, backend="aot_eager")(x, w, y),
-          truth(x, w, y, reduction="mean", softcap=None, shift=1), (x, w),
+          expected_of(x, w, y, shift=1), (x, w),
           TOLERANCE[torch.float32])  # fmt: skip
 
 

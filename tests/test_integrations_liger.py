@@ -1,8 +1,8 @@
-"""flce.integrations.liger against eager losses, and against Liger itself where its kernels run: on
-a GPU, or on the CPU with TRITON_INTERPRET=1. Liger imports Triton, which needs no GPU for that."""
+"""flce.integrations.liger: what Liger calls gives what flce.compat.liger gives, which
+test_compat.py compares with Liger itself. Liger imports Triton, which needs no GPU for that."""
 
+import functools
 import inspect
-import os
 import sys
 
 import cases
@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from operands import TOLERANCE, H, N, V, agree, indices, leaf
-from tiny_models import recorded, tiny_llama
+from tiny_models import built, tiny_llama
 
-import flce
+from flce.compat import liger as compat
 from flce.integrations import liger as ours
 
 liger_kernel = pytest.importorskip("liger_kernel.transformers", exc_type=ImportError)
@@ -56,144 +56,52 @@ def functional():
     reduction=["mean", "sum", "none"], softcap=[None, 3.0], smoothing=[0.0, 0.1], z=[0.0, 0.02]
 )
 def test_function_and_module(device, only_flce, reduction, softcap, smoothing, z):
+    """They give what flce.compat.liger gives, whose numbers test_compat.py checks."""
     x, w, b, y = operands(device)
-    call = {
-        "reduction": reduction,
-        "softcap": softcap,
-        "label_smoothing": smoothing,
-        "lse_square_scale": z,
-    }
-
-    def truth():
-        logits = F.linear(x, w, b)
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        rows = F.cross_entropy(logits, y, reduction=reduction, label_smoothing=smoothing)
-        extra = z * logits.logsumexp(-1).square() * (y != -100)
-        if reduction != "none":
-            extra = extra.sum() / ((y != -100).sum() if reduction == "mean" else 1)
-        return rows + extra
-
-    agree(functional().liger_fused_linear_cross_entropy(x, w, y, b, **call), truth(), (x, w, b))
-    module = liger_kernel.LigerFusedLinearCrossEntropyLoss(**call, return_predicted_tokens=True)
-    output = module(w, x, y, b)
-    assert type(output) is functional().CrossEntropyOutput
-    agree(output.loss, truth(), (x, w, b))
-    predictions = F.linear(x, w, b).argmax(-1).masked_fill(y == -100, -1)
-    assert torch.equal(output.predicted_tokens, predictions)
-    assert output.token_accuracy is None
+    call = {"reduction": reduction, "softcap": softcap, "return_predicted_tokens": True}
+    call |= {"label_smoothing": smoothing, "lse_square_scale": z}
+    expected = compat.liger_fused_linear_cross_entropy(x, w, y, b, **call)
+    module = liger_kernel.LigerFusedLinearCrossEntropyLoss(**call)
+    of_function = functional().liger_fused_linear_cross_entropy(x, w, y, b, **call)
+    for output in (of_function, module(w, x, y, b)):
+        assert type(output) is functional().CrossEntropyOutput
+        agree(output.loss, expected.loss, (x, w, b), retain_graph=True)
+        assert torch.equal(output.predicted_tokens, expected.predicted_tokens)
+        assert output.token_accuracy is None
 
 
 @pytest.mark.parametrize("num_items", [None, 7])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_models(device, only_flce, num_items, softcap):
     from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
-    from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    if softcap is None:
-        plain, patched = tiny_llama().to(device), tiny_llama().to(device)
-        apply = apply_liger_kernel_to_llama
-    else:
-        config = Gemma2Config(
-            **{name: getattr(tiny_llama().config, name) for name in ("vocab_size", "hidden_size")},
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            final_logit_softcapping=softcap,
-            attn_implementation="eager",
-        )
-        plain, patched = Gemma2ForCausalLM(config), Gemma2ForCausalLM(config)
-        patched.load_state_dict(plain.state_dict())
-        plain, patched = plain.to(device), patched.to(device)
+    apply, make = apply_liger_kernel_to_llama, tiny_llama
+    if softcap is not None:
+        sizes = {"vocab_size": 19, "final_logit_softcapping": softcap}
+        make = functools.partial(built, "Gemma2ForCausalLM", attn_implementation="eager", **sizes)
         apply = apply_liger_kernel_to_gemma2
+    plain, patched = make().to(device), make().to(device)
     parts = dict.fromkeys(("rope", "rms_norm", "cross_entropy"), False)
     parts["geglu" if softcap else "swiglu"] = False
     apply(fused_linear_cross_entropy=True, model=patched, **parts)
-    patched.train()
-    plain.train()
     ids = torch.arange(24, device=device).view(2, 12) % 19
     labels = ids.masked_fill(ids % 5 == 0, -100)
     given = {"input_ids": ids, "labels": labels, "num_items_in_batch": num_items}
-    made = patched(**given, return_token_accuracy=True)
-    expected = plain(**given)
-    assert made.logits is None
-    right = (expected.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum() / (labels[:, 1:] >= 0).sum()
+    made, logits = assert_equal(patched, plain, given, return_token_accuracy=True)
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum() / (labels[:, 1:] >= 0).sum()
     torch.testing.assert_close(made.token_accuracy, right)
+
+
+def assert_equal(patched, plain, given, **options):
+    """Loss and gradients of a model with Liger's forward; -> its output, the plain one's logits."""
+    made, expected = patched.train()(**given, **options), plain.train()(**given)
+    assert made.logits is None
     torch.testing.assert_close(made.loss, expected.loss, rtol=1e-5, atol=0)
     made.loss.backward()
     expected.loss.backward()
     for (name, a), b in zip(patched.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_transformers_trainer(only_flce, monkeypatch, tmp_path):
-    """use_liger_kernel=True, with accumulation: its sums are divided by num_items_in_batch."""
-    from transformers import Trainer, TrainingArguments
-
-    ids = [[(5 * i + j * j) % 19 for j in range(9)] for i in range(12)]
-    data = [{"input_ids": v, "labels": [-100] * (i % 4) + v[i % 4 :]} for i, v in enumerate(ids)]
-    calls, loss = [], flce.linear_cross_entropy
-
-    def count(*args, **options):
-        calls.append(options)
-        return loss(*args, **options)
-
-    monkeypatch.setattr(flce, "linear_cross_entropy", count)
-    logs = []
-    for use_liger in (False, True):
-        parts = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            optim="sgd",
-            learning_rate=0.5,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            use_liger_kernel=use_liger,
-            liger_kernel_config={"fused_linear_cross_entropy": True, **parts},
-        )
-        logs.append(recorded(Trainer(tiny_llama(), arguments, train_dataset=data)))
-    assert len(calls) == 6
-    (log, gradients), (our_log, our_gradients) = logs
-    assert len(log) == len(our_log) == 3
-    for a, b in zip(log, our_log, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-    for step, our_step in zip(gradients, our_gradients, strict=True):
-        for name, gradient in step.items():
-            assert (our_step[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
-
-
-@cases.pairwise(
-    reduction=["mean", "sum", "none"], scaling=[False, True], bias=[False, True], z=[0.0, 0.02]
-)
-def test_liger_itself(device, reduction, scaling, bias, z):
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton kernels run on a GPU or with TRITON_INTERPRET=1")
-    if reduction == "none" and not hasattr(ops, SCALED):
-        pytest.skip("Liger before 0.8.2 gives all rows the upstream gradient of the first")
-    x, w, b, y = operands(device, torch.float32)
-    b = b if bias else None
-    call = {
-        "reduction": reduction,
-        "use_token_scaling": scaling,
-        "lse_square_scale": z,
-        "return_z_loss": True,
-        "return_token_accuracy": True,
-        "return_predicted_tokens": True,
-    }
-    theirs = functional().liger_fused_linear_cross_entropy(x, w, y, b, **call)
-    with ours.install():
-        mine = functional().liger_fused_linear_cross_entropy(x, w, y, b, **call)
-    leaves = tuple(v for v in (x, w, b) if v is not None)
-    agree(mine.loss, theirs.loss, leaves, TOLERANCE[torch.float32])
-    for name in ("z_loss", "token_accuracy", "predicted_tokens"):
-        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name))
+    return made, expected.logits
 
 
 @with_scaled
@@ -305,3 +213,60 @@ def test_parameters_are_ligers():
     known = tuple(KNOWN)
     assert known[14:] == ("return_predicted_tokens", "ce_impl", "ce_mode", "chunk_mem_const")
     assert theirs == known[: len(theirs)] and len(theirs) >= 15
+
+
+# ---- what calls Liger's functions ----
+
+
+def test_llamafactorys_kernel(monkeypatch, installed):
+    name = "llamafactory.v1.plugins.model_plugins.kernels.liger_kernel_ops"
+    kernel = pytest.importorskip(name, exc_type=ImportError).LigerKernel
+    plain, patched = (built("Qwen3ForCausalLM", vocab_size=19) for _ in range(2))
+    monkeypatch.setattr(kernel, "check_deps", lambda: True)  # it wants a GPU
+    kernel.apply(model=patched, use_kernels=["fused_linear_cross_entropy"])
+    ids = torch.arange(24).view(2, 12) % 19
+    assert_equal(patched, plain, {"input_ids": ids, "labels": ids})
+
+
+PLUGIN = "flce.integrations.axolotl.FlcePlugin"
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Axolotl's own plugin manager with flce's plugin, and (whether Liger's loss is flce's, whether
+    CCE's is)."""
+    base = pytest.importorskip("axolotl.integrations.base", exc_type=ImportError)
+    cce = pytest.importorskip("cut_cross_entropy", exc_type=ImportError)
+    monkeypatch.setattr(base.PluginManager, "_instance", None)
+    manager = base.PluginManager.get_instance()
+    manager.register(PLUGIN)
+
+    def served():
+        functions = getattr(ops, FUNCTION), cce.linear_cross_entropy
+        return tuple(hasattr(function, "flce_original") for function in functions)
+
+    yield manager, served
+    manager.post_train_unload(None)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({"liger_fused_linear_cross_entropy": True}, (True, False)),
+        ({"cut_cross_entropy": True, "liger_fused_linear_cross_entropy": False}, (False, True)),
+        ({}, None),
+    ],
+)
+def test_axolotls_configured_loss_is_served_until_the_end(plugin, flags, expected):
+    from axolotl.utils.dict import DictDefault
+
+    manager, served = plugin
+    cfg = DictDefault({"plugins": [PLUGIN], **flags})
+    if expected is None:
+        with pytest.raises(ValueError, match="expected FlcePlugin with one of liger_fused"):
+            manager.pre_model_load(cfg)
+    else:
+        manager.pre_model_load(cfg)
+        assert served() == expected
+        manager.post_train_unload(cfg)
+    assert served() == (False, False)

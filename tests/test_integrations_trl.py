@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import PROMPTS, recorded, tiny_llama, tiny_tokenizer
+from tiny_models import PROMPTS, TRAINING, recorded, tiny_llama, tiny_tokenizer
 
 import flce
 
@@ -91,27 +91,27 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("outputs", OUTPUTS)
-def test_outputs_and_gradients_equal_trls(calls, outputs, bias):
-    args = operands(bias=bias)
-    options = {"outputs": outputs, "scale": 1.3}
-    theirs = applied(*args, **options)
-    with ours.install():
-        mine = applied(*args, **options)
-    same(mine, theirs, 1e-5)
-    assert calls == {"trl": 1, "flce": 1}
-    if "is_top1" in outputs:
-        assert 0 < mine[0][4].sum() < N
+EQUAL = [{"outputs": outputs, "scale": 1.3, "bias": bias} for outputs in OUTPUTS for bias in (0, 1)]
+EQUAL += [{"softcap": 5.0, "scale": 0.5, "outputs": OUTPUTS[2]}, {"autocast": True}]
+# As with adapters in the body, whose head is frozen.
+EQUAL += [{"frozen": 0, "bias": False}, {"frozen": 1, "bias": False}]
 
 
-def test_softcap(calls):
-    args = operands()
-    options = {"softcap": 5.0, "scale": 0.5, "outputs": OUTPUTS[2]}
-    theirs = applied(*args, **options)
-    with ours.install() as handle:
-        same(applied(*args, **options), theirs, 1e-5)
+@pytest.mark.parametrize("options", EQUAL, ids=str)
+def test_outputs_and_gradients_equal_trls(calls, options):
+    options = dict(options)
+    args = operands(bias=options.pop("bias", True))
+    narrow = options.pop("autocast", False)
+    if "frozen" in options:
+        args[options.pop("frozen")].requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        theirs = applied(*args, **options)
+        with ours.install() as handle:
+            mine = applied(*args, **options)
+    same(mine, theirs, 2**-6 if narrow else 1e-5)
     assert calls == {"trl": 1, "flce": 1} and handle.calls == {"flce": 1}
+    if "is_top1" in options.get("outputs", ALL):
+        assert 0 < mine[0][4].sum() < N
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
@@ -150,26 +150,6 @@ def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
             monkeypatch.setenv("FLCE_MAX_MEMORY", limit)
             errors.append((gradient(x, w) - exact).norm())
     assert errors[1] <= 1.2 * errors[0]
-
-
-def test_autocast(calls):
-    args = operands()
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs = applied(*args)
-        with ours.install():
-            same(applied(*args), theirs, 2**-6)
-    assert calls == {"trl": 1, "flce": 1}
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen_operands(calls, frozen):
-    """As with adapters in the body, whose head is frozen."""
-    x, w, _ = operands(bias=False)
-    (x if frozen == "hidden" else w).requires_grad_(False)
-    theirs = applied(x, w, None)
-    with ours.install():
-        same(applied(x, w, None), theirs, 1e-5)
-    assert calls == {"trl": 1, "flce": 1}
 
 
 def test_compile_fullgraph():
@@ -226,85 +206,41 @@ def test_a_weight_of_zero3_is_trls(calls):
 # ---- Trainers ----
 
 
-def sft(model, tokenizer, arguments):
-    rows = [{"prompt": p, "completion": p[::-1]} for p in PROMPTS]
-    return trl.SFTTrainer(
-        model,
-        trl.SFTConfig(**arguments),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+def reward(completions, **_):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
-def dpo(model, tokenizer, arguments):
-    rows = [{"prompt": p, "chosen": p[::-1], "rejected": p[:2]} for p in PROMPTS]
-    return trl.DPOTrainer(
-        model,
-        args=trl.DPOConfig(beta=0.5, **arguments),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-
-
-def kto(model, tokenizer, arguments):
-    rows = [
-        {"prompt": p, "completion": p[::-1], "label": i % 2 == 0} for i, p in enumerate(PROMPTS)
-    ]
-    return trl.KTOTrainer(
-        model,
-        args=trl.KTOConfig(beta=0.5, **arguments),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-
-
-def policy_gradient(trainer, config, **own):
-    def reward(completions, **_):
-        return [float(sum(map(ord, text)) % 7) for text in completions]
-
-    def build(model, tokenizer, arguments):
-        return trainer(
-            model,
-            reward,
-            args=config(num_generations=2, max_completion_length=6, **own, **arguments),
-            train_dataset=datasets.Dataset.from_list([{"prompt": p} for p in PROMPTS]),
-            processing_class=tokenizer,
-        )
-
-    return build
-
-
-TRAINERS = {
-    "sft": sft,
-    "dpo": dpo,
-    "kto": kto,
-    "grpo": policy_gradient(trl.GRPOTrainer, trl.GRPOConfig, beta=0.04, temperature=0.9),
-    "rloo": policy_gradient(trl.RLOOTrainer, trl.RLOOConfig, beta=0.04),
+ANSWERS = [{"prompt": p, "completion": p[::-1], "label": i % 2 == 0} for i, p in enumerate(PROMPTS)]
+PAIRS = [{"prompt": p, "chosen": p[::-1], "rejected": p[:2]} for p in PROMPTS]
+ALONE = [{"prompt": p} for p in PROMPTS]
+DRAWN = {"num_generations": 2, "max_completion_length": 6, "beta": 0.04}
+TRAINERS = {  # rows, options of the configuration
+    "SFT": ([{k: row[k] for k in ("prompt", "completion")} for row in ANSWERS], {}),
+    "DPO": (PAIRS, {"beta": 0.5}),
+    "KTO": (ANSWERS, {"beta": 0.5}),
+    "GRPO": (ALONE, {**DRAWN, "temperature": 0.9}),
+    "RLOO": (ALONE, DRAWN),
 }
 
 
 def three_steps(name, directory):
     torch.manual_seed(0)
-    arguments = {
-        "output_dir": str(directory),
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
-    }
+    arguments = {**TRAINING, "output_dir": str(directory), "logging_steps": 1, "bf16": False}
+    arguments |= {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 0.5}
     # On disk, because DPO, KTO, GRPO and RLOO load the reference model by its name.
     model, tokenizer = tiny_llama(), tiny_tokenizer()
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     model = type(model).from_pretrained(directory / "model")
-    return recorded(TRAINERS[name](model, tokenizer, arguments))
+    rows, own = TRAINERS[name]
+    trainer = getattr(trl, f"{name}Trainer")(
+        model,
+        args=getattr(trl, f"{name}Config")(**own, **arguments),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **({"reward_funcs": reward} if rows is ALONE else {}),
+    )
+    return recorded(trainer)
 
 
 @pytest.mark.parametrize("name", TRAINERS)

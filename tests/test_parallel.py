@@ -1,41 +1,122 @@
-"""The head under DistributedDataParallel and FSDP2, in two processes."""
+"""flce.fuse, and flce's head, under DistributedDataParallel and FSDP2, in two processes."""
+
+import functools
+import itertools
 
 import cases
 import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
-from tiny_models import HIDDEN, VOCAB, HeadModel, whole
+from tiny_models import HIDDEN, VOCAB, Adapted, HeadModel, Model, whole
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flce
 
 TOKENS = 12
+DDP = ({}, {"static_graph": True}, {"find_unused_parameters": True})
+# (a unit of its own for the head, reshard_after_forward)
+FSDP = tuple(itertools.product((True, False), (True, False)))
 
 
-def wrap(model, way):
-    if way == "fsdp":
-        from torch.distributed.fsdp import fully_shard
+ORDERS = ("early", "late")
 
-        mesh = dist.init_device_mesh("cpu", (2,))
-        fully_shard(model.head, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    view = way == "ddp, bucket views"
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+
+def ddp(model, **options):
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def fsdp(model, head="lm_head", own_unit=True, reshard=True):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+    if own_unit:
+        fully_shard(getattr(model, head), mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def share_values(model, other):
+    """Those of rank 0's `model`, in both models and on all ranks."""
+    other.load_state_dict(model.state_dict())
+    for parameter, copy in zip(model.parameters(), other.parameters(), strict=True):
+        dist.broadcast(parameter.data, 0)
+        copy.data.copy_(parameter.data)
+
+
+class Body(nn.Linear):
+    """A layer that is checkpointed."""
+
+    def forward(self, x):
+        return torch.tanh(checkpoint(super().forward, x, use_reentrant=False))
+
+
+def make(adapted):
+    body = Body(HIDDEN, HIDDEN)
+    model = Model(lambda z: z.float() / 2, dtype=torch.float32, body=body, scale=0.3)
+    if adapted:
+        model.lm_head = Adapted(model.lm_head, torch.float32)
+    return model
+
+
+def compare(wrap, name):
+    """Three steps with data of its own in each process: losses, gradients and logits of a fused
+    and a plain model, wrapped alike."""
+    plain, fused = make("adapted" in name), make("adapted" in name)
+    share_values(plain, fused)
+    early = flce.fuse(fused, strict=True) if "early" in name else None
+    wrapped = wrap(plain), wrap(fused)
+    handle = early or flce.fuse(fused, strict=True)
+    torch.manual_seed(dist.get_rank())
+    for step in range(3):
+        ids = torch.randint(VOCAB, (2, TOKENS))
+        (expected, expected_logits), (loss, logits) = (m(ids, labels=ids) for m in wrapped)
+        if "own unit False, reshard True" in name:
+            with pytest.raises(RuntimeError, match="read outputs.logits before the forward"):
+                logits.sum()
+        else:
+            assert torch.equal(logits, expected_logits), f"{name}, step {step}"
+        assert cases.relative_error(loss, expected.double()) <= 1e-6, f"{name}, step {step}"
+        for one in (loss, expected):
+            one.backward()
+        for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+            error = cases.relative_error(whole(one.grad), whole(other.grad).double())
+            assert error <= 2e-6, f"{name}, step {step}: {error}"
+    logits = wrapped[1](ids, labels=ids)[1]
+    torch.optim.SGD(fused.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="an optimizer that has stepped since"):
+        logits.sum()
+    assert sum(handle.losses.values()) == 4 and not handle.fallbacks, name
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_equals_the_unfused_model(way):
+    for options in DDP if way == "ddp" else ():
+        compare(lambda model, options=options: ddp(model, **options), f"ddp {options}")
+    for (own, reshard), order in itertools.product(FSDP if way == "fsdp" else (), ORDERS):
+        wrap = functools.partial(fsdp, own_unit=own, reshard=reshard)
+        name = f"fsdp, own unit {own}, reshard {reshard}, fused {order}"
+        compare(wrap, name)
+        compare(wrap, f"{name}, adapted")
+
+
+# ---- flce's own head ----
 
 
 @pytest.mark.parametrize("way", ["ddp", "ddp, bucket views", "fsdp"])
 @on_ranks(2)
-def test_accumulation(way):
+def test_accumulation_into_the_gradient(way):
     """The head's gradients with and without accumulate_into, over four steps with different data in
     each process; DDP synchronises every other step. Its hooks and those of FSDP run after the
     weight's AccumulateGrad and find the sum in .grad."""
     plain, model = (HeadModel(dtype=torch.float32, accumulate_into=into) for into in (None, "grad"))
-    model.load_state_dict(plain.state_dict())
-    for parameter, other in zip(plain.parameters(), model.parameters(), strict=True):
-        dist.broadcast(parameter.data, 0)
-        other.data.copy_(parameter.data)
-    wrapped = [wrap(module, way) for module in (plain, model)]
+    share_values(plain, model)
+    view = way == "ddp, bucket views"
+    wrap = functools.partial(ddp, gradient_as_bucket_view=view)
+    if way == "fsdp":
+        wrap = functools.partial(fsdp, head="head")
+    wrapped = [wrap(module) for module in (plain, model)]
     torch.manual_seed(dist.get_rank())
     for step in range(4):
         x, labels = torch.randint(VOCAB, (2, TOKENS)).unbind()

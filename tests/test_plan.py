@@ -10,6 +10,7 @@ import torch
 
 import flce
 
+BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
 WANTS = [subset for size in range(4) for subset in itertools.combinations(cases.GRADIENTS, size)]
 
@@ -62,7 +63,7 @@ def test_gemms(device, save, wants, chunks):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("save", cases.SAVES)
+@pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
 def test_planned_gemms_are_the_counted_ones(device, dtype, save, accum_dtype):
     """In every dtype, also if an accumulator adds blocks of dW."""
@@ -75,73 +76,37 @@ def test_planned_gemms_are_the_counted_ones(device, dtype, save, accum_dtype):
     assert (plan.forward_gemms, plan.backward_gemms) == counted
 
 
-def test_no_grad_mode_plans_the_logits_alone(device):
-    case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device)
-
-    def forward():
-        with torch.no_grad():
-            flce.linear_cross_entropy(
-                case.input, case.linear_weight.requires_grad_(), case.target, max_memory=16 * 1024
-            )
-
-    assert cases.gemms_of(forward) == 4
-
-
-@pytest.mark.parametrize(
-    ("reduction", "dtype", "fits", "expected"),
-    [
-        ("mean", torch.float32, True, "logits"),
-        ("none", torch.float32, True, "logits"),
-        ("mean", torch.float32, False, "grads"),
-        ("sum", torch.bfloat16, False, "grads"),
-        ("none", torch.bfloat16, False, "stats"),
-    ],
-)
-def test_auto(device, reduction, dtype, fits, expected):
-    tokens, vocab = 1024, 4096
-    budget = tokens * vocab * dtype.itemsize
-    plan = flce.plan(
-        tokens,
-        64,
-        vocab,
-        dtype=dtype,
-        device=device,
-        reduction=reduction,
-        max_memory=budget if fits else budget - 1,
-    )
-    if device == "cuda" and expected == "logits" and reduction != "none":
-        expected = "grads"  # a weight this small: see test_auto_weighs_the_weight_on_cuda
-    assert plan.save == expected
+WHOLE = 1024 * 4096 * 4  # bytes of the logits
+LARGE = (256, 4097, 16384)  # a weight above 128 MiB in 16 bits
+# Sizes, options, and the strategies of the CPU and of CUDA.
+AUTO = [
+    ((1024, 64, 4096), {"max_memory": WHOLE}, "logits", "grads"),
+    ((1024, 64, 4096), {"max_memory": WHOLE, "reduction": "none"}, "logits", "logits"),
+    ((1024, 64, 4096), {"max_memory": WHOLE - 1}, "grads", "grads"),
+    ((2048, 64, 4096), {"max_memory": WHOLE - 1, **BF16, "reduction": "sum"}, "grads", "grads"),
+    ((2048, 64, 4096), {"max_memory": WHOLE - 1, **BF16, "reduction": "none"}, "stats", "stats"),
+    # On CUDA without max_memory: the gradients in the forward, even if the logits would fit.
+    (LARGE, BF16, "logits", "grads"),
+    (LARGE, {"dtype": torch.float16}, "logits", "grads"),
+    (LARGE, {**BF16, "reduction": "none"}, "logits", "logits"),
+    (LARGE, {**BF16, "return_lse": True}, "logits", "logits"),
+    (LARGE, {**BF16, "max_memory": "1GiB"}, "logits", "logits"),
+    # Up to 128 MiB of weight in any case.
+    ((256, 4096, 8192), {"max_memory": "1GiB"}, "logits", "grads"),
+    ((256, 4097, 8192), {"max_memory": "1GiB"}, "logits", "logits"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "save"),
-    [
-        ({}, "grads"),
-        ({"dtype": torch.float16}, "grads"),
-        ({"reduction": "none"}, "logits"),
-        ({"return_lse": True}, "logits"),
-        ({"max_memory": "1GiB"}, "logits"),
-    ],
-)
-def test_auto_saves_memory_on_cuda(device, options, save):
-    """Without max_memory "auto" makes the gradients in the forward even if the logits would
-    fit. (H, V: a weight above 128 MiB; below that it does so in any case.)"""
-    plan = flce.plan(256, 4097, 16384, **{"dtype": torch.bfloat16, "device": device, **options})
-    assert plan.save == (save if device == "cuda" else "logits")
-
-
-@pytest.mark.parametrize("hidden, save", [(4096, "grads"), (4097, "logits")])
-def test_auto_weighs_the_weight_on_cuda(device, hidden, save):
-    """Up to 128 MiB of weight the forward makes the gradients even if the logits fit."""
-    plan = flce.plan(256, hidden, 8192, dtype=torch.float32, device=device, max_memory="1GiB")
-    assert plan.save == (save if device == "cuda" else "logits")
+@pytest.mark.parametrize(("sizes", "options", "on_cpu", "on_cuda"), AUTO)
+def test_auto(device, sizes, options, on_cpu, on_cuda):
+    plan = flce.plan(*sizes, **{"dtype": torch.float32, "device": device, **options})
+    assert plan.save == (on_cuda if device == "cuda" else on_cpu)
 
 
 def test_max_memory_of_the_environment(device, monkeypatch):
     """FLCE_MAX_MEMORY counts as given: no smaller chunks than it allows."""
     monkeypatch.setenv("FLCE_MAX_MEMORY", "1GiB")
-    assert flce.plan(256, 4097, 16384, device=device).save == "logits"
+    assert flce.plan(*LARGE, device=device).save == "logits"
 
 
 @hopper.ONLY
@@ -153,16 +118,6 @@ def test_the_default_is_small(monkeypatch, sizes):
     default, given = flce.plan(*sizes), flce.plan(*sizes, max_memory="1GiB", save="grads")
     assert (default.chunk_rows, given.chunk_rows) == (2048, 4096)
     assert default.peak_bytes < given.peak_bytes
-
-
-def test_auto_does_as_planned(device):
-    """The choice of "auto" determines the GEMMs of the forward: 1, 1 + 2, 1 per chunk."""
-    case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device)
-    whole = 64 * 256 * 4
-    wants = ("input", "linear_weight")
-    assert split_step(case, wants, max_memory=whole) == ((1, 2) if device == "cpu" else (3, 0))
-    assert split_step(case, wants, max_memory=whole // 2) == (6, 0)
-    assert split_step(case, wants, max_memory=whole // 2, reduction="none") == (2, 6)
 
 
 def test_form(device):
@@ -229,19 +184,35 @@ def test_frozen_parts_have_no_buffers(device):
 # ---- bytes as measured ----
 
 
-def measured_peaks(case, wants, device, **knobs):
+def peaks(case, wants, device, attribute=None, **knobs):
+    """Bytes that a forward and a step take, and the plan's; with `attribute` the weight's gradient
+    is added to the existing one, which has the dtype that the plan assumes."""
     named = {"input": case.input, "linear_weight": case.linear_weight, **case.options}
     leaves = {name: value.clone().requires_grad_(name in wants) for name, value in named.items()}
+    weight = leaves["linear_weight"]
+    if attribute:
+        setattr(weight, attribute, torch.zeros_like(weight, dtype=held_dtype(case, attribute)))
 
     def forward():
-        return flce.linear_cross_entropy(target=case.target, **leaves, **knobs)
+        given = {**leaves, **knobs, "accumulate_into": attribute}
+        return flce.linear_cross_entropy(target=case.target, **given)
 
     def step():
         loss = forward()
+        if attribute:
+            loss.backward()
+            return loss.detach()
         return loss.detach(), torch.autograd.grad(loss.sum(), [leaves[name] for name in wants])
 
     step()  # what the first call initialises does not belong to a step
+    for name in ("input", "linear_bias") if attribute else ():
+        leaves[name].grad = None
     return cases.peak_bytes(forward, device), cases.peak_bytes(step, device)
+
+
+def held_dtype(case, attribute):
+    wide = torch.promote_types(case.dtype, torch.float32)
+    return case.dtype if attribute == "grad" else wide
 
 
 def fused_scratch(case, rows):
@@ -262,30 +233,38 @@ def fused_scratch(case, rows):
     return max(cases.peak_bytes(product, "cpu") for product in products)
 
 
-def assert_close(measured, planned, what, scratch=0):
-    """Within 2 % of the plan plus the scratch of the library's GEMMs."""
-    assert 0.98 * planned <= measured <= 1.02 * planned + scratch, (
-        f"{what}: {measured} against {planned} + {scratch}"
-    )
+def check_peaks(
+    case, device, wants=cases.GRADIENTS, attribute=None, of_plan=None, forward=False, **knobs
+):
+    """Measured bytes of a step (and of a forward) are within 2 % of the plan's plus the scratch of
+    the library's GEMMs."""
+    plan = plan_of(case, device, wants, accumulate_into=attribute, **(of_plan or {}), **knobs)
+    scratch = fused_scratch(case, plan.chunk_rows)
+    of_forward, of_step = peaks(case, wants, device, attribute, **knobs)
+    for measured, planned in (
+        (of_step, plan.peak_bytes),
+        *([(of_forward, plan.forward_peak_bytes)] if forward else ()),
+    ):
+        assert 0.98 * planned <= measured <= 1.02 * planned + scratch, (measured, planned, scratch)
+    return plan
+
+
+def sized_case(device, dtype):
+    """A case with a bias, and a budget of several chunks."""
+    size, budget = (256, 128, 4096), "1MiB"
+    if device == "cuda":
+        size, budget = (2048, 512, 16000), "16MiB"
+    elif dtype == torch.bfloat16:
+        size, budget = (512, 512, 16384), "4MiB"
+    return cases.make_case(*size, dtype=dtype, device=device, bias=True), budget
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("budget", [None, "1MiB"])
+@pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("save", cases.SAVES)
-def test_peak_memory(device, save, budget, dtype):
-    size, large_budget = (256, 128, 4096), budget
-    if device == "cuda":
-        size, large_budget = (2048, 512, 16000), "16MiB"
-    elif dtype == torch.bfloat16:
-        size, large_budget = (512, 512, 16384), "4MiB"
-    budget = budget and large_budget
-    case = cases.make_case(*size, dtype=dtype, device=device, bias=True)
-    knobs = {"save": save, "max_memory": budget}
-    plan = plan_of(case, device, **knobs)
-    forward, step = measured_peaks(case, cases.GRADIENTS, device, **knobs)
-    scratch = fused_scratch(case, plan.chunk_rows)
-    assert_close(forward, plan.forward_peak_bytes, "forward", scratch)
-    assert_close(step, plan.peak_bytes, "step", scratch)
+def test_peak_memory(device, save, chunks, dtype):
+    case, budget = sized_case(device, dtype)
+    check_peaks(case, device, forward=True, save=save, max_memory=budget if chunks else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -296,53 +275,22 @@ def test_peak_memory_of_probabilities(device, save, dtype):
     size, budget = ((2048, 1024, 16000), "16MiB") if gpu else ((256, 128, 4096), "1MiB")
     case = cases.make_case(*size, dtype=torch.bfloat16 if gpu else torch.float32, device=device)
     case.target = torch.rand(size[0], size[2], device=device).softmax(-1).to(dtype)
-    knobs = {"save": save, "max_memory": budget}
-    plan = plan_of(case, device, wants, probabilities=dtype, **knobs)
-    _, step = measured_peaks(case, wants, device, **knobs)
-    assert_close(step, plan.peak_bytes, "step")
+    of_plan = {"probabilities": dtype}
+    check_peaks(case, device, wants, of_plan=of_plan, save=save, max_memory=budget)
 
 
 @pytest.mark.parametrize("wants", [("input",), ("linear_weight",)], ids="+".join)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_peak_memory_with_frozen_parts(device, save, wants):
     case = cases.make_case(256, 128, 4096, dtype=torch.float32, device=device)
-    knobs = {"save": save, "max_memory": "1MiB"}
-    plan = plan_of(case, device, wants, **knobs)
-    _, step = measured_peaks(case, wants, device, **knobs)
-    assert_close(step, plan.peak_bytes, "step")
+    check_peaks(case, device, wants, save=save, max_memory="1MiB")
 
 
 @pytest.mark.parametrize("save", ["logits", "stats"])
 def test_peak_memory_without_reduction(device, save):
     case = cases.make_case(512, 512, 16384, dtype=torch.bfloat16, device=device)
-    wants = ("input", "linear_weight")
     knobs = {"save": save, "reduction": "none", "max_memory": "4MiB"}
-    plan = plan_of(case, device, wants, **knobs)
-    _, step = measured_peaks(case, wants, device, **knobs)
-    scratch = fused_scratch(case, plan.chunk_rows)
-    assert_close(step, plan.peak_bytes, "step", scratch)
-
-
-# ---- accumulation into the caller's gradient ----
-
-
-def accumulated_peak(case, attribute, held_dtype, device, **knobs):
-    """Peak of a step that adds the weight's gradient to an existing one."""
-    x = case.input.clone().requires_grad_()
-    weight = torch.nn.Parameter(case.linear_weight.clone())
-    bias = case.options["linear_bias"].clone().requires_grad_()
-
-    def step():
-        loss = flce.linear_cross_entropy(
-            x, weight, case.target, linear_bias=bias, accumulate_into=attribute, **knobs
-        )
-        loss.backward()
-        return loss.detach()
-
-    setattr(weight, attribute, torch.zeros_like(weight, dtype=held_dtype))
-    step()
-    x.grad = bias.grad = None
-    return cases.peak_bytes(step, device)
+    check_peaks(case, device, ("input", "linear_weight"), **knobs)
 
 
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
@@ -353,23 +301,15 @@ def test_peak_memory_of_accumulation(device, save, dtype, attribute, accum_dtype
     """The plan has no gradient of the weight, and the measured peak has none."""
     if dtype == torch.float64 and accum_dtype == torch.float32:
         pytest.skip("float64 sums in float64")
-    size, budget = (256, 128, 4096), "1MiB"
-    if device == "cuda":
-        size, budget = (2048, 512, 16000), "16MiB"
-    elif dtype == torch.bfloat16:
-        size, budget = (512, 512, 16384), "4MiB"
-    case = cases.make_case(*size, dtype=dtype, device=device, bias=True)
+    case, budget = sized_case(device, dtype)
     knobs = {"save": save, "max_memory": budget, "accum_dtype": accum_dtype}
-    plan = plan_of(case, device, accumulate_into=attribute, **knobs)
+    plan = check_peaks(case, device, attribute=attribute, **knobs)
     without = plan_of(case, device, **knobs)
     assert "grad_weight" in without.buffers and "grad_weight" not in plan.buffers
-    held = {"grad": dtype, "main_grad": torch.promote_types(dtype, torch.float32)}[attribute]
-    if held == dtype or "dw_accum" in without.buffers:
+    if held_dtype(case, attribute) == dtype or "dw_accum" in without.buffers:
         saved = without.buffers["grad_weight"] + without.buffers.get("dw_accum", 0)
         saved -= plan.buffers.get("dw_accum", 0)
         assert without.backward_peak_bytes - plan.backward_peak_bytes >= 0.99 * saved > 0
-    step = accumulated_peak(case, attribute, held, device, **knobs)
-    assert_close(step, plan.peak_bytes, "step", fused_scratch(case, plan.chunk_rows))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)

@@ -63,22 +63,6 @@ def test_a_rank_has_its_share(device):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"ranks": 0}, ValueError, "ranks: expected an int from 1 to 1048576, got 0"),
-        ({"ranks": 2.0}, TypeError, "ranks: expected an int"),
-        ({"ranks": 2, "sequence": 1}, TypeError, "sequence: expected True or False"),
-        ({"ranks": 3, "sequence": True}, ValueError, "tokens: expected a multiple of 3 ranks"),
-        ({"ranks": 2, "reduce_dtype": torch.float16}, ValueError, "reduce_dtype: expected torch.f"),
-        ({"ranks": 2, "probabilities": True}, ValueError, "target: expected class indices"),
-    ],
-)
-def test_refusals(device, options, error, message):
-    with pytest.raises(error, match=message):
-        flce.plan(64, 16, 100, device=device, **options)
-
-
 def counted(step, monkeypatch):
     """[(kind, bytes received from others)] of the collectives that `step` begins."""
     from flce.distributed import collectives

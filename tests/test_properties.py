@@ -19,6 +19,7 @@ ALL_OUTPUTS = ("loss", "lse", "entropy")
 EXAMPLES = {"cpu": 1600, "cuda": 480}
 RARELY = [None] * 3  # prepended to the values of an option that most calls omit
 SHAPES = [
+    (),
     *((n,) for n in range(41)),
     *((b, n) for b in range(5) for n in range(1, 11)),
     *((a, b, n) for a in (1, 2) for b in (1, 2, 3) for n in range(7)),
@@ -33,7 +34,7 @@ LOSS = {
     "std": [0.5, 3.0, 8.0],
     "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
     "ignore": [0.0, 0.0, 0.6, 1.0],  # the fraction of ignored rows
-    "ignore_index": [-100, -100, None, 0, 5],
+    "ignore_index": [-100, -100, None, 0, -1],
     "reduction": ["mean", "mean", "sum", "none"],
     "label_smoothing": [0.0, 0.0, 0.1, 1.0],
     "class_weight": [None, None, "own", "float32"],
@@ -199,7 +200,7 @@ def linear_case(plan):
 def shift_of(plan, random):
     """A shift, if the shape or documents permit one."""
     tokens = torch.Size(plan["shape"]).numel()
-    if plan["documents"]:
+    if plan["documents"] and plan["shape"]:
         ends = torch.randint(tokens + 1, (4,), generator=random).sort().values
         kind = torch.int32 if plan["seed"] % 2 else torch.int64
         return {"shift": max(1, plan["shift"]), "cu_seqlens": ends.to(kind)}

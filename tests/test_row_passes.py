@@ -57,9 +57,8 @@ def agree(once, twice, dtype, gradients=None):
         limit = (gradients or AGREEMENT[dtype]) if name in cases.GRADIENTS else 2e-6
         expected = twice[name].double()
         error = (value.double() - expected).norm()
-        assert error <= limit * max(expected.norm(), 1e-3), (
-            name
-        )  # with one class it is only rounding error
+        # With one class it is only rounding error.
+        assert error <= limit * max(expected.norm(), 1e-3), name
 
 
 @cases.pairwise(vocab=SMALL + LARGE, t_dtype=T_DTYPES, save=cases.SAVES)

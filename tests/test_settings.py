@@ -3,7 +3,6 @@ alike."""
 
 import contextlib
 import inspect
-import itertools
 import pathlib
 import re
 
@@ -153,41 +152,44 @@ def described(outputs):
     return [None if one is None else (tuple(one.shape), one.dtype) for one in outputs]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_fakes_give_what_the_operator_gives(device, dtype, kind):
+SOFTCAP, SMOOTHING = {"softcap": 3.0}, {"label_smoothing": 0.1}
+
+
+@cases.pairwise(
+    dtype=cases.DTYPES,
+    kind=["classes", "probabilities"],
+    save=["nothing", *cases.SAVES],
+    forms=[{}, SOFTCAP, SMOOTHING, SOFTCAP | SMOOTHING],
+    output=[False, True],
+    reduction=["mean", "sum", "none"],
+    rows=[None, 6],
+)
+def test_fakes_give_what_the_operator_gives(
+    device, dtype, kind, save, forms, output, reduction, rows
+):
     """Shapes, dtypes and presence of the outputs: of the fakes compared with plan.c."""
-    x, w = (
-        torch.randn(6, 8, dtype=dtype, device=device),
-        torch.randn(21, 8, device=device).to(dtype),
-    )
+    x, w = (torch.randn(size, 8, device=device).to(dtype) for size in (6, 21))
     target = torch.arange(6, device=device)
     if kind == "probabilities":
         target = torch.rand(6, 21, device=device).softmax(-1).to(dtype)
-    switches = itertools.product(
-        ("nothing", *cases.SAVES), (0.0, 3.0), (0.0, 0.1), (False, True), ("mean", "none")
-    )
-    for save, softcap, smoothing, output, reduction in switches:
-        if save == "grads" and reduction == "none":
-            continue
-        wanted = (save != "nothing",) * 2
-        for rows, grads in ((None, (*wanted, False)), (6, (False, wanted[1], False))):
-            arguments = raw.forward(
-                x,
-                w,
-                target,
-                save,
-                softcap=softcap,
-                label_smoothing=smoothing,
-                wants_entropy=output,
-                wants_predictions=output,
-                wants_statistics=output,
-                reduction=reduction,
-                valid_vocab=19 if kind == "classes" else None,
-                rows=rows,
-                grads=grads,
-            )
-            made = torch.ops.flce.forward(*arguments)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                faked = torch.ops.flce.forward(*arguments)
-            assert described(faked) == described(made), (save, softcap, smoothing, output, rows)
+    if save == "grads" and reduction == "none":
+        reduction = "mean"  # refused
+    options = {**forms, "reduction": reduction}
+    options |= dict.fromkeys(("wants_entropy", "wants_predictions", "wants_statistics"), output)
+    options |= {"rows": rows, "valid_vocab": 19 if kind == "classes" else None}
+    for of_input in (False, True):
+        grads = (save != "nothing" and of_input, save != "nothing", False)
+        arguments = raw.forward(x, w, target, save, grads=grads, **options)
+        made = torch.ops.flce.forward(*arguments)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert described(torch.ops.flce.forward(*arguments)) == described(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "other"), [("ignore_index", 1, 1.0), ("shift", 0, False)]
+)
+def test_an_equal_value_of_another_type_is_refused(name, valid, other):
+    """Although the packed options of the valid call are cached."""
+    flce.linear_cross_entropy(ONE, ONE, ZERO, **{name: valid})
+    with pytest.raises(TypeError, match=f"^{name}: expected"):
+        flce.linear_cross_entropy(ONE, ONE, ZERO, **{name: other})

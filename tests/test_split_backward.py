@@ -40,22 +40,6 @@ def test_each_costs_its_own_product(device, save, dtype, bias):
         assert cases.relative_error(gradient, whole[name].double()) <= cases.FLOORS[dtype][0], name
 
 
-def test_one_leaf_alone(device):
-    """The input alone, the weight alone, both, and the weight alone by backward(inputs=)."""
-    case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float64, device=device)
-    x, w = (t.clone().requires_grad_() for t in (case.input, case.linear_weight))
-    for inputs, products in (([x], 1), ([w], 1), ([x, w], 2)):
-        loss = flce.linear_cross_entropy(x, w, case.target, save="logits")
-
-        def ask(loss=loss, inputs=inputs):
-            torch.autograd.grad(loss, inputs)
-
-        assert cases.gemms_of(ask) == products
-    loss = flce.linear_cross_entropy(x, w, case.target, save="logits")
-    assert cases.gemms_of(lambda: loss.backward(inputs=[w])) == 1
-    assert x.grad is None and w.grad is not None
-
-
 class Stage(nn.Module):
     """The last stage of a pipeline: hidden states to the loss."""
 

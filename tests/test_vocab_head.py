@@ -1,14 +1,24 @@
 """flce.VocabParallelHead: heads with a sharded vocabulary, in four processes over gloo."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks, run_on_ranks
+from tiny_models import HeadModel
+from tiny_models import whole as whole_of
 from torch import nn
 
 import flce
+
+if not dist.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module  # noqa: E402
 
 RANKS, HIDDEN, VOCAB, LENGTH, STEPS = 4, 8, 11, 6, 3
 FLOAT = torch.float64
@@ -22,19 +32,8 @@ def square_mesh():
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-class Model(nn.Module):
-    def __init__(self, bias=True, **options):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN, dtype=FLOAT)
-        self.body = nn.Linear(HIDDEN, HIDDEN, dtype=FLOAT)
-        size = HIDDEN, VOCAB, bias
-        self.head = flce.LinearCrossEntropyHead(*size, dtype=FLOAT, **options)
-
-    def hidden(self, ids):
-        return torch.tanh(self.body(self.embedding(ids)))
-
-    def forward(self, ids, labels=None, **options):
-        return self.head(self.hidden(ids), labels, **options)
+def Model(bias=True, **options):  # noqa: N802
+    return HeadModel(HIDDEN, VOCAB, FLOAT, bias=bias, **options)
 
 
 def pair(**options):
@@ -55,62 +54,57 @@ def batches(rank=0, sequences=4):
         yield ids, labels
 
 
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def assert_equal(model, whole, step):
-    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        for which, a, b in (("value", one, other), ("gradient", one.grad, other.grad)):
+def assert_equal(model, expected, step):
+    """`expected`: the Module, or its parameters and gradients by name."""
+    if isinstance(expected, nn.Module):
+        expected = {name: (p, p.grad) for name, p in expected.named_parameters()}
+    for name, one in model.named_parameters():
+        for which, a, b in zip(("value", "gradient"), (one, one.grad), expected[name], strict=True):
             torch.testing.assert_close(
-                full(a).detach(), b.detach(), rtol=1e-11, atol=1e-12,
+                whole_of(a).detach(), b.detach(), rtol=1e-11, atol=1e-12,
                 msg=lambda text, label=f"step {step}, {which} of {name}": f"{label}: {text}",
             )  # fmt: skip
 
 
-def optimizers(*models):
-    return [torch.optim.Adam(one.parameters(), lr=0.05, foreach=False) for one in models]
-
-
-def steps(optimizer):
-    for one in optimizer:
-        one.step()
-
-
-def zero(optimizer):
-    for one in optimizer:
-        one.zero_grad()
+def train(model, whole, parts=((0,),), group=None, own=0):
+    """Three steps of Adam of a model and of its whole copy, which gets the tokens of all `parts`;
+    each of these ranks of `group` has one, this one that of index `own`."""
+    models = model, whole
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.05, foreach=False) for one in models]
+    for step, drawn in enumerate(zip(*(batches(*part) for part in parts), strict=True)):
+        ids, labels = drawn[own]
+        options = {}
+        if group is not None:
+            options["num_items"] = flce.num_items(labels, group, averaged_over=len(parts))
+        loss = model(ids, labels, **options)
+        assert type(loss) is torch.Tensor
+        expected = whole(*(torch.cat(tensors) for tensors in zip(*drawn, strict=True)))
+        if group is None:
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+        loss.backward(), expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal(model, whole, step)
+        yield ids
+        for optimizer in optimizers:
+            optimizer.zero_grad()
 
 
 @on_ranks(RANKS)
 def test_training():
-    """Three steps; the logits in between."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    mesh = whole_mesh()
+    """The logits in between."""
     model, whole = pair(shift=1, class_weight=torch.linspace(0.5, 2.0, VOCAB, dtype=FLOAT))
-    parallelize_module(model, mesh, {"head": flce.VocabParallelHead()})
+    parallelize_module(model, whole_mesh(), {"head": flce.VocabParallelHead()})
     assert model.head.weight.placements == model.head.bias.placements == (Shard(0),)
-    optimizer = optimizers(model, whole)
-    for step, (ids, labels) in enumerate(batches()):
-        loss, expected = model(ids, labels), whole(ids, labels)
-        assert type(loss) is torch.Tensor
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
-        loss.backward(), expected.backward()
-        steps(optimizer)
-        assert_equal(model, whole, step)
+    for ids in train(model, whole):
         logits = model(ids)
         assert logits.placements == (Shard(2),)
         torch.testing.assert_close(logits.full_tensor(), whole(ids), rtol=1e-11, atol=1e-12)
-        zero(optimizer)
 
 
 @on_ranks(RANKS)
 def test_sequence():
     """Each rank has one of four sequences; also by keyword, and without labels."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = whole_mesh()
     rank = mesh.get_local_rank()
     model, whole = pair()
@@ -130,49 +124,31 @@ def test_sequence():
 
 
 @on_ranks(RANKS)
-def test_loss_module():
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    mesh = whole_mesh()
-    torch.manual_seed(1)
-    options = {"bias": True, "dtype": FLOAT, "label_smoothing": 0.1}
-    module, whole = (flce.LinearCrossEntropyLoss(HIDDEN, VOCAB, **options) for _ in range(2))
-    whole.load_state_dict(module.state_dict())
-    parallelize_module(module, mesh, flce.VocabParallelHead())
-    x = torch.randn(LENGTH, HIDDEN, dtype=FLOAT)
-    labels = torch.arange(LENGTH)
-    for one in (module, whole):
-        one(x, labels).backward()
-    assert_equal(module, whole, "LinearCrossEntropyLoss")
-
-
-@on_ranks(RANKS)
 def test_targets_by_keyword():
     """The input stays divided where there are labels, under each of their names."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    mesh = whole_mesh()
     x, labels = torch.randn(1, HIDDEN, dtype=FLOAT), torch.arange(RANKS)
     for kind, named in (
         (flce.LinearCrossEntropyHead, {"labels": labels}),
         (flce.LinearCrossEntropyLoss, {"target": labels}),
         (flce.LinearCrossEntropyHead, {}),
     ):
-        module, inputs = kind(HIDDEN, VOCAB, dtype=FLOAT), []
-        parallelize_module(module, mesh, flce.VocabParallelHead(sequence=True))
+        module = kind(HIDDEN, VOCAB, dtype=FLOAT, bias=True, label_smoothing=0.1)
+        whole, inputs = copy.deepcopy(module), []
+        parallelize_module(module, whole_mesh(), flce.VocabParallelHead(sequence=True))
         module.register_forward_pre_hook(
             lambda _, args, given, inputs=inputs: inputs.append(given["input"]), with_kwargs=True
         )
-        module(input=x, **named)
+        output = module(input=x, **named)
         assert inputs[0].placements == ((Shard(0) if named else Replicate()),), named
+        if named:
+            for loss in (output, whole(x.expand(RANKS, HIDDEN), labels)):  # x of all ranks is equal
+                loss.backward()
+            assert_equal(module, whole, kind.__name__)
 
 
 @on_ranks(RANKS)
 def test_parameters():
     """A frozen weight remains frozen; src_data_rank says whose values are distributed."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh = whole_mesh()
     rank = mesh.get_local_rank()
     for source in (0, None):
@@ -184,26 +160,13 @@ def test_parameters():
         assert (head.weight.to_local() == (rank if source is None else source)).all()
 
 
-@on_ranks(RANKS)
-def test_tied():
-    """The embedding is divided by its rows too."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
-    mesh = whole_mesh()
-    model, whole = pair(bias=False)
-    whole.head.weight = whole.embedding.weight
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
-    parallelize_module(model, mesh, {**plan, "head": flce.VocabParallelHead()})
-    model.head.weight = model.embedding.weight
-    optimizer = optimizers(model, whole)
-    for step, (ids, labels) in enumerate(batches()):
-        loss, expected = model(ids, labels), whole(ids, labels)
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
-        loss.backward(), expected.backward()
-        steps(optimizer)
-        assert_equal(model, whole, step)
-        zero(optimizer)
+def divide(model, mesh, tied, whole):
+    """The head over the ranks of the mesh; if tied, the embedding by its rows too."""
+    parallelize_module(model, mesh, {"head": flce.VocabParallelHead()})
+    if tied:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(model, mesh, {"embedding": rows})
+        model.head.weight, whole.head.weight = model.embedding.weight, whole.embedding.weight
 
 
 @pytest.mark.parametrize(
@@ -213,92 +176,58 @@ def test_tied():
 @on_ranks(RANKS)
 def test_fsdp(own_unit, reshard, tied):
     """FSDP2 over "dp", the vocabulary over "tp"; the mean over the tokens of both dp ranks."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
     mesh = square_mesh()
     model, whole = pair(bias=not tied)
-    dp, tp = mesh["dp"], mesh["tp"]
-    parallelize_module(model, tp, {"head": flce.VocabParallelHead()})
+    dp = mesh["dp"]
+    divide(model, mesh["tp"], tied, whole)
     if tied:
-        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        parallelize_module(model, tp, {"embedding": rows})
-        model.head.weight, whole.head.weight = model.embedding.weight, whole.embedding.weight
         fully_shard([model.embedding, model.head], mesh=dp, reshard_after_forward=reshard)
     elif own_unit:
         fully_shard(model.head, mesh=dp, reshard_after_forward=reshard)
     fully_shard(model, mesh=dp, reshard_after_forward=reshard)
     assert model.head.weight.device_mesh.ndim == 2
-    optimizer = optimizers(model, whole)
-    every = zip(*(batches(rank) for rank in (0, 1)), strict=True)
-    for step, parts in enumerate(every):
-        ids, labels = parts[dp.get_local_rank()]
-        count = flce.num_items(labels, dp, averaged_over=2)
-        model(ids, labels, num_items=count).backward()
-        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        whole(ids, labels).backward()
-        steps(optimizer)
-        assert_equal(model, whole, f"{step}, own unit {own_unit}, reshard {reshard}")
-        zero(optimizer)
+    assert len(list(train(model, whole, ((0,), (1,)), dp, dp.get_local_rank()))) == STEPS
 
 
 @on_ranks(RANKS)
 def test_plain_shards():
     """FSDP2 over "dp" of a head that holds plain rows of W, with the option vocab_parallel."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = square_mesh()
     model, whole = pair()
     dp, tp = mesh["dp"], mesh["tp"]
     share = -(-VOCAB // 2)
     own = slice(tp.get_local_rank() * share, min(VOCAB, (tp.get_local_rank() + 1) * share))
     vp = flce.VocabParallel(tp, vocab=VOCAB)
-    rows = own.stop - own.start
-    head = flce.LinearCrossEntropyHead(HIDDEN, rows, dtype=FLOAT, vocab_parallel=vp)
+    head = flce.LinearCrossEntropyHead(HIDDEN, own.stop - own.start, dtype=FLOAT, vocab_parallel=vp)
     for name in ("weight", "bias"):
         getattr(head, name).data.copy_(getattr(model.head, name).data[own])
     model.head = fully_shard(head, mesh=dp)
     fully_shard(model, mesh=dp)
-    every = zip(*(batches(rank) for rank in (0, 1)), strict=True)
-    for parts in every:
-        ids, labels = parts[dp.get_local_rank()]
-        count = flce.num_items(labels, dp, averaged_over=2)
-        model(ids, labels, num_items=count).backward()
-        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        whole(ids, labels).backward()
-    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        expected = other.grad[own] if name.startswith("head.") else other.grad
-        torch.testing.assert_close(full(one.grad), expected, rtol=1e-11, atol=1e-12)
+    ids, labels = next(batches(dp.get_local_rank()))
+    model(ids, labels, num_items=flce.num_items(labels, dp, averaged_over=2)).backward()
+    every = zip(*(next(batches(rank)) for rank in (0, 1)), strict=True)
+    whole(*(torch.cat(tensors) for tensors in every)).backward()
+    expected = {name: (p, p.grad) for name, p in whole.named_parameters()}
+    for name in ("head.weight", "head.bias"):
+        expected[name] = [tensor[own] for tensor in expected[name]]
+    assert_equal(model, expected, 0)
 
 
 @on_ranks(RANKS)
 def test_hsdp():
     """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
     vocabulary is whole, and the gradients are averaged over all ranks."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = square_mesh()
     model, whole = pair()
     fully_shard(model.head, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    every = zip(*(batches(rank, 1) for rank in range(RANKS)), strict=True)
-    for step, parts in enumerate(every):
-        ids, labels = parts[dist.get_rank()]
-        count = flce.num_items(labels, dist.group.WORLD, averaged_over=RANKS)
-        model(ids, labels, num_items=count).backward()
-        ids, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        whole(ids, labels).backward()
-        assert_equal(model, whole, f"{step}, HSDP")
+    parts = tuple((rank, 1) for rank in range(RANKS))
+    assert len(list(train(model, whole, parts, dist.group.WORLD, dist.get_rank()))) == STEPS
 
 
 @on_ranks(RANKS)
 def test_refusals():
     """Of the style, and of the functions with the weight of an FSDP unit."""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor import Replicate, distribute_tensor
-    from torch.distributed.tensor.parallel import parallelize_module
-
     mesh, square = whole_mesh(), square_mesh()
     style = flce.VocabParallelHead()
     assert repr(style) == "VocabParallelHead(sequence=False)"

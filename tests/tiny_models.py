@@ -198,6 +198,40 @@ class Comparison:
         self.gradient_error = worst_error(fused_gradients, gradients)
         self.logits_error = float(difference / output.logits.detach().abs().max())
         self.is_fused = bool(self.losses) and not self.fallbacks
+        self.gradients = gradients
+
+
+def check_fused(model, inputs, bars, rows=None, classes=None):
+    """The model fuses, makes no logits of `rows`, and equals itself unfused: loss and logits within
+    bars[0], gradients within bars[1]. -> the Comparison"""
+    ids = inputs.get("input_ids", inputs["labels"])
+    rows = rows or ids.shape[0] * (ids.shape[1] - 1)
+    made = Comparison(model, inputs, rows, classes or TEXT_VOCAB, save="stats", max_memory="128KiB")
+    assert made.is_fused and not made.made, (made.fallbacks, made.made)
+    assert made.loss_error <= bars[0] and made.gradient_error <= bars[1]
+    assert made.logits_error <= bars[0]
+    return made
+
+
+def check_after_change(model, inputs, change, when):
+    """A model that `change` changes after flce.fuse is fused by its next call, and equals itself
+    unfused; where `change` returns another, flce.fuse takes that anew."""
+    handle = flce.fuse(model, when=when, strict=True)
+    step(model, inputs)
+    model = change(model) or model
+    before = sum(handle.losses.values())
+    loss, gradients, output = step(model, inputs)
+    assert sum(handle.losses.values()) == before + 1 and flce.explain(model).is_fused
+    if handle.model is not model:
+        again = flce.fuse(model, strict=True)
+        assert abs(step(model, inputs)[0] - loss) <= 1e-6 * loss
+        assert again.losses and "removed" in repr(handle)
+        again.remove()
+    handle.remove()
+    expected, expected_gradients, expected_output = step(model, inputs)
+    assert abs(loss - expected) <= 1e-6 * expected
+    assert worst_error(gradients, expected_gradients) <= 1e-5
+    assert torch.equal(output.logits, expected_output.logits)
 
 
 # ---- transformers ----
@@ -242,18 +276,13 @@ SIZES = {name: size for size, names in _NAMES_OF_SIZES.items() for name in names
 
 # What single models need instead, by their class.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 32}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_ZAMBA = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]}
+_ZAMBA |= {"use_mamba_kernels": False}
 SPECIAL = {
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 64},
-    "CohereCompassForCausalLM": {
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [2, 1, 1],
-            }
-        }
-    },
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": _ROPE}},
     "Dots1ForCausalLM": {"n_shared_experts": 1},
     "Dots3NoteForCausalLM": {"num_key_value_heads": 4},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
@@ -281,21 +310,13 @@ SPECIAL = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "xLSTMForCausalLM": {"qk_dim_factor": 1.0, "mode": "train"},
     "ZambaForCausalLM": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "mamba", "hybrid"],
+        **_ZAMBA,
         "n_mamba_heads": 2,
         "mamba_dt_rank": 4,
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
-        "use_mamba_kernels": False,
     },
-    "Zamba2ForCausalLM": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "mamba", "hybrid"],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 8,
-        "use_mamba_kernels": False,
-    },
+    "Zamba2ForCausalLM": {**_ZAMBA, "mamba_d_state": 8, "n_mamba_heads": 8},
 }
 # Tried in this order where a model cannot be built or run: hybrids need a layer of each kind,
 # latent attention as many key heads as query heads.
@@ -367,6 +388,9 @@ def built(name, **settings):
 
 # ---- for trainers: letters as tokens ----
 
+# A few steps of SGD on the CPU that print nothing and save nothing.
+TRAINING = {"optim": "sgd", "lr_scheduler_type": "constant", "use_cpu": True, "disable_tqdm": True}
+TRAINING |= {"report_to": [], "save_strategy": "no"}
 PROMPTS = ["abcd", "bca", "cabab", "dd", "ab", "bbad", "cdcd", "da"]
 
 

@@ -3,10 +3,10 @@ operators, refusals. Run by test_vocab_parallel.py."""
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import pickle
-import types
 import unittest.mock
 
 import cases
@@ -25,47 +25,6 @@ from flce import reference
 from flce.distributed import collectives
 
 # ---- options with tensors of their own ----
-
-
-def adapted(function, operands, target, frozen, upstream, **options):
-    """Loss and gradients by name, without linear_weight's where it is frozen."""
-    leaves = {name: value.clone().requires_grad_() for name, value in operands.items()}
-    leaves["linear_weight"].requires_grad_(not frozen)
-    named = dict(leaves)
-    x, w = named.pop("input"), named.pop("linear_weight")
-    loss = function(x, w, target, **named, **options)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    grads = torch.autograd.grad(loss, list(wanted.values()), torch.tensor(upstream).double())
-    return {"loss": loss, **dict(zip(wanted, grads, strict=True))}
-
-
-@on(4)
-def adapters(ranks):
-    """adapter_weight is divided as linear_weight; adapter_input and its gradient are as input."""
-    tokens, hidden, rank = 24, 20, 12
-    shapes = {"input": (tokens, hidden), "adapter_input": (tokens, rank), "linear_bias": (VOCAB,)}
-    shapes |= {"linear_weight": (VOCAB, hidden), "adapter_weight": (VOCAB, rank)}
-    random = cases.generator(2)
-    whole = {n: torch.randn(shape, generator=random).double() for n, shape in shapes.items()}
-    target = torch.randint(VOCAB, (tokens,), generator=random)
-    target[::5] = -100
-    for frozen in (True, False):
-        truth = adapted(reference.linear_cross_entropy, whole, target, frozen, -1.7)
-        for ends in (None, UNEVEN):
-            classes = ranks.classes(VOCAB, ends)
-            for sequence in (False, True):
-                vp = ranks.parallel(VOCAB, ends, sequence=sequence)
-
-                def part(name, value, classes=classes, sequence=sequence):
-                    own = ranks.rows(value) if sequence and name.endswith("input") else value
-                    return own[classes] if name in SHARDED else own
-
-                own = {name: part(name, value) for name, value in whole.items()}
-                for save in cases.SAVES:
-                    how = {"vocab_parallel": vp, "save": save, "max_memory": 7 * ROW}
-                    made = adapted(flce.linear_cross_entropy, own, target, frozen, -1.7, **how)
-                    for name, true in truth.items():
-                        ranks.agree(f"{name} {save}", made[name], part(name, true))
 
 
 @on(4)
@@ -98,29 +57,6 @@ def accumulated_gradients(ranks):
                 if attribute == "main_grad":
                     ranks.note(weight.grad_added_to_main_grad, "grad_added_to_main_grad")
                     ranks.note(not weight.grad.any(), ".grad of a weight with main_grad")
-
-
-@on(4)
-def log_probabilities(ranks):
-    x, w, y = cases.leaves("cpu", TOKENS, hidden=HIDDEN, vocab=VOCAB)
-    y[::4] = -100
-    options = {"softcap": 4.0, "temperature": 0.7}
-    truth = reference.linear_logprobs(x, w, y, **options)
-    upstream = [torch.linspace(-1.0, 2.0, TOKENS).double(), torch.linspace(0.5, -3.0, TOKENS)]
-    upstream[1] = upstream[1].double()
-    expected = torch.autograd.grad(truth, (x, w), upstream)
-    for ends in (None, UNEVEN):
-        classes = ranks.classes(VOCAB, ends)
-        shard = w.detach()[classes].clone().requires_grad_()
-        for save in ("auto", "logits", "stats"):
-            how = {"vocab_parallel": ranks.parallel(VOCAB, ends), "save": save, **options}
-            made = flce.linear_logprobs(x, shard, y, **how)
-            for name, got, true in zip(("logprobs", "entropy"), made, truth, strict=True):
-                ranks.agree(f"{name} {save}", got, true)
-                ranks.note_same_bytes(f"{name} {save}", got)
-            dx, dw = torch.autograd.grad(made, (x, shard), upstream)
-            ranks.agree(f"dX {save}", dx, expected[0])
-            ranks.agree(f"dW {save}", dw, expected[1][classes])
 
 
 @on(2)
@@ -175,23 +111,6 @@ def float32_terms(ranks):
     )  # fmt: skip
 
 
-@on(4)
-def torch_options(ranks):
-    """batch_chunk_size bounds the chunks, whose number is the same on all ranks, also where the
-    rows of one rank are longer than the bound."""
-    case = make()
-    truth = cases.outcome(flce.linear_cross_entropy, case)
-    fields = {"acc_dtype": None, "acc_policy": "default"}
-    for ends in (None, UNEVEN, (0, 20, 40, VOCAB), (1, 2, 3, VOCAB)):
-        own, classes = ranks.divided(case, ends), ranks.classes(VOCAB, ends)
-        for save, rows in itertools.product(cases.SAVES, (1, 3)):
-            torchs = types.SimpleNamespace(batch_chunk_size=rows, **fields)
-            how = {"vocab_parallel": ranks.parallel(VOCAB, ends), "options": torchs, "save": save}
-            made = cases.outcome(flce.linear_cross_entropy, own, **how)
-            ranks.agree(f"dX {save}", made["input"], truth["input"])
-            ranks.agree(f"dW {save}", made["linear_weight"], truth["linear_weight"][classes])
-
-
 # ---- what torch does with a call ----
 
 
@@ -205,37 +124,6 @@ def loss_and_gradients(call, case):
     loss = call(leaves["x"], leaves["w"], case.target, leaves["linear_bias"])
     grads = torch.autograd.grad(loss.square(), list(leaves.values()))
     return [loss.detach(), *grads]
-
-
-@on(2)
-def compiled(ranks):
-    """fullgraph=True, with sizes that change, class weights, and sequence=True."""
-    torch._inductor.config.compile_threads = 1  # no worker processes
-    weights = class_weights()
-    for backend, sequence, save in (
-        ("aot_eager", True, "stats"),
-        ("inductor", False, "grads"),
-    ):
-        vp = ranks.parallel(VOCAB, sequence=sequence)
-
-        def call(x, w, y, b, vp=vp, save=save):
-            return flce.linear_cross_entropy(
-                x, w, y, linear_bias=b, weight=weights, vocab_parallel=vp, save=save,
-                label_smoothing=0.1,
-            )  # fmt: skip
-
-        function = torch.compile(call, fullgraph=True, backend=backend)
-        for tokens in (TOKENS, 12) if sequence else (TOKENS,):
-            case = ranks.divided(make(tokens=tokens, ignored=3), sequence=sequence)
-            expected = loss_and_gradients(call, case)
-            for name, got, true in zip(
-                ("loss", "dX", "dW", "db"),
-                loss_and_gradients(function, case),
-                expected,
-                strict=True,
-            ):
-                ranks.agree(f"{name} {backend} {sequence} {save} {tokens}", got, true, 1e-13)
-        torch._dynamo.reset()
 
 
 @on(2)
@@ -290,16 +178,26 @@ def modules(ranks):
     for ends in (None, UNEVEN):
         case = make(weight=True, valid_vocab=30)
         own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
-        head = flce.LinearCrossEntropyHead(
-            HIDDEN, len(own.linear_weight), dtype=torch.float64, valid_vocab=30,
-            class_weight=case.options["weight"], vocab_parallel=vp,
-        )  # fmt: skip
-        head.load_state_dict(
-            {"weight": own.linear_weight, "bias": own.options["linear_bias"]}, strict=True
-        )
-        loss = head(case.input, case.target)
-        ranks.agree("loss", loss, cases.outcome(reference.linear_cross_entropy, case)["loss"])
-        ranks.note(f"vocab_parallel={vp!r}" in repr(head), repr(head))
+        options = {"valid_vocab": 30, "vocab_parallel": vp, "dtype": torch.float64}
+        size = HIDDEN, len(own.linear_weight)
+        weight = case.options["weight"]
+        head = flce.LinearCrossEntropyHead(*size, class_weight=weight, **options)
+        module = flce.LinearCrossEntropyLoss(*size, bias=True, weight=weight, **options)
+        state = {"weight": own.linear_weight, "bias": own.options["linear_bias"]}
+        expected = cases.outcome(reference.linear_cross_entropy, case)["loss"]
+        for one, linear in ((head, head), (module, module.linear)):
+            linear.load_state_dict(state, strict=True)
+            loss = one(case.input, case.target)
+            ranks.agree(f"loss of {type(one)}", loss, expected)
+            ranks.note(f"vocab_parallel={vp!r}" in repr(one), repr(one))
+        for what, error, wrong in (
+            ("class_weight: expected shape (41,)", ValueError, {"class_weight": weight[:5]}),
+            ("valid_vocab: expected an int from 1 to 41", ValueError, {"valid_vocab": 42}),
+            ("vocab_parallel: expected a flce.VocabP", TypeError, {"vocab_parallel": ranks.group}),
+        ):
+            wrong = {**options, **wrong}
+            made = functools.partial(flce.LinearCrossEntropyHead, *size, **wrong)
+            raised(ranks, what, error, made)
         kept = io.BytesIO()
         torch.save(head, kept)
         kept.seek(0)

@@ -1,11 +1,13 @@
 """Numbers of a sharded vocabulary: options, shards and data. Run by test_vocab_parallel.py."""
 
 import functools
+import itertools
 import math
 
 import cases
 import torch
-from vocab_ranks import RETURNS, on
+import torch.distributed as dist
+from vocab_ranks import RETURNS, Ranks, on
 
 import flce
 
@@ -30,7 +32,8 @@ def class_weights(vocab=VOCAB):
 
 
 def make(dtype=torch.float64, *, std=2.0, vocab=VOCAB, tokens=TOKENS, maps="plain", **options):
-    """A case with a bias. Options that are tensors may be given as True."""
+    """A case with a bias. Options that are tensors may be given as True; ignored: every how many
+    rows are, with the ignore_index."""
     made = cases.make_case(tokens, HIDDEN, vocab, dtype=dtype, std=std, bias=True, seed=3)
     options = {**MAPS[maps], **options}
     if not options.pop("bias", True):
@@ -44,104 +47,105 @@ def make(dtype=torch.float64, *, std=2.0, vocab=VOCAB, tokens=TOKENS, maps="plai
     if options.get("valid_vocab") is not None:
         made.target.clamp_(max=options["valid_vocab"] - 1)
         made.linear_weight[options["valid_vocab"] :] = math.nan  # never read
-    every = options.pop("ignored", 0)
-    return (cases.ignore_some(made, every=every) if every else made).with_options(**options)
+    every, index = options.pop("ignored", 0), options.get("ignore_index", -100)
+    return (cases.ignore_some(made, index, every) if every else made).with_options(**options)
+
+
+def reshaped(case, *shape):
+    """The same rows in `shape`."""
+    rows = {n: case.options[n] for n in ("token_weight", "temperature") if n in case.options}
+    rows = {n: v.reshape(shape) for n, v in rows.items() if isinstance(v, torch.Tensor)}
+    x, target = case.input.reshape(*shape, HIDDEN), case.target.reshape(shape)
+    return cases.Case(x, case.linear_weight, target, {**case.options, **rows})
 
 
 def upstream_of(case, outputs):
     """Upstream gradients other than 1: of the loss alone, or of lse and entropy too."""
-    none = case.options.get("reduction") == "none"
     rows = case.target.shape
-    upstream = {"loss": torch.linspace(-1.0, 2.0, case.target.numel()).reshape(rows)}
-    if not none:
-        upstream = {"loss": torch.tensor(-0.37)}
+    upstream = {"loss": torch.tensor(-0.37)}
+    if case.options.get("reduction") == "none":
+        upstream = {"loss": torch.linspace(-1.0, 2.0, case.target.numel()).reshape(rows)}
     if outputs:
         upstream["lse"] = torch.randn(rows, generator=cases.generator(8)).double()
         upstream["entropy"] = torch.randn(rows, generator=cases.generator(9)).double()
     return upstream
 
 
-def combination(
-    ranks, dtype, save, reduction, bias, weight, smoothing, maps, z_loss, token_weight, num_items,
-    ignored, valid_vocab, budget, ends, outputs, vocab=VOCAB, **how,
-):  # fmt: skip
-    if save == "grads" and reduction == "none":
-        save = "auto"
-    options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z_loss}
-    options["num_items"] = 7.5 if num_items and reduction == "mean" else None
-    equal = ends == "equal"  # start and vocab are not given
-    case = make(
-        dtype, vocab=44 if equal else vocab, maps=maps, bias=bias, weight=weight,
-        token_weight=token_weight, valid_vocab=valid_vocab, ignored=ignored, **options,
-    )  # fmt: skip
-    wanted = RETURNS if outputs else {}
-    ranks.compare(
-        case, ends=ends if isinstance(ends, tuple) else None,
-        vocab_parallel={**({"vocab": None} if equal else {}), **how}, save=save,
-        max_memory=budget, upstream=upstream_of(case, outputs),
-        cancels=bool(outputs), **wanted,
-    )  # fmt: skip
+# ---- all options, against the definition and one process ----
 
-
+# Where the ranks' classes end. "equal": start and vocab are not given.
+ENDS = {
+    "chunks": {2: None, 4: None},
+    "uneven": {2: (2, VOCAB), 4: UNEVEN},
+    "first": {2: (VOCAB, VOCAB), 4: (VOCAB,) * 4},
+    "last": {2: (0, VOCAB), 4: (0, 0, 0, VOCAB)},
+    "equal": {2: None, 4: None},
+}
 OPTIONS = {
-    "dtype": [torch.float64, torch.float32, torch.bfloat16],
+    "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
     "save": [*cases.SAVES, "auto"],
     "reduction": ["none", "mean", "sum"],
     "bias": [False, True],
     "weight": [False, True],
-    "smoothing": [0.0, 0.1, 1.0],
+    "label_smoothing": [0.0, 0.1, 1.0],
     "maps": list(MAPS),
     "z_loss": [0.0, 0.05],
     "token_weight": [False, True],
-    "num_items": [False, True],
-    "ignored": [0, 3],
-    "valid_vocab": [None, 30, 9],  # with 30 the last rank has padding alone, with 9 all but one
-    "budget": [None, 4 * ROW],
-    "ends": [None, UNEVEN, "equal"],
-    "outputs": [False, True],
-}
-for _values in cases.covering_rows(**OPTIONS):
-    _given = dict(zip(OPTIONS, _values, strict=True))
-    _shown = "-".join(map(str, _values))
-    on(4, name=f"options-{_shown}", **_given)(combination)
-
-# x divided along its first dimension, or the terms of dX left to the caller.
-INPUTS = {
-    "how": [{"sequence": True}, {"reduce_input_grad": False}, {}],
-    "dtype": [torch.float64, torch.float32, torch.bfloat16],
-    "wide": [False, True],
-    "save": [*cases.SAVES, "auto"],
-    "reduction": ["none", "mean", "sum"],
-    "shape": [(TOKENS,), (2, TOKENS // 2)],
+    "num_items": [None, 7.5],
     "ignored": [0, 3, 1],
+    "ignore_index": [-100, -1, 12, VOCAB + 7],  # 12: no class then
+    "valid_vocab": [
+        None,
+        30,
+        9,
+    ],  # of 4 ranks: with 30 the last has padding alone, with 9 all but one
+}
+CALLS = {
+    "how": [{}, {"sequence": True}, {"reduce_input_grad": False}],
+    "wide": [False, True],
+    "nested": [False, True],
     "budget": [None, 4 * ROW],
-    "ends": [None, (VOCAB, VOCAB), (0, VOCAB), (2, VOCAB)],
+    "ends": list(ENDS),
     "outputs": [False, True],
-    "smoothing": [0.0, 0.1],
+    "wants": [cases.GRADIENTS, *itertools.combinations(cases.GRADIENTS, 2), ("linear_bias",), ()],
+    "bound": [None, "count", "rows"],
+    "dtype_of": [None, "accum_dtype", "logits_dtype"],
+    "target": [torch.int64, torch.int32],
 }
 
 
-def inputs(
-    ranks, how, dtype, wide, save, reduction, shape, ignored, budget, ends, outputs, smoothing
+def combination(
+    ranks, how, wide, nested, budget, ends, outputs, wants, bound, dtype_of, target, **options
 ):
+    dtype, save = options.pop("dtype"), options.pop("save")
+    reduction = options["reduction"]
     if save == "grads" and reduction == "none":
-        save = "stats"
+        save = "auto"
+    if reduction != "mean":
+        options["num_items"] = None
     if wide and dtype != torch.float64 and "reduce_input_grad" not in how:
         how = {**how, "reduce_dtype": torch.float32}
-    case = make(dtype, ignored=ignored, reduction=reduction, label_smoothing=smoothing)
-    rows = {"input": case.input.reshape(*shape, HIDDEN), "target": case.target.reshape(shape)}
-    case = cases.Case(**rows, linear_weight=case.linear_weight, options=case.options)
-    wanted = RETURNS if outputs else {}
+    equal, tokens = ends == "equal", 24 if "sequence" in how else TOKENS
+    case = make(dtype, vocab=44 if equal else VOCAB, tokens=tokens, **options)
+    case.target = case.target.to(target)
+    if nested:
+        case = reshaped(case, 4 if "sequence" in how else 2, -1)
+    knobs = dict.fromkeys(RETURNS, True) if outputs else {}
+    if dtype_of == "accum_dtype" and dtype.itemsize == 2:
+        knobs["accum_dtype"] = torch.float32
+    if dtype_of == "logits_dtype" and dtype != torch.float64:
+        knobs["logits_dtype"] = dtype
     ranks.compare(
-        case, ends=ends, vocab_parallel=how, save=save, max_memory=budget,
-        upstream=upstream_of(case, outputs), cancels=bool(outputs), **wanted,
+        case, ends=ENDS[ends][ranks.ranks], wants=wants, save=save, max_memory=budget,
+        vocab_parallel={**({"vocab": None} if equal else {}), **how}, cancels=outputs,
+        valid_bound=tokens if bound == "rows" else bound,
+        upstream=upstream_of(case, outputs), **knobs,
     )  # fmt: skip
 
 
-for _values in cases.covering_rows(**INPUTS):
-    _given = dict(zip(INPUTS, _values, strict=True))
-    _shown = "-".join(map(str, _values))
-    on(2, name=f"inputs-{_shown}", **_given)(inputs)
+for _values in cases.covering_rows(**OPTIONS, **CALLS):
+    _given = dict(zip([*OPTIONS, *CALLS], _values, strict=True))
+    on(2, 4, name="options-" + "-".join(map(str, _values)), **_given)(combination)
 
 
 # ---- shards and data ----
@@ -157,27 +161,6 @@ def fewer_classes_than_ranks(ranks):
                 # With one class smoothing's terms cancel.
                 how = {"upstream": upstream_of(case, False), "cancels": vocab == 1}
                 ranks.compare(case, save=save, **how)
-
-
-@on(2, 4)
-def one_rank_has_all_classes(ranks):
-    """With class weights."""
-    for owner in range(ranks.ranks):
-        ends = [VOCAB if rank >= owner else 0 for rank in range(ranks.ranks)]
-        ranks.compare(make(weight=True, label_smoothing=0.1), ends=ends)
-
-
-@on(4)
-def target_on_each_shard(ranks):
-    for owner in range(4):
-        for ends in (None, UNEVEN):
-            case = make(label_smoothing=0.1, reduction="none")
-            begin = ([0, *ends] if ends else [0, 11, 22, 33])[owner]
-            end = ends[owner] if ends else min(begin + 11, VOCAB)
-            if begin == end:
-                continue
-            case.target[:] = begin + torch.arange(TOKENS) % (end - begin)
-            ranks.compare(case, ends=ends, save="logits")
 
 
 @on(4)
@@ -209,7 +192,7 @@ def a_shard_of_minus_infinity(ranks):
 
 
 @on(4)
-def no_rows(ranks):
+def no_rows_and_few(ranks):
     """N = 0, and all rows ignored: loss 0 and gradients 0, also if x contains NaN."""
     for tokens, every in ((0, 1), (TOKENS, 1), (3, 1)):
         for reduction in ("none", "mean", "sum"):
@@ -218,13 +201,8 @@ def no_rows(ranks):
                 made = ranks.compare(case, save=save)
                 for name, value in made.items():
                     ranks.note(not value.any(), f"{name} is not 0: {save} {reduction}")
-
-
-@on(4)
-def few_rows(ranks):
-    for tokens in (1, 2, 3, 5, 7):
-        for save in cases.SAVES:
-            ranks.compare(make(tokens=tokens, reduction="sum"), save=save)
+    for tokens, save in itertools.product((1, 2, 3, 5, 7), cases.SAVES):
+        ranks.compare(make(tokens=tokens, reduction="sum"), save=save)
 
 
 @on(4)
@@ -238,31 +216,8 @@ def class_weights_that_cancel(ranks):
 
 
 @on(4)
-def wanted_gradients(ranks):
-    """Subsets of the operands that require a gradient, and none of them."""
-    subsets = [("input",), ("linear_weight",), ("linear_bias",), ()]
-    subsets += [("input", "linear_bias"), ("linear_weight", "linear_bias")]
-    for wants in subsets:
-        for save in (*cases.SAVES, "auto"):
-            case = make(label_smoothing=0.1)
-            ranks.compare(case, wants=wants, save=save, upstream=upstream_of(case, False))
-
-
-@on(4)
-def index_to_ignore(ranks):
-    """Also one inside of the vocabulary, where the target names no class."""
-    for index in (-1, 0, 12, VOCAB - 1, VOCAB + 7):
-        case = cases.ignore_some(make(label_smoothing=0.1), index=index)
-        ranks.compare(case, upstream=upstream_of(case, False), **RETURNS)
-        case.target = case.target.int()
-        ranks.compare(case, upstream=upstream_of(case, False))
-
-
-@on(4)
 def shifted_targets(ranks):
-    case = make(tokens=24)
-    rows = {"input": case.input.reshape(4, 6, HIDDEN), "target": case.target.reshape(4, 6)}
-    case = cases.Case(**rows, linear_weight=case.linear_weight, options=case.options)
+    case = reshaped(make(tokens=24), 4, 6)
     bounds = torch.tensor([0, 5, 6, 15, 24])
     for options in ({"shift": 1}, {"shift": 2, "cu_seqlens": bounds}):
         for how in ({}, {"sequence": True}):
@@ -270,21 +225,22 @@ def shifted_targets(ranks):
 
 
 @on(4)
-def rows_computed(ranks):
-    """valid_bound, as a number and counted."""
-    for bound in ("count", TOKENS, None):
-        for save in cases.SAVES:
-            case = make(ignored=3)
-            ranks.compare(case, valid_bound=bound, save=save)
+def groups_of_some_ranks(ranks):
+    """In the classes of a group a rank has its place in the group."""
+    pairs = [dist.new_group(members) for members in ([0, 2], [1, 3])]  # all ranks start all groups
+    pair = Ranks(pairs[ranks.rank % 2])
+    for save in cases.SAVES:
+        pair.compare(make(label_smoothing=0.1), save=save)
+        pair.compare(make(), vocab_parallel={"sequence": True}, save=save)
+    ranks.failures += pair.failures
 
 
 @on(4)
-def dtypes_of_sums_and_logits(ranks):
-    for save in cases.SAVES:
-        case = make(torch.bfloat16)
-        ranks.compare(case, save=save, accum_dtype=torch.float32, max_memory=8 * ROW)
-        ranks.compare(case, save=save, logits_dtype=torch.bfloat16)
-        ranks.compare(make(torch.float32), save=save, logits_dtype=torch.float32)
+def equal_bits_of_two_runs(ranks):
+    for dtype, save in itertools.product((torch.float64, torch.bfloat16), cases.SAVES):
+        case = make(dtype, ignored=5, label_smoothing=0.1, z_loss=1e-2)
+        made, again = (ranks.compare(case, save=save, **RETURNS) for _ in range(2))
+        ranks.note(cases.same_bits(made, again), f"two runs differ: {dtype} {save}")
 
 
 @on(4)
@@ -320,18 +276,6 @@ def half_precision_with_a_loss_scale(ranks):
             for name, true in zip(cases.GRADIENTS, truths, strict=False):
                 ranks.note(made[name].dtype == torch.float16, f"the dtype of {name}")
                 ranks.agree(f"{name} {save}", made[name].double() / 65536, true, cases.F16_BAR)
-
-
-@on(4)
-def bits(ranks):
-    """Of all ranks, and of two runs."""
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for save in cases.SAVES:
-            case = make(dtype, ignored=5, label_smoothing=0.1, z_loss=1e-2)
-            made, again = (ranks.compare(case, save=save, **RETURNS) for _ in range(2))
-            ranks.note(cases.same_bits(made, again), f"two runs differ: {dtype} {save}")
-            for name in ("loss", "lse", "entropy", "predictions", "accuracy", "input"):
-                ranks.note_same_bytes(name, made[name])
 
 
 @on(4)

@@ -27,6 +27,17 @@ def three_losses(loss_of, x, p, w, b, y):
     return first + 0.3 * second + 0.1 * loss_of(torch.tanh(x @ p @ p), w, y.roll(-2), b)
 
 
+def agree_compiled(ranks, name, function, own, expected, gradients, bar):
+    """Notes where the compiled function's loss of a rank's own tensors, and its gradients, are not
+    these."""
+    own = [one.detach().clone().requires_grad_() for one in own]
+    loss = torch.compile(function, fullgraph=True)(*own)
+    ranks.agree(f"loss {name}", loss, expected, 1e-5)
+    for at, pair in enumerate(zip(torch.autograd.grad(loss, own), gradients, strict=True)):
+        ranks.agree(f"gradient {at} {name}", *pair, bar)
+    torch._dynamo.reset()
+
+
 @on(4)
 def several_losses(ranks):
     """In one graph, the last rank without a class: its Inductor orders the calls as that of the
@@ -37,21 +48,15 @@ def several_losses(ranks):
     leaves = [one.clone().requires_grad_() for one in whole]
     expected = three_losses(lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b), y), *leaves, y)
     gradients = torch.autograd.grad(expected, leaves)
+    gradients = (*gradients[:2], gradients[2][classes], gradients[3][classes])
+    own = *whole[:2], whole[2][classes], whole[3][classes]
     for save in ("logits", "stats", "grads"):
 
         def loss_of(x, w, y, b, save=save):
             return flce.linear_cross_entropy(x, w, y, linear_bias=b, vocab_parallel=vp, save=save)
 
-        own = [one.clone() for one in (*whole[:2], whole[2][classes], whole[3][classes])]
-        own = [one.requires_grad_() for one in own]
-        function = torch.compile(functools.partial(three_losses, loss_of), fullgraph=True)
-        loss = function(*own, y)
-        made = torch.autograd.grad(loss, own)
-        ranks.agree(f"loss {save}", loss.detach(), expected.detach(), 1e-5)
-        wanted = (*gradients[:2], gradients[2][classes], gradients[3][classes])
-        for name, got, true in zip("xpwb", made, wanted, strict=True):
-            ranks.agree(f"gradient of {name}, {save}", got, true, 1e-5)
-        torch._dynamo.reset()
+        function = functools.partial(three_losses, loss_of, y=y)
+        agree_compiled(ranks, save, function, own, expected, gradients, 1e-5)
 
 
 class SummedOutput(torch.autograd.Function):
@@ -103,37 +108,45 @@ def layers_between_losses(ranks):
     gradients = torch.autograd.grad(expected, leaves)
     units, classes = slice(64 * ranks.rank, 64 * ranks.rank + 64), ranks.classes(5)
     gradients = gradients[0], gradients[1][units], gradients[2][:, units], gradients[3][classes]
+    own = x, a[units], b[:, units], w[classes]
     for save in ("logits", "stats"):
-        own = [one.clone().requires_grad_() for one in (x, a[units], b[:, units], w[classes])]
         options = {"vocab_parallel": ranks.parallel(5), "save": save}
         loss_of = functools.partial(flce.linear_cross_entropy, **options)
         regions = SummedGradient.apply, SummedOutput.apply
-        function = functools.partial(layers_and_losses, loss_of, *regions)
-        loss = torch.compile(function, fullgraph=True)(*own, y)
-        made = torch.autograd.grad(loss, own)
-        ranks.agree(f"loss {save}", loss.detach(), expected.detach(), 1e-5)
-        for name, got, true in zip("xabw", made, gradients, strict=True):
-            ranks.agree(f"gradient of {name}, {save}", got, true, 1e-4)
-        torch._dynamo.reset()
+        function = functools.partial(layers_and_losses, loss_of, *regions, y=y)
+        agree_compiled(ranks, save, function, own, expected, gradients, 1e-4)
 
 
 @on(2)
 def sizes_that_change(ranks):
-    """Shards, rows and valid_vocab of several sizes in one compiled function."""
-    for ways in ({}, {"vocab": True}):
+    """Shards, rows and valid_vocab of several sizes in one compiled function, with class weights;
+    without breaks where it is given the VocabParallel."""
+    for way in ("equal shards", "vocab", "sequence"):
+        given = ranks.parallel(sequence=True) if way == "sequence" else None
 
-        def call(x, w, y, valid, ways=ways):
-            vocab = 2 * w.shape[0] if ways else None
-            vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab)
-            return flce.linear_cross_entropy(x, w, y, vocab_parallel=vp, valid_vocab=valid)
+        def call(x, w, y, valid, weight, way=way, given=given):
+            vocab = 2 * w.shape[0] if way == "vocab" else None
+            vp = given or flce.VocabParallel(dist.group.WORLD, vocab=vocab)
+            options = {"vocab_parallel": vp, "valid_vocab": valid, "weight": weight}
+            return flce.linear_cross_entropy(x, w, y, label_smoothing=0.1, **options)
 
-        function = torch.compile(call, backend="aot_eager", dynamic=True)
-        for rows, share, valid in ((8, 21, None), (9, 15, 17), (10, 12, 20)):
-            x = torch.randn(rows, 16).double()
-            w, y = torch.randn(2 * share, 16).double(), torch.randint(17, (rows,))
-            own = w[ranks.rank * share : (ranks.rank + 1) * share]
-            expected = F.cross_entropy(x @ w[: valid or 2 * share].T, y)
-            ranks.agree(f"{rows} {share}", function(x, own, y, valid), expected, 1e-12)
+        settings = {"backend": "aot_eager", "dynamic": True, "fullgraph": given is not None}
+        function = torch.compile(call, **settings)
+        for rows, share, valid in ((8, 21, None), (10, 15, 17), (12, 12, 20)):
+            x, w = torch.randn(rows, 16).double(), torch.randn(2 * share, 16).double()
+            y, weight = torch.randint(17, (rows,)), torch.rand(2 * share).double()
+            leaves = x.requires_grad_(), w.requires_grad_()
+            weights, smoothing = weight[: valid or 2 * share], {"label_smoothing": 0.1}
+            expected = F.cross_entropy(x @ w[: len(weights)].T, y, weights, **smoothing)
+            dx, dw = torch.autograd.grad(expected, leaves)
+            classes = slice(ranks.rank * share, (ranks.rank + 1) * share)
+            rows_of = ranks.rows if way == "sequence" else torch.clone
+            own = [t.detach().clone().requires_grad_() for t in (rows_of(x), w[classes])]
+            made = function(*own, y, valid, weight)
+            made.backward()
+            triples = ("loss", made, expected), ("dX", own[0].grad, rows_of(dx))
+            for name, got, true in (*triples, ("dW", own[1].grad, dw[classes])):
+                ranks.agree(f"{name} {way} {rows} {share}", got, true)
         torch._dynamo.reset()
 
 
