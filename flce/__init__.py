@@ -14,6 +14,7 @@ except ImportError as error:
     ) from error
 
 from . import reference
+from .chunked_loss import linear_loss
 from .distributed import VocabParallel
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
@@ -39,6 +40,7 @@ __all__ = [
     "integrations",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_loss",
     "num_items",
     "plan",
     "reference",

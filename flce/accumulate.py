@@ -124,6 +124,14 @@ class Accumulator:
                 f"linear_weight out of its inputs, or use {_NAME}=None"
             ) from None
 
+    def add(self, grad_weight):
+        """Adds a gradient that exists already. Returns what autograd gets as the weight's."""
+        with self.lock:
+            if (into := self.checked_target()) is None:
+                return self.finish(grad_weight)
+            into.add_(grad_weight)
+            return self.finish(None)
+
     def finish(self, grad_weight):
         """Runs after the gradients are made; `grad_weight` is one if checked_target() returned
         None. Returns what autograd gets as the weight's gradient."""

@@ -212,6 +212,9 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     ctx.overwritten = may_write
     if any(grad is not None for grad in in_place):
         _scale_untracked(*in_place, grad_output, scalars)
+    if ctx.accumulator and made[1] is not None:  # of linear_loss
+        if ctx.accumulator.should_accumulate(ctx.next_functions[1][0]):
+            made[1] = ctx.accumulator.add(made[1])
     return tuple(made)
 
 

@@ -37,7 +37,7 @@ _OF_LOGITS = {**defaults("of_logits"), **_RETURNS}
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
 _OF_LOSSES += ("num_items", "accumulate_into")
 _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
-_OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
+OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KERNELS = {
@@ -292,7 +292,7 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
-_ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
+ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 
 
 def linear_logprobs(
@@ -319,10 +319,10 @@ def linear_logprobs(
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
-    check_names("linear_logprobs", _OF_LOGPROBS, options)
-    if entropy not in _ENTROPIES:
-        validate.refuse("entropy", f"one of {tuple(_ENTROPIES)}", repr(entropy))
-    options |= {"reduction": "none", "return_entropy": _ENTROPIES[entropy]}
+    check_names("linear_logprobs", OF_LOGPROBS, options)
+    if entropy not in ENTROPIES:
+        validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
+    options |= {"reduction": "none", "return_entropy": ENTROPIES[entropy]}
     output = linear_cross_entropy(input, linear_weight, target, **options)
     if entropy is None:
         return -output, None
@@ -332,4 +332,4 @@ def linear_logprobs(
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
 show_options(linear_cross_entropy, _ALL)
 show_options(cross_entropy, _OF_LOGITS)
-show_options(linear_logprobs, _OF_LOGPROBS)
+show_options(linear_logprobs, OF_LOGPROBS)

@@ -348,7 +348,7 @@ class Packed:
         memory = given["max_memory"]
         self.max_memory = None if memory is None else parse_bytes(memory)
         self.group, shard = _shard(text_of(given["vocab_parallel"]))
-        self.ranks, self.rank = shard[:2]
+        self.ranks, self.rank, _, _, self.sequence, *_ = shard
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}

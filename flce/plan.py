@@ -36,7 +36,8 @@ class Plan:
     Sizes are bytes in addition to the inputs; `buffers` maps a buffer's name to its size. Peaks
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
     forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
-    workspace, where the backward frees the graph. With save="grads", a backward of lse or entropy needs those of "stats" too.
+    workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs those
+    of "stats" too.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,

@@ -119,6 +119,30 @@ def keys_of_ranks(ranks):
 # ---- extremes ----
 
 
+@on(2, 4)
+def loss_of_chunks(ranks):
+    """flce.linear_loss of shards, with an entropy and several chunks."""
+
+    def loss_fn(logprobs, entropy, rows):
+        factors = torch.linspace(-1.0, 2.0, TOKENS, dtype=logprobs.dtype)[rows]
+        return (factors * logprobs.exp() - 0.1 * entropy).sum()
+
+    def call(input, linear_weight, target, **options):
+        given = {"rows": 5, "entropy": "differentiable", **options}
+        return flce.linear_loss(input, linear_weight, target, loss_fn, **given)
+
+    case = make(torch.float64, reduction="sum", ignored=4, softcap=3.0)
+    del case.options["reduction"]
+    whole = cases.outcome(call, case)
+    for ends in (None, UNEVEN) if ranks.ranks == 4 else (None, (0, VOCAB)):
+        own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
+        made, classes = cases.outcome(call, own, vocab_parallel=vp), ranks.classes(VOCAB, ends)
+        ranks.agree("loss", made["loss"], whole["loss"], 1e-12)
+        ranks.agree("dX", made["input"], whole["input"], 1e-11)
+        for name in ("linear_weight", "linear_bias"):
+            ranks.agree(name, made[name], whole[name][classes], 1e-11)
+
+
 @on(2)
 def extreme_logits(ranks):
     """Logits of one rank beyond the range of exp, a loss of 0, and what torch has for inf."""
