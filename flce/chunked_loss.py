@@ -16,10 +16,10 @@ from .options import (
     LinearCrossEntropyOutput,
     all_classes,
     check_names,
-    default_memory,
     show_options,
     split,
 )
+from .plan import plan
 from .targets import shifted_target
 from .validate import refuse
 
@@ -29,7 +29,6 @@ _KNOWN["accumulate_into"] = None
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
-_TILE = 128  # a chunk's rows are a multiple of it
 
 
 def linear_loss(
@@ -48,8 +47,8 @@ def linear_loss(
             Returns the chunk's contribution to the loss, a scalar tensor, or a tuple of it and
             values (a tensor, a number, or a dict, list or tuple of these), which are summed over
             the chunks.
-        rows: the most rows of a chunk. None: as many as max_memory holds, of logits in the dtype
-            of the GEMMs.
+        rows: the most rows of a chunk. None: those of a chunk of `linear_cross_entropy`, which
+            follow from max_memory (docs/memory.md).
         cu_seqlens: offsets of sequences in the N rows, int32 or int64, shape (sequences + 1,). A
             chunk has whole sequences then, and more than `rows` rows where a sequence is longer.
             Rows of no sequence are in no chunk. Reading the offsets synchronises with the device.
@@ -97,7 +96,7 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entrop
         validate.check_tensor("cu_seqlens", cu_seqlens)
         bounds = cu_seqlens.tolist()
     if rows is None:
-        rows = _default_rows(input, linear_weight, options, packed)
+        rows = _default_rows(input, linear_weight, options)
     validate.check_integer("rows", rows, 1)
     chunks = _Chunks(operands, target.reshape(-1), entropy, options)
     total, values = None, None
@@ -120,15 +119,14 @@ def _detached(value):
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _default_rows(input, linear_weight, options, packed):
-    """Equal chunks whose logits fit max_memory; the same on all ranks of a group."""
+def _default_rows(input, linear_weight, options):
+    """The rows of a chunk of a scalar loss; the same on all ranks of a group."""
     classes, ranks = all_classes(options["vocab_parallel"], len(linear_weight))
+    tokens = input.numel() // max(input.shape[-1], 1)
     dtype = autocast_dtype(input.device.type) or input.dtype
-    row_bytes = max(-(-classes // ranks) * dtype.itemsize, 1)
-    most = (packed.max_memory or default_memory(input.device)) // row_bytes // _TILE * _TILE
-    tokens = max(input.numel() // max(input.shape[-1], 1), 1)
-    equal = -(-tokens // -(-tokens // max(most, _TILE)))
-    return -(-equal // _TILE) * _TILE
+    call = {"ranks": ranks, "max_memory": options["max_memory"], "save": "grads"}
+    made = plan(tokens, input.shape[-1], classes, dtype=dtype, device=input.device, **call)
+    return max(made.chunk_rows, 1)
 
 
 def _parts(tokens, rows, bounds):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flce
+from flce import options as table
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
@@ -323,3 +324,22 @@ def test_accumulation_takes_no_grads(device, attribute, dtype):
         frozen = {"max_memory": budget, "grad_weight": False}
         plan = flce.plan(**size, **frozen, accumulate_into=attribute)
         assert plan == flce.plan(**size, **frozen)
+
+
+@pytest.mark.parametrize("outputs", [{"reduction": "none"}, {"return_entropy": True}])
+def test_kept_logits_may_exceed_a_chunk(device, outputs, monkeypatch):
+    """Without max_memory a loss of rows keeps 2 bytes a logit, up to 1/8 of the memory."""
+    size = 20000 * 32768 * 2
+    call = {"dtype": torch.bfloat16, "device": device, **outputs}
+    for share, kept in ((size, True), (size - 1, False)):
+        monkeypatch.setattr(table, "share_of_memory", lambda _, share=share: share)
+        plan = flce.plan(20000, 64, 32768, **call)
+        assert (plan.save == "logits") == kept
+        assert not kept or plan.buffers["saved"] == size
+        recomputes = "the backward computes the logits again" in str(plan)
+        assert (
+            recomputes
+            == (plan.save == "stats")
+            == (not kept and outputs.get("reduction") == "none")
+        )
+    assert flce.plan(20000, 64, 32768, max_memory=size - 1, **call).save != "logits"

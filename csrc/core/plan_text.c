@@ -55,6 +55,8 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
          (long long)plan->backward_chunk_rows, (long long)plan->backward_chunks);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld sampled_time=%.3g\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms, plan->sampled_time);
+  if (plan->save == FLCE_SAVE_STATS)
+    append(text, size, &used, "the backward computes the logits again\n");
   append(text, size, &used, "forward_peak_bytes=%lld backward_peak_bytes=%lld peak_bytes=%lld\n",
          (long long)plan->forward_peak_bytes, (long long)plan->backward_peak_bytes,
          (long long)plan->peak_bytes);
