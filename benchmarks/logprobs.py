@@ -1,0 +1,159 @@
+"""Losses of log-probabilities: time of a step as a ratio to the three bare GEMMs, peak memory in
+addition to the operands, and errors against float32 (CUDA) or float64.
+
+    python benchmarks/logprobs.py head 8192x4096x151936 --json record.json
+
+The loss is PPO's clipped one; with "entropy" the mean entropy times 0.01 is subtracted. `sampled`
+estimates its gradients, so its errors are those of one draw.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+
+import measure
+import problem as problems
+import torch
+import torch.nn.functional as F
+
+import flce
+
+REFERENCE_ROWS = 256
+
+
+def policy_loss(problem, logprobs, entropy, rows=slice(None)):
+    """The loss of some rows; `upstream` serves as the advantages."""
+    old = -torch.full_like(logprobs, problem.w.shape[0]).log()  # of a uniform policy
+    ratio, advantage = (logprobs - old).clamp(max=3.0).exp(), problem.upstream[rows]
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+    loss = loss if entropy is None else loss - 0.01 * entropy.sum()
+    return loss / problem.y.numel()
+
+
+def eager(x, w, y, entropy):
+    """(log-probabilities, entropies or None) from all logits."""
+    log_p = F.linear(x, w).float().log_softmax(-1)
+    logprobs = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    return logprobs, -(log_p.exp() * log_p).sum(-1) if entropy else None
+
+
+def of_logprobs(function, **options):
+    def loss(problem):
+        return policy_loss(problem, *function(problem.x, problem.w, problem.y, **options))
+
+    return loss
+
+
+def of_chunks(**options):
+    def loss(problem):
+        loss_fn = functools.partial(policy_loss, problem)
+        return flce.linear_loss(problem.x, problem.w, problem.y, loss_fn, **options)
+
+    return loss
+
+
+def contestants(entropy):
+    """Losses by name, all with the entropy or all without."""
+    kind = "differentiable" if entropy else None
+    made = {
+        "eager": of_logprobs(eager, entropy=entropy),
+        "compile": of_logprobs(torch.compile(eager), entropy=entropy),
+        "linear_logprobs": of_logprobs(flce.linear_logprobs, entropy=kind),
+        "linear_loss": of_chunks(entropy=kind),
+        "linear_loss 512MiB": of_chunks(entropy=kind, max_memory="512MiB"),
+    }
+    if not entropy:
+        made["linear_logprobs sampled"] = of_logprobs(
+            flce.linear_logprobs, entropy=None, gradient="sampled"
+        )
+    return made
+
+
+def step(loss_of):
+    def run(problem):
+        loss = loss_of(problem)
+        return loss.detach(), *torch.autograd.grad(loss, (problem.x, problem.w))
+
+    return run
+
+
+def truth(problem, entropy, wide):
+    loss, dx = 0.0, torch.empty_like(problem.x, dtype=wide)
+    w = problem.w.detach().to(wide).requires_grad_()
+    dw = torch.zeros_like(w)
+    with problems.exact_products():
+        for begin in range(0, len(dx), REFERENCE_ROWS):
+            rows = slice(begin, begin + REFERENCE_ROWS)
+            x = problem.x.detach()[rows].to(wide).requires_grad_()
+            log_p = F.linear(x, w).log_softmax(-1)
+            logprobs = log_p.gather(-1, problem.y[rows].unsqueeze(-1)).squeeze(-1)
+            entropies = -(log_p.exp() * log_p).sum(-1) if entropy else None
+            part = policy_loss(problem, logprobs, entropies, rows)
+            dx[rows], grad_w = torch.autograd.grad(part, (x, w))
+            dw += grad_w
+            loss += part.detach().double()
+    return loss, dx, dw
+
+
+def bench(name, shape, entropy, options):
+    upstream = torch.empty(shape.tokens, device=options.device)
+    problem = problems.make_problem(shape, options.device, options.dtype, upstream=upstream)
+    problem.refresh()
+    exact = truth(problem, entropy, problems.wide_dtype(options.device))
+    floor = functools.partial(problems.bare_products, pass_name="step")
+    runs, rows = {"GEMMs": floor}, []
+    runs |= {label: step(loss_of) for label, loss_of in contestants(entropy).items()}
+    for label, run in runs.items():
+        run(problem)
+        row = {"shape": name, "entropy": entropy, "contestant": label}
+        row["peak_bytes"] = measure.peak_extra_bytes(run, problem, options.device)
+        if label != "GEMMs":
+            row["errors"] = problems.errors(run(problem), exact)
+        rows.append(row)
+    del exact
+    timed = {label: (run, 0.1) for label, run in runs.items()}
+    taken, failed = measure.interleaved(timed, problem, options.device, options.rounds, 60.0)
+    for error in failed.values():
+        raise error
+    floor = statistics.median(each.seconds for each in taken["GEMMs"])
+    for row in rows:
+        row["ms"] = 1e3 * statistics.median(each.seconds for each in taken[row["contestant"]])
+        row["over_gemms"] = row["ms"] / (1e3 * floor)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row):
+    text = f"{row['shape']:18} {'entropy' if row['entropy'] else 'policy':8} {row['contestant']:24}"
+    text += f" {row['ms']:8.2f} ms {row['over_gemms']:6.3f}x {row['peak_bytes'] / 1e9:6.2f} GB"
+    return text + problems.error_columns(row)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("shapes", nargs="*", default=["head" if cuda else "cpu-small"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args(arguments)
+    options.dtype = getattr(torch, options.dtype)
+    torch.manual_seed(0)
+    facts = measure.machine(options.device)
+    facts |= {"dtype": str(options.dtype).removeprefix("torch."), "rounds": options.rounds}
+    print(measure.described(facts))
+    rows = []
+    for text in options.shapes:
+        for entropy in (False, True):
+            rows += bench(*problems.named_shape(text), entropy, options)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
