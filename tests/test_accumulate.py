@@ -1,8 +1,8 @@
-"""accumulate_into="grad" and "main_grad": the weight's gradient is added to the caller's
-tensor."""
+"""accumulate_into: the weight's gradient is added to the caller's .grad or .main_grad."""
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import cases
 import pytest
@@ -237,16 +237,13 @@ def test_threads_lose_no_sum(device, begins):
         case.linear_weight.grad = torch.zeros_like(case.linear_weight)
     start, steps, threads = threading.Barrier(8), 50, 8
 
-    def train():
+    def train(_):
         start.wait()
         for _ in range(steps):
             run(case, "grad", **options)
 
-    workers = [threading.Thread(target=train) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(train, range(threads)))
     assert cases.relative_error(case.linear_weight.grad, threads * steps * dw) <= 1e-10
 
 

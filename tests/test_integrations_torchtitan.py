@@ -58,21 +58,14 @@ def same(mine, theirs):
         assert (mine[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("length, chunks", [(L, 4), (13, 1)])
 @pytest.mark.parametrize("valid", [None, torch.tensor(19)])
-def test_loss_and_gradients(valid):
+def test_loss_and_gradients(valid, length, chunks):
     plain = model()
     mine = copy.deepcopy(plain)
-    theirs = titan.ChunkedLossWrapper.Config(num_chunks=4)
-    data = batch()
+    theirs = titan.ChunkedLossWrapper.Config(num_chunks=chunks)
+    data = batch(length)
     same(step(mine, FlceLoss.Config(), *data, valid), step(plain, theirs, *data, valid))
-
-
-def test_lengths_that_no_chunks_divide():
-    plain = model()
-    mine = copy.deepcopy(plain)
-    theirs = titan.ChunkedLossWrapper.Config(num_chunks=1)
-    data = batch(13)
-    same(step(mine, FlceLoss.Config(), *data, None), step(plain, theirs, *data, None))
 
 
 def test_evaluation():
