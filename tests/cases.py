@@ -295,8 +295,7 @@ class Yardstick:
             )
 
     def _check_choice(self, where, name, value):
-        """Checks predictions and their accuracy, exactly where rounding cannot change which
-        logit is largest."""
+        """Predictions and accuracy: exact where rounding cannot change which logit is largest."""
         logits, cut, _ = _final_logits(self.wide)
         logits, cut = logits.reshape(-1, logits.shape[-1]), cut.reshape(-1)
         top = logits.topk(min(2, logits.shape[-1])).values
@@ -349,8 +348,7 @@ def _truth_errors(wide, upstream):
 
 
 def _logit_factor(case):
-    """The factor from a logit of the linear layer to the final logit, for each row (or all of
-    them)."""
+    """From a logit of the linear layer to the final logit: of each row, or of all."""
     scale = abs(case.options.get("logit_scale", 1.0))
     temperature = torch.as_tensor(case.options.get("temperature", 1.0), dtype=torch.float64)
     return scale / temperature.reshape(-1)
@@ -385,8 +383,7 @@ def _divisor(options, cut, target):
 
 
 def _logit_error(case, wide, logits_dtype):
-    """The error that rounding the logits alone can cause, for each row of dX (and the loss) and
-    of dW."""
+    """What rounding the logits alone can cause, for each row of dX (and the loss) and of dW."""
     on_cpu = case.input.device.type == "cpu" and case.linear_weight is not None
     held = case.dtype if case.dtype == torch.float64 or on_cpu else torch.float32
     held = logits_dtype or held
@@ -425,8 +422,7 @@ def per_row(device, *shape, low=0.5, high=2.0):
 
 
 def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
-    """Checks that two results and their gradients agree; results are tensors or sequences of
-    tensors."""
+    """Two results, tensors or sequences of tensors, and their gradients agree."""
     ours, theirs = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (ours, theirs))
     upstream = [
         torch.linspace(0.3, -1.1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
@@ -442,8 +438,7 @@ def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
 
 
 def chunked_truth(case, rows):
-    """Mean loss, dX and dW in float64, `rows` tokens at a time, for N x V too large for one
-    tensor."""
+    """Mean loss, dX, dW in float64, `rows` tokens at a time, for N x V too large for a tensor."""
     tokens = case.input.shape[0]
     parts = []
     dw = torch.zeros_like(case.linear_weight, dtype=torch.float64)

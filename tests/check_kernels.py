@@ -91,8 +91,7 @@ def codes(listing):
 
 
 def waits_in_time(name, code):
-    """Whether a kernel waits for its predecessor early enough, if and only if it is launched
-    with PDL."""
+    """Whether a kernel waits early enough if it is launched with PDL, and only then."""
     instructions = INSTRUCTION.findall(code)
     waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
     kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]

@@ -54,8 +54,7 @@ def generates_alike(model, ids):
 
 
 def row(name, module):
-    """(state, text, numbers) of one class; state: "not built", "refused" (by fuse), "wrong",
-    "fused", "falls back"."""
+    """(state, text, numbers) of one class; states are those of `table` and main()."""
     try:
         model, inputs = build(name, module)
     except Exception as error:

@@ -31,8 +31,7 @@ def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, se
 
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
-    """Runs the backward of a forward with `arguments` that returned `made`; `changed` replaces
-    arguments by name."""
+    """The backward of a forward with `arguments` that returned `made`; `changed`: by name."""
     stats, scalars, saved = (
         None if made[output] is None else made[output].detach() for output in (1, 2, 4)
     )

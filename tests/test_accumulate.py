@@ -66,8 +66,7 @@ def plain(case, **knobs):
 
 
 def check(got, before, added, dtype, times=1):
-    """Checks got = before + added up to the rounding of `dtype`, the dtype of the sum over
-    chunks."""
+    """got = before + added up to the rounding of `dtype`, that of the sum over chunks."""
     expected = before + times * added.double()
     size = before.abs() + times * added.double().abs()
     # Each chunk's sum is rounded, and so is each sum over chunks, whose terms may cancel.
@@ -129,8 +128,7 @@ def test_makes_the_gradient_that_is_not_there(device, dtype, knobs):
 
 
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
-    """Sums over chunks and over steps are float32; a .grad in the weight's dtype rounds each of
-    them."""
+    """Sums over chunks and steps are float32; a bfloat16 .grad rounds each."""
     case = make(device, torch.bfloat16)
     truth = plain(make(device, torch.bfloat16), save="stats", accum_dtype=torch.float32)[1]
     case.linear_weight.main_grad = torch.zeros_like(case.linear_weight, dtype=torch.float32)
@@ -248,8 +246,7 @@ def test_threads_lose_no_sum(device, begins):
 
 
 def test_frozen_and_without_gradients(device, batch):
-    """Nothing to accumulate: no attribute is read or written; also where the weight is frozen
-    after the forward."""
+    """No attribute is read or written, also where the weight is frozen after the forward."""
     x, y = batch
     head = head_of(device, accumulate_into="grad")
     loss = head(x, y)
@@ -359,8 +356,7 @@ def test_accumulation_bumps_the_version_counter(device, batch):
 
 
 def test_streams(cuda):
-    """The forward runs on another stream than the caller of backward, on whose stream .grad is
-    complete."""
+    """The forward is on another stream than backward's caller, on whose stream .grad is whole."""
     x = torch.randn(TOKENS, HIDDEN, device=cuda, dtype=torch.float64)
     y = torch.randint(VOCAB, (TOKENS,), device=cuda)
     head, twin = head_of(cuda, accumulate_into="grad"), head_of(cuda)
@@ -379,8 +375,7 @@ def test_streams(cuda):
 
 
 def test_compile(device, batch):
-    """fullgraph=True refuses the call; otherwise the graph breaks there and the call runs
-    eagerly."""
+    """fullgraph=True refuses the call; otherwise the graph breaks and the call runs eagerly."""
     x, y = batch
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     refused = torch.compile(lambda x: head(x, y), fullgraph=True, backend="eager")

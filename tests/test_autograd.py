@@ -11,8 +11,7 @@ import flce
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_retain_graph_gives_the_same_gradients_twice(device, save):
-    """And a third time, scaled, in the backward that frees the graph and may reuse the saved
-    buffers."""
+    """And a third time, by the backward that may reuse the saved buffers."""
     case = make(device)
     leaves = leaves_of(case)
     loss = call(case, leaves, save=save, max_memory=BUDGET)
@@ -128,8 +127,7 @@ def _as(value, like):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_autocast_keeps_a_float32_dw(device, save):
-    """dW is rounded from the float32 accumulator directly: most of its elements are not
-    bfloat16 numbers."""
+    """Rounded from the float32 accumulator: most elements are no bfloat16 numbers."""
     if device == "cpu":
         pytest.skip("the CPU's bfloat16 GEMM rounds its result; the sum over chunks is float32")
     case = cases.make_case(48, 64, 500, dtype=torch.float32, device=device)

@@ -113,8 +113,7 @@ def test_status_without_flce(scripts, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("count", [2, 3, 6, 14])
 def test_balanced_order(scripts, count):
-    """In `count` rounds each contestant comes first once; for an even count each ordered pair
-    is adjacent once."""
+    """Each contestant comes first once; of an even count each ordered pair is adjacent once."""
     orders = [scripts("measure").balanced_order(count, turn) for turn in range(count)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert sorted(order[0] for order in orders) == list(range(count))
@@ -202,8 +201,7 @@ def test_train_loop(scripts, tmp_path, optimizer):
 
 
 def test_control_on_cuda(scripts, tmp_path, cuda):
-    """The bars on memory hold, and the peak is that of the step: the GEMMs' is above N x V
-    elements."""
+    """The bars on memory hold; the peak is the step's: the GEMMs' is above N x V elements."""
     choices = ["--device", cuda, "--dtype", "bfloat16", "--control", "--max-spread", "1e9"]
     choices += ["--budget", "32MiB"]
     status, record = loop(scripts, tmp_path, *choices, shape="4096x64x32000")

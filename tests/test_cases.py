@@ -14,8 +14,7 @@ def make(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_pair_occurs(sizes):
-    """All pairs, in few rows: at most half as many more than the two largest parameters
-    require."""
+    """In at most half as many rows more than the two largest parameters require."""
     values = make(sizes)
     rows = cases.covering_rows(**values)
     for (i, some), (j, others) in itertools.combinations(enumerate(values.values()), 2):

@@ -318,8 +318,7 @@ def weight_gradient(dtype, device, function, **options):
 
 
 def ligers_sum(x, w, y, dtype):
-    """dW as Liger's chunks sum it: GEMMs in the operands' dtype, a sum in `dtype`; dz has no
-    error other than its own rounding."""
+    """dW as Liger's chunks sum it: GEMMs in the operands' dtype, a sum in `dtype`; and exact."""
     wide = F.linear(x.double(), w.detach().double()).requires_grad_()
     dz = torch.autograd.grad(F.cross_entropy(wide, y), wide)[0]
     total = torch.zeros_like(w, dtype=dtype)

@@ -68,8 +68,7 @@ def test_one_graph(name):
 
 @pytest.mark.parametrize("name", ["plain", "exp"])
 def test_compiles_once(name):
-    """Nothing that changes from step to step is part of the graph; what falls back is compiled
-    once more, without its warning."""
+    """What falls back is compiled once more, without its warning."""
     model = make(USES.get(name, torch.exp))
     counter = CompileCounterWithBackend("aot_eager")
     with flce.fuse(model), warnings.catch_warnings():

@@ -122,8 +122,7 @@ def test_other_hooks_get_real_logits():
 
 
 def partition(module):
-    """As ZeRO-3 does: the weight is whole inside the Module's hooks and from the gradient of its
-    output on, and empty elsewhere."""
+    """As ZeRO-3: the weight is whole inside the hooks and from the output's gradient on."""
     whole = module.weight.data
 
     def gather(module, arguments):

@@ -219,8 +219,7 @@ PLUGIN = "flce.integrations.axolotl.FlcePlugin"
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """Axolotl's own plugin manager with flce's plugin, and (whether Liger's loss is flce's, whether
-    CCE's is)."""
+    """Axolotl's manager with flce's plugin, and whether (Liger's, CCE's) loss is flce's."""
     base = pytest.importorskip("axolotl.integrations.base", exc_type=ImportError)
     cce = pytest.importorskip("cut_cross_entropy", exc_type=ImportError)
     monkeypatch.setattr(base.PluginManager, "_instance", None)

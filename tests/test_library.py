@@ -191,8 +191,7 @@ def test_opcheck(device, name):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_a_traced_graph_differentiates(device, save):
-    """The operators in a traced graph have autograd formulas: no part of a gradient is silently
-    missing."""
+    """Operators in a traced graph have autograd formulas: no gradient lacks a part."""
     x, w, _, target = sample_tensors(device)
 
     def step(x, w, target):

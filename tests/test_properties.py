@@ -219,8 +219,7 @@ def moved(case, upstream, device):
 
 
 def strategies(case):
-    """The strategies that support the call: "grads" requires that only a scalar loss is
-    differentiated."""
+    """Those that support the call: "grads" differentiates a scalar loss alone."""
     scalar = case.options["reduction"] != "none"
     return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
 

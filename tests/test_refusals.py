@@ -359,8 +359,7 @@ def test_cpu_targets_with_a_cuda_model(cuda):
 @pytest.mark.parametrize("bad", [VOCAB, -1, -100, -101, 2**40, -(2**40)])
 @pytest.mark.parametrize("function", [flce.linear_cross_entropy, flce.cross_entropy])
 def test_target_out_of_range_on_the_cpu(function, bad):
-    """The message names row, value and range, before any work. -100 is out of range if
-    ignore_index has another value."""
+    """Row, value and range, before any work; -100 too under another ignore_index."""
     valid = tensors("cpu")
     valid["target"][4] = bad
     call = functools.partial(function, **{name: valid[name] for name in OPERANDS[function]})

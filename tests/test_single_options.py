@@ -235,8 +235,7 @@ def test_valid_vocab(device, save, valid):
 
 
 def mostly_ignored(device, tokens, share=0.6, dtype=torch.float64):
-    """A batch of which the fraction `share` is ignored, in random order, with NaN there; and
-    the valid rows."""
+    """A batch whose fraction `share` is ignored, with NaN there; and the valid rows."""
     x, w, y = cases.leaves(device, tokens, dtype=dtype)
     order = torch.randperm(tokens, generator=cases.generator(5)).to(device)
     ignored = order[: int(share * tokens)]
@@ -249,8 +248,7 @@ def mostly_ignored(device, tokens, share=0.6, dtype=torch.float64):
 
 @pytest.mark.parametrize("save", ["grads", "stats"])
 def test_ignored_rows_cost_no_products(device, save):
-    """As many chunks, hence GEMMs, as a batch of the valid rows alone. The CPU always counts
-    them."""
+    """As many chunks as a batch of the valid rows alone; the CPU always counts them."""
     (x, w, y), kept = mostly_ignored(device, 100)
     alone = x.detach()[kept].clone().requires_grad_()
     knobs = {"save": save, "max_memory": 10 * (VOCAB + 3) * 8}
@@ -317,8 +315,7 @@ def test_more_valid_rows_than_the_bound_are_nan_on_cuda(cuda, save):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("targets", ["classes", "probabilities"])
 def test_the_reference_is_cross_entropy(device, reduction, smoothing, targets):
-    """If F.cross_entropy has the option, the reference gives the same numbers, including the
-    mean."""
+    """Where F.cross_entropy has the option, the mean included."""
     x, w, y = cases.leaves(device, TOKENS)
     y[::4] = -100
     if targets == "probabilities":

@@ -217,8 +217,7 @@ def test_tied_embedding(device, save):
 
 @pytest.mark.parametrize("most", [64, None])
 def test_export_of_a_dynamic_batch(device, most, monkeypatch):
-    """Of (batch, T, H), also where the logits of large batches exceed max_memory: save="auto" does
-    not limit the sizes that the program takes."""
+    """save="auto" does not limit the sizes, where logits exceed max_memory either."""
     monkeypatch.setenv("FLCE_MAX_MEMORY", "64KiB")  # the logits of 9 batches
     head = flce.LinearCrossEntropyHead(4, 100, bias=False, device=device)
     x, y = torch.randn(2, 16, 4, device=device), torch.randint(100, (2, 16), device=device)
@@ -241,8 +240,7 @@ def test_repr_with_a_tensor_as_an_option(make, temperature):
 
 
 def test_hooks_see_a_named_output(device, batch):
-    """Options for one call reach the loss through the Module's call; hooks do not turn the
-    output into a plain tuple, and they see gradients from two of its fields."""
+    """Not a plain tuple, and gradients of two fields; options of one call reach the loss."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = make_head(device, **SETTINGS)
     seen = []

@@ -31,8 +31,7 @@ def test_other_devices_are_refused():
 
 
 def test_numbers_are_those_of_the_header():
-    """PRODUCT lists the fields of the C struct in order; an algorithm has as many numbers as
-    its struct."""
+    """PRODUCT and an algorithm's numbers are the fields of the C structs in order."""
     if not HEADER.exists():
         pytest.skip("installed without its sources")
     text = HEADER.read_text(encoding="utf-8")
@@ -176,8 +175,7 @@ def test_no_candidate_loses_the_last_products(cuda, dtype, k):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_another_choice_is_taken_and_right(cuda, save, use):
-    """The last candidate of every GEMM, not the first: it is used, and no other changes. A choice
-    that is no candidate changes nothing."""
+    """The last candidate, and no other changes; one that is none changes nothing."""
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, std=4.0)
     knobs = {"save": save, "max_memory": BUDGET}
     truth = cases.chunked_truth(case, TOKENS)

@@ -144,8 +144,7 @@ def check_sequence():
 
 
 def check_minus_infinity():
-    """All logits of all ranks but the first are -inf: probability 0, gradient 0. Dtypes, save and
-    options select each kernel of the forward."""
+    """Logits of all ranks but the first: p = 0; options select each kernel of the forward."""
     mine, returns = classes_of(2000), {"return_lse": True, "return_predictions": True}
     for dtype, save, options in itertools.product(
         TOLERANCE, ("auto", "logits", "stats"), ({}, {"softcap": 10.0}, {"temperature": 0.5})

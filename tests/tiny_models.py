@@ -43,8 +43,7 @@ def shifted_loss(logits, labels):
 
 
 class Model(nn.Module):
-    """An embedding, a body, a head, what `use` makes of the logits, and the loss that `loss_of`
-    makes of that: the class of all of transformers, in small."""
+    """Embedding, body, head, what `use` makes of the logits, and the loss by `loss_of`."""
 
     def __init__(
         self, use=same, loss_of=None, dtype=torch.float64, bias=True, body=None, scale=3.0
@@ -168,8 +167,7 @@ def step(model, inputs, mode=None):
 
 
 def worst_error(got, expected):
-    """The largest error of a gradient relative to the largest element of that parameter's, or to
-    1e-3 of the largest of all: smaller gradients are sums that cancel."""
+    """Of a gradient, relative to its largest element or to 1e-3 of the largest of all."""
     if got.keys() != expected.keys():
         raise AssertionError(f"gradients of {sorted(got.keys() ^ expected.keys())} in one only")
     floor = 1e-3 * max(float(g.abs().max()) for g in expected.values())
