@@ -69,10 +69,7 @@ def plain(text):
 
 
 def local_bytes(report):
-    """{kernel: the largest of stack frame, spill stores and spill loads}, from `ptxas -v`.
-
-    An array that is indexed at run time takes a stack frame without a spill.
-    """
+    """{kernel: the largest of stack frame (of an array indexed at run time), stores and loads}"""
     return {name: max(map(int, sizes)) for name, *sizes in PROPERTIES.findall(report)}
 
 

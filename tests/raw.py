@@ -7,13 +7,7 @@ LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
 
 
 def settings(
-    save,
-    *,
-    valid_vocab=None,
-    rows=None,
-    max_memory=1 << 20,
-    grads=(True, True, False),
-    **others,
+    save, *, valid_vocab=None, rows=None, max_memory=1 << 20, grads=(True, True, False), **others
 ):
     """The arguments after the tensors, with exact logits. `others`: options, and integers by their
     name in flce.options.INTEGERS."""

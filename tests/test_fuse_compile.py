@@ -6,18 +6,7 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
-from tiny_models import (
-    BATCH,
-    HIDDEN,
-    IDS,
-    VOCAB,
-    Model,
-    equal,
-    equal_runs,
-    run,
-    same,
-    shifted_loss,
-)
+from tiny_models import BATCH, HIDDEN, IDS, VOCAB, Model, equal, equal_runs, run, same, shifted_loss
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint

@@ -11,13 +11,7 @@ import flce
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from tiny_models import TEXT_VOCAB as VOCAB  # noqa: E402
-from tiny_models import (  # noqa: E402
-    built,
-    causal_classes,
-    check_after_change,
-    tiny_config,
-    tiny_model,
-)
+from tiny_models import built, causal_classes, check_after_change, tiny_config, tiny_model  # noqa: E402
 from tiny_models import check_fused as check  # noqa: E402
 
 BATCH, LENGTH = 2, 64

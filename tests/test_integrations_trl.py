@@ -183,8 +183,7 @@ def test_no_rows_stay_in_the_graph():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"outputs": (*ALL, "log_sum_sq_probs")}, {"softcap": 5.0}, {"outputs": None}],
+    "options", [{"outputs": (*ALL, "log_sum_sq_probs")}, {"softcap": 5.0}, {"outputs": None}]
 )
 def test_the_rest_is_trls(calls, options):
     args = operands()

@@ -62,12 +62,7 @@ LINEAR = {
 
 
 # Sizes that end at any offset within a vector.
-RAGGED = {
-    **LINEAR,
-    "dtype": [torch.bfloat16],
-    "vocab": range(1, 140, 2),
-    "hidden": range(1, 71),
-}
+RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidden": range(1, 71)}
 
 
 @pytest.fixture(autouse=True)

@@ -272,31 +272,23 @@ def test_tensors_made_in_inference_mode(device, batch):
 # ---- what is refused ----
 
 
-def refused_calls(x, w, y):
-    """All public functions of flce, by name, as functions of x alone."""
-    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=x.device, dtype=x.dtype)
-    return {
-        "outputs": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).loss,
-        "lse": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).lse.sum(),
-        "rows": lambda x: flce.linear_cross_entropy(x, w, y, reduction="none").sum(),
-        "logprobs": lambda x: flce.linear_logprobs(x, w, y)[0].sum(),
-        "entropy": lambda x: flce.linear_logprobs(x, w, y)[1].sum(),
-        "logits": lambda x: flce.cross_entropy(x @ w.T, y),
-        "head": lambda x: head(x, y),
-    }
-
-
-REFUSED = ("outputs", "lse", "rows", "logprobs", "entropy", "logits", "head")
+# All public functions of flce.
+REFUSED = {
+    "outputs": lambda x, w, y, _: flce.linear_cross_entropy(x, w, y, return_lse=True).loss,
+    "lse": lambda x, w, y, _: flce.linear_cross_entropy(x, w, y, return_lse=True).lse.sum(),
+    "rows": lambda x, w, y, _: flce.linear_cross_entropy(x, w, y, reduction="none").sum(),
+    "logprobs": lambda x, w, y, _: flce.linear_logprobs(x, w, y)[0].sum(),
+    "entropy": lambda x, w, y, _: flce.linear_logprobs(x, w, y)[1].sum(),
+    "logits": lambda x, w, y, _: flce.cross_entropy(x @ w.T, y),
+    "head": lambda x, w, y, head: head(x, y),
+}
 
 
 @pytest.fixture(params=REFUSED)
 def refused(request, device):
-    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.float64)
-    w = torch.randn(VOCAB, HIDDEN, device=device, dtype=torch.float64)
-    y = torch.randint(VOCAB, (TOKENS,), device=device)
-    calls = refused_calls(x, w, y)
-    assert set(calls) == set(REFUSED)
-    return calls[request.param], x
+    x, w, y = cases.leaves(device, TOKENS, hidden=HIDDEN, vocab=VOCAB)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device, dtype=x.dtype)
+    return lambda x: REFUSED[request.param](x, w.detach(), y, head), x.detach()
 
 
 def differentiate_forward(function, x):

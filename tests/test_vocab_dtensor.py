@@ -17,13 +17,7 @@ import flce
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from torch.distributed.tensor import (  # noqa: E402
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
 
 RANKS, TOKENS, HIDDEN = 4, 12, 8
 # Rows of linear_weight on each rank by torch.chunk: 3, 3, 3, 1 and 2, 2, 1, 0.

@@ -29,10 +29,6 @@ def same(logits):
     return logits
 
 
-def double(logits):
-    return logits * 2
-
-
 def flat_loss(logits, labels, **options):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1), **options)
 
