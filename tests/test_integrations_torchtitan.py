@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
+from tiny_models import whole
 
 titan = pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)
 
@@ -44,10 +45,6 @@ def step(model, config, tokens, labels, valid):
     assert metrics == {}
     loss.backward()
     return loss.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def same(mine, theirs):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 from processes import on_ranks
+from test_vocab_head import square_mesh, whole_mesh
 
 import flce
 
@@ -31,14 +32,6 @@ OPTIONS = (
 
 
 ADAPTER = torch.linspace(-3, 3, 30).double().cos().view(10, 3)
-
-
-def whole_mesh():
-    return dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-
-
-def square_mesh():
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def operands_of(vocab, shape=(TOKENS,), dtype=torch.float64):
