@@ -264,8 +264,7 @@ def test_frozen_and_without_gradients(device, batch):
 
 
 def test_autograd_grad(device, batch):
-    """autograd.grad cannot return what is added elsewhere: refused before anything is added.
-    For other inputs it works and leaves the weight's attribute unchanged."""
+    """It cannot return what is added elsewhere; for other inputs it leaves .grad unchanged."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = head_of(device, accumulate_into="grad")
     before = begin(head.weight, "grad")
@@ -321,8 +320,7 @@ def test_a_view_of_a_flat_buffer(device):
 
 
 def test_megatrons_protocol(device, batch):
-    """If grad_added_to_main_grad is declared it becomes True, and every hook of the owner runs
-    on a gradient of zeros. Without it nothing is made."""
+    """grad_added_to_main_grad, if declared, becomes True, and hooks run on zeros."""
     head, twin = head_of(device), head_of(device)
     head.weight.main_grad = torch.zeros_like(head.weight)
     head(*batch, accumulate_into="main_grad").backward()

@@ -197,8 +197,7 @@ def test_second_device(save):
 
 
 def cramped(extra):
-    """Leaves this process `extra` bytes of device memory; returns tensors that fill the holes
-    that other tests left in the allocator's segments."""
+    """Leaves `extra` bytes of device memory; -> tensors that fill the allocator's holes."""
     gc.collect()  # a tensor in a reference cycle would keep its segment
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -234,8 +234,7 @@ def test_operands_that_begin_anywhere():
 
 @pytest.mark.parametrize("moves", ["x to an aligned address", "all to an unaligned address"])
 def test_a_backward_whose_tensors_lie_elsewhere(moves):
-    """The saved tensors come back at other addresses, as from hooks that store them elsewhere:
-    neither the order of the rows nor the result may depend on the address."""
+    """As from hooks: no order of rows and no result may depend on an address."""
     tokens, vocab = 3000, 50257
     x, w, y = draw(tokens, 64, vocab)
     y[torch.rand(tokens, device="cuda") < 0.5] = -100

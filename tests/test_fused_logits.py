@@ -113,8 +113,7 @@ def test_the_product_takes_these_options(monkeypatch, name):
 
 @pytest.mark.parametrize("far", [0.5, 3.0, 20.0, 90.0])
 def test_logits_far_from_the_probed_ones(far):
-    """Some logits so far above that rows are recomputed, some so far below that p is 0. The
-    offset of a row with probabilities comes from the logits of four columns, V / 4 apart."""
+    """A row's offset comes from four columns' logits, V / 4 apart: rows are recomputed."""
     x, w, noise = draw(300, 1024, 4096)
     level = torch.full((4096,), far, device="cuda")
     level[torch.arange(4) * 1024] = -far

@@ -97,8 +97,7 @@ def test_cce_itself(reduction):
 @with_bias
 @pytest.mark.parametrize("num_items", [None, 5])
 def test_transformers_patches(monkeypatch, only_flce, num_items):
-    """The function that cce_patch's forwards call, from its own file: the package around it imports
-    models of transformers 4.48."""
+    """From its own file: the package around it imports models of transformers 4.48."""
     path = Path(cut_cross_entropy.__file__).parent / "transformers" / "utils.py"
     name = "cut_cross_entropy.transformers.utils"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -71,8 +71,7 @@ REFERENCE_OPTIONS = {
 
 @pytest.mark.parametrize("options", list(REFERENCE_OPTIONS))
 def test_mean_and_variance_over_seeds(options):
-    """Of each logit's gradient: the exact one, and at most eps p (1 - p) in addition, times the
-    square of the row's factor."""
+    """The exact gradient, and at most eps p (1 - p) times the row's factor squared."""
     options, eps = REFERENCE_OPTIONS[options], 2.0**-3
     z = 2.0 * torch.randn(4, 23, generator=cases.generator(1), dtype=torch.float64)
     target = torch.tensor([0, 22, 5, 9])

@@ -207,8 +207,7 @@ def test_a_temperature_that_is_not_read(device):
 @SAVES
 @pytest.mark.parametrize("valid", [1, 8, 33, VOCAB])
 def test_valid_vocab(device, save, valid):
-    """Bitwise equal to a head without the padding rows, which get exactly zero gradients even
-    if they contain NaN; smoothing is spread over the existing classes."""
+    """As a head without the padding rows, whose gradients are zero even if they are NaN."""
     x, w, y = cases.leaves(device, TOKENS)
     y %= valid
     bias, class_weight = cases.per_row(device, VOCAB), cases.per_row(device, VOCAB)
@@ -354,8 +353,7 @@ def with_a_weightless_class(device, rows):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_weight_zero_hides_an_infinite_logit(device, save, smoothing):
-    """A class of weight 0 adds nothing to the loss, neither as a target nor in the smoothing
-    sum. The truth is that of a logit so low that its probability is 0 as well."""
+    """As a target and in smoothing; the truth has a logit so low that p is 0."""
     case, weight = with_a_weightless_class(device, slice(3))
     fused = functools.partial(flce.linear_cross_entropy, save=save)
     results = []

@@ -188,8 +188,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 def test_tied_embedding(device, save):
-    """The gradient of the shared weight is the sum over both uses; the first optimizer step and
-    the next ones equal eager's, where save="grads" may overwrite only its own memory."""
+    """The sum over both uses; save="grads" may overwrite only its own memory."""
     model = Tied(device, save)
     twin = copy.deepcopy(model)
     assert twin.head.weight is twin.embedding.weight

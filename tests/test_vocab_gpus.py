@@ -230,8 +230,7 @@ def check_fsdp():
 
 
 def check_interrupts():
-    """An exception at each place between the exchanges of a step, on all ranks: nothing writes to
-    tensors made after it, though the data of other ranks come late. The next step is right."""
+    """On all ranks: nothing writes to tensors made after it, and the next step is right."""
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
     w = w[classes_of(9000)]
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
@@ -265,8 +264,7 @@ def check_interrupts():
 
 
 def share_one_gpu():
-    """Symmetric memory and its copies among processes on one GPU. NCCL refuses them: the group is
-    gloo's, whose barrier takes no device."""
+    """NCCL refuses processes on one GPU: the group is gloo's, whose barrier takes no device."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     barrier = dist.barrier
     dist.barrier = lambda group=None, **ignored: barrier(group)

@@ -208,8 +208,7 @@ def check_fused(model, inputs, bars, rows=None, classes=None):
 
 
 def check_after_change(model, inputs, change, when):
-    """A model that `change` changes after flce.fuse is fused by its next call, and equals itself
-    unfused; where `change` returns another, flce.fuse takes that anew."""
+    """Fused by the next call after `change`, or taken anew where that returns another."""
     handle = flce.fuse(model, when=when, strict=True)
     step(model, inputs)
     model = change(model) or model

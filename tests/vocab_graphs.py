@@ -92,8 +92,7 @@ def layers_and_losses(loss_of, begin, end, x, a, b, w, y):
 
 @on(2)
 def layers_between_losses(ranks):
-    """The collectives of torch over the same group keep their order too: two classes of five are
-    on rank 1, whose Inductor would end a backward with another exchange than that of rank 0."""
+    """torch's collectives of the group keep their order too, though the shards are unequal."""
     torch._inductor.config.compile_threads = 1
     (x, _, w, _), y = operands(16, 5)
     a, b = torch.randn(128, 64) / 8, torch.randn(64, 128) / 11
