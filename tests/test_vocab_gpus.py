@@ -144,7 +144,7 @@ def check_sequence():
 
 
 def check_minus_infinity():
-    """Logits of all ranks but the first: p = 0; options select each kernel of the forward."""
+    """Logits of -inf on all ranks but the first; options select each kernel of the forward."""
     mine, returns = classes_of(2000), {"return_lse": True, "return_predictions": True}
     for dtype, save, options in itertools.product(
         TOLERANCE, ("auto", "logits", "stats"), ({}, {"softcap": 10.0}, {"temperature": 0.5})
