@@ -54,7 +54,7 @@ def generates_alike(model, ids):
 
 
 def row(name, module):
-    """(state, text, numbers) of one class; states are those of `table` and main()."""
+    """(state, text, numbers): not built, refused (by fuse), wrong, fused, falls back."""
     try:
         model, inputs = build(name, module)
     except Exception as error:
