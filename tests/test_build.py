@@ -93,8 +93,7 @@ def test_nvcc_compiles_what_has_changed(tmp_path, monkeypatch, capsys):
 
 
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
-    """The clone's folder is called flce too and has no __init__.py: it must not be imported, as a
-    namespace package, in place of the package in it."""
+    """The clone, called flce too, must not be imported as a namespace package."""
     pytest.importorskip("setuptools", "77")
     clone, site = tmp_path / "flce", tmp_path / "site"
     clone.mkdir()

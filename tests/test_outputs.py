@@ -43,8 +43,7 @@ def test_accuracy_and_predictions(device):
 
 
 def test_outputs_cost_no_product(device):
-    """One GEMM for the loss and all outputs; in the backward two GEMMs in total, not two for each
-    differentiated output."""
+    """One GEMM for the loss and all outputs, two in the backward of several."""
     x, w, y = cases.leaves(device, TOKENS)
     names = ("lse", "entropy", "accuracy", "predictions", "z_loss")
     options = {"save": "logits", **{f"return_{name}": True for name in names}}

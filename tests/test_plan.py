@@ -43,8 +43,7 @@ def split_step(case, wants, **knobs):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_gemms(device, save, wants, chunks):
-    """In float32: per chunk one logits GEMM, one for dX and one for dW if they are wanted; a
-    frozen operand costs none, "stats" computes the logits once more."""
+    """One of logits, dX and dW a chunk (float32), none of what is frozen; "stats": logits twice."""
     case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device, bias=True)
     if "linear_bias" not in wants:
         del case.options["linear_bias"]
@@ -112,8 +111,7 @@ def test_max_memory_of_the_environment(device, monkeypatch):
 @hopper.ONLY
 @pytest.mark.parametrize("sizes", [(8192, 4096, 128256), (4096, 4096, 128256)])
 def test_the_default_is_small(monkeypatch, sizes):
-    """By default chunks are smaller than max_memory allows; the same bound as an argument does
-    not make them smaller."""
+    """Chunks are smaller than max_memory allows, unless it is given."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
     default, given = flce.plan(*sizes), flce.plan(*sizes, max_memory="1GiB", save="grads")
     assert (default.chunk_rows, given.chunk_rows) == (2048, 4096)
@@ -236,8 +234,7 @@ def fused_scratch(case, rows):
 def check_peaks(
     case, device, wants=cases.GRADIENTS, attribute=None, of_plan=None, forward=False, **knobs
 ):
-    """Measured bytes of a step (and of a forward) are within 2 % of the plan's plus the scratch of
-    the library's GEMMs."""
+    """Bytes of a step (and forward): within 2 % of the plan's plus the scratch of the GEMMs."""
     plan = plan_of(case, device, wants, accumulate_into=attribute, **(of_plan or {}), **knobs)
     scratch = fused_scratch(case, plan.chunk_rows)
     of_forward, of_step = peaks(case, wants, device, attribute, **knobs)

@@ -26,6 +26,7 @@ def test_names_and_order_are_those_of_cpp():
 
 def parameters(function, skipped):
     kept = list(inspect.signature(function).parameters.values())[skipped:]
+    assert all(one.kind is one.KEYWORD_ONLY for one in kept)
     return {parameter.name: parameter.default for parameter in kept}
 
 
