@@ -164,7 +164,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
   bool empty = vocab == 0 && flce_is_sharded(problem), grads = problem->save == FLCE_SAVE_GRADS;
   EXPECT(tokens >= 0, "tokens: expected at least 0, got %lld", tokens);
   EXPECT(hidden >= 1 && (vocab >= 1 || empty),
-         "linear_weight: expected at least one row and column, got shape (%lld, %lld)", weight_rows,
+         "linear_weight: expected at least one row and column, got shape (%lld, %lld)", vocab,
          hidden);
   EXPECT(vocab <= weight_rows, "valid_vocab: expected at most %lld, got %lld", weight_rows, vocab);
   EXPECT(frozen >= 0 && frozen < hidden && frozen % 8 == 0,
