@@ -1,5 +1,5 @@
-"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, what a wheel has, and where an
-editable installation is found."""
+"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, what a wheel
+has, and where an editable installation is found."""
 
 import ast
 import os
