@@ -431,6 +431,14 @@ def test_refuses_memory_that_the_weight_has_too(device, batch, shift):
         flce.linear_cross_entropy(batch[0].float(), weight, batch[1], accumulate_into="main_grad")
 
 
+def test_the_weight_may_end_where_main_grad_begins(device, batch):
+    weight, main_grad = torch.zeros(2, VOCAB, HIDDEN, device=device)
+    weight.requires_grad_().main_grad = main_grad
+    options = {"accumulate_into": "main_grad"}
+    flce.linear_cross_entropy(batch[0].float(), weight, batch[1], **options).backward()
+    assert main_grad.any() and not weight.any()
+
+
 def test_refuses_a_missing_main_grad(device, batch):
     head = head_of(device, accumulate_into="main_grad")
     with pytest.raises(ValueError, match="linear_weight.main_grad: expected a tensor .*NoneType"):

@@ -1,7 +1,9 @@
-"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, and where an
-editable installation is found."""
+"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, what a wheel
+has, and where an editable installation is found."""
 
+import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -90,6 +92,13 @@ def test_nvcc_compiles_what_has_changed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLCE_CUDA_ARCHS", "80")
     setup["build_cuda"](Path("flce/libflce_cuda.so"), str(nvcc), Path("include"))
     assert len(capsys.readouterr().out.splitlines()) == 2  # not the C file
+
+
+def test_a_wheel_has_every_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^packages = (.*)", text, re.MULTILINE)
+    found = {path.parent.relative_to(ROOT) for path in ROOT.glob("flce/**/__init__.py")}
+    assert set(ast.literal_eval(listed)) == {".".join(path.parts) for path in found}
 
 
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):

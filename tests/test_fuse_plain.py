@@ -203,9 +203,11 @@ def test_dtypes_of_the_loss(dtype, wide):
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_autocast(wide, inside):
-    """The head multiplies in bfloat16 and the loss is float32, wherever the loss is computed."""
-    model = Model((lambda z: z.float()) if wide else (lambda z: z), dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast(wide, inside, dtype):
+    """The head multiplies in bfloat16 and the loss is float32, wherever the loss is computed;
+    float64 is not cast."""
+    model = Model((lambda z: z.float()) if wide else (lambda z: z), dtype=dtype)
 
     def losses():
         model.zero_grad(set_to_none=True)

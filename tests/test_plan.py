@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import flce
+from flce.fakes import describe_sizes
+from flce.options import CHOICES, DTYPES, RETURNS, split
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
@@ -90,6 +92,8 @@ AUTO = [
     (LARGE, {**BF16, "reduction": "none"}, "logits", "logits"),
     (LARGE, {**BF16, "return_lse": True}, "logits", "logits"),
     (LARGE, {**BF16, "max_memory": "1GiB"}, "logits", "logits"),
+    # The bound is of float32 logits while there are more rows than fit, then of saved 16-bit rows.
+    ((1024, 64, 4096), {**BF16, "max_memory": WHOLE - 1}, "logits", "logits"),
     # Up to 128 MiB of weight in any case.
     ((256, 4096, 8192), {"max_memory": "1GiB"}, "logits", "grads"),
     ((256, 4097, 8192), {"max_memory": "1GiB"}, "logits", "logits"),
@@ -100,6 +104,35 @@ AUTO = [
 def test_auto(device, sizes, options, on_cpu, on_cuda):
     plan = flce.plan(*sizes, **{"dtype": torch.float32, "device": device, **options})
     assert plan.save == (on_cuda if device == "cuda" else on_cpu)
+
+
+@pytest.mark.parametrize(("sizes", "options", "_", "on_cuda"), AUTO)
+def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
+    """As the fakes ask, which know the type of the device alone."""
+    dtype = DTYPES.index(options.get("dtype", torch.float32))
+    packed, _ = split({name: value for name, value in options.items() if name != "dtype"})
+    memory, wants = packed.memory(torch.device("cpu")), {"grad_input": True, "grad_weight": True}
+    integers = packed.integers_with(max_memory=memory[0], saves_memory=memory[1], **wants)
+    tokens, hidden, vocab = sizes
+    named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}
+    found = describe_sizes(None, integers, packed.numbers, **named)
+    at_most = (tokens <= found.few_rows, found.few), (tokens <= found.some_rows, found.some)
+    save = next((save for fits, save in at_most if fits), found.many)
+    assert CHOICES["save"][save] == on_cuda
+
+
+def test_predictions_alone_keep_no_statistics():
+    for name in RETURNS:
+        packed, _ = split({name: True})
+        found = describe_sizes(None, packed.integers_with(), packed.numbers)
+        assert found.keeps_statistics == (name != "return_predictions")
+
+
+@pytest.mark.parametrize("wrong", [{"input_dtype": -1}, {"bias_dtype": -2}, {"added_dtype": 4}])
+def test_describe_refuses_what_is_no_dtype(wrong):
+    packed, _ = split({})
+    with pytest.raises(ValueError, match="^operands: expected the index of a dtype, got"):
+        describe_sizes(None, packed.integers_with(), packed.numbers, **wrong)
 
 
 def test_max_memory_of_the_environment(device, monkeypatch):
