@@ -18,20 +18,18 @@ backward, clipping, optimizer and the next learning rate, all read from tables o
 import argparse
 import contextlib
 import gc
-import hashlib
 import json
 import math
 import pathlib
 import statistics
 import sys
-import sysconfig
 import time
 
 import measure
-import numpy
 import torch
 import torch.nn.functional as F
 import training_plots
+from corpus import Corpus, make_corpus
 from torch import nn
 from training_plots import described, final, load_runs
 
@@ -47,68 +45,6 @@ SAVED_ROWS = 8192
 DEFAULTS = {"adamw": {"lr": 1e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.3, "weight_decay": 0.0}}
 DEFAULTS["shared-moment"] = DEFAULTS["adamw"]
 WIDTHS = {False: 512, True: 640}  # untied and tied: 51.9M and 50.3M parameters
-
-
-# ---- corpus ----
-
-
-def read_sources(limit):
-    """Distinct Python files of the standard library and of the installed packages, shuffled."""
-    folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
-    paths = sorted({path for folder in folders for path in pathlib.Path(folder).rglob("*.py")})
-    texts, size = {}, 0
-    for index in numpy.random.default_rng(0).permutation(len(paths)):
-        try:
-            text = paths[index].read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if len(text) <= 200_000 and text not in texts:
-            texts[text] = None
-            size += len(text)
-        if size >= limit:
-            break
-    return list(texts)
-
-
-def make_corpus(path, vocab, limit):
-    """At most `limit` tokens, by a BPE made from a fifth of the files."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # for this mode alone
-
-    texts = read_sources(5 * limit)  # characters; a token has about 3.6 of them
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts[: len(texts) // 5], trainer)
-    parts, count = [], 0
-    for text in texts:
-        dtype = numpy.uint16 if vocab <= 2**16 else numpy.int32
-        parts.append(numpy.array(tokenizer.encode(text).ids, dtype))
-        count += len(parts[-1])
-        if count >= limit:
-            break
-    numpy.save(path, numpy.concatenate(parts)[:limit])
-    print(f"{path}: {min(count, limit)} tokens of {len(parts)} files")
-
-
-class Corpus:
-    """Tokens on the device; the last `heldout` of them are for validation."""
-
-    def __init__(self, options):
-        tokens = numpy.load(options.corpus)
-        heldout = options.heldout // options.sequence
-        split = len(tokens) - heldout * options.sequence - 1
-        if not (heldout > 0 and split > options.sequence + 1):
-            raise SystemExit(f"{options.corpus}: {len(tokens)} tokens are too few")
-        if not tokens.max() < options.vocab:
-            raise SystemExit(f"{options.corpus}: token {tokens.max()}, vocabulary {options.vocab}")
-        self.digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-        wide = torch.from_numpy(tokens.astype(numpy.int32))
-        self.counts = torch.bincount(wide[:split], minlength=options.vocab).to(options.device)
-        wide = wide.to(options.device)
-        self.train, rest = wide[:split], wide[split:].long()
-        self.ids = rest[:-1].view(heldout, options.sequence)
-        self.targets = rest[1:].view(heldout, options.sequence)
 
 
 # ---- model ----

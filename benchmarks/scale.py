@@ -12,7 +12,7 @@ memory. Errors are relative ones of loss, dX and this rank's dW against a float3
     python benchmarks/scale.py head --ranks 2
     python benchmarks/scale.py head 16384x8192x128256 --ranks 4 --json benchmarks/results/new.json
     python benchmarks/scale.py head --ranks 2 --device cpu --rounds 2      # a dry run over gloo
-    python benchmarks/scale.py head --predict      # no GPU: 2 to 1024 ranks calculated, predict.py
+    python benchmarks/scale.py head --predict      # no GPU: 2 to 1024 ranks calculated, meshes.py
 """
 
 import argparse
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 
 import measure
+import meshes
 import predict
 import problem as problems
 import torch
@@ -373,7 +374,7 @@ def parse_options():
 def main():
     options = parse_options()
     if options.predict:
-        predict.report(options.shapes, options.json)
+        meshes.report(options.shapes, options.json)
         return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (options, f"{folder}/init"), nprocs=options.ranks)

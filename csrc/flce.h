@@ -228,8 +228,8 @@ flce_problem flce_equal_share(const flce_problem* problem);
 flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t vocab,
                               int64_t valid_vocab);
 
-/* FLCE_INVALID_ARGUMENT if a parameter is out of its range; the message names it. */
-flce_status flce_check_loss(const flce_loss* loss);
+/* FLCE_INVALID_ARGUMENT if a parameter of the loss is out of its range; the message names it. */
+flce_status flce_check_loss(const flce_problem* problem);
 
 /* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
  * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order

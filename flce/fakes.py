@@ -147,13 +147,17 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
     """The same of the others. `name`, `first`: of the rows' tensor; `shape`, `classes`: of all
     rows; `vectors`: weight, token_weight, temperature, num_items."""
     floating = target.is_floating_point()
-    if not floating and target.dtype not in (torch.int64, torch.int32):
+    if target.dtype not in (*DTYPES, torch.int64, torch.int32):
         expected = "class indices of dtype torch.int64 or torch.int32, or probabilities of a "
         refuse("target", f"{expected}floating dtype", target.dtype, TypeError)
     names = "target", "weight", "token_weight", "temperature", "num_items"
     shapes = (*shape, classes) if floating else shape, (classes,), shape, shape, ()
     for option, tensor, expected in zip(names, (target, *vectors), shapes, strict=True):
         if tensor is not None:
+            if option == "weight":
+                code_of(option, tensor)
+            elif tensor.is_complex():
+                refuse(option, "real numbers", tensor.dtype, TypeError)
             check_shape(option, tensor, expected)
             check_same_device(option, tensor, name, first)
 

@@ -21,8 +21,8 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
         validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
     if target.is_floating_point():
         validate.refuse("shift", "0 with probabilities, which a shift would have to copy", shift)
-    if cu_seqlens is None and target.dim() < 2:
-        expected = "an input of at least 3 dimensions, or cu_seqlens"
+    if target.dim() < (2 if cu_seqlens is None else 1):
+        expected = "an input of at least 3 dimensions, or of 2 and cu_seqlens"
         validate.refuse("shift", expected, f"an input of {target.dim() + 1} dimensions")
     # int64 also for an int32 target, because ignore_index may be any int64.
     shifted = torch.full_like(target, ignore_index, dtype=torch.int64)

@@ -1,20 +1,18 @@
-"""Shared by the tests: shapes, logit distributions, tolerances and pairwise parameters.
+"""Shared by the tests: shapes, logit distributions, tolerances.
 
 The ground truth is the reference in float64. The reference in the dtype of the call gives the error
 of eager PyTorch. flce may have twice that error, or FLOORS if eager's is smaller by chance.
 """
 
-import collections
 import copy
 import dataclasses
 import gc
 import inspect
-import itertools
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
+from pairs import covering_rows, pairwise  # noqa: F401  cases.pairwise in the tests
 from torch.profiler import ProfilerActivity, profile
 
 import flce
@@ -49,42 +47,6 @@ LOGIT_ROUNDING = {
 }
 # float64 computes p - 1 with cancellation: an absolute error of this times the other operand's row.
 TRUTH_ROUNDING = 2.0**-51
-
-
-def covering_rows(**values):
-    """Combinations of values in which every pair of values of every two parameters occurs.
-
-    Greedy: a row begins with the first pair that no row contains yet, and takes for each further
-    parameter the value with the most new pairs; among equals the one used least. Deterministic.
-    """
-    names = list(values)
-    sizes = [range(len(values[name])) for name in names]
-    pairs = itertools.combinations(range(len(names)), 2)
-    missing = {
-        ((i, a), (j, b)): None for i, j in pairs for a, b in itertools.product(sizes[i], sizes[j])
-    }
-    used = collections.Counter()
-    rows = []
-    while missing:
-        row = dict(next(iter(missing)))
-        for name in sorted(set(range(len(names))) - row.keys(), key=lambda i: -len(sizes[i])):
-
-            def gain(value, name=name, row=row):
-                new = sum(tuple(sorted([(name, value), item])) in missing for item in row.items())
-                return new, -used[name, value], -value
-
-            row[name] = max(sizes[name], key=gain)
-        row = sorted(row.items())
-        used.update(row)
-        for pair in itertools.combinations(row, 2):
-            missing.pop(pair, None)
-        rows.append(tuple(values[names[i]][value] for i, value in row))
-    return rows
-
-
-def pairwise(**values):
-    """Parametrizes a test by `covering_rows` instead of the full product of all values."""
-    return pytest.mark.parametrize(list(values), covering_rows(**values), ids=str)
 
 
 @dataclasses.dataclass
@@ -186,14 +148,13 @@ def outcome(function, case, *, wants=GRADIENTS, grad_output=None, upstream=None,
         grads = torch.autograd.grad(
             [outputs[name] for name in upstream],
             [leaves[name] for name in wanted],
-            [_upstream_of(outputs[name], gradient) for name, gradient in upstream.items()],
+            [
+                torch.ones_like(outputs[name]) if one is None else one.to(outputs[name].dtype)
+                for name, one in upstream.items()
+            ],
         )
         results.update(zip(wanted, grads, strict=True))
     return results
-
-
-def _upstream_of(output, gradient):
-    return torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
 
 
 def relative_error(value, truth):
@@ -334,8 +295,7 @@ class Yardstick:
             )
 
     def _check_choice(self, where, name, value):
-        """Checks predictions and their accuracy, exactly where rounding cannot change which
-        logit is largest."""
+        """Predictions and accuracy: exact where rounding cannot change which logit is largest."""
         logits, cut, _ = _final_logits(self.wide)
         logits, cut = logits.reshape(-1, logits.shape[-1]), cut.reshape(-1)
         top = logits.topk(min(2, logits.shape[-1])).values
@@ -388,8 +348,7 @@ def _truth_errors(wide, upstream):
 
 
 def _logit_factor(case):
-    """The factor from a logit of the linear layer to the final logit, for each row (or all of
-    them)."""
+    """From a logit of the linear layer to the final logit: of each row, or of all."""
     scale = abs(case.options.get("logit_scale", 1.0))
     temperature = torch.as_tensor(case.options.get("temperature", 1.0), dtype=torch.float64)
     return scale / temperature.reshape(-1)
@@ -424,8 +383,7 @@ def _divisor(options, cut, target):
 
 
 def _logit_error(case, wide, logits_dtype):
-    """The error that rounding the logits alone can cause, for each row of dX (and the loss) and
-    of dW."""
+    """What rounding the logits alone can cause, for each row of dX (and the loss) and of dW."""
     on_cpu = case.input.device.type == "cpu" and case.linear_weight is not None
     held = case.dtype if case.dtype == torch.float64 or on_cpu else torch.float32
     held = logits_dtype or held
@@ -464,8 +422,7 @@ def per_row(device, *shape, low=0.5, high=2.0):
 
 
 def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
-    """Checks that two results and their gradients agree; results are tensors or sequences of
-    tensors."""
+    """Two results, tensors or sequences of tensors, and their gradients agree."""
     ours, theirs = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (ours, theirs))
     upstream = [
         torch.linspace(0.3, -1.1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
@@ -481,8 +438,7 @@ def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
 
 
 def chunked_truth(case, rows):
-    """Mean loss, dX and dW in float64, `rows` tokens at a time, for N x V too large for one
-    tensor."""
+    """Mean loss, dX, dW in float64, `rows` tokens at a time, for N x V too large for a tensor."""
     tokens = case.input.shape[0]
     parts = []
     dw = torch.zeros_like(case.linear_weight, dtype=torch.float64)

@@ -25,24 +25,19 @@ LOCAL_BYTES = {
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, true, false>": 8,
     "logits_gemm_sm90<(Kind)1, (FusedResult)1, false, false>": 8,
     "logits_gemm_sm90<(Kind)1, (FusedResult)1, true, false>": 8,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)0, false, false>": 116,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)0, true, false>": 156,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)1, false, false>": 292,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)1, true, false>": 476,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)2, false, false>": 132,
-    "logits_gemm_sm90<(Kind)5, (FusedResult)0, false, false>": 132,
-    "logits_gemm_sm90<(Kind)5, (FusedResult)0, true, false>": 268,
-    "logits_gemm_sm90<(Kind)5, (FusedResult)2, false, false>": 168,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)0, false, true>": 116,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)0, true, true>": 156,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)2, false, true>": 132,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)1, false, true>": 292,
-    "logits_gemm_sm90<(Kind)4, (FusedResult)1, true, true>": 476,
-    "logits_gemm_sm90<(Kind)5, (FusedResult)0, false, true>": 132,
-    "logits_gemm_sm90<(Kind)5, (FusedResult)0, true, true>": 268,
-    "logits_gemm_sm90<(Kind)5, (FusedResult)2, false, true>": 168,
     "finish_all_rows<double, double, 1>": 40,
 }
+for half in ("false", "true"):
+    LOCAL_BYTES |= {
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)0, false, {half}>": 116,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)0, true, {half}>": 156,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)1, false, {half}>": 292,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)1, true, {half}>": 476,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)2, false, {half}>": 132,
+        f"logits_gemm_sm90<(Kind)5, (FusedResult)0, false, {half}>": 132,
+        f"logits_gemm_sm90<(Kind)5, (FusedResult)0, true, {half}>": 268,
+        f"logits_gemm_sm90<(Kind)5, (FusedResult)2, false, {half}>": 168,
+    }
 REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
 PROPERTIES = re.compile(
     r"Function properties for (.+)\n"
@@ -74,10 +69,7 @@ def plain(text):
 
 
 def local_bytes(report):
-    """{kernel: the largest of stack frame, spill stores and spill loads}, from `ptxas -v`.
-
-    An array that is indexed at run time takes a stack frame without a spill.
-    """
+    """{kernel: the largest of stack frame (of an array indexed at run time), stores and loads}"""
     return {name: max(map(int, sizes)) for name, *sizes in PROPERTIES.findall(report)}
 
 
@@ -96,8 +88,7 @@ def codes(listing):
 
 
 def waits_in_time(name, code):
-    """Whether a kernel waits for its predecessor early enough, if and only if it is launched
-    with PDL."""
+    """Whether a kernel waits early enough if it is launched with PDL, and only then."""
     instructions = INSTRUCTION.findall(code)
     waits = [at for at, text in enumerate(instructions) if WAITS.search(text)]
     kernel = re.sub(r"[<(].*", "", name).split(" ")[-1]
@@ -125,9 +116,7 @@ def faults_of_code(listing, multiplies):
         if multiplies and "HGMMA" not in code:
             faults.append(f"{name}: no HGMMA in its machine code")
         if not waits_in_time(name, code):
-            faults.append(
-                f"{name}: it waits for the kernel before it too late, or never, or in vain"
-            )
+            faults.append(f"{name}: it waits for its predecessor too late, or never, or in vain")
     return faults
 
 
@@ -171,10 +160,8 @@ def main():
     gone = [f"LOCAL_BYTES: there is no {name}" for name in LOCAL_BYTES if name not in kernels]
     for fault in faults or gone:
         print("kernels:", fault)
-    print(f"kernels: {len(kernels)} for sm_90, {len(faults or gone)} faults;", end=" ")
-    print(
-        f"machine code by {nvdisasm}" if nvdisasm else "no nvdisasm: machine code was NOT checked"
-    )
+    by = f"machine code by {nvdisasm}" if nvdisasm else "no nvdisasm: machine code was NOT checked"
+    print(f"kernels: {len(kernels)} for sm_90, {len(faults or gone)} faults; {by}")
     return bool(faults or gone)
 
 

@@ -51,8 +51,7 @@ def cuda():
 
 @pytest.fixture(autouse=True)
 def _fresh_settings(monkeypatch, pytestconfig):
-    """No setting of the caller's shell or of an earlier test has an effect. FLCE_POISON is
-    kept: results must not depend on it."""
+    """Of the shell or an earlier test; FLCE_POISON is kept: results must not depend on it."""
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))

@@ -54,8 +54,7 @@ def generates_alike(model, ids):
 
 
 def row(name, module):
-    """(state, text, numbers) of one class; state: "not built", "refused" (by fuse), "wrong",
-    "fused", "falls back"."""
+    """(state, text, numbers): not built, refused (by fuse), wrong, fused, falls back."""
     try:
         model, inputs = build(name, module)
     except Exception as error:

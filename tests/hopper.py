@@ -49,8 +49,7 @@ def draw_noise(tokens, hidden, vocab, std=1.0, seed=0):
 
 
 def results(x, w, target, **options):
-    """Losses of each row (save="grads": their mean), dX and dW of their mean, and db if the bias
-    requires grad."""
+    """Losses of rows (save="grads": their mean), dX and dW of their mean, db if it is wanted."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     bias = options.get("linear_bias")
     leaves = (x, w) if bias is None or not bias.requires_grad else (x, w, bias)

@@ -7,13 +7,7 @@ LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
 
 
 def settings(
-    save,
-    *,
-    valid_vocab=None,
-    rows=None,
-    max_memory=1 << 20,
-    grads=(True, True, False),
-    **others,
+    save, *, valid_vocab=None, rows=None, max_memory=1 << 20, grads=(True, True, False), **others
 ):
     """The arguments after the tensors, with exact logits. `others`: options, and integers by their
     name in flce.options.INTEGERS."""
@@ -31,8 +25,7 @@ def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, se
 
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
-    """Runs the backward of a forward with `arguments` that returned `made`; `changed` replaces
-    arguments by name."""
+    """The backward of a forward with `arguments` that returned `made`; `changed`: by name."""
     stats, scalars, saved = (
         None if made[output] is None else made[output].detach() for output in (1, 2, 4)
     )

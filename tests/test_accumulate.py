@@ -1,8 +1,8 @@
-"""accumulate_into="grad" and "main_grad": the weight's gradient is added to the caller's
-tensor."""
+"""accumulate_into: the weight's gradient is added to the caller's .grad or .main_grad."""
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import cases
 import pytest
@@ -66,8 +66,7 @@ def plain(case, **knobs):
 
 
 def check(got, before, added, dtype, times=1):
-    """Checks got = before + added up to the rounding of `dtype`, the dtype of the sum over
-    chunks."""
+    """got = before + added up to the rounding of `dtype`, that of the sum over chunks."""
     expected = before + times * added.double()
     size = before.abs() + times * added.double().abs()
     # Each chunk's sum is rounded, and so is each sum over chunks, whose terms may cancel.
@@ -129,8 +128,7 @@ def test_makes_the_gradient_that_is_not_there(device, dtype, knobs):
 
 
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
-    """Sums over chunks and over steps are float32; a .grad in the weight's dtype rounds each of
-    them."""
+    """Sums over chunks and steps are float32; a bfloat16 .grad rounds each."""
     case = make(device, torch.bfloat16)
     truth = plain(make(device, torch.bfloat16), save="stats", accum_dtype=torch.float32)[1]
     case.linear_weight.main_grad = torch.zeros_like(case.linear_weight, dtype=torch.float32)
@@ -237,22 +235,18 @@ def test_threads_lose_no_sum(device, begins):
         case.linear_weight.grad = torch.zeros_like(case.linear_weight)
     start, steps, threads = threading.Barrier(8), 50, 8
 
-    def train():
+    def train(_):
         start.wait()
         for _ in range(steps):
             run(case, "grad", **options)
 
-    workers = [threading.Thread(target=train) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(train, range(threads)))
     assert cases.relative_error(case.linear_weight.grad, threads * steps * dw) <= 1e-10
 
 
 def test_frozen_and_without_gradients(device, batch):
-    """Nothing to accumulate: no attribute is read or written; also where the weight is frozen
-    after the forward."""
+    """No attribute is read or written, also where the weight is frozen after the forward."""
     x, y = batch
     head = head_of(device, accumulate_into="grad")
     loss = head(x, y)
@@ -270,8 +264,7 @@ def test_frozen_and_without_gradients(device, batch):
 
 
 def test_autograd_grad(device, batch):
-    """autograd.grad cannot return what is added elsewhere: refused before anything is added.
-    For other inputs it works and leaves the weight's attribute unchanged."""
+    """It cannot return what is added elsewhere; for other inputs it leaves .grad unchanged."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = head_of(device, accumulate_into="grad")
     before = begin(head.weight, "grad")
@@ -327,8 +320,7 @@ def test_a_view_of_a_flat_buffer(device):
 
 
 def test_megatrons_protocol(device, batch):
-    """If grad_added_to_main_grad is declared it becomes True, and every hook of the owner runs
-    on a gradient of zeros. Without it nothing is made."""
+    """grad_added_to_main_grad, if declared, becomes True, and hooks run on zeros."""
     head, twin = head_of(device), head_of(device)
     head.weight.main_grad = torch.zeros_like(head.weight)
     head(*batch, accumulate_into="main_grad").backward()
@@ -362,8 +354,7 @@ def test_accumulation_bumps_the_version_counter(device, batch):
 
 
 def test_streams(cuda):
-    """The forward runs on another stream than the caller of backward, on whose stream .grad is
-    complete."""
+    """The forward is on another stream than backward's caller, on whose stream .grad is whole."""
     x = torch.randn(TOKENS, HIDDEN, device=cuda, dtype=torch.float64)
     y = torch.randint(VOCAB, (TOKENS,), device=cuda)
     head, twin = head_of(cuda, accumulate_into="grad"), head_of(cuda)
@@ -382,8 +373,7 @@ def test_streams(cuda):
 
 
 def test_compile(device, batch):
-    """fullgraph=True refuses the call; otherwise the graph breaks there and the call runs
-    eagerly."""
+    """fullgraph=True refuses the call; otherwise the graph breaks and the call runs eagerly."""
     x, y = batch
     head, twin = head_of(device, accumulate_into="grad"), head_of(device)
     refused = torch.compile(lambda x: head(x, y), fullgraph=True, backend="eager")
@@ -439,6 +429,14 @@ def test_refuses_memory_that_the_weight_has_too(device, batch, shift):
     weight.requires_grad_().main_grad = main_grad.detach()
     with pytest.raises(ValueError, match=r"linear_weight.main_grad: expected memory of its own"):
         flce.linear_cross_entropy(batch[0].float(), weight, batch[1], accumulate_into="main_grad")
+
+
+def test_the_weight_may_end_where_main_grad_begins(device, batch):
+    weight, main_grad = torch.zeros(2, VOCAB, HIDDEN, device=device)
+    weight.requires_grad_().main_grad = main_grad
+    options = {"accumulate_into": "main_grad"}
+    flce.linear_cross_entropy(batch[0].float(), weight, batch[1], **options).backward()
+    assert main_grad.any() and not weight.any()
 
 
 def test_refuses_a_missing_main_grad(device, batch):

@@ -105,8 +105,7 @@ def test_extreme_rows(device, save, dtype):
 
 
 def sure_case(device, dtype, margin):
-    """Rows whose target leads by `margin`; loss, dX and dW in float64, computed without
-    cancellation."""
+    """Rows whose target leads by `margin`; loss, dX, dW in float64 without cancellation."""
     x = torch.eye(8, 16, device=device, dtype=torch.float64) * margin
     w = torch.zeros(64, 16, device=device, dtype=torch.float64)
     w[:8, :8] = torch.eye(8, device=device)
@@ -127,8 +126,7 @@ def sure_case(device, dtype, margin):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_tiny_losses_keep_their_digits(device, save, dtype, margin):
-    """If the model is certain, eager gives 0 or noise: p - 1 must not be computed by
-    cancellation."""
+    """Of a certain model, where eager gives 0 or noise: p - 1 must not cancel."""
     case, truth = sure_case(device, dtype, margin)
     if device == "cuda" and dtype == torch.bfloat16 and save != "stats" and margin > 43.0:
         # The row is read once: terms more than 43 nats (62 powers of two) below the target count as
@@ -152,8 +150,7 @@ def test_tiny_losses_keep_their_digits(device, save, dtype, margin):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_all_logits_far_from_zero(device, sign, dtype):
-    """exp of the logits themselves would underflow or overflow in every column. 303 columns are
-    no multiple of any vector width, and the fill of the last vector must not count as a logit."""
+    """303 columns: the fill of the last vector must not count as a logit."""
     case = cases.make_case(20, 32, 303, dtype=dtype, device=device, bias=True)
     case.options["linear_bias"] += sign * (800.0 if dtype == torch.float64 else 200.0)
     yardstick = cases.Yardstick(case)
@@ -163,8 +160,7 @@ def test_all_logits_far_from_zero(device, sign, dtype):
 
 @pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
 def test_cpu_variants(variant, monkeypatch):
-    """Each variant of the CPU kernels that this machine supports, with the tests of tails and
-    extremes."""
+    """Tails and extremes with each variant of the CPU kernels that this machine supports."""
     monkeypatch.setenv("FLCE_CPU_VARIANT", variant)
     if torch.ops.flce.cpu_variant() == "none":
         pytest.skip(f"this CPU has no {variant}")

@@ -11,8 +11,7 @@ import flce
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_retain_graph_gives_the_same_gradients_twice(device, save):
-    """And a third time, scaled, in the backward that frees the graph and may reuse the saved
-    buffers."""
+    """And a third time, by the backward that may reuse the saved buffers."""
     case = make(device)
     leaves = leaves_of(case)
     loss = call(case, leaves, save=save, max_memory=BUDGET)
@@ -31,8 +30,7 @@ def test_retain_graph_gives_the_same_gradients_twice(device, save):
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_grads_are_handed_over_without_a_copy(device, retain):
-    """save="grads": a backward that frees the graph allocates nothing of the size of dW; one
-    that keeps it returns a scaled copy."""
+    """But where the backward keeps the graph: then a scaled copy."""
     case = cases.make_case(64, 64, 4096, dtype=torch.float32, device=device, bias=True)
     leaves = leaves_of(case)
     loss = call(case, leaves, save="grads")
@@ -128,8 +126,7 @@ def _as(value, like):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_autocast_keeps_a_float32_dw(device, save):
-    """dW is rounded from the float32 accumulator directly: most of its elements are not
-    bfloat16 numbers."""
+    """Rounded from the float32 accumulator: most elements are no bfloat16 numbers."""
     if device == "cpu":
         pytest.skip("the CPU's bfloat16 GEMM rounds its result; the sum over chunks is float32")
     case = cases.make_case(48, 64, 500, dtype=torch.float32, device=device)
@@ -155,8 +152,7 @@ def eager_float32_loss(x, w, target, *, linear_bias=None):
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 @pytest.mark.parametrize("budget", [None, "64KiB"])
 def test_grad_scaler_in_float16(device, save, budget):
-    """Scale 65536, mean over 4096 tokens: a gradient rounded to float16 before the scale is
-    applied would underflow, and 65536 itself is not a float16 number."""
+    """Gradients rounded before the scale would underflow; 65536 is no float16 number."""
     case = cases.make_case(4096, 16, 64, dtype=torch.float16, device=device, std=2.0)
     call = {
         "grad_output": torch.tensor(65536.0, device=device),

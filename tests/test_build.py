@@ -1,7 +1,9 @@
-"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, and where an
-editable installation is found."""
+"""setup.py and pyproject.toml: what ends a build before it compiles, what it prints, what a wheel
+has, and where an editable installation is found."""
 
+import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -92,9 +94,15 @@ def test_nvcc_compiles_what_has_changed(tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2  # not the C file
 
 
+def test_a_wheel_has_every_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^packages = (.*)", text, re.MULTILINE)
+    found = {path.parent.relative_to(ROOT) for path in ROOT.glob("flce/**/__init__.py")}
+    assert set(ast.literal_eval(listed)) == {".".join(path.parts) for path in found}
+
+
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
-    """The clone's folder is called flce too and has no __init__.py: it must not be imported, as a
-    namespace package, in place of the package in it."""
+    """The clone, called flce too, must not be imported as a namespace package."""
     pytest.importorskip("setuptools", "77")
     clone, site = tmp_path / "flce", tmp_path / "site"
     clone.mkdir()

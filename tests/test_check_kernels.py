@@ -24,11 +24,14 @@ def report(name, stack=0, stores=0, loads=0, remark=""):
     )
 
 
-def test_healthy():
+def test_every_kernel_is_judged():
     granted = check_kernels.LOCAL_BYTES[GENERAL]
-    both = report("grad_weight_gemm_sm90") + report(GENERAL, granted - 8, granted - 4, granted)
-    assert check_kernels.local_bytes(both) == {"grad_weight_gemm_sm90": 0, GENERAL: granted}
-    assert check_kernels.faults_of(both) == []
+    healthy = report("fine") + report(MANGLED, granted - 8, granted - 4, granted)
+    text = check_kernels.plain(report("first", 0, 4, 4) + healthy + report("second", 16))
+    used = {"first": 4, "fine": 0, GENERAL: granted, "second": 16}
+    assert check_kernels.local_bytes(text) == used
+    faults = check_kernels.faults_of(text)
+    assert [fault.split(":")[0] for fault in faults] == ["first", "second"]
 
 
 @pytest.mark.parametrize("sizes", [(4, 0, 0), (0, 4, 0), (0, 0, 4)])
@@ -37,12 +40,6 @@ def test_local_memory(name, sizes):
     granted = check_kernels.LOCAL_BYTES.get(name, 0)
     (fault,) = check_kernels.faults_of(report(name, *(granted + size for size in sizes)))
     assert fault == f"{name}: {granted + 4} bytes of local memory, LOCAL_BYTES grants {granted}"
-
-
-def test_every_kernel_is_judged():
-    both = report("first", 0, 4, 4) + report("fine") + report("second", 16)
-    faults = check_kernels.faults_of(both)
-    assert [fault.split(":")[0] for fault in faults] == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +53,6 @@ def test_every_kernel_is_judged():
 )
 def test_remarks(remark):
     assert check_kernels.faults_of(report("f", remark=remark + "\n")) == [remark]
-
-
-def test_plain_names():
-    text = check_kernels.plain(report(MANGLED, stores=420))
-    assert check_kernels.local_bytes(text) == {GENERAL: 420}
 
 
 def listed(name, *instructions):
@@ -109,7 +101,7 @@ def test_multiplying():
 )
 def test_dependent(name, instructions, good):
     faults = check_kernels.faults_of_code(listed(name, *instructions), False)
-    late = f"{name}: it waits for the kernel before it too late, or never, or in vain"
+    late = f"{name}: it waits for its predecessor too late, or never, or in vain"
     assert faults == ([] if good else [late])
 
 

@@ -115,26 +115,13 @@ def test_strided_logits(device, dtype):
         assert torch.equal(loss, plain[0]) and torch.equal(grad, plain[1])
 
 
-def test_retain_graph_and_double_backward(device):
+def test_retain_graph(device):
     logits, target = make_logits(5, 9, dtype=torch.float32, device=device)
     leaf = logits.requires_grad_()
     loss = flce.cross_entropy(leaf, target)
     (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
     (second,) = torch.autograd.grad(loss, leaf, retain_graph=True)
     assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="double backward.*use"):
-        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        grad.square().sum().backward()
-
-
-def test_compile_fullgraph(device):
-    torch._dynamo.reset()
-    logits, target = make_logits(6, 40, dtype=torch.float32, device=device)
-    compiled = torch.compile(flce.cross_entropy, fullgraph=True, backend="aot_eager")
-    expected = step(flce.cross_entropy, logits, target, label_smoothing=0.1)
-    got = step(compiled, logits, target, label_smoothing=0.1)
-    for ours, truth in zip(got, expected, strict=True):
-        assert cases.relative_error(ours, truth.double()) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -151,8 +151,7 @@ WAITS = ("StreamSynchronize", "EventSynchronize", "Memcpy DtoH", "Memcpy HtoD")
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("bound", [None, TOKENS * 3 // 4])
 def test_trace_shows_no_wait(save, bound, monkeypatch):
-    """Neither the default nor a bound synchronises: no synchronisation call, no copy to or from
-    the host."""
+    """No synchronisation call, no copy to or from the host, with and without a bound."""
     monkeypatch.setitem(DEVICE_OPTIONS, "valid_bound", bound)
     step = device_step(cases.ignore_some(make(torch.float32), every=2), save)
     step()
@@ -168,8 +167,7 @@ def test_trace_shows_no_wait(save, bound, monkeypatch):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_work_runs_on_the_current_stream(save):
-    """The operands get their values late, on a side stream: work on any other stream would read
-    zeros."""
+    """The operands get their values late, on a side stream; others would read zeros."""
     case = make()
     expected = cases.outcome(flce.linear_cross_entropy, case, save=save, wants=WANTS)
     x, w = torch.zeros_like(case.input), torch.zeros_like(case.linear_weight)
@@ -199,8 +197,7 @@ def test_second_device(save):
 
 
 def cramped(extra):
-    """Leaves this process `extra` bytes of device memory; returns tensors that fill the holes
-    that other tests left in the allocator's segments."""
+    """Leaves `extra` bytes of device memory; -> tensors that fill the allocator's holes."""
     gc.collect()  # a tensor in a reference cycle would keep its segment
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -245,8 +242,7 @@ def test_out_of_memory_says_what_would_fit():
 
 
 def test_out_of_memory_behind_the_product():
-    """Gradients are allocated after the first GEMM is queued: the error names them, and the
-    next call works as usual."""
+    """Gradients are allocated after the first GEMM is queued: the error names them."""
     case = cases.make_case(256, 4096, 32768, dtype=torch.bfloat16, device="cuda")
     x, w = leaves_of(case)
     options = {"save": "grads", "max_memory": "16MiB"}
@@ -269,8 +265,7 @@ def test_out_of_memory_behind_the_product():
     save=["grads", "stats"],
 )
 def test_tokens_are_ordered_by_target(tokens, dtype, save):
-    """Targets only: some shared by two tokens, some by hundreds, the first and last class, and
-    ignored ones."""
+    """Targets shared by two tokens, by hundreds, the first and last class, ignored ones."""
     case = cases.make_case(tokens, 64, 3000, dtype=dtype, device="cuda")
     target = torch.arange(tokens, device="cuda") * 7 % 2999
     target[tokens // 2 :] = target[: tokens - tokens // 2].clone()
@@ -306,8 +301,7 @@ def test_memory_is_given_back(save):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("bad", [VOCAB, -1, 2**40, -(2**40)])
 def test_out_of_range_targets_are_nan(save, bad, monkeypatch):
-    """No synchronisation, so no error: the row's loss and gradients are NaN, and nothing else
-    changes."""
+    """Without synchronisation no error: the row's loss and gradients are NaN, no others."""
     case = make(torch.float32)
     case.target[7] = bad
     reduction = "sum" if save == "grads" else "none"

@@ -6,18 +6,7 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
-from tiny_models import (
-    BATCH,
-    HIDDEN,
-    IDS,
-    VOCAB,
-    Model,
-    equal,
-    equal_runs,
-    run,
-    same,
-    shifted_loss,
-)
+from tiny_models import BATCH, HIDDEN, IDS, VOCAB, Model, equal, equal_runs, run, same, shifted_loss
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -68,8 +57,7 @@ def test_one_graph(name):
 
 @pytest.mark.parametrize("name", ["plain", "exp"])
 def test_compiles_once(name):
-    """Nothing that changes from step to step is part of the graph; what falls back is compiled
-    once more, without its warning."""
+    """What falls back is compiled once more, without its warning."""
     model = make(USES.get(name, torch.exp))
     counter = CompileCounterWithBackend("aot_eager")
     with flce.fuse(model), warnings.catch_warnings():

@@ -85,8 +85,7 @@ class WithHead(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A Module around the head with a parameter of its own, which has to be gathered for the
-    backward: by the hook of the logits that it returns."""
+    """Around the head, with a parameter that the hook of its output gathers for the backward."""
 
     def __init__(self):
         super().__init__()

@@ -86,8 +86,7 @@ def litgpt_model(**settings):
 )
 @pytest.mark.parametrize("chunked", [False, True])
 def test_litgpt(settings, steps, chunked):
-    """Chunked as in its finetuning scripts: a call of the head, and a loss, for each chunk of the
-    sequence. The default of chunked_cross_entropy without a chunked head splits the logits."""
+    """Chunked as its scripts do: a call of the head and a loss for each chunk of rows."""
     model = litgpt_model(**settings)
     from litgpt.utils import chunked_cross_entropy
 

@@ -14,7 +14,6 @@ from tiny_models import (
     LogitsMade,
     Model,
     compare,
-    double,
     equal,
     flat_loss,
     run,
@@ -138,21 +137,6 @@ def in_place_through_a_view(logits):
     return logits
 
 
-class Exponential(torch.autograd.Function):
-    """Takes what it is given past __torch_function__."""
-
-    @staticmethod
-    def forward(ctx, z, labels):
-        ctx.save_for_backward(z, labels)
-        return F.cross_entropy(z.flatten(0, 1), labels.flatten())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        z, labels = ctx.saved_tensors
-        target = F.one_hot(labels, VOCAB).to(z.dtype)
-        return gradient * (torch.softmax(z, -1) - target) / labels.numel(), None
-
-
 MADE = {
     "exp": (torch.exp, None, "exp"),
     "mask in place": (in_place_mask, None, "__setitem__"),
@@ -219,9 +203,11 @@ def test_dtypes_of_the_loss(dtype, wide):
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_autocast(wide, inside):
-    """The head multiplies in bfloat16 and the loss is float32, wherever the loss is computed."""
-    model = Model((lambda z: z.float()) if wide else (lambda z: z), dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast(wide, inside, dtype):
+    """The head multiplies in bfloat16 and the loss is float32, wherever the loss is computed;
+    float64 is not cast."""
+    model = Model((lambda z: z.float()) if wide else (lambda z: z), dtype=dtype)
 
     def losses():
         model.zero_grad(set_to_none=True)
@@ -254,7 +240,7 @@ def test_makes_no_logits():
 
 
 def test_logits_after_the_loss():
-    """Equal and with a gradient, after the backward and under no_grad, as often as asked."""
+    """Written to after the backward; with a gradient after the model is unfused."""
     model = Model(lambda z: z / 2)
     expected = model(IDS)[1]
     with flce.fuse(model, strict=True) as handle:
@@ -264,26 +250,11 @@ def test_logits_after_the_loss():
             assert torch.equal(logits, expected)
             logits[0, 0, 0] = 5.0
             assert logits[0, 0, 0] == 5.0
-        with torch.no_grad():
-            assert torch.equal(model(IDS, labels=IDS)[1].argmax(-1), expected.argmax(-1))
         assert handle.reads and not handle.fallbacks
-    loss, logits = model(IDS, labels=IDS)
-    fused = flce.fuse(model, strict=True)
-    kept = model(IDS, labels=IDS)[1]
-    fused.remove()
+        kept = model(IDS, labels=IDS)[1]
+    model.zero_grad()
     (kept.sum() + 0).backward()
-    assert model.lm_head.weight.grad is not None and torch.equal(kept, logits)
-
-
-def test_logits_of_changed_weights_are_refused():
-    model = Model()
-    with flce.fuse(model):
-        loss, logits = model(IDS, labels=IDS)
-        loss.backward()
-        with torch.no_grad():
-            model.lm_head.weight += 1
-        with pytest.raises(RuntimeError, match="expected the logits to be read before the head's"):
-            logits.sum()
+    assert model.lm_head.weight.grad is not None and torch.equal(kept, expected)
 
 
 def test_a_shell_tells_its_shape_without_logits():
@@ -310,10 +281,6 @@ def test_what_changes_nothing_returns_the_same_object():
             assert z.double() is z and z.to(z) is z and z.contiguous() is z
             assert z.clone() is not z and z.view(z.shape) is not z
         assert not handle.reads
-
-
-def test_a_custom_function_gets_its_gradient():
-    compare(Model(double, Exponential.apply))
 
 
 def test_values_made_without_gradients_are_constants():

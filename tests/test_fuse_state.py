@@ -9,18 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import (
-    HIDDEN,
-    IDS,
-    VOCAB,
-    Adapted,
-    Model,
-    double,
-    equal,
-    equal_runs,
-    flat_loss,
-    run,
-)
+from tiny_models import HIDDEN, IDS, VOCAB, Adapted, Model, equal, equal_runs, flat_loss, run, same
 from torch import nn
 
 import flce
@@ -101,7 +90,7 @@ def saved(model):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
 def test_a_copied_model_is_fused_by_itself(copied):
-    model = Model(double, flat_loss)  # functions that pickle finds by name
+    model = Model(same, flat_loss)  # functions that pickle finds by name
     model.lm_head = Adapted(model.lm_head)
     expected = model(IDS, IDS)[0]
     handle = flce.fuse(model, "lm_head", strict=True)

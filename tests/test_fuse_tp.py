@@ -50,8 +50,7 @@ def inputs_of(step):
 
 
 def step(models, called, number, case, **options):
-    """A step of both models, and their comparison: losses, logits, gradients. `called`: as models,
-    compiled or not."""
+    """A step of both models, compared. `called`: as models, compiled or not."""
     outputs = [one(**inputs_of(number), **options) for one in called]
     for output, model in zip(outputs, models, strict=True):
         model.zero_grad()

@@ -53,8 +53,7 @@ OWN_KERNELS = ("logits_gemm_sm90", "grad_weight_gemm_sm90", "exp_rows", "finish_
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 def test_the_kernels_that_run(monkeypatch, save, with_bias):
-    """Each FLCE_KERNEL launches its own kernels, so that the comparisons here compare different
-    code."""
+    """Of each FLCE_KERNEL its own, so that the comparisons here compare different code."""
     x, w, y = draw(300, 64, 999)
     x.requires_grad_(), w.requires_grad_()
     bias = torch.randn(999, device="cuda", requires_grad=with_bias) if with_bias else None
@@ -106,8 +105,7 @@ def test_bias_gradient_of_the_weight_product(vocab, hidden):
 
 @cases.pairwise(vocab=[7, 193, 3001], hidden=[8, 136, 1160], save=["logits", "grads"])
 def test_no_term_of_the_bias_gradient_is_lost(vocab, hidden, save):
-    """With logits of 0 every E is the same power of two, and db_j = sum_i c_i (1/V - [y_i =
-    j])."""
+    """Logits of 0: E is one power of two, db_j = sum_i c_i (1/V - [y_i = j])."""
     for tokens in (1, 63, 64, 65, 700):
         _, _, y = draw(tokens, 8, vocab)
         x = torch.zeros(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
@@ -143,8 +141,7 @@ def test_weight_and_bias_gradients_read_e_once():
 
 
 def test_chunks_of_one_step_repeat():
-    """Each tile of dW has one k step: tiles of both warpgroups are in flight, one with old and
-    one with new values."""
+    """Tiles of dW with one k step: of both warpgroups in flight, with old and new values."""
     x, w, y = draw(250, 128, 50257)
     bias = torch.randn(50257, device="cuda", requires_grad=True)
     budget = 64 * 50264 * 2
@@ -245,8 +242,7 @@ def test_operands_that_begin_anywhere():
 
 @pytest.mark.parametrize("moves", ["x to an aligned address", "all to an unaligned address"])
 def test_a_backward_whose_tensors_lie_elsewhere(moves):
-    """The saved tensors come back at other addresses, as from hooks that store them elsewhere:
-    neither the order of the rows nor the result may depend on the address."""
+    """As from hooks: no order of rows and no result may depend on an address."""
     tokens, vocab = 3000, 50257
     x, w, y = draw(tokens, 64, vocab)
     y[torch.rand(tokens, device="cuda") < 0.5] = -100

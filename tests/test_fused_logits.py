@@ -113,8 +113,7 @@ def test_the_product_takes_these_options(monkeypatch, name):
 
 @pytest.mark.parametrize("far", [0.5, 3.0, 20.0, 90.0])
 def test_logits_far_from_the_probed_ones(far):
-    """Some logits so far above that rows are recomputed, some so far below that p is 0. The
-    offset of a row with probabilities comes from the logits of four columns, V / 4 apart."""
+    """A row's offset comes from four columns' logits, V / 4 apart: rows are recomputed."""
     x, w, noise = draw(300, 1024, 4096)
     level = torch.full((4096,), far, device="cuda")
     level[torch.arange(4) * 1024] = -far
@@ -146,8 +145,7 @@ def test_classes_ruled_out_have_no_gradient():
     top=[10, 14, 17, 20, 60, 200, 1000, 4000], save=["logits", "grads"], dtype=[BF16, torch.float32]
 )
 def test_certain_rows_leave_nothing(top, save, dtype):
-    """A model as certain as its target: loss and gradients are the float32 rounding error of a
-    difference."""
+    """Loss and gradients are the float32 rounding error of a difference."""
     hidden, vocab = 1024, 3008
     x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
     rows = torch.arange(256, device="cuda")
@@ -182,8 +180,7 @@ def test_a_mixed_target_equal_to_the_softmax():
 
 @pytest.mark.parametrize("level", [1e5, 1e6, 1e7])
 def test_logits_that_are_all_far_from_zero(level):
-    """lse is rounded there; the remainder must still cancel against the sum of the
-    probabilities."""
+    """The remainder of a rounded lse still cancels against sum t."""
     x = torch.ones(64, 1024, device="cuda", dtype=BF16)
     w = torch.zeros(3001, 1024, device="cuda", dtype=BF16)
     w[:, 0] = level
@@ -226,8 +223,7 @@ def test_logits_far_above_the_sampled_ones():
 
 @pytest.mark.parametrize("masked", [slice(0, 4000), slice(1, 5000), slice(0, 5000)])
 def test_classes_ruled_out(masked):
-    """A bias of -inf, with probability 0, in the columns that give a row's first offset, in all
-    but one of them, and in all."""
+    """p = 0 by a bias of -inf in the columns of a row's first offset, all but one, and all."""
     x, w, noise = draw(300, 1024, 5000)
     bias = torch.zeros(5000, device="cuda")
     bias[masked] = -math.inf
@@ -274,8 +270,7 @@ KINDS = {
 
 @cases.pairwise(kind=list(KINDS), save=["logits", "stats"], bound=[False, True])
 def test_both_kernels_agree(monkeypatch, kind, save, bound):
-    """With all outputs. With class targets some rows are ignored, and skipped if a bound is
-    given."""
+    """All outputs; of class targets some are ignored, and skipped if a bound is given."""
     x, w, noise = draw(700, 1032, 3001)
     options = dict(KINDS[kind])
     entropy, soft = options.pop("entropy", False), options.pop("soft", False)

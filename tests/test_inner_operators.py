@@ -18,8 +18,7 @@ def leaves(device, scale=1.0):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_saved_tensor_hooks_keep_their_memory(device, save):
-    """A hook may return a buffer that it uses again: scaling it in place would change the
-    user's .grad."""
+    """A buffer that a hook uses again: scaling it in place would change .grad."""
     buffers = {}
 
     def pack(tensor):
@@ -84,8 +83,7 @@ def test_raw_gradients_that_nobody_wants_are_none(device, save):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_gradients_keep_what_scales_them(device, reduction):
-    """On CUDA the saved gradients are in a unit that only the scalars contain; the CPU saves
-    float32."""
+    """On CUDA in a unit that only the scalars contain; the CPU saves float32."""
     x, w, target = leaves(device)
     options = {"reduction": reduction}
     made = torch.ops.flce.forward(*raw.forward(x.half(), w.half(), target, "grads", **options))
@@ -177,8 +175,7 @@ def test_float32_sums_hold_over_many_chunks(device, save):
 
 
 def test_a_failed_backward_is_not_repeated(device):
-    """The gradients are scaled in place if they are not needed again; a second backward would
-    scale them twice."""
+    """Gradients are scaled in place: a second backward would scale them twice."""
     x, w, y = leaves(device)
     loss = flce.linear_cross_entropy(x, w, y, save="grads")
     failures = [RuntimeError("first")]

@@ -100,8 +100,7 @@ def test_refusals(given):
 
 @on_ranks(2)
 def test_a_weight_split_by_fsdp2():
-    """A weight that FSDP2 has split, as a recipe uses it: outside of the head's forward, with the
-    local loss times the number of ranks, which FSDP2's mean divides out."""
+    """Outside of the head's forward; times the ranks, which FSDP2's mean divides out."""
     from torch.distributed.fsdp import fully_shard
 
     rank = dist.get_rank()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
+from tiny_models import whole
 
 titan = pytest.importorskip("torchtitan.components.loss", exc_type=ImportError)
 
@@ -46,10 +47,6 @@ def step(model, config, tokens, labels, valid):
     return loss.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def same(mine, theirs):
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-5, atol=0)
     assert mine[1].keys() == theirs[1].keys()
@@ -58,21 +55,14 @@ def same(mine, theirs):
         assert (mine[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("length, chunks", [(L, 4), (13, 1)])
 @pytest.mark.parametrize("valid", [None, torch.tensor(19)])
-def test_loss_and_gradients(valid):
+def test_loss_and_gradients(valid, length, chunks):
     plain = model()
     mine = copy.deepcopy(plain)
-    theirs = titan.ChunkedLossWrapper.Config(num_chunks=4)
-    data = batch()
+    theirs = titan.ChunkedLossWrapper.Config(num_chunks=chunks)
+    data = batch(length)
     same(step(mine, FlceLoss.Config(), *data, valid), step(plain, theirs, *data, valid))
-
-
-def test_lengths_that_no_chunks_divide():
-    plain = model()
-    mine = copy.deepcopy(plain)
-    theirs = titan.ChunkedLossWrapper.Config(num_chunks=1)
-    data = batch(13)
-    same(step(mine, FlceLoss.Config(), *data, None), step(plain, theirs, *data, None))
 
 
 def test_evaluation():

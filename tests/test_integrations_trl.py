@@ -1,7 +1,6 @@
 """flce.integrations.trl: TRL's trainers with and without it, and its function against TRL's."""
 
 import functools
-import sys
 
 import pytest
 import torch
@@ -184,8 +183,7 @@ def test_no_rows_stay_in_the_graph():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"outputs": (*ALL, "log_sum_sq_probs")}, {"softcap": 5.0}, {"outputs": None}],
+    "options", [{"outputs": (*ALL, "log_sum_sq_probs")}, {"softcap": 5.0}, {"outputs": None}]
 )
 def test_the_rest_is_trls(calls, options):
     args = operands()
@@ -266,21 +264,6 @@ def test_three_steps(calls, name, tmp_path):
 
 
 # ---- install() ----
-
-
-def test_install_and_remove():
-    from trl.trainer import utils
-
-    original = utils._ChunkedLogProbFunction
-    handle = ours.install()
-    assert utils._ChunkedLogProbFunction is not original
-    assert sys.modules["trl.kernels"].ChunkedLogProbFunction is utils._ChunkedLogProbFunction
-    with pytest.raises(RuntimeError, match=r"expected trl without flce.*remove\(\)"):
-        ours.install()
-    handle.remove()
-    handle.remove()
-    assert utils._ChunkedLogProbFunction is original
-    assert sys.modules["trl.kernels"].ChunkedLogProbFunction is original
 
 
 @pytest.mark.parametrize("version", ["1.15.2", "0.29.1"])

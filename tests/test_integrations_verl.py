@@ -2,7 +2,6 @@
 not run: what stands for that one is compared with an eager loss."""
 
 import functools
-import sys
 
 import pytest
 import torch
@@ -112,18 +111,6 @@ def test_verls_forwards(only_flce, backend):
 
 
 # ---- install() ----
-
-
-def test_install_and_remove():
-    module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
-    with ours.install():
-        assert issubclass(torch_functional.FusedLinearForPPO, module)
-        assert torch_functional.FusedLinearForPPO is not module
-        assert kernel.linear_cross_entropy is not function
-        with pytest.raises(RuntimeError, match="expected verl without flce"):
-            ours.install()
-    assert torch_functional.FusedLinearForPPO is module
-    assert sys.modules[kernel.__name__].linear_cross_entropy is function
 
 
 def test_other_functions_are_refused(monkeypatch):

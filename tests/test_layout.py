@@ -77,8 +77,7 @@ def test_no_includes_in_a_circle():
 
 
 def test_files_of_the_core_use_each_other_one_way():
-    """A file and the header of its name are one: it defines what that declares, so that includes
-    tell which file calls which."""
+    """A file defines what its header declares: includes tell who calls whom."""
     uses = {}
     for path in (CSRC / "core").iterdir():
         text = path.read_text()

@@ -33,9 +33,7 @@ def opcheck_linear_cross_entropy_outputs(device):
     wanted = {"return_lse": True, "return_entropy": True, "return_accuracy": True}
     for save in ("logits", "stats"):
         yield (x, w, target), {"linear_bias": b, "save": save, "z_loss": 0.1, **wanted}
-    rows = {
-        name: torch.ones(len(x), device=device) for name in ("token_weight", "token_temperature")
-    }
+    rows = dict.fromkeys(("token_weight", "token_temperature"), torch.ones(len(x), device=device))
     rows["num_items"] = torch.tensor(11.0, device=device)
     yield (x, w, target % 50), {**rows, "valid_vocab": 50, "save": "stats", **wanted}
     drawn = {"gradient": "sampled", "gradient_seed": torch.tensor(2, device=device)}
@@ -143,19 +141,11 @@ def opcheck_cross_entropy_backward(device):
     yield raw.cross_entropy_backward(arguments, made, grad_output), {}
 
 
-# One entry for every operator that takes tensors; test_every_op_has_a_sample checks that.
+# One for every operator that takes tensors; test_every_op_has_a_sample checks that.
 OPCHECK_SAMPLES = {
-    "linear_cross_entropy": opcheck_linear_cross_entropy,
-    "linear_cross_entropy_outputs": opcheck_linear_cross_entropy_outputs,
-    "forward": opcheck_forward,
-    "backward": opcheck_backward,
-    "backward_into": opcheck_backward_into,
-    "scale_": opcheck_scale_,
-    "scaled": opcheck_scaled,
-    "cross_entropy": opcheck_cross_entropy,
-    "cross_entropy_outputs": opcheck_cross_entropy_outputs,
-    "cross_entropy_forward": opcheck_cross_entropy_forward,
-    "cross_entropy_backward": opcheck_cross_entropy_backward,
+    name.removeprefix("opcheck_"): function
+    for name, function in list(globals().items())
+    if name.startswith("opcheck_")
 }
 TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
@@ -201,15 +191,12 @@ def test_opcheck(device, name):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_a_traced_graph_differentiates(device, save):
-    """The operators in a traced graph have autograd formulas: no part of a gradient is silently
-    missing."""
+    """Operators in a traced graph have autograd formulas: no gradient lacks a part."""
     x, w, _, target = sample_tensors(device)
 
     def step(x, w, target):
-        options = {
-            "save": save,
-            "valid_bound": len(target),
-        }  # otherwise the CPU counts the valid rows
+        # Without a bound the CPU counts the valid rows.
+        options = {"save": save, "valid_bound": len(target)}
         return flce.linear_cross_entropy(x, w, target, **options) + x.square().mean()
 
     step(x, w, target)

@@ -1,6 +1,8 @@
 """Each output by itself, their gradients together, linear_logprobs, and several options under
 torch.compile."""
 
+import math
+
 import cases
 import pytest
 import torch
@@ -18,8 +20,11 @@ def test_outputs_are_named_and_typed(device):
     x, w, y = cases.leaves(device, 4, 5, dtype=torch.bfloat16)
     y[0, 1] = -100
     names = ("lse", "entropy", "accuracy", "predictions", "z_loss")
-    made = flce.linear_cross_entropy(x, w, y, **{f"return_{name}": True for name in names})
-    assert isinstance(made, flce.LinearCrossEntropyOutput)
+    token_weight = torch.ones(4, 5, device=device)
+    token_weight[0, 1] = math.nan  # of the ignored row
+    options = {"token_weight": token_weight, "z_loss": 1e-3}
+    made = flce.linear_cross_entropy(x, w, y, **options, **{f"return_{n}": True for n in names})
+    assert isinstance(made, flce.LinearCrossEntropyOutput) and made.loss > made.z_loss > 0
     assert [t.dtype for t in made] == [torch.float32] * 4 + [torch.int64, torch.float32]
     assert [t.shape for t in made] == [(), (4, 5), (4, 5), (), (4, 5), ()]
     assert made.lse[0, 1] == 0 and made.entropy[0, 1] == 0 and made.predictions[0, 1] == -1
@@ -43,8 +48,7 @@ def test_accuracy_and_predictions(device):
 
 
 def test_outputs_cost_no_product(device):
-    """One GEMM for the loss and all outputs; in the backward two GEMMs in total, not two for each
-    differentiated output."""
+    """One GEMM for the loss and all outputs, two in the backward of several."""
     x, w, y = cases.leaves(device, TOKENS)
     names = ("lse", "entropy", "accuracy", "predictions", "z_loss")
     options = {"save": "logits", **{f"return_{name}": True for name in names}}

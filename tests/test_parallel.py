@@ -60,8 +60,7 @@ def make(adapted):
 
 
 def compare(wrap, name):
-    """Three steps with data of its own in each process: losses, gradients and logits of a fused
-    and a plain model, wrapped alike."""
+    """Three steps of a fused and a plain model, wrapped alike, with each process's own data."""
     plain, fused = make("adapted" in name), make("adapted" in name)
     share_values(plain, fused)
     early = flce.fuse(fused, strict=True) if "early" in name else None

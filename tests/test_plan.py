@@ -10,6 +10,8 @@ import torch
 
 import flce
 from flce import options as table
+from flce.fakes import describe_sizes
+from flce.options import CHOICES, DTYPES, RETURNS, split
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
@@ -44,8 +46,7 @@ def split_step(case, wants, **knobs):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_gemms(device, save, wants, chunks):
-    """In float32: per chunk one logits GEMM, one for dX and one for dW if they are wanted; a
-    frozen operand costs none, "stats" computes the logits once more."""
+    """One of logits, dX and dW a chunk (float32), none of what is frozen; "stats": logits twice."""
     case = cases.make_case(64, 16, 256, dtype=torch.float32, device=device, bias=True)
     if "linear_bias" not in wants:
         del case.options["linear_bias"]
@@ -92,6 +93,8 @@ AUTO = [
     (LARGE, {**BF16, "reduction": "none"}, "logits", "logits"),
     (LARGE, {**BF16, "return_lse": True}, "logits", "logits"),
     (LARGE, {**BF16, "max_memory": "1GiB"}, "logits", "logits"),
+    # The bound is of float32 logits while there are more rows than fit, then of saved 16-bit rows.
+    ((1024, 64, 4096), {**BF16, "max_memory": WHOLE - 1}, "logits", "logits"),
     # Up to 128 MiB of weight in any case.
     ((256, 4096, 8192), {"max_memory": "1GiB"}, "logits", "grads"),
     ((256, 4097, 8192), {"max_memory": "1GiB"}, "logits", "logits"),
@@ -104,6 +107,35 @@ def test_auto(device, sizes, options, on_cpu, on_cuda):
     assert plan.save == (on_cuda if device == "cuda" else on_cpu)
 
 
+@pytest.mark.parametrize(("sizes", "options", "_", "on_cuda"), AUTO)
+def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
+    """As the fakes ask, which know the type of the device alone."""
+    dtype = DTYPES.index(options.get("dtype", torch.float32))
+    packed, _ = split({name: value for name, value in options.items() if name != "dtype"})
+    memory, wants = packed.memory(torch.device("cpu")), {"grad_input": True, "grad_weight": True}
+    integers = packed.integers_with(max_memory=memory[0], saves_memory=memory[1], **wants)
+    tokens, hidden, vocab = sizes
+    named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}
+    found = describe_sizes(None, integers, packed.numbers, **named)
+    at_most = (tokens <= found.few_rows, found.few), (tokens <= found.some_rows, found.some)
+    save = next((save for fits, save in at_most if fits), found.many)
+    assert CHOICES["save"][save] == on_cuda
+
+
+def test_predictions_alone_keep_no_statistics():
+    for name in RETURNS:
+        packed, _ = split({name: True})
+        found = describe_sizes(None, packed.integers_with(), packed.numbers)
+        assert found.keeps_statistics == (name != "return_predictions")
+
+
+@pytest.mark.parametrize("wrong", [{"input_dtype": -1}, {"bias_dtype": -2}, {"added_dtype": 4}])
+def test_describe_refuses_what_is_no_dtype(wrong):
+    packed, _ = split({})
+    with pytest.raises(ValueError, match="^operands: expected the index of a dtype, got"):
+        describe_sizes(None, packed.integers_with(), packed.numbers, **wrong)
+
+
 def test_max_memory_of_the_environment(device, monkeypatch):
     """FLCE_MAX_MEMORY counts as given: no smaller chunks than it allows."""
     monkeypatch.setenv("FLCE_MAX_MEMORY", "1GiB")
@@ -113,8 +145,7 @@ def test_max_memory_of_the_environment(device, monkeypatch):
 @hopper.ONLY
 @pytest.mark.parametrize("sizes", [(8192, 4096, 128256), (4096, 4096, 128256)])
 def test_the_default_is_small(monkeypatch, sizes):
-    """By default chunks are smaller than max_memory allows; the same bound as an argument does
-    not make them smaller."""
+    """Chunks are smaller than max_memory allows, unless it is given."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
     default, given = flce.plan(*sizes), flce.plan(*sizes, max_memory="1GiB", save="grads")
     assert (default.chunk_rows, given.chunk_rows) == (2048, 4096)
@@ -237,8 +268,7 @@ def fused_scratch(case, rows):
 def check_peaks(
     case, device, wants=cases.GRADIENTS, attribute=None, of_plan=None, forward=False, **knobs
 ):
-    """Measured bytes of a step (and of a forward) are within 2 % of the plan's plus the scratch of
-    the library's GEMMs."""
+    """Bytes of a step (and forward): within 2 % of the plan's plus the scratch of the GEMMs."""
     plan = plan_of(case, device, wants, accumulate_into=attribute, **(of_plan or {}), **knobs)
     scratch = fused_scratch(case, plan.chunk_rows)
     of_forward, of_step = peaks(case, wants, device, attribute, **knobs)

@@ -26,9 +26,9 @@ def model(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-def of_head(model, ranks=2, machine=None, transport=None, **options):
+def of_head(model, ranks=2, transport=None, **options):
     plan = model.make_plan(*HEAD, ranks, **options)
-    return model.predict(plan, *HEAD[1:], machine or model.H200, transport)
+    return model.predict(plan, *HEAD[1:], transport=transport)
 
 
 def measured_ratios(contestant, runs):
@@ -84,9 +84,7 @@ def test_chunks_of_one_gpu(model):
     compared = 0
     for row in record["results"]:
         tokens, hidden, vocab = row["shape"][:3]
-        if (
-            hidden < 2048
-        ):  # the logits' product writes E at the memory's rate, which is not modelled
+        if hidden < 2048:  # it writes E at the memory's rate, which is not modelled
             continue
         for time in row["times"]:
             if time["chunk_rows"] != "1GiB" and not time["chunk_rows"].isdigit():
@@ -118,57 +116,55 @@ def test_bytes_are_the_plans(model, save, sequence):
 
 
 def test_parts_of_a_step(model):
-    transports = (None, model.NCCL, model.HIERARCHICAL)
     for ranks in RANKS:
-        for transport in transports:
+        for transport in (None, model.NCCL, model.HIERARCHICAL):
             one = of_head(model, ranks, transport=transport)
             assert 0 <= one.exposed <= one.exchange
             assert min(one.products, one.passes, one.jitter) > 0
             assert one.step == pytest.approx(one.products + one.passes + one.exposed + one.jitter)
-    nccl = of_head(model, 8, transport=model.NCCL)
-    assert nccl.exposed == nccl.exchange
+            assert transport is not model.NCCL or one.exposed == one.exchange
     # What a product hides: of two ranks all of the all-to-all but the memory's time.
     copies = of_head(model, chunks=2)
     assert copies.exposed < copies.exchange / 2
 
 
 @pytest.mark.parametrize(
-    "name, factor",
-    [
-        *((name, 2) for name in ("nvlink", "nccl", "network", "memory", "multiply_adds")),
-        *((n, 0.5) for n in ("launch", "copy_peer", "nccl_latency", "network_latency", "sigma")),
-    ],
+    "name, factor", [("network", 2), ("nccl_latency", 0.5), ("network_latency", 0.5)]
 )
-def test_a_faster_machine_is_never_slower(model, name, factor):
+@pytest.mark.parametrize("save", ["grads", "logits"])
+def test_a_faster_network_is_never_slower(model, name, factor, save):
     faster = dataclasses.replace(model.H200, **{name: factor * getattr(model.H200, name)})
-    for ranks in RANKS:
-        for transport in (None, model.NCCL, model.HIERARCHICAL):
-            for options in ({}, {"sequence": True}, {"save": "logits"}):
-                before = of_head(model, ranks, transport=transport, **options).step
-                after = of_head(model, ranks, faster, transport, **options).step
-                assert after <= before * (1 + 1e-9)
+    for transport in (model.NCCL, model.HIERARCHICAL):
+        plan = model.make_plan(*HEAD, 64, save)
+        before, after = (
+            model.predict(plan, *HEAD[1:], machine, transport).step
+            for machine in (model.H200, faster)
+        )
+        assert after < before
 
 
 def test_meshes(model):
+    import meshes
     from problem import SHAPES
 
-    assert model.data_parallel(model.H200, 4096, 128256, 8, 1) == (0, 0.0)
-    received, seconds = model.data_parallel(model.H200, 4096, 128256, 8, 4)
+    assert meshes.data_parallel(model.H200, 4096, 128256, 8, 1) == (0, 0.0)
+    received, seconds = meshes.data_parallel(model.H200, 4096, 128256, 8, 4)
     share = 128256 // 8 * 4096 * model.ELEMENT
     assert received == 2 * share * 3 / 4
     assert seconds > received / model.H200.network
     # Groups inside a host exchange by NVLink.
-    assert model.data_parallel(model.H200, 4096, 128256, 2, 4)[1] < 4 * seconds
-    fixed = model.meshes(SHAPES["head"], ranks=(16, 64))
+    assert meshes.data_parallel(model.H200, 4096, 128256, 2, 4)[1] < 4 * seconds
+    fixed = meshes.meshes(SHAPES["head"], ranks=(16, 64))
     assert [row["tokens"] * row["ranks"] // row["tp"] for row in fixed] == [8192, 8192]
-    alone = model.best(*HEAD, 16, saves=("grads",), sequences=(False,))
+    alone = meshes.best(*HEAD, 16, saves=("grads",), sequences=(False,))
     assert fixed[0]["step"] <= alone.step
-    grown = model.meshes(SHAPES["head"], ranks=(64,), tokens_of=lambda total: 8192 * total // 8)
+    grown = meshes.meshes(SHAPES["head"], ranks=(64,), tokens_of=lambda total: 8192 * total // 8)
     assert grown[0]["efficiency"] > fixed[1]["efficiency"]
 
 
 def test_the_command(model, monkeypatch, tmp_path, capsys):
     """No GPU and no process group; the record has the table's numbers."""
+    import meshes
     import scale
 
     path = tmp_path / "record.json"
@@ -178,7 +174,7 @@ def test_the_command(model, monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     (entry,) = json.loads(path.read_text())["shapes"]
     rows = entry["vocabulary"]
-    assert [row["ranks"] for row in rows] == [1, *model.RANKS]
+    assert [row["ranks"] for row in rows] == [1, *meshes.RANKS]
     assert rows[0]["efficiency"] == 1 and all(0 < row["efficiency"] < 1 for row in rows[1:])
     for row in rows:
         assert f"{1e3 * row['step']:9.3f} {row['efficiency']:6.1%}" in shown

@@ -62,12 +62,7 @@ LINEAR = {
 
 
 # Sizes that end at any offset within a vector.
-RAGGED = {
-    **LINEAR,
-    "dtype": [torch.bfloat16],
-    "vocab": range(1, 140, 2),
-    "hidden": range(1, 71),
-}
+RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidden": range(1, 71)}
 
 
 @pytest.fixture(autouse=True)
@@ -219,8 +214,7 @@ def moved(case, upstream, device):
 
 
 def strategies(case):
-    """The strategies that support the call: "grads" requires that only a scalar loss is
-    differentiated."""
+    """Those that support the call: "grads" differentiates a scalar loss alone."""
     scalar = case.options["reduction"] != "none"
     return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
 

@@ -128,8 +128,7 @@ def test_sums_of_ragged_sizes(cuda, sizes, attribute):
 @ONLY
 @pytest.mark.parametrize("sizes", [(2100, 1024, 4099), (2100, 1028, 4096)])
 def test_no_slow_kernel_runs(monkeypatch, sizes):
-    """Apart from the logits GEMM only Hopper's own kernels run, and one small GEMM for each
-    split size."""
+    """Hopper's own kernels but for the logits, and a small GEMM for each split size."""
     monkeypatch.setenv("FLCE_KERNEL", "auto")
     case = cases.make_case(*sizes, dtype=BF16, device="cuda")
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()

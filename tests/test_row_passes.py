@@ -97,19 +97,6 @@ def test_classes_with_every_option(device, vocab, dtype, bound):
     yardstick.check(results)
 
 
-@pytest.mark.parametrize("vocab", SMALL + LARGE)
-def test_float16_reads_once(device, vocab):
-    skip_long_rows(device, vocab)
-    case = cases.ignore_some(make(device, vocab, torch.float16))
-    once, twice = (
-        cases.outcome(flce.linear_cross_entropy, case, wants=WANTS, save=save)
-        for save in ("grads", "stats")
-    )
-    # With 300001 classes most p / 16 are below float16's normal numbers: their spacing of 2^-24
-    # alone makes an error of 6e-4 in dX; eager's is 1.0e-3.
-    agree(once, twice, torch.float16, gradients=1e-3 if vocab > 2**17 else None)
-
-
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("vocab", SMALL + LARGE)
 def test_smoothing(device, vocab, save):

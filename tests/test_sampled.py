@@ -39,8 +39,7 @@ def agree(ours, truth, case):
 
 
 def compare(case, *, eps=2**-6, seed=7, upstream=None, **call):
-    """Checks the loss and the outputs against the exact call's, the gradients against the
-    reference's; returns them."""
+    """Loss and outputs against the exact call's, gradients against the reference's; -> them."""
     upstream = upstream or upstream_of("mean")
     upstream = {name: one.to(case.input.device) for name, one in upstream.items()}
     given = {**sampled(seed, eps), "upstream": upstream}

@@ -135,8 +135,7 @@ def test_compile_without_a_seed(device, backend):
 
 
 def test_compiled_logprobs(device):
-    """A compiled backward gets zeros for an output without a gradient: the entropy is detached
-    inside."""
+    """Zeros come for an output without a gradient: the entropy is detached inside."""
     torch._dynamo.reset()
     case = make(device)
     x = case.input.requires_grad_()

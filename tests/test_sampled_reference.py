@@ -13,11 +13,7 @@ ROUNDING = 2.0**-24  # of a share q in fixed point, for each class
 
 KNOWN_ANSWERS = [  # kat_vectors of Random123: key, counter, output
     ((0,) * 2, (0,) * 4, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    (
-        (0xFFFFFFFF,) * 2,
-        (0xFFFFFFFF,) * 4,
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0xA4093822, 0x299F31D0),
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
@@ -75,8 +71,7 @@ REFERENCE_OPTIONS = {
 
 @pytest.mark.parametrize("options", list(REFERENCE_OPTIONS))
 def test_mean_and_variance_over_seeds(options):
-    """Of each logit's gradient: the exact one, and at most eps p (1 - p) in addition, times the
-    square of the row's factor."""
+    """The exact gradient, and at most eps p (1 - p) times the row's factor squared."""
     options, eps = REFERENCE_OPTIONS[options], 2.0**-3
     z = 2.0 * torch.randn(4, 23, generator=cases.generator(1), dtype=torch.float64)
     target = torch.tensor([0, 22, 5, 9])

@@ -26,6 +26,7 @@ def test_names_and_order_are_those_of_cpp():
 
 def parameters(function, skipped):
     kept = list(inspect.signature(function).parameters.values())[skipped:]
+    assert all(one.kind is one.KEYWORD_ONLY for one in kept)
     return {parameter.name: parameter.default for parameter in kept}
 
 
@@ -183,6 +184,17 @@ def test_fakes_give_what_the_operator_gives(
         made = torch.ops.flce.forward(*arguments)
         with FakeTensorMode(allow_non_fake_inputs=True):
             assert described(torch.ops.flce.forward(*arguments)) == described(made)
+
+
+def test_the_fakes_choose_the_strategy_of_the_call_at_the_bound(device):
+    x, w = (torch.randn(size, 8, device=device) for size in (6, 21))
+    y, found = torch.arange(6, device=device), []
+    for memory in (6 * 128 - 1, 6 * 128):  # a row of logits takes 128 bytes
+        arguments = raw.forward(x, w, y, "auto", max_memory=memory, reduction="none")
+        found.append(described(torch.ops.flce.forward(*arguments)))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert described(torch.ops.flce.forward(*arguments)) == found[-1]
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize(

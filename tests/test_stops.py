@@ -11,8 +11,7 @@ MOST = 8
 
 
 def stops_of(call, tensor):
-    """The names of the functions of flce that get `tensor`, by itself or in a tuple or list, before
-    flce's first operator runs."""
+    """Functions of flce that get `tensor`, or hold it in a sequence, before the operator."""
     names, running = [], True
 
     def gets(value):

@@ -188,8 +188,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 def test_tied_embedding(device, save):
-    """The gradient of the shared weight is the sum over both uses; the first optimizer step and
-    the next ones equal eager's, where save="grads" may overwrite only its own memory."""
+    """The sum over both uses; save="grads" may overwrite only its own memory."""
     model = Tied(device, save)
     twin = copy.deepcopy(model)
     assert twin.head.weight is twin.embedding.weight
@@ -217,8 +216,7 @@ def test_tied_embedding(device, save):
 
 @pytest.mark.parametrize("most", [64, None])
 def test_export_of_a_dynamic_batch(device, most, monkeypatch):
-    """Of (batch, T, H), also where the logits of large batches exceed max_memory: save="auto" does
-    not limit the sizes that the program takes."""
+    """save="auto" does not limit the sizes, where logits exceed max_memory either."""
     monkeypatch.setenv("FLCE_MAX_MEMORY", "64KiB")  # the logits of 9 batches
     head = flce.LinearCrossEntropyHead(4, 100, bias=False, device=device)
     x, y = torch.randn(2, 16, 4, device=device), torch.randint(100, (2, 16), device=device)
@@ -241,8 +239,7 @@ def test_repr_with_a_tensor_as_an_option(make, temperature):
 
 
 def test_hooks_see_a_named_output(device, batch):
-    """Options for one call reach the loss through the Module's call; hooks do not turn the
-    output into a plain tuple, and they see gradients from two of its fields."""
+    """Not a plain tuple, and gradients of two fields; options of one call reach the loss."""
     x, y = batch[0].requires_grad_(), batch[1]
     head = make_head(device, **SETTINGS)
     seen = []
@@ -274,31 +271,23 @@ def test_tensors_made_in_inference_mode(device, batch):
 # ---- what is refused ----
 
 
-def refused_calls(x, w, y):
-    """All public functions of flce, by name, as functions of x alone."""
-    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=x.device, dtype=x.dtype)
-    return {
-        "outputs": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).loss,
-        "lse": lambda x: flce.linear_cross_entropy(x, w, y, return_lse=True).lse.sum(),
-        "rows": lambda x: flce.linear_cross_entropy(x, w, y, reduction="none").sum(),
-        "logprobs": lambda x: flce.linear_logprobs(x, w, y)[0].sum(),
-        "entropy": lambda x: flce.linear_logprobs(x, w, y)[1].sum(),
-        "logits": lambda x: flce.cross_entropy(x @ w.T, y),
-        "head": lambda x: head(x, y),
-    }
-
-
-REFUSED = ("outputs", "lse", "rows", "logprobs", "entropy", "logits", "head")
+# All public functions of flce.
+REFUSED = {
+    "outputs": lambda x, w, y, _: flce.linear_cross_entropy(x, w, y, return_lse=True).loss,
+    "lse": lambda x, w, y, _: flce.linear_cross_entropy(x, w, y, return_lse=True).lse.sum(),
+    "rows": lambda x, w, y, _: flce.linear_cross_entropy(x, w, y, reduction="none").sum(),
+    "logprobs": lambda x, w, y, _: flce.linear_logprobs(x, w, y)[0].sum(),
+    "entropy": lambda x, w, y, _: flce.linear_logprobs(x, w, y)[1].sum(),
+    "logits": lambda x, w, y, _: flce.cross_entropy(x @ w.T, y),
+    "head": lambda x, w, y, head: head(x, y),
+}
 
 
 @pytest.fixture(params=REFUSED)
 def refused(request, device):
-    x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.float64)
-    w = torch.randn(VOCAB, HIDDEN, device=device, dtype=torch.float64)
-    y = torch.randint(VOCAB, (TOKENS,), device=device)
-    calls = refused_calls(x, w, y)
-    assert set(calls) == set(REFUSED)
-    return calls[request.param], x
+    x, w, y = cases.leaves(device, TOKENS, hidden=HIDDEN, vocab=VOCAB)
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, device=device, dtype=x.dtype)
+    return lambda x: REFUSED[request.param](x, w.detach(), y, head), x.detach()
 
 
 def differentiate_forward(function, x):

@@ -2,10 +2,11 @@
 
 import importlib.util
 import itertools
+import json
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cases
@@ -30,8 +31,7 @@ def test_other_devices_are_refused():
 
 
 def test_numbers_are_those_of_the_header():
-    """PRODUCT lists the fields of the C struct in order; an algorithm has as many numbers as
-    its struct."""
+    """PRODUCT and an algorithm's numbers are the fields of the C structs in order."""
     if not HEADER.exists():
         pytest.skip("installed without its sources")
     text = HEADER.read_text(encoding="utf-8")
@@ -77,15 +77,19 @@ def taken(line):
     return algorithms[index], algorithms
 
 
-def use(line, algorithm):
-    torch.ops.flce.gemm_use(tune.TunedGemm(line, algorithm, 0, 0.0, 0.0).choice())
+@pytest.fixture
+def use():
+    """Selects an algorithm for a GEMM; the default ones are selected again for later tests."""
+    lines = []
 
+    def choose(line, algorithm):
+        lines.append(line)
+        torch.ops.flce.gemm_use(tune.TunedGemm(line, algorithm, 0, 0.0, 0.0).choice())
 
-def restore(lines):
-    """Selects the default algorithms again, for the tests that follow."""
-    for line in lines:
+    yield choose
+    for line in dict.fromkeys(lines):
         (shipped, _), algorithms = tune.candidates_of(line, torch.device("cuda", 0))
-        use(line, algorithms[shipped])
+        choose(line, algorithms[shipped])
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
@@ -105,9 +109,7 @@ def test_products_of_a_step(cuda, save, monkeypatch):
 
 
 def view(memory, rows, cols, pitch, transposed):
-    if transposed:
-        rows, cols = cols, rows
-    whole = memory.as_strided((rows, cols), (pitch, 1))
+    whole = memory.as_strided((cols, rows) if transposed else (rows, cols), (pitch, 1))
     return (whole.T if transposed else whole).double()
 
 
@@ -139,12 +141,12 @@ def test_every_candidate_is_right(cuda, dtype, bias):
 
 def line_of(like, m, n, k, transpose_a, transpose_b, dtype, c_dtype):
     """The line of a GEMM on the GPU of the line `like`."""
-    ahead = {"dtype": dtype, "c_dtype": c_dtype, "k": k, "m": m, "n": n, "pitch_c": n}
-    ahead |= {"pitch_a": m if transpose_a else -(-k // 8) * 8}
-    ahead |= {"pitch_b": -(-k // 8) * 8 if transpose_b else n}
-    ahead |= {"transpose_a": int(transpose_a), "transpose_b": int(transpose_b), "accumulate": 0}
+    sizes = {"dtype": dtype, "c_dtype": c_dtype, "k": k, "m": m, "n": n, "pitch_c": n}
+    sizes |= {"pitch_a": m if transpose_a else -(-k // 8) * 8}
+    sizes |= {"pitch_b": -(-k // 8) * 8 if transpose_b else n}
+    sizes |= {"transpose_a": int(transpose_a), "transpose_b": int(transpose_b), "accumulate": 0}
     *_, gpu = like.split(" ", len(tune.PRODUCT))
-    numbers = tune.numbers_of(like) | {"workspace_bytes": 32 << 20, "tf32": 0, "bias": 0} | ahead
+    numbers = tune.numbers_of(like) | {"workspace_bytes": 32 << 20, "tf32": 0, "bias": 0} | sizes
     return " ".join(map(str, [*numbers.values(), gpu]))
 
 
@@ -172,41 +174,34 @@ def test_no_candidate_loses_the_last_products(cuda, dtype, k):
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
-def test_another_choice_is_taken_and_right(cuda, save):
+def test_another_choice_is_taken_and_right(cuda, save, use):
     """The last candidate of every GEMM, not the first: it is used, and no other changes."""
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, std=4.0)
     knobs = {"save": save, "max_memory": BUDGET}
     truth = cases.chunked_truth(case, TOKENS)
     lines = products(cuda, **knobs)
     cases.outcome(flce.linear_cross_entropy, case, **knobs)  # fills the cache of algorithms
-    try:
-        for line in lines:
-            use(line, taken(line)[1][-1])
-        assert all(taken(line)[0] == taken(line)[1][-1] for line in lines)
-        first, second = (cases.outcome(flce.linear_cross_entropy, case, **knobs) for _ in range(2))
-        assert cases.same_bits(first, second)
-        for name in ("input", "linear_weight"):
-            assert cases.relative_error(first[name], truth[name]) <= 4e-3
-    finally:
-        restore(lines)
+    for line in lines:
+        use(line, taken(line)[1][-1])
+    assert all(taken(line)[0] == taken(line)[1][-1] for line in lines)
+    first, second = (cases.outcome(flce.linear_cross_entropy, case, **knobs) for _ in range(2))
+    assert cases.same_bits(first, second)
+    for name in ("input", "linear_weight"):
+        assert cases.relative_error(first[name], truth[name]) <= 4e-3
 
 
-def test_a_choice_that_is_no_candidate_is_passed_over(cuda):
+def test_a_choice_that_is_no_candidate_is_passed_over(cuda, use):
     line = products(cuda)[0]
     before = taken(line)[0]
-    try:
-        use(line, " ".join(["12345"] * 10))
-        assert taken(line)[0] == before
-    finally:
-        restore([line])
+    use(line, " ".join(["12345"] * 10))
+    assert taken(line)[0] == before
 
 
 def test_a_file_serves_another_process(cuda, tmp_path):
     """Its lines are those of the step's GEMMs; a process that passes them on uses them."""
     path = tmp_path / "gemms.txt"
-    sizes = [str(size) for size in (TOKENS, HIDDEN, VOCAB)]
-    options = f'{{"save": "grads", "max_memory": {BUDGET}}}'
-    tune.main([*sizes, "--options", options, "--out", str(path)])
+    options = ["--options", json.dumps({"save": "grads", "max_memory": BUDGET})]
+    tune.main([*map(str, (TOKENS, HIDDEN, VOCAB)), *options, "--out", str(path)])
     lines = products(cuda)
     assert len(path.read_text(encoding="utf-8").splitlines()) == len(lines)
     # Other algorithms than the default ones, so that the new process shows a difference.
@@ -217,18 +212,10 @@ def test_a_file_serves_another_process(cuda, tmp_path):
         "torch.ops.flce.gemm_use(open(sys.argv[1]).read())\n"
         "for line in sys.stdin.read().splitlines():\n"
         "    rows = torch.ops.flce.gemm_candidates(0, line).splitlines()\n"
-        "    print(rows[0].split()[1], len(rows) - 2)\n"
+        "    assert int(rows[0].split()[1]) == len(rows) - 2, line\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    pairs = [row.split() for row in done.stdout.splitlines()]
-    assert len(pairs) == len(lines) and all(index == last for index, last in pairs)
+    command, text = [sys.executable, "-c", code, str(path)], "\n".join(lines)
+    subprocess.run(command, input=text, text=True, timeout=300, check=True)
 
 
 def test_threads_do_not_share_descriptors(cuda):
@@ -239,20 +226,13 @@ def test_threads_do_not_share_descriptors(cuda):
     ]
     expected = [cases.outcome(flce.linear_cross_entropy, case) for case in made]
     torch.cuda.synchronize()
-    wrong = []
 
-    def work(case, truth):
+    def same(case, truth):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(50):
                 got = cases.outcome(flce.linear_cross_entropy, case)
                 torch.cuda.current_stream().synchronize()
-                wrong.append(not cases.same_bits(got, truth))
+                yield cases.same_bits(got, truth)
 
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in zip(made, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wrong) == 100 and not any(wrong)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda pair: all(same(*pair)), zip(made, expected, strict=True)))

@@ -11,19 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 from processes import on_ranks
+from test_vocab_head import square_mesh, whole_mesh
 
 import flce
 
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from torch.distributed.tensor import (  # noqa: E402
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
 
 RANKS, TOKENS, HIDDEN = 4, 12, 8
 # Rows of linear_weight on each rank by torch.chunk: 3, 3, 3, 1 and 2, 2, 1, 0.
@@ -37,14 +32,6 @@ OPTIONS = (
 
 
 ADAPTER = torch.linspace(-3, 3, 30).double().cos().view(10, 3)
-
-
-def whole_mesh():
-    return dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-
-
-def square_mesh():
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def operands_of(vocab, shape=(TOKENS,), dtype=torch.float64):

@@ -144,8 +144,7 @@ def check_sequence():
 
 
 def check_minus_infinity():
-    """All logits of all ranks but the first are -inf: probability 0, gradient 0. Dtypes, save and
-    options select each kernel of the forward."""
+    """Logits of -inf on all ranks but the first; options select each kernel of the forward."""
     mine, returns = classes_of(2000), {"return_lse": True, "return_predictions": True}
     for dtype, save, options in itertools.product(
         TOLERANCE, ("auto", "logits", "stats"), ({}, {"softcap": 10.0}, {"temperature": 0.5})
@@ -185,31 +184,6 @@ def check_graph():
         graph.replay()
         for got, true in zip(made, step(), strict=True):
             assert torch.equal(got, true)
-
-
-def check_training():
-    """200 steps of SGD: losses as on one GPU."""
-    losses = {}
-    for ranks in (1, dist.get_world_size()):
-        torch.manual_seed(5)
-        table = torch.randn(3000, 64, device="cuda")
-        head = torch.randn(3000, 64, device="cuda") * 0.1
-        if ranks > 1:
-            head = head[classes_of(3000)]
-        table, head = table.clone().requires_grad_(), head.clone().requires_grad_()
-        vp = flce.VocabParallel(dist.group.WORLD, vocab=3000) if ranks > 1 else None
-        optimizer, kept = torch.optim.SGD([table, head], lr=3.0), []
-        for _ in range(200):
-            ids = torch.randint(3000, (256,), device="cuda")
-            x = table[ids]
-            loss = flce.linear_cross_entropy(x, head, (7 * ids) % 3000, vocab_parallel=vp)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append(loss.detach())
-        losses[ranks] = torch.stack(kept)
-    assert off(losses[ranks], losses[1]) < 1e-4
-    assert losses[1][-1] < losses[1][0] - 0.5
 
 
 class Model(nn.Module):
@@ -256,8 +230,7 @@ def check_fsdp():
 
 
 def check_interrupts():
-    """An exception at each place between the exchanges of a step, on all ranks: nothing writes to
-    tensors made after it, though the data of other ranks come late. The next step is right."""
+    """On all ranks: nothing writes to tensors made after it, and the next step is right."""
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
     w = w[classes_of(9000)]
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
@@ -291,8 +264,7 @@ def check_interrupts():
 
 
 def share_one_gpu():
-    """Symmetric memory and its copies among processes on one GPU. NCCL refuses them: the group is
-    gloo's, whose barrier takes no device."""
+    """NCCL refuses processes on one GPU: the group is gloo's, whose barrier takes no device."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     barrier = dist.barrier
     dist.barrier = lambda group=None, **ignored: barrier(group)
@@ -304,7 +276,7 @@ def check_all(transport):
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity}
-    checks |= {"training": check_training, "graph": check_graph, "interrupts": check_interrupts}
+    checks |= {"graph": check_graph, "interrupts": check_interrupts}
     if transport == "one GPU":
         share_one_gpu()
         torch.cuda.set_device(0)

@@ -67,8 +67,7 @@ def assert_equal(model, expected, step):
 
 
 def train(model, whole, parts=((0,),), group=None, own=0):
-    """Three steps of Adam of a model and of its whole copy, which gets the tokens of all `parts`;
-    each of these ranks of `group` has one, this one that of index `own`."""
+    """Three steps of Adam of a model with part `own` of `parts`, and of its copy with all."""
     models = model, whole
     optimizers = [torch.optim.Adam(one.parameters(), lr=0.05, foreach=False) for one in models]
     for step, drawn in enumerate(zip(*(batches(*part) for part in parts), strict=True)):
@@ -215,8 +214,7 @@ def test_plain_shards():
 
 @on_ranks(RANKS)
 def test_hsdp():
-    """FSDP2 over a mesh of two dimensions, replicas and shards: every rank has other tokens, the
-    vocabulary is whole, and the gradients are averaged over all ranks."""
+    """FSDP2 over replicas and shards: all tokens differ, the vocabulary is whole."""
     mesh = square_mesh()
     model, whole = pair()
     fully_shard(model.head, mesh=mesh)

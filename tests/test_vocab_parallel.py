@@ -10,6 +10,8 @@ import vocab_others  # noqa: F401
 from processes import run_on_ranks
 from vocab_ranks import CASES, Ranks
 
+from flce.distributed import parallel
+
 
 def run_case(ranks, name):
     own = Ranks()
@@ -22,3 +24,8 @@ def run_case(ranks, name):
 )
 def test_ranks(ranks, name):
     run_on_ranks(ranks, run_case, ranks=ranks, name=name)
+
+
+def test_a_rank_without_classes_may_begin_anywhere():
+    """Each has start, vocab, rows, first class, all classes, error."""
+    parallel._check_ranges([(0, 6, 6, 0, 6, ""), (3, 6, 0, 3, 6, "")])

@@ -29,10 +29,6 @@ def same(logits):
     return logits
 
 
-def double(logits):
-    return logits * 2
-
-
 def flat_loss(logits, labels, **options):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1), **options)
 
@@ -43,8 +39,7 @@ def shifted_loss(logits, labels):
 
 
 class Model(nn.Module):
-    """An embedding, a body, a head, what `use` makes of the logits, and the loss that `loss_of`
-    makes of that: the class of all of transformers, in small."""
+    """Embedding, body, head, what `use` makes of the logits, and the loss by `loss_of`."""
 
     def __init__(
         self, use=same, loss_of=None, dtype=torch.float64, bias=True, body=None, scale=3.0
@@ -168,8 +163,7 @@ def step(model, inputs, mode=None):
 
 
 def worst_error(got, expected):
-    """The largest error of a gradient relative to the largest element of that parameter's, or to
-    1e-3 of the largest of all: smaller gradients are sums that cancel."""
+    """Of a gradient, relative to its largest element or to 1e-3 of the largest of all."""
     if got.keys() != expected.keys():
         raise AssertionError(f"gradients of {sorted(got.keys() ^ expected.keys())} in one only")
     floor = 1e-3 * max(float(g.abs().max()) for g in expected.values())
@@ -214,8 +208,7 @@ def check_fused(model, inputs, bars, rows=None, classes=None):
 
 
 def check_after_change(model, inputs, change, when):
-    """A model that `change` changes after flce.fuse is fused by its next call, and equals itself
-    unfused; where `change` returns another, flce.fuse takes that anew."""
+    """Fused by the next call after `change`, or taken anew where that returns another."""
     handle = flce.fuse(model, when=when, strict=True)
     step(model, inputs)
     model = change(model) or model

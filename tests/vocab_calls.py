@@ -173,8 +173,7 @@ def checkpoints_and_second_backwards(ranks):
 
 @on(4)
 def modules(ranks):
-    """A head holds the name of the group: a copy and a pickle call the same group, and where no
-    group has the name the call raises."""
+    """A copy and a pickle of a head call the same group; where none has its name they raise."""
     for ends in (None, UNEVEN):
         case = make(weight=True, valid_vocab=30)
         own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)

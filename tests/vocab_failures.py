@@ -87,8 +87,7 @@ def error_of(step, name, at, how=raise_preempted):
 
 @on(2)
 def interrupts(ranks):
-    """They come out as themselves, from wherever they come; nothing stays behind, and the next step
-    is right. Both ranks are interrupted at the same place."""
+    """They come out as themselves, of the same place on both ranks; the next step is right."""
     eager = flce.linear_cross_entropy
     compiled = torch.compile(eager, backend="aot_eager")
     for sequence, save, call in (

@@ -28,8 +28,7 @@ def three_losses(loss_of, x, p, w, b, y):
 
 
 def agree_compiled(ranks, name, function, own, expected, gradients, bar):
-    """Notes where the compiled function's loss of a rank's own tensors, and its gradients, are not
-    these."""
+    """The compiled function's loss of a rank's own tensors, and its gradients, are these."""
     own = [one.detach().clone().requires_grad_() for one in own]
     loss = torch.compile(function, fullgraph=True)(*own)
     ranks.agree(f"loss {name}", loss, expected, 1e-5)
@@ -40,8 +39,7 @@ def agree_compiled(ranks, name, function, own, expected, gradients, bar):
 
 @on(4)
 def several_losses(ranks):
-    """In one graph, the last rank without a class: its Inductor orders the calls as that of the
-    others does. (By memory alone it would not.)"""
+    """The last rank has no class: its Inductor orders the calls as that of the others does."""
     torch._inductor.config.compile_threads = 1
     whole, y = operands(16, 9)
     classes, vp = ranks.classes(9), ranks.parallel(9)
@@ -94,8 +92,7 @@ def layers_and_losses(loss_of, begin, end, x, a, b, w, y):
 
 @on(2)
 def layers_between_losses(ranks):
-    """The collectives of torch over the same group keep their order too: two classes of five are
-    on rank 1, whose Inductor would end a backward with another exchange than that of rank 0."""
+    """torch's collectives of the group keep their order too, though the shards are unequal."""
     torch._inductor.config.compile_threads = 1
     (x, _, w, _), y = operands(16, 5)
     a, b = torch.randn(128, 64) / 8, torch.randn(64, 128) / 11
@@ -119,8 +116,7 @@ def layers_between_losses(ranks):
 
 @on(2)
 def sizes_that_change(ranks):
-    """Shards, rows and valid_vocab of several sizes in one compiled function, with class weights;
-    without breaks where it is given the VocabParallel."""
+    """Several sizes in one compiled function, unbroken where it is given the VocabParallel."""
     for way in ("equal shards", "vocab", "sequence"):
         given = ranks.parallel(sequence=True) if way == "sequence" else None
 

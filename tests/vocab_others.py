@@ -22,8 +22,7 @@ def sampled_case(**options):
 
 @on(2, 4)
 def samples_of_all_classes(ranks):
-    """No class has a probability below eps: nothing is drawn, and the gradients are exact, which
-    they are not if any is drawn."""
+    """None has a p below eps: nothing is drawn, and the gradients are exact."""
     for options in (
         {"softcap": 3.0, "ignored": 4},
         {"label_smoothing": 0.1, "weight": True, "reduction": "none"},

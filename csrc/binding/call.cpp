@@ -41,8 +41,6 @@ void bind_operands(const Operands& given, Call* call) {
                shape_text(shape_of(input)),
            shape_of_text(weight));
   problem->weight_rows = weight.size(0);
-  if (problem->hidden < 1 || (problem->weight_rows < 1 && problem->ranks == 0))
-    refuse("linear_weight", "at least one row and column", shape_text(shape_of(weight)));
   expect_device("linear_weight", weight, call->id, "input");
   call->tensors.input = call->pointer(input);
   call->tensors.linear_weight = call->pointer(weight);
@@ -83,9 +81,6 @@ void bind_target(const Tensor& target, int64_t classes, const std::string& first
     call->tensors.target = static_cast<const int64_t*>(call->pointer(target, ScalarType::Long));
     return;
   }
-  if (problem->loss.ignore_index != -100)
-    refuse("ignore_index", "None or -100 with probabilities, which have no index to ignore",
-           std::to_string(problem->loss.ignore_index));
   call->tensors.probabilities = call->pointer(target);
   call->tensors.probabilities_dtype = to_dtype(type, "target");
 }

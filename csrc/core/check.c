@@ -33,7 +33,8 @@ static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own,
   return FLCE_OK;
 }
 
-flce_status flce_check_loss(const flce_loss* loss) {
+flce_status flce_check_loss(const flce_problem* problem) {
+  const flce_loss* loss = &problem->loss;
   char text[32];
   double value;
 #define FLCE_CHECK(name, in_range, expected)                                     \
@@ -42,6 +43,10 @@ flce_status flce_check_loss(const flce_loss* loss) {
          number_text(value, text));
   FLCE_LOSS_NUMBERS(FLCE_CHECK)
 #undef FLCE_CHECK
+  EXPECT(!problem->has_probabilities || loss->ignore_index == -100,
+         "ignore_index: expected None or -100 with probabilities, which have no index to ignore, "
+         "got %lld",
+         (long long)loss->ignore_index);
   return FLCE_OK;
 }
 
@@ -157,9 +162,10 @@ flce_status flce_check_problem(const flce_problem* problem) {
   long long rows = problem->rows, weight_rows = problem->weight_rows;
   long long frozen = problem->frozen_hidden;
   bool empty = vocab == 0 && flce_is_sharded(problem), grads = problem->save == FLCE_SAVE_GRADS;
-  EXPECT(tokens >= 0 && hidden >= 1 && (vocab >= 1 || empty),
-         "expected tokens >= 0, hidden >= 1, vocab >= 1, got %lld, %lld, %lld", tokens, hidden,
-         vocab);
+  EXPECT(tokens >= 0, "tokens: expected at least 0, got %lld", tokens);
+  EXPECT(hidden >= 1 && (vocab >= 1 || empty),
+         "linear_weight: expected at least one row and column, got shape (%lld, %lld)", vocab,
+         hidden);
   EXPECT(vocab <= weight_rows, "valid_vocab: expected at most %lld, got %lld", weight_rows, vocab);
   EXPECT(frozen >= 0 && frozen < hidden && frozen % 8 == 0,
          "frozen_hidden: expected a multiple of 8 below %lld, got %lld", hidden, frozen);
@@ -180,5 +186,5 @@ flce_status flce_check_problem(const flce_problem* problem) {
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   FLCE_TRY(check_dtype("accum_dtype", problem->accum_dtype, problem->dtype, stat));
   FLCE_TRY(check_dtype("logits_dtype", problem->logits_dtype, problem->dtype, stat));
-  return flce_check_loss(&problem->loss);
+  return flce_check_loss(problem);
 }

@@ -29,7 +29,7 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
   flce_rows view =
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
   FLCE_TRY(check_classes(problem));
-  FLCE_TRY(flce_check_loss(&problem->loss));
+  FLCE_TRY(flce_check_loss(problem));
   CALL(&e, prepare, problem, tensors, NULL, 0, false);
   CALL(&e, stat_rows, &view);
   if (reduced)

@@ -41,8 +41,8 @@ static void place_list(const flce_rows* rows, int64_t i, const int32_t* list, in
   if (list[0] >= 0)
     entries[next[list[0]]++] =
         (sample_entry){i, (double)coef[FLCE_COEF_TARGET * rows->stat_pitch + i]};
-  double row = (double)coef[FLCE_COEF_ROW * rows->stat_pitch + i];
-  for (int32_t m = 1; m <= list[1]; m++) {
+  for (int32_t m = 1; m <= list[1]; m++) { /* an absent row has no pairs, and no coef */
+    double row = (double)coef[FLCE_COEF_ROW * rows->stat_pitch + i];
     double value = (double)flce_float_of((uint32_t)list[2 * m + 1]);
     entries[next[list[2 * m]]++] = (sample_entry){i, row * value};
   }

@@ -1,6 +1,7 @@
 /* Implements engine_case.h: the definition in double, a run of the engine, and the comparison. */
 #include "engine_case.h"
 
+#include <sanitizer/asan_interface.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -245,10 +246,18 @@ void* plan_buffer(const flce_plan* plan, flce_buffer_id id) {
   return buffer;
 }
 
-void* workspace(int64_t bytes) {
-  void* buffer = aligned_alloc(256, (size_t)((bytes + 256) / 256 * 256));
-  memset(buffer, 0xff, (size_t)bytes);
-  return buffer;
+void* workspace(const flce_plan* plan, unsigned pass) {
+  bool forward = pass == FLCE_IN_FORWARD;
+  int64_t bytes = forward ? plan->forward_workspace_bytes : plan->backward_workspace_bytes;
+  char* memory = aligned_alloc(256, (size_t)((bytes + 256) / 256 * 256));
+  ASAN_POISON_MEMORY_REGION(memory, bytes + 1);
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    const flce_buffer* b = &plan->buffers[id];
+    if (b->bytes == 0 || (b->lifetime & (FLCE_OUTPUT | pass)) != pass) continue;
+    ASAN_UNPOISON_MEMORY_REGION(memory + b->offset, b->bytes);
+    memset(memory + b->offset, 0xff, (size_t)b->bytes);
+  }
+  return memory;
 }
 
 /* The tensor of dW: a new one, or the caller's with its initial content. */
@@ -290,7 +299,7 @@ void open_backward(const flce_backend* b, const setting* s, const model* m, run*
   CHECK_OK(flce_plan_call(b, &r->problem, &r->plan));
   r->plan.forward_gemms = forward_gemms;
   free(r->t.workspace);
-  r->t.workspace = workspace(r->plan.backward_workspace_bytes);
+  r->t.workspace = workspace(&r->plan, FLCE_IN_BACKWARD);
 }
 
 static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
@@ -330,7 +339,7 @@ run open_run(const flce_backend* b, const setting* s, const model* m) {
                        .grad_input = plan_buffer(&r.plan, FLCE_BUF_GRAD_INPUT),
                        .grad_weight = weight_buffer(s, m, &r.plan),
                        .grad_bias = plan_buffer(&r.plan, FLCE_BUF_GRAD_BIAS),
-                       .workspace = workspace(r.plan.forward_workspace_bytes)};
+                       .workspace = workspace(&r.plan, FLCE_IN_FORWARD)};
   return r;
 }
 

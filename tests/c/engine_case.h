@@ -50,7 +50,10 @@ void free_model(model* m);
 
 /* A buffer filled with NaN (bytes 0xff); NULL if the plan gives it no bytes. */
 void* plan_buffer(const flce_plan* plan, flce_buffer_id id);
-void* workspace(int64_t bytes);
+/* The workspace of the forward (FLCE_IN_FORWARD) or the backward. The sanitizer reports a write or
+ * read beyond a buffer, though all buffers are one allocation: what lies between them is poisoned.
+ */
+void* workspace(const flce_plan* plan, unsigned pass);
 
 /* plain_fused.c: adds the fused logits GEMM and the dW GEMM with db to the backend, also to its
  * facts. */

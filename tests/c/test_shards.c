@@ -492,12 +492,12 @@ static void test_refusals(void) {
   check_refused(&b, p, "expected at most 16777216 classes with vocab_parallel, got 16777217");
   p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F64;
   CHECK_OK(flce_plan_call(&b, p, &plan));
-  p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32, p->classes--;
-  p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25;
-  check_refused(&b, p, "vocab: expected at most 1048576 with gradient=\"sampled\", got 16777216");
-  p->save = FLCE_SAVE_GRADS;
+  p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32;
+  p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25, p->classes = (1 << 20) + 1;
+  check_refused(&b, p, "vocab: expected at most 1048576 with gradient=\"sampled\", got 1048577");
+  p->save = FLCE_SAVE_GRADS, p->classes = 1 << 24;
   CHECK_OK(flce_plan_call(&b, p, &plan));
-  flce_tensors none = {.workspace = workspace(plan.forward_workspace_bytes)};
+  flce_tensors none = {.workspace = workspace(&plan, FLCE_IN_FORWARD)};
   CHECK(flce_forward(&b, NULL, p, &plan, &none) == FLCE_INVALID_ARGUMENT &&
             strstr(flce_last_error(), "comm: expected the collectives of 2 ranks"),
         "no collectives: %s", flce_last_error());
