@@ -113,7 +113,8 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
     dtype = DTYPES.index(options.get("dtype", torch.float32))
     packed, _ = split({name: value for name, value in options.items() if name != "dtype"})
     memory, wants = packed.memory(torch.device("cpu")), {"grad_input": True, "grad_weight": True}
-    integers = packed.integers_with(max_memory=memory[0], saves_memory=memory[1], **wants)
+    names = ("max_memory", "kept_memory", "saves_memory")
+    integers = packed.integers_with(**dict(zip(names, memory, strict=True)), **wants)
     tokens, hidden, vocab = sizes
     named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}
     found = describe_sizes(None, integers, packed.numbers, **named)
