@@ -125,12 +125,13 @@ def _added(sums, made):
         return _pytree.tree_map(_sum, sums, made)
     except (TypeError, ValueError) as error:
         expected = "values that can be added, of one structure and of the same shapes in all chunks"
-        refuse("loss_fn", expected, f"{made[1:]} ({error})")
+        refuse("loss_fn", expected, error)
 
 
 def _sum(first, second):
-    if getattr(first, "shape", ()) != getattr(second, "shape", ()):
-        raise ValueError(f"shapes {tuple(first.shape)} and {tuple(second.shape)}")
+    shapes = [tuple(getattr(value, "shape", ())) for value in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"shapes {shapes[0]} and {shapes[1]}")
     return first + second
 
 

@@ -314,7 +314,12 @@ def test_refusals(device):
             {},
             "loss_fn: .* of one structure",
         ),
-        (lambda lp, *_: (lp.sum(), lp), {"rows": 40}, r"loss_fn: .*shapes \(40,\) and \(1,\)"),
+        (lambda lp, *_: (lp.sum(), lp), {"rows": 40}, r"loss_fn: .* shapes \(40,\) and \(1,\)"),
+        (
+            lambda lp, e, rows: (lp.sum(), lp if rows.start else 1),
+            {},
+            r"loss_fn: .* shapes \(\) and",
+        ),
         (lambda lp, *_: (lp.sum(), "text"), {}, "loss_fn: expected values that can be added"),
         (lambda lp, *_: (lp.sum(), None), {}, "loss_fn: expected values that can be added"),
         (focal, {"entropy": []}, "entropy: expected one of .* got"),
