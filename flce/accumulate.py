@@ -101,7 +101,7 @@ class Accumulator:
         if not found.is_contiguous():
             refuse(name, "a contiguous tensor", f"strides {found.stride()}")
         begins = found.data_ptr(), weight.data_ptr()
-        if max(begins) < min(begins[0] + found.nbytes, begins[1] + weight.nbytes):
+        if all(begins) and max(begins) < min(begins[0] + found.nbytes, begins[1] + weight.nbytes):
             refuse(name, "memory of its own", "that of linear_weight")
         if found.requires_grad or found.is_inference():
             kind = "an inference tensor" if found.is_inference() else "one that requires grad"

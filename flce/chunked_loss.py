@@ -20,7 +20,7 @@ from .options import (
     split,
 )
 from .plan import plan
-from .targets import shifted_target
+from .targets import check_offsets, shifted_target
 from .validate import refuse
 
 _NOT_OF_CHUNKS = ("cu_seqlens", "valid_bound", "save")
@@ -81,11 +81,17 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entrop
                 refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
     if target.is_floating_point():
         refuse("target", "class indices of dtype torch.int64 or torch.int32", target.dtype)
-    if entropy not in ENTROPIES:
+    if entropy not in tuple(ENTROPIES):
         refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
-    for name in _OF_ROWS:
-        if operands[name] is not None:
-            validate.check_shape("target", target, operands[name].shape[:-1])
+    validate.refuse_transforms(target, *operands.values())
+    if validate.function_transforms_are_on():
+        validate.refuse_vmap()
+    validate.check_shape("target", target, input.shape[:-1])
+    if (added := operands["adapter_input"]) is not None:
+        validate.check_shape("adapter_input", added, (*target.shape, *added.shape[-1:]))
+    temperature = options["temperature"]
+    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
+        validate.check_shape("temperature", temperature, target.shape)
     packed, _ = split(options)
     if packed.sequence:
         refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
@@ -93,25 +99,39 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entrop
     if shift:
         target = shifted_target(target, shift, cu_seqlens, packed.ignore_index)
     if cu_seqlens is not None:
-        validate.check_tensor("cu_seqlens", cu_seqlens)
+        check_offsets(cu_seqlens)
         bounds = cu_seqlens.tolist()
     if rows is None:
         rows = _default_rows(input, linear_weight, options)
     validate.check_integer("rows", rows, 1)
+    if options["gradient_seed"] is not None:
+        options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], input)
     chunks = _Chunks(operands, target.reshape(-1), entropy, options)
-    total, values = None, None
+    sums = None
     for part in _parts(target.numel(), rows, bounds):
-        loss, *more = chunks.add(loss_fn, part)
-        total = loss if total is None else total + loss
-        if more:
-            values = more[0] if values is None else _pytree.tree_map(_sum, values, more[0])
-    if total is None:  # no row
-        total = input.new_zeros((), dtype=torch.promote_types(input.dtype, torch.float32))
+        sums = _added(sums, chunks.add(loss_fn, part))
+    if sums is None:  # no row
+        sums = [input.new_zeros((), dtype=torch.promote_types(input.dtype, torch.float32))]
+    total, *values = sums
     total = chunks.differentiable(total)
-    return total if values is None else (total, values)
+    return (total, *values) if values else total
+
+
+def _added(sums, made):
+    """The sums of the chunks so far and of `made`, the [loss] or [loss, values] of the next one."""
+    try:
+        if sums is None:  # 0 +: new tensors, as loss_fn may write to its own; True counts as 1
+            return _pytree.tree_map(lambda value: 0 + value, made)
+        return _pytree.tree_map(_sum, sums, made)
+    except (TypeError, ValueError) as error:
+        expected = "values that can be added, of one structure and of the same shapes in all chunks"
+        refuse("loss_fn", expected, error)
 
 
 def _sum(first, second):
+    shapes = [tuple(getattr(value, "shape", ())) for value in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"shapes {shapes[0]} and {shapes[1]}")
     return first + second
 
 
@@ -119,11 +139,17 @@ def _detached(value):
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+def _gemm_dtype(input, linear_weight):
+    if torch.float64 in (input.dtype, linear_weight.dtype):  # autocast casts neither then
+        return torch.float64
+    return autocast_dtype(input.device.type) or input.dtype
+
+
 def _default_rows(input, linear_weight, options):
     """The rows of a chunk of a scalar loss; the same on all ranks of a group."""
     classes, ranks = all_classes(options["vocab_parallel"], len(linear_weight))
     tokens = input.numel() // max(input.shape[-1], 1)
-    dtype = autocast_dtype(input.device.type) or input.dtype
+    dtype = _gemm_dtype(input, linear_weight)
     call = {"ranks": ranks, "max_memory": options["max_memory"], "save": "grads"}
     made = plan(tokens, input.shape[-1], classes, dtype=dtype, device=input.device, **call)
     return max(made.chunk_rows, 1)
@@ -155,7 +181,7 @@ def _check_graph(value, given):
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
+        leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
         if leaf is not None and all(leaf is not tensor for tensor in given):
             expected = "a loss whose gradient reaches only the logprobs and entropy of its chunk"
             got = (
@@ -179,13 +205,13 @@ class _Chunks:
         self.accumulator = Accumulator(weight, attribute) if accumulates else None
         if self.needs and self.options["gradient"] == "exact":
             self.options["save"] = "logits"
-        dtype = autocast_dtype(target.device.type) or operands["input"].dtype
         # What float16 cannot hold before it is multiplied by grad_output, a GradScaler's factor.
-        self.wide = dtype == torch.float16
+        self.wide = _gemm_dtype(operands["input"], weight) == torch.float16
         self.leaves = {name: self._leaf(name, tensor) for name, tensor in operands.items()}
         self.grads = {name: torch.zeros_like(self.leaves[name]) for name in self._of_rows()}
         leaf = self.leaves["linear_weight"]
-        if leaf.requires_grad and leaf.is_contiguous() and operands["adapter_weight"] is None:
+        plain = operands["adapter_input"] is None and operands["adapter_weight"] is None
+        if leaf.requires_grad and plain:
             self.options["accumulate_into"] = "main_grad" if self.wide else "grad"
             if self.wide:
                 leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)
@@ -202,7 +228,7 @@ class _Chunks:
     def _leaf(self, name, tensor):
         if tensor is None:
             return None
-        leaf = tensor.detach()
+        leaf = tensor.detach().contiguous()  # so that its gradient is
         if name in _OF_ROWS:
             leaf = leaf.reshape(self.target.numel(), tensor.shape[-1])
             return leaf.float() if self.wide else leaf
@@ -251,7 +277,9 @@ class _Chunks:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             for name, grad in self.grads.items():
                 grad[part] = rows[name].grad
-        return loss.detach().reshape(()), *(_pytree.tree_map(_detached, value) for value in values)
+        # In the dtype of the log-probabilities at least: a 16-bit sum would lose chunks.
+        loss = loss.to(torch.promote_types(loss.dtype, logprobs.dtype)).reshape(())
+        return _pytree.tree_map(_detached, [loss, *values])
 
     def _gradient(self, name):
         given, leaf = self.operands[name], self.leaves[name]

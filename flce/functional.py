@@ -320,7 +320,7 @@ def linear_logprobs(
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
     check_names("linear_logprobs", OF_LOGPROBS, options)
-    if entropy not in ENTROPIES:
+    if entropy not in tuple(ENTROPIES):
         validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
     options |= {"reduction": "none", "return_entropy": ENTROPIES[entropy]}
     output = linear_cross_entropy(input, linear_weight, target, **options)

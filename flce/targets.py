@@ -10,6 +10,16 @@ from . import validate
 from .options import ignore_index_of
 
 
+def check_offsets(cu_seqlens):
+    validate.check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
+        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
+    if cu_seqlens.shape[0] < 2:
+        expected = "at least two offsets, the begin and the end of a sequence"
+        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
+
+
 def shifted_target(target, shift, cu_seqlens, ignore_index):
     """The target of each position: that `shift` later, `ignore_index` at a sequence's end.
 
@@ -30,13 +40,7 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
         shifted[..., :-shift] = target[..., shift:]
     if cu_seqlens is None:
         return shifted
-    validate.check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-        got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
-        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
-    if cu_seqlens.shape[0] < 2:
-        expected = "at least two offsets, the begin and the end of a sequence"
-        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
+    check_offsets(cu_seqlens)
     validate.check_same_device("cu_seqlens", cu_seqlens, "target", target)
     offsets = cu_seqlens.to(torch.int64)
     position = torch.arange(target.numel(), device=target.device)

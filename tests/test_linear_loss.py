@@ -171,6 +171,65 @@ def test_16_bit_operands(device, dtype, autocast):
         assert error <= 2.0 * allowed + 1e-6, (error, allowed)
 
 
+@pytest.mark.parametrize("transposed", [("input",), ("linear_weight",), ("input", "linear_weight")])
+def test_strides(device, transposed):
+    """A second backward too: the first one writes the gradients in place or not at all."""
+    given = operands(device)
+    _, truth = gradients(whole(focal, ()), given)
+    for name in transposed:
+        given[name] = given[name].detach().t().contiguous().t().requires_grad_()
+    loss = chunked(focal, (), rows=9)(**given)
+    tensors = [given["input"], given["linear_weight"]]
+    for keeps in (True, False):
+        ours = torch.autograd.grad(loss, tensors, retain_graph=keeps)
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-11)
+
+
+def test_float16_of_a_transposed_weight(device):
+    """Its gradient is held in float32 too, until it is multiplied by grad_output."""
+    given = operands(device, torch.float16)
+    given["linear_weight"] = given["linear_weight"].detach().t().contiguous().t().requires_grad_()
+    small = chunked(lambda *g: focal(*g) * 2.0**-24, (), rows=3)
+    _, ours = gradients(small, given, 2.0**24)
+    exact = {
+        k: t.detach().double().requires_grad_() if t.requires_grad else t for k, t in given.items()
+    }
+    _, truth = gradients(whole(focal, ()), exact)
+    for made, right in zip(ours, truth, strict=True):
+        assert cases.relative_error(made.double(), right) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float64_under_autocast(device, dtype):
+    given = operands(device)
+    with torch.autocast(device, dtype):
+        ours = gradients(chunked(focal, (), rows=9), given)
+    torch.testing.assert_close(ours, gradients(whole(focal, ()), given), rtol=1e-9, atol=1e-11)
+
+
+def test_sums_of_chunks(device):
+    """In float32 at least, of copies, and of True as 1."""
+    given, calls = operands(device, torch.float32), torch.zeros((), device=device)
+
+    def loss_fn(logprobs, entropy, rows):
+        calls.add_(1)
+        return calls.bfloat16() + 256, {"calls": calls, "true": calls > 0, "number": True}
+
+    loss, values = chunked(loss_fn, (), rows=10)(**given)
+    assert (loss.dtype, loss.item()) == (torch.float32, 5 * 256 + 14)  # 257 and 259 are 256 and 260
+    assert values == {"calls": 15, "true": 5, "number": 5}
+    loss, (grad, _) = gradients(chunked(lambda lp, *_: lp.sum().bfloat16(), (), rows=10), given)
+    _, (truth, _) = gradients(whole(lambda lp, *_: lp.sum(), ()), given)
+    torch.testing.assert_close(grad, truth)
+
+
+def test_meta_tensors():
+    given = {name: t.detach().to("meta") for name, t in operands("cpu").items()}
+    given["linear_weight"].requires_grad_()
+    chunked(focal, (), rows=9)(**given).backward()
+    assert given["linear_weight"].grad.shape == (VOCAB, HIDDEN)
+
+
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])
 @pytest.mark.parametrize("exists", [False, True])
 def test_accumulate_into(device, attribute, exists):
@@ -245,6 +304,32 @@ def test_refusals(device):
         (lambda logprobs, *_: (logprobs * outside).sum(), {}, r"loss_fn: .* of shape \(\); detach"),
         (lambda *_: outside, {}, r"loss_fn: .* of shape \(\); detach"),
         (across, {}, r"loss_fn: .* of shape \(10,\); detach"),
+        (
+            lambda lp, e, rows: (lp.sum(), {rows.start: 1}),
+            {},
+            "loss_fn: .* of one structure .* got",
+        ),
+        (
+            lambda lp, e, rows: (lp.sum(), *[1] * (rows.start < 9)),
+            {},
+            "loss_fn: .* of one structure",
+        ),
+        (lambda lp, *_: (lp.sum(), lp), {"rows": 40}, r"loss_fn: .* shapes \(40,\) and \(1,\)"),
+        (
+            lambda lp, e, rows: (lp.sum(), lp if rows.start else 1),
+            {},
+            r"loss_fn: .* shapes \(\) and",
+        ),
+        (lambda lp, *_: (lp.sum(), "text"), {}, "loss_fn: expected values that can be added"),
+        (lambda lp, *_: (lp.sum(), None), {}, "loss_fn: expected values that can be added"),
+        (focal, {"entropy": []}, "entropy: expected one of .* got"),
+        (focal, {"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens: .* dtype torch.float32"),
+        (focal, {"cu_seqlens": torch.tensor(5)}, r"cu_seqlens: .* shape \(\)"),
+        (focal, {"temperature": torch.ones(TOKENS + 5)}, r"temperature: .* \(41,\), got \(46,\)"),
+        (focal, {"temperature": torch.ones(TOKENS, 1)}, r"temperature: .* \(41,\), got \(41, 1\)"),
+        (focal, {"adapter_input": torch.ones(TOKENS + 5, 2)}, r"adapter_input: .* \(41, 2\), got"),
+        (focal, {"adapter_input": torch.ones(TOKENS, 2)}, "adapter_weight: expected"),
+        (focal, {"gradient": "sampled", "gradient_seed": "a"}, "gradient_seed: expected an int"),
         (focal, {"rows": 0}, "rows: expected an int of at least 1, got 0"),
         (focal, {"entropy": True}, "entropy: expected one of .* got True"),
         (focal, {"cu_seqlens": torch.tensor([0, 50])}, "cu_seqlens: .* got"),
@@ -264,3 +349,37 @@ def test_refusals(device):
         TypeError, match=re.escape("linear_loss() got an unexpected keyword argument 'save'")
     ):
         chunked(focal, arguments, save="stats")(**given)
+
+
+def test_transforms(device):
+    """A tangent of a frozen input would be lost; the names are those of flce."""
+    given = operands(device)
+    x, weight = given["input"].detach(), given["linear_weight"].detach()
+
+    def loss(x):
+        return flce.linear_loss(x, weight, given["target"], focal, rows=9)
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="flce: forward-mode AD"):
+            loss(dual)
+    with pytest.raises(RuntimeError, match="flce: torch.func"):
+        torch.func.grad(loss)(x)
+    with pytest.raises(RuntimeError, match="flce: vmap"):
+        torch.vmap(loss)(x.unsqueeze(0))
+
+
+def test_a_function_with_an_attribute_named_variable(device):
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            ctx.variable = torch.ones(1)
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    given = operands(device)
+    ours = gradients(chunked(lambda lp, *_: focal(Same.apply(lp), None, None), ()), given)
+    torch.testing.assert_close(ours, gradients(whole(focal, ()), given), rtol=1e-9, atol=1e-11)
