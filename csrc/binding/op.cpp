@@ -298,6 +298,7 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
                               std::vector<int64_t> integers, std::vector<double> numbers) {
   Call call = make_call(logits, {target, weight, token_weight, token_temperature, std::nullopt},
                         unpack_options(integers, numbers));
+  call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
   bind_kept({grad_output, grad_stats, stats, scalars, std::nullopt}, &call);
   Device device(call.id, false);
   Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
