@@ -16,7 +16,8 @@ def refuse(name, expected, got, error=ValueError):
 
 def refusal(error):
     """The exception, marked: it names the argument, and no other one is named in its place."""
-    error.is_flce_refusal = True
+    if not torch.compiler.is_dynamo_compiling():  # it would refuse the attribute instead
+        error.is_flce_refusal = True
     return error
 
 

@@ -476,6 +476,15 @@ def test_what_c_refuses_has_its_class(how, mode):
                 loss(leaf(x), x, target)
 
 
+def test_dynamo_shows_what_python_refuses():
+    """With fullgraph=True its own error quotes the exception that ends the graph."""
+    torch._dynamo.reset()
+    bounded = functools.partial(flce.linear_cross_entropy, valid_bound="count")
+    compiled = torch.compile(lambda *given: bounded(*given), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="valid_bound: expected an int or None under torch.comp"):
+        compiled(*arguments("cpu").values())
+
+
 def leaf(tensor):
     return tensor.clone().requires_grad_()
 

@@ -202,8 +202,12 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             labels = target[: operands[0].shape[0]]
             flce.linear_cross_entropy(*operands, labels, **options)
+    whole = distribute_tensor(target, mesh, [Replicate()])
     with pytest.raises(ValueError, match="linear_weight: expected .* as target is a DTensor"):
-        flce.linear_cross_entropy(x, w, distribute_tensor(target, mesh, [Replicate()]))
+        flce.linear_cross_entropy(x, w, whole)
+    for name, operands in ("logits", (rows, target)), ("target", (x, whole)):
+        with pytest.raises(TypeError, match=f"{name}: expected a plain tensor, as full_tensor"):
+            flce.cross_entropy(*operands)
     soft = torch.ones(TOKENS, 10, dtype=x.dtype)
     with pytest.raises(ValueError, match="target: expected class indices with vocab_parallel"):
         flce.linear_cross_entropy(rows, head, soft)

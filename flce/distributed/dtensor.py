@@ -50,12 +50,14 @@ def local_call(name, operands, settings):
     """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
     from torch.distributed.tensor import Replicate, Shard
 
+    names = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
+    given = dict(zip((*names, "target"), operands, strict=True)) | settings
+    first = next(one for one, value in given.items() if is_dtensor(value))
     if name == "cross_entropy":
         expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
-        validate.refuse("logits", expected, "a DTensor", TypeError)
-    input, weight, target = operands
-    given = {"input": input, "linear_weight": weight, "target": target, **settings}
-    _check_call(given, next(name for name, value in given.items() if is_dtensor(value)))
+        validate.refuse(first, expected, "a DTensor", TypeError)
+    _check_call(given, first)
+    input, weight, _ = operands
     mesh, whole, sharded = weight.device_mesh, Replicate(), Shard(0)
     # Of what has to be a DTensor; any other tensor is the same on all ranks.
     placements = {"input": (whole, sharded), "adapter_input": input.placements}
