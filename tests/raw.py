@@ -15,6 +15,7 @@ def settings(
     given = {name: value for name, value in others.items() if value or name != "softcap"}
     packed, _ = split(given)
     values = {"save": CHOICES["save"].index(save), "max_memory": max_memory, **own}
+    values["kept_memory"] = max_memory
     values |= dict(zip(GRADIENTS, grads, strict=True))
     integers = replaced(packed.integers(*(0,) * len(OF_CALL)), **{"autocast": -1, **values})
     return valid_vocab, rows, integers, packed.numbers, None

@@ -257,7 +257,8 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   flce_form forward = choose_form(problem, plan->dtype);
-  plan->form = problem->has_grad_entropy ? FLCE_FORM_DZ : forward;
+  bool of_entropy = problem->has_grad_entropy && problem->save != FLCE_SAVE_SAMPLES;
+  plan->form = of_entropy ? FLCE_FORM_DZ : forward;
   choose_logits(problem, facts, plan);
   plan->dz_in_saved =
       problem->consumes_saved && plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
