@@ -191,7 +191,7 @@ typedef struct flce_problem {
   bool entropy_gradient;  /* with save=logits or save=stats its gradient may follow */
   /* Set for a backward: there is a gradient of the entropy. */
   bool has_grad_entropy;
-  bool consumes_saved; /* the backward may overwrite what the forward saved */
+  bool consumes_saved;    /* the backward may overwrite what the forward saved */
   bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */

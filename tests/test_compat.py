@@ -125,6 +125,8 @@ def test_liger_without_valid_tokens(device, scaled):
 def test_ligers_refusals(device, options, error):
     x, w = (leaf(*shape, device=device, dtype=torch.float32) for shape in ((N, H), (V, H)))
     ((name, wrong),) = options.items()
+    if isinstance(wrong, torch.Tensor):
+        options = {name: wrong.to(device)}
     message = {"bias": "^linear_bias: expected"}.get(name, f"^{name}: expected")
     with pytest.raises(error, match=message) as caught:
         liger.liger_fused_linear_cross_entropy(x, w, indices(N, device=device), **options)

@@ -1,12 +1,15 @@
 """DTensor operands of `linear_cross_entropy`: their local parts, and the VocabParallel that follows
 from their placements."""
 
+import functools
+
 import torch
 
 from .. import validate
 from ..validate import is_dtensor
 from .parallel import VocabParallel
 
+_contiguous = functools.partial(torch.clone, memory_format=torch.contiguous_format)
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
     "about the vocabulary. Call the Module, whose hooks gather the weight "
@@ -73,6 +76,9 @@ def local_call(name, operands, settings):
             validate.refuse(name, f"{expected}, that of linear_weight", shown(value))
         if is_dtensor(value):
             given[name] = value.to_local(grad_placements=value.placements)
+            if given[name].requires_grad and given.get("adapter_weight") is not None:
+                # A gradient of columns: torch < 2.13 replicates one of other strides.
+                given[name].register_hook(_contiguous)
     sequence, ranks = input.placements[0].is_shard(), mesh.size()
     if sequence and (input.dim() < 2 or input.shape[0] % ranks != 0):
         expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"

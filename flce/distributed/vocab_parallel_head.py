@@ -21,22 +21,17 @@ class VocabParallelHead(ParallelStyle):
     takes the input and the labels of all tokens on every rank and gives the whole loss on every
     rank, plain. A call without labels gives the logits as a DTensor with Shard(-1), of which
     ``full_tensor()`` is the whole. A parameter that is a DTensor with Shard(0) on the mesh already
-    is left unchanged. Any other is replaced by a new Parameter, which unties a shared weight. To
-    tie it again, parallelize the embedding with
-    ``RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())`` and then set
-    ``model.lm_head.weight = model.embedding.weight``, before fully_shard.
+    is left unchanged. Any other is replaced by a new Parameter, which unties a shared weight; to
+    tie it again, before fully_shard, set ``model.lm_head.weight = model.embedding.weight`` of an
+    embedding with ``RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())``.
 
     Args:
         sequence: the plain input is this rank's equal share of the tokens along its first
             dimension, and its gradient is too; labels are those of all tokens.
 
-    Raises:
-        TypeError: `sequence` is no bool.
-
-    Raises, from parallelize_module:
-        TypeError: the Module is none of the two.
-        ValueError: the mesh has more than one dimension, a parameter is a DTensor of another kind,
-            or the Module has the option vocab_parallel.
+    Raises TypeError if `sequence` is no bool. parallelize_module raises TypeError if the Module is
+    none of the two, and ValueError if the mesh has more than one dimension, a parameter is a
+    DTensor of another kind, or the Module has the option vocab_parallel.
     """
 
     def __init__(self, *, sequence=False):
