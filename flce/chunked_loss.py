@@ -57,7 +57,8 @@ def linear_loss(
         **options: those of `linear_logprobs` except save and valid_bound, and accumulate_into.
 
     Returns:
-        The sum of the contributions, shape (), or (sum, values) if loss_fn returns values.
+        The sum of the contributions, shape (), or (sum, values) if loss_fn returns values. Without
+        a row loss_fn is not called, and the sum is 0.
 
     Raises:
         TypeError, ValueError: as `linear_logprobs`; a loss_fn that returns no scalar, or whose
@@ -211,6 +212,10 @@ class _Chunks:
         self.grads = {name: torch.zeros_like(self.leaves[name]) for name in self._of_rows()}
         leaf = self.leaves["linear_weight"]
         plain = operands["adapter_input"] is None and operands["adapter_weight"] is None
+        self.has_gradient = None  # whether the loss of a chunk had one
+        if self.wide and self.needs and not plain:
+            got = "one with float16, whose gradients would underflow before the backward"
+            refuse("adapter_weight", "None, or operands of bfloat16 or float32", got)
         if leaf.requires_grad and plain:
             self.options["accumulate_into"] = "main_grad" if self.wide else "grad"
             if self.wide:
@@ -267,6 +272,7 @@ class _Chunks:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or len(values) > 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(made).__name__
             refuse("loss_fn", "a scalar tensor, or a tuple of it and values", got, TypeError)
+        self.has_gradient = bool(self.has_gradient) or loss.requires_grad
         if loss.requires_grad and self.needs:
             given = [t for t in (logprobs, entropy) if t is not None and t.requires_grad]
             _check_graph(loss, given)
@@ -292,7 +298,7 @@ class _Chunks:
 
     def differentiable(self, total):
         """`total`, whose backward multiplies the gradients by grad_output."""
-        if not self.needs:
+        if not self.needs or self.has_gradient is False:
             return total
         made = {name: self._gradient(name) for name in _OPERANDS}
         integers, constants = split({})[0].integers_with(), (None,) * 4

@@ -383,3 +383,13 @@ def test_a_function_with_an_attribute_named_variable(device):
     given = operands(device)
     ours = gradients(chunked(lambda lp, *_: focal(Same.apply(lp), None, None), ()), given)
     torch.testing.assert_close(ours, gradients(whole(focal, ()), given), rtol=1e-9, atol=1e-11)
+
+
+def test_a_loss_without_a_gradient(device):
+    """As torch's: the backward has nothing to do. float16 with an adapter is refused."""
+    given, arguments = operands(device), data(device)
+    loss = flce.linear_loss(**given, loss_fn=lambda logprobs, *_: logprobs.detach().sum(), rows=9)
+    assert not loss.requires_grad
+    given = operands(device, torch.float16, adapter_weight=True)
+    with pytest.raises(ValueError, match="^adapter_weight: .* underflow"):
+        chunked(focal, arguments)(**given)
