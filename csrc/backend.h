@@ -88,6 +88,18 @@ struct flce_backend {
   flce_status (*scale_coefficients)(void* self, const flce_rows* rows, void* coef, float* scale,
                                     int64_t weights);
 
+  /* rows->classes.ids of each row: this rank's classes with the largest l, as flce_tensors.classes
+   * says. Reads z, or, with from_exp, E in `out` (form exp, without a softcap) and, for the target's
+   * column, the statistics. Columns that round to the same float32 or E are equal. */
+  flce_status (*top_classes)(void* self, const flce_rows* rows, bool from_exp);
+  /* z of the classes in rows->classes.ids, each the sum of one row of x times one of W, in the stat
+   * dtype. NaN for a class that does not exist, and in rows whose target is out of range; else as
+   * flce_tensors.class_logits says. */
+  flce_status (*class_logits)(void* self, const flce_class_logits_args* call);
+  /* Adds rows->classes.grads to the rows of dz in `out`; times 1 / scale[0], if scale is not NULL.
+   * A class that does not exist makes column 0 of its row NaN. */
+  flce_status (*class_gradients)(void* self, const flce_rows* rows, const float* scale);
+
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
    * dtype `stat`. `overlaps`: as in prepare. */
   flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,
@@ -195,7 +207,8 @@ struct flce_backend {
   FLCE_EACH(X, finish_grad_bias, add_block, shard_targets, pack_statistics, merge_statistics,    \
             sum_partial_dx)                                                                      \
   FLCE_EACH(X, sample_rows, sampled_grad_input, order_samples, sampled_grad_weight,              \
-            sampled_grad_bias, scale_grads)
+            sampled_grad_bias, scale_grads)                                                      \
+  X(top_classes) X(class_logits) X(class_gradients)
 #define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
 
 #ifdef __cplusplus

@@ -116,6 +116,16 @@ struct flce_gemm {
   const void* bias;
 };
 
+/* Classes of each row whose logits are an output (flce_tensors.classes). The vectors are indexed
+ * like those of flce_rows, with `count` elements a row. */
+typedef struct flce_row_classes {
+  int64_t* ids;      /* classes of the whole vocabulary, -1 for none; NULL where there are none */
+  const void* grads; /* stat dtype: the gradients of their z; NULL in a forward */
+  int64_t count;     /* of a row */
+  int64_t first;     /* class of column 0: this rank's first one */
+  int64_t all;       /* of the whole vocabulary */
+} flce_row_classes;
+
 /* The rows of one chunk, the argument of the row passes.
  *
  * z and out have one row for each computed row r of the chunk. The vectors over tokens (target,
@@ -162,6 +172,7 @@ typedef struct flce_rows {
    * Probabilities: nll-part = sum_j w_j q_j (lse - l_j), q = (1-s) t + s/V. 0 for ignored rows. */
   void* loss;
   int64_t* predictions;    /* [N]: the lowest column with the largest l; or NULL */
+  flce_row_classes classes;
   const void* scalars;     /* [FLCE_SCALAR_COUNT] stat dtype */
   const void* input_scale; /* row_coefficients: [1] stat dtype, VALID of valid rows; NULL for 1 */
   const void* coef;        /* [FLCE_COEF_ROWS][stat_pitch] stat dtype, or NULL */
@@ -265,6 +276,17 @@ typedef struct flce_grad_input_args {
   int64_t hidden;        /* columns of all but dx */
   int64_t cols;          /* columns of dx */
 } flce_grad_input_args;
+
+typedef struct flce_class_logits_args {
+  void* out;             /* [][classes.count] stat dtype, indexed as the vectors of `rows` */
+  const flce_rows* rows; /* target, vocab and classes are read */
+  const void* x;         /* [][hidden] dtype, indexed as the vectors of `rows` */
+  const void* w;         /* [V][hidden] dtype */
+  const void* bias;      /* [V] stat dtype, or NULL */
+  flce_dtype dtype;      /* of x and w */
+  flce_dtype rounded;    /* to which out is rounded, as the logits are: dtype or the stat dtype */
+  int64_t hidden;        /* columns of x and w */
+} flce_class_logits_args;
 
 typedef struct flce_column_sum_args {
   void* out;           /* [cols] stat dtype */

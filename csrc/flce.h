@@ -45,6 +45,8 @@ typedef enum flce_buffer_id {
    * int32. */
   FLCE_BUF_SAVED,
   FLCE_BUF_PREDICTIONS, /* [N] int64 */
+  FLCE_BUF_CLASSES,      /* [N][row_classes] int64, with topk */
+  FLCE_BUF_CLASS_LOGITS, /* [N][row_classes] stat dtype */
   FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
   /* [weight_rows][H - frozen_hidden] grad_weight_dtype. Absent if dW is added to the caller's. */
   FLCE_BUF_GRAD_WEIGHT,
@@ -167,6 +169,7 @@ typedef struct flce_plan {
   bool dz_in_saved;       /* the backward overwrites FLCE_BUF_SAVED with dz */
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
+  bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
   int64_t z_pitch,        /* of the logits, elements of z_dtype */
       out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
       saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
@@ -287,6 +290,13 @@ typedef struct flce_tensors {
    * backward. */
   void* saved;
   void* predictions; /* [N] int64 */
+  /* [N][row_classes]: indices of classes, -1 for none. Read, but with topk written by the
+   * forward: the classes of this rank with the largest logits, the lowest first of equal ones; -1
+   * beyond the number of classes, and in rows that are not valid. */
+  int64_t* classes;
+  /* [N][row_classes] stat dtype, written by the forward: z of the classes, with the bias; 0 where
+   * there is none or the row is ignored, and for other ranks' classes. */
+  void* class_logits;
   /* [flce_input_rows()][H] plan->grad_input_dtype. Written by the forward for save=grads, else by
    * the backward. */
   void* grad_input;
@@ -297,6 +307,7 @@ typedef struct flce_tensors {
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
   const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
   const void* grad_entropy; /* backward: [N] stat dtype, or NULL for 0 */
+  const void* grad_classes; /* backward: [N][row_classes] stat dtype, of class_logits; or NULL */
   /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, aligned to 256 bytes. */
   void* workspace;
 } flce_tensors;

@@ -87,7 +87,8 @@ static inline bool flce_has_backward(flce_save save) {
  * and applying grad_output needs no pass over [N][V].
  * DZ: the gradient of z, rounded once. It is needed for float16, whose range cannot hold E
  * (samples are drawn from E in bfloat16), and where the gradient is not a row factor times E:
- * probability targets, softcap with label smoothing, the gradient of the entropy. */
+ * probability targets, softcap with label smoothing, the gradients of the entropy and of the logits
+ * of classes. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
 
 /* ---- samples (docs/sampled.md) ----
@@ -191,13 +192,20 @@ typedef struct flce_problem {
   bool entropy_gradient;  /* with save=logits or save=stats its gradient may follow */
   /* Set for a backward: there is a gradient of the entropy. */
   bool has_grad_entropy;
+  /* The logits of so many classes of each row are an output, 0 for none: those that the caller
+   * gives, or, with topk, flce_candidates() of those with the largest logits. */
+  int64_t row_classes;
+  int64_t topk; /* 0, or the number of classes that the caller wants of these */
+  bool class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
+  bool has_grad_classes;  /* set for a backward: there is one */
   bool consumes_saved;    /* the backward may overwrite what the forward saved */
   bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */
   bool wants_statistics;
-  /* For the choice of save=auto: lse or entropy are outputs that may be differentiated; the
-   * backward adds dW to a gradient of the caller's; the call is part of a compiled graph. */
+  /* For the choice of save=auto: lse, entropy or logits of classes are outputs that may be
+   * differentiated; the backward adds dW to a gradient of the caller's; the call is part of a
+   * compiled graph. */
   bool differentiates_outputs, accumulates, traced;
   bool has_temperature; /* a temperature for each row is given */
   bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
@@ -227,6 +235,16 @@ typedef struct flce_problem {
    * chunks that fit. */
   bool saves_memory;
 } flce_problem;
+
+/* The most classes that topk may ask for. */
+enum { FLCE_MOST_TOPK = 1024 };
+
+/* The candidates for the `topk` classes with the largest logits. They are chosen by rounded values,
+ * and the caller chooses among them by the exact logits: a class that more than topk / 4 + 8 others
+ * equal in rounded value may be left out. */
+static inline int64_t flce_candidates(int64_t topk) {
+  return topk > 0 ? topk + topk / 4 + 8 : 0;
+}
 
 static inline bool flce_is_sharded(const flce_problem* problem) {
   return problem->ranks > 1;

@@ -16,7 +16,13 @@ except ImportError as error:
 from . import reference
 from .chunked_loss import linear_loss
 from .distributed import VocabParallel
-from .functional import cross_entropy, linear_cross_entropy, linear_logprobs
+from .functional import (
+    TopLogprobs,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_logprobs_at,
+)
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput
 from .plan import Plan, plan
@@ -31,6 +37,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
     "Plan",
+    "TopLogprobs",
     "VocabParallel",
     "VocabParallelHead",
     "compat",
@@ -40,6 +47,7 @@ __all__ = [
     "integrations",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_logprobs_at",
     "linear_loss",
     "num_items",
     "plan",

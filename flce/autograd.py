@@ -55,26 +55,29 @@ def refuse_entropy_gradient(_):
 
 
 def _once_differentiable(make):
-    """The backward of a Function from `make(ctx, grad_output, grad_stats)`, which returns the
-    first-order gradients; grad_stats is None if neither lse nor entropy has a gradient.
+    """The backward of a Function from `make(ctx, grad_output, grad_stats, grad_classes)`, which
+    returns the first-order gradients; grad_stats is None if neither lse nor entropy has a gradient,
+    grad_classes if the logits of classes have none.
 
     In a backward grad mode is on only for create_graph=True, which is refused at once: in a second
     derivative the gradients would be constants, so a part of it would silently be missing.
     """
 
-    def backward(ctx, grad_output, grad_stats=None, *_):
+    def backward(ctx, grad_output, grad_stats=None, grad_classes=None, *_):
         if torch.is_grad_enabled():
             _refuse_double_backward()
         needs = ctx.needs_input_grad
-        if grad_output is None and grad_stats is None:
+        others = [grad for grad in (grad_stats, grad_classes) if grad is not None]
+        if grad_output is None and not others:
             return (None,) * len(needs)
         if grad_output is None:
-            grad_output = grad_stats.new_zeros(ctx.loss_shape)
+            grad_output = others[0].new_zeros(ctx.loss_shape)
         elif grad_output._is_zerotensor():  # it has no memory to read
             grad_output = torch.zeros_like(grad_output)
-        if grad_stats is not None:
-            grad_stats = grad_stats.contiguous()
-        grads = make(ctx, grad_output.contiguous(), grad_stats)
+        others = (
+            None if grad is None else grad.contiguous() for grad in (grad_stats, grad_classes)
+        )
+        grads = make(ctx, grad_output.contiguous(), *others)
         return (*grads, *(None,) * (len(needs) - len(grads)))
 
     return staticmethod(backward)
@@ -84,14 +87,19 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
+# Of the outputs of flce::forward: the loss, the statistics, the logits of classes.
+DIFFERENTIABLE = (0, 1, 8)
+
+
 def _returned(ctx, made, count):
-    """The first `count` outputs, all differentiable: the loss (1), or it and the statistics (2).
-    None, for a direct call of the operator: all outputs; only the loss is differentiable then."""
+    """The first `count` of the DIFFERENTIABLE outputs. None, for a direct call of the operator: all outputs; only the loss is
+    differentiable then."""
     ctx.set_materialize_grads(False)
     ctx.loss_shape = made[0].shape
     if count is None:
         ctx.mark_non_differentiable(*(output for output in made[1:] if output is not None))
-    return tuple(made[:count])
+        return tuple(made)
+    return tuple(made[index] for index in DIFFERENTIABLE[:count])
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -118,7 +126,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         gemm_weight,
     ):
         ctx.lists, ctx.accumulator = lists, accumulator
-        _, stats, scalars, _, saved, *grads = made
+        _, stats, scalars, _, saved, *grads, _, _ = made
         target, *others = constants
         # The arguments of the backward operator.
         weight = linear_weight if gemm_weight is None else gemm_weight
@@ -136,20 +144,21 @@ class LinearCrossEntropy(torch.autograd.Function):
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
             ctx.has_loss_scale = _has_loss_scale(input, linear_weight, lists[2])
-            ctx.save_for_backward(scalars, *grads, *(arguments if count == 2 else ()))
+            again = arguments if count is not None and count > 1 else ()
+            ctx.save_for_backward(scalars, *grads, *again)
             return _returned(ctx, made, count)
         ctx.save_for_backward(*arguments)
         return _returned(ctx, made, count)
 
     @_once_differentiable
-    def backward(ctx, grad_output, grad_stats):
+    def backward(ctx, grad_output, grad_stats, grad_classes):
         wanted, save, saved = _wanted_gradients(ctx), ctx.save, ctx.saved_tensors
         if save == "grads":
-            if grad_stats is None:
+            if grad_stats is None and grad_classes is None:
                 return _scale_saved(ctx, saved[:4], grad_output, wanted)
             # The gradients that the forward made are those of the loss alone: compute all again.
             save, saved = "stats", saved[4:]
-        return _run_backward(ctx, save, saved, grad_output, grad_stats, wanted)
+        return _run_backward(ctx, save, saved, (grad_output, grad_stats, grad_classes), wanted)
 
 
 def _has_loss_scale(input, linear_weight, integers):
@@ -218,7 +227,7 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     return tuple(made)
 
 
-def _run_backward(ctx, save, saved, grad_output, grad_stats, wanted):
+def _run_backward(ctx, save, saved, upstream, wanted):
     accumulator = ctx.accumulator
     # The Function's differentiable tensors are the operands; the second one is the weight.
     if accumulator and not accumulator.should_accumulate(ctx.next_functions[1][0]):
@@ -228,7 +237,7 @@ def _run_backward(ctx, save, saved, grad_output, grad_stats, wanted):
     consumes = ctx.overwritten = save == "logits" and _may_overwrite(ctx)
     saved_as = {"save": CHOICES["save"].index(save), "consumes_saved": consumes}
     integers = replaced(integers, **saved_as, **grads)
-    args = (grad_output, grad_stats, *saved, valid_vocab, rows, integers, numbers, group)
+    args = (*upstream, *saved, valid_vocab, rows, integers, numbers, group)
     if accumulator is None:
         return run(inner.backward.default, *args)
     with accumulator.lock:
@@ -250,13 +259,13 @@ class CrossEntropy(torch.autograd.Function):
         return _returned(ctx, made, count)
 
     @_once_differentiable
-    def backward(ctx, grad_output, grad_stats):
+    def backward(ctx, grad_output, grad_stats, _):
         args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
         return (run(inner.cross_entropy_backward.default, *args),)
 
 
 def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
-    constants, lists = (target, *rest[:3]), lists_of(rest[5:])
+    constants, lists = (target, *rest[:3], rest[5]), lists_of(rest[6:])
     leaves = (input, linear_weight, linear_bias)
     return LinearCrossEntropy.apply(*leaves, made, None, lists, constants, None, None)
 

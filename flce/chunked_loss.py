@@ -301,12 +301,12 @@ class _Chunks:
         if not self.needs or self.has_gradient is False:
             return total
         made = {name: self._gradient(name) for name in _OPERANDS}
-        integers, constants = split({})[0].integers_with(), (None,) * 4
+        integers, constants = split({})[0].integers_with(), (None,) * 5
         for names in (_OPERANDS[:3], (*_OPERANDS[3:], "")):
             if all(made.get(name) is None for name in names):
                 continue
             value = total.detach() if names[0] == "input" else torch.zeros_like(total)
-            outputs = [value, None, None, None, None, *map(made.get, names)]
+            outputs = [value, *(None,) * 4, *map(made.get, names), None, None]
             accumulator = self.accumulator if names[0] == "input" else None
             lists = None, None, integers
             rest = outputs, 1, lists, constants, accumulator, None

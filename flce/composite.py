@@ -10,9 +10,9 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
-from . import adapter, autograd, fakes, operators, validate
+from . import adapter, autograd, fakes, operators, reference, validate
 from .accumulate import Accumulator
-from .options import DTYPES, OPTIONS, OUTPUTS, RETURNS, replaced, split
+from .options import DTYPES, NUMBERS, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
 # Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
@@ -102,13 +102,42 @@ def _loss_tensors(packed, tensors, target):
     return weight, token_weight, temperature
 
 
+def _of_ranks(packed, tensor):
+    """The tensors of all ranks that divide the vocabulary; this rank's own is differentiable."""
+    from torch.distributed import _functional_collectives as functional
+
+    sent = tensor.detach().contiguous().unsqueeze(0)
+    gathered = list(functional.wait_tensor(functional.all_gather_tensor(sent, 0, packed.group)))
+    gathered[packed.rank] = tensor
+    return gathered
+
+
+def _class_outputs(packed, z, classes, temperature, cut):
+    """class_logits and, with topk, classes. z, classes: of the rows' classes, or of the candidates,
+    from the operator; `cut`: mask of ignored rows."""
+    if packed.ranks > 1 and packed.topk:
+        z, classes = (torch.cat(_of_ranks(packed, one), dim=-1) for one in (z, classes))
+    elif packed.ranks > 1:
+        z = sum(_of_ranks(packed, z))  # 0 for the classes of other ranks
+    numbers = dict(zip(NUMBERS, packed.numbers, strict=True))
+    options = {name: numbers[name] for name in ("logit_scale", "temperature")}
+    logits = reference.final_logits(z, cut, softcap=numbers["softcap"] or None, **options)
+    if temperature is not None:
+        logits = reference.final_logits(logits, cut, temperature=temperature)
+    if not packed.topk:
+        return logits, None
+    absent = classes < 0
+    _, best = logits.detach().masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
+    return logits.gather(-1, best), classes.gather(-1, best)
+
+
 def _outputs(packed, made, target, tensors, num_items, shape, bound):
     """The loss and the wanted outputs, of the rows' `shape`, from those of an inner operator.
 
     `bound`: how many rows were computed; with more valid rows the accuracy is NaN, as the loss is.
     """
-    wanted, (loss, stats, sums, predictions, *_) = packed.wanted, made
-    outputs = [loss] + [None] * len(wanted)
+    wanted, (loss, stats, sums, predictions, *rest) = packed.wanted, made
+    outputs = [loss] + [None] * len(OUTPUTS)
     ignored = None if target.is_floating_point() else target == packed.ignore_index
     if wanted.lse:
         outputs[1] = stats[operators.STAT_LSE].reshape(shape)
@@ -135,6 +164,9 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
         if packed.reduction == "mean":
             rows = (rows.sum() / count).masked_fill(count == 0, 0.0)
         outputs[5] = rows.sum() if packed.reduction == "sum" else rows
+    if rest and rest[-2] is not None:
+        cut = reference.ignored(target, packed.ignore_index)
+        outputs[6:] = _class_outputs(packed, *rest[-2:], tensors.get("temperature"), cut)
     return outputs
 
 
@@ -179,29 +211,40 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     vectors = _loss_tensors(packed, tensors, target)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, input)
+    classes = tensors.get("classes")
+    if classes is not None:  # -1: none
+        validate.check_constant("classes", classes)
+        classes = classes.masked_fill(classes == packed.ignore_index, -1)
+    wants_classes = classes is not None or packed.topk > 0
     rows = _rows(packed, target)
     tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
     memory = packed.memory(input.device)
-    integers = packed.integers(*memory, autocast, frozen, accumulates, traced, *needs, tf32)
+    of_call = autocast, frozen, accumulates, traced, wants_classes, *needs, tf32
+    integers = packed.integers(*memory, *of_call)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
     if _checks_range(target):
         found = fakes.described(input, weight, target, bias, lists)
-        classes = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
-        validate.check_target_range(target, classes, packed.ignore_index)
+        most = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
+        validate.check_target_range("target", target, most, packed.ignore_index)
+        if classes is not None:
+            validate.check_target_range("classes", classes, most, -1)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)
-    operands = *operands, num_items, _seed(packed, tensors, input)
+    operands = *operands, num_items, _seed(packed, tensors, input), classes
     made = list(operators.run(operators.inner.forward.default, *operands, *lists))
     if any(needs):
-        count = 2 if packed.differentiable else 1
+        count = 3 if wants_classes else 2 if packed.differentiable else 1
         leaves, gemm_weight = (input, differentiated, bias), weight if frozen else None
-        rest = made, count, lists, (target, *vectors), accumulator, gemm_weight
-        made[:count] = autograd.LinearCrossEntropy.apply(*leaves, *rest)
-    if not packed.outputs:
+        constants = target, *vectors, made[-1] if packed.topk else classes
+        rest = made, count, lists, constants, accumulator, gemm_weight
+        outputs = autograd.LinearCrossEntropy.apply(*leaves, *rest)
+        for index, output in zip(autograd.DIFFERENTIABLE, outputs, strict=False):
+            made[index] = output
+    if not packed.outputs and not wants_classes:
         return made[:1]
     return _outputs(packed, made, target, tensors, num_items, fakes.rows_shape(target), rows)
 
@@ -222,7 +265,7 @@ def cross_entropy_of(logits, target, given):
         validate.refuse_transforms(logits, target, *tensors.values())
     vectors = _loss_tensors(packed, tensors, target)
     if _checks_range(target):
-        validate.check_target_range(target, logits.shape[-1], packed.ignore_index)
+        validate.check_target_range("target", target, logits.shape[-1], packed.ignore_index)
     if num_items is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, logits)
     differentiable = torch.is_grad_enabled() and logits.requires_grad

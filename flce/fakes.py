@@ -19,6 +19,7 @@ _AUTO = CHOICES["save"].index("auto")
 # few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
 _FIELDS = "few few_rows some some_rows many keeps_statistics saved_dtype saved_pitch"
 _FIELDS += " grad_input_dtype grad_weight_dtype grad_bias_dtype stat_dtype first_class classes"
+_FIELDS += " candidates"
 Described = collections.namedtuple("Described", _FIELDS)
 
 
@@ -105,7 +106,7 @@ def _fake_gradients(input, linear_weight, linear_bias, integers, found):
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     operands = input, linear_weight, target, linear_bias
     check_operands(input, linear_weight, linear_bias)
-    lists = lists_of(rest[5:])
+    lists, given = lists_of(rest[6:]), rest[5]
     ranks, vocab = (value_of(lists[2], name) for name in ("ranks", "vocab"))
     shape, scatters = input.shape[:-1], value_of(lists[2], "input_is_sharded")
     shape = (shape[0] * ranks, *shape[1:]) if scatters and shape else shape
@@ -113,14 +114,22 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     _check_loss_tensors("input", input, shape, classes, target, *rest[:4])
     lists = with_strategy(*operands, lists)
     found = described(*operands, lists)
-    made = _fake_loss(target, lists[2], DTYPES[found.stat_dtype], found.keeps_statistics)
+    dtype = DTYPES[found.stat_dtype]
+    made = _fake_loss(target, lists[2], dtype, found.keeps_statistics)
+    top = logits = None
+    if found.candidates:
+        top = target.new_empty((*rows_shape(target), found.candidates), dtype=torch.int64)
+    if (classes := top if given is None else given) is not None:
+        check_shape("classes", classes, (*shape, *classes.shape[-1:]))
+        check_same_device("classes", classes, "input", input)
+        logits = classes.new_empty(classes.shape, dtype=dtype)
     save, saved, grads = CHOICES["save"][found.many], None, (None,) * 3
     if save in ("logits", "samples"):
         dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
         saved = input.new_empty((_kept_rows(target, lists[1]), found.saved_pitch), dtype=dtype)
     if save == "grads":
         grads = _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
-    return *made, saved, *grads
+    return *made, saved, *grads, logits, top
 
 
 def code_of(name, tensor):
@@ -162,8 +171,8 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
             check_same_device(option, tensor, name, first)
 
 
-def _fake_backward(grad_output, grad_stats, input, linear_weight, target, linear_bias, *rest):
-    lists = lists_of(rest[6:])
+def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias, *rest):
+    lists = lists_of(rest[7:])
     found = described(input, linear_weight, target, linear_bias, lists)
     return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
 
@@ -213,11 +222,11 @@ def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
 
 def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
     made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
-    return _gemm_flops(input, linear_weight, target, lists_of(rest[6:]), 1 + made)
+    return _gemm_flops(input, linear_weight, target, lists_of(rest[7:]), 1 + made)
 
 
-def _backward_flops(grad_output, grad_stats, input, linear_weight, target, *rest, **_):
-    lists = _, _, integers, numbers, _ = lists_of(rest[7:])
+def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **named):
+    lists = _, _, integers, numbers, _ = lists_of(rest[8:])
     save = CHOICES["save"][value_of(integers, "save")]
     gemms = sum(value_of(integers, name) for name in GRADIENTS[:2]) + (save == "stats")
     entries = math.ceil(1 / numbers[-1]) if save == "samples" else None

@@ -17,7 +17,9 @@ from .options import (
     LinearCrossEntropyOutput,
     all_classes,
     check_names,
+    completed,
     defaults,
+    ignore_index_of,
     parse_bytes,
     show_options,
     text_of,
@@ -35,7 +37,7 @@ _ALL = {**defaults(), **_RETURNS}
 _OF_LOGITS = {**defaults("of_logits"), **_RETURNS}
 # Neither log p nor the entropy depends on these.
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
-_OF_LOSSES += ("num_items", "accumulate_into")
+_OF_LOSSES += ("num_items", "accumulate_into", "classes", "topk")
 _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
 OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
@@ -163,11 +165,12 @@ def _through_operator(name, operands, options):
     returns |= {"return_entropy": True} if detached else {}
     for option, value in returns.items():
         validate.check_flag(option, value)
-    if not any(returns.values()):
+    topk, has_classes = given.get("topk", 0), given.get("classes") is not None
+    wanted = *returns.values(), has_classes or topk, topk
+    if not any(wanted):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
     given |= {"detach_entropy": True} if detached else {}
     loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
-    wanted = returns.values()
     return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
 
 
@@ -183,7 +186,9 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         linear_weight: the head's weight, shape (V, H), of input's dtype (any dtype under autocast,
             which casts as F.linear does).
         target: class indices in [0, V) or `ignore_index`, shape (...), int64 or int32; or
-            probabilities, shape (..., V), of any floating dtype, which must not require grad.
+            probabilities, shape (..., V), of any floating dtype, which must not require grad; or a
+            tuple (ids, probabilities), both (..., K), of K classes of each row; an id of
+            `ignore_index` counts as none, and a row without a class is ignored.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         adapter_input, adapter_weight: a low-rank term of the logits, ``adapter_input @
             adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight (any
@@ -248,6 +253,13 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         vocab_parallel: a `flce.VocabParallel`, where each rank of a group has the rows of
             linear_weight for a part of the classes; None if linear_weight has all of them, and for
             DTensors, whose placements say it (docs/parallel.md).
+        classes: classes of each row whose final logits are an output, shape (..., K), int64 or
+            int32; `ignore_index` for none.
+        topk: the number of classes, at most 1024, whose final logits are an output with the
+            classes themselves: the largest. The candidates are found by logits that are rounded
+            (exp(l - max) to 2^-8 on Hopper in bfloat16, float32 else), the logits are exact:
+            a class that is left out may be larger than a returned one by that rounding, if more
+            than K / 4 + 8 classes are so close. Probabilities below 2^-126 are not ordered.
         gradient_seed: the seed of the draw, an int64, as an int or a tensor of one element on
             input's device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
@@ -268,7 +280,54 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled"; a
             collective of `vocab_parallel` that fails.
     """
+    if isinstance(target, tuple):
+        return _of_sparse_target(input, linear_weight, *target, options)
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
+
+
+def _target_of(ids, ignore_index):
+    """A target for the rows of `ids` (..., K): one of a row's classes, or `ignore_index` without
+    any; and the mask of ids that are none."""
+    validate.check_tensor("ids", ids)
+    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.is_floating_point():
+        got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
+        validate.refuse("ids", "class indices of shape (..., K), K at least 1", got)
+    ignore_index = ignore_index_of(ignore_index)
+    absent = ids == ignore_index
+    target = ids.masked_fill(absent, -1).amax(dim=-1)
+    return target.masked_fill(absent.all(dim=-1), ignore_index), absent
+
+
+_NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
+_NOT_OF_SPARSE += ("return_accuracy", "return_z_loss")
+
+
+def _of_sparse_target(input, linear_weight, ids, probabilities, options):
+    """linear_cross_entropy with probabilities of K classes of each row."""
+    options = completed("linear_cross_entropy", _ALL, options)
+    for name in _NOT_OF_SPARSE:
+        given = options.pop(name)
+        if isinstance(given, torch.Tensor) or given != _ALL[name]:
+            validate.refuse(name, f"{_ALL[name]} with (ids, probabilities)", given)
+    target, absent = _target_of(ids, options["ignore_index"])
+    validate.check_tensor("target", probabilities)
+    validate.check_constant("target", probabilities, "probabilities that do")
+    validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
+    own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
+    reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
+    options |= {"reduction": "none", "classes": ids, "return_lse": True}
+    made = linear_cross_entropy(input, linear_weight, target, **options)
+    gaps = (made.lse.unsqueeze(-1) - made.class_logits).masked_fill(absent, 0.0)
+    rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
+    rows = rows if factor is None else rows * factor.to(rows.dtype)
+    loss = rows if reduction == "none" else rows.sum()
+    if items is not None:
+        items = validate.num_items_tensor(items, reduction, input)
+    if reduction == "mean":
+        count = (~absent.all(dim=-1)).sum().to(loss.dtype) if items is None else items
+        loss = loss * torch.where(count == 0, 0.0, 1.0 / count)
+    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
+    return made if any(value is not None for value in made[1:]) else loss
 
 
 def cross_entropy(logits, target, **options: Unpack[Options]):
@@ -293,10 +352,58 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
 
 
 ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
+# A shift would have to move the ids of a row too.
+_OF_LOGPROBS_AT = {
+    name: OF_LOGPROBS[name] for name in OF_LOGPROBS if name not in ("shift", "cu_seqlens")
+}
+
+
+class TopLogprobs(typing.NamedTuple):
+    """The K largest log-probabilities of each row.
+
+    logprobs: (..., K), in nats, descending; differentiable. ids: their classes, (..., K), int64; -1
+    where the target is ignored. lse: logsumexp of all logits of the row, (...); differentiable: the
+    tail's probability is ``1 - logprobs.exp().sum(-1)``.
+    """
+
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+    lse: torch.Tensor
+
+
+def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
+    """log p of K given classes of each row, in one pass over the logits.
+
+    The gradient takes the same two GEMMs as that of `linear_logprobs`; no (..., V) tensor but that
+    of `save="logits"` is in memory.
+
+    Args:
+        input, linear_weight: as in `linear_cross_entropy`.
+        ids: class indices, shape (..., K), int64 or int32; `ignore_index` for none. They may
+            repeat.
+        **options: those of `linear_logprobs` without shift and cu_seqlens.
+
+    Returns:
+        log-probabilities (..., K), float32 (float64 for float64 operands), in nats; 0 where an id
+        is `ignore_index`. Differentiable, but not with gradient="sampled".
+
+    Raises: as `linear_cross_entropy`.
+    """
+    check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
+    target, absent = _target_of(ids, options.get("ignore_index"))
+    options |= {"reduction": "none", "classes": ids, "return_lse": True}
+    made = linear_cross_entropy(input, linear_weight, target, **options)
+    return (made.class_logits - made.lse.unsqueeze(-1)).masked_fill(absent, 0.0)
 
 
 def linear_logprobs(
-    input, linear_weight, target, *, entropy="differentiable", **options: Unpack[Options]
+    input,
+    linear_weight,
+    target,
+    *,
+    entropy="differentiable",
+    return_topk=0,
+    **options: Unpack[Options],
 ):
     """log p_y and the entropy of each row, for policy-gradient training.
 
@@ -306,13 +413,15 @@ def linear_logprobs(
     Args:
         input, linear_weight: as in `linear_cross_entropy`.
         target: class indices, shape (...), int64 or int32.
+        entropy: "differentiable"; "detached": without a gradient; None: not computed.
+        return_topk: the number of classes of `TopLogprobs` (`topk` of `linear_cross_entropy`).
         **options: those of `linear_cross_entropy` on which log p and the entropy depend, and those
             of how they are computed, as there; save="grads" requires a scalar loss and is refused
             here.
 
     Returns:
         (logprobs, entropy), both of shape (...), float32 (float64 for float64 operands), in nats;
-        0 where the target is ignored.
+        0 where the target is ignored; with return_topk (logprobs, entropy, TopLogprobs).
 
     Raises: as `linear_cross_entropy`.
     """
@@ -323,13 +432,18 @@ def linear_logprobs(
     if entropy not in tuple(ENTROPIES):
         validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
     options |= {"reduction": "none", "return_entropy": ENTROPIES[entropy]}
+    options |= {"topk": return_topk, "return_lse": return_topk != 0}
     output = linear_cross_entropy(input, linear_weight, target, **options)
-    if entropy is None:
+    if entropy is None and return_topk == 0:
         return -output, None
-    return -output.loss, output.entropy
+    if return_topk == 0:
+        return -output.loss, output.entropy
+    logprobs = output.class_logits - output.lse.unsqueeze(-1)
+    return -output.loss, output.entropy, TopLogprobs(logprobs, output.classes, output.lse)
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
 show_options(linear_cross_entropy, _ALL)
 show_options(cross_entropy, _OF_LOGITS)
 show_options(linear_logprobs, OF_LOGPROBS)
+show_options(linear_logprobs_at, _OF_LOGPROBS_AT)

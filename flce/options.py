@@ -83,6 +83,8 @@ class Options(typing.TypedDict, total=False):
     vocab_parallel: Annotated[object, Option(None, "str?", of_module=True)]
     # Not of a Module: a fixed seed would repeat one draw in every step.
     gradient_seed: Annotated[int | torch.Tensor | None, Option(None, "Tensor?")]
+    classes: Annotated[_Tensor, Option(None, "Tensor?")]
+    topk: Annotated[int, Option(0, "int")]
     return_lse: bool
     return_entropy: bool | Literal["detached"]
     return_accuracy: bool
@@ -106,8 +108,12 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
     accuracy: the share of valid rows whose largest logit is the target's, shape (); 0 if there are
     none. predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
     z_loss: the part z_loss lse^2 of the loss, with the same reduction; detached.
+    class_logits: final logits of `classes`, or of the `topk` largest in descending order, shape
+    (..., K); differentiable, but not with gradient="sampled"; 0 where ignored.
+    classes: with `topk`, the classes of class_logits, int64, shape (..., K); -1 where ignored.
 
-    All but the predictions have the loss's dtype: float64 for float64 operands, else float32.
+    All but predictions and classes have the loss's dtype: float64 for float64 operands, else
+    float32.
     """
 
     loss: torch.Tensor
@@ -116,12 +122,15 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
     accuracy: torch.Tensor | None = None
     predictions: torch.Tensor | None = None
     z_loss: torch.Tensor | None = None
+    class_logits: torch.Tensor | None = None
+    classes: torch.Tensor | None = None
 
 
 OUTPUTS = LinearCrossEntropyOutput._fields[1:]
-RETURNS = tuple(f"return_{name}" for name in OUTPUTS)  # arguments, False by default
-# Which outputs a call returns in addition to the loss.
-Wanted = collections.namedtuple("Wanted", OUTPUTS, defaults=(False,) * len(OUTPUTS))
+_FLAGGED = OUTPUTS[:-2]  # outputs that a flag asks for
+RETURNS = tuple(f"return_{name}" for name in _FLAGGED)  # arguments, False by default
+# Which of these outputs a call returns in addition to the loss.
+Wanted = collections.namedtuple("Wanted", _FLAGGED, defaults=(False,) * len(_FLAGGED))
 
 
 def defaults(having=None):
@@ -194,7 +203,7 @@ def default_memory(device):
 
 # ---- packing ----
 
-LAYOUT = 7  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 8  # raise it together with kLayout of csrc/binding/options.h
 NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "gradient_eps")
 # What a call adds to the options: autocast's dtype, the size of an adapter's join, global state.
 OF_CALL = (
@@ -205,6 +214,7 @@ OF_CALL = (
     "frozen_hidden",
     "accumulates",
     "traced",
+    "class_gradient",
 )
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL += (*GRADIENTS, "allow_tf32")
@@ -238,7 +248,8 @@ INTEGERS += (
     "wants_entropy",
     "entropy_gradient",
 )
-INTEGERS += ("wants_predictions", "wants_statistics", "saves_memory", "accumulates", "traced")
+INTEGERS += ("wants_predictions", "topk", "class_gradient", "wants_statistics", "saves_memory")
+INTEGERS += ("accumulates", "traced")
 INTEGERS += (*GRADIENTS, "consumes_saved", "allow_tf32", *SHARD)
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
 # The options that an operator takes in its lists, or that say what else the call does.
@@ -333,6 +344,7 @@ class Packed:
         self.reduction, self.gradient = given["reduction"], given["gradient"]
         self.ignore_index = ignore_index_of(given["ignore_index"])
         self.shift = check_integer("shift", given["shift"], 0)
+        self.topk = check_integer("topk", given["topk"])
         self.z_loss = given["z_loss"]
         self.accumulate_into = given["accumulate_into"]
         if self.accumulate_into not in (None, *_ATTRIBUTES):
@@ -358,7 +370,7 @@ class Packed:
         values["entropy_gradient"] = wanted.entropy and not self.detaches_entropy
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))
-        values["ignore_index"] = self.ignore_index
+        values["ignore_index"], values["topk"] = self.ignore_index, self.topk
         self._values, self._lists = values, {}
 
     def integers_with(self, **of_call):

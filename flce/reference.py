@@ -80,6 +80,8 @@ def cross_entropy(
     return_accuracy=False,
     return_predictions=False,
     return_z_loss=False,
+    classes=None,
+    topk=0,
     sampling=None,
     **of_logits,
 ):
@@ -118,7 +120,7 @@ def cross_entropy(
     z_part = reduced(z_loss * lse.square(), (~cut).sum())
     loss = reduced(rows, denominator(target, weight, cut, stat)) + z_part
     wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
-    if not any(wanted):
+    if not any(wanted) and classes is None and not topk:
         return loss
     predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of several equal maxima
     accuracy = None
@@ -130,7 +132,14 @@ def cross_entropy(
     entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1).to(stat).masked_fill(cut, 0.0)
     made = (lse, entropy, accuracy, predictions, z_part.detach())
     chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
-    return LinearCrossEntropyOutput(loss, *chosen)
+    if topk:
+        classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
+    at = top = None
+    if classes is not None:
+        absent = (classes == ignore_index) | cut.unsqueeze(-1)
+        at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
+        at, top = at.masked_fill(absent, 0.0), classes.masked_fill(absent, -1)
+    return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
 
 
 def linear_logprobs(input, linear_weight, target, **options):

@@ -121,14 +121,14 @@ def checks_more():
     return getenv("FLCE_CHECK") not in (None, "", "0")
 
 
-def check_target_range(target, vocab, ignore_index):
+def check_target_range(name, target, vocab, ignore_index):
     """IndexError as from the CPU backend, for other devices."""
     flat = target.reshape(-1)
     rows = (((flat < 0) | (flat >= vocab)) & (flat != ignore_index)).nonzero()
     if rows.numel():
         row = int(rows[0])
         raise IndexError(
-            f"target[{row}] is {int(flat[row])}: expected 0 <= target < {vocab} "
+            f"{name}[{row}] is {int(flat[row])}: expected 0 <= {name} < {vocab} "
             f"or ignore_index {ignore_index}"
         )
 

@@ -239,6 +239,7 @@ class Yardstick:
         if options.get("reduction", "mean") == "mean":
             of_loss /= _divisor(options, cut, target)
         factors = {"loss": of_loss, "lse": 1.0, "entropy": 1.0 + spread, "z_loss": of_loss * spread}
+        factors["class_logits"] = 1.0
         reach = sum(factors[name] * _largest(gradient) for name, gradient in upstream.items())
         rows = rounding + 0.5 * LOGIT_ROUNDING[self.case.dtype]
         rows = rows * reach * _largest(_logit_factor(self.wide))
@@ -271,7 +272,8 @@ class Yardstick:
         few), which cancels, and a reduced loss is one row: there the norm is sufficient."""
         truth, eager = self.truth[name], self.eager[name]
         is_output = name not in LEAVES
-        width = 1 if is_output or truth.dim() == 0 else truth.shape[-1]
+        is_row = (not is_output or name == "class_logits") and truth.dim() > 0
+        width = truth.shape[-1] if is_row else 1
         if truth.dim() == 0 or name == "linear_bias" or (not is_output and width < 8):
             return
         value, truth, eager = (t.double().reshape(-1, width) for t in (value, truth, eager))
@@ -343,7 +345,7 @@ def _truth_errors(wide, upstream):
         "linear_weight": size * _longest_row(wide.input.nan_to_num()),
         "linear_bias": size,
         **dict.fromkeys(("adapter_input", "adapter_weight"), 0.0),
-        **dict.fromkeys(("loss", "lse", "entropy", "z_loss"), TRUTH_ROUNDING),
+        **dict.fromkeys(("loss", "lse", "entropy", "z_loss", "class_logits"), TRUTH_ROUNDING),
     }
 
 

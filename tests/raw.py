@@ -2,7 +2,7 @@
 
 from flce.options import CHOICES, GRADIENTS, OF_CALL, OPTIONS, replaced, split
 
-TENSORS = 9  # of flce::forward: input ... num_items, seed
+TENSORS = 10  # of flce::forward: input ... num_items, seed, classes
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
 
 
@@ -21,8 +21,21 @@ def settings(
     return valid_vocab, rows, integers, packed.numbers, None
 
 
-def forward(x, w, target, save, *, bias=None, weight=None, token_weight=None, seed=None, **rest):
-    return (x, w, target, bias, weight, token_weight, None, None, seed, *settings(save, **rest))
+def forward(
+    x,
+    w,
+    target,
+    save,
+    *,
+    bias=None,
+    weight=None,
+    token_weight=None,
+    seed=None,
+    classes=None,
+    **rest,
+):
+    tensors = (x, w, target, bias, weight, token_weight, None, None, seed, classes)
+    return (*tensors, *settings(save, **rest))
 
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
@@ -36,11 +49,14 @@ def backward(arguments, made, grad_output, grad_stats=None, **changed):
         "stats": stats,
         "scalars": scalars,
         "saved": saved,
+        "classes": arguments[TENSORS - 1],
+        "grad_classes": None,
         **changed,
     }
-    operands = arguments[: TENSORS - 2]
+    operands = (*arguments[: TENSORS - 3], given["classes"])
     kept = (given["stats"], given["scalars"], given["saved"])
-    return (given["grad_output"], given["grad_stats"], *operands, *kept, *arguments[TENSORS:])
+    upstream = (given["grad_output"], given["grad_stats"], given["grad_classes"])
+    return (*upstream, *operands, *kept, *arguments[TENSORS:])
 
 
 def cross_entropy_forward(logits, target, *, weight=None, reduction="mean", label_smoothing=0.0):

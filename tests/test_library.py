@@ -62,6 +62,9 @@ def opcheck_forward(device):
     outputs = {"wants_entropy": True, "wants_predictions": True, "grads": (False, False, False)}
     yield raw.forward(x, w, target, "nothing", grads=(False, False, False)), {}
     yield raw.forward(x, w, target, "nothing", weight=torch.ones_like(b), **outputs), {}
+    ids = torch.zeros(*target.shape, 2, dtype=torch.int64, device=target.device)
+    yield raw.forward(x, w, target, "nothing", classes=ids, grads=(False, False, False)), {}
+    yield raw.forward(x, w, target, "nothing", topk=3, grads=(False, False, False)), {}
 
 
 def sampled_forward(x, w, b, target):
@@ -85,11 +88,14 @@ def opcheck_backward(device):
             grad_stats = torch.rand_like(made[1])
             grad_output = torch.tensor(0.3, device=device)
             yield raw.backward(arguments, made, grad_output, grad_stats), {}
+            ids = torch.zeros(*target.shape, 2, dtype=torch.int64, device=device)
+            classes = {"classes": ids, "grad_classes": torch.rand(ids.shape, device=device)}
+            yield raw.backward(arguments, made, grad_output, **classes), {}
 
 
 def opcheck_backward_into(device):
     for args, kwargs in opcheck_backward(device):
-        linear_weight, integers = args[3], args[-3]
+        linear_weight, integers = args[4], args[-3]
         if value_of(integers, "grad_weight"):
             yield (torch.randn_like(linear_weight).detach(), *args), kwargs
 

@@ -35,7 +35,7 @@ def test_public_signatures_follow_the_table():
     assert parameters(flce.linear_cross_entropy, 3) == {**defaults(), **returns}
     assert parameters(flce.cross_entropy, 2) == {**defaults("of_logits"), **returns}
     logprobs = parameters(flce.linear_logprobs, 3)
-    assert logprobs.pop("entropy") == "differentiable"
+    assert logprobs.pop("entropy") == "differentiable" and logprobs.pop("return_topk") == 0
     assert logprobs.items() <= defaults().items()
     assert {"softcap", "gradient", "gradient_eps", "gradient_seed"} <= logprobs.keys()
     planned = defaults("of_module")
@@ -112,7 +112,7 @@ def test_numbers_arrive_to_the_last_bit(number):
 def test_integers_arrive(number):
     arguments = raw.settings("nothing", max_memory=number)
     assert value_of(arguments[2], "max_memory") == number
-    torch.ops.flce.forward(ONE.float(), ONE.float(), ZERO, *(None,) * 6, *arguments)
+    torch.ops.flce.forward(ONE.float(), ONE.float(), ZERO, *(None,) * 7, *arguments)
 
 
 def changed(integers, name, value):

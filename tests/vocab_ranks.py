@@ -10,7 +10,7 @@ import torch.distributed as dist
 import flce
 
 # Outputs of the whole vocabulary; every rank gets them.
-OUTPUTS = ("loss", *flce.LinearCrossEntropyOutput._fields[1:])
+OUTPUTS = ("loss", *flce.LinearCrossEntropyOutput._fields[1:6])
 SHARDED = ("linear_weight", "linear_bias", "adapter_weight")
 RETURNS = {f"return_{name}": True for name in OUTPUTS[1:]}
 

@@ -98,6 +98,36 @@ const void* bind_vector(const char* name, const OptionalTensor& tensor,
   return call->pointer(*tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
 }
 
+/* Checks the classes' range where that needs no device: indices, and -1 for none. */
+void check_classes(int64_t most, const Call& call) {
+  const flce_problem& problem = call.problem;
+  for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
+    int64_t id = call.tensors.classes[i];
+    if (id < -1 || id >= most)
+      throw Failure(FLCE_TARGET_OUT_OF_RANGE,
+                    "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
+                        std::to_string(id) + ", expected 0 to " + std::to_string(most - 1) +
+                        ", or ignore_index");
+  }
+}
+
+/* The classes of each row whose logits are an output. */
+void bind_classes(const OptionalTensor& classes, const std::string& first, Call* call) {
+  flce_problem* problem = &call->problem;
+  if (!classes) return;
+  int64_t count = classes->dim() > 0 ? classes->size(classes->dim() - 1) : 0;
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(std::max<int64_t>(count, 1));
+  expect_shape("classes", *classes, shape, ", a number of classes for each row of " + first);
+  if (classes->scalar_type() != ScalarType::Int) expect_type("classes", *classes, ScalarType::Long);
+  expect_device("classes", *classes, call->id, "input");
+  problem->row_classes = count;
+  const void* ids = call->pointer(*classes, ScalarType::Long);
+  call->tensors.classes = static_cast<int64_t*>(const_cast<void*>(ids));
+  if (call->id.type == aoti_torch_device_type_cpu())
+    check_classes(flce_is_sharded(problem) ? problem->classes : problem->vocab, *call);
+}
+
 /* `classes`: of class weights and probabilities; `first`: the tensor with the rows, in words. */
 void bind_loss(const LossTensors& given, int64_t classes, const std::string& first, Call* call) {
   flce_problem* problem = &call->problem;
@@ -113,6 +143,7 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
   call->tensors.temperature =
       bind_vector("temperature", given.temperature, call->shape, each, call);
   call->tensors.num_items = bind_vector("num_items", given.num_items, {}, "", call);
+  bind_classes(given.classes, first, call);
 }
 
 /* Sets problem->rows, those to compute, and saved_rows, those that are allocated. */
@@ -171,7 +202,7 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   call.problem = arguments.options.problem;
   call.allow_tf32 = arguments.options.allow_tf32;
   call.id = device_of(operands.input);
-  call.kept.reserve(8);
+  call.kept.reserve(9);
   bind_operands(operands, &call);
   flce_problem* problem = &call.problem;
   int64_t ranks = problem->ranks;

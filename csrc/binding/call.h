@@ -10,7 +10,7 @@ namespace flce {
 /* The tensors of the loss other than the operands; every operator takes them in this order. */
 struct LossTensors {
   Tensor target;
-  OptionalTensor weight, token_weight, temperature, num_items;
+  OptionalTensor weight, token_weight, temperature, num_items, classes;
 };
 
 /* input (..., H), linear_weight (V, H) and linear_bias (V,). */

@@ -58,8 +58,24 @@ Tensor allocate_saved(const Device& device, const flce_plan& plan, Call* call) {
   return saved;
 }
 
+/* Allocates the logits of the rows' classes and, with topk, the classes. */
+ClassLogits allocate_classes(const Device& device, Call* call) {
+  ClassLogits made;
+  if (call->problem.row_classes == 0) return made;
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(call->problem.row_classes);
+  if (call->problem.topk > 0) {
+    made.classes = device.allocate(shape, ScalarType::Long, "classes");
+    call->tensors.classes = static_cast<int64_t*>(made.classes->mutable_data_ptr());
+  }
+  made.logits = device.allocate(shape, flce_stat_dtype(call->problem.dtype), "class_logits");
+  call->tensors.class_logits = made.logits->mutable_data_ptr();
+  return made;
+}
+
 using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                                 OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+                                 OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                                 OptionalTensor, OptionalTensor>;
 
 ForwardResult run_forward(const Device& device, const flce_plan& plan, const Tensor& input,
                           const std::optional<std::string>& group, Call* call) {
@@ -67,6 +83,7 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   OptionalTensor saved;
   if (keeps_tensor(plan)) saved = allocate_saved(device, plan, call);
   Tensor loss = allocate_loss(device, call);
+  ClassLogits classes = allocate_classes(device, call);
   Gradients gradients;
   if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, input, plan, call);
   Tensor workspace =
@@ -74,8 +91,8 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   Collectives collectives(device, call->problem, group,
                           {call->input(), gradients.input, workspace});
   check(flce_forward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
-  return {loss,  made.stats,      made.scalars,     made.predictions,
-          saved, gradients.input, gradients.weight, gradients.bias};
+  return {loss,  made.stats,      made.scalars,     made.predictions, saved, gradients.input,
+          gradients.weight, gradients.bias, classes.logits, classes.classes};
 }
 
 /* Binds the seed of the draw, which save=samples needs. */
@@ -91,13 +108,16 @@ void bind_seed(const OptionalTensor& seed, Call* call) {
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
                       OptionalTensor weight, OptionalTensor token_weight,
                       OptionalTensor token_temperature, OptionalTensor num_items,
-                      OptionalTensor seed, std::optional<int64_t> valid_vocab,
-                      std::optional<int64_t> rows, std::vector<int64_t> integers,
-                      std::vector<double> numbers, std::optional<std::string> group) {
+                      OptionalTensor seed, OptionalTensor classes,
+                      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
+                      std::vector<int64_t> integers, std::vector<double> numbers,
+                      std::optional<std::string> group) {
   Call call = make_call({input, linear_weight, linear_bias},
-                        {target, weight, token_weight, token_temperature, num_items},
+                        {target, weight, token_weight, token_temperature, num_items, classes},
                         {valid_vocab, rows, unpack_options(integers, numbers)});
   Device device(call.id, call.allow_tf32);
+  if (classes && call.problem.topk > 0)
+    refuse("topk", "0 with classes", std::to_string(call.problem.topk));
   flce_plan plan = device.plan(call.problem);
   call.problem.save = plan.save;
   bind_seed(seed, &call);
@@ -109,10 +129,11 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
 }
 
 /* What a forward saved for its backward, and the upstream gradients. grad_stats holds the gradients
- * of lse and entropy in the rows of these statistics; the other statistics have no gradient. */
+ * of lse and entropy in the rows of these statistics; the other statistics have no gradient.
+ * grad_classes is that of the classes' logits. */
 struct Kept {
   Tensor grad_output;
-  OptionalTensor grad_stats;
+  OptionalTensor grad_stats, grad_classes;
   Tensor stats, scalars;
   OptionalTensor saved;
 };
@@ -130,6 +151,12 @@ void bind_kept(const Kept& kept, Call* call) {
   tensors->grad_output = kept.grad_output.const_data_ptr();
   tensors->stats = kept.stats.mutable_data_ptr();
   tensors->scalars = kept.scalars.mutable_data_ptr();
+  if (kept.grad_classes) {
+    std::vector<int64_t> shape = call->shape;
+    shape.push_back(call->problem.row_classes);
+    expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
+    tensors->grad_classes = kept.grad_classes->const_data_ptr();
+  }
   if (!kept.grad_stats) return;
   expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
@@ -185,6 +212,8 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
                         reinterpret_cast<uintptr_t>(call.tensors.grad_weight);
   call.problem.weight_unaligned = addresses % 16 != 0;
   call.problem.has_grad_entropy = kept.grad_stats && call.problem.entropy_gradient;
+  call.problem.has_grad_classes = kept.grad_classes.has_value();
+  if (kept.grad_classes && !loss.classes) refuse("classes", "those of the forward", "None");
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   check(flce_check_backward(&plan));
@@ -198,19 +227,21 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
 }
 
 #define BACKWARD_SCHEMA                                                          \
-  "Tensor grad_output, Tensor? grad_stats, Tensor input, Tensor linear_weight, " \
-  "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor? token_weight, "   \
-  "Tensor? token_temperature, Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
+  "Tensor grad_output, Tensor? grad_stats, Tensor? grad_classes, Tensor input, " \
+  "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "   \
+  "Tensor? token_weight, Tensor? token_temperature, Tensor? classes, "           \
+  "Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
 #define BACKWARD_ARGUMENTS                                                                         \
-  Tensor grad_output, OptionalTensor grad_stats, Tensor input, Tensor linear_weight,               \
-      Tensor target, OptionalTensor linear_bias, OptionalTensor weight,                            \
-      OptionalTensor token_weight, OptionalTensor token_temperature, Tensor stats, Tensor scalars, \
-      OptionalTensor saved, std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,       \
-      std::vector<int64_t> integers, std::vector<double> numbers, std::optional<std::string> group
-#define MAKE_GRADIENTS(added)                                                     \
-  make_gradients(added, {grad_output, grad_stats, stats, scalars, saved},         \
-                 {input, linear_weight, linear_bias},                             \
-                 {target, weight, token_weight, token_temperature, std::nullopt}, \
+  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,        \
+      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight,      \
+      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,       \
+      Tensor stats, Tensor scalars, OptionalTensor saved, std::optional<int64_t> valid_vocab,      \
+      std::optional<int64_t> rows, std::vector<int64_t> integers, std::vector<double> numbers,     \
+      std::optional<std::string> group
+#define MAKE_GRADIENTS(added)                                                              \
+  make_gradients(added, {grad_output, grad_stats, grad_classes, stats, scalars, saved},    \
+                 {input, linear_weight, linear_bias},                                      \
+                 {target, weight, token_weight, token_temperature, std::nullopt, classes}, \
                  {valid_vocab, rows, unpack_options(integers, numbers)}, group)
 
 std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
@@ -281,7 +312,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
     Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor token_weight,
     OptionalTensor token_temperature, OptionalTensor num_items, std::vector<int64_t> integers,
     std::vector<double> numbers) {
-  Call call = make_call(logits, {target, weight, token_weight, token_temperature, num_items},
+  Call call = make_call(logits, {target, weight, token_weight, token_temperature, num_items, std::nullopt},
                         unpack_options(integers, numbers));
   Device device(call.id, false);
   Tensor loss = allocate_loss(device, &call);
@@ -296,10 +327,10 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
                               Tensor target, OptionalTensor weight, OptionalTensor token_weight,
                               OptionalTensor token_temperature, Tensor stats, Tensor scalars,
                               std::vector<int64_t> integers, std::vector<double> numbers) {
-  Call call = make_call(logits, {target, weight, token_weight, token_temperature, std::nullopt},
+  Call call = make_call(logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
                         unpack_options(integers, numbers));
   call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
-  bind_kept({grad_output, grad_stats, stats, scalars, std::nullopt}, &call);
+  bind_kept({grad_output, grad_stats, std::nullopt, stats, scalars, std::nullopt}, &call);
   Device device(call.id, false);
   Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
   Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),
@@ -315,9 +346,10 @@ STABLE_TORCH_LIBRARY(flce, m) {
   m.def(
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
-      "Tensor? num_items, Tensor? seed, " OPTIONS_SCHEMA
+      "Tensor? num_items, Tensor? seed, Tensor? classes, " OPTIONS_SCHEMA
       ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
-      "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
+      "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias, "
+      "Tensor? class_logits, Tensor? top_classes)");
   m.def("backward(" BACKWARD_SCHEMA
         ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA

@@ -21,6 +21,7 @@ namespace flce {
   SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),          \
       SLOT(max_memory), SLOT(kept_memory), SLOT(gradient), SLOT(autocast), SLOT(frozen_hidden),    \
       SLOT(wants_lse), SLOT(wants_entropy), SLOT(entropy_gradient), SLOT(wants_predictions),       \
+      SLOT(topk), SLOT(class_gradient),                                                            \
       SLOT(wants_statistics), SLOT(saves_memory), SLOT(accumulates), SLOT(traced),                 \
       SLOT(grad_input), SLOT(grad_weight), SLOT(grad_bias), SLOT(consumes_saved),                  \
       SLOT(allow_tf32), SLOT(ranks), SLOT(rank), SLOT(start), SLOT(vocab), SLOT(input_is_sharded), \
@@ -29,7 +30,7 @@ namespace flce {
 /* Version of the lists and of the shapes of the tensors that a forward saves for its backward.
  * Raise it when they change for the same options: torch keeps compiled graphs on disk, and a graph
  * compiled with an earlier build must not run with this one. */
-constexpr int64_t kLayout = 7;
+constexpr int64_t kLayout = 8;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };

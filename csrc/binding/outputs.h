@@ -55,6 +55,11 @@ struct Statistics {
   OptionalTensor stats, scalars, predictions;
 };
 
+/* The logits of a few classes of each row, and these classes where the forward finds them. */
+struct ClassLogits {
+  OptionalTensor logits, classes;
+};
+
 inline Statistics allocate_statistics(const Device& device, bool keeps_statistics, Call* call) {
   flce_dtype stat = flce_stat_dtype(call->problem.dtype);
   Statistics made;

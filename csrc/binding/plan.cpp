@@ -55,7 +55,8 @@ flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int6
 
 /* [strategy up to few rows, few rows, strategy up to some rows, some rows, strategy of more;
  * whether statistics are kept; dtype and leading dimension of what is saved; dtypes of the
- * gradients of input, weight and bias; stat dtype; first class, number of all classes]. Checks the
+ * gradients of input, weight and bias; stat dtype; first class, number of all classes; candidates
+ * for topk]. Checks the
  * options. No device is asked: what does not depend on rows follows from the device's type alone.
  */
 std::vector<int64_t> describe(std::vector<int64_t> operands, std::optional<int64_t> valid_vocab,
@@ -84,7 +85,8 @@ std::vector<int64_t> describe(std::vector<int64_t> operands, std::optional<int64
           plan.grad_bias_dtype,
           flce_stat_dtype(problem.dtype),
           problem.first_class,
-          problem.classes};
+          problem.classes,
+          problem.row_classes};
 }
 
 /* The plan as integers, in the order of plan_names(), its sampled_time, and its text. */

@@ -74,6 +74,11 @@ static flce_status check_samples(const flce_problem* problem) {
          "gradient: expected \"exact\" with probabilities as target, got \"sampled\"");
   EXPECT(problem->dtype != FLCE_F64,
          "gradient: expected \"exact\" with float64 operands, got \"sampled\"");
+  EXPECT(!problem->has_grad_classes,
+         "gradient: expected \"exact\" for a gradient of class_logits, got \"sampled\"");
+  EXPECT(problem->topk == 0 || !flce_caps_logits(loss),
+         "topk: expected 0 with a softcap and gradient=\"sampled\", got %lld",
+         (long long)problem->topk);
   EXPECT(!flce_caps_logits(loss) || !(loss->label_smoothing > 0.0),
          "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %s: its "
          "gradient has an entry for every class",
@@ -126,6 +131,17 @@ flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t voca
   problem->ranks = 0; /* a group of one rank has all classes */
   EXPECT(rows == all, "linear_weight: expected all %lld rows in a group of one rank, got %lld", all,
          rows);
+  return FLCE_OK;
+}
+
+static flce_status check_classes(const flce_problem* problem) {
+  long long topk = problem->topk, given = problem->row_classes;
+  int64_t all = flce_is_sharded(problem) ? problem->classes : problem->vocab;
+  long long most = min64(all, FLCE_MOST_TOPK);
+  EXPECT(topk >= 0 && topk <= most, "topk: expected 0 to %lld, got %lld", most, topk);
+  EXPECT(topk == 0 || given == flce_candidates(topk),
+         "classes: expected the %lld candidates for topk, got %lld",
+         (long long)flce_candidates(topk), given);
   return FLCE_OK;
 }
 
@@ -182,6 +198,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
          "caller's, got \"grads\", whose forward would change it");
   FLCE_TRY(check_added(problem));
   FLCE_TRY(check_samples(problem));
+  FLCE_TRY(check_classes(problem));
   FLCE_TRY(check_shard(problem));
   flce_dtype stat = flce_stat_dtype(problem->dtype);
   FLCE_TRY(check_dtype("accum_dtype", problem->accum_dtype, problem->dtype, stat));

@@ -129,12 +129,12 @@ static flce_status logits_gemm(const execution* e, chunk* c) {
   return flce_run_gemm(e, gemm);
 }
 
-/* The first call of the fused logits GEMM. It writes E (form exp) or z (form dz) for the strategies
- * that read them, save=logits, save=grads and save=samples. */
+/* The first call of the fused logits GEMM. It writes E (form exp) or z (form dz) where they are
+ * read: for save=logits, save=grads and save=samples, and to find the largest logits. */
 static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
-  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES;
+  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(fill_logits_gemm(e, c, gemm));
   if (keeps && exp_form)
@@ -264,6 +264,8 @@ static flce_status begin_rows(const execution* e, bool gradients, bool overlaps)
     flce_rows all = open_rows(e, 0, e->problem->tokens);
     CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
   }
+  if (e->plan->finds_classes) /* -1, in the rows of no chunk */
+    CALL(e, fill, e->tensors->classes, 0xff, e->plan->buffers[FLCE_BUF_CLASSES].bytes);
   return gradients ? flce_begin_gradients(e) : FLCE_OK;
 }
 
@@ -278,11 +280,33 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
   if (e->problem->vocab == 0) return FLCE_OK;
   if (!fuses) {
     FLCE_TRY(logits_gemm(e, c));
+    if (plan->finds_classes) CALL(e, top_classes, &c->view, false);
     return pass_rows(e, c);
   }
   FLCE_TRY(fused_logits(e, c, &gemm, &rows));
   if (begins) FLCE_TRY(begin_rows(e, gradients, true));
-  return fused_statistics(e, c, &gemm, &rows);
+  FLCE_TRY(fused_statistics(e, c, &gemm, &rows));
+  if (plan->finds_classes) CALL(e, top_classes, &c->view, plan->form == FLCE_FORM_EXP);
+  return FLCE_OK;
+}
+
+/* z of the classes whose logits are an output, of all tokens. Where the logits are rounded, so are
+ * these. */
+static flce_status class_logits(const execution* e) {
+  const flce_plan* plan = e->plan;
+  if (e->problem->row_classes == 0) return FLCE_OK;
+  flce_rows all = open_rows(e, 0, e->problem->tokens);
+  bool rounds = !plan->fuses_rows && plan->z_dtype == plan->dtype;
+  CALL(e, class_logits,
+       &(flce_class_logits_args){.out = e->tensors->class_logits,
+                                 .rows = &all,
+                                 .x = e->input,
+                                 .w = e->linear_weight,
+                                 .bias = e->bias,
+                                 .dtype = plan->dtype,
+                                 .rounded = rounds ? plan->dtype : e->stat,
+                                 .hidden = plan->hidden});
+  return FLCE_OK;
 }
 
 /* The forward of a chunk: logits, statistics, loss, and what the strategy computes from them. */
@@ -322,6 +346,7 @@ static flce_status forward(execution* e) {
     FLCE_TRY(flce_wait_all_gather_statistics(e, &all));
   }
   if (gradients) FLCE_TRY(finish_gradients(e));
+  FLCE_TRY(class_logits(e));
   /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
    * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
    * library's GEMM. */
@@ -370,6 +395,7 @@ static flce_status backward_rows(const execution* e, chunk* c) {
   view.wants_entropy = e->tensors->grad_entropy != NULL;
   bool from_exp = stored && plan->saves_exp;
   CALL(e, grad_rows, &view, from_exp ? exp_scale(plan) : 1.0, true, from_exp);
+  if (view.classes.grads) CALL(e, class_gradients, &view, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
   return FLCE_OK;
 }
 

@@ -44,6 +44,20 @@ static inline const void* scalar(const execution* e, enum flce_scalar index) {
   return element_ptr(e->tensors->scalars, index, e->stat);
 }
 
+/* The rows' classes whose logits are an output, from token `first` on. */
+static inline flce_row_classes open_classes(const execution* e, int64_t first) {
+  const flce_problem* problem = e->problem;
+  int64_t count = problem->row_classes;
+  bool sharded = flce_is_sharded(problem);
+  return (flce_row_classes){
+      .ids = e->tensors->classes ? e->tensors->classes + first * count : NULL,
+      .grads = optional_ptr(e->tensors->grad_classes, first * count, e->stat),
+      .count = count,
+      .first = sharded ? problem->first_class : 0,
+      .all = sharded ? problem->classes : problem->vocab,
+  };
+}
+
 /* flce_rows without z and out; its vectors start at token `first`. */
 static inline flce_rows open_rows(const execution* e, int64_t first, int64_t rows) {
   const flce_problem* problem = e->problem;
@@ -70,6 +84,7 @@ static inline flce_rows open_rows(const execution* e, int64_t first, int64_t row
       .stat_pitch = problem->tokens,
       .loss = (void*)optional_ptr(e->losses, first, e->stat),
       .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
+      .classes = open_classes(e, first),
       .scalars = tensors->scalars,
   };
 }

@@ -32,9 +32,10 @@ static bool makes_gradients(const flce_problem* problem) {
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
 
-/* True if the forward computes only statistics: it keeps neither logits nor gradients. */
+/* True if the forward computes only statistics: nothing reads its logits or E. */
 static bool only_statistics(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+  bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+  return keeps_nothing && !plan->finds_classes;
 }
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -161,12 +162,13 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
 }
 
-/* The form of the forward. The entropy's gradient takes l from E, as l - c = log E, except where E
- * includes the softcap's slope. */
+/* The form of the forward. The entropy's gradient takes l from E, as l - c = log E, and the largest
+ * logits are found by E, except where E includes the softcap's slope. */
 static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   if (problem->save == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
-  bool slope_of_all = problem->loss.label_smoothing > 0.0 ||
-                      (problem->entropy_gradient && problem->save == FLCE_SAVE_LOGITS);
+  bool later_dz = (problem->entropy_gradient || problem->class_gradient) &&
+                  problem->save == FLCE_SAVE_LOGITS;
+  bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
   bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
@@ -210,9 +212,10 @@ static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* fact
  * almost equal to p. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
-  if (plan->form == FLCE_FORM_EXP || plan->save == FLCE_SAVE_NOTHING) return true;
+  bool reads_z = !only_statistics(plan);
+  if (plan->form == FLCE_FORM_EXP || (plan->save == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (plan->save == FLCE_SAVE_STATS) return !problem->has_probabilities;
+  if (plan->save == FLCE_SAVE_STATS && !reads_z) return !problem->has_probabilities;
   bool gives_e = plan->save == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
@@ -256,9 +259,11 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
+  plan->finds_classes = problem->topk > 0;
   flce_form forward = choose_form(problem, plan->dtype);
-  bool of_entropy = problem->has_grad_entropy && problem->save != FLCE_SAVE_SAMPLES;
-  plan->form = of_entropy ? FLCE_FORM_DZ : forward;
+  bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
+                  problem->save != FLCE_SAVE_SAMPLES;
+  plan->form = needs_dz ? FLCE_FORM_DZ : forward;
   choose_logits(problem, facts, plan);
   plan->dz_in_saved =
       problem->consumes_saved && plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
@@ -266,7 +271,8 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || (skips && forward == FLCE_FORM_EXP);
-  plan->keeps_statistics = problem->wants_statistics || backward_reads_statistics(plan);
+  plan->keeps_statistics = problem->wants_statistics || problem->class_gradient ||
+                           backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   bool widens = flce_is_sharded(problem) && problem->wide_terms;
   plan->partial_dx_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;
@@ -301,6 +307,9 @@ static void list_outputs(const flce_problem* problem, flce_plan* plan) {
                problem->rows * plan->saved_pitch * flce_size_of(plan->saved_dtype));
   if (problem->wants_predictions)
     add_buffer(plan, FLCE_BUF_PREDICTIONS, kept, n * (int64_t)sizeof(int64_t));
+  if (problem->topk > 0)
+    add_buffer(plan, FLCE_BUF_CLASSES, kept, n * problem->row_classes * (int64_t)sizeof(int64_t));
+  add_buffer(plan, FLCE_BUF_CLASS_LOGITS, kept, n * problem->row_classes * stat);
   int64_t rounded = 0;
   if (gradients && problem->want_grad_input) {
     int64_t elements = flce_input_rows(problem) * h;

@@ -9,7 +9,8 @@
 /* The buffers' names, X(flce_buffer_id without FLCE_BUF_, its name). */
 #define FLCE_BUFFER_NAMES(X)                                                                       \
   X(LOSS, loss), X(ROW_LOSS, row_loss), X(STATS, stats), X(SCALARS, scalars), X(SAVED, saved),     \
-      X(PREDICTIONS, predictions), X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight),         \
+      X(PREDICTIONS, predictions), X(CLASSES, classes), X(CLASS_LOGITS, class_logits),             \
+      X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight),                                      \
       X(GRAD_BIAS, grad_bias), X(ROUNDED, rounded), X(INPUT_CAST, input_cast),                     \
       X(WEIGHT_CAST, weight_cast), X(BIAS_CAST, bias_cast), X(LOGITS, logits),                     \
       X(DZ_SCALE, dz_unit), X(COEF, coef), X(INDEX, index), X(GATHERED_X, gathered_x),             \

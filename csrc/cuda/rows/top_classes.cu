@@ -1,0 +1,264 @@
+/* top_classes: the classes of each row with the largest logits, a block for each row.
+ *
+ * The first pass over the row keeps the maxima of groups of columns. The count-th largest of them is
+ * a threshold that at least `count` columns reach and, unless many are nearly equal, few more. The
+ * second pass collects these, and the block sorts them. If they are too many, the threshold is
+ * raised by bisection, with a pass for each bit. */
+#include "cuda/backend.cuh"
+#include "cuda/common/pdl.cuh"
+#include "cuda/rows/row.cuh"
+
+#include <cub/block/block_scan.cuh>
+
+enum {
+  kTopThreads = 512,
+  kGroups = 8 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
+  kCapacity = 2048,          /* candidates that are sorted; a power of two */
+  kKeyBits = 32,
+};
+static_assert(FLCE_MOST_TOPK + FLCE_MOST_TOPK / 4 + 8 <= kCapacity, "the candidates fit");
+
+/* A row's values and how they become keys, which ascend with l. */
+template <typename T>
+struct KeyedRow {
+  const T* values;
+  const void* bias; /* stat dtype, or NULL */
+  int vocab;
+  bool falls;      /* l falls where the value rises */
+  int target;      /* the column whose value is target_value instead; -1: none */
+  float target_value;
+};
+
+/* Ascends with the float; NaN is above all others or, with its sign set, below. */
+__device__ __forceinline__ uint32_t key_of(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t key_at(const KeyedRow<T>& row, T raw, int col) {
+  float v = (float)to_stat(raw);
+  if (row.bias) v = (float)(to_stat(raw) + ((const stat_t<T>*)row.bias)[col]);
+  if (col == row.target) v = row.target_value;
+  return key_of(row.falls ? -v : v);
+}
+
+/* Calls visit(keys, column) for every column: with the keys of a whole vector from `column` on
+ * where the row is aligned, else with one key. All threads of the block take part. */
+template <typename T, typename Visit>
+__device__ __forceinline__ void for_each_key(const KeyedRow<T>& row, Visit visit) {
+  constexpr int N = kVec<T>, kLoads = 4;
+  const int vectors = is_aligned(row.values, 16) ? row.vocab / N : 0;
+  for (int first = 0; first < vectors; first += kLoads * kTopThreads) {
+    Vec<T, N> raw[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      const int v = first + i * kTopThreads + (int)threadIdx.x;
+      if (v < vectors) load_vec<false>(row.values + (int64_t)v * N, raw[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      const int v = first + i * kTopThreads + (int)threadIdx.x;
+      if (v >= vectors) continue;
+      uint32_t keys[N];
+#pragma unroll
+      for (int e = 0; e < N; e++) keys[e] = key_at(row, raw[i].at[e], v * N + e);
+      visit(keys, v * N);
+    }
+  }
+  for (int col = vectors * N + (int)threadIdx.x; col < row.vocab; col += kTopThreads) {
+    const uint32_t keys[1] = {key_at(row, row.values[col], col)};
+    visit(keys, col);
+  }
+}
+
+/* The largest key that at least `count` of a block's `n` keys reach. */
+template <typename Count>
+__device__ __forceinline__ uint32_t bisect(int count, Count count_from) {
+  uint32_t threshold = 0;
+  for (int bit = kKeyBits - 1; bit >= 0; bit--) {
+    const uint32_t trial = threshold | 1u << bit;
+    if (count_from(trial) >= count) threshold = trial;
+  }
+  return threshold;
+}
+
+/* The sum over the block of a number of each thread. */
+__device__ __forceinline__ int block_count(int own, int* scratch) {
+  own = __reduce_add_sync(0xffffffffu, own);
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = own;
+  __syncthreads();
+  int sum = 0;
+  for (int warp = 0; warp < kTopThreads / kWarp; warp++) sum += scratch[warp];
+  __syncthreads();
+  return sum;
+}
+
+/* A candidate as one number: the larger the key, and then the lower the column, the larger. */
+__device__ __forceinline__ uint64_t candidate_of(uint32_t key, int col) {
+  return (uint64_t)key << 32 | (uint32_t)~col;
+}
+
+struct TopMemory {
+  union {
+    uint32_t groups[kGroups];
+    uint64_t candidates[kCapacity];
+  };
+  int scratch[kMaxWarps];
+  int found;
+};
+
+/* A key that at least `count` columns reach: the count-th largest of the maxima of `groups` groups
+ * of columns, a multiple of the block's size. 0 where fewer groups have a column. */
+template <typename T>
+__device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T>& row, int count, int groups,
+                                                 TopMemory& memory) {
+  for (int g = threadIdx.x; g < groups; g += kTopThreads) memory.groups[g] = 0;
+  int next = threadIdx.x; /* a thread's vectors go to its groups in order */
+  for_each_key(row, [&](const auto& keys, int) {
+    uint32_t top = keys[0];
+    for (uint32_t key : keys) top = max(top, key);
+    memory.groups[next] = max(memory.groups[next], top);
+    next += kTopThreads;
+    if (next >= groups) next = threadIdx.x;
+  });
+  __syncthreads();
+  return bisect(count, [&](uint32_t trial) {
+    int own = 0;
+    for (int g = threadIdx.x; g < groups; g += kTopThreads) own += memory.groups[g] >= trial;
+    return block_count(own, memory.scratch);
+  });
+}
+
+/* Collects the columns of at least `threshold`; returns how many there are, of which kCapacity are
+ * in memory. */
+template <typename T>
+__device__ __forceinline__ int collect(const KeyedRow<T>& row, uint32_t threshold,
+                                       TopMemory& memory) {
+  __syncthreads();
+  if (threadIdx.x == 0) memory.found = 0;
+  __syncthreads();
+  for_each_key(row, [&](const auto& keys, int col) {
+    for (uint32_t key : keys) {
+      const int place = key < threshold ? kCapacity : atomicAdd(&memory.found, 1);
+      if (place < kCapacity) memory.candidates[place] = candidate_of(key, col);
+      col++;
+    }
+  });
+  __syncthreads();
+  return memory.found;
+}
+
+/* The same with the largest threshold, and of the columns that equal it only the lowest, so that
+ * `count` are collected. */
+template <typename T>
+__device__ __forceinline__ void collect_exactly(const KeyedRow<T>& row, int count,
+                                                TopMemory& memory) {
+  using Scan = cub::BlockScan<int, kTopThreads>;
+  __shared__ typename Scan::TempStorage scan;
+  const uint32_t threshold = bisect(count, [&](uint32_t trial) {
+    int own = 0;
+    for_each_key(row, [&](const auto& keys, int) {
+      for (uint32_t key : keys) own += key >= trial;
+    });
+    return block_count(own, memory.scratch);
+  });
+  int found = threshold == 0xffffffffu ? 0 : collect(row, threshold + 1, memory);
+  __syncthreads();
+  for (int first = 0; first < row.vocab && found < count; first += kTopThreads) {
+    const int col = first + (int)threadIdx.x;
+    const bool equal = col < row.vocab && key_at(row, row.values[col], col) == threshold;
+    int place, total;
+    Scan(scan).ExclusiveSum((int)equal, place, total);
+    if (equal && found + place < count)
+      memory.candidates[found + place] = candidate_of(threshold, col);
+    found += total;
+    __syncthreads(); /* the next scan writes `scan` */
+  }
+}
+
+/* Sorts the first `size` candidates, a power of two, in descending order. */
+__device__ __forceinline__ void sort_candidates(uint64_t* candidates, int size) {
+  for (int width = 2; width <= size; width *= 2) {
+    for (int step = width / 2; step > 0; step /= 2) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < size / 2; i += kTopThreads) {
+        const int low = 2 * i - i % step, high = low + step;
+        const uint64_t a = candidates[low], b = candidates[high];
+        const bool descends = (low & width) == 0;
+        if ((a < b) == descends) {
+          candidates[low] = b;
+          candidates[high] = a;
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+
+/* The row's values. Where they are E, whose target's column is 0, that value follows from the
+ * statistics. */
+template <typename T>
+__device__ __forceinline__ KeyedRow<T> open_keyed_row(const flce_rows& r, int64_t row, int64_t at,
+                                                      bool from_exp) {
+  KeyedRow<T> keyed = {};
+  keyed.vocab = (int)r.vocab;
+  keyed.target = -1;
+  if (!from_exp) {
+    keyed.values = (const T*)r.z + row * r.z_pitch;
+    keyed.bias = r.bias;
+    keyed.falls = !(r.options.logit_scale > 0);
+    return keyed;
+  }
+  using S = stat_t<T>;
+  const S* stats = (const S*)r.stats + at;
+  const S l = stats[FLCE_STAT_LSE * r.stat_pitch] - stats[FLCE_STAT_NLL * r.stat_pitch];
+  keyed.values = (const T*)r.out + row * r.out_pitch;
+  keyed.target = (int)r.target[at];
+  const S e = exp(l - stats[FLCE_STAT_OFFSET * r.stat_pitch]);
+  keyed.target_value = (float)to_stat(from_stat<T>(e));
+  return keyed;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kTopThreads, 2)
+    top_classes(const __grid_constant__ flce_rows r, bool from_exp, int groups) {
+  __shared__ TopMemory memory;
+  pdl_wait();
+  const RowRef ref = row_ref_of(r, blockIdx.x);
+  if (ref.kind == kRowAbsent) return;
+  const int count = (int)r.classes.count, wanted = min(count, (int)r.vocab);
+  int64_t* ids = r.classes.ids + ref.at * count;
+  const bool valid = ref.kind == kRowValid;
+  for (int k = (valid ? wanted : 0) + (int)threadIdx.x; k < count; k += kTopThreads) ids[k] = -1;
+  if (!valid) return;
+  const KeyedRow<T> row = open_keyed_row<T>(r, blockIdx.x, ref.at, from_exp);
+  const uint32_t threshold = threshold_of(row, wanted, groups, memory);
+  int found = collect(row, threshold, memory);
+  if (found > kCapacity) {
+    collect_exactly(row, wanted, memory);
+    found = wanted;
+  }
+  int size = 2;
+  while (size < found) size *= 2;
+  for (int i = found + (int)threadIdx.x; i < size; i += kTopThreads) memory.candidates[i] = 0;
+  sort_candidates(memory.candidates, size);
+  for (int k = threadIdx.x; k < wanted; k += kTopThreads)
+    ids[k] = r.classes.first + (uint32_t)~(uint32_t)memory.candidates[k];
+}
+
+flce_status cuda_top_classes(void* self, const flce_rows* r, bool from_exp) {
+  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  if (r->vocab > kMaxVocab) {
+    return flce_fail(FLCE_UNSUPPORTED, "top_classes: at most %d columns, got %lld", kMaxVocab,
+                     (long long)r->vocab);
+  }
+  FLCE_TRY(check_grid(r->rows, "top_classes"));
+  const int64_t most = ceil_div(2 * r->classes.count, kTopThreads);
+  const int groups = (int)min_of(kGroups, most * kTopThreads);
+  FLCE_WITH_TYPE(from_exp ? r->out_dtype : r->z_dtype, T, {
+    FLCE_TRY(launch_dependent(self, top_classes<T>, (unsigned)r->rows, kTopThreads, "top_classes",
+                              *r, from_exp, groups));
+  });
+  return FLCE_OK;
+}

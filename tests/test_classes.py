@@ -1,0 +1,351 @@
+"""Logits of a few classes of each row: `classes`, `topk`, linear_logprobs_at, TopLogprobs, and
+targets (ids, probabilities)."""
+
+import math
+
+import cases
+import pytest
+import torch
+
+import flce
+from flce import reference
+
+COUNT = 5
+MAPS = {
+    "plain": {},
+    "bias": {"linear_bias": True},
+    "cap": {"softcap": 4.0, "logit_scale": 1.5, "temperature": 0.7},
+    "falls": {"logit_scale": -1.2, "temperature": "rows", "linear_bias": True},
+    "padding": {"valid_vocab": 250},
+}
+UPSTREAMS = [
+    ("class_logits",),
+    ("loss", "class_logits"),
+    ("loss", "lse", "entropy", "class_logits"),
+]
+
+
+def draw_classes(case, count=COUNT, vocab=None):
+    """Some of them are none, some repeated, and the target's among them."""
+    vocab = vocab or case.linear_weight.shape[0]
+    ids = torch.randint(vocab, (*case.target.shape, count), generator=cases.generator(3))
+    ids = ids.to(case.target.device)
+    ids[..., -1] = ids[..., 0]
+    ids[..., 1] = case.target
+    ids[::4, 2] = case.options.get("ignore_index", -100)
+    return ids
+
+
+def make(device, dtype, options, *, tokens=37, hidden=40, vocab=261, std=1.0):
+    bias = "linear_bias" in options
+    case = cases.make_case(
+        tokens, hidden, vocab, dtype=dtype, device=device, std=std, bias=bias, seed=2
+    )
+    case.target %= options.get("valid_vocab", vocab)
+    case = cases.ignore_some(case, every=5)
+    options = {name: value for name, value in options.items() if name != "linear_bias"}
+    if options.get("temperature") == "rows":
+        options["temperature"] = cases.per_row(device, tokens).to(torch.float32)
+    return case.with_options(reduction="none", **options)
+
+
+@cases.pairwise(
+    dtype=cases.DTYPES, options=list(MAPS), save=("logits", "stats", "auto"), upstream=UPSTREAMS
+)
+def test_logits_and_gradients(device, dtype, options, save, upstream):
+    case = make(device, dtype, MAPS[options])
+    case.options["classes"] = draw_classes(case, vocab=MAPS[options].get("valid_vocab"))
+    random = cases.generator(9)
+    shapes = {"class_logits": (*case.target.shape, COUNT)}
+    given = {
+        name: torch.randn(shapes.get(name, case.target.shape), generator=random).to(device)
+        for name in upstream
+    }
+    knobs = {f"return_{name}": True for name in upstream if name in ("lse", "entropy")}
+    wants = ("input", "linear_weight", *(n for n in ("linear_bias",) if n in case.options))
+    definition = case.with_options(**knobs)
+    yardstick = cases.Yardstick(definition, wants=wants, upstream=given, cancels=True)
+    results = cases.outcome(
+        flce.linear_cross_entropy, case, wants=wants, upstream=given, save=save, **knobs
+    )
+    yardstick.check(results, f"{save}")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_with_a_reduced_loss(device, reduction, save):
+    """With save="grads" a gradient of class_logits makes the backward compute all again."""
+    case = make(device, torch.float64, {}).with_options(reduction=reduction)
+    case.options["classes"] = draw_classes(case)
+    for upstream in ({"loss": None}, {"class_logits": None}, {"loss": None, "class_logits": None}):
+        wants = ("input", "linear_weight")
+        yardstick = cases.Yardstick(case, wants=wants, upstream=upstream, cancels=True)
+        call = {"wants": wants, "upstream": upstream, "save": save}
+        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, **call), save)
+
+
+def test_gradcheck():
+    x, w, target = cases.leaves("cpu", 6, hidden=5, vocab=11)
+    ids = torch.randint(11, (6, 4), generator=cases.generator(1))
+
+    def both(x, w):
+        logprobs = flce.linear_logprobs_at(x, w, ids, softcap=3.0)
+        top = flce.linear_logprobs(x, w, target, return_topk=3)
+        return logprobs, top[0], top[1], top[2].logprobs, top[2].lse
+
+    assert torch.autograd.gradcheck(both, (x, w))
+
+
+# ---- topk ----
+
+DISTRIBUTIONS = {
+    "normal": lambda z: z,
+    "peaked": lambda z: 12.0 * z,
+    "extreme": lambda z: 60.0 * z,
+    "flat": lambda z: 0.0 * z,
+    "rising": lambda z: torch.arange(z.shape[-1], dtype=z.dtype, device=z.device).expand_as(z) / 64,
+    "few values": lambda z: (2.0 * z).round(),
+}
+
+
+def logits_of(kind, device, tokens, vocab, dtype):
+    """Operands whose logits have this distribution: the weight is nearly the logits itself."""
+    random = torch.randn(tokens, vocab, generator=cases.generator(4), dtype=torch.float64)
+    z = DISTRIBUTIONS[kind](random).to(device)
+    x = torch.eye(tokens, dtype=torch.float64, device=device)
+    w = z.T.contiguous()
+    return x.to(dtype), w.to(dtype)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("count", [1, 8, 64, 500, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_topk_of_distributions(device, kind, count, dtype):
+    """The logits are those of torch.topk. In bfloat16 on Hopper candidates are found by E, which
+    holds l - max to 2^-8 and nothing below exp(-87)."""
+    tokens, vocab = 16, 3001
+    x, w = logits_of(kind, device, tokens, vocab, dtype)
+    if dtype == torch.bfloat16:  # the rows of a fused tile
+        x = torch.nn.functional.pad(x, (0, 48))
+        w = torch.nn.functional.pad(w, (0, 48))
+    target = torch.arange(tokens, device=device) * 11
+    made = flce.linear_cross_entropy(x, w, target, reduction="none", topk=count)
+    truth = x.double() @ w.double().T
+    best = truth.topk(count, dim=-1).values
+    assert (made.classes.sort(-1).values.diff() > 0).all()  # no class twice
+    torch.testing.assert_close(
+        made.class_logits.double(), truth.gather(-1, made.classes), rtol=2e-6, atol=2e-6
+    )
+    assert (made.class_logits.diff(dim=-1) <= 0).all()
+    seen = best > best[:, :1] - 80.0
+    error = (made.class_logits.double() - best).abs().masked_fill(~seen, 0.0)
+    slack = 2.0**-7 if device == "cuda" and dtype == torch.bfloat16 else 4e-6
+    if kind != "few values" and kind != "flat":
+        assert error.max() <= slack * best.abs().clamp(min=1.0).max()
+
+
+@pytest.mark.parametrize("options", MAPS)
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_topk_and_gradients(device, options, save):
+    case = make(device, torch.float64, MAPS[options]).with_options(topk=7)
+    wants = ("input", "linear_weight")
+    grad = torch.randn(*case.target.shape, 7, generator=cases.generator(9)).to(device)
+    upstream = {"class_logits": grad, "loss": None}
+    yardstick = cases.Yardstick(case, wants=wants, upstream=upstream, cancels=True)
+    made = cases.outcome(flce.linear_cross_entropy, case, wants=wants, upstream=upstream, save=save)
+    assert torch.equal(made.pop("classes"), yardstick.truth.pop("classes"))
+    yardstick.check(made, save)
+
+
+def test_topk_of_all_classes_and_of_the_target(device):
+    x, w, target = cases.leaves(device, 9, vocab=13)
+    target = (x @ w.T).argmax(-1)
+    logprobs, _, top = flce.linear_logprobs(x, w, target, entropy=None, return_topk=13)
+    truth = (x @ w.T).log_softmax(-1)
+    torch.testing.assert_close(top.logprobs, truth.sort(descending=True).values)
+    assert torch.equal(top.ids[:, 0], target)
+    torch.testing.assert_close(top.logprobs[:, 0], logprobs)
+    torch.testing.assert_close(top.lse, (x @ w.T).logsumexp(-1))
+    torch.testing.assert_close(top.logprobs.exp().sum(-1), torch.ones(9, device=device).double())
+
+
+def test_topk_of_ignored_rows(device):
+    x, w, target = cases.leaves(device, 9)
+    target[::2] = -100
+    x.data[::2] = math.nan
+    for bound in (None, "count"):
+        options = {"entropy": None, "return_topk": 4, "valid_bound": bound}
+        made = flce.linear_logprobs(x, w, target, **options)[2]
+        assert (made.ids[::2] == -1).all() and (made.logprobs[::2] == 0).all()
+        (gx,) = torch.autograd.grad(made.logprobs.sum(), x)
+        assert gx.isfinite().all() and (gx[::2] == 0).all() and (gx[1::2] != 0).any()
+
+
+# ---- linear_logprobs_at ----
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5), (0,)])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_logprobs_at(device, shape, kind):
+    x, w, _ = cases.leaves(device, *shape)
+    ids = torch.randint(41, (*shape, 4), generator=cases.generator(1)).to(device, kind)
+    ids[..., 3] = ids[..., 1]
+    if shape[0]:
+        ids[0, ..., 0] = -100
+        ids[-1] = -100
+    temperature = cases.per_row(device, *shape)
+    made = flce.linear_logprobs_at(x, w, ids, temperature=temperature)
+    absent = ids == -100
+    logits = (x @ w.T) / temperature.unsqueeze(-1)
+    truth = logits.log_softmax(-1).gather(-1, ids.masked_fill(absent, 0).long())
+    cases.assert_same(made, truth.masked_fill(absent, 0.0), (x, w), tolerance=1e-10)
+
+
+def test_logprobs_at_of_strided_ids_another_ignore_index_and_no_grad(device):
+    x, w, _ = cases.leaves(device, 8)
+    ids = torch.randint(41, (3, 8), generator=cases.generator(1)).to(device).T
+    ids[2, 1] = 7
+    with torch.no_grad():
+        made = flce.linear_logprobs_at(x, w, ids, ignore_index=7)
+    truth = (x @ w.T).log_softmax(-1).gather(-1, ids).masked_fill(ids == 7, 0.0)
+    torch.testing.assert_close(made, truth)
+    assert not made.requires_grad
+
+
+def test_autocast_and_compile(device):
+    x, w, target = cases.leaves(device, 16, hidden=32, vocab=50, dtype=torch.float32)
+    ids = torch.randint(50, (16, 3), generator=cases.generator(1)).to(device)
+
+    def call(x, w):
+        at = flce.linear_logprobs_at(x, w, ids)
+        return at, flce.linear_logprobs(x, w, target, return_topk=2)[2].logprobs
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    cases.assert_same(compiled(x, w), call(x, w), (x, w))
+    with torch.autocast(device, torch.bfloat16):
+        cast = call(x, w)
+    rounded = call(*(t.detach().bfloat16().requires_grad_() for t in (x, w)))
+    for ours, theirs in zip(cast, rounded, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_two_gemms_and_no_logits_in_the_backward(device):
+    x, w, _ = cases.leaves(device, 64, hidden=16, vocab=500, dtype=torch.float32)
+    ids = torch.randint(500, (64, 8), generator=cases.generator(1)).to(device)
+    made = []
+    forward = cases.gemms_of(lambda: made.append(flce.linear_logprobs_at(x, w, ids)))
+    assert forward == 1
+    assert cases.gemms_of(lambda: made[0].sum().backward()) == 2
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk": -1}, "topk: expected 0 to 41, got -1"),
+        ({"topk": 42}, "topk: expected 0 to 41, got 42"),
+        ({"topk": 2.0}, "topk: expected an int, got 2.0"),
+        ({"topk": True}, "topk: expected an int, got True"),
+        ({"classes": [1]}, "classes: expected a tensor, got list"),
+        ({"classes": (6, 2)}, r"classes: expected shape \(5, 2\)"),
+        ({"classes": (5,)}, r"classes: expected shape \(5, 5\)"),
+        ({"classes": (5, 0)}, r"classes: expected shape \(5, 1\)"),
+        ({"classes": (5, 2), "topk": 3}, "topk: expected 0 with classes, got 3"),
+    ],
+)
+def test_refusals(device, options, message):
+    x, w, target = cases.leaves(device, 5)
+    if isinstance(options.get("classes"), tuple):
+        options = options | {
+            "classes": torch.zeros(options["classes"], dtype=torch.long, device=device)
+        }
+    with pytest.raises((TypeError, ValueError), match=message):
+        flce.linear_cross_entropy(x, w, target, **options)
+
+
+def test_refused_dtypes_and_sampled_gradients(device):
+    x, w, target = cases.leaves(device, 5, dtype=torch.float32)
+    with pytest.raises(TypeError, match="classes: expected dtype torch.int64"):
+        flce.linear_cross_entropy(x, w, target, classes=target.float().unsqueeze(-1))
+    with pytest.raises(ValueError, match=r"ids: expected class indices of shape \(..., K\)"):
+        flce.linear_logprobs_at(x, w, target.float().unsqueeze(-1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
+        flce.linear_logprobs_at(x, w, target.unsqueeze(-1), shift=1)
+    made = flce.linear_logprobs_at(x, w, target.unsqueeze(-1), gradient="sampled")
+    torch.testing.assert_close(made[:, 0], flce.linear_logprobs(x, w, target)[0].detach())
+    with pytest.raises(ValueError, match='gradient: expected "exact" for a gradient of class_log'):
+        made.sum().backward()
+
+
+def test_out_of_range(device, monkeypatch):
+    x, w, target = cases.leaves(device, 5)
+    ids = target.unsqueeze(-1).repeat(1, 3)
+    ids[3, 1] = 41
+    monkeypatch.setenv("FLCE_CHECK", "1")
+    with pytest.raises(IndexError, match=r"classes.*41"):
+        flce.linear_logprobs_at(x, w, ids)
+    monkeypatch.delenv("FLCE_CHECK")
+    if device == "cpu":
+        return
+    made = flce.linear_logprobs_at(x, w, ids)
+    assert made.isnan().nonzero().tolist() == [[3, 1]]
+    (gx,) = torch.autograd.grad(made[:, 0].sum() + made[3, 1].nan_to_num() * 0, x)
+    assert gx[3].isnan().all() and gx[:3].isfinite().all()
+
+
+# ---- targets (ids, probabilities) ----
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0, "z_loss": 0.1}, {"temperature": 2.0, "num_items": 7.0}]
+)
+def test_sparse_target(device, reduction, options):
+    if reduction != "mean":
+        options = {name: value for name, value in options.items() if name != "num_items"}
+    x, w, _ = cases.leaves(device, 3, 6)
+    ids = torch.randint(41, (3, 6, 4), generator=cases.generator(1)).to(device)
+    ids[0, 0, 1:] = -100
+    probabilities = cases.per_row(device, 3, 6, 4)
+    factor = cases.per_row(device, 3, 6)
+    dense = torch.zeros(3, 6, 41, dtype=torch.float64, device=device)
+    dense.scatter_add_(-1, ids.clamp(min=0), probabilities.masked_fill(ids < 0, 0.0))
+    call = {"reduction": reduction, "token_weight": factor, **options}
+    ours = flce.linear_cross_entropy(x, w, (ids, probabilities), **call)
+    theirs = reference.linear_cross_entropy(x, w, dense, **call)
+    cases.assert_same(ours, theirs, (x, w), tolerance=1e-10)
+
+
+def test_sparse_target_with_rows_of_no_class(device):
+    """They count as ignored rows."""
+    x, w, _ = cases.leaves(device, 6)
+    ids = torch.randint(41, (6, 4), generator=cases.generator(1)).to(device)
+    probabilities = cases.per_row(device, 6, 4)
+    ids[2:4], x.data[2:4] = -100, math.nan
+    kept = [0, 1, 4, 5]
+    ours = flce.linear_cross_entropy(x, w, (ids, probabilities), return_lse=True)
+    theirs = flce.linear_cross_entropy(x[kept], w, (ids[kept], probabilities[kept]))
+    torch.testing.assert_close(ours.loss, theirs)
+    assert (ours.lse[2:4] == 0).all()
+    gx, gw = torch.autograd.grad(ours.loss, (x, w))
+    assert gw.isfinite().all() and (gx[2:4] == 0).all()
+
+
+def test_refusals_of_sparse_targets(device):
+    x, w, target = cases.leaves(device, 6)
+    ids, probabilities = target.unsqueeze(-1), torch.ones(6, 1, device=device)
+    for given, message in (
+        ((ids, probabilities[:3]), r"target: expected shape \(6, 1\), that of the ids"),
+        (
+            (ids, probabilities.clone().requires_grad_()),
+            "target: expected probabilities that do not",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flce.linear_cross_entropy(x, w, given)
+    for option in ({"label_smoothing": 0.1}, {"shift": 1}, {"return_accuracy": True}):
+        (name,) = option
+        with pytest.raises(ValueError, match=rf"{name}: expected .* with \(ids, probabilities\)"):
+            flce.linear_cross_entropy(x, w, (ids, probabilities.detach()), **option)
