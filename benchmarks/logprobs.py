@@ -2,9 +2,11 @@
 addition to the operands, and errors against float32 (CUDA) or float64.
 
     python benchmarks/logprobs.py head 8192x4096x151936 --json record.json
+    python benchmarks/logprobs.py head --peers FOLDER   # others too, see rl_peers.py
 
-The loss is PPO's clipped one; with "entropy" the mean entropy times 0.01 is subtracted. `sampled`
-estimates its gradients, so its errors are those of one draw.
+policy: PPO's clipped loss; entropy: the mean entropy times 0.01 is subtracted; classes: a sum over
+the log-probabilities of K classes of each row, given or the largest. `sampled` estimates its
+gradients, so its errors are those of one draw.
 """
 
 import argparse
@@ -15,12 +17,15 @@ import statistics
 
 import measure
 import problem as problems
+import rl_peers
 import torch
 import torch.nn.functional as F
 
 import flce
 
 REFERENCE_ROWS = 256
+KINDS = ("policy", "entropy", "classes")
+COUNT = 64  # classes of a row
 
 
 def policy_loss(problem, logprobs, entropy, rows=slice(None)):
@@ -54,21 +59,65 @@ def of_chunks(**options):
     return loss
 
 
-def contestants(entropy):
-    """Losses by name, all with the entropy or all without."""
-    kind = "differentiable" if entropy else None
+def ids_of(problem):
+    """The target's class and random others."""
+    generator = torch.Generator(problem.y.device).manual_seed(1)
+    classes, rows = problem.w.shape[0], problem.y.numel()
+    ids = torch.randint(classes, (rows, COUNT), device=problem.y.device, generator=generator)
+    ids[:, 0] = problem.y
+    return ids
+
+
+def class_loss(logprobs):
+    """With weights that fall from class to class of a row."""
+    weights = 1.0 / torch.arange(1, COUNT + 1, device=logprobs.device)
+    return -(logprobs * weights).sum() / logprobs.shape[0]
+
+
+def of_classes(problem):
+    return class_loss(flce.linear_logprobs_at(problem.x, problem.w, ids_of(problem)))
+
+
+def of_largest(problem):
+    made = flce.linear_logprobs(problem.x, problem.w, problem.y, entropy=None, return_topk=COUNT)
+    return class_loss(made[2].logprobs)
+
+
+def with_largest(problem):
+    """The policy loss; the largest log-probabilities are values."""
+    made = flce.linear_logprobs(problem.x, problem.w, problem.y, entropy=None, return_topk=COUNT)
+    return policy_loss(problem, *made[:2])
+
+
+def contestants(kind, peers):
+    """(loss, what its gradients are compared with) by name."""
+    if kind == "classes":
+        plain = of_logprobs(flce.linear_logprobs, entropy=None)
+        return {
+            "linear_logprobs": (plain, "policy"),
+            f"at {COUNT} ids": (of_classes, "ids"),
+            f"top {COUNT}": (with_largest, "policy"),
+            f"top {COUNT}, differentiated": (of_largest, "largest"),
+        }
+    entropy = kind == "entropy"
+    wants = "differentiable" if entropy else None
     made = {
         "eager": of_logprobs(eager, entropy=entropy),
         "compile": of_logprobs(torch.compile(eager), entropy=entropy),
-        "linear_logprobs": of_logprobs(flce.linear_logprobs, entropy=kind),
-        "linear_loss": of_chunks(entropy=kind),
-        "linear_loss 512MiB": of_chunks(entropy=kind, max_memory="512MiB"),
+        "linear_logprobs": of_logprobs(flce.linear_logprobs, entropy=wants),
+        "linear_loss": of_chunks(entropy=wants),
+        "linear_loss 512MiB": of_chunks(entropy=wants, max_memory="512MiB"),
     }
     if not entropy:
         made["linear_logprobs sampled"] = of_logprobs(
             flce.linear_logprobs, entropy=None, gradient="sampled"
         )
-    return made
+    if peers:
+        for name, function in rl_peers.functions(peers).items():
+            made[name] = of_logprobs(function, entropy=entropy)
+        if not entropy:
+            made["Liger's GRPO"] = rl_peers.liger_grpo(peers)
+    return {name: (loss, kind if name != "Liger's GRPO" else None) for name, loss in made.items()}
 
 
 def step(loss_of):
@@ -79,7 +128,17 @@ def step(loss_of):
     return run
 
 
-def truth(problem, entropy, wide):
+def loss_of_rows(problem, kind, log_p, rows):
+    """The part of the loss of some rows, from all their log-probabilities."""
+    if kind in ("ids", "largest"):
+        ids = ids_of(problem)[rows] if kind == "ids" else log_p.detach().topk(COUNT).indices
+        return class_loss(log_p.gather(-1, ids)) * len(log_p) / problem.y.numel()
+    logprobs = log_p.gather(-1, problem.y[rows].unsqueeze(-1)).squeeze(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1) if kind == "entropy" else None
+    return policy_loss(problem, logprobs, entropies, rows)
+
+
+def truth(problem, kind, wide):
     loss, dx = 0.0, torch.empty_like(problem.x, dtype=wide)
     w = problem.w.detach().to(wide).requires_grad_()
     dw = torch.zeros_like(w)
@@ -87,38 +146,41 @@ def truth(problem, entropy, wide):
         for begin in range(0, len(dx), REFERENCE_ROWS):
             rows = slice(begin, begin + REFERENCE_ROWS)
             x = problem.x.detach()[rows].to(wide).requires_grad_()
-            log_p = F.linear(x, w).log_softmax(-1)
-            logprobs = log_p.gather(-1, problem.y[rows].unsqueeze(-1)).squeeze(-1)
-            entropies = -(log_p.exp() * log_p).sum(-1) if entropy else None
-            part = policy_loss(problem, logprobs, entropies, rows)
+            part = loss_of_rows(problem, kind, F.linear(x, w).log_softmax(-1), rows)
             dx[rows], grad_w = torch.autograd.grad(part, (x, w))
             dw += grad_w
             loss += part.detach().double()
     return loss, dx, dw
 
 
-def bench(name, shape, entropy, options):
+def bench(name, shape, kind, options):
     upstream = torch.empty(shape.tokens, device=options.device)
     problem = problems.make_problem(shape, options.device, options.dtype, upstream=upstream)
     problem.refresh()
-    exact = truth(problem, entropy, problems.wide_dtype(options.device))
     floor = functools.partial(problems.bare_products, pass_name="step")
-    runs, rows = {"GEMMs": floor}, []
-    runs |= {label: step(loss_of) for label, loss_of in contestants(entropy).items()}
-    for label, run in runs.items():
-        run(problem)
-        row = {"shape": name, "entropy": entropy, "contestant": label}
+    runs, rows, of_kind = {"GEMMs": floor}, [{"contestant": "GEMMs"}], {}
+    for label, (loss, compared) in contestants(kind, options.peers).items():
+        runs[label] = step(loss)
+        rows.append({"contestant": label})
+        of_kind.setdefault(compared, []).append(rows[-1])
+    for row in rows:
+        runs[row["contestant"]](problem)
+        run = runs[row["contestant"]]
         row["peak_bytes"] = measure.peak_extra_bytes(run, problem, options.device)
-        if label != "GEMMs":
-            row["errors"] = problems.errors(run(problem), exact)
-        rows.append(row)
-    del exact
+    for compared, group in of_kind.items():
+        if compared is None:
+            continue
+        exact = truth(problem, compared, problems.wide_dtype(options.device))
+        for row in group:
+            row["errors"] = problems.errors(runs[row["contestant"]](problem), exact)
+        del exact
     timed = {label: (run, 0.1) for label, run in runs.items()}
     taken, failed = measure.interleaved(timed, problem, options.device, options.rounds, 60.0)
     for error in failed.values():
         raise error
     floor = statistics.median(each.seconds for each in taken["GEMMs"])
     for row in rows:
+        row |= {"shape": name, "kind": kind}
         row["ms"] = 1e3 * statistics.median(each.seconds for each in taken[row["contestant"]])
         row["over_gemms"] = row["ms"] / (1e3 * floor)
         print(line(row), flush=True)
@@ -126,7 +188,7 @@ def bench(name, shape, entropy, options):
 
 
 def line(row):
-    text = f"{row['shape']:18} {'entropy' if row['entropy'] else 'policy':8} {row['contestant']:24}"
+    text = f"{row['shape']:18} {row['kind']:8} {row['contestant']:24}"
     text += f" {row['ms']:8.2f} ms {row['over_gemms']:6.3f}x {row['peak_bytes'] / 1e9:6.2f} GB"
     return text + problems.error_columns(row)
 
@@ -140,6 +202,8 @@ def main(arguments=None):
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--peers", type=pathlib.Path, help="a folder with unpacked wheels")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     options.dtype = getattr(torch, options.dtype)
@@ -149,8 +213,8 @@ def main(arguments=None):
     print(measure.described(facts))
     rows = []
     for text in options.shapes:
-        for entropy in (False, True):
-            rows += bench(*problems.named_shape(text), entropy, options)
+        for kind in options.kinds:
+            rows += bench(*problems.named_shape(text), kind, options)
     if options.json:
         options.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
 
