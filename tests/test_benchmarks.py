@@ -187,6 +187,23 @@ def loop(scripts, tmp_path, *arguments, shape="64x16x400"):
     return status, json.loads(path.read_text())
 
 
+def test_precision(scripts, tmp_path, device):
+    """One-sided float32 logits are the worst of the four pairs, and float32 the more exact."""
+    path = tmp_path / "record.json"
+    sizes = ["--tokens", "128", "--hidden", "256", "--vocab", "500", "--device", device]
+    scripts("precision").main([*sizes, "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    for logits in ("random", "peaked"):
+        made = [row for row in rows if row["logits"] == logits]
+        errors = {row["trainer"]: row["mean_error"] for row in made if "mean_error" in row}
+        assert errors["float32"] < 1e-5 and 1e-3 < errors["bfloat16"] < 0.1
+        for noise, factor in ((0.0, 3), (2.0**-9, 1)):
+            pairs = [row for row in made if row.get("noise") == noise]
+            alike = [row["mean_gap"] for row in pairs if row["trainer"] == row["rollout"]]
+            mixed = [row["mean_gap"] for row in pairs if row["trainer"] != row["rollout"]]
+            assert min(mixed) > factor * max(alike)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_train_loop(scripts, tmp_path, optimizer):
     choices = ["--max-spread", "1e9", "--optimizer", optimizer]
