@@ -38,8 +38,7 @@ def draw(kind, options):
     x = torch.randn(options.tokens, options.hidden, **size) * (4 if kind == "random" else 2)
     if kind == "peaked":
         top = torch.randint(options.vocab, (options.tokens, len(TOP)), **size)
-        levels = torch.tensor(TOP, device=options.device)
-        levels = levels + torch.randn(top.shape, **size)
+        levels = torch.tensor(TOP, device=options.device) + torch.randn(top.shape, **size)
         x = x + torch.einsum("nkh,nk->nh", w[top], levels)  # rows of w have a norm of about 1
     return x, w.bfloat16(), random
 
@@ -65,8 +64,7 @@ def rollout(x, w, y, side):
         dtype = {"out_dtype": torch.float32} if side == "float32" else {}
         parts = zip(x.split(ROLLOUT_ROWS), y.split(ROLLOUT_ROWS), strict=True)
         return torch.cat([of_logits(torch.mm(rows, w.T, **dtype), some) for rows, some in parts])
-    half = x.shape[1] // 2
-    x, w = x.float(), w.float()
+    x, w, half = x.float(), w.float(), x.shape[1] // 2
     logits = x[:, half:] @ w[:, half:].T + x[:, :half] @ w[:, :half].T
     return of_logits(logits.to(getattr(torch, side)), y)
 
@@ -99,9 +97,8 @@ def rows_of(kind, options):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in (("tokens", 1024), ("hidden", 1024), ("vocab", 32000)):
         parser.add_argument(f"--{name}", type=int, default=default)
