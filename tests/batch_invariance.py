@@ -27,6 +27,7 @@ SIZES += (2049, 4096, 4097)
 # the row's tiles again.
 SPREADS = (0.01, 1.0, 8.0, 60.0)
 CHUNK_ROWS = 300  # about, of the changes that make chunks
+CLASSES = 3
 IGNORE_INDEX = -100
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -37,6 +38,7 @@ class Batch(NamedTuple):
     x: torch.Tensor  # (2 N, H)
     w: torch.Tensor  # (V, H)
     y: torch.Tensor  # (2 N,)
+    classes: torch.Tensor  # (2 N, CLASSES), classes of which the logits are an output
     upstream: torch.Tensor  # (2 N,) float32, the gradient of each row's results
 
     @property
@@ -88,8 +90,9 @@ def draw(tokens, hidden, vocab, dtype, device, exact=False):
         x = torch.randn(2 * tokens, hidden, **size) * spread[:, None]
         w = torch.randn(vocab, hidden, **size) / hidden**0.5
     y = torch.randint(vocab, (2 * tokens,), **size)
+    classes = torch.randint(vocab, (2 * tokens, CLASSES), **size)
     upstream = torch.rand(2 * tokens, **size) + 0.5
-    return Batch(x.to(dtype), w.to(dtype), y, upstream)
+    return Batch(x.to(dtype), w.to(dtype), y, classes, upstream)
 
 
 def budgets_of(batch):
@@ -152,12 +155,13 @@ def results(batch, change, options):
     returned = {"return_lse": True, "return_entropy": True, "return_predictions": True}
     with torch.set_grad_enabled(grad is not False):
         x.requires_grad_()
+        returned["classes"] = batch.classes[rows]
         made = flce.linear_cross_entropy(x, batch.w, y, reduction="none", **returned, **options)
         if asks:
             return {"logprobs": -made.loss.detach()}
         logprobs, _ = flce.linear_logprobs(x, batch.w, y, entropy=None, **options)
     found = {"logprobs": logprobs, **{n: getattr(made, n) for n in ("loss", "lse", "entropy")}}
-    found["predictions"] = made.predictions
+    found |= {"predictions": made.predictions, "class logits": made.class_logits}
     if grad is not False:
         given = [upstream.to(logprobs.dtype)]
         (found["dx"],) = torch.autograd.grad(logprobs, x, given)

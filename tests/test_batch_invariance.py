@@ -16,10 +16,12 @@ from batch_invariance import Change, Finding, draw, findings, findings_of_logits
 import flce
 
 ROWS = ("logprobs", "loss", "lse", "entropy", "predictions")
-EVERY = (*ROWS, "dx", "dx of all")
+EVERY = (*ROWS, "class logits", "dx", "dx of all")
 LEAST_ROWS = 193  # with FLCE_KERNEL=auto the fused kernel needs as many (csrc/cuda/sm90/select.cu)
-# What every GEMM keeps: a batch of the same shape, and the same row passes.
-SAME_SHAPE = {"other rows": EVERY, "no_grad": ROWS}
+# What every GEMM keeps: a batch of the same shape with the same row passes, and dot products.
+ANY_GEMM = dict.fromkeys(("N", "position", "position and N", "ignored rows"), ("class logits",))
+ANY_GEMM |= dict.fromkeys(("valid_bound", "max_memory", "save"), ("class logits",))
+ANY_GEMM |= {"other rows": EVERY, "no_grad": (*ROWS, "class logits")}
 ANY_BATCH = {
     **dict.fromkeys(("N", "position", "position and N", "no row overflows"), ROWS),
     **dict.fromkeys(("other rows", "ignored rows", "valid_bound", "max_memory", "no_grad"), ROWS),
@@ -76,10 +78,10 @@ def test_the_budgets_make_chunks(place, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_other_rows_of_a_batch_of_the_same_shape(place, dtype):
+def test_what_every_gemm_keeps(place, dtype):
     device, tokens = place
     batch = draw(tokens, 200, 1003, dtype, device)
-    assert_kept(findings(batch, lambda change: change.name in SAME_SHAPE), SAME_SHAPE)
+    assert_kept(findings(batch, lambda change: change.name in ANY_GEMM), ANY_GEMM)
 
 
 @hopper.ONLY
