@@ -240,10 +240,11 @@ typedef struct flce_problem {
 enum { FLCE_MOST_TOPK = 1024 };
 
 /* The candidates for the `topk` classes with the largest logits. They are chosen by rounded values,
- * and the caller chooses among them by the exact logits: a class that more than topk / 4 + 8 others
+ * and the caller chooses among them by the exact logits: a class that more than topk / 8 + 8 others
  * equal in rounded value may be left out. */
+#define FLCE_CANDIDATES(topk) ((topk) + (topk) / 8 + 8)
 static inline int64_t flce_candidates(int64_t topk) {
-  return topk > 0 ? topk + topk / 4 + 8 : 0;
+  return topk > 0 ? FLCE_CANDIDATES(topk) : 0;
 }
 
 static inline bool flce_is_sharded(const flce_problem* problem) {

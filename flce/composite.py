@@ -228,9 +228,9 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if _checks_range(target):
         found = fakes.described(input, weight, target, bias, lists)
         most = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
-        validate.check_target_range("target", target, most, packed.ignore_index)
         if classes is not None:
             validate.check_target_range("classes", classes, most, -1)
+        validate.check_target_range("target", target, most, packed.ignore_index)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)

@@ -259,7 +259,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             classes themselves: the largest. The candidates are found by logits that are rounded
             (exp(l - max) to 2^-8 on Hopper in bfloat16, float32 else), the logits are exact:
             a class that is left out may be larger than a returned one by that rounding, if more
-            than K / 4 + 8 classes are so close. Probabilities below 2^-126 are not ordered.
+            than K / 8 + 8 classes are so close. Probabilities below 2^-126 are not ordered.
         gradient_seed: the seed of the draw, an int64, as an int or a tensor of one element on
             input's device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more

@@ -55,7 +55,7 @@ static void top_of_row(const flce_rows* rows, int64_t r, int64_t* ids, candidate
 
 static void top_range(int64_t begin, int64_t end, void* context) {
   const flce_rows* rows = context;
-  candidate heap[FLCE_MOST_TOPK + FLCE_MOST_TOPK / 4 + 8];
+  candidate heap[FLCE_CANDIDATES(FLCE_MOST_TOPK)];
   for (int64_t r = begin; r < end; r++) {
     int64_t i = flce_row_index(rows, r);
     if (i < 0) continue;

@@ -3,30 +3,32 @@
  * The first pass over the row keeps the maxima of groups of columns. The count-th largest of them is
  * a threshold that at least `count` columns reach and, unless many are nearly equal, few more. The
  * second pass collects these, and the block sorts them. If they are too many, the threshold is
- * raised by bisection, with a pass for each bit. */
+ * raised by bisection, with a pass for each bit. One block runs on an SM, so that the rows of all
+ * blocks (34 MB at 128256 classes in bfloat16) are still in L2 for the second pass. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
-#include "cuda/rows/row.cuh"
+#include "cuda/rows/row_launch.cuh"
 
 #include <cub/block/block_scan.cuh>
+#include <type_traits>
 
 enum {
-  kTopThreads = 512,
-  kGroups = 8 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
+  kTopThreads = 1024,
+  kGroups = 4 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
   kCapacity = 2048,          /* candidates that are sorted; a power of two */
-  kKeyBits = 32,
 };
-static_assert(FLCE_MOST_TOPK + FLCE_MOST_TOPK / 4 + 8 <= kCapacity, "the candidates fit");
+static_assert(FLCE_CANDIDATES(FLCE_MOST_TOPK) <= kCapacity, "the candidates fit");
 
-/* A row's values and how they become keys, which ascend with l. */
-template <typename T>
+/* A row's values and how they become keys, which ascend with l. EXP: the values are E, at least 0;
+ * the target's column, where E is 0, is a candidate apart. */
+template <typename T, bool EXP>
 struct KeyedRow {
   const T* values;
   const void* bias; /* stat dtype, or NULL */
   int vocab;
-  bool falls;      /* l falls where the value rises */
-  int target;      /* the column whose value is target_value instead; -1: none */
-  float target_value;
+  bool falls; /* l falls where the value rises */
+  int target; /* EXP: its column, and the key of its E */
+  uint32_t target_key;
 };
 
 /* Ascends with the float; NaN is above all others or, with its sign set, below. */
@@ -35,18 +37,18 @@ __device__ __forceinline__ uint32_t key_of(float v) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t key_at(const KeyedRow<T>& row, T raw, int col) {
+template <typename T, bool EXP>
+__device__ __forceinline__ uint32_t key_at(const KeyedRow<T, EXP>& row, T raw, int col) {
+  if constexpr (EXP) return __float_as_uint((float)to_stat(raw));
   float v = (float)to_stat(raw);
   if (row.bias) v = (float)(to_stat(raw) + ((const stat_t<T>*)row.bias)[col]);
-  if (col == row.target) v = row.target_value;
   return key_of(row.falls ? -v : v);
 }
 
 /* Calls visit(keys, column) for every column: with the keys of a whole vector from `column` on
  * where the row is aligned, else with one key. All threads of the block take part. */
-template <typename T, typename Visit>
-__device__ __forceinline__ void for_each_key(const KeyedRow<T>& row, Visit visit) {
+template <typename T, bool EXP, typename Visit>
+__device__ __forceinline__ void for_each_key(const KeyedRow<T, EXP>& row, Visit visit) {
   constexpr int N = kVec<T>, kLoads = 4;
   const int vectors = is_aligned(row.values, 16) ? row.vocab / N : 0;
   for (int first = 0; first < vectors; first += kLoads * kTopThreads) {
@@ -72,11 +74,13 @@ __device__ __forceinline__ void for_each_key(const KeyedRow<T>& row, Visit visit
   }
 }
 
-/* The largest key that at least `count` of a block's `n` keys reach. */
-template <typename Count>
+/* The largest key that at least `count` keys reach. The keys of E in bfloat16 are multiples of
+ * 2^16. */
+template <typename T, bool EXP, typename Count>
 __device__ __forceinline__ uint32_t bisect(int count, Count count_from) {
+  constexpr int kLowest = EXP && std::is_same<T, __nv_bfloat16>::value ? 16 : 0;
   uint32_t threshold = 0;
-  for (int bit = kKeyBits - 1; bit >= 0; bit--) {
+  for (int bit = 31; bit >= kLowest; bit--) {
     const uint32_t trial = threshold | 1u << bit;
     if (count_from(trial) >= count) threshold = trial;
   }
@@ -110,8 +114,8 @@ struct TopMemory {
 
 /* A key that at least `count` columns reach: the count-th largest of the maxima of `groups` groups
  * of columns, a multiple of the block's size. 0 where fewer groups have a column. */
-template <typename T>
-__device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T>& row, int count, int groups,
+template <typename T, bool EXP>
+__device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, int count, int groups,
                                                  TopMemory& memory) {
   for (int g = threadIdx.x; g < groups; g += kTopThreads) memory.groups[g] = 0;
   int next = threadIdx.x; /* a thread's vectors go to its groups in order */
@@ -123,7 +127,7 @@ __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T>& row, int cou
     if (next >= groups) next = threadIdx.x;
   });
   __syncthreads();
-  return bisect(count, [&](uint32_t trial) {
+  return bisect<T, EXP>(count, [&](uint32_t trial) {
     int own = 0;
     for (int g = threadIdx.x; g < groups; g += kTopThreads) own += memory.groups[g] >= trial;
     return block_count(own, memory.scratch);
@@ -132,15 +136,23 @@ __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T>& row, int cou
 
 /* Collects the columns of at least `threshold`; returns how many there are, of which kCapacity are
  * in memory. */
-template <typename T>
-__device__ __forceinline__ int collect(const KeyedRow<T>& row, uint32_t threshold,
+template <typename T, bool EXP>
+__device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold,
                                        TopMemory& memory) {
+  const bool with_target = EXP && row.target_key >= threshold;
   __syncthreads();
-  if (threadIdx.x == 0) memory.found = 0;
+  if (threadIdx.x == 0) {
+    memory.found = with_target;
+    if (with_target) memory.candidates[0] = candidate_of(row.target_key, row.target);
+  }
   __syncthreads();
   for_each_key(row, [&](const auto& keys, int col) {
+    uint32_t top = keys[0];
+    for (uint32_t key : keys) top = max(top, key);
+    if (top < threshold) return;
     for (uint32_t key : keys) {
-      const int place = key < threshold ? kCapacity : atomicAdd(&memory.found, 1);
+      const bool wanted = key >= threshold && !(EXP && col == row.target);
+      const int place = wanted ? atomicAdd(&memory.found, 1) : kCapacity;
       if (place < kCapacity) memory.candidates[place] = candidate_of(key, col);
       col++;
     }
@@ -151,13 +163,13 @@ __device__ __forceinline__ int collect(const KeyedRow<T>& row, uint32_t threshol
 
 /* The same with the largest threshold, and of the columns that equal it only the lowest, so that
  * `count` are collected. */
-template <typename T>
-__device__ __forceinline__ void collect_exactly(const KeyedRow<T>& row, int count,
+template <typename T, bool EXP>
+__device__ __forceinline__ void collect_exactly(const KeyedRow<T, EXP>& row, int count,
                                                 TopMemory& memory) {
   using Scan = cub::BlockScan<int, kTopThreads>;
   __shared__ typename Scan::TempStorage scan;
-  const uint32_t threshold = bisect(count, [&](uint32_t trial) {
-    int own = 0;
+  const uint32_t threshold = bisect<T, EXP>(count, [&](uint32_t trial) {
+    int own = EXP && threadIdx.x == 0 && row.target_key >= trial;
     for_each_key(row, [&](const auto& keys, int) {
       for (uint32_t key : keys) own += key >= trial;
     });
@@ -167,7 +179,11 @@ __device__ __forceinline__ void collect_exactly(const KeyedRow<T>& row, int coun
   __syncthreads();
   for (int first = 0; first < row.vocab && found < count; first += kTopThreads) {
     const int col = first + (int)threadIdx.x;
-    const bool equal = col < row.vocab && key_at(row, row.values[col], col) == threshold;
+    const bool is_target = EXP && col == row.target;
+    const uint32_t key = col >= row.vocab ? 0
+                         : is_target      ? row.target_key
+                                          : key_at(row, row.values[col], col);
+    const bool equal = col < row.vocab && key == threshold;
     int place, total;
     Scan(scan).ExclusiveSum((int)equal, place, total);
     if (equal && found + place < count)
@@ -196,15 +212,13 @@ __device__ __forceinline__ void sort_candidates(uint64_t* candidates, int size) 
   __syncthreads();
 }
 
-/* The row's values. Where they are E, whose target's column is 0, that value follows from the
- * statistics. */
-template <typename T>
-__device__ __forceinline__ KeyedRow<T> open_keyed_row(const flce_rows& r, int64_t row, int64_t at,
-                                                      bool from_exp) {
-  KeyedRow<T> keyed = {};
+/* The target's E, which its column does not hold, follows from the statistics. */
+template <typename T, bool EXP>
+__device__ __forceinline__ KeyedRow<T, EXP> open_keyed_row(const flce_rows& r, int64_t row,
+                                                           int64_t at) {
+  KeyedRow<T, EXP> keyed = {};
   keyed.vocab = (int)r.vocab;
-  keyed.target = -1;
-  if (!from_exp) {
+  if constexpr (!EXP) {
     keyed.values = (const T*)r.z + row * r.z_pitch;
     keyed.bias = r.bias;
     keyed.falls = !(r.options.logit_scale > 0);
@@ -213,16 +227,16 @@ __device__ __forceinline__ KeyedRow<T> open_keyed_row(const flce_rows& r, int64_
   using S = stat_t<T>;
   const S* stats = (const S*)r.stats + at;
   const S l = stats[FLCE_STAT_LSE * r.stat_pitch] - stats[FLCE_STAT_NLL * r.stat_pitch];
+  const S e = exp(l - stats[FLCE_STAT_OFFSET * r.stat_pitch]);
   keyed.values = (const T*)r.out + row * r.out_pitch;
   keyed.target = (int)r.target[at];
-  const S e = exp(l - stats[FLCE_STAT_OFFSET * r.stat_pitch]);
-  keyed.target_value = (float)to_stat(from_stat<T>(e));
+  keyed.target_key = __float_as_uint((float)to_stat(from_stat<T>(e)));
   return keyed;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kTopThreads, 2)
-    top_classes(const __grid_constant__ flce_rows r, bool from_exp, int groups) {
+template <typename T, bool EXP>
+__global__ void __launch_bounds__(kTopThreads)
+    top_classes(const __grid_constant__ flce_rows r, int groups) {
   __shared__ TopMemory memory;
   pdl_wait();
   const RowRef ref = row_ref_of(r, blockIdx.x);
@@ -232,7 +246,7 @@ __global__ void __launch_bounds__(kTopThreads, 2)
   const bool valid = ref.kind == kRowValid;
   for (int k = (valid ? wanted : 0) + (int)threadIdx.x; k < count; k += kTopThreads) ids[k] = -1;
   if (!valid) return;
-  const KeyedRow<T> row = open_keyed_row<T>(r, blockIdx.x, ref.at, from_exp);
+  const KeyedRow<T, EXP> row = open_keyed_row<T, EXP>(r, blockIdx.x, ref.at);
   const uint32_t threshold = threshold_of(row, wanted, groups, memory);
   int found = collect(row, threshold, memory);
   if (found > kCapacity) {
@@ -249,16 +263,18 @@ __global__ void __launch_bounds__(kTopThreads, 2)
 
 flce_status cuda_top_classes(void* self, const flce_rows* r, bool from_exp) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
-  if (r->vocab > kMaxVocab) {
-    return flce_fail(FLCE_UNSUPPORTED, "top_classes: at most %d columns, got %lld", kMaxVocab,
-                     (long long)r->vocab);
-  }
-  FLCE_TRY(check_grid(r->rows, "top_classes"));
+  FLCE_TRY(check_rows(r, "top_classes"));
   const int64_t most = ceil_div(2 * r->classes.count, kTopThreads);
   const int groups = (int)min_of(kGroups, most * kTopThreads);
-  FLCE_WITH_TYPE(from_exp ? r->out_dtype : r->z_dtype, T, {
-    FLCE_TRY(launch_dependent(self, top_classes<T>, (unsigned)r->rows, kTopThreads, "top_classes",
-                              *r, from_exp, groups));
+  const unsigned blocks = (unsigned)r->rows;
+  if (from_exp) { /* of the fused logits GEMM */
+    if (r->out_dtype != FLCE_BF16) return no_row_kernel(r, "top_classes of exp rows");
+    return launch_dependent(self, top_classes<__nv_bfloat16, true>, blocks, kTopThreads,
+                            "top_classes", *r, groups);
+  }
+  FLCE_WITH_TYPE(r->z_dtype, T, {
+    FLCE_TRY(launch_dependent(self, top_classes<T, false>, blocks, kTopThreads, "top_classes", *r,
+                              groups));
   });
   return FLCE_OK;
 }
