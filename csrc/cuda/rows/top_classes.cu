@@ -1,10 +1,10 @@
 /* top_classes: the classes of each row with the largest logits, a block for each row.
  *
- * The first pass over the row keeps the maxima of groups of columns. The count-th largest of them is
- * a threshold that at least `count` columns reach and, unless many are nearly equal, few more. The
- * second pass collects these, and the block sorts them. If they are too many, the threshold is
- * raised by bisection, with a pass for each bit. One block runs on an SM, so that the rows of all
- * blocks (34 MB at 128256 classes in bfloat16) are still in L2 for the second pass. */
+ * One pass over the row keeps the maxima of groups of columns. The count-th largest of them is a
+ * threshold that at least `count` columns reach and, unless many are nearly equal, few more. They
+ * are in the groups whose maximum reaches it, and only these groups are read again. The block sorts
+ * what they hold. Where that is too much, the threshold is raised by bisection, with a pass for each
+ * bit. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/rows/row_launch.cuh"
@@ -13,8 +13,8 @@
 #include <type_traits>
 
 enum {
-  kTopThreads = 1024,
-  kGroups = 4 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
+  kTopThreads = 512,
+  kGroups = 8 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
   kCapacity = 2048,          /* candidates that are sorted; a power of two */
 };
 static_assert(FLCE_CANDIDATES(FLCE_MOST_TOPK) <= kCapacity, "the candidates fit");
@@ -45,34 +45,52 @@ __device__ __forceinline__ uint32_t key_at(const KeyedRow<T, EXP>& row, T raw, i
   return key_of(row.falls ? -v : v);
 }
 
-/* Calls visit(keys, column) for every column: with the keys of a whole vector from `column` on
- * where the row is aligned, else with one key. All threads of the block take part. */
-template <typename T, bool EXP, typename Visit>
-__device__ __forceinline__ void for_each_key(const KeyedRow<T, EXP>& row, Visit visit) {
-  constexpr int N = kVec<T>, kLoads = 4;
-  const int vectors = is_aligned(row.values, 16) ? row.vocab / N : 0;
-  for (int first = 0; first < vectors; first += kLoads * kTopThreads) {
-    Vec<T, N> raw[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) {
-      const int v = first + i * kTopThreads + (int)threadIdx.x;
-      if (v < vectors) load_vec<false>(row.values + (int64_t)v * N, raw[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) {
-      const int v = first + i * kTopThreads + (int)threadIdx.x;
-      if (v >= vectors) continue;
+/* What a thread reads at a time, a unit: a vector of columns where the row is aligned, else, and at
+ * the row's end, one column. Unit u belongs to group u modulo the number of groups. */
+template <typename T, bool EXP>
+struct Units {
+  int vectors, count;
+
+  __device__ explicit Units(const KeyedRow<T, EXP>& row)
+      : vectors(is_aligned(row.values, 16) ? row.vocab / kVec<T> : 0),
+        count(vectors + row.vocab - vectors * kVec<T>) {}
+
+  /* Calls visit(keys, column) with the keys of unit u, whose vector is `raw`. */
+  template <typename Visit>
+  __device__ __forceinline__ void visit(const KeyedRow<T, EXP>& row, int u,
+                                        const Vec<T, kVec<T>>& raw, Visit visit) const {
+    constexpr int N = kVec<T>;
+    if (u < vectors) {
       uint32_t keys[N];
 #pragma unroll
-      for (int e = 0; e < N; e++) keys[e] = key_at(row, raw[i].at[e], v * N + e);
-      visit(keys, v * N);
+      for (int e = 0; e < N; e++) keys[e] = key_at(row, raw.at[e], u * N + e);
+      visit(keys, u * N);
+    } else {
+      const int col = vectors * N + u - vectors;
+      const uint32_t keys[1] = {key_at(row, row.values[col], col)};
+      visit(keys, col);
     }
   }
-  for (int col = vectors * N + (int)threadIdx.x; col < row.vocab; col += kTopThreads) {
-    const uint32_t keys[1] = {key_at(row, row.values[col], col)};
-    visit(keys, col);
+
+  /* Calls visit(keys, column) for the units first, first + step, ... */
+  template <typename Visit>
+  __device__ __forceinline__ void each(const KeyedRow<T, EXP>& row, int first, int step,
+                                       Visit visit_keys) const {
+    constexpr int kLoads = 4;
+    for (int u = first; u < count; u += kLoads * step) {
+      Vec<T, kVec<T>> raw[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; i++) {
+        if (u + i * step < vectors)
+          load_vec<false>(row.values + (int64_t)(u + i * step) * kVec<T>, raw[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; i++) {
+        if (u + i * step < count) visit(row, u + i * step, raw[i], visit_keys);
+      }
+    }
   }
-}
+};
 
 /* The largest key that at least `count` keys reach. The keys of E in bfloat16 are multiples of
  * 2^16. */
@@ -104,22 +122,20 @@ __device__ __forceinline__ uint64_t candidate_of(uint32_t key, int col) {
 }
 
 struct TopMemory {
-  union {
-    uint32_t groups[kGroups];
-    uint64_t candidates[kCapacity];
-  };
+  uint32_t groups[kGroups]; /* the largest key of each */
+  uint64_t candidates[kCapacity];
   int scratch[kMaxWarps];
   int found;
 };
 
-/* A key that at least `count` columns reach: the count-th largest of the maxima of `groups` groups
- * of columns, a multiple of the block's size. 0 where fewer groups have a column. */
+/* A key that at least `count` columns reach: the count-th largest of the maxima of `groups` groups,
+ * a multiple of the block's size, which are then in memory. 0 where fewer groups have a column. */
 template <typename T, bool EXP>
 __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, int count, int groups,
                                                  TopMemory& memory) {
   for (int g = threadIdx.x; g < groups; g += kTopThreads) memory.groups[g] = 0;
-  int next = threadIdx.x; /* a thread's vectors go to its groups in order */
-  for_each_key(row, [&](const auto& keys, int) {
+  int next = threadIdx.x; /* a thread's units go to its groups in order */
+  Units<T, EXP>(row).each(row, threadIdx.x, kTopThreads, [&](const auto& keys, int) {
     uint32_t top = keys[0];
     for (uint32_t key : keys) top = max(top, key);
     memory.groups[next] = max(memory.groups[next], top);
@@ -135,28 +151,28 @@ __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, in
 }
 
 /* Collects the columns of at least `threshold`; returns how many there are, of which kCapacity are
- * in memory. */
+ * in memory. A warp reads a group. */
 template <typename T, bool EXP>
-__device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold,
+__device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold, int groups,
                                        TopMemory& memory) {
   const bool with_target = EXP && row.target_key >= threshold;
-  __syncthreads();
   if (threadIdx.x == 0) {
     memory.found = with_target;
     if (with_target) memory.candidates[0] = candidate_of(row.target_key, row.target);
   }
   __syncthreads();
-  for_each_key(row, [&](const auto& keys, int col) {
-    uint32_t top = keys[0];
-    for (uint32_t key : keys) top = max(top, key);
-    if (top < threshold) return;
-    for (uint32_t key : keys) {
-      const bool wanted = key >= threshold && !(EXP && col == row.target);
-      const int place = wanted ? atomicAdd(&memory.found, 1) : kCapacity;
-      if (place < kCapacity) memory.candidates[place] = candidate_of(key, col);
-      col++;
-    }
-  });
+  const int lane = threadIdx.x % kWarp;
+  for (int g = threadIdx.x / kWarp; g < groups; g += kTopThreads / kWarp) {
+    if (memory.groups[g] < threshold) continue;
+    Units<T, EXP>(row).each(row, g + lane * groups, kWarp * groups, [&](const auto& keys, int col) {
+      for (uint32_t key : keys) {
+        const bool wanted = key >= threshold && !(EXP && col == row.target);
+        const int place = wanted ? atomicAdd(&memory.found, 1) : kCapacity;
+        if (place < kCapacity) memory.candidates[place] = candidate_of(key, col);
+        col++;
+      }
+    });
+  }
   __syncthreads();
   return memory.found;
 }
@@ -164,18 +180,18 @@ __device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t thr
 /* The same with the largest threshold, and of the columns that equal it only the lowest, so that
  * `count` are collected. */
 template <typename T, bool EXP>
-__device__ __forceinline__ void collect_exactly(const KeyedRow<T, EXP>& row, int count,
+__device__ __forceinline__ void collect_exactly(const KeyedRow<T, EXP>& row, int count, int groups,
                                                 TopMemory& memory) {
   using Scan = cub::BlockScan<int, kTopThreads>;
   __shared__ typename Scan::TempStorage scan;
   const uint32_t threshold = bisect<T, EXP>(count, [&](uint32_t trial) {
     int own = EXP && threadIdx.x == 0 && row.target_key >= trial;
-    for_each_key(row, [&](const auto& keys, int) {
+    Units<T, EXP>(row).each(row, threadIdx.x, kTopThreads, [&](const auto& keys, int) {
       for (uint32_t key : keys) own += key >= trial;
     });
     return block_count(own, memory.scratch);
   });
-  int found = threshold == 0xffffffffu ? 0 : collect(row, threshold + 1, memory);
+  int found = threshold == 0xffffffffu ? 0 : collect(row, threshold + 1, groups, memory);
   __syncthreads();
   for (int first = 0; first < row.vocab && found < count; first += kTopThreads) {
     const int col = first + (int)threadIdx.x;
@@ -235,7 +251,7 @@ __device__ __forceinline__ KeyedRow<T, EXP> open_keyed_row(const flce_rows& r, i
 }
 
 template <typename T, bool EXP>
-__global__ void __launch_bounds__(kTopThreads)
+__global__ void __launch_bounds__(kTopThreads, 2)
     top_classes(const __grid_constant__ flce_rows r, int groups) {
   __shared__ TopMemory memory;
   pdl_wait();
@@ -248,9 +264,9 @@ __global__ void __launch_bounds__(kTopThreads)
   if (!valid) return;
   const KeyedRow<T, EXP> row = open_keyed_row<T, EXP>(r, blockIdx.x, ref.at);
   const uint32_t threshold = threshold_of(row, wanted, groups, memory);
-  int found = collect(row, threshold, memory);
+  int found = collect(row, threshold, groups, memory);
   if (found > kCapacity) {
-    collect_exactly(row, wanted, memory);
+    collect_exactly(row, wanted, groups, memory);
     found = wanted;
   }
   int size = 2;
