@@ -5,8 +5,11 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from operands import H, N, V, agree, leaf
+from processes import run_on_ranks
+from tiny_models import LogitsMade
 
 from flce.integrations import verl as ours
 
@@ -86,11 +89,51 @@ def test_kernel(only_flce):
         agree(entropy.double(), -(log_p.exp() * log_p).sum(-1), (x, w), 1e-6)
 
 
-@pytest.mark.parametrize("rest", [("sum", None), ("none", object())])
-def test_the_rest_is_verls(only_flce, rest):
+def tensor_parallel():
+    """As Megatron's workers call it: hidden states (S, 1, H), labels (1, S), a rank's classes."""
+    rank, ranks, classes = dist.get_rank(), dist.get_world_size(), 12
+    x, w = (leaf(*size, device="cpu") for size in ((N, 1, H), (classes, H)))
+    y, upstream = torch.randint(classes, (1, N)), torch.randn(2, N)
+    log_p = (F.linear(x[:, 0], w) / 0.7).log_softmax(-1)
+    expected = log_p.gather(1, y.view(-1, 1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    expected = torch.stack(expected)
+    for_x, for_w = torch.autograd.grad((expected * upstream).sum(), (x, w))
+    part = slice(rank * classes // ranks, (rank + 1) * classes // ranks)
+    shard = w.detach()[part].requires_grad_()
+    with ours.install() as handle:
+        made = kernel.linear_cross_entropy(x, shard, y, 0.7, "none", dist.group.WORLD)
+        made = torch.stack(made).double()
+        term, of_shard = torch.autograd.grad((made * upstream).sum(), (x, shard))
+    assert handle.calls == {"flce": 1}
+    assert ranks == 1 or (term - for_x).norm() > 0.1 * for_x.norm()
+    dist.all_reduce(term)  # as the backward of Megatron's gather
+    for value, right in ((made, expected), (term, for_x), (of_shard, for_w[part])):
+        torch.testing.assert_close(value, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_parallel(ranks):
+    run_on_ranks(ranks, tensor_parallel)
+
+
+def test_other_reductions_are_verls(only_flce):
     x, w, y = operands()
     with ours.install(), pytest.raises(AssertionError, match="verl's own loss ran"):
-        kernel.linear_cross_entropy(x, w, y, 1.0, *rest)
+        kernel.linear_cross_entropy(x, w, y, 1.0, "sum", None)
+
+
+def test_no_tensor_of_all_logits(monkeypatch):
+    monkeypatch.setenv("FLCE_MAX_MEMORY", f"{8 * 64 * 4}")  # 8 rows of logits
+    x, w = leaf(2, N, H, device="cpu"), leaf(64, H, device="cpu")
+    y = torch.randint(64, (2, N))
+    with ours.install(), LogitsMade(2 * N, 64) as made:
+        ppo(x, w, y)
+        log_probs, entropy = kernel.linear_cross_entropy(x, w, y, 0.7, "none")
+        (log_probs - entropy).sum().backward()
+    assert not made.found
+    with LogitsMade(2 * N, 64) as made:
+        F.linear(x, w)
+    assert made.found
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -1,16 +1,16 @@
 """TRL: the one function from which SFT, DPO, KTO, GRPO and RLOO take log-probabilities."""
 
-import inspect
-
 import torch
 
 import flce
 from flce.composite import autocast_dtype
+from flce.functional import ENTROPIES
+from flce.validate import refuse
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, is_ours
+from ._rebind import Installation, is_ours, parameters_of, refuse_version
 
-_OLDEST = (1, 16)
+_NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
 _PARAMETERS += ("final_logit_softcapping", "logit_scale", "outputs")
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # TRL's default
@@ -19,45 +19,41 @@ _MEAN = "mean_logits"
 _SERVED = {"log_probs", "entropy", _MEAN, "is_top1"}
 
 
-def install():
+def install(*, entropy=None):
     """Makes TRL's trainers compute log-probabilities, entropies and accuracies by flce.
 
     `trl.trainer.utils._ChunkedLogProbFunction` is looked up in each step, so trainers that exist
     already are served too. Its other results, a mean of softcapped logits, weights that DeepSpeed
     ZeRO-3 has split and devices other than CPU and CUDA remain TRL's own.
 
+    Args:
+        entropy: "differentiable", as TRL's, or "detached": a RuntimeError where a loss contains it;
+            with a softcap it keeps 2 bytes a logit on CUDA instead of 4. None: "detached" where a
+            softcap and is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile
+            None is "differentiable", and there is no such error.
+
     Returns a handle: `remove()`, or the end of a `with` block, restores TRL's function.
 
-    Raises ImportError where TRL is missing, is older than 1.16, or has another function in that
-    place, RuntimeError where flce is installed already.
+    Raises ImportError where TRL is missing or has another function in that place, RuntimeError
+    where flce is installed already, ValueError for another `entropy`.
     """
-    import trl
     import trl.trainer.utils
 
-    original = getattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)
+    if entropy not in tuple(ENTROPIES):
+        refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
+    original = getattr(trl.trainer.utils, _NAME, None)
     if not hasattr(original, "flce_original"):
-        _check_version(trl.__version__, original)
-    return Installation("trl", [(original, LogProbFunction(original))])
-
-
-def _check_version(version, function):
-    from packaging.version import Version
-
-    found = "no such function"
-    if function is not None:
-        found = tuple(inspect.signature(function.forward).parameters)[1:]  # without ctx
-    if Version(version).release < _OLDEST or found != _PARAMETERS:
-        raise ImportError(
-            "trl: expected 1.16 or a later version whose trl.trainer.utils._ChunkedLogProbFunction "
-            f"takes {_PARAMETERS}, got {version} with {found}"
-        )
+        found = parameters_of(original.forward) if original else "no such function"
+        if found != _PARAMETERS:
+            refuse_version("trl", _NAME, _PARAMETERS, found)
+    return Installation("trl", [(original, LogProbFunction(original, entropy))])
 
 
 class LogProbFunction:
     """Replaces TRL's autograd Function: its `apply`, computed by flce."""
 
-    def __init__(self, original):
-        self.flce_original = original
+    def __init__(self, original, entropy):
+        self.flce_original, self.entropy = original, entropy
 
     def apply(self, *args, **options):
         """The log-probabilities of `targets`, and what `outputs` names; arguments are TRL's, in the
@@ -71,17 +67,22 @@ class LogProbFunction:
             outputs: some of "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1".
 
         Returns (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None
-        for what `outputs` does not name; float32, is_top1 bool. The first two are differentiable.
-        Raises as `flce.linear_cross_entropy`.
+        for what `outputs` does not name; float32, is_top1 bool. The first is differentiable, the
+        second as `install` says. Raises as `flce.linear_cross_entropy`.
         """
         given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
         values = (given[name] for name in _PARAMETERS)
         hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
-        serves = softcap is None or _MEAN not in outputs
-        if not is_ours("trl", serves and _can_serve(hidden, weight, outputs)):
+        serves = set(outputs) <= _SERVED and (softcap is None or _MEAN not in outputs)
+        # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
+        serves = serves and hidden.device.type in ("cpu", "cuda") and not hasattr(weight, "ds_id")
+        if not is_ours("trl", serves):
             return self.flce_original.apply(*args, **options)
         weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
         operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
+        is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
+        is_logged = softcap is not None and "is_top1" in outputs and not is_traced
+        entropy = self.entropy or ("detached" if is_logged else "differentiable")
         made = flce.linear_cross_entropy(
             hidden,
             weight,
@@ -93,26 +94,34 @@ class LogProbFunction:
             logit_scale=logit_scale,
             # TRL sums the weight's gradient in float32 too.
             accum_dtype=torch.float32 if operand_dtype.itemsize == 2 else None,
-            return_entropy="entropy" in outputs,
+            return_entropy=ENTROPIES[entropy if "entropy" in outputs else None],
             return_predictions="is_top1" in outputs,
         )
         made = made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
+        is_top1 = None if made.predictions is None else made.predictions == targets
         mean = None
         if _MEAN in outputs:
             mean = _mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
-        return (
-            -made.loss.float(),
-            None if made.entropy is None else made.entropy.float(),
-            None,
-            mean,
-            None if made.predictions is None else made.predictions == targets,
+        values = None if made.entropy is None else made.entropy.float()
+        if values is not None and entropy == "detached" and not is_traced:
+            values = _Logged.apply(values, made.loss)
+        return -made.loss.float(), values, None, mean, is_top1
+
+
+class _Logged(torch.autograd.Function):
+    """The entropy as if it were differentiable, with a backward that raises: a loss that contains
+    it must not lose its gradient unseen."""
+
+    @staticmethod
+    def forward(ctx, entropy, loss):
+        return entropy.view_as(entropy)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "entropy: expected a loss without it, got a gradient of it; call "
+            'flce.integrations.trl.install(entropy="differentiable")'
         )
-
-
-def _can_serve(hidden, weight, outputs):
-    # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
-    is_split = hasattr(weight, "ds_id")
-    return set(outputs) <= _SERVED and hidden.device.type in ("cpu", "cuda") and not is_split
 
 
 @torch.no_grad()

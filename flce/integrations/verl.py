@@ -14,7 +14,8 @@ def install():
     """Makes verl's fused kernels run flce: `FusedLinearForPPO` (backends "torch" and "liger") and
     `verl.utils.kernel.linear_cross_entropy` ("triton").
 
-    The latter remains verl's own for a tensor-parallel group and for other reductions than "none".
+    The latter remains verl's own for other reductions than "none". With a tensor-parallel group the
+    gradient of hidden is this rank's term of the sum, as verl's.
 
     Returns a handle: `remove()`, or the end of a `with` block, restores verl's own.
 
@@ -55,18 +56,19 @@ def _replacement(original):
         hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None
     ):
         """(log-probabilities, entropy) of labels, float32, shape (N,) for hidden (..., H) of N
-        rows; weight (V, H)."""
-        if not is_ours("verl", dist_process_group is None and reduction.lower() == "none"):
+        rows; weight (V, H), or this rank's equal share of the classes of dist_process_group."""
+        if not is_ours("verl", reduction.lower() == "none"):
             return original(hidden, weight, labels, temperature, reduction, dist_process_group)
-        log_probs, entropy = _logprobs(hidden, weight, labels, temperature)
-        return log_probs.flatten(), entropy.flatten()
+        # Megatron's hidden states are (S, 1, H) where labels are (1, S).
+        rows, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
+        shards = None if group is None else flce.VocabParallel(group, reduce_input_grad=False)
+        return _logprobs(rows, weight, labels.reshape(-1), temperature, shards)
 
     linear_cross_entropy.flce_original = original
     return linear_cross_entropy
 
 
-def _logprobs(hidden, weight, target, temperature):
-    made = flce.linear_logprobs(
-        hidden, in_dtype_of(hidden, weight), target, temperature=temperature
-    )
+def _logprobs(hidden, weight, target, temperature, shards=None):
+    options = {"temperature": temperature, "vocab_parallel": shards}
+    made = flce.linear_logprobs(hidden, in_dtype_of(hidden, weight), target, **options)
     return tuple(value.float() for value in made)
