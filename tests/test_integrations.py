@@ -10,12 +10,12 @@ import flce
 from flce.integrations._rebind import Installation, is_ours
 
 FRAMEWORKS = ("transformers", "trl", "liger_kernel", "cut_cross_entropy", "verl", "torchtitan")
-FRAMEWORKS += ("axolotl", "nemo_automodel")
+FRAMEWORKS += ("axolotl", "nemo_automodel", "skyrl", "megatron")
 
 
 def test_importing_flce_imports_no_framework():
     modules = "flce.integrations.trl, flce.integrations.liger, flce.integrations.cce"
-    modules = f"{modules}, flce.integrations.verl, flce.fuse"
+    modules = f"{modules}, flce.integrations.verl, flce.integrations.skyrl, flce.fuse"
     program = f"import sys, flce; {modules}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """Trainers and packages that run flce, one module for each.
 
-`trl`, `liger`, `cce` and `verl` have an `install()`, which rebinds the package's loss until its
-handle is removed, and import that package only then. `axolotl`, `nemo`, `torchtitan` and
+`trl`, `liger`, `cce`, `verl` and `skyrl` have an `install()`, which rebinds the package's loss
+until its handle is removed, and import that package only then. `axolotl`, `nemo`, `torchtitan` and
 `transformers` hold a class to name in the framework's configuration or script, and import the
 framework with the module.
 docs/integrations.md says what each serves.
@@ -9,7 +9,7 @@ docs/integrations.md says what each serves.
 
 import importlib
 
-__all__ = ["axolotl", "cce", "liger", "nemo", "torchtitan", "transformers", "trl", "verl"]
+__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl", "verl"]
 
 
 def __getattr__(name):

@@ -67,8 +67,7 @@ class CrossEntropyFunction:
         Liger's own runs for devices other than CPU and CUDA, and where `ce_impl` or `ce_mode`
         choose one of its kernels.
         """
-        ce_impl_and_mode = args[14:16]
-        names_a_kernel = any(value is not None for value in ce_impl_and_mode)
+        names_a_kernel = any(value is not None for value in args[14:16])  # ce_impl, ce_mode
         if not is_ours("liger", not names_a_kernel and _input.device.type in _DEVICES):
             return self.flce_original.apply(_input, *args)
         return self.call(_input, *args)
@@ -94,17 +93,12 @@ class ScaledCrossEntropyFunction:
     @staticmethod
     @takes("_input", "weight", "target", **_SCALED_OPTIONS)
     def call(_input, weight, target, m_tiles_per_cluster, selected_token_ids, **options):
-        """Each token's -log p of its target, with logits / temperature.
+        """Each row's -log p of its target with logits / temperature, float32 (float64 for float64),
+        shape (N,), or with return_entropy (nll, entropy), the entropy in _input's dtype; both are
+        differentiable. Raises as `flce.linear_cross_entropy`.
 
-        Args:
-            _input: shape (N, H); weight: (V, H); target: class indices, shape (N,).
-            temperature: a positive number; ignore_index: the target of rows that give 0.
-            m_tiles_per_cluster: of Liger's kernel for Hopper; no effect.
-            return_entropy: also the entropy of each row.
-            selected_token_ids: None.
-
-        Returns nll, float32 (float64 for float64), shape (N,), or (nll, entropy), the entropy in
-        _input's dtype. Both are differentiable. Raises as `flce.linear_cross_entropy`.
+        _input: shape (N, H); weight: (V, H); target: class indices, shape (N,); ignore_index: the
+        target of rows that give 0; m_tiles_per_cluster: no effect; selected_token_ids: None.
         """
         nll = flce.linear_cross_entropy(_input, weight, target, reduction="none", **options)
         return (nll.loss, nll.entropy.to(_input.dtype)) if options["return_entropy"] else nll

@@ -15,8 +15,7 @@ _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size
 _PARAMETERS += ("final_logit_softcapping", "logit_scale", "outputs")
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # TRL's default
 _DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": _OUTPUTS}
-_MEAN = "mean_logits"
-_SERVED = {"log_probs", "entropy", _MEAN, "is_top1"}
+_SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
 
 
 def install(*, entropy=None):
@@ -73,7 +72,7 @@ class LogProbFunction:
         given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
         values = (given[name] for name in _PARAMETERS)
         hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
-        serves = set(outputs) <= _SERVED and (softcap is None or _MEAN not in outputs)
+        serves = set(outputs) <= _SERVED and (softcap is None or "mean_logits" not in outputs)
         # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
         serves = serves and hidden.device.type in ("cpu", "cuda") and not hasattr(weight, "ds_id")
         if not is_ours("trl", serves):
@@ -100,7 +99,7 @@ class LogProbFunction:
         made = made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
         is_top1 = None if made.predictions is None else made.predictions == targets
         mean = None
-        if _MEAN in outputs:
+        if "mean_logits" in outputs:
             mean = _mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
         values = None if made.entropy is None else made.entropy.float()
         if values is not None and entropy == "detached" and not is_traced:
@@ -109,8 +108,7 @@ class LogProbFunction:
 
 
 class _Logged(torch.autograd.Function):
-    """The entropy as if it were differentiable, with a backward that raises: a loss that contains
-    it must not lose its gradient unseen."""
+    """The entropy, with a backward that raises: a loss of it must not lose its gradient unseen."""
 
     @staticmethod
     def forward(ctx, entropy, loss):
@@ -126,8 +124,7 @@ class _Logged(torch.autograd.Function):
 
 @torch.no_grad()
 def _mean_of_products(hidden, weight, bias):
-    """The mean over the classes of hidden weight^T + bias: one product with the mean row of
-    the weight."""
+    """The mean over the classes of hidden weight^T + bias, by the mean row of the weight."""
     with torch.autocast(hidden.device.type, enabled=False):  # which would round the operands
         mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
         return mean if bias is None else mean + bias.mean(dtype=torch.float32)

@@ -26,11 +26,9 @@ def install():
     from verl.utils.kernel import linear_cross_entropy as kernel
 
     module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
+    checked = {module: _MODULE_PARAMETERS, kernel.LinearCrossEntropy: _KERNEL_PARAMETERS}
     if not hasattr(module, "flce_original"):
-        for theirs, known in (
-            (module, _MODULE_PARAMETERS),
-            (kernel.LinearCrossEntropy, _KERNEL_PARAMETERS),
-        ):
+        for theirs, known in checked.items():
             if (found := parameters_of(theirs.forward)) != known:
                 refuse_version("verl", theirs.__name__, known, found)
     pairs = [(module, _module_replacement(module)), (function, _replacement(function))]

@@ -1,0 +1,75 @@
+"""SkyRL: log-probabilities and entropies of its Megatron workers, from hidden states."""
+
+import functools
+import importlib
+
+import torch
+
+import flce
+
+from ._rebind import Installation, is_ours, parameters_of, refuse_version
+
+_MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+
+
+def install():
+    """Makes SkyRL's fused head run flce: `fused_lm_head_logprob=true` of its Megatron
+    configuration, with either backend, and the entropy that is logged with it.
+
+    The gradient of hidden is this rank's term of the sum over the tensor-parallel group, as
+    SkyRL's.
+
+    Returns a handle: `remove()`, or the end of a `with` block, restores SkyRL's own.
+
+    Raises ImportError where SkyRL or megatron-core is missing or a function takes arguments that
+    flce does not know, RuntimeError where flce is installed already.
+    """
+    module, pairs = importlib.import_module(_MODULE), []
+    functions = {
+        "_fused_lm_head_logprob_apply": _logprobs,
+        "_fused_vocab_parallel_entropy_from_hidden": _entropy,
+    }
+    for name, function in functions.items():
+        original, ours = getattr(module, name), functools.partial(function)
+        known, found = parameters_of(function), parameters_of(original)
+        if known != found and not hasattr(original, "flce_original"):
+            refuse_version("skyrl", name, known, found)
+        ours.flce_original = original
+        pairs.append((original, ours))
+    return Installation("skyrl", pairs)
+
+
+def _logprobs(
+    backend,
+    hidden,
+    weight,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    chunk_size,
+    tp_group,
+    inference_only,
+):
+    """Log-probabilities of target, float32, shape (B, S); hidden (B, S, H), cast to weight's dtype;
+    weight (V / ranks, H), this rank's classes. No gradient with inference_only."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        # SkyRL sums the weight's gradient in float32 too.
+        accum_dtype = torch.float32 if weight.dtype.itemsize == 2 else None
+        options = {"entropy": None, "accum_dtype": accum_dtype}
+        return _made(hidden, weight, target, tp_group, options)[0].float()
+
+
+@torch.no_grad()
+def _entropy(hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0):
+    """Entropies of logits / temperature, float32, shape (B, S), without a gradient; hidden
+    (B, S, H), lm_head_weight (V / ranks, H)."""
+    any_class = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    options = {"entropy": "detached", "temperature": temperature}
+    return _made(hidden, lm_head_weight, any_class, tp_group, options)[1].float()
+
+
+def _made(hidden, weight, target, tp_group, options):
+    is_ours("skyrl")
+    shards = flce.VocabParallel(tp_group, reduce_input_grad=False)
+    hidden = hidden.to(weight.dtype)
+    return flce.linear_logprobs(hidden, weight, target, vocab_parallel=shards, **options)
