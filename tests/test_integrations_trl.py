@@ -156,22 +156,41 @@ def test_the_weights_gradient_is_summed_in_float32(monkeypatch):
     assert errors[1] <= 1.2 * errors[0]
 
 
-def test_compile_fullgraph():
+@pytest.mark.parametrize("softcap, outputs", [(None, ALL), (5.0, OUTPUTS[2])])
+def test_compile_fullgraph(softcap, outputs):
+    """With a softcap too the compiled entropy has its gradient."""
     from trl.trainer import utils
 
     x, w, _ = operands(bias=False)
     y = torch.arange(N)
 
     def loss(x, w):
-        made = utils._ChunkedLogProbFunction.apply(x, w, None, y, 0.7, 16, None, 1.0, ALL)
-        return made[0].sum() + made[1].sum() + made[3].sum() + made[4].sum()
+        made = utils._ChunkedLogProbFunction.apply(x, w, None, y, 0.7, 16, softcap, 1.0, outputs)
+        return sum(value.sum() for value in made if value is not None)
 
-    with ours.install():
+    with ours.install(entropy="differentiable"):
         expected = torch.autograd.grad(loss(x, w), (x, w))
+    with ours.install():
         torch._dynamo.reset()
         compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
         made = torch.autograd.grad(compiled(x, w), (x, w))
     torch.testing.assert_close(made, expected)
+
+
+def test_compile_with_a_detached_entropy():
+    x, w, _ = operands(bias=False)
+
+    def outputs(x, w):
+        return of_function(x, w, None, outputs=OUTPUTS[1])[:2]
+
+    with ours.install(entropy="detached"):
+        torch._dynamo.reset()
+        expected = outputs(x, w)
+        made = torch.compile(outputs, backend="aot_eager")(x, w)
+    torch.testing.assert_close(made, expected)
+    assert not made[1].requires_grad
+    pairs = [torch.autograd.grad(logprobs.sum(), (x, w)) for logprobs in (made[0], expected[0])]
+    torch.testing.assert_close(*pairs)
 
 
 SFT = {"softcap": 5.0, "outputs": OUTPUTS[2]}  # of a model with a softcap
