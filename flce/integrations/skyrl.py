@@ -13,8 +13,8 @@ _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
 
 def install():
-    """Makes SkyRL's fused head run flce: `fused_lm_head_logprob=true` of its Megatron
-    configuration, with either backend, and the entropy that is logged with it.
+    """Makes SkyRL's fused head run flce: `trainer.fused_lm_head_logprob` of its Megatron strategy,
+    with either backend, and the entropy that is logged with it.
 
     The gradient of hidden is this rank's term of the sum over the tensor-parallel group, as
     SkyRL's.
