@@ -92,8 +92,8 @@ DIFFERENTIABLE = (0, 1, 8)
 
 
 def _returned(ctx, made, count):
-    """The first `count` of the DIFFERENTIABLE outputs. None, for a direct call of the operator: all outputs; only the loss is
-    differentiable then."""
+    """The first `count` of the DIFFERENTIABLE outputs. None, for a direct call of the operator: all
+    outputs; only the loss is differentiable then."""
     ctx.set_materialize_grads(False)
     ctx.loss_shape = made[0].shape
     if count is None:
