@@ -400,26 +400,26 @@ typedef struct flce_sample_rows_args {
 } flce_sample_rows_args;
 
 typedef struct flce_sampled_input_args {
-  void* dx;              /* [][cols] dx_dtype, indexed as the vectors of `rows` */
+  void* dx; /* [][cols] dx_dtype, indexed as the vectors of `rows` */
   /* target, index, coef, stats, stat_pitch and wants_entropy are read */
   const flce_rows* rows;
-  const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;            /* flce_problem.gradient_eps */
-  const void* w;         /* [V][hidden] dtype */
-  const void* wsum;      /* [hidden] stat dtype, or NULL */
-  flce_dtype dx_dtype;   /* of dx */
-  flce_dtype dtype;      /* of w */
-  int64_t hidden;        /* leading dimension of w */
-  int64_t cols;          /* columns of dx */
+  const int32_t* lists; /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;           /* flce_problem.gradient_eps */
+  const void* w;        /* [V][hidden] dtype */
+  const void* wsum;     /* [hidden] stat dtype, or NULL */
+  flce_dtype dx_dtype;  /* of dx */
+  flce_dtype dtype;     /* of w */
+  int64_t hidden;       /* leading dimension of w */
+  int64_t cols;         /* columns of dx */
 } flce_sampled_input_args;
 
 typedef struct flce_order_samples_args {
-  void* order;           /* facts.sample_bytes */
+  void* order; /* facts.sample_bytes */
   /* index, coef, stats, stat_pitch, wants_entropy and vocab are read */
   const flce_rows* rows;
-  const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;            /* flce_problem.gradient_eps */
-  int64_t hidden;        /* columns of dW; at most those that facts.sample_bytes was computed for */
+  const int32_t* lists; /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;           /* flce_problem.gradient_eps */
+  int64_t hidden;       /* columns of dW; at most those that facts.sample_bytes was computed for */
 } flce_order_samples_args;
 
 typedef struct flce_sampled_weight_args {

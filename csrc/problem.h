@@ -98,8 +98,8 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i). The draw is
  * systematic: with F the prefix sums of q, in fixed point of flce_sample_bits() bits, and one
  * uniform number u_i in [0, 1) for the row, class j is kept if some integer m has
- * F_{j-1} <= m + u_i < F_j. u_i is so many upper bits of the first two output words of Philox4x32-10
- * of key seed and counter i, i the token's number.
+ * F_{j-1} <= m + u_i < F_j. u_i is so many upper bits of the first two output words of
+ * Philox4x32-10 of key seed and counter i, i the token's number.
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of

@@ -196,7 +196,8 @@ static uint16_t* repeated(const uint16_t* block, int64_t count) {
 
 /* The class of the position `drawn` of the prefix sums, `ends` of a block. */
 static int64_t class_at(const int64_t* ends, int64_t drawn) {
-  int64_t block = drawn / ends[BLOCK - 1], rest = drawn % ends[BLOCK - 1], low = 0, high = BLOCK - 1;
+  int64_t block = drawn / ends[BLOCK - 1], rest = drawn % ends[BLOCK - 1], low = 0,
+          high = BLOCK - 1;
   while (low < high) {
     int64_t middle = (low + high) / 2;
     if (ends[middle] <= rest)

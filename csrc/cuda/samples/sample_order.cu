@@ -46,9 +46,9 @@ __device__ __forceinline__ int2 entry_at(const sample_order& o, const flce_rows&
   const int slot = (int)(where % slots);
   const int64_t at = vectors_at(r, row);
   const int2 pair = ((const int2*)(lists + row * pitch))[slot];
-  float factor =
-      slot == 0 ? ((const float*)r.coef)[FLCE_COEF_TARGET * r.stat_pitch + at]
-                : factor_of_values(r, at) * value_of_pair(r, at, eps, __int_as_float(pair.y));
+  float factor = slot == 0
+                     ? ((const float*)r.coef)[FLCE_COEF_TARGET * r.stat_pitch + at]
+                     : factor_of_values(r, at) * value_of_pair(r, at, eps, __int_as_float(pair.y));
   if ((uint32_t)pair.x >= r.vocab) factor = NAN;
   return make_int2((int)at, __float_as_int(factor));
 }

@@ -85,8 +85,8 @@ __device__ __forceinline__ int2 valued(const sampled_input_args& p, int64_t at, 
 }
 
 /* sum = the columns from `column` on of sum_m value_m W[class_m] of token `at`; `own`: the first
- * pairs of the list with their values, one a lane. Each group of p.lanes lanes adds every 32 / p.lanes-th pair; then the groups'
- * sums are added. */
+ * pairs of the list with their values, one a lane. Each group of p.lanes lanes adds every 32 /
+ * p.lanes-th pair; then the groups' sums are added. */
 template <typename T, int N>
 __device__ __forceinline__ void gather_list(const sampled_input_args& p, int64_t at,
                                             const int2* pairs, int count, int2 own, int64_t column,
@@ -189,17 +189,10 @@ static flce_status launch_sampled_input(void* self, const sampled_input_args& ar
 
 flce_status cuda_sampled_grad_input(void* self, const flce_sampled_input_args* call) {
   if (call->rows->rows == 0 || call->cols == 0) return FLCE_OK;
-  const sampled_input_args args = {*call->rows,
-                                   call->dx,
-                                   call->w,
-                                   call->wsum,
-                                   call->lists,
-                                   (float)call->eps,
-                                   call->dx_dtype,
-                                   (int)flce_sample_pitch(call->eps),
-                                   kWarp,
-                                   call->hidden,
-                                   call->cols};
+  const sampled_input_args args = {
+      *call->rows, call->dx,         call->w,        call->wsum,
+      call->lists, (float)call->eps, call->dx_dtype, (int)flce_sample_pitch(call->eps),
+      kWarp,       call->hidden,     call->cols};
   const bool vectors =
       call->hidden % 8 == 0 && call->cols % 8 == 0 && both_aligned(call->dx, call->w);
   const int64_t vocab = call->rows->vocab;
