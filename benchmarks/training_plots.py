@@ -17,7 +17,8 @@ def described(chosen):
         f"{'tied' if chosen['tied'] else 'untied'}, "
         f"{chosen['accumulate']} x {chosen['batch']} x {chosen['sequence']} tokens a step,\n"
         f"{chosen['optimizer']}, learning rate {chosen['lr']:g}, decay "
-        f"{chosen['weight_decay']:g}, {'clipped at norm 1' if chosen['clip'] else 'not clipped'}{continued}"
+        f"{chosen['weight_decay']:g}, {'clipped at norm 1' if chosen['clip'] else 'not clipped'}"
+        f"{continued}"
     )
 
 
