@@ -226,7 +226,8 @@ typedef struct flce_upstream {
   int64_t loss_stride; /* 0 or 1 */
   const void* lse;     /* of a row's lse; NULL for 0 */
   const void* entropy; /* of a row's entropy; NULL for 0 */
-  /* TARGET includes the entropy's term, a slope_y g_entropy p_y (m - l_y): E has no target. */
+  /* TARGET includes the entropy's term, a slope_y g_entropy p_y (m - l_y): for save=samples, whose
+   * lists have no E of the target. */
   bool entropy_in_target;
 } flce_upstream;
 

@@ -284,7 +284,7 @@ __device__ __forceinline__ void draw_pairs(const SampledRow<T>& row, const WideS
   for (int m = warp; m < count; m += kSampleWarps) {
     const uint64_t position = ((uint64_t)m << FLCE_WIDE_BITS) + drawn;
     const int group = segment_of(sums.starts, groups, position);
-    uint64_t end = sums.starts[group]; /* of the sums of all that the warp has loaded */
+    uint64_t end = sums.starts[group]; /* where the sums of the warp's last load end */
     for (int col = group * size + lane * kLaneClasses; end <= position; col += kLoadClasses) {
       Vec<T, kLaneClasses> v;
       load_lane(row, col, v);
