@@ -108,10 +108,9 @@ def contestants(kind, peers):
         "linear_loss": of_chunks(entropy=wants),
         "linear_loss 512MiB": of_chunks(entropy=wants, max_memory="512MiB"),
     }
-    if not entropy:
-        made["linear_logprobs sampled"] = of_logprobs(
-            flce.linear_logprobs, entropy=None, gradient="sampled"
-        )
+    made["linear_logprobs sampled"] = of_logprobs(
+        flce.linear_logprobs, entropy=wants, gradient="sampled"
+    )
     if peers:
         for name, function in rl_peers.functions(peers).items():
             made[name] = of_logprobs(function, entropy=entropy)

@@ -6,7 +6,16 @@ seed have the same initial weights and the same batches. The validation loss is 
 
     python benchmarks/sampled_training.py --make-corpus --corpus corpus.npy
     python benchmarks/sampled_training.py --corpus corpus.npy --runs exact:0,2^-6:0 --json new.json
+    python benchmarks/sampled_training.py --table new.json
     python benchmarks/sampled_training.py --plot new.json other.json --out docs/training.png
+
+With --finetune STEPS the model of each seed is trained with exact gradients first. A run continues
+from it for STEPS steps on --other, text of another kind, at a fifth of the learning rate, with the
+gradient of its name; its record has the validation losses on both texts.
+
+    python benchmarks/sampled_training.py --make-corpus --corpus corpus.npy --other other.npy
+    python benchmarks/sampled_training.py --corpus corpus.npy --other other.npy --finetune 300 \
+        --runs exact:0,2^-8:0,2^-6:0,exact:1,2^-8:1,2^-6:1 --json finetuned.json
 
 The record is written after every run; a run that it already holds is skipped, so a command that
 was stopped, or that --budget stopped (exit status 3), continues when it is repeated.
@@ -16,7 +25,7 @@ backward, clipping, optimizer and the next learning rate, all read from tables o
 """
 
 import argparse
-import contextlib
+import copy
 import gc
 import json
 import math
@@ -30,6 +39,7 @@ import torch
 import torch.nn.functional as F
 import training_plots
 from corpus import Corpus, make_corpus
+from decoder import Transformer, precision
 from torch import nn
 from training_plots import described, final, load_runs
 
@@ -38,6 +48,7 @@ import flce
 EAGER_STEPS = 3  # before the capture: they make the optimizer's state and load every kernel
 WINDOW = 50  # steps; the training curve holds the means of windows
 FINAL_RATE = 0.1  # the learning rate at the end, over its peak
+FINETUNING_RATE = 0.2  # that of --finetune, over --lr
 BINS = (0, 1, 10, 100, 1000, 10000)  # lower ends, in occurrences of a class in the training tokens
 KEPT = (4, 6, 8)  # entries a row are computed for 2^-4, 2^-6, 2^-8
 KEPT_ROWS = 2048
@@ -45,55 +56,6 @@ SAVED_ROWS = 8192
 DEFAULTS = {"adamw": {"lr": 1e-3, "weight_decay": 0.1}, "sgd": {"lr": 0.3, "weight_decay": 0.0}}
 DEFAULTS["shared-moment"] = DEFAULTS["adamw"]
 WIDTHS = {False: 512, True: 640}  # untied and tied: 51.9M and 50.3M parameters
-
-
-# ---- model ----
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
-        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
-        self.mlp_out = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x):  # (batch, sequence, width)
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, sequence, width / heads)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
-
-
-class Transformer(nn.Module):
-    """Gives the last hidden states; `head`, (V, width), is the loss function's operand."""
-
-    def __init__(self, options):
-        super().__init__()
-        self.tokens = nn.Embedding(options.vocab, options.width)
-        self.positions = nn.Embedding(options.sequence, options.width)
-        blocks = (Block(options.width, options.heads) for _ in range(options.layers))
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(options.width)
-        self.head = self.tokens.weight
-        if not options.tied:
-            self.head = nn.Parameter(torch.empty(options.vocab, options.width))
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, ids):  # (batch, sequence) -> (batch, sequence, width)
-        x = self.tokens(ids) + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-def precision(device):
-    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
 # ---- training ----
@@ -218,10 +180,10 @@ def synchronised(device):
     return time.perf_counter()
 
 
-def train(options, corpus, eps, seed):
+def train(training):
     """The record of one run."""
+    options = training.options
     begin = synchronised(options.device)
-    training = Training(options, corpus, eps, seed)
     validation, times = [], []
     while training.done < options.steps:
         # The eager steps and the capture are a part of their own: it is not timed.
@@ -253,6 +215,38 @@ def train(options, corpus, eps, seed):
     return row
 
 
+class Finetuning:
+    """The runs of --finetune: the exactly trained model of a seed, and what continues from it."""
+
+    def __init__(self, options, first, other):
+        self.options, self.first, self.other = options, first, other
+        self.tuned = copy.copy(options)
+        self.tuned.steps, self.tuned.lr = options.finetune, FINETUNING_RATE * options.lr
+        self.tuned.warmup = max(1, min(options.warmup, options.finetune // 10))
+        self.seed = self.weights = self.trained = None
+
+    def prepare(self, seed):
+        if self.seed == seed:
+            return
+        self.weights = None
+        training = Training(self.options, self.first, None, seed)
+        row = train(training)
+        self.trained = {"wall_s": row["wall_s"], "first": final(row)}
+        self.trained["other"] = mean_loss(training, self.other)
+        state = training.model.state_dict()
+        self.seed, self.weights = seed, {name: one.clone() for name, one in state.items()}
+
+    def run(self, eps, seed):
+        """The record of one run; "trained": losses of the model that it continues from; "first":
+        its own loss on the first text. "validation" is on the other text."""
+        self.prepare(seed)
+        gc.collect()  # the graph of the training before
+        training = Training(self.tuned, self.other, eps, seed)
+        training.model.load_state_dict(self.weights)
+        row = train(training)
+        return row | {"trained": self.trained, "first": mean_loss(training, self.first)}
+
+
 def windows(values):
     return [part.mean().item() for part in values.double().cpu().split(WINDOW)]
 
@@ -260,11 +254,15 @@ def windows(values):
 # ---- figures of a model ----
 
 
+def mean_loss(training, corpus):
+    return evaluate(training, corpus).double().mean().item()
+
+
 @torch.no_grad()
-def evaluate(training):
-    """The exact loss of every held-out token."""
-    size = 4 * training.options.batch
-    pairs = zip(training.corpus.ids.split(size), training.corpus.targets.split(size), strict=True)
+def evaluate(training, corpus=None):
+    """The exact loss of every held-out token of the training's corpus, or of another."""
+    size, corpus = 4 * training.options.batch, corpus or training.corpus
+    pairs = zip(corpus.ids.split(size), corpus.targets.split(size), strict=True)
     losses = [training.loss(ids, target, reduction="none").flatten() for ids, target in pairs]
     return torch.cat(losses)
 
@@ -343,10 +341,12 @@ def parse_runs(text):
     return runs
 
 
-def configuration(options, corpus):
+def configuration(options, corpus, other):
     names = "layers width heads vocab tied batch sequence accumulate steps warmup optimizer lr"
     names += " weight_decay clip heldout evaluate"
     chosen = {name: getattr(options, name) for name in names.split()}
+    if other:
+        chosen |= {"finetune": options.finetune, "other": other.digest}
     return chosen | {"corpus": corpus.digest}
 
 
@@ -357,16 +357,20 @@ def store(path, runs):
     fresh.replace(path)
 
 
-def expected_seconds(runs, chosen, facts):
-    """The longest of the runs of this configuration on this GPU, 0 without one."""
+def expected_seconds(runs, chosen, facts, trains):
+    """The longest of the runs of this configuration on this GPU, 0 without one. `trains`: with the
+    training that precedes a fine-tuning."""
     gpu = facts.get("gpu")
     same = (r for r in runs if r["configuration"] == chosen and r["machine"].get("gpu") == gpu)
-    return max((run["wall_s"] for run in same), default=0.0)
+    before = (run["trained"]["wall_s"] if trains and "trained" in run else 0.0 for run in runs)
+    return max((run["wall_s"] for run in same), default=0.0) + max(before, default=0.0)
 
 
 def one_line(run):
     kept = run["validation"][-1]["kept"].get(run["gradient"])
     entries = f"  {kept:.1f} entries a row" if kept else ""
+    if "first" in run:
+        entries += f"  first text {run['trained']['first']:.4f}, then {run['first']:.4f}"
     return (
         f"{run['gradient']:>6}:{run['seed']}  validation {final(run):.4f}  "
         f"training {run['train'][-1]:.4f}  step {run['step_ms']:.2f} ms  "
@@ -378,8 +382,10 @@ def one_line(run):
 def run_all(options):
     """Makes the runs that the record does not hold; False if the budget ended before the last."""
     begin = time.perf_counter()
-    corpus = Corpus(options)
-    chosen, facts = configuration(options, corpus), measure.machine(options.device)
+    corpus = Corpus(options, options.corpus)
+    other = Corpus(options, options.other) if options.finetune else None
+    finetuning = Finetuning(options, corpus, other) if other else None
+    chosen, facts = configuration(options, corpus, other), measure.machine(options.device)
     print(f"{measure.described(facts)}\n{described(chosen)}", flush=True)
     runs = load_runs([options.json]) if options.json and options.json.exists() else []
     for gradient, eps, seed in options.runs:
@@ -387,12 +393,16 @@ def run_all(options):
         if any(key.items() <= run.items() for run in runs):
             print(f"{gradient:>6}:{seed}  is in {options.json}")
             continue
-        needed = 1.05 * expected_seconds(runs, chosen, facts)
+        trains = not finetuning or finetuning.seed != seed
+        needed = 1.05 * expected_seconds(runs, chosen, facts, trains)
         if options.budget and time.perf_counter() - begin + needed > options.budget:
             print(f"budget of {options.budget:g} s: not started from {gradient}:{seed} on")
             return False
         run = key | {"machine": measure.machine(options.device)}
-        run |= train(options, corpus, eps, seed)
+        if finetuning:
+            run |= finetuning.run(eps, seed)
+        else:
+            run |= train(Training(options, corpus, eps, seed))
         runs.append(run)
         if options.json:
             store(options.json, runs)
@@ -411,13 +421,16 @@ def make_parser():
     cuda = torch.cuda.is_available()
     path, add = pathlib.Path, parser.add_argument
     add("--corpus", type=path, help="tokens, uint16 or int32 in a .npy file")
-    add("--make-corpus", action="store_true", help="write that file, by the package tokenizers")
+    add("--other", type=path, help="other text, of --finetune")
+    add("--finetune", type=int, default=0, metavar="STEPS", help="on --other, from a trained model")
+    add("--make-corpus", action="store_true", help="write these files, by the package tokenizers")
     add("--corpus-tokens", type=int, default=13_400_000, help="at most, of --make-corpus")
     add("--runs", type=parse_runs, default="exact:0,2^-6:0", help="GRADIENT:SEED, by commas")
     add("--json", type=path, help="the record: runs are added to it")
     add("--save-operands", type=path, help="hidden states and head of the last run: torch.save")
     add("--budget", type=float, help="seconds: start no run that would end after them")
-    add("--plot", type=path, nargs="+", metavar="JSON", help="draw these records, train nothing")
+    add("--table", type=path, nargs="+", metavar="JSON", help="print the tables of these records")
+    add("--plot", type=path, nargs="+", metavar="JSON", help="the same, and draw them")
     add("--out", type=path, default=path("sampled-training.png"), help="the picture of --plot")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     shared = "shared-moment: AdamW, the head's second moment a mean over the classes"
@@ -443,13 +456,16 @@ def make_parser():
 def parse_options(arguments=None):
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.corpus is None and not options.plot:
+    if options.corpus is None and not (options.plot or options.table):
         parser.error("--corpus: expected a file")
+    if options.finetune and options.other is None:
+        parser.error("--other: expected a file with --finetune")
     for name, value in DEFAULTS[options.optimizer].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.steps <= EAGER_STEPS + 1:
-        parser.error(f"--steps: expected more than {EAGER_STEPS + 1}, got {options.steps}")
+    for name, steps in (("--steps", options.steps), ("--finetune", options.finetune or math.inf)):
+        if steps <= EAGER_STEPS + 1:
+            parser.error(f"{name}: expected more than {EAGER_STEPS + 1}, got {steps}")
     if options.tied and options.optimizer == "shared-moment":
         parser.error("--optimizer shared-moment: for a head of its own, not with --tied")
     options.width = options.width or WIDTHS[options.tied]
@@ -459,10 +475,13 @@ def parse_options(arguments=None):
 
 def main(arguments=None):
     options = parse_options(arguments)
+    if options.table:
+        return training_plots.print_tables(training_plots.groups(load_runs(options.table)))
     if options.plot:
         return training_plots.plot(options.plot, options.out)
     if options.make_corpus:
-        return make_corpus(options.corpus, options.vocab, options.corpus_tokens)
+        limit = options.corpus_tokens
+        return make_corpus(options.corpus, options.other, options.vocab, limit)
     if options.device == "cpu":
         return 0 if run_all(options) else 3
     with torch.cuda.stream(torch.cuda.Stream()):  # a capture refuses the default stream

@@ -11,12 +11,14 @@ def load_runs(paths):
 
 
 def described(chosen):
+    continued = f", then {chosen['finetune']} steps on other text" if "finetune" in chosen else ""
     return (
         f"{chosen['layers']} layers of {chosen['width']}, V = {chosen['vocab']}, "
         f"{'tied' if chosen['tied'] else 'untied'}, "
         f"{chosen['accumulate']} x {chosen['batch']} x {chosen['sequence']} tokens a step,\n"
         f"{chosen['optimizer']}, learning rate {chosen['lr']:g}, decay "
         f"{chosen['weight_decay']:g}, {'clipped at norm 1' if chosen['clip'] else 'not clipped'}"
+        f"{continued}"
     )
 
 
@@ -49,6 +51,32 @@ def table(gradients):
             f"| {max(values):.4f} | {difference} |"
         )
     return "\n".join(lines)
+
+
+def finetuned_table(gradients):
+    """The Markdown table of runs with --finetune: means over seeds, the seeds in brackets."""
+    lines = ["| gradient | other text | first text |", "|---|---|---|"]
+    trained = {run["seed"]: run["trained"] for runs in gradients.values() for run in runs}
+
+    def shown(values):
+        values = list(values)
+        each = ", ".join(f"{value:.4f}" for value in values)
+        return f"{statistics.mean(values):.4f} ({each})"
+
+    before = (shown(one[text] for one in trained.values()) for text in ("other", "first"))
+    lines.append("| before | {} | {} |".format(*before))
+    for gradient, runs in gradients.items():
+        runs = sorted(runs, key=lambda run: run["seed"])
+        texts = shown(map(final, runs)), shown(run["first"] for run in runs)
+        lines.append(f"| {gradient} | {texts[0]} | {texts[1]} |")
+    return "\n".join(lines)
+
+
+def print_tables(found):
+    for text, gradients in found.items():
+        chosen = json.loads(text)
+        made = finetuned_table if "finetune" in chosen else table
+        print(f"{described(chosen)}\n\n{made(gradients)}\n")
 
 
 def draw_curves(axes, gradients, curve):
@@ -107,7 +135,6 @@ def draw(found):
 
 def plot(paths, out):
     found = groups(load_runs(paths))
-    for text, gradients in found.items():
-        print(f"{described(json.loads(text))}\n\n{table(gradients)}\n")
+    print_tables(found)
     draw(found).savefig(out, dpi=120, facecolor="white")
     print(out)

@@ -175,12 +175,13 @@ struct flce_backend {
 
   /* Draws the lists of a chunk's rows from their E and statistics. */
   flce_status (*sample_rows)(void* self, const flce_sample_rows_args* call);
-  /* dX of the computed rows. For row r and its token i: dX[i] = ROW[i] sum_m value_m W[class_m] +
+  /* dX of the computed rows. For row r and its token i: dX[i] = sum_m factor_m W[class_m] +
    * TARGET[i] W[y_i] - SMOOTH[i] wsum, over the pairs m of its list, summed in float32 and rounded
-   * once. Rows that are not valid: as finish_grad_input. */
+   * once. factor_m = max(E_m, eps S) ROW[i]; with rows->wants_entropy max(E_m, eps S) (ROW[i] -
+   * ENTROPY[i] (entropy + log(E_m / S))). Rows that are not valid: as finish_grad_input. */
   flce_status (*sampled_grad_input)(void* self, const flce_sampled_input_args* call);
   /* Sorts the entries of all lists by class, within a class by row, and computes their factors:
-   * ROW[i] value, for the target's entry TARGET[i]. The format of `order` is the backend's own. */
+   * factor_m, for the target's entry TARGET[i]. The format of `order` is the backend's own. */
   flce_status (*order_samples)(void* self, const flce_order_samples_args* call);
   /* dW: out_j = sum of factor x[i] over the entries of class j - w_j xsum, plus dw_j if `adds`,
    * summed in float32 in a fixed order and rounded once. */

@@ -65,7 +65,8 @@ enum { FLCE_MAX_SCALE_EXPONENT = 80, FLCE_MAX_INPUT_EXPONENT = 40 };
 enum flce_coef_row {
   FLCE_COEF_ROW, /* a r inv_sum: the factor of exp(l - c) */
   /* Class targets: a slope_y (r p_y - k (1-s) w_y), computed without cancellation: the gradient in
-   * the target's column, without the terms of label smoothing and of the entropy. */
+   * the target's column, without the terms of label smoothing and, unless
+   * flce_upstream.entropy_in_target is set, of the entropy. */
   FLCE_COEF_TARGET,
   FLCE_COEF_SMOOTH,  /* a k s/V */
   FLCE_COEF_VALID,   /* the factor of x in form dz: input_scale, 0 for ignored rows */
@@ -158,7 +159,7 @@ typedef struct flce_rows {
   const void* token_weight;       /* [N] stat dtype, or NULL for ones */
   const void* temperature;        /* temperature_i, [N] stat dtype, or NULL for ones */
   flce_loss options;              /* parameters of the loss */
-  bool wants_entropy;             /* stats: compute ENTROPY; grad_rows: add its gradient */
+  bool wants_entropy;             /* stats: compute ENTROPY; gradients: add the entropy's */
   /* [rows][out_pitch] out_dtype, or NULL. May be z itself: then each row of out starts at the
    * address of its row of z. */
   void* out;
@@ -225,6 +226,9 @@ typedef struct flce_upstream {
   int64_t loss_stride; /* 0 or 1 */
   const void* lse;     /* of a row's lse; NULL for 0 */
   const void* entropy; /* of a row's entropy; NULL for 0 */
+  /* TARGET includes the entropy's term, a slope_y g_entropy p_y (m - l_y): for save=samples, whose
+   * lists have no E of the target. */
+  bool entropy_in_target;
 } flce_upstream;
 
 enum { FLCE_GRADIENTS = 3 }; /* dX, dW, db: the most arrays of a scale_grads call */
@@ -391,29 +395,32 @@ typedef struct flce_sample_rows_args {
   const flce_rows* rows; /* target, index, out (E), stats and stat_pitch are read */
   int32_t* lists;        /* [rows->rows][flce_sample_pitch(eps)] */
   double eps;            /* flce_problem.gradient_eps */
+  int bits;              /* flce_sample_bits() */
   const int64_t* seed;   /* [1] */
   int64_t first_token;   /* see above */
 } flce_sample_rows_args;
 
 typedef struct flce_sampled_input_args {
-  void* dx;              /* [][cols] dx_dtype, indexed as the vectors of `rows` */
-  const flce_rows* rows; /* target, index, coef and stat_pitch are read */
-  const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;            /* flce_problem.gradient_eps */
-  const void* w;         /* [V][hidden] dtype */
-  const void* wsum;      /* [hidden] stat dtype, or NULL */
-  flce_dtype dx_dtype;   /* of dx */
-  flce_dtype dtype;      /* of w */
-  int64_t hidden;        /* leading dimension of w */
-  int64_t cols;          /* columns of dx */
+  void* dx; /* [][cols] dx_dtype, indexed as the vectors of `rows` */
+  /* target, index, coef, stats, stat_pitch and wants_entropy are read */
+  const flce_rows* rows;
+  const int32_t* lists; /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;           /* flce_problem.gradient_eps */
+  const void* w;        /* [V][hidden] dtype */
+  const void* wsum;     /* [hidden] stat dtype, or NULL */
+  flce_dtype dx_dtype;  /* of dx */
+  flce_dtype dtype;     /* of w */
+  int64_t hidden;       /* leading dimension of w */
+  int64_t cols;         /* columns of dx */
 } flce_sampled_input_args;
 
 typedef struct flce_order_samples_args {
-  void* order;           /* facts.sample_bytes */
-  const flce_rows* rows; /* index, coef, stat_pitch and vocab are read */
-  const int32_t* lists;  /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;            /* flce_problem.gradient_eps */
-  int64_t hidden;        /* columns of dW; at most those that facts.sample_bytes was computed for */
+  void* order; /* facts.sample_bytes */
+  /* index, coef, stats, stat_pitch, wants_entropy and vocab are read */
+  const flce_rows* rows;
+  const int32_t* lists; /* [rows->rows][flce_sample_pitch(eps)] */
+  double eps;           /* flce_problem.gradient_eps */
+  int64_t hidden;       /* columns of dW; at most those that facts.sample_bytes was computed for */
 } flce_order_samples_args;
 
 typedef struct flce_sampled_weight_args {

@@ -96,23 +96,34 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  * With save=samples the gradient GEMMs are replaced by gathers: a row's E_ij, j != y, are replaced
  * by an unbiased sparse estimate. With S_i = sum_j exp(l_ij - c_i), each class has the probability
  * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i). The draw is
- * systematic: with F the prefix sums of q, in fixed point of FLCE_SAMPLE_BITS bits, and one uniform
- * number u_i in [0, 1) for the row, class j is kept if some integer m has F_{j-1} <= m + u_i < F_j.
- * u_i is the upper FLCE_SAMPLE_BITS bits of the first output word of Philox4x32-10 of key seed and
- * counter i, i the token's number.
+ * systematic: with F the prefix sums of q, in fixed point of flce_sample_bits() bits, and one
+ * uniform number u_i in [0, 1) for the row, class j is kept if some integer m has
+ * F_{j-1} <= m + u_i < F_j. u_i is so many upper bits of the first two output words of
+ * Philox4x32-10 of key seed and counter i, i the token's number.
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
- * its value in float32; zeros follow. y is -1 and n is 0 if the row is ignored or absent; both are
+ * its E_ij in float32; zeros follow. y is -1 and n is 0 if the row is ignored or absent; both are
  * 0 if the target is out of range: the row's factors are NaN. */
 
-/* Fraction bits of q in the prefix sums: sums of up to 256 values of at most 2^23 fit 32 bits;
- * sample_rows adds groups of 32 or 128 classes. */
-enum { FLCE_SAMPLE_BITS = 23 };
+enum {
+  /* Fraction bits of q in the prefix sums up to FLCE_NARROW_CLASSES classes: sums of up to 256
+   * values of at most 2^23 fit 32 bits; sample_rows adds groups of 32 or 128 classes. */
+  FLCE_NARROW_BITS = 23,
+  FLCE_NARROW_CLASSES = 1 << 20,
+  /* With more classes: q of equal logits is at least 2^-31, so that its rounding, at most 2^-41, is
+   * at most 2^-10 of it. */
+  FLCE_WIDE_BITS = 40,
+};
+
+/* `classes`: of all ranks, as all of them share a row's S. */
+static inline int flce_sample_bits(int64_t classes) {
+  return classes <= FLCE_NARROW_CLASSES ? FLCE_NARROW_BITS : FLCE_WIDE_BITS;
+}
 
 /* The range of eps, and the most classes that can be sampled. */
 #define FLCE_LEAST_EPS 0x1p-12
-enum { FLCE_SAMPLE_CLASSES = 1 << 20 };
+enum { FLCE_SAMPLE_CLASSES = INT32_MAX };
 
 /* The most pairs after the first; draws beyond are dropped. ceil(1 / eps) + 1, and 2^-8 more
  * because E may be rounded to bfloat16. */

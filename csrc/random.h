@@ -11,9 +11,10 @@
 #define FLCE_HOST_DEVICE inline
 #endif
 
-/* The first output word of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2,
- * 3", SC11) with key `seed` and counter (low word of `counter`, its high word, 0, 0). */
-static FLCE_HOST_DEVICE uint32_t flce_philox(uint64_t seed, uint64_t counter) {
+/* The first output word (upper half) and the second one (lower half) of Philox4x32-10 (Salmon et
+ * al., "Parallel random numbers: as easy as 1, 2, 3", SC11) with key `seed` and counter (low word
+ * of `counter`, its high word, 0, 0). */
+static FLCE_HOST_DEVICE uint64_t flce_philox(uint64_t seed, uint64_t counter) {
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
   uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
   for (int round = 0; round < 10; round++) {
@@ -25,7 +26,7 @@ static FLCE_HOST_DEVICE uint32_t flce_philox(uint64_t seed, uint64_t counter) {
     key0 += 0x9e3779b9u;
     key1 += 0xbb67ae85u;
   }
-  return c0;
+  return (uint64_t)c0 << 32 | c1;
 }
 
 #endif

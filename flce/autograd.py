@@ -47,13 +47,6 @@ class _Refuse(torch.autograd.Function):
         _refuse_double_backward()
 
 
-def refuse_entropy_gradient(_):
-    raise RuntimeError(
-        'return_entropy: its gradient is not sampled; use gradient="exact" to differentiate the '
-        "entropy, or detach() it"
-    )
-
-
 def _once_differentiable(make):
     """The backward of a Function from `make(ctx, grad_output, grad_stats, grad_classes)`, which
     returns the first-order gradients; grad_stats is None if neither lse nor entropy has a gradient,

@@ -145,8 +145,6 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
         outputs[2] = stats[operators.STAT_ENTROPY].reshape(shape)
         if packed.detaches_entropy:
             outputs[2] = outputs[2].detach()
-        if packed.gradient == "sampled" and outputs[2].requires_grad:
-            outputs[2].register_hook(autograd.refuse_entropy_gradient)
     if wanted.accuracy:
         # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
         right = ((predictions == target) & ~ignored).sum().to(sums.dtype)

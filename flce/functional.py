@@ -248,8 +248,8 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             an adapter.
         gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
             bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
-            1. Not for float64 operands, probabilities, label smoothing with a softcap, or more than
-            2**20 classes.
+            1. Not for float64 operands, probabilities, or label smoothing or the entropy's gradient
+            with a softcap.
         vocab_parallel: a `flce.VocabParallel`, where each rank of a group has the rows of
             linear_weight for a part of the classes; None if linear_weight has all of them, and for
             DTensors, whose placements say it (docs/parallel.md).
@@ -277,8 +277,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             such a row's loss and gradients are NaN on CUDA, where a check would synchronise.
         torch.OutOfMemoryError: names the buffer and a smaller max_memory.
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
-            or autograd.grad of linear_weight; a gradient of the entropy with gradient="sampled"; a
-            collective of `vocab_parallel` that fails.
+            or autograd.grad of linear_weight; a collective of `vocab_parallel` that fails.
     """
     if isinstance(target, tuple):
         return _of_sparse_target(input, linear_weight, *target, options)
@@ -408,7 +407,7 @@ def linear_logprobs(
     """log p_y and the entropy of each row, for policy-gradient training.
 
     Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
-    with save="stats"); with gradient="sampled" logprobs alone is, and they come from two gathers.
+    with save="stats"), or of two gathers with gradient="sampled".
 
     Args:
         input, linear_weight: as in `linear_cross_entropy`.

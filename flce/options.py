@@ -103,8 +103,7 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
 
     loss: shape (), or (...) for reduction="none"; differentiable.
     lse: logsumexp of each row's logits, shape (...); differentiable; 0 where ignored.
-    entropy: of each row's softmax, in nats, shape (...); 0 where ignored; differentiable, but not
-    with gradient="sampled".
+    entropy: of each row's softmax, in nats, shape (...); differentiable; 0 where ignored.
     accuracy: the share of valid rows whose largest logit is the target's, shape (); 0 if there are
     none. predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
     z_loss: the part z_loss lse^2 of the loss, with the same reduction; detached.

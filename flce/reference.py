@@ -112,7 +112,8 @@ def cross_entropy(
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
     if sampling is not None and torch.is_grad_enabled():
         derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, of_logits, *sampling)
-        sampled = _WithDerivative.apply(kept, lse, derivative.masked_fill(cut.unsqueeze(-1), 0.0))
+        derivative = derivative.masked_fill(cut.unsqueeze(-1), 0.0)
+        sampled = _WithDerivative.apply(kept, lse, derivative)
         # The same value. The row's loss has lse times this factor; its other terms have no p.
         factor = _factor_of_lse(logits, target.masked_fill(cut, 0), weight, label_smoothing)
         rows = rows + factor * (sampled - lse)
@@ -129,7 +130,13 @@ def cross_entropy(
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
     # A class of probability 0 adds nothing to an entropy.
-    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1).to(stat).masked_fill(cut, 0.0)
+    log_p = log_p.masked_fill(p == 0, 0.0)
+    entropy = -(p * log_p).sum(dim=-1).to(stat).masked_fill(cut, 0.0)
+    if sampling is not None and torch.is_grad_enabled():
+        # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
+        entropy = _WithDerivative.apply(
+            kept, entropy, -derivative * (log_p + entropy.unsqueeze(-1)).detach()
+        )
     made = (lse, entropy, accuracy, predictions, z_part.detach())
     chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
     if topk:
@@ -188,11 +195,12 @@ def philox(key, counter):
     return a, b, c, d
 
 
-def offsets_of_rows(rows, seed, device):
-    """u of docs/sampled.md, 23 random bits for each of `rows` rows."""
+def offsets_of_rows(rows, seed, device, bits):
+    """u of docs/sampled.md, so many random bits, up to 62, for each of `rows` rows."""
     row = torch.arange(rows, device=device)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    return philox(key, (row & 0xFFFFFFFF, row >> 32, 0, 0))[0] >> 9
+    first, second, *_ = philox(key, (row & 0xFFFFFFFF, row >> 32, 0, 0))
+    return (first << 30 | second >> 2) >> (62 - bits)
 
 
 @torch.no_grad()
@@ -208,13 +216,14 @@ def sampled_derivative(z, target, cut, of_logits, eps, seed):
     # the slope is 1, removes them.
     share = final_logits(z, cut, **of_logits).softmax(dim=-1) * (slopes / scales)
     share = share.reshape(-1, share.shape[-1])
-    fixed = (share / eps).clamp(max=1.0).mul(2.0**23).round().to(torch.int64)
+    bits = 23 if share.shape[-1] <= 2**20 else 40
+    fixed = (share / eps).clamp(max=1.0).mul(2.0**bits).round().to(torch.int64)
     at_target = target.reshape(-1, 1).long()
     fixed.scatter_(-1, at_target, 0)
     end = fixed.cumsum(dim=-1)
-    offset = offsets_of_rows(len(end), seed, z.device).unsqueeze(-1)
-    # The number of m with m 2^23 + u below the end, and below the begin, of a class.
-    below, below_begin = ((edge - offset + 2**23 - 1) >> 23 for edge in (end, end - fixed))
+    offset = offsets_of_rows(len(end), seed, z.device, bits).unsqueeze(-1)
+    # The number of m with m 2^bits + u below the end, and below the begin, of a class.
+    below, below_begin = ((edge - offset + 2**bits - 1) >> bits for edge in (end, end - fixed))
     made = share.clamp(min=eps).masked_fill(below == below_begin, 0.0)
     made = made.scatter(-1, at_target, share.gather(-1, at_target)).reshape(z.shape)
     return made * scales

@@ -290,13 +290,42 @@ def test_sampled_training_options(sampled_training):
     assert all("second_moment" not in one for one in parts["classes"])
 
 
+def test_sampled_finetuning(sampled_training, capsys):
+    """Runs of a seed continue from one model, with a fifth of the rate, on other text; both texts
+    are evaluated, and the record gives the table."""
+    script, other = sampled_training.script, sampled_training.record.with_name("other.npy")
+    tokens = numpy.random.default_rng(1).integers(0, 97, 4000)
+    numpy.save(other, tokens.astype(numpy.uint16))
+    given = ["--other", str(other), "--finetune", "7", "--lr", "0.02", "--runs"]
+    status, runs = sampled_training(*given, "exact:0,2^-3:0,exact:1")
+    assert not status and runs[0]["trained"] == runs[1]["trained"] != runs[2]["trained"]
+    assert runs[0]["train"] != runs[1]["train"] and runs[0]["configuration"]["finetune"] == 7
+    assert runs[0]["validation"][-1]["step"] == 7
+    for run in runs:  # it learns the new text, and forgets the old one
+        assert (
+            script.final(run) < run["trained"]["other"] and run["first"] != run["trained"]["first"]
+        )
+    status, again = sampled_training(*given, "2^-3:0,2^-3:1")
+    assert (
+        not status
+        and again[:3] == runs
+        and again[3]["trained"]["other"] == runs[2]["trained"]["other"]
+    )
+    capsys.readouterr()
+    script.main(["--table", str(sampled_training.record)])
+    rows = capsys.readouterr().out.strip().splitlines()[-3:]
+    names = [line.split(" | ")[0] for line in rows]
+    assert names == ["| before", "| exact", "| 2^-3"]
+    assert f"{script.final(runs[0]):.4f}" in rows[1] and f"{runs[2]['first']:.4f}" in rows[1]
+
+
 def test_sampled_training_evaluates(sampled_training):
     """Loss and expected entries of held-out tokens, against dense float64."""
     script = sampled_training.script
     sampled_training("--runs", "exact:0")
     arguments = ["--corpus", str(sampled_training.record.with_name("corpus.npy")), *TINY.split()]
     options = script.parse_options(arguments)
-    training = script.Training(options, script.Corpus(options), None, 0)
+    training = script.Training(options, script.Corpus(options, options.corpus), None, 0)
     ids, targets = training.corpus.ids, training.corpus.targets
     assert ids.shape == (8, 8) and torch.equal(ids.flatten()[1:], targets.flatten()[:-1])
     with torch.no_grad():

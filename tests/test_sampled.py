@@ -9,6 +9,7 @@ import math
 
 import cases
 import pytest
+import raw
 import torch
 from sampled_case import HIDDEN, SAMPLED, SEEDS, TOKENS, VOCAB, make, sampled, upstream_of
 from torch.utils.checkpoint import checkpoint
@@ -187,9 +188,12 @@ def test_all_classes_above_eps_give_the_exact_gradient(device):
         yardstick.check(cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-12)))
 
 
-@pytest.mark.parametrize("outputs", [("lse",), ("loss", "lse")])
+OUTPUTS = [("lse",), ("loss", "lse"), ("entropy",), ("loss", "lse", "entropy")]
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids="-".join)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradient_of_lse(device, outputs, reduction):
+def test_gradients_of_outputs(device, outputs, reduction):
     random = cases.generator(9)
     case = cases.ignore_some(make(device)).with_options(logit_scale=2.0, label_smoothing=0.1)
     scalar = reduction == "mean"
@@ -201,6 +205,19 @@ def test_gradient_of_lse(device, outputs, reduction):
         case, upstream=upstream, reduction=reduction, return_lse=True, return_entropy=True,
         return_accuracy=True, return_predictions=True, return_z_loss=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 20.0])
+@pytest.mark.parametrize("rows", [None, "count"])
+def test_gradient_of_the_entropy(device, std, rows):
+    """Flat rows, whose gradient is 0, and such whose target has all of the probability."""
+    upstream = torch.randn(TOKENS, generator=cases.generator(9))
+    case = cases.ignore_some(make(device, std=max(std, 1.0), bias=std > 0.0))
+    if std == 0.0:
+        case.linear_weight.zero_()
+    upstream = {"loss": upstream.flip(0), "entropy": upstream}
+    call = {"upstream": upstream, "reduction": "none", "return_entropy": True}
+    compare(case, eps=2**-5, valid_bound=rows, **call)
 
 
 @pytest.mark.parametrize(
@@ -219,26 +236,38 @@ def test_frozen_parts(device, wants):
 # ---- 16-bit operands: the mean ----
 
 
+MEANS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 0.02},
+    "softcap": {"softcap": 4.0, "temperature": 0.8},
+    "entropy": {"return_entropy": True},
+    "all": {"return_entropy": True, "label_smoothing": 0.1, "logit_scale": -1.2},
+}
+UPSTREAM = {"entropy": ("entropy",), "all": ("loss", "entropy")}
+
+
 @pytest.mark.parametrize(
     "dtype, options",
     [
-        *((torch.float32, options) for options in ("plain", "smoothing", "softcap")),
-        *((torch.bfloat16, "smoothing"), (torch.float16, "softcap")),
+        *((torch.float32, options) for options in MEANS),
+        *((torch.bfloat16, options) for options in ("smoothing", "entropy")),
+        *((torch.float16, options) for options in ("softcap", "all")),
     ],
+    ids=str,
 )
 def test_the_mean_is_the_exact_gradient(device, dtype, options):
     """Over 4,096 seeds, within 4.5 standard errors and the rounding of the dtype."""
-    options = {
-        "plain": {},
-        "smoothing": {"label_smoothing": 0.1, "z_loss": 0.02},
-        "softcap": {"softcap": 4.0, "temperature": 0.8},
-    }[options]
-    case = make(device, dtype, tokens=8, vocab=40).with_options(**options)
-    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64))
+    case = make(device, dtype, tokens=8, vocab=40).with_options(**MEANS[options])
+    random, call = cases.generator(3), {}
+    if options in UPSTREAM:
+        call["reduction"] = "none"
+        named = {name: torch.randn(8, generator=random).to(device) for name in UPSTREAM[options]}
+        call["upstream"] = named
+    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64), **call)
     total = dict.fromkeys(cases.GRADIENTS, 0.0)
     squares = dict.fromkeys(cases.GRADIENTS, 0.0)
     for seed in range(SEEDS):
-        made = cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-4))
+        made = cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-4), **call)
         for name in total:
             total[name] = total[name] + made[name].double()
             squares[name] = squares[name] + made[name].double().square()
@@ -260,6 +289,73 @@ def test_autocast(device):
         )
     assert cases.same_bits(first, again) and not cases.same_bits(first, other)
     assert all(made.dtype == torch.float32 for made in first.values())
+
+
+# ---- millions of classes ----
+
+
+@pytest.mark.parametrize(("vocab", "eps"), [(300_007, 2**-6), (3_000_017, 2**-6), (3_000_017, 1.0)])
+def test_lists_of_many_classes(device, vocab, eps):
+    """The entries of the lists are where the prefix sums of q have the draws, within the rounding
+    of q, and of E, which moves the sums of bfloat16; and the gradients are their sums."""
+    tokens, bits = 4, 23 if vocab <= 2**20 else 40
+    for dtype, rounding in ((torch.float32, 4e-7), (torch.bfloat16, 1e-4)):
+        tolerance = rounding / eps
+        case = cases.make_case(tokens, 8, vocab, dtype=dtype, device=device, std=1.0)
+        operands = case.input, case.linear_weight, case.target
+        z = case.input.double() @ case.linear_weight.double().T
+        if device == "cpu" and dtype == torch.bfloat16:
+            z = z.to(dtype).double()  # as torch's GEMM gives them
+        p = z.softmax(-1)
+        at_target = case.target[:, None]
+        q = (p / eps).clamp(max=1.0).scatter(-1, at_target, 0.0)
+        end = q.cumsum(-1)
+        draws = reference.offsets_of_rows(tokens, 7, device, bits).double() / 2**bits
+        seed = torch.tensor(7, device=device)
+        given = {"seed": seed, "gradient": "sampled", "gradient_eps": eps}
+        given |= {"reduction": "sum", "max_memory": 1 << 28}
+        made = torch.ops.flce.forward(*raw.forward(*operands, "samples", **given))
+        lists = made[4].reshape(tokens, -1, 2).long()
+        assert torch.equal(lists[:, 0, 0], case.target)
+        estimate = torch.zeros_like(p)
+        for row in range(tokens):
+            count = lists[row, 0, 1].item()
+            classes = lists[row, 1 : count + 1, 0]
+            positions = draws[row] + torch.arange(count, device=device)
+            assert (classes.diff() > 0).all() and abs(count - 1.0 / eps) <= 1.0
+            assert ((end[row] - q[row])[classes] <= positions + tolerance).all()
+            assert (positions <= end[row, classes] + tolerance).all()
+            assert draws[row] + count >= end[row, -1] - tolerance
+            estimate[row, classes] = p[row, classes].clamp(min=eps)
+        estimate.scatter_(-1, at_target, p.gather(-1, at_target) - 1.0)
+        ours = cases.outcome(flce.linear_cross_entropy, case, **sampled(7, eps), reduction="sum")
+        floor = cases.FLOORS[dtype][1]
+        for name, truth in (
+            ("input", estimate @ case.linear_weight.double()),
+            ("linear_weight", estimate.T @ case.input.double()),
+        ):
+            assert cases.relative_error(ours[name], truth) <= floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eps", [1.0, 2**-6, 2**-12])
+def test_millions_of_equal_classes(eps, dtype):
+    """As the reference, on the CPU, entry by entry: E is 1 for two thirds of the classes and 0 for
+    the others, so that no rounding can move a draw."""
+    vocab, tokens = 3 << 20, 6
+    case = make("cpu", dtype, tokens=tokens, vocab=8, bias=False)
+    case.target = torch.arange(0, vocab, vocab // tokens)
+    case.input = torch.zeros(tokens, 2, dtype=dtype)
+    case.input[:, 0] = 1.0
+    case.linear_weight = torch.randn(vocab, 2, generator=cases.generator(5)).to(dtype)
+    case.linear_weight[:, 0] = torch.where(torch.arange(vocab) % 3 == 2, -200.0, 0.0)
+    upstream = {"loss": torch.linspace(-1.0, 2.0, tokens), "entropy": torch.ones(tokens)}
+    call = {"upstream": upstream, "reduction": "none", "return_entropy": True, **sampled(3, eps)}
+    ours = cases.outcome(flce.linear_cross_entropy, case, **call)
+    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64), **call)
+    for name in ("loss", "entropy", "input", "linear_weight"):
+        error = cases.relative_error(ours[name], truth[name])
+        assert error <= cases.FLOORS[dtype][name in cases.GRADIENTS], name
 
 
 # ---- graphs that are kept ----

@@ -79,12 +79,20 @@ def test_modules_operators_and_logprobs(device):
     head.load_state_dict({"weight": w, "bias": b})
     assert torch.equal(gradient(head(x, case.target, gradient_seed=9)), expected)
     assert "gradient='sampled', gradient_eps=0.125" in repr(head)
-    made = flce.linear_logprobs(x, w, case.target, **given)
+    made, again = (flce.linear_logprobs(x, w, case.target, **given) for _ in range(2))
     exact = flce.linear_logprobs(x, w, case.target, linear_bias=b)
     torch.testing.assert_close(made, exact, rtol=1e-6, atol=1e-6)
     given.update(reduction="none", return_entropy=True)
-    rows = flce.linear_cross_entropy(x, w, case.target, **given).loss
-    assert torch.equal(made[0], -rows) and torch.equal(gradient(made[0]), -gradient(rows))
+    rows, other = (flce.linear_cross_entropy(x, w, case.target, **given) for _ in range(2))
+    assert torch.equal(made[0], -rows.loss)
+    assert torch.equal(gradient(made[0]), -gradient(rows.loss))
+    expected = -gradient(other.loss + 0.1 * other.entropy)
+    assert torch.equal(gradient(again[0] - 0.1 * again[1]), expected)
+    chunked = flce.linear_loss(
+        x, w, case.target, lambda logprobs, entropy, _: (logprobs - 0.1 * entropy).sum(),
+        entropy="differentiable", linear_bias=b, **sampled(9, 2**-3)
+    )  # fmt: skip
+    assert torch.equal(gradient(chunked), expected)
 
 
 # ---- torch.compile, fakes, CUDA graphs ----
@@ -134,23 +142,23 @@ def test_compile_without_a_seed(device, backend):
     assert torch.equal(run(), first) and not torch.equal(first, second)
 
 
-def test_compiled_logprobs(device):
-    """Zeros come for an output without a gradient: the entropy is detached inside."""
+@pytest.mark.parametrize("entropy", ["differentiable", "detached"])
+def test_compiled_logprobs(device, entropy):
     torch._dynamo.reset()
     case = make(device)
     x = case.input.requires_grad_()
 
-    def step(x, detaches):
-        logprobs, entropy = flce.linear_logprobs(x, case.linear_weight, case.target, **sampled(1))
-        return logprobs, entropy.detach() if detaches else entropy
+    def step(x):
+        logprobs, entropies = flce.linear_logprobs(
+            x, case.linear_weight, case.target, entropy=entropy, **sampled(1)
+        )
+        return logprobs - 0.3 * entropies
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    made = [function(x, True) for function in (step, compiled)]
-    for ours, expected in zip(*made, strict=True):
-        assert torch.equal(ours, expected)
-    assert torch.autograd.grad(made[1][0].sum(), x)[0].any()
-    with pytest.raises(Exception, match="return_entropy: its gradient is not sampled"):
-        compiled(x, False)[0].sum().backward()
+    made = [function(x) for function in (step, compiled)]
+    assert torch.equal(*made)
+    gradients = [torch.autograd.grad(one.sum(), x)[0] for one in made]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
 def inner_call(device, eps=2**-6, **options):
@@ -234,25 +242,25 @@ def test_the_plan_estimates_the_time():
     assert 0.0 < coarse < fine < time(4000, gradient="sampled", gradient_eps=2**-8)
 
 
-def test_the_gradient_of_the_entropy_is_refused(device):
-    case = make(device)
+def test_the_gradient_of_the_entropy_is_refused_with_a_softcap(device):
+    """A list has E, which includes the softcap's slope, and no logit. The value is there."""
+    case = make(device).with_options(softcap=3.0)
     x, w = case.input.requires_grad_(), case.linear_weight.requires_grad_()
 
-    def call():
-        return flce.linear_cross_entropy(
-            x, w, case.target, return_entropy=True, return_lse=True, **sampled(1)
-        )
+    def call(entropy=True, **options):
+        options = {"softcap": 3.0, **sampled(1), **options}
+        return flce.linear_cross_entropy(x, w, case.target, return_entropy=entropy, **options)
 
-    expected = torch.autograd.grad(call().loss, (x, w))
+    expected = torch.autograd.grad(call("detached").loss, (x, w))
     made = call()
     loss = made.loss - 0.1 * made.entropy.detach().mean()
-    assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
-    made = call()
-    assert made.lse.requires_grad
-    message = 'return_entropy: its gradient is not sampled; use gradient="exact".* or detach'
+    grads = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    assert all(map(torch.equal, grads, expected))
+    message = '^return_entropy: expected no gradient of the entropy with a softcap and gradient="sa'
     for refused in (made.entropy.sum(), made.loss - 0.1 * made.entropy.mean()):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(ValueError, match=message):
             torch.autograd.grad(refused, (x, w), retain_graph=True)
+    assert call(softcap=None).entropy.requires_grad
     with torch.no_grad():
         assert not call().entropy.requires_grad
 

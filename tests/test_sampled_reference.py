@@ -31,10 +31,10 @@ def test_philox_gives_the_known_answers(key, counter, output):
 def test_a_seed_is_the_key_and_a_row_the_counter():
     for seed in (0, -1, 0x299F31D0A4093822):
         key = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-        offsets = reference.offsets_of_rows(5, seed, "cpu")
+        offsets = reference.offsets_of_rows(5, seed, "cpu", 23)
         expected = [reference.philox(key, (torch.tensor(i), 0, 0, 0))[0] >> 9 for i in range(5)]
         assert offsets.tolist() == [int(word) for word in expected]
-    offsets = reference.offsets_of_rows(1 << 16, 3, "cpu").double() / 2**23
+    offsets = reference.offsets_of_rows(1 << 16, 3, "cpu", 23).double() / 2**23
     assert 0.0 <= offsets.min() and offsets.max() < 1.0
     assert abs(offsets.mean() - 0.5) <= 4.5 * math.sqrt(1 / 12 / len(offsets))
 

@@ -19,7 +19,9 @@ from flce.distributed import collectives
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-# tokens, hidden, vocab, dtype, options, among them VocabParallel's reduce_dtype
+SAMPLED = {"gradient": "sampled", "gradient_eps": 2**-12}
+# tokens, hidden, vocab, dtype, options, among them VocabParallel's reduce_dtype, and the factor of
+# the mean entropy in what is differentiated
 CASES = {
     "fused": (1024, 512, 9000, torch.bfloat16, {}),
     "fused, skipping rows": (16384, 256, 17000, torch.bfloat16, {"ignored": 0.3}),
@@ -44,7 +46,8 @@ CASES = {
     "float16, logits": (1024, 512, 9000, torch.float16, {"save": "logits", "softcap": 10.0}),
     "no rows left": (256, 256, 4000, torch.bfloat16, {"ignored": 1.0}),
     "none": (1024, 512, 9000, torch.bfloat16, {"reduction": "none"}),
-    "sampled": (1024, 512, 9000, torch.bfloat16, {"gradient": "sampled", "gradient_eps": 2**-12}),
+    "sampled": (1024, 512, 9000, torch.bfloat16, SAMPLED),
+    "sampled entropy": (1024, 512, 9000, torch.bfloat16, {**SAMPLED, "entropy": 0.1}),
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 4e-3}
 
@@ -69,13 +72,15 @@ def draw(tokens, hidden, vocab, dtype, options):
     return x, w, b, y, options
 
 
-def run(x, w, b, y, options, **returns):
-    """The outputs, and the gradients of x, w and b."""
+def run(x, w, b, y, options, entropy=0.0, **returns):
+    """The outputs, and the gradients of x, w and b of the loss and of `entropy` times the mean
+    entropy."""
     leaves = [None if one is None else one.clone().requires_grad_() for one in (x, w, b)]
     made = flce.linear_cross_entropy(
         leaves[0], leaves[1], y, linear_bias=leaves[2], **options, **returns
     )
     loss = made.loss if returns else made
+    loss = loss + entropy * made.entropy.mean() if entropy else loss
     weights = torch.linspace(0.5, 1.5, loss.numel(), device="cuda", dtype=loss.dtype)
     loss.backward(weights.reshape(loss.shape))
     return made, [None if one is None else one.grad for one in leaves]
@@ -97,19 +102,19 @@ def classes_of(vocab):
 def check_case(name):
     tokens, hidden, vocab, dtype, given = CASES[name]
     given = dict(given)
-    terms = given.pop("reduce_dtype", None)
+    terms, entropy = given.pop("reduce_dtype", None), given.pop("entropy", 0.0)
     x, w, b, y, options = draw(tokens, hidden, vocab, dtype, given)
     mine = classes_of(vocab)
     vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab, reduce_dtype=terms)
     local = {**options, "vocab_parallel": vp}
     returns = {"return_lse": True, "return_predictions": True}
-    if given.get("gradient") != "sampled":
+    if given.get("gradient") != "sampled" or entropy:
         returns["return_entropy"] = True
     exact = {**options, "gradient": "exact"}
-    one, expected = run(x, w, b, y, exact, **returns)
+    one, expected = run(x, w, b, y, exact, entropy, **returns)
     bias = None if b is None else b[mine]
-    two, grads = run(x, w[mine], bias, y, local, **returns)
-    again, same = run(x, w[mine], bias, y, local, **returns)
+    two, grads = run(x, w[mine], bias, y, local, entropy, **returns)
+    again, same = run(x, w[mine], bias, y, local, entropy, **returns)
     bound = TOLERANCE[dtype]
     if given.get("gradient") == "sampled":
         bound = 0.05  # nearly all classes are drawn, but with float rounding of their weights

@@ -27,11 +27,14 @@ def samples_of_all_classes(ranks):
         {"softcap": 3.0, "ignored": 4},
         {"label_smoothing": 0.1, "weight": True, "reduction": "none"},
         {"reduction": "sum", "logit_scale": -0.5, "z_loss": 1e-2, "bias": False},
+        {"label_smoothing": 0.1, "reduction": "none", "ignored": 4, "return_entropy": True},
     ):
         case = sampled_case(**options)
         upstream = {"loss": torch.tensor(-1.7)}
         if options.get("reduction") == "none":
             upstream = {"loss": torch.linspace(-1.0, 2.0, TOKENS)}
+        if "return_entropy" in options:
+            upstream["entropy"] = torch.linspace(2.0, -1.0, TOKENS)
         exact = cases.outcome(flce.linear_cross_entropy, case, upstream=upstream)
         for how in ({}, {"sequence": True}, {"reduce_input_grad": False}):
             sequence = "sequence" in how
@@ -78,25 +81,26 @@ def sampled_loss_and_bits(ranks):
 @on(2)
 def mean_of_samples(ranks):
     """The mean over seeds within five standard errors of the exact gradients."""
-    seeds = 400
-    case = sampled_case(tokens=8, ignored=4)
-    own, vp = ranks.divided(case), ranks.parallel(VOCAB)
-    exact = cases.outcome(flce.linear_cross_entropy, case)
-    exact["linear_weight"] = exact["linear_weight"][ranks.classes(VOCAB)]
-    draws = {"input": [], "linear_weight": []}
-    for seed in range(seeds):
-        call = {"vocab_parallel": vp, **sampled(2**-3, seed)}
-        made = cases.outcome(flce.linear_cross_entropy, own, **call)
+    seeds, upstream = 400, {"entropy": torch.linspace(2.0, -1.0, 8)}
+    for given in ({}, {"upstream": upstream, "return_entropy": True}):
+        case = sampled_case(tokens=8, ignored=4)
+        own, vp = ranks.divided(case), ranks.parallel(VOCAB)
+        exact = cases.outcome(flce.linear_cross_entropy, case, **given)
+        exact["linear_weight"] = exact["linear_weight"][ranks.classes(VOCAB)]
+        draws = {"input": [], "linear_weight": []}
+        for seed in range(seeds):
+            call = {"vocab_parallel": vp, **sampled(2**-3, seed), **given}
+            made = cases.outcome(flce.linear_cross_entropy, own, **call)
+            for name, kept in draws.items():
+                kept.append(made[name].double())
         for name, kept in draws.items():
-            kept.append(made[name].double())
-    for name, kept in draws.items():
-        kept, true = torch.stack(kept), exact[name].double()
-        deviation, rounding = kept.std(0) / seeds**0.5, 1e-6 * true.abs().max()
-        outside = (kept.mean(0) - true).abs() - 5.0 * deviation - rounding
-        ranks.note(
-            (outside <= 0.0).all(), f"{name}: {int((outside > 0.0).sum())} of {true.numel()}"
-        )
-        ranks.note(kept.std(0).max() > 0.1 * true.std(), f"{name}: nothing was drawn")
+            kept, true = torch.stack(kept), exact[name].double()
+            deviation, rounding = kept.std(0) / seeds**0.5, 1e-6 * true.abs().max()
+            outside = (kept.mean(0) - true).abs() - 5.0 * deviation - rounding
+            ranks.note(
+                (outside <= 0.0).all(), f"{name}: {int((outside > 0.0).sum())} of {true.numel()}"
+            )
+            ranks.note(kept.std(0).max() > 0.1 * true.std(), f"{name}: nothing was drawn")
 
 
 @on(2)

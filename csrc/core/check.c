@@ -83,6 +83,9 @@ static flce_status check_samples(const flce_problem* problem) {
          "label_smoothing: expected 0 with a softcap and gradient=\"sampled\", got %s: its "
          "gradient has an entry for every class",
          number_text(loss->label_smoothing, text));
+  EXPECT(!problem->has_grad_entropy || !flce_caps_logits(loss),
+         "return_entropy: expected no gradient of the entropy with a softcap and "
+         "gradient=\"sampled\", which keeps no logits; take \"detached\" or gradient=\"exact\"");
   /* Of all ranks: each has to refuse what one does. */
   long long classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
   EXPECT(classes <= FLCE_SAMPLE_CLASSES,

@@ -109,7 +109,8 @@ static inline flce_upstream upstream_of(const execution* e) {
   return (flce_upstream){.loss = tensors->grad_output,
                          .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
                          .lse = tensors->grad_lse,
-                         .entropy = tensors->grad_entropy};
+                         .entropy = tensors->grad_entropy,
+                         .entropy_in_target = e->plan && e->plan->save == FLCE_SAVE_SAMPLES};
 }
 
 /* A buffer of the workspace; NULL where the plan has none. */

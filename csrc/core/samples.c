@@ -10,25 +10,29 @@ static int32_t* lists_from(const execution* e, int64_t row) {
 }
 
 flce_status flce_sample_chunk(const execution* e, const chunk* c) {
+  const flce_problem* problem = e->problem;
+  int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
   CALL(e, sample_rows,
        &(flce_sample_rows_args){.rows = &c->view,
                                 .lists = lists_from(e, c->first),
-                                .eps = e->problem->gradient_eps,
+                                .eps = problem->gradient_eps,
+                                .bits = flce_sample_bits(classes),
                                 .seed = e->tensors->seed,
                                 .first_token = e->plan->gathers ? 0 : c->first});
   return FLCE_OK;
 }
 
 /* The rows of all tokens with their coefficients. */
-static flce_rows with_coef(const chunk* all) {
+static flce_rows with_coef(const execution* e, const chunk* all) {
   flce_rows rows = all->view;
   rows.coef = all->coef;
+  rows.wants_entropy = e->tensors->grad_entropy != NULL;
   return rows;
 }
 
 flce_status flce_sampled_dx(const execution* e, const chunk* all) {
   if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
-  flce_rows rows = with_coef(all);
+  flce_rows rows = with_coef(e, all);
   CALL(e, sampled_grad_input,
        &(flce_sampled_input_args){.dx = e->tensors->grad_input,
                                   .dx_dtype = e->plan->partial_dx_dtype,
@@ -79,7 +83,7 @@ static flce_status bias_from_samples(const execution* e, const flce_rows* rows, 
 
 flce_status flce_sampled_class_gradients(const execution* e, const chunk* all) {
   const flce_problem* problem = e->problem;
-  flce_rows rows = with_coef(all);
+  flce_rows rows = with_coef(e, all);
   if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
     return FLCE_OK;
   void *xsum, *total;

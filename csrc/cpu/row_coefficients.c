@@ -42,7 +42,10 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
     double nll = row_stat(pass, FLCE_STAT_NLL, i);
     /* Another rank's target: its substitute column has no one-hot term. */
     bool here = !job->shard || flce_holds_class(job->shard, rows->target[i]);
-    double target = own * (here ? expm1(-nll) : exp(-nll)) + other * exp(-nll);
+    double p = exp(-nll), target = own * (here ? expm1(-nll) : p) + other * p;
+    if (upstream->entropy_in_target && p > 0.0) /* m - l_y = nll - entropy */
+      target += upstream_of(upstream->entropy, stat, i, 0.0) * p *
+                (nll - row_stat(pass, FLCE_STAT_ENTROPY, i));
     coef[FLCE_COEF_TARGET] = a * row_stat(pass, FLCE_STAT_SLOPE, i) * target;
   } else {
     coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);

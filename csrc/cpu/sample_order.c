@@ -1,9 +1,6 @@
 /* Backend function `order_samples`: the entries of all lists, ordered by class, by counting. */
 #include "cpu/sample_order.h"
 
-#include "cpu/convert.h"
-#include "cpu/cpu.h"
-
 #include <string.h>
 
 int64_t flce_cpu_sample_bytes(int64_t rows, int64_t vocab, double eps) {
@@ -35,17 +32,14 @@ static void count_list(const int32_t* list, int64_t* counts) {
 }
 
 /* Puts the entries of row r's list, of token i, at next[class]. */
-static void place_list(const flce_rows* rows, int64_t i, const int32_t* list, int64_t* next,
-                       sample_entry* entries) {
+static void place_list(const flce_rows* rows, int64_t i, const int32_t* list, double eps,
+                       int64_t* next, sample_entry* entries) {
   const float* coef = rows->coef;
   if (list[0] >= 0)
     entries[next[list[0]]++] =
         (sample_entry){i, (double)coef[FLCE_COEF_TARGET * rows->stat_pitch + i]};
-  for (int32_t m = 1; m <= list[1]; m++) { /* an absent row has no pairs, and no coef */
-    double row = (double)coef[FLCE_COEF_ROW * rows->stat_pitch + i];
-    double value = (double)flce_float_of((uint32_t)list[2 * m + 1]);
-    entries[next[list[2 * m]]++] = (sample_entry){i, row * value};
-  }
+  for (int32_t m = 1; m <= list[1]; m++) /* an absent row has no pairs, and no coef */
+    entries[next[list[2 * m]]++] = (sample_entry){i, sample_factor(rows, i, list + 2 * m, eps)};
 }
 
 flce_status flce_cpu_order_samples(void* self, const flce_order_samples_args* call) {
@@ -60,7 +54,7 @@ flce_status flce_cpu_order_samples(void* self, const flce_order_samples_args* ca
   /* Each start is moved to its class's end, which is the next class's start, then moved back. */
   sample_entry* entries = sample_entries(call->order, vocab);
   for (int64_t r = 0; r < rows->rows; r++)
-    place_list(rows, flce_row_index(rows, r), call->lists + r * pitch, start, entries);
+    place_list(rows, flce_row_index(rows, r), call->lists + r * pitch, call->eps, start, entries);
   memmove(start + 1, start, (size_t)vocab * sizeof *start);
   start[0] = 0;
   return FLCE_OK;

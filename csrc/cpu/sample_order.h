@@ -3,7 +3,10 @@
 #ifndef FLCE_CPU_SAMPLE_ORDER_H
 #define FLCE_CPU_SAMPLE_ORDER_H
 
-#include "flce.h"
+#include "cpu/convert.h"
+#include "cpu/cpu.h"
+
+#include <math.h>
 
 /* An entry of the gradient of the logits. */
 typedef struct sample_entry {
@@ -18,6 +21,19 @@ static inline const int64_t* sample_starts(const void* order) {
 }
 static inline sample_entry* sample_entries(const void* order, int64_t vocab) {
   return (sample_entry*)((int64_t*)order + vocab + 1);
+}
+
+/* What a pair of token i's list contributes to dz: factor_m of backend.h. */
+static inline double sample_factor(const flce_rows* rows, int64_t i, const int32_t* pair,
+                                   double eps) {
+  const float *stats = (const float*)rows->stats + i, *coef = (const float*)rows->coef + i;
+  float inv_sum = stats[FLCE_STAT_INV_SUM * rows->stat_pitch], least = (float)eps / inv_sum;
+  float e = flce_float_of((uint32_t)pair[1]);
+  double row = (double)coef[FLCE_COEF_ROW * rows->stat_pitch];
+  if (rows->wants_entropy)
+    row -= (double)coef[FLCE_COEF_ENTROPY * rows->stat_pitch] *
+           ((double)stats[FLCE_STAT_ENTROPY * rows->stat_pitch] + log((double)e * (double)inv_sum));
+  return row * (double)(e < least ? least : e);
 }
 
 /* FLCE_INVALID_ARGUMENT if a list has a class beyond `vocab`, or more pairs than it has room for.

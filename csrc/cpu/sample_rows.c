@@ -15,21 +15,21 @@ typedef struct sample_job {
 static void sample_row(const sample_job* job, int64_t r, int64_t i, int32_t* list) {
   const flce_sample_rows_args* call = job->call;
   const flce_rows* rows = call->rows;
-  const int64_t one = INT64_C(1) << FLCE_SAMPLE_BITS;
+  const int64_t one = INT64_C(1) << call->bits;
   float inv_sum = ((const float*)rows->stats)[FLCE_STAT_INV_SUM * rows->stat_pitch + i];
-  float inverse = inv_sum * (float)(1.0 / call->eps), threshold = (float)call->eps / inv_sum;
-  uint32_t random = flce_philox((uint64_t)call->seed[0], (uint64_t)(call->first_token + i));
-  int64_t drawn = random >> (32 - FLCE_SAMPLE_BITS), sum = 0;
+  float inverse = inv_sum * (float)(1.0 / call->eps);
+  uint64_t random = flce_philox((uint64_t)call->seed[0], (uint64_t)(call->first_token + i));
+  int64_t drawn = (int64_t)(random >> (64 - call->bits)), sum = 0;
   int32_t count = 0;
   const void* e = flce_const_at(rows->out, rows->out_dtype, r * rows->out_pitch);
   for (int64_t j = 0; j < rows->vocab && count < job->most; j++) {
     float value = (float)flce_load(e, rows->out_dtype, j);
-    sum += lrintf(fminf(value * inverse, 1.0f) * (float)one);
+    sum += llrintf(fminf(value * inverse, 1.0f) * (float)one);
     if (sum <= drawn) continue;
     drawn += one;
     count++;
     list[2 * count] = (int32_t)j;
-    list[2 * count + 1] = (int32_t)flce_bits_of(value < threshold ? threshold : value);
+    list[2 * count + 1] = (int32_t)flce_bits_of(value);
   }
   list[0] = (int32_t)rows->target[i];
   list[1] = count;

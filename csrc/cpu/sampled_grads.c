@@ -1,10 +1,7 @@
 /* Backend functions `sampled_grad_input`, `sampled_grad_weight` and `sampled_grad_bias`: sums of
  * rows of W by the lists of the rows, and of rows of x by the entries of each class. */
-#include "cpu/convert.h"
-#include "cpu/cpu.h"
 #include "cpu/sample_order.h"
 
-#include <math.h>
 #include <string.h>
 
 typedef struct sampled_input_job {
@@ -19,7 +16,6 @@ static void input_row(const sampled_input_job* job, int64_t r, int64_t i) {
   const flce_rows* rows = call->rows;
   const int32_t* list = call->lists + r * job->pitch;
   const float* coef = (const float*)rows->coef + i;
-  double row = (double)coef[FLCE_COEF_ROW * rows->stat_pitch];
   double target = (double)coef[FLCE_COEF_TARGET * rows->stat_pitch];
   double smooth = (double)coef[FLCE_COEF_SMOOTH * rows->stat_pitch];
   flce_sums sums;
@@ -29,9 +25,9 @@ static void input_row(const sampled_input_job* job, int64_t r, int64_t i) {
     const void* y = flce_const_at(call->w, call->dtype, list[0] * call->hidden + h);
     job->w_kernels->scaled(&sums, target, y, count);
     for (int32_t m = 1; m <= list[1]; m++) {
-      double value = (double)flce_float_of((uint32_t)list[2 * m + 1]);
+      double factor = sample_factor(rows, i, list + 2 * m, call->eps);
       const void* w = flce_const_at(call->w, call->dtype, list[2 * m] * call->hidden + h);
-      job->w_kernels->axpy(&sums, row * value, w, count);
+      job->w_kernels->axpy(&sums, factor, w, count);
     }
     if (call->wsum) job->stat_kernels->axpy(&sums, -smooth, (const float*)call->wsum + h, count);
     job->dx_kernels->narrow(flce_at(call->dx, call->dx_dtype, i * call->cols + h), &sums, count);

@@ -1,14 +1,18 @@
 /* save=samples: the random numbers, the lists by their definition, and the mean of the gradients
  * over seeds. */
 #include "engine_case.h"
+#include "cpu/cpu.h"
 #include "random.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* Outputs of Random123's kat_vectors. */
 static void test_philox(void) {
-  CHECK(flce_philox(0, 0) == 0x6627e8d5u, "philox of zeros is %08x", flce_philox(0, 0));
+  CHECK(flce_philox(0, 0) == UINT64_C(0x6627e8d5e169c58d), "philox of zeros is %016llx",
+        (unsigned long long)flce_philox(0, 0));
   CHECK(flce_philox(1, 0) != flce_philox(0, 0) && flce_philox(0, 1) != flce_philox(0, 0) &&
             flce_philox(INT64_C(1) << 32, 0) != flce_philox(1, 0) &&
             flce_philox(0, INT64_C(1) << 32) != flce_philox(0, 1),
@@ -111,6 +115,18 @@ static void test_options(void) {
   }
 }
 
+/* Gradients of lse and the entropy too. */
+static void test_outputs(flce_dtype dtype) {
+  setting s = sampled_setting(dtype, 0x1p-4);
+  s.problem.wants_entropy = s.upstream = true;
+  test_means(s);
+  s.problem.loss.label_smoothing = 0.2;
+  s.problem.loss.logit_scale = -1.5;
+  s.temperature = s.problem.has_temperature = true;
+  s.problem.rows = 19; /* gathered */
+  test_means(s);
+}
+
 /* No row is computed: every gradient is 0 or what it was, and nothing beyond it is written. */
 static void test_no_rows(void) {
   const flce_dtype dtypes[] = {FLCE_F32, FLCE_BF16, FLCE_F16};
@@ -159,6 +175,84 @@ static void test_lists(double eps) {
   free_model(&m);
 }
 
+/* ---- rows of as many classes as there may be ---- */
+
+enum { BLOCK = 1 << 22 };
+
+/* `count` elements of bfloat16, a repeated block: only the block has memory. */
+static uint16_t* repeated(const uint16_t* block, int64_t count) {
+  size_t bytes = BLOCK * sizeof *block;
+  int file = memfd_create("block", 0);
+  CHECK(write(file, block, bytes) == (ssize_t)bytes, "the file of the block");
+  size_t all = ((size_t)count + BLOCK - 1) / BLOCK * bytes;
+  char* row = mmap(NULL, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  for (size_t at = 0; at < all; at += bytes) {
+    void* part = mmap(row + at, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, file, 0);
+    CHECK(part == row + at, "block at %zu bytes is not mapped", at);
+  }
+  close(file);
+  return (uint16_t*)row;
+}
+
+/* The class of the position `drawn` of the prefix sums, `ends` of a block. */
+static int64_t class_at(const int64_t* ends, int64_t drawn) {
+  int64_t block = drawn / ends[BLOCK - 1], rest = drawn % ends[BLOCK - 1], low = 0,
+          high = BLOCK - 1;
+  while (low < high) {
+    int64_t middle = (low + high) / 2;
+    if (ends[middle] <= rest)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return block * BLOCK + low;
+}
+
+/* The list of a row with 2^31 - 1 classes against the definition; E is from 1 to 2. */
+static void test_large_row(void) {
+  const int64_t vocab = INT32_MAX;
+  const double eps = 0x1p-6, one = 0x1p40;
+  int bits = flce_sample_bits(vocab);
+  CHECK(bits == 40 && flce_sample_bits(1 << 20) == 23, "%d bits", bits);
+  uint16_t* block = malloc(BLOCK * sizeof *block);
+  double exact = 0.0;
+  for (int64_t j = 0; j < BLOCK; j++) {
+    flce_store(block, FLCE_BF16, j, test_uniform(1.0, 2.0));
+    exact += flce_load(block, FLCE_BF16, j);
+  }
+  uint16_t* e = repeated(block, vocab);
+  int64_t *ends = malloc(BLOCK * sizeof *ends), sum = 0;
+  float inv_sum = (float)(BLOCK / (exact * (double)vocab)), least = 1.0f;
+  for (int64_t j = 0; j < BLOCK; j++) {
+    float q = (float)flce_load(block, FLCE_BF16, j) * (inv_sum * (float)(1.0 / eps));
+    ends[j] = sum += llrint((double)q * one);
+    least = fminf(q, least);
+  }
+  CHECK(least * one >= 0x1p14, "the least q is %g", least);
+  double total = (double)sum / one * (double)vocab / BLOCK;
+  CHECK(fabs(total * eps - 1.0) <= (double)vocab * eps * 0x1p-41 + 0x1p-21, "sum of q %.9g", total);
+  float stats[FLCE_STAT_ROWS] = {[FLCE_STAT_INV_SUM] = inv_sum};
+  int64_t target = 1, seed = 5;
+  int32_t* list = malloc((size_t)flce_sample_pitch(eps) * sizeof *list);
+  flce_rows rows = {.rows = 1, .vocab = vocab, .target = &target, .stats = stats};
+  rows.out = e, rows.out_dtype = FLCE_BF16, rows.out_pitch = vocab, rows.stat_pitch = 1;
+  rows.options.ignore_index = IGNORE_INDEX;
+  flce_cpu cpu = test_cpu(1);
+  CHECK_OK(flce_cpu_sample_rows(
+      &cpu, &(flce_sample_rows_args){
+                .rows = &rows, .lists = list, .eps = eps, .bits = bits, .seed = &seed}));
+  int64_t drawn = (int64_t)(flce_philox((uint64_t)seed, 0) >> 24), m = 0;
+  for (; class_at(ends, drawn) < vocab; m++, drawn += INT64_C(1) << 40) {
+    int64_t j = class_at(ends, drawn);
+    CHECK(m < list[1] && list[2 * m + 2] == j, "draw %lld", (long long)m);
+    CHECK(test_same(list + 2 * m + 3, &(float){(float)flce_load(e, FLCE_BF16, j)}, 4),
+          "E of class %lld", (long long)j);
+  }
+  CHECK(m == list[1] && m >= 63, "%lld draws, got %d", (long long)m, list[1]);
+  munmap(e, ((size_t)vocab + BLOCK - 1) / BLOCK * BLOCK * sizeof *e);
+  free(block), free(ends), free(list);
+}
+
 /* Where sampling pays on a GPU: large vocabularies, the larger the finer eps is. */
 static void test_sampled_time(void) {
   static const struct {
@@ -192,11 +286,17 @@ int main(void) {
   test_seed(7);
   test_sampled_time();
   test_philox();
-  for (int index = 0; test_next_variant(&index);) test_lists(0x1p-4);
+  for (int index = 0; test_next_variant(&index);) {
+    test_lists(0x1p-4);
+    test_outputs(FLCE_F32);
+  }
+  test_outputs(FLCE_BF16);
+  test_outputs(FLCE_F16);
   test_lists(1.0);
   test_lists(0x1p-12);
   test_options();
   test_added();
   test_no_rows();
+  test_large_row();
   return test_verdict();
 }

@@ -453,12 +453,13 @@ static void test_sums(void) {
 
 /* No class has a probability below eps: nothing is drawn, and the gradients are exact. */
 static void test_samples(void) {
-  for (int k = 0; k < 2; k++) {
-    setting s = make_setting(k ? FLCE_BF16 : FLCE_F32, FLCE_SAVE_SAMPLES);
+  for (int k = 0; k < 4; k++) {
+    setting s = make_setting(k % 2 ? FLCE_BF16 : FLCE_F32, FLCE_SAVE_SAMPLES);
     s.problem.gradient_eps = 0x1p-12;
     s.std = 0.5;
-    if (k) s.problem.loss.label_smoothing = 0.2, s.problem.frozen_hidden = 8;
-    s.problem.wide_terms = k;
+    if (k % 2) s.problem.loss.label_smoothing = 0.2, s.problem.frozen_hidden = 8;
+    s.problem.wide_terms = k % 2;
+    s.problem.wants_entropy = s.upstream = k / 2;
     test_ranks(&s);
   }
 }
@@ -493,8 +494,16 @@ static void test_refusals(void) {
   p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F64;
   CHECK_OK(flce_plan_call(&b, p, &plan));
   p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32;
-  p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25, p->classes = (1 << 20) + 1;
-  check_refused(&b, p, "vocab: expected at most 1048576 with gradient=\"sampled\", got 1048577");
+  p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25, p->classes = INT64_C(1) << 31;
+  p->wants_predictions = false;
+  check_refused(&b, p,
+                "vocab: expected at most 2147483647 with gradient=\"sampled\", got 2147483648");
+  p->classes = INT32_MAX, p->max_memory = INT64_C(1) << 33;
+  CHECK_OK(flce_plan_call(&b, p, &plan));
+  p->has_grad_entropy = p->wants_entropy = p->entropy_gradient = true, p->loss.softcap = 3.0;
+  check_refused(&b, p, "return_entropy: expected no gradient of the entropy with a softcap");
+  p->has_grad_entropy = p->wants_entropy = p->entropy_gradient = false, p->loss.softcap = 0.0;
+  p->wants_predictions = true, p->max_memory = 1 << 28;
   p->save = FLCE_SAVE_GRADS, p->classes = 1 << 24;
   CHECK_OK(flce_plan_call(&b, p, &plan));
   flce_tensors none = {.workspace = workspace(&plan, FLCE_IN_FORWARD)};

@@ -149,6 +149,9 @@ static inline flce_status check_device(int index) {
   return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, index);
 }
 
+/* The most columns of a row of logits, which kernels count in 32 bits. */
+enum { kMaxVocab = 1 << 30 };
+
 /* A grid's x dimension is at most 2^31 - 1. */
 static inline flce_status check_grid(int64_t blocks, const char* what) {
   if (blocks <= INT32_MAX) return FLCE_OK;

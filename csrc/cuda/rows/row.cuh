@@ -13,7 +13,7 @@
 #include "cuda/common/vectors.cuh"
 #include "loss.h"
 
-enum { kRowThreads = 512, kMaxVocab = 1 << 30 };
+enum { kRowThreads = 512 };
 
 /* Vectors in flight for each thread: 16 logits of 16 or 32 bits, which leaves registers for three
  * blocks on an SM. */

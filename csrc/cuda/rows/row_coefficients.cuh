@@ -46,6 +46,11 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   S target = k * (own * (elsewhere ? exp(-stats.nll) : expm1(-stats.nll)));
   if (rest != 0) target += k * (rest * exp(-stats.nll));
   if (others != 0) target += others * exp(-stats.nll);
+  if (upstream.entropy && upstream.entropy_in_target) {
+    const S entropy = ((const S*)r.stats)[FLCE_STAT_ENTROPY * r.stat_pitch + i];
+    const S p = exp(-stats.nll), g = ((const S*)upstream.entropy)[i];
+    if (p > 0) target += g * (p * (stats.nll - entropy)); /* m - l_y = nll - entropy */
+  }
   coef[FLCE_COEF_TARGET] = a * (stats.slope * target);
 }
 

@@ -40,15 +40,15 @@ __global__ void __launch_bounds__(kOrderThreads)
 
 /* The factor of the sorted entry at `position` and its token; a thread for each. */
 __device__ __forceinline__ int2 entry_at(const sample_order& o, const flce_rows& r,
-                                         const int32_t* lists, int pitch, int slots,
+                                         const int32_t* lists, float eps, int pitch, int slots,
                                          int64_t position) {
   const int64_t where = o.slots[position], row = where / slots;
   const int slot = (int)(where % slots);
   const int64_t at = vectors_at(r, row);
-  const float* coef = (const float*)r.coef + at;
   const int2 pair = ((const int2*)(lists + row * pitch))[slot];
-  float factor = slot == 0 ? coef[FLCE_COEF_TARGET * r.stat_pitch]
-                           : coef[FLCE_COEF_ROW * r.stat_pitch] * __int_as_float(pair.y);
+  float factor = slot == 0
+                     ? ((const float*)r.coef)[FLCE_COEF_TARGET * r.stat_pitch + at]
+                     : factor_of_values(r, at) * value_of_pair(r, at, eps, __int_as_float(pair.y));
   if ((uint32_t)pair.x >= r.vocab) factor = NAN;
   return make_int2((int)at, __float_as_int(factor));
 }
@@ -56,11 +56,11 @@ __device__ __forceinline__ int2 entry_at(const sample_order& o, const flce_rows&
 /* Threads 0 to count - 1 write the entries, the next vocab + 1 where the classes begin. */
 __global__ void __launch_bounds__(kOrderThreads)
     make_sample_entries(sample_order o, const __grid_constant__ flce_rows r, const int32_t* lists,
-                        int pitch, int slots) {
+                        float eps, int pitch, int slots) {
   const int64_t position = (int64_t)blockIdx.x * kOrderThreads + threadIdx.x;
   if (position < o.count) {
     if (o.keys[position] >= r.vocab) return;
-    o.entries[position] = entry_at(o, r, lists, pitch, slots, position);
+    o.entries[position] = entry_at(o, r, lists, eps, pitch, slots, position);
     return;
   }
   const int64_t j = position - o.count;
@@ -80,8 +80,8 @@ flce_status cuda_order_samples(void* self, const flce_order_samples_args* call) 
     FLCE_TRY(sort_pairs(&pairs, o.scratch, o.count, r->vocab, stream_of(self)));
   }
   const unsigned blocks = (unsigned)ceil_div(o.count + r->vocab + 1, kOrderThreads);
-  make_sample_entries<<<blocks, kOrderThreads, 0, stream_of(self)>>>(o, *r, call->lists, pitch,
-                                                                     slots);
+  make_sample_entries<<<blocks, kOrderThreads, 0, stream_of(self)>>>(
+      o, *r, call->lists, (float)call->eps, pitch, slots);
   FLCE_LAUNCHED("order_samples");
   return FLCE_OK;
 }

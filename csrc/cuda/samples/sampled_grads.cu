@@ -62,14 +62,15 @@ typedef struct sampled_input_args {
   void* dx;
   const void *w, *wsum;
   const int32_t* lists;
+  float eps;
   flce_dtype dx_dtype;
   int pitch;            /* of the lists */
   int lanes;            /* that load a slice of one row of W; the others load other rows' */
   int64_t hidden, cols; /* elements of a row of W, of dX */
 } sampled_input_args;
 
-/* The pairs of a list from `first` on, one a lane; not beyond the list's memory. The value NaN for
- * a class beyond W. */
+/* The pairs of a list from `first` on, one a lane; not beyond the list's memory. E is NaN for a
+ * class beyond W. */
 __device__ __forceinline__ int2 pair_of_lane(const sampled_input_args& p, const int2* pairs,
                                              int first) {
   const int m = first + (int)threadIdx.x % kWarp;
@@ -77,16 +78,23 @@ __device__ __forceinline__ int2 pair_of_lane(const sampled_input_args& p, const 
   return (uint32_t)pair.x < p.r.vocab ? pair : make_int2(0, __float_as_int(NAN));
 }
 
-/* sum = the columns from `column` on of sum_m value_m W[class_m]; `own`: the first pairs of the
- * list, one a lane. Each group of p.lanes lanes adds every 32 / p.lanes-th pair; then the groups'
- * sums are added. */
+/* The pair with its value in place of E. */
+__device__ __forceinline__ int2 valued(const sampled_input_args& p, int64_t at, int2 pair) {
+  pair.y = __float_as_int(value_of_pair(p.r, at, p.eps, __int_as_float(pair.y)));
+  return pair;
+}
+
+/* sum = the columns from `column` on of sum_m value_m W[class_m] of token `at`; `own`: the first
+ * pairs of the list with their values, one a lane. Each group of p.lanes lanes adds every 32 /
+ * p.lanes-th pair; then the groups' sums are added. */
 template <typename T, int N>
-__device__ __forceinline__ void gather_list(const sampled_input_args& p, const int2* pairs,
-                                            int count, int2 own, int64_t column, float (&sum)[N]) {
+__device__ __forceinline__ void gather_list(const sampled_input_args& p, int64_t at,
+                                            const int2* pairs, int count, int2 own, int64_t column,
+                                            float (&sum)[N]) {
   const int lane = threadIdx.x % kWarp, groups = kWarp / p.lanes, group = lane / p.lanes;
   const bool inside = column < p.hidden;
   for (int first = 0; first < count; first += kWarp) {
-    if (first > 0) own = pair_of_lane(p, pairs, first);
+    if (first > 0) own = valued(p, at, pair_of_lane(p, pairs, first));
     for (int step = 0; step < p.lanes && first + step * groups < count; step += kInputBatch) {
       float factor[kInputBatch];
       Vec<T, N> raw[kInputBatch];
@@ -135,9 +143,10 @@ __global__ void __launch_bounds__(kGatherThreads, sizeof(T) == 2 ? 3 : 1)
   } else if (head.x >= 0) {
     Vec<T, N> target;
     load_part((const T*)p.w, head.x * p.hidden + column, column < p.hidden, target);
-    gather_list<T, N>(p, list + 1, head.y, own, column, v);
+    gather_list<T, N>(p, at, list + 1, head.y, valued(p, at, own), column, v);
+    const float factor = factor_of_values(p.r, at);
 #pragma unroll
-    for (int e = 0; e < N; e++) v[e] *= factors.row;
+    for (int e = 0; e < N; e++) v[e] *= factor;
     add_scaled(factors.target, target, v);
     if (p.wsum && column < p.hidden) {
 #pragma unroll
@@ -180,16 +189,10 @@ static flce_status launch_sampled_input(void* self, const sampled_input_args& ar
 
 flce_status cuda_sampled_grad_input(void* self, const flce_sampled_input_args* call) {
   if (call->rows->rows == 0 || call->cols == 0) return FLCE_OK;
-  const sampled_input_args args = {*call->rows,
-                                   call->dx,
-                                   call->w,
-                                   call->wsum,
-                                   call->lists,
-                                   call->dx_dtype,
-                                   (int)flce_sample_pitch(call->eps),
-                                   kWarp,
-                                   call->hidden,
-                                   call->cols};
+  const sampled_input_args args = {
+      *call->rows, call->dx,         call->w,        call->wsum,
+      call->lists, (float)call->eps, call->dx_dtype, (int)flce_sample_pitch(call->eps),
+      kWarp,       call->hidden,     call->cols};
   const bool vectors =
       call->hidden % 8 == 0 && call->cols % 8 == 0 && both_aligned(call->dx, call->w);
   const int64_t vocab = call->rows->vocab;
