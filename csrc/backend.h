@@ -89,8 +89,8 @@ struct flce_backend {
                                     int64_t weights);
 
   /* rows->classes.ids of each row: this rank's classes with the largest l, as flce_tensors.classes
-   * says. Reads z, or, with from_exp, E in `out` (form exp, without a softcap) and, for the target's
-   * column, the statistics. Columns that round to the same float32 or E are equal. */
+   * says. Reads z, or, with from_exp, E in `out` (form exp, without a softcap) and, for the
+   * target's column, the statistics. Columns that round to the same float32 or E are equal. */
   flce_status (*top_classes)(void* self, const flce_rows* rows, bool from_exp);
   /* z of the classes in rows->classes.ids, each the sum of one row of x times one of W, in the stat
    * dtype. NaN for a class that does not exist, and in rows whose target is out of range; else as

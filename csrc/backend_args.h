@@ -172,7 +172,7 @@ typedef struct flce_rows {
    * denominator. Class targets: nll-part = (1-s) w_y nll + s/V sum_j w_j (lse - l_j).
    * Probabilities: nll-part = sum_j w_j q_j (lse - l_j), q = (1-s) t + s/V. 0 for ignored rows. */
   void* loss;
-  int64_t* predictions;    /* [N]: the lowest column with the largest l; or NULL */
+  int64_t* predictions; /* [N]: the lowest column with the largest l; or NULL */
   flce_row_classes classes;
   const void* scalars;     /* [FLCE_SCALAR_COUNT] stat dtype */
   const void* input_scale; /* row_coefficients: [1] stat dtype, VALID of valid rows; NULL for 1 */

@@ -44,10 +44,10 @@ typedef enum flce_buffer_id {
   /* [rows][saved_pitch]: save=logits keeps E or z in it, saved_dtype; save=samples the lists,
    * int32. */
   FLCE_BUF_SAVED,
-  FLCE_BUF_PREDICTIONS, /* [N] int64 */
+  FLCE_BUF_PREDICTIONS,  /* [N] int64 */
   FLCE_BUF_CLASSES,      /* [N][row_classes] int64, with topk */
   FLCE_BUF_CLASS_LOGITS, /* [N][row_classes] stat dtype */
-  FLCE_BUF_GRAD_INPUT,  /* [N][H] grad_input_dtype */
+  FLCE_BUF_GRAD_INPUT,   /* [N][H] grad_input_dtype */
   /* [weight_rows][H - frozen_hidden] grad_weight_dtype. Absent if dW is added to the caller's. */
   FLCE_BUF_GRAD_WEIGHT,
   FLCE_BUF_GRAD_BIAS, /* [weight_rows] grad_bias_dtype */

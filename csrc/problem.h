@@ -206,7 +206,7 @@ typedef struct flce_problem {
   /* The logits of so many classes of each row are an output, 0 for none: those that the caller
    * gives, or, with topk, flce_candidates() of those with the largest logits. */
   int64_t row_classes;
-  int64_t topk; /* 0, or the number of classes that the caller wants of these */
+  int64_t topk;        /* 0, or the number of classes that the caller wants of these */
   bool class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
   bool has_grad_classes;  /* set for a backward: there is one */
   bool consumes_saved;    /* the backward may overwrite what the forward saved */

@@ -73,9 +73,9 @@ ClassLogits allocate_classes(const Device& device, Call* call) {
   return made;
 }
 
-using ForwardResult = std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                                 OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                                 OptionalTensor, OptionalTensor>;
+using ForwardResult =
+    std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+               OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 ForwardResult run_forward(const Device& device, const flce_plan& plan, const Tensor& input,
                           const std::optional<std::string>& group, Call* call) {
@@ -91,8 +91,9 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   Collectives collectives(device, call->problem, group,
                           {call->input(), gradients.input, workspace});
   check(flce_forward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
-  return {loss,  made.stats,      made.scalars,     made.predictions, saved, gradients.input,
-          gradients.weight, gradients.bias, classes.logits, classes.classes};
+  return {loss,           made.stats,      made.scalars,     made.predictions,
+          saved,          gradients.input, gradients.weight, gradients.bias,
+          classes.logits, classes.classes};
 }
 
 /* Binds the seed of the draw, which save=samples needs. */
@@ -231,12 +232,12 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "   \
   "Tensor? token_weight, Tensor? token_temperature, Tensor? classes, "           \
   "Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
-#define BACKWARD_ARGUMENTS                                                                         \
-  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,        \
-      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight,      \
-      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,       \
-      Tensor stats, Tensor scalars, OptionalTensor saved, std::optional<int64_t> valid_vocab,      \
-      std::optional<int64_t> rows, std::vector<int64_t> integers, std::vector<double> numbers,     \
+#define BACKWARD_ARGUMENTS                                                                     \
+  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,    \
+      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight,  \
+      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,   \
+      Tensor stats, Tensor scalars, OptionalTensor saved, std::optional<int64_t> valid_vocab,  \
+      std::optional<int64_t> rows, std::vector<int64_t> integers, std::vector<double> numbers, \
       std::optional<std::string> group
 #define MAKE_GRADIENTS(added)                                                              \
   make_gradients(added, {grad_output, grad_stats, grad_classes, stats, scalars, saved},    \
@@ -312,8 +313,9 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
     Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor token_weight,
     OptionalTensor token_temperature, OptionalTensor num_items, std::vector<int64_t> integers,
     std::vector<double> numbers) {
-  Call call = make_call(logits, {target, weight, token_weight, token_temperature, num_items, std::nullopt},
-                        unpack_options(integers, numbers));
+  Call call =
+      make_call(logits, {target, weight, token_weight, token_temperature, num_items, std::nullopt},
+                unpack_options(integers, numbers));
   Device device(call.id, false);
   Tensor loss = allocate_loss(device, &call);
   Statistics made = allocate_statistics(device, true, &call);
@@ -327,8 +329,9 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
                               Tensor target, OptionalTensor weight, OptionalTensor token_weight,
                               OptionalTensor token_temperature, Tensor stats, Tensor scalars,
                               std::vector<int64_t> integers, std::vector<double> numbers) {
-  Call call = make_call(logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
-                        unpack_options(integers, numbers));
+  Call call = make_call(
+      logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
+      unpack_options(integers, numbers));
   call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
   bind_kept({grad_output, grad_stats, std::nullopt, stats, scalars, std::nullopt}, &call);
   Device device(call.id, false);

@@ -69,8 +69,8 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->saves_memory = read.flag(IntegerSlot::saves_memory);
   problem->kept_memory = read.integer(IntegerSlot::kept_memory);
   problem->consumes_saved = read.flag(IntegerSlot::consumes_saved);
-  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||
-                                    problem->entropy_gradient || problem->class_gradient;
+  problem->differentiates_outputs =
+      read.flag(IntegerSlot::wants_lse) || problem->entropy_gradient || problem->class_gradient;
   problem->accumulates = read.flag(IntegerSlot::accumulates);
   problem->traced = read.flag(IntegerSlot::traced);
   problem->want_grad_input = read.flag(IntegerSlot::grad_input);

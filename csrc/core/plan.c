@@ -166,8 +166,8 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
  * logits are found by E, except where E includes the softcap's slope. */
 static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   if (problem->save == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
-  bool later_dz = (problem->entropy_gradient || problem->class_gradient) &&
-                  problem->save == FLCE_SAVE_LOGITS;
+  bool later_dz =
+      (problem->entropy_gradient || problem->class_gradient) && problem->save == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
   bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
@@ -271,8 +271,8 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
   plan->gathers = problem->rows < problem->tokens || (skips && forward == FLCE_FORM_EXP);
-  plan->keeps_statistics = problem->wants_statistics || problem->class_gradient ||
-                           backward_reads_statistics(plan);
+  plan->keeps_statistics =
+      problem->wants_statistics || problem->class_gradient || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
   bool widens = flce_is_sharded(problem) && problem->wide_terms;
   plan->partial_dx_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;

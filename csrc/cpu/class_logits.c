@@ -34,8 +34,7 @@ static double dot(const logits_job* job, int64_t i, int64_t column) {
     job->kernels->scaled(&w, 1.0, flce_const_at(job->call->w, dtype, column * hidden + h), count);
     bool wide = dtype == FLCE_F64;
     for (int64_t k = 0; k < count; k++)
-      lanes[k % LANES] +=
-          wide ? x.wide[k] * w.wide[k] : (double)x.narrow[k] * (double)w.narrow[k];
+      lanes[k % LANES] += wide ? x.wide[k] * w.wide[k] : (double)x.narrow[k] * (double)w.narrow[k];
   }
   for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
   return sum;

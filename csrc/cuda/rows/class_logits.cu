@@ -94,7 +94,7 @@ flce_status cuda_class_logits(void* self, const flce_class_logits_args* call) {
   const flce_rows* r = call->rows;
   if (r->rows == 0 || r->classes.count == 0) return FLCE_OK;
   FLCE_TRY(check_grid(r->rows, "class_logits"));
-  const class_logits_args args = {*r,      call->out,  call->x,     call->w,
+  const class_logits_args args = {*r,         call->out,    call->x,      call->w,
                                   call->bias, call->hidden, call->rounded};
   FLCE_WITH_TYPE(call->dtype, T, {
     constexpr int N = kVec<T>;
@@ -107,8 +107,8 @@ flce_status cuda_class_logits(void* self, const flce_class_logits_args* call) {
 
 /* ---- gradients ---- */
 
-/* A block for each row. Thread t adds the gradients of the columns t modulo the block's size, in the
- * order of the row's classes, so that equal classes are summed in a fixed order. */
+/* A block for each row. Thread t adds the gradients of the columns t modulo the block's size, in
+ * the order of the row's classes, so that equal classes are summed in a fixed order. */
 template <typename T>
 __global__ void __launch_bounds__(kMostGradThreads)
     class_gradients(const __grid_constant__ flce_rows r, const float* scale) {

@@ -3,8 +3,8 @@
  * One pass over the row keeps the maxima of groups of columns. The count-th largest of them is a
  * threshold that at least `count` columns reach and, unless many are nearly equal, few more. They
  * are in the groups whose maximum reaches it, and only these groups are read again. The block sorts
- * what they hold. Where that is too much, the threshold is raised by bisection, with a pass for each
- * bit. */
+ * what they hold. Where that is too much, the threshold is raised by bisection, with a pass for
+ * each bit. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/rows/row_launch.cuh"
