@@ -279,7 +279,7 @@ def test_unfit_weights_fall_back():
         (dict(model=3), TypeError, "model: expected an nn.Module, got int"),
         (dict(model=nn.DataParallel(nn.Linear(2, 2))), ValueError, "got nn.DataParallel"),
         (dict(when="never"), ValueError, 'when: expected "labels" or "always", got \'never\''),
-        (dict(head="lm"), ValueError, "head: expected the name of a Module of Model, got 'lm'"),
+        (dict(head="lm"), ValueError, "these, got 'lm'"),
         (dict(head=nn.Linear(2, 2)), ValueError, "head: expected a Module of the model"),
         (dict(head=3), ValueError, "head: expected a Module of the model, its name"),
         (dict(softcap=3.0), TypeError, "unexpected keyword argument 'softcap'"),

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import composite
-from ..options import OPTIONS, completed
+from ..options import check_names
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
@@ -22,9 +22,9 @@ from .reentry import enclosing_of, fusion_in
 _OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
 _OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
 _MAX_RECORDS = 16  # kinds of losses counted apart: a scale that changes is another each step
-_WITHOUT_LABELS = (
-    'the loss is computed from all logits; flce.fuse(model, when="always") serves F.cross_entropy '
-    "of its output"
+_UNLABELLED = (
+    'the loss is computed from all logits; flce.fuse(model, when="always") serves losses of its '
+    "output"
 )
 _NOT_CALLED = (
     "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
@@ -34,13 +34,11 @@ _NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "last_s
 _fusions = weakref.WeakSet()
 
 
+@register_optimizer_step_post_hook
 def _note_step(optimizer, args, kwargs):
     if not is_compiling():  # a compiled step raises the versions of the weights
         for fusion in list(_fusions):
             fusion.note_step(optimizer)
-
-
-register_optimizer_step_post_hook(_note_step)
 
 
 class Fusion(contextlib.AbstractContextManager):
@@ -49,9 +47,7 @@ class Fusion(contextlib.AbstractContextManager):
     model, options: as given; model is None once it is freed. losses: {steps after the head: how
     often a loss was computed without logits}; reads: {operation: how often it made real logits
     where no loss needed them}; fallbacks: {reason: how often real logits were made for a loss}.
-
-    The heads and the model's hooks hold the Fusion. It holds Modules by weak references, so that a
-    model is freed when its last reference goes, and a copy of a head is not a copy of the model.
+    It holds Modules by weak references: they are freed, and heads copied, without the model.
     """
 
     _graphs_exist = False  # of any Fusion: they may serve other models of the same classes
@@ -61,6 +57,7 @@ class Fusion(contextlib.AbstractContextManager):
         self._model_name, self._is_attached = type(model).__name__, False
         self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
         self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
+        self.refused = []  # [(name, why)] of heads that do not defer
         self._reset(weakref.ref(model))
 
     def _reset(self, model):
@@ -83,9 +80,7 @@ class Fusion(contextlib.AbstractContextManager):
         self.__dict__.update(state)
         self._reset(lambda: None)
 
-    @property
-    def model(self):
-        return self._model()
+    model = property(lambda self: self._model())
 
     def attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
@@ -100,21 +95,22 @@ class Fusion(contextlib.AbstractContextManager):
         return self._is_attached
 
     def attach(self, found):
-        """Makes the heads [(name, Module)] defer where they can. -> [(name, why one cannot)]"""
-        refused = []
+        """Makes the heads [(name, Module)] defer where they can."""
         for name, module in found:
             if reason := heads.attach(self, name, module):
-                refused.append((name, reason))
+                self.refused.append((name, reason))
                 continue
             self._is_attached = True
             parent, _, child = name.rpartition(".")
             self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
-        attached = [module for _, module, _ in self.attached()]
-        for caller in _callers(self.model, attached) if attached else ():
-            begin = functools.partial(self._begin, _label_positions(caller))
-            self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
-            self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
-        return refused
+        attached = {module for _, module, _ in self.attached()}
+        # The model, and what contains a head and takes labels: a wrapper may call it directly.
+        for caller in self.model.modules() if attached else ():
+            is_around = attached & ({*caller.modules()} - {caller}) and _label_positions(caller)
+            if not hasattr(caller, "_orig_mod") and (caller is self.model or is_around):
+                begin = functools.partial(self._begin, _label_positions(caller))
+                self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
+                self._hooks.append(caller.register_forward_hook(self._end, always_call=True))
 
     def _fuse_replacements(self):
         """Fuses the Modules that have replaced heads: resize_token_embeddings and
@@ -147,26 +143,26 @@ class Fusion(contextlib.AbstractContextManager):
             elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
                 self._fuse_replacements()
         if not self._needs_no_labels():
-            self._label_stack.append(_has_labels(positions, args, kwargs))
+            labels = [args[i] for i in positions if i < len(args)]
+            labels += [value for name, value in kwargs.items() if _is_label(name)]
+            self._label_stack.append(any(value is not None for value in labels))
 
     def _end(self, model, args, output):
         if self._needs_no_labels():
             return
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
-        # output is None where the forward raised. What a compiled graph calls is not known.
-        if not had_labels or self._label_stack or output is None or not self._is_attached:
-            return
-        if not (is_compiling() or self._is_traced or self._head_is_called):
-            reason = f"forward with labels did not call the head ({self._head_names()})"
-            self.fall_back(reason, _NOT_CALLED)
+        # What a compiled graph calls is not known. output is None where the forward raised.
+        is_fine = is_compiling() or self._is_traced or self._head_is_called or output is None
+        if had_labels and self._is_attached and not (self._label_stack or is_fine):
+            self.fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
 
     def _needs_no_labels(self):
         """With when="always" under torch.compile, which lets a checkpoint have no side effects."""
         return self.when == "always" and is_compiling()
 
-    def _head_names(self):
-        return ", ".join([name for name, _, _ in self._places])
+    def _heads(self):
+        return f"the head ({', '.join([name for name, _, _ in self._places])})"
 
     def is_to_defer(self):
         """Whether a head that is called now defers. Counts the call."""
@@ -196,16 +192,13 @@ class Fusion(contextlib.AbstractContextManager):
 
     def tell_if_unused(self):
         """After a step of training: warns if flce has computed no loss, and knows no reason."""
-        if not self._is_attached or self.losses or self.fallbacks:
-            return
-        if self._graphs_exist and not self._is_traced:
+        is_told = self.losses or self.fallbacks or not self._is_attached
+        if is_told or (self._graphs_exist and not self._is_traced):
             return  # a graph of another model may compute the loss
-        names = self._head_names()
         if self._gave_logits:
-            reason = f"the head ({names}) was called without labels in training"
-            self.fall_back(reason, _WITHOUT_LABELS)
+            self.fall_back(f"{self._heads()} was called without labels in training", _UNLABELLED)
         elif self._model_was_called:
-            self.fall_back(f"training did not call the head ({names})", _NOT_CALLED)
+            self.fall_back(f"training did not call {self._heads()}", _NOT_CALLED)
 
     def remove(self):
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -221,8 +214,8 @@ class Fusion(contextlib.AbstractContextManager):
         count = sum(self.losses.values())
         parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
         parts += [f"{n} from logits because {reason}" for reason, n in self.fallbacks.items()]
-        without_labels = ", calls without labels" if self._gave_logits else ""
-        return ", ".join(parts) or "no loss computed yet" + without_labels
+        parts = parts or ["no loss computed yet", *["calls without labels"] * self._gave_logits]
+        return ", ".join(parts)
 
     def __repr__(self):
         state = "attached" if self._is_attached else "removed"
@@ -246,8 +239,7 @@ class Fusion(contextlib.AbstractContextManager):
         _function._dynamo_marked_constant = True
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
-        """flce does not compute a loss because of `reason`: a warning the first time, or an error
-        if strict."""
+        """flce computes no loss because of `reason`: a warning the first time; strict: an error."""
         if self._strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
         is_first = reason not in self.fallbacks
@@ -271,29 +263,12 @@ def _module_at(place):
     """The Module that is now in a head's place, without a wrapper of torch.compile."""
     _, parent, child = place
     module = parent()
-    if child and module is not None:
-        module = module._modules.get(child)
+    module = module._modules.get(child) if child and module is not None else module
     return getattr(module, "_orig_mod", module)
 
 
 def _is_label(name):
     return name == "labels" or name.endswith("_labels")
-
-
-def _has_labels(positions, args, kwargs):
-    labels = [args[i] for i in positions if i < len(args)]
-    labels += [value for name, value in kwargs.items() if _is_label(name)]
-    return any(value is not None for value in labels)
-
-
-def _callers(model, modules):
-    """The model, and every submodule that contains a head and whose forward takes labels: a
-    wrapper may call it directly, without the outer forward."""
-    held = set(modules)
-    for caller in model.modules():
-        is_around = held & ({*caller.modules()} - {caller}) and _label_positions(caller)
-        if not hasattr(caller, "_orig_mod") and (caller is model or is_around):
-            yield caller
 
 
 def _label_positions(model):
@@ -302,12 +277,6 @@ def _label_positions(model):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     parameters = inspect.signature(model.forward).parameters
     return [i for i, name in enumerate(parameters) if _is_label(name)]
-
-
-def _check_options(options):
-    known = {name: OPTIONS[name].default for name in _OPTIONS}
-    completed("flce.fuse", known, options)
-    composite.check_options(options, 1 << 20)
 
 
 def _heads_to_fuse(model, head):
@@ -334,43 +303,35 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
     """Makes a model compute its cross entropy by flce, without its logits, in place.
 
     The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
-    records what docs/fuse.md lists (scales, casts, a softcap, views, selected rows ...), and
-    F.cross_entropy (nn.CrossEntropyLoss) and logsumexp of it are computed by
-    flce.linear_cross_entropy. Every other operation makes the real logits first. `outputs.logits`
-    is made when it is read, which has to be before the weights change.
-
-    Results agree up to rounding: flce sums in float32 and does not round the logits; float32
-    adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid row is 0, not NaN.
+    records what docs/fuse.md lists (scales, casts, a softcap, views, selected rows ...); cross
+    entropies, log-probabilities, logsumexp and entropies of it are computed by flce. Every other
+    operation makes the real logits first. `outputs.logits` is made when it is read, which has to be
+    before the weights change. Results agree up to rounding: flce sums in float32 and does not round
+    the logits; float32 adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid
+    row is 0, not NaN. Returns a handle with `remove()`, which is a context manager too and does not
+    keep the model.
 
     Args:
-        model: an nn.Module whose head is an nn.Linear: a model of transformers, with PEFT's
-            adapters or without, or any other; also in torch.compile(model). A head that is put
-            in the place of a fused one later is fused by the model's next call.
+        model: an nn.Module whose head is an nn.Linear, with PEFT's adapters or without; also
+            torch.compile(model). A head that replaces a fused one is fused by the next call.
         head: the head or its name, or a list of these; None asks get_output_embeddings() of the
             model and of those in it, and takes every nn.Linear whose name ends in "lm_head".
         when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
-            than None). "always": in every call of the head, for training loops that call
-            F.cross_entropy themselves.
-        strict: raise a RuntimeError where logits would have to be made for a loss, instead of a
-            warning for each reason.
+            than None). "always": in every call of the head, for loops with losses of their own.
+        strict: a RuntimeError in place of each warning that logits are made for a loss.
         **options: of `linear_cross_entropy`: accum_dtype, logits_dtype, save, max_memory,
             accumulate_into, gradient, gradient_eps, z_loss, valid_bound. All others follow from
-            the model's own loss. Losses for each row drop save="grads"; logsumexp drops that,
-            z_loss, gradient, gradient_eps and accumulate_into.
-
-    Returns:
-        A handle with `remove()`, which is a context manager too. It does not keep the model.
+            the model's own loss. Losses for each row drop save="grads"; log-probabilities,
+            logsumexp and entropies drop z_loss and valid_bound, the last two gradient too.
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.
         ValueError: nn.DataParallel, an unknown `head` or `when`, a bad value of an option, a model
-            without a head, a head that is fused already, or with strict=True a head that cannot be
-            fused. Without strict it is left alone, with a warning.
+            without a head, a head that is fused, or with strict=True (else a warning) cannot be.
         RuntimeError, from later calls: with strict=True, where logits would have to be made for a
             loss, and in a training step without a loss by flce; replicas of nn.DataParallel; logits
-            that are read after the head's weight or input has changed, where the weight is sharded,
-            or written to before they are made, by code that does not ask __torch_function__; a hook
-            on logits whose loss was computed without them.
+            that are read after the head's weight or input has changed or where the weight is
+            sharded, or written to by C++ before they are made; a hook on logits after their loss.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
@@ -380,9 +341,10 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
         model = model._orig_mod
     if when not in ("labels", "always"):
         raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
-    _check_options(options)
+    check_names("flce.fuse", _OPTIONS, options)
+    composite.check_options(options, 1 << 20)
     fusion = Fusion(model, when, strict, options)
-    fusion.refused = fusion.attach(_heads_to_fuse(model, head))
+    fusion.attach(_heads_to_fuse(model, head))
     for name, reason in fusion.refused:
         if strict:
             fusion.remove()
@@ -394,9 +356,9 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
 class Explanation:
     """The report of `flce.explain`: str() of it is text.
 
-    model: the name of its class; is_fused: whether a head of it is fused. heads: [(name, what it
-    consists of)]; refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle
-    that flce.fuse returned, empty if the model is not fused; summary: these in a phrase.
+    model: the name of its class; is_fused: whether a head of it is. heads: [(name, its parts)];
+    refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle that flce.fuse
+    returned, empty if the model is not fused; summary: these in a phrase.
     """
 
     def __init__(self, model):
@@ -408,10 +370,8 @@ class Explanation:
         self.heads, self.refused = [], []
         for module, name in known.items():
             reason = None if heads.fusion_of(module) else heads.why_not(module)
-            if reason is None:
-                self.heads.append((name, _composition(module)))
-            else:
-                self.refused.append((name, reason))
+            found = self.refused if reason else self.heads
+            found.append((name, reason or _composition(module)))
         refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find
         self.refused += [one for one in refused if one[0] not in known.values()]
         self.summary = "" if fusion is None else fusion.summary()
@@ -419,18 +379,17 @@ class Explanation:
             setattr(self, name, dict(getattr(fusion, name, {})))
 
     def __str__(self):
-        state = "fused" if self.is_fused else "not fused"
-        lines = [f"{self.model}: {state}"]
+        lines = [f"{self.model}: {'fused' if self.is_fused else 'not fused'}"]
         lines += [f"  head {name}: {text}" for name, text in self.heads]
         lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
         if self.is_fused and not self.losses and not self.fallbacks:
             lines.append(f"  {self.summary}")
-        for record, count in self.losses.items():
-            lines.append(f"  {count} x loss without logits (steps after the head: {record})")
-        for reason, count in self.fallbacks.items():
-            lines.append(f"  {count} x fall-back: {reason}")
-        for name, count in self.reads.items():
-            lines.append(f"  {count} x logits read in addition to the loss: by {name}")
+        for counts, text in (
+            (self.losses, "loss without logits (steps after the head: {})"),
+            (self.fallbacks, "fall-back: {}"),
+            (self.reads, "logits read in addition to the loss: by {}"),
+        ):
+            lines += [f"  {count} x {text.format(name)}" for name, count in counts.items()]
         return "\n".join(lines)
 
 
@@ -443,17 +402,7 @@ def _composition(head):
 
 
 def explain(model):
-    """What `flce.fuse` did with a model, or would do.
-
-    Args:
-        model: an nn.Module, fused or not.
-
-    Returns:
-        An Explanation; print it.
-
-    Raises:
-        TypeError: the model is no nn.Module.
-    """
+    """The Explanation, to print, of what `flce.fuse` did with an nn.Module (else TypeError)."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
     return Explanation(model)

@@ -1,7 +1,7 @@
-"""The heads of a model: what it calls for its logits, the nn.Linear in that, and the subclasses
-that these Modules get. A normal call returns deferred logits; a call with a Request runs its work
-inside the Module's hooks."""
+"""The heads of a model: what it calls for its logits, the nn.Linear in that, and their subclasses:
+a normal call returns deferred logits; one with a Request runs its work inside the hooks."""
 
+import contextlib
 import functools
 import types
 import weakref
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from .. import validate
-from ..validate import is_dtensor
+from ..validate import function_transforms_are_on, is_dtensor
 from . import proxies, reentry, steps
 from .node import HeadCall, Node, Snapshot
 from .reentry import enclosing_of, foreign_hook, fusion_in
@@ -68,11 +67,10 @@ class _Deferring(Reentrant):
 
 
 def _defers(linear, args, kwargs):
-    """Whether this call of the head defers. Counts the call, and notes why it falls back if it
-    does."""
-    if len(args) != 1:
-        return False  # a Request, or arguments that nn.Linear refuses
+    """Whether this call of the head defers. Counts the call, and tells why it falls back."""
     fusion = linear._flce_fusion
+    if len(args) != 1:  # a Request, or arguments that nn.Linear refuses
+        return False
     if not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
         return False
     if "_is_replica" in linear.__dict__:
@@ -98,7 +96,7 @@ def _unsupported_call(linear, x):
         return "the head's forward was replaced"
     if type(x) not in (torch.Tensor, nn.Parameter):
         return f"the head's input is a {type(x).__name__}"
-    if validate.function_transforms_are_on():
+    if function_transforms_are_on():
         return "a transform of torch.func is active"
     return _unsupported_in(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
 
@@ -122,13 +120,12 @@ DATA_PARALLEL = (
 def _deferred(linear, x):
     weight, bias = linear.weight, linear.bias
     grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    grad = torch.is_grad_enabled() and grad
-    device = x.device if weight.is_meta else weight.device
+    grad, device = torch.is_grad_enabled() and grad, x.device if weight.is_meta else weight.device
     snapshots = [Snapshot(linear, x, weight, bias)]
     call = HeadCall(linear._flce_fusion, proxies.proxy_of, device, grad, snapshots)
-    shape = (*x.shape[:-1], linear.out_features)
-    record = steps.Record((steps.Source(linear, x),), (), shape, call.product_dtype(x))
-    return call.proxy(Node(call, record))
+    shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
+    sources = (steps.Source(linear, x),)
+    return call.proxy(Node(call, steps.Record(sources, (), shape, dtype, steps.Rows())))
 
 
 @functools.cache
@@ -183,16 +180,12 @@ def attach(fusion, name, enclosing):
 
 
 def detach(enclosing, linears):
-    """Undoes `attach`. A class that others have derived since (FSDP2's) stays: it does nothing
-    once the Fusion is off."""
+    """Undoes `attach`. A class derived since (FSDP2's) stays, and does nothing without Fusion."""
     for module in (*linears, enclosing):
-        base = type(module).__dict__.get("_flce_base")
-        if base is not None:
+        if base := type(module).__dict__.get("_flce_base"):
             _set_class(module, base)
-            gathers = module.__dict__.get("_flce_gathers")
-            for name in [name for name in module.__dict__ if name.startswith("_flce_")]:
-                del module.__dict__[name]
-            if gathers:
+            own = [name for name in module.__dict__ if name.startswith("_flce_")]
+            if gathers := {n: module.__dict__.pop(n) for n in own}.get("_flce_gathers"):
                 module.forward = gathers
 
 
@@ -211,25 +204,19 @@ def fusion_of(model):
 
 
 def heads_of(model, head=None):
-    """[(name, Module)]: what the model calls for its logits.
-
-    head: None to ask get_output_embeddings() of the model and of the models in it; else a Module
-    of the model, its name, or a list of these.
-    """
+    """[(name, Module)]: what the model calls for its logits; head: as of flce.fuse."""
     if head is not None:
         return [_named(model, one) for one in (head if isinstance(head, list | tuple) else [head])]
     names = {module: name for name, module in model.named_modules()}
     found = {}
     for module in names:
-        try:
+        with contextlib.suppress(NotImplementedError):
             embeddings = getattr(module, "get_output_embeddings", lambda: None)()
-        except NotImplementedError:
-            continue
-        if embeddings in names:
-            found[embeddings] = names[embeddings]
+            if embeddings in names:
+                found[embeddings] = names[embeddings]
     for module, name in names.items():
         # A second head, of which get_output_embeddings() does not tell.
-        if name.rpartition(".")[2].endswith("lm_head") and isinstance(module, nn.Linear):
+        if name.endswith("lm_head") and isinstance(module, nn.Linear):
             found[module] = name
     return [(name, module) for module, name in found.items()]
 
@@ -238,22 +225,17 @@ def _named(model, head):
     for name, module in model.named_modules(remove_duplicate=False):
         if module is head or name == head:
             return name, module
-    if isinstance(head, str):
-        expected = f"the name of a Module of {type(model).__name__}, got {head!r}"
-    else:
-        expected = f"a Module of the model, its name, or a list of these, got {type(head).__name__}"
+    got = repr(head) if isinstance(head, str) else type(head).__name__
+    expected = f"a Module of the model, its name, or a list of these, got {got}"
     raise ValueError(f"flce.fuse: head: expected {expected}")
 
 
 def linears_of(head):
-    """The plain nn.Linear in `head` that make logits: itself, or those of an adapter's Module
-    (base layer, up projections, copies to save), which PEFT wraps around it. Empty if one of them
-    is of another class (a quantised base layer): then their sum needs real logits."""
-    found = [head]
-    if not isinstance(head, nn.Linear):
-        classes = getattr(head, "out_features", None)
-        found = [m for m in head.modules() if m is not head and hasattr(m, "out_features")]
-        found = [module for module in found if module.out_features == classes]
+    """The plain nn.Linear in `head` that make logits: itself, or those of PEFT's Module around it
+    (base layer, up projections, copies to save). Empty if one is of another class (quantised)."""
+    parts = [head] if isinstance(head, nn.Linear) else [m for m in head.modules() if m is not head]
+    classes = getattr(head, "out_features", None)
+    found = [m for m in parts if hasattr(m, "out_features") and m.out_features == classes]
     are_standard = all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in found)
     return found if are_standard else []
 

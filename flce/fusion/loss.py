@@ -4,24 +4,24 @@ import inspect
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_compiling
 
 from ..functional import linear_cross_entropy
-from ..options import DTYPES
+from ..options import DTYPES, LinearCrossEntropyOutput
 from . import sharded, steps
-from .node import Node, node_of, real_logits
+from .node import node_of
 from .reentry import call_through
+from .steps import require
 
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
 
 
 def _unsupported(record, target, chosen):
-    """Why flce's kernels cannot compute a loss of the record with `chosen`, options given to
-    flce.fuse; None if they can. To be asked inside the Modules' hooks, where a sharded weight is
-    whole."""
+    """Why flce cannot compute a loss of the record with `chosen`, options given to flce.fuse, or
+    None. To be asked inside the Modules' hooks, where a sharded weight is whole."""
     sources = record.sources
     for linear, x, _ in sources:
-        weight = linear.weight
-        is_sharded = sharded.is_sharded(linear)
+        weight, is_sharded = linear.weight, sharded.is_sharded(linear)
         if type(weight) not in (torch.nn.Parameter, torch.Tensor) and not is_sharded:
             return f"the head's weight is a {type(weight).__name__}"
         if weight.dtype not in DTYPES or x.dtype not in DTYPES:
@@ -36,95 +36,100 @@ def _unsupported(record, target, chosen):
     return None
 
 
-def _fused(node, target, cuts_weight, options, logits_function):
-    """linear_cross_entropy of the node's record; where flce cannot compute it, the
-    result of `logits_function` on the real logits."""
-    call, record = node.call, node.record
-    chosen = _chosen(call, options)
+def _fused(call, record, target, options, dropped=()):
+    """linear_cross_entropy of the record's logits, without the options `dropped` of those given to
+    flce.fuse. Unknown, and told, where flce cannot compute it."""
+    if options["reduction"] == "none" and call.fusion.options.get("save") == "grads":
+        dropped = (*dropped, "save")
+    chosen = {name: value for name, value in call.fusion.options.items() if name not in dropped}
 
     def run(sources):
         received = record._replace(sources=sources)
         if reason := _unsupported(received, target, chosen):
-            call.fusion.fall_back(reason)
-            return logits_function(steps.replayed(received, real_logits))
+            return call.fusion.fall_back(reason)
         dtype = call.product_dtype(sources[0].x)
+        cuts_weight = options.get("weight") is not None or target.is_floating_point()
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
         x = sharded.replicated(x, weight)
-        output = linear_cross_entropy(
+        made = linear_cross_entropy(
             x, weight, target, linear_bias=bias, **derived, **options, **chosen
         )
         call.fusion.note_loss(steps.key_of(record))
-        return output
+        return made
 
     call.check(False)
     with call.entered(call.grad and torch.is_grad_enabled()):
-        return call_through(record.sources, run)
-
-
-def _chosen(call, options):
-    """The options given to flce.fuse, as far as they suit a loss for each row or a logsumexp."""
-    dropped = ()
-    if options.get("return_lse"):
-        dropped = ("z_loss", "gradient", "gradient_eps", "accumulate_into")
-    if options.get("reduction") == "none" and call.fusion.options.get("save") == "grads":
-        dropped += ("save",)
-    return {name: value for name, value in call.fusion.options.items() if name not in dropped}
+        made = call_through(record.sources, run)
+    call.loss_is_done = call.loss_is_done or made is None
+    require(made is not None)
+    return made
 
 
 def cross_entropy(function, node, args, kwargs):
-    """F.cross_entropy(logits (N, V) or (V,), target, ...)."""
-    arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    """F.cross_entropy of logits, or F.nll_loss of their log_softmax, (N, V), (V,) or (B, V, T)."""
+    arguments = {"reduction": "mean", **dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    record, call, is_nll = node.record, node.call, function is F.nll_loss
     target, weight = arguments["target"], arguments.get("weight")
-    if not _is_known(node.record.shape, target, weight, arguments):
-        return NotImplemented
-    names = ("ignore_index", "reduction", "label_smoothing")
-    options = {name: arguments[name] for name in names if name in arguments}
-    cuts_weight = weight is not None or target.is_floating_point()
-    dtype = node.record.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(node.call.device.type):
-        dtype = torch.float32
-    options["weight"] = weight
-    loss = _fused(node, target, cuts_weight, options, lambda z: function(z, *args[1:], **kwargs))
-    node.call.loss_is_done = True
-    return loss if loss.dtype == dtype else loss.to(dtype)
-
-
-def _is_known(shape, target, weight, arguments):
-    """Whether flce computes F.cross_entropy with these arguments, of logits of this shape."""
-    is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
-    is_new = arguments.get("reduction", "mean") in ("none", "mean", "sum") and not is_old
-    if not is_new or target is None or len(shape) > 2:
-        return False
     for value in (target, weight):
         is_constant = isinstance(value, torch.Tensor) and node_of(value) is None
-        if value is not None and not (is_constant and not value.requires_grad):
-            return False
-    if target.is_floating_point():
-        return tuple(target.shape) == tuple(shape)
-    return target.dtype == torch.int64 and tuple(target.shape) == tuple(shape[:-1])
+        require(value is None or (is_constant and not value.requires_grad))
+    require(target is not None and arguments["reduction"] in ("none", "mean", "sum"))
+    require(arguments.get("size_average") is None and arguments.get("reduce") is None)
+    if is_second := record.form() == steps.SECOND:
+        batch, classes, length = record.shape
+        require(target.shape == (batch, length))
+        record = record._replace(tail=record.tail[:-1], shape=(batch, length, classes))
+        record, target = record.of_rows(lambda x: x.flatten(0, 1)), target.flatten()
+    require(len(record.shape) <= 2 and record.factor() == 1 and (record.tail or not is_nll))
+    has_probabilities = target.is_floating_point() and not is_nll
+    require(has_probabilities or target.dtype == torch.int64)
+    require(tuple(target.shape) == record.shape[: None if has_probabilities else -1])
+    names = ("weight", "ignore_index", "reduction", "label_smoothing")
+    options = {name: arguments[name] for name in names if name in arguments}
+    loss = _fused(call, record, target, options)
+    call.loss_is_done = True
+    is_cast = record.dtype != torch.float64 and torch.is_autocast_enabled(call.device.type)
+    loss = loss.to(torch.float32 if is_cast else record.dtype)
+    return loss.view(batch, length) if is_second and loss.dim() else loss
 
 
-def cross_entropy_of_classes_second(function, node, args, kwargs):
-    """F.cross_entropy((B, V, T), target (B, T)): that of the rows (B T, V)."""
-    target = args[1] if len(args) > 1 else kwargs.get("target")
-    batch, length, _ = node.record.shape
-    if not isinstance(target, torch.Tensor) or target.shape != (batch, length):
-        return NotImplemented
-    rows = Node(node.call, node.record.of_rows(lambda x: x.flatten(0, 1)))
-    options = {name: value for name, value in kwargs.items() if name != "target"}
-    loss = cross_entropy(function, rows, (args[0], target.flatten(), *args[2:]), options)
-    return loss.view(batch, length) if loss is not NotImplemented and loss.dim() else loss
+def _key(target):
+    """What tells a target from others, as long as it lives; None while it is traced."""
+    if is_compiling() or target.is_inference():
+        return None
+    return target.data_ptr(), target._version, target.shape, target.stride()
 
 
-def logsumexp(function, node, args, kwargs):
-    """logsumexp over the classes: an output of the same kernels."""
-    arguments = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
-    dim, shape = arguments.get("dim"), node.record.shape
-    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if not isinstance(dim, int) or dim not in (-1, len(shape) - 1) or "out" in arguments:
-        return NotImplemented
-    options = {"reduction": "none", "return_lse": True}
-    target = torch.zeros(shape[:-1], dtype=torch.int64, device=node.call.device)
-    output = _fused(node, target, False, options, lambda z: torch.logsumexp(z, -1))
-    lse = getattr(output, "lse", output).to(node.record.dtype)
-    return lse.unsqueeze(-1) if arguments.get("keepdim") else lse
+def statistic(call, record, name, target=None):
+    """Of each of the record's rows, (...): "lse", "entropy", "predictions", "mean_log_p" (over the
+    classes), "log_p" of the target; of K targets "class_logits", (..., K). A call for one gives the
+    first two, if cheap, for all Records of the same rows, of some of them and of pieces of them."""
+    rows, key = record.rows, name if target is None else _key(target)
+    grad = call.grad and call.requires_grad and torch.is_grad_enabled()
+    found = rows.found(key)
+    if found is not None and found.requires_grad >= grad:
+        return found if grad else found.detach()
+    if target is None and rows.is_piece:
+        return rows.selected(statistic(call, rows.of, name))
+    zeros = torch.zeros(record.shape[:-1], dtype=torch.int64, device=call.device)
+    options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
+    options["ignore_index"] = -(2**63)  # no class has this index
+    dropped = ("z_loss", "valid_bound")
+    is_sampled = name == "log_p" and call.fusion.options.get("gradient") == "sampled"
+    if not is_sampled:
+        # A softcap's slope is in its gradient: the forward would keep the logits in float32.
+        is_cheap = not (grad and steps.TANH in steps.kinds(record.steps))
+        options |= {"return_lse": True, "return_entropy": is_cheap or name == "entropy"}
+        options["return_predictions"] = name == "predictions"
+        options["classes"] = target if name == "class_logits" else None
+        dropped += ("gradient", "gradient_eps")
+    made = _fused(call, record, target if name == "log_p" else zeros, options, dropped)
+    made = LinearCrossEntropyOutput(made) if is_sampled else made
+    found = {field: values for field, values in made._asdict().items() if values is not None}
+    own = found.pop("class_logits", -found.pop("loss"))
+    if name not in found and key is not None:
+        found[key] = own
+        rows.known.setdefault("targets", []).append(target)  # has to live as long as its key
+    rows.known.update(found if grad else {**found, **rows.known})
+    call.loss_is_done = call.loss_is_done or target is not None
+    return found.get(name, own)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import torch
 from torch.compiler import is_compiling
@@ -11,45 +12,34 @@ from .reentry import call_through, fusion_in
 
 
 class Snapshot:
-    """A head's hidden states, weight and bias at its call.
-
-    Three things tell that they have changed. An optimizer's step replaces the Fusion's last_step,
-    because fused optimizers do not raise `_version`. Other writes raise it, but torch.compile does
-    not trace it and inference tensors have none. The rest, as writes through `.data`, changes some
-    of the elements in a sample.
-    """
+    """A head's hidden states, weight and bias at its call. Three things tell that they changed:
+    the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which
+    torch.compile does not trace and inference tensors do not have; a sample of the elements."""
 
     def __init__(self, linear, x, weight, bias):
         self.fusion, self.linear = linear._flce_fusion, linear
-        self.last_step = self.fusion.last_step
-        self.parts = []  # (name, tensor, version or None, sample or None)
-        self._keep("hidden states", x)
+        self.last_step, named = self.fusion.last_step, {"hidden states": x}
         # Hooks may gather the weight, which changes it: then only the last_step is compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-            self._keep("weight", weight)
-            self._keep("bias", bias)
-
-    def _keep(self, name, tensor):
-        if _is_plain(tensor):
-            version = None if is_compiling() or tensor.is_inference() else tensor._version
-            samples = version is None or name != "hidden states"
-            sample = _sample_of(name, tensor).clone() if samples else None
-            self.parts.append((name, tensor, version, sample))
+            named |= {"weight": weight, "bias": bias}
+        self.parts = []  # (name, tensor, version or None, sample or None)
+        for name, tensor in named.items():
+            if _is_plain(tensor):
+                version = None if is_compiling() or tensor.is_inference() else tensor._version
+                samples = version is None or name != "hidden states"
+                sample = _sample_of(name, tensor).clone() if samples else None
+                self.parts.append((name, tensor, version, sample))
 
     def change(self, compares):
-        """What has changed, in words; None if nothing was seen to. compares: look at the samples
-        too, which waits for the device."""
+        """What has changed, in words, or None. compares: the samples too: waits for the device."""
         if self.fusion.last_step is not self.last_step:
             return "an optimizer that has stepped since"
         for name, tensor, version, sample in self.parts:
             current = tensor if name == "hidden states" else getattr(self.linear, name)
-            if current is not tensor:
-                # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
-                is_same = not _is_plain(current)
-            else:
-                is_same = version is None or tensor._version == version
-                is_same = is_same and not (compares and _differs(sample, name, tensor))
-            if not is_same:
+            is_written = version is not None and tensor._version != version
+            is_written = is_written or (compares and _differs(sample, name, tensor))
+            # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
+            if is_written if current is tensor else _is_plain(current):
                 return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
         return None
 
@@ -74,13 +64,11 @@ def _differs(sample, name, tensor):
 
 
 class HeadCall:
-    """One call of a head, shared by all values computed from its output.
-
-    fusion: what to do where an operation is not deferred. proxy: makes what the caller holds for a
-    Node. requires_grad: of the real logits. snapshots: of what has to be the same when they are
-    made. grad, autocast: the modes of the call. loss_is_done: whether a loss was computed, or said
-    to need the logits; logits made after that are counted as reads, not as fall-backs.
-    """
+    """One call of a head, shared by all values computed from its output. fusion: what to do where
+    an operation is not deferred. proxy: makes what the caller holds for a Node. requires_grad: of
+    the real logits. snapshots: of what has to be the same when they are made. grad, autocast: the
+    modes of the call. loss_is_done: whether a loss was computed, or said to need the logits; logits
+    made after that are counted as reads, not as fall-backs."""
 
     def __init__(self, fusion, proxy, device, requires_grad, snapshots):
         self.fusion, self.proxy, self.device = fusion, proxy, device
@@ -94,7 +82,7 @@ class HeadCall:
 
     def product_dtype(self, x):
         """The dtype of the output of an nn.Linear for x."""
-        return x.dtype if self.autocast is None or x.dtype == torch.float64 else self.autocast
+        return x.dtype if x.dtype == torch.float64 else self.autocast or x.dtype
 
     def check(self, compares):
         """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
@@ -127,92 +115,72 @@ class HeadCall:
         return call
 
 
-CLASSES_SECOND, CLASSES_SPLIT = "second", "split"
-
-
 class Node:
-    """One value that has not been made.
+    """One value that has not been made. parent, view: it is view(the parent's value) and shares its
+    memory, so that what is written to one is seen in the other, as it is with real tensors. Without
+    a parent it has memory of its own. value: the real tensor, once there is one."""
 
-    parent, view: the value is view(the parent's value) and shares its memory, so that what is
-    written to one is seen in the other, as it is with real tensors. Without a parent the value has
-    memory of its own. value: the real tensor, once there is one. class_layout: where the classes
-    are, which the record has last: None, last; CLASSES_SECOND, (B, V, T) of (B, T, V), as
-    F.cross_entropy takes them; CLASSES_SPLIT, (..., groups, V / groups), with a loss for each.
-    """
-
-    def __init__(self, call, record, parent=None, view=None, class_layout=None):
+    def __init__(self, call, record, parent=None, view=None):
         self.call, self.record, self.parent, self.view = call, record, parent, view
-        self.class_layout, self.value, self._layout = class_layout, None, None
+        self.value, self._layout = None, None
 
     def layout(self):
         """A meta tensor with the strides of the real value; views of it alias as that would."""
-        if self._layout is None:
-            if self.parent is None:
-                self._layout = torch.empty(self.shape, dtype=self.record.dtype, device="meta")
-            else:
-                self._layout = self.view(self.parent.layout())
+        if self._layout is None and self.parent is not None:
+            self._layout = self.view(self.parent.layout())
+        elif self._layout is None:
+            self._layout = self.like("meta", self.record.shape)
         return self._layout
 
-    def like(self):
-        """An empty tensor of the value's dtype and device."""
-        return torch.empty(0, dtype=self.record.dtype, device=self.call.device)
-
-    def is_contiguous(self):
-        return self.parent is None or self.layout().is_contiguous()
+    def like(self, device=None, shape=0):
+        """An empty tensor of the value's dtype, and of its device."""
+        return torch.empty(shape, dtype=self.record.dtype, device=device or self.call.device)
 
     def is_pending(self):
         """Whether neither this value nor one that it is a view of has been made."""
-        node = self
-        while node is not None and node.value is None:
-            node = node.parent
-        return node is None
+        return self.value is None and (self.parent is None or self.parent.is_pending())
 
-    @property
-    def shape(self):
-        return self.record.shape if self.class_layout is None else self.layout().shape
-
-    def then(self, record, view=None, class_layout=None):
-        """The proxy of a value computed from this one: of a view of it, or with memory of its
-        own."""
+    def then(self, record, view=None):
+        """The proxy of a value computed from this one: a view of it, or with memory of its own."""
         call = self.call.now()
-        parent = None if view is None else self
-        return call.proxy(Node(call, record, parent, view, class_layout))
+        return call.proxy(Node(call, record, None if view is None else self, view))
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under
         no_grad makes must have a gradient for later readers."""
         if self.value is None:
             with self.call.entered(self.call.grad):
-                value = self.replay() if self.parent is None else self.view(self.parent.make())
+                value = self.replay(True) if self.parent is None else self.view(self.parent.make())
             self.value = value
         return self.value
 
-    def replay(self):
-        """The real value, from the head on."""
-        call = self.call
+    def replay(self, may_share=False):
+        """The real value, from the head on; may_share: or from real logits that exist already."""
+        call, record = self.call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
         call.check(call.loss_is_done or not call.requires_grad)
 
-        def run(sources):
-            return steps.replayed(self.record._replace(sources=sources), real_logits)
-
-        return call_through(self.record.sources, run)
+        logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
+        if logits is not None:
+            return steps.applied(record.tail, logits) if record.tail else logits.clone()
+        product = functools.partial(steps.logits_of, record.steps, real_logits)
+        logits = call_through(record.sources, product)
+        record.rows.real = None if is_compiling() else (record.steps, logits)
+        return steps.applied(record.tail, logits)
 
     def make_for(self, function):
         """The real value, because `function` is not deferred: with a warning, or an error if
         strict, unless the logits were wanted in addition to a loss or without a gradient."""
-        if self.is_pending():
-            name = name_of(function)
-            if self.call.loss_is_done or not self.call.grad:
-                self.call.fusion.note_read(name)
-            else:
-                self.call.fusion.fall_back(f"{name} is not deferred")
+        is_read = self.call.loss_is_done or not self.call.grad
+        if self.is_pending() and is_read:
+            self.call.fusion.note_read(name_of(function))
+        elif self.is_pending():
+            self.call.fusion.fall_back(f"{name_of(function)} is not deferred")
         return self.make()
 
     def backward_hook(self, gradient):
-        """Tensor hook of the proxy: a gradient of the proxy itself, which a custom autograd
-        Function took as its input, continues through the real value. None where that Function's
-        output was not used (DistributedDataParallel's)."""
+        """Tensor hook of the proxy, which a custom autograd Function took as its input: a gradient
+        continues through the real value. None if the output was not used (DDP's Function)."""
         if gradient is None:
             return
         with torch.enable_grad():
@@ -237,6 +205,6 @@ def name_of(function):
     """The name of a torch function in messages."""
     if is_compiling():
         return function.__name__  # resolve_name is not traced
-    if getattr(function, "__module__", None) == "flce.functional":
-        return f"flce.{function.__name__}"
-    return torch.overrides.resolve_name(function) or str(function)
+    is_ours = getattr(function, "__module__", None) == "flce.functional"
+    name = f"flce.{function.__name__}" if is_ours else torch.overrides.resolve_name(function)
+    return name or str(function)

@@ -1,241 +1,324 @@
 """The table of operations that deferred logits record or answer.
 
 A handler takes (function, node, args, kwargs), args[0] being the deferred value, and returns the
-result, or NotImplemented where the operation is not one that it knows: the real logits are made
-then. Shapes, dtypes and devices of results come from the function itself, of empty tensors.
+result, or raises Unknown, by `require`: the real logits are made then. Shapes, dtypes and devices
+of results come from the function itself, of empty tensors.
 """
 
 import copy
+import functools
 import math
 import numbers
+import operator
 
 import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 from . import loss, steps
-from .node import CLASSES_SECOND, CLASSES_SPLIT, Node, node_of
+from .node import Node, node_of
+from .steps import LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 
-HANDLERS = {}  # {(class_layout of the node, function): (handler, number of arguments or None)}
+HANDLERS = {}  # {(form of the Record, function): (handler, number of arguments or None)}
+_ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # forms that have the classes last
+_PRODUCTS = {frozenset((P, LOG_P)): P_LOG_P, frozenset((P, None)): P_Z}
 
 
-def _handles(names, arity=None, class_layout=None):
+def _handles(names, arity=None, forms=(None,)):
     """The handler of torch's functions and Tensor's methods of these names. arity: the number of
     positional arguments without keywords that it knows; None: it checks them itself."""
 
     def register(handler):
         for name in names.split():
-            for space in (torch.Tensor, torch):
+            for space in (torch.Tensor, torch, F):
                 if callable(function := getattr(space, name, None)):
-                    HANDLERS[class_layout, function] = handler, arity
+                    HANDLERS.update({(form, function): (handler, arity) for form in forms})
         return handler
 
     return register
 
 
+# ---- what keeps a row a row ----
+
 _DIVISIONS = {torch.Tensor.div, torch.div, torch.Tensor.true_divide, torch.true_divide}
 
 
-@_handles("mul multiply div true_divide", arity=2)
+@_handles("neg negative", 1, _ROWS)
+@_handles("mul multiply div true_divide", 2, _ROWS)
 def _scale(function, node, args, kwargs):
-    number = args[1]
-    if not steps.is_number(number):
-        return NotImplemented
+    record, number = node.record, args[1] if len(args) > 1 else -1
+    if (other := node_of(number)) is not None and function not in _DIVISIONS:
+        return _product(node, other)
+    # Plain types first: asking an abstract class takes several times as long.
+    require(isinstance(number, (int, float, numbers.Real)) and not isinstance(number, bool))
     factor = float(number)
     if function in _DIVISIONS:
         factor = 1 / factor if factor else math.inf
-    if not steps.is_scale(factor, node.record.steps):
-        return NotImplemented
-    return node.then(node.record.then(steps.SCALE, factor, lambda z: function(z, number)))
+    require(steps.is_scale(factor, record.tail or record.steps))
+    replay = (lambda z: function(z, number)) if len(args) > 1 else function
+    return node.then(record.then(steps.SCALE, factor, replay))
 
 
-@_handles("tanh", arity=1)
-def _tanh(function, node, args, kwargs):
-    if steps.TANH in steps.kinds(node.record.steps):
-        return NotImplemented
-    return node.then(node.record.then(steps.TANH, None, torch.tanh))
+def _product(node, other):
+    """p log p or p z, where the gradient goes through both factors or through neither."""
+    one, two = node.record, other.record
+    form = _PRODUCTS.get(frozenset((one.form(), two.form())))
+    require(form and one.rows.known is two.rows.known and steps.key_of(one) == steps.key_of(two))
+    require(other.is_pending() and node.call.grad == other.call.grad)
+    replay = lambda z: steps.applied(one.tail, z) * steps.applied(two.tail, z)  # noqa: E731
+    step = steps.Step(form, one.factor() * two.factor(), replay)
+    dtype = torch.promote_types(one.dtype, two.dtype)
+    return node.then(one._replace(tail=(step,), dtype=dtype))
 
 
-@_handles("add", arity=2)
+@_handles("tanh", 1)
+@_handles("exp", 1, (LOG_P,))
+def _map(function, node, args, kwargs):
+    """The tanh of logits; p of log p."""
+    record, kind = node.record, P if node.record.tail else steps.TANH
+    require(record.factor() == 1 and kind not in steps.kinds(record.steps))
+    return node.then(record.then(kind, 1, function))
+
+
+@_handles("add", 2)
 def _add(function, node, args, kwargs):
     record, vector = node.record, args[1]
     if (other := node_of(vector)) is not None:
-        return _add_product(node, other)
-    if not isinstance(vector, torch.Tensor):
-        return NotImplemented
-    is_vector = vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1]
-    is_vector = is_vector and vector.dim() <= len(record.shape) and vector.is_floating_point()
-    if not is_vector or steps.TANH in steps.kinds(record.steps):
-        return NotImplemented
-    if vector.requires_grad and torch.is_grad_enabled() and not node.call.requires_grad:
-        return NotImplemented
+        return _sum_of_products(node, other)
+    require(isinstance(vector, torch.Tensor) and vector.is_floating_point())
+    require(vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1])
+    require(vector.dim() <= len(record.shape) and steps.TANH not in steps.kinds(record.steps))
+    require(node.call.requires_grad or not (vector.requires_grad and torch.is_grad_enabled()))
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
     return node.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
 
 
-def _add_product(node, other):
-    if not other.is_pending():
-        return NotImplemented
-    one, two = node.record, other.record
-    linears = {id(source.linear) for record in (one, two) for source in record.sources}
-    kinds = steps.kinds((*one.steps, *two.steps))
-    is_sum = one.shape == two.shape and kinds <= {steps.SCALE, steps.CAST}
-    if not is_sum or len(linears) < len(one.sources) + len(two.sources):
-        return NotImplemented
-    first, second = node.call, other.call
-    if first.grad != second.grad or first.autocast != second.autocast:
-        return NotImplemented
-    if torch.float64 in (one.dtype, two.dtype) and one.dtype != two.dtype:
-        return NotImplemented
-    sources = tuple(
-        source._replace(steps=(*source.steps, *record.steps))
-        for record in (one, two)
-        for source in record.sources
-    )
+def _sum_of_products(node, other):
+    one, two, first, second = node.record, other.record, node.call, other.call
+    linears = {id(source.linear) for source in (*one.sources, *two.sources)}
+    kinds = steps.kinds((*one.steps, *two.steps, *two.tail))
+    require(other.is_pending() and one.shape == two.shape and kinds <= {steps.SCALE, steps.CAST})
+    require(len(linears) == len(one.sources) + len(two.sources))
+    require(first.grad == second.grad and first.autocast == second.autocast)
+    require(torch.float64 not in (one.dtype, two.dtype) or one.dtype == two.dtype)
+    sources = [s._replace(steps=(*s.steps, *r.steps)) for r in (one, two) for s in r.sources]
     dtype = torch.promote_types(one.dtype, two.dtype)
-    owner = node if node.call.requires_grad else other  # the sum has the gradients of both
-    call = copy.copy(owner.call.now())
+    # The sum has the gradients of both.
+    call = copy.copy((first if first.requires_grad else second).now())
     call.snapshots = first.snapshots + second.snapshots
-    return call.proxy(Node(call, steps.Record(sources, (), one.shape, dtype)))
+    record = steps.Record(tuple(sources), (), one.shape, dtype, steps.Rows())
+    return call.proxy(Node(call, record))
 
 
-@_handles("to type_as float double half bfloat16")
+@_handles("to type_as float double half bfloat16", forms=_ROWS)
 def _cast(function, node, args, kwargs):
     """Casts of the logits become casts of the loss, which is computed in float32 at least, so
     one to float64 is not deferred. One to the own dtype is the same object, as of real tensors."""
-    if not set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} or kwargs.get("copy"):
-        return NotImplemented
-    if any(a is True for a in args[3:]):  # copy
-        return NotImplemented
+    require(set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} and not kwargs.get("copy"))
+    require(not any(a is True for a in args[3:]))  # copy
     like = [a if node_of(a) is None else a._flce.like() for a in args]
-    cast, own = function(*like, **kwargs), node.record.dtype
-    if cast.device != node.call.device:
-        return NotImplemented
-    dtype = cast.dtype
-    if dtype == own:
+    cast = function(*like, **kwargs)
+    require(cast.device == node.call.device)
+    if (dtype := cast.dtype) == node.record.dtype:
         return args[0]
-    if not dtype.is_floating_point or dtype == torch.float64:
-        return NotImplemented
+    require(dtype.is_floating_point and dtype != torch.float64)
     return node.then(node.record.then(steps.CAST, dtype, lambda z: z.to(dtype), dtype=dtype))
 
 
-@_handles("contiguous clone", arity=1)
+@_handles("contiguous clone detach", 1, _ROWS)
 def _copy(function, node, args, kwargs):
-    is_same = function == torch.Tensor.contiguous and node.is_contiguous()
-    return args[0] if is_same else node.then(node.record)
+    if function is torch.Tensor.contiguous and node.layout().is_contiguous():
+        return args[0]
+    if function not in (torch.detach, torch.Tensor.detach):
+        # Autograd keeps the values of a softmax: a copy may be written to.
+        copied = node.record.then(steps.CAST, node.record.dtype, torch.clone)
+        return node.then(copied if node.record.tail else node.record)
+    # With when="labels" who detaches logits may keep them, to read them after a step.
+    require(node.call.fusion.when == "always")
+    with torch.no_grad():
+        return node.then(node.record, torch.Tensor.detach)
 
 
-@_handles("view reshape flatten")
+@_handles("view reshape flatten", forms=_ROWS)
 def _reshape(function, node, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = node.record, node.record.shape
-    if 0 in old:
-        return NotImplemented
+    require(0 not in old)
     result = function(node.layout(), *args[1:], **kwargs)
-    shape, class_layout = tuple(result.shape), None
-    if result.dtype != record.dtype:
-        return NotImplemented
+    require(result.dtype == record.dtype)
+    shape = tuple(result.shape)
     # While torch.compile traces, writes to logits make them first: nothing has to be shared.
-    is_view = node.is_contiguous() or (not is_compiling() and result._is_view())
+    is_view = node.layout().is_contiguous() or (not is_compiling() and result._is_view())
+    view = (lambda z: z.view(shape)) if is_view else None
     if shape[-1:] == old[-1:]:
         record = record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
-    elif is_view and len(shape) == len(old) + 1 > 2 and shape[:-2] == old[:-1]:
-        class_layout = CLASSES_SPLIT
     else:
-        return NotImplemented
-    return (
-        node.then(record, lambda z: z.view(shape), class_layout) if is_view else node.then(record)
-    )
+        require(is_view and not record.tail and len(shape) > 2 and shape[:-2] == old[:-1])
+        record = record.then(SPLIT, 1, view, shape=shape)
+    return node.then(record, view)
 
 
-@_handles("transpose swapaxes swapdims permute")
+@_handles("transpose swapaxes swapdims permute", forms=(None, LOG_P))
 def _transpose(function, node, args, kwargs):
     """(B, V, T) of (B, T, V), however that is called."""
-    example = torch.empty(2, 3, 5, device="meta")
-    is_known = len(node.record.shape) == 3
-    if not is_known or function(example, *args[1:], **kwargs).shape != (2, 5, 3):
-        return NotImplemented
-    return node.then(node.record, lambda z: z.transpose(1, 2), CLASSES_SECOND)
+    example, shape = torch.empty(2, 3, 5, device="meta"), node.record.shape
+    require(len(shape) == 3 and function(example, *args[1:], **kwargs).shape == (2, 5, 3))
+    view = lambda z: z.transpose(1, 2)  # noqa: E731
+    return node.then(node.record.then(SECOND, 1, view, shape=(shape[0], shape[2], shape[1])), view)
 
 
 def _split_index(index, dims):
-    """(index of the rows, index of the classes or None) for a tensor of `dims` dimensions; None
-    where a part of the index is not known or the classes' dimension moves."""
-    index = list(index) if isinstance(index, tuple) else [index]
-    sizes = [_dims_taken(item) for item in index]
-    if None in sizes or sizes.count(Ellipsis) > 1:
-        return None
-    taken = sum(size for size in sizes if size is not Ellipsis)
-    if Ellipsis in sizes:
-        at = sizes.index(Ellipsis)
-        index[at : at + 1] = [slice(None)] * (dims - taken)
-        taken = dims
-    if taken > dims or (taken == dims and (not index or not isinstance(index[-1], slice))):
-        return None
-    return (tuple(index[:-1]), index[-1]) if taken == dims else (tuple(index), None)
+    """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
+    part of the index is not known or the classes' dimension moves."""
+    index = [*index] if isinstance(index, tuple) else [index]
+    if not any(item is Ellipsis for item in index):
+        index.append(Ellipsis)
+    rest = dims - sum([_dims_taken(item) for item in index])
+    at = [item is Ellipsis for item in index].index(True)
+    index[at : at + 1] = [slice(None)] * rest
+    require(rest >= 0 and isinstance(index[-1], slice))
+    return tuple(index[:-1]), index[-1]
 
 
 def _dims_taken(item):
-    if item is Ellipsis:
-        return Ellipsis
-    if item is None:
+    if item is None or item is Ellipsis:
         return 0
-    if isinstance(item, bool):
-        return None
     if isinstance(item, torch.Tensor) and node_of(item) is None:
         return item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
-    return 1 if isinstance(item, slice | numbers.Integral) else None
+    require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
+    return 1
 
 
-def _cut(record, classes):
-    """The record of the classes in a range."""
-    start, stop = classes.start, classes.stop
-    select = lambda z: z[..., start:stop]  # noqa: E731
-    return record.then(steps.CLASSES, (start, stop), select, classes=stop - start)
-
-
-@_handles("__getitem__")
+@_handles("__getitem__", forms=(*_ROWS, SPLIT))
 def _select(function, node, args, kwargs):
+    """Rows, and a range of the classes, or of those of one group."""
     record, index = node.record, args[1]
-    if (split := _split_index(index, len(record.shape))) is None:
-        return NotImplemented
-    rows, classes = split
+    rows, classes = _split_index(index, len(record.shape))
+    kept = range(record.shape[-1])[classes]
+    if record.form() == SPLIT:
+        *shape, groups, size = record.shape
+        *rows, group = rows
+        require(isinstance(group, int) and len(rows) == len(shape))
+        require(all(isinstance(item, slice) for item in rows) and kept.step == 1)
+        first, rows = range(groups)[group] * size, tuple(rows)
+        kept = range(first + kept.start, first + kept.stop)
+        record = record._replace(tail=(), shape=(*shape, groups * size))
     tensors = [item for item in rows if isinstance(item, torch.Tensor)]
-    if any(item.dim() == 0 for item in tensors):
-        return NotImplemented  # a view for an integer
+    require(all(item.dim() > 0 for item in tensors))  # a view for an integer
     if tensors or any(item != slice(None) for item in rows):
         record = record.of_rows(lambda x: x[rows])
-    if classes is not None and classes != slice(None):
-        kept = range(record.shape[-1])[classes]
-        if kept.step != 1 or kept.stop <= kept.start:
-            return NotImplemented
-        record = _cut(record, kept)
+    if len(kept) < record.shape[-1]:
+        start, stop, shape = kept.start, kept.stop, (*record.shape[:-1], len(kept))
+        require(kept.step == 1 and start < stop and not record.tail)
+        replay = lambda z: z[..., start:stop]  # noqa: E731
+        record = record.then(steps.CLASSES, (start, stop), replay, shape=shape)
     return node.then(record, None if tensors else lambda z: z[index])
 
 
-@_handles("__getitem__", class_layout=CLASSES_SPLIT)
-def _select_group(function, node, args, kwargs):
-    """z[..., group, :], with slices of the rows."""
-    shape, index = node.shape, args[1]
-    if (split := _split_index(index, len(shape))) is None or split[1] != slice(None):
-        return NotImplemented
-    *rows, group = split[0]
-    is_known = all(isinstance(item, slice) for item in rows) and len(rows) == len(shape) - 2
-    if not is_known or not isinstance(group, int):
-        return NotImplemented
-    rows, size = tuple(rows), shape[-1]
-    start = range(shape[-2])[group] * size
-    record = _cut(node.record.of_rows(lambda x: x[rows]), range(start, start + size))
-    return node.then(record, lambda z: z[index])
+@_handles("split chunk unbind __iter__", forms=_ROWS)
+def _pieces(function, node, args, kwargs):
+    """The pieces of the first dimension."""
+    record, at = node.record, 2 if function.__name__ in ("split", "chunk") else 1
+    require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))
+    stop, made = 0, []
+    for piece in function(node.layout(), *args[1:], **kwargs):
+        is_row = piece.dim() < len(record.shape)
+        first, stop = stop, stop + (1 if is_row else len(piece))
+        select = operator.itemgetter(first if is_row else slice(first, stop))
+        made.append(node.then(record.of_rows(select, is_piece=True), select))
+    return iter(made) if function.__name__ == "__iter__" else tuple(made)
 
 
-@_handles("new_zeros new_ones new_full new_empty new_tensor")
-def _new(function, node, args, kwargs):
-    """They take no more than dtype and device from the logits."""
-    return function(node.like(), *args[1:], **kwargs)
+# ---- what is computed of a row ----
+
+_handles("cross_entropy", forms=(None, LOG_P, SECOND))(loss.cross_entropy)
+_handles("nll_loss", forms=(LOG_P, SECOND))(loss.cross_entropy)
+_KEYWORDS = {"input", "dim", "axis", "keepdim", "dtype", "index", "indices", "_stacklevel"}
 
 
-_handles("logsumexp")(loss.logsumexp)
-HANDLERS[None, F.cross_entropy] = loss.cross_entropy, None
-HANDLERS[CLASSES_SECOND, F.cross_entropy] = loss.cross_entropy_of_classes_second, None
+def _over_classes(node, names, args, kwargs):
+    """{name: argument} of a function that acts on the classes alone."""
+    given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+    require(len(args) <= len(names.split()) and set(given) <= _KEYWORDS)
+    dim = given.get("dim", given.get("axis"))
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    require(type(dim) is int and dim in (-1, len(node.record.shape) - 1))
+    return given
+
+
+def _dtype(function, node, given):
+    """The dtype of a result, by autocast or as the argument says."""
+    dtype = function(node.like(), 0, **{k: v for k, v in given.items() if k == "dtype"}).dtype
+    require(dtype.is_floating_point and (dtype != torch.float64 or dtype == node.record.dtype))
+    return dtype
+
+
+def _result(record, values, dtype, keepdim):
+    """What a function returns, in memory of its own: it may be written to."""
+    values = (values * record.factor()).to(dtype)
+    return values.unsqueeze(-1) if keepdim else values
+
+
+@_handles("log_softmax softmax", forms=(None, LOG_P))
+def _softmax(function, node, args, kwargs):
+    dtype = _dtype(function, node, _over_classes(node, "input dim", args, kwargs))
+    require(node.record.factor() == 1)
+    is_log = function.__name__ == "log_softmax"
+    form, made = (LOG_P, torch.log_softmax) if is_log else (P, torch.softmax)
+    replay = lambda z: made(z, -1, dtype=dtype)  # noqa: E731
+    return node.then(node.record.then(form, 1, replay, dtype=dtype))
+
+
+@_handles("logsumexp")
+@_handles("mean")
+@_handles("sum", forms=(LOG_P, P_LOG_P, P_Z))
+def _reduced(function, node, args, kwargs):
+    """A sum over p log p is the entropy times -1, and one over p z logsumexp - entropy."""
+    name, record = function.__name__, node.record
+    if is_of_all := name == "mean" and len(args) == 1 and not kwargs:
+        args = (*args, -1)
+    given = _over_classes(node, "input dim keepdim", args, kwargs)
+    dtype, form = _dtype(function, node, given), record.form()
+    statistic = functools.partial(loss.statistic, node.call, record)
+    if name == "mean":
+        values = statistic("mean_log_p") + statistic("lse")
+    elif form is None:
+        values = statistic("lse")
+    elif form == LOG_P:
+        values = record.shape[-1] * statistic("mean_log_p")
+    else:
+        values = (statistic("lse") if form == P_Z else 0) - statistic("entropy")
+    values = _result(record, values, dtype, given.get("keepdim"))
+    return values.mean() if is_of_all else values
+
+
+@_handles("argmax")
+def _argmax(function, node, args, kwargs):
+    """After a loss alone: rounded logits may be equal, which changes what is generated."""
+    given = _over_classes(node, "input dim keepdim", args, kwargs)
+    require(node.call.fusion.when == "always" and node.call.loss_is_done)
+    node.call.check(True)
+    with torch.no_grad():
+        values = loss.statistic(node.call.now(), node.record, "predictions")
+    return _result(node.record, values, torch.int64, given.get("keepdim"))
+
+
+@_handles("gather take_along_dim", forms=(None, LOG_P, P))
+def _gather(function, node, args, kwargs):
+    """z, log p or p of K classes of each row."""
+    record, is_gather = node.record, function.__name__ == "gather"
+    names = "input dim index" if is_gather else "input index dim"
+    given, form = _over_classes(node, names, args, kwargs), record.form()
+    index = given.get("index", given.get("indices"))
+    require(isinstance(index, torch.Tensor) and node_of(index) is None)
+    require(index.dtype == torch.int64 and index.numel() and index.dim() == len(record.shape))
+    require(tuple(index.shape[:-1]) == record.shape[:-1])
+    statistic = functools.partial(loss.statistic, node.call, record)
+    if index.shape[-1] == 1:
+        values = statistic("log_p", index.squeeze(-1)).unsqueeze(-1)
+        values = values + statistic("lse").unsqueeze(-1) if form is None else values
+    else:
+        values = statistic("class_logits", index)
+        values = values if form is None else values - statistic("lse").unsqueeze(-1)
+    return _result(record, values.exp() if form == P else values, record.dtype, False)

@@ -8,6 +8,7 @@ from torch.compiler import is_compiling
 from .node import node_of
 from .operations import HANDLERS
 from .reentry import modules_of
+from .steps import Unknown, require
 
 
 def _functions(names):
@@ -23,10 +24,11 @@ name is_sparse is_quantized is_nested is_mkldnn is_sparse_csr retains_grad outpu
 grad _grad _backward_hooks""")
 _ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_LAYOUT = _functions("stride is_contiguous storage_offset")
-_OF_DEVICE = _functions("device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device")
+# They take no more than dtype and device from the logits.
+_OF_LIKE = _functions("""device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device
+new_zeros new_ones new_full new_empty new_tensor""")
 _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
-_DETACH = torch.Tensor.detach
 _GRAD_FN = torch.Tensor.grad_fn.__get__
 _ZERO3 = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
@@ -42,7 +44,7 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
         node = node_of(operands[0])
     if node is not None:
         proxy = operands[0]
-        if function is _DETACH and _is_called_by_hook(proxy, node):
+        if function is torch.Tensor.detach and _is_called_by_hook(proxy, node):
             return HookedLogits(node) if node.call.requires_grad else DeferredLogits(node)
         if node.is_pending():
             has_graph = _has_own_graph(proxy)
@@ -51,9 +53,10 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
                 return _own_graph(proxy) if has_graph else None
             if not has_graph:
                 _hook_gradient(proxy, node)
-                result = _answered(function, node, operands, kwargs)
-                if result is not NotImplemented:
-                    return result
+                try:
+                    return _answered(function, node, operands, kwargs)
+                except Unknown:
+                    pass
 
     def make(proxy, node):
         value = node.make_for(function)
@@ -65,12 +68,10 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
 def _is_called_by_hook(proxy, node):
     """Whether a hook of DeepSpeed's ZeRO-3 detaches the proxy, and neither reads the values nor
     is needed for their gradient: it passes every Tensor that a Module takes or returns through an
-    autograd Function, which gathers the Module's own parameters before their backward.
-
-    Only the frames of the callers tell the hook from a model that detaches its logits, and which
-    Module is hooked: the Function gets nothing but the tensors."""
-    is_traced = isinstance(proxy, TracedLogits)
-    if is_traced or node.call.fusion.when == "always" or _has_own_graph(proxy):
+    autograd Function, which gathers the Module's own parameters before their backward. That gets
+    the tensors alone: only its callers' frames tell which Module is hooked, or that none is."""
+    kind = type(proxy)
+    if kind is TracedLogits or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
     frame = sys._getframe(2)  # of __torch_function__'s caller
     if frame.f_globals.get("__name__") != _ZERO3:
@@ -80,24 +81,23 @@ def _is_called_by_hook(proxy, node):
     module = None if frame is None else frame.f_locals["module"]
     if not isinstance(module, torch.nn.Module):
         return False
-    if node.call.loss_is_done or module in dict(modules_of(node.record.sources) or ()):
-        return True  # its hook gets the loss as well
-    return not (module._parameters or getattr(module, "_external_params", None))
+    # If the Module is the head's, or around it, its hook gets the loss as well.
+    gets_loss = node.call.loss_is_done or module in dict(modules_of(node.record.sources) or ())
+    return gets_loss or not (module._parameters or getattr(module, "_external_params", None))
 
 
 def _answered(function, node, args, kwargs):
-    """The result without real logits, or NotImplemented."""
-    handler, arity = HANDLERS.get((node.class_layout, function), (None, None))
+    """The result without real logits."""
+    handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
     if handler is not None:
-        is_known = arity is None or (len(args) == arity and not kwargs)
-        return handler(function, node, args, kwargs) if is_known else NotImplemented
-    if function in _OF_LAYOUT:
-        return function(node.layout(), *args[1:], **kwargs)
+        require(arity is None or (len(args) == arity and not kwargs))
+        return handler(function, node, args, kwargs)
+    if function in _OF_LAYOUT or function in _OF_LIKE:
+        like = node.layout() if function in _OF_LAYOUT else node.like()
+        return function(like, *args[1:], **kwargs)
     if function == _REQUIRES_GRAD:
         # In the forward of a custom autograd Function, which saves what its backward needs.
         return node.call.requires_grad and not torch.is_grad_enabled()
-    if function in _OF_DEVICE:
-        return function(node.like())
     if function in _ANSWERED:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -106,12 +106,11 @@ def _answered(function, node, args, kwargs):
             f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
             "from, got logits whose loss was computed without them"
         )
-    return NotImplemented
+    raise Unknown
 
 
 def _materialized(value, make):
-    """`value` with make(proxy, node) for all that is deferred in it, in lists, tuples and dicts
-    too."""
+    """`value` with make(proxy, node) for all that is deferred in it: in lists, tuples, dicts."""
     node = node_of(value)
     if node is not None:
         _hook_gradient(value, node)
@@ -124,14 +123,12 @@ def _materialized(value, make):
 
 
 def _has_own_graph(proxy):
-    """Whether a custom autograd Function (a reentrant checkpoint) has returned the proxy: the
-    gradient has to go through that Function's node. True also for what a Function of ZeRO-3
-    returned under no_grad, a constant."""
+    """Whether a custom autograd Function (a reentrant checkpoint) has returned the proxy, through
+    whose node the gradient has to go; or one of ZeRO-3 under no_grad: then it is a constant."""
     kind = type(proxy)
     if kind is TracedLogits:
         return False
-    graph = _own_graph(proxy)
-    if graph is None:
+    if (graph := _own_graph(proxy)) is None:
         return kind is HookedLogits
     return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO3
 
@@ -165,19 +162,16 @@ def _hook_gradient(proxy, node):
 
 
 class DeferredLogits(torch.Tensor):
-    """A Tensor with shape, dtype and device of the logits, and no memory.
-
-    For C++ it requires grad where the logits do, so that `Node.backward_hook` receives a gradient.
-    In Python `requires_grad` is False as long as there are no logits: what is hooked to a tensor
-    that requires grad, as FSDP2 does with a Module's outputs, is hooked to the loss instead.
-    """
+    """A Tensor with shape, dtype and device of the logits, and no memory. For C++ it requires grad
+    where the logits do, for `Node.backward_hook`; in Python it does not while there are no logits:
+    what FSDP2 hooks to a Module's outputs that require grad is hooked to the loss instead."""
 
     @staticmethod
     def __new__(cls, node):
         call = node.call
         options = {"dtype": node.record.dtype, "device": call.device}
         options["requires_grad"] = call.requires_grad and cls is DeferredLogits
-        proxy = torch.Tensor._make_wrapper_subclass(cls, node.shape, **options)
+        proxy = torch.Tensor._make_wrapper_subclass(cls, node.record.shape, **options)
         proxy._flce = node
         return proxy
 
@@ -200,9 +194,8 @@ class DeferredLogits(torch.Tensor):
 
 
 class HookedLogits(DeferredLogits):
-    """What ZeRO-3's autograd Function returns for deferred logits, where no gradient has to go
-    through it: the loss passes the hooks of the head's Modules (reentry.py) and of the model.
-    Requires grad by that Function alone."""
+    """What ZeRO-3's autograd Function returns for deferred logits, through which no gradient has to
+    go, as the loss passes the Modules' hooks (reentry.py). Requires grad by that Function alone."""
 
 
 class TracedLogits(torch.Tensor):

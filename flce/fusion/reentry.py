@@ -12,9 +12,8 @@ def foreign_hook(module):
     """The name of a hook of `module` that would miss the real logits; None if there is none."""
     if nn.modules.module._has_any_global_hook():
         return "a hook of all Modules"
-    attributes = module.__dict__
     for name in _HOOK_DICTS:
-        for hook in attributes[name].values():
+        for hook in module.__dict__[name].values():
             hook = getattr(hook, "__func__", hook)
             if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
                 return getattr(hook, "__qualname__", type(hook).__name__)
@@ -27,38 +26,33 @@ def fusion_in(module):
 
 
 def enclosing_of(linear):
-    """What the model calls for the output of an nn.Linear that makes logits: itself, unless it is
-    in an adapter."""
+    """What the model calls for the output of an nn.Linear that makes logits: it, or an adapter."""
     enclosing = linear._flce_enclosing()
     return linear if enclosing is None else enclosing
 
 
 class Request:
-    """Work to run inside a head's hooks, passed to its __call__ as a second argument.
-
-    An object of an unknown class: hooks that cast or move the tensors among the arguments of a
-    Module leave it alone. Hooks may cast or move x, so `run` stores the x that the Module received.
-    """
+    """Work to run inside a head's hooks, passed to its __call__ as a second argument. Hooks that
+    cast or move the tensors among the arguments of a Module leave an object of this class alone,
+    but may cast or move x, so `run` stores the x that the Module received."""
 
     def __init__(self, sources, modules, work):
         self.sources, self.waiting, self.work = list(sources), modules, work
 
-    def begin(self):
-        module, x = self.waiting.pop(0)
-        return module(x, self)
-
-    def run(self, module, x):
+    def run(self, module=None, x=None):
         """Called by `module` inside its hooks: goes on to the next Module, or does the work."""
         for i, source in enumerate(self.sources):
             if source.linear is module and source.x is not x:
                 self.sources[i] = source._replace(x=x)
-        return self.begin() if self.waiting else self.work(tuple(self.sources))
+        if not self.waiting:
+            return self.work(tuple(self.sources))
+        module, x = self.waiting.pop(0)
+        return module(x, self)
 
 
 def modules_of(sources):
-    """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None
-    where one of these is not fused any more, or got a hook after the head's call, which would act
-    on what is no output of the Module."""
+    """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None if
+    one is not fused any more, or has got a hook, which would act on what is no output of it."""
     found = {}
     for linear, x, _ in sources:
         if fusion_in(linear) is None:
@@ -71,7 +65,6 @@ def modules_of(sources):
 
 
 def call_through(sources, work):
-    """work(sources) inside the hooks of all Modules that the sources belong to; directly, where
-    these must not be called (`modules_of`)."""
+    """work(sources) inside the hooks of all Modules of the sources, if these may be called."""
     modules = modules_of(sources)
-    return work(sources) if modules is None else Request(sources, modules, work).begin()
+    return work(sources) if modules is None else Request(sources, modules, work).run()

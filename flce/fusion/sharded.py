@@ -8,8 +8,7 @@ from . import steps
 
 
 def gathering_forward(linear):
-    """The `forward` that transformers has set on an nn.Linear, if it takes whole rows and gives
-    whole logits, plain; else None."""
+    """The `forward` that transformers has set, if it takes whole rows and gives plain logits."""
     forward = linear.__dict__.get("forward")
     if getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
         return None
@@ -23,10 +22,9 @@ def gathering_forward(linear):
 
 def is_sharded(linear):
     """Whether the weight, inside the Module's hooks, is that of a fused head of this kind."""
-    weight = linear.weight
-    if "_flce_gathers" not in linear.__dict__ or not is_dtensor(weight):
-        return False
-    return weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
+    weight, is_one = linear.weight, "_flce_gathers" in linear.__dict__
+    is_one = is_one and is_dtensor(weight) and weight.device_mesh.ndim == 1
+    return is_one and weight.placements[0].is_shard(0)
 
 
 def unsupported(record, target, chosen):

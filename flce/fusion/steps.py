@@ -1,24 +1,33 @@
-"""What was done to deferred logits, and what it means as options of linear_cross_entropy.
-
-Nothing here calls a Module or makes logits but `replayed`, which repeats the steps on real ones.
-"""
+"""What was done to deferred logits, and what it means as options of linear_cross_entropy. Nothing
+here calls a Module."""
 
 import functools
 import math
-import numbers
 import typing
 
 import torch
+from torch.compiler import is_compiling
 
 SCALE, TANH, BIAS, CLASSES, CAST = "scale", "tanh", "bias", "classes", "cast"
+# What values are, where they are not logits z with the classes last: of p = softmax(z); (B, V, T)
+# for F.cross_entropy; (..., groups, V / groups), with a loss for each group.
+FORMS = ("log p", "p", "p log p", "p z", "classes second", "classes split")
+LOG_P, P, P_LOG_P, P_Z, SECOND, SPLIT = FORMS
+
+
+class Unknown(Exception):
+    """An operation is none that is known: real logits are needed."""
+
+
+def require(is_known):
+    if not is_known:
+        raise Unknown
 
 
 class Step(typing.NamedTuple):
-    """One operation on every row alike.
-
-    kind: one of the names above. value: the factor, None, the vector, (start, stop), the dtype.
-    replay: the operation itself, from real logits (..., V) to real logits.
-    """
+    """One operation on every row alike. kind: one of the names above. value: the factor (of forms
+    too), None, the vector, (start, stop), the dtype. replay: the operation itself, on real values
+    (..., V)."""
 
     kind: str
     value: object
@@ -34,39 +43,85 @@ class Source(typing.NamedTuple):
     steps: tuple = ()
 
 
+class Rows:
+    """The distributions of rows. known: {key of loss.statistic: values}, one dict for all that are
+    the same. of, select: the Record that the rows were selected from, and how, from (..., n) to
+    (..., n); is_piece: as one of the pieces of all its rows. real: (steps, the real logits), once
+    made. scaled: {factor: Rows of scaled logits}; parts: {view of the hidden states: its known}."""
+
+    def __init__(self, of=None, select=None, is_piece=False):
+        self.of, self.select, self.is_piece = of, select, is_piece
+        self.known, self.real, self.scaled, self.parts = {}, None, {}, {}
+
+    def found(self, key):
+        """What is known by the key, a name if it may have been selected from other rows."""
+        values = self.known.get(key)
+        if values is None and self.of is not None and isinstance(key, str):
+            values = self.of.rows.found(key)
+            values = None if values is None else self.selected(values)
+        return values
+
+    def selected(self, values):
+        return self.select(values.unsqueeze(-1)).squeeze(-1)
+
+    def unchanged(self, steps, grad):
+        """The real logits by these steps, if they exist and nobody has written to them; grad:
+        whether a gradient has to go through them."""
+        made_by, logits = self.real or (None, None)
+        if made_by is not steps or logits.is_inference() or logits._version:
+            return None
+        return logits if logits.requires_grad >= grad else None
+
+
 class Record(typing.NamedTuple):
-    """The sum of the sources, and the steps after it. shape (..., V) and dtype are the result's."""
+    """The sum of the sources, and the steps after it: those that make logits, and `tail`, from a
+    softmax on. shape (..., V) and dtype are the result's."""
 
     sources: tuple
     steps: tuple
     shape: tuple
     dtype: torch.dtype
+    rows: Rows
+    tail: tuple = ()
 
-    def then(self, *step, dtype=None, classes=None):
-        shape = self.shape if classes is None else (*self.shape[:-1], classes)
-        return Record(self.sources, (*self.steps, Step(*step)), shape, dtype or self.dtype)
+    def then(self, *step, dtype=None, shape=None):
+        step = Step(*step)
+        changed = {"dtype": dtype or self.dtype, "shape": shape or self.shape}
+        if self.tail or step.kind in FORMS:
+            return self._replace(tail=(*self.tail, step), **changed)
+        rows = self.rows.scaled.setdefault(step.value, Rows()) if step.kind == SCALE else Rows()
+        rows = self.rows if step.kind == CAST else rows
+        return self._replace(steps=(*self.steps, step), rows=rows, **changed)
 
-    def of_rows(self, select):
+    def of_rows(self, select, is_piece=False):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
         selection can precede them all, the product included."""
         sources = tuple([Source(s.linear, select(s.x), s.steps) for s in self.sources])
-        shape = (*sources[0].x.shape[:-1], self.shape[-1])
-        return Record(sources, self.steps, shape, self.dtype)
+        rows, whole, x = Rows(self, select, is_piece), self.sources[0].x, sources[0].x
+        if (
+            not is_compiling()
+            and x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        ):
+            view = x.data_ptr(), x.shape, x.stride()
+            rows.known = self.rows.parts.setdefault(view, rows.known)
+        return self._replace(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
+
+    def form(self):
+        """One of FORMS; None for logits."""
+        return ([None] + [step.kind for step in self.tail if step.kind in FORMS])[-1]
+
+    def factor(self):
+        """By what number the values of the form are multiplied."""
+        return math.prod([step.value for step in self.tail if step.kind != CAST])
 
 
 def kinds(steps):
     return {step.kind for step in steps}
 
 
-def is_number(value):
-    # The type first: asking an abstract class takes several times as long.
-    is_plain = type(value) is float or type(value) is int
-    return is_plain or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-
-
 def is_scale(factor, steps):
-    """Whether logits with these steps may be scaled by the number `factor`: flce has no factor 0,
-    and the factor after a tanh is its softcap, which is positive."""
+    """Whether logits with these steps may be scaled by `factor`: not by 0; after a tanh it is the
+    softcap, which is positive."""
     for kind, value, _ in reversed(steps):
         if kind == TANH:
             return 0 < factor < math.inf
@@ -75,53 +130,28 @@ def is_scale(factor, steps):
     return 0 < abs(factor) < math.inf
 
 
-def replayed(record, product):
+def applied(steps, value):
+    """The steps, one after the other, on real values."""
+    for step in steps:
+        value = step.replay(value)
+    return value
+
+
+def logits_of(steps, product, sources):
     """The real logits. `product(linear, x)`: the real output of a source's nn.Linear."""
-    total = None
-    for source in record.sources:
-        value = product(source.linear, source.x)
-        for step in source.steps:
-            value = step.replay(value)
-        total = value if total is None else total + value
-    for step in record.steps:
-        total = step.replay(total)
-    return total
+    first, *others = [applied(s.steps, product(s.linear, s.x)) for s in sources]
+    return applied(steps, sum(others, first))
 
 
 def operands(record, dtype, cuts_weight):
-    """(x, weight, bias, options) of linear_cross_entropy for the record's logits.
-
-    x: shape (..., H), weight: (V, H), bias: (V,) or None. dtype: of the logits that the sources
-    make, to which several sources are cast. cuts_weight: whether a class weight or probabilities
-    belong to the selected classes, so that the weight has to be cut to these.
-    """
-    scale = _scale_of(record.sources[0])
+    """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
+    record's logits. dtype: of the logits that the sources make, to which several are cast.
+    cuts_weight: whether class weights or probabilities belong to the selected classes alone."""
+    scale, outer, added = _scale_of(record.sources[0]), None, None
     x, weight, bias, options = _product(record.sources, scale, dtype)
-    scale, added, outer, classes = _folded(record.steps, scale, len(weight))
-    if len(classes) < len(weight):
-        if classes.start == 0 and added is None and not cuts_weight:
-            options["valid_vocab"] = classes.stop
-        else:
-            cut = slice(classes.start, classes.stop)
-            weight, bias = weight[cut], None if bias is None else bias[cut]
-            if "adapter_weight" in options:
-                options["adapter_weight"] = options["adapter_weight"][cut]
-    if added is not None:
-        bias = added if bias is None else bias + added
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
-    if outer is not None:
-        options.update(softcap=outer, logit_scale=scale * outer)
-    elif scale != 1:
-        options["logit_scale"] = scale
-    return x, weight, bias, options
-
-
-def _folded(steps, scale, classes):
-    """(scale, bias, outer, range of classes): the steps make outer tanh(scale (z + bias)), or
-    scale (z + bias) where outer is None, of scale z, for the selected ones of `classes` classes."""
-    bias, outer, selected = None, None, range(classes)
-    for kind, value, _ in steps:
+    classes = range(len(weight))
+    # The steps make outer tanh(scale (z + added)), or scale (z + added) where outer is None.
+    for kind, value, _ in record.steps:
         if kind == SCALE and outer is not None:
             outer *= value
         elif kind == SCALE:
@@ -130,11 +160,24 @@ def _folded(steps, scale, classes):
             outer = 1.0
         elif kind == BIAS:
             value = (value if value.dtype == torch.float64 else value.float()) / scale
-            bias = value if bias is None else bias + value
+            added = value if added is None else added + value
         elif kind == CLASSES:
-            bias = None if bias is None else bias[value[0] : value[1]]
-            selected = selected[value[0] : value[1]]
-    return scale, bias, outer, selected
+            added = None if added is None else added[slice(*value)]
+            classes = classes[slice(*value)]
+    if len(classes) < len(weight) and (classes.start or added is not None or cuts_weight):
+        cut = slice(classes.start, classes.stop)
+        weight, bias = weight[cut], None if bias is None else bias[cut]
+        if "adapter_weight" in options:
+            options["adapter_weight"] = options["adapter_weight"][cut]
+    elif len(classes) < len(weight):
+        options["valid_vocab"] = classes.stop
+    if added is not None:
+        bias = added if bias is None else bias + added
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
+    if outer is not None:
+        options["softcap"], scale = outer, scale * outer
+    return x, weight, bias, options | ({"logit_scale": scale} if scale != 1 else {})
 
 
 def _scale_of(source):
@@ -143,12 +186,9 @@ def _scale_of(source):
 
 def _product(sources, first_scale, dtype):
     """(x, weight, bias, options) of the sum of all sources, divided by the first one's factor
-    `first_scale`. The others are the low-rank term of flce's adapter options.
-
-    PEFT adds a float32 adapter to a bfloat16 base in float32 and rounds the sum to bfloat16; here
-    adapter and base are both in bfloat16, which `dtype` is then, and the products are summed in
-    float32.
-    """
+    `first_scale`; the others are flce's adapter. PEFT adds a float32 adapter to a bfloat16 base in
+    float32 and rounds the sum to bfloat16; here both are in bfloat16, which `dtype` is then, and
+    the products are summed in float32."""
     first, *others = sources
     x, weight, bias = first.x, first.linear.weight, first.linear.bias
     if not others:
@@ -161,9 +201,7 @@ def _product(sources, first_scale, dtype):
         if source.linear.bias is not None:
             added = source.linear.bias * ratio
             bias = added if bias is None else bias + added
-    is_one = len(others) == 1
-    adapter = {"adapter_input": inputs[0] if is_one else torch.cat(inputs, dim=-1)}
-    adapter["adapter_weight"] = weights[0] if is_one else torch.cat(weights, dim=1)
+    adapter = {"adapter_input": torch.cat(inputs, -1), "adapter_weight": torch.cat(weights, 1)}
     return x.to(dtype), weight.to(dtype), bias, adapter
 
 

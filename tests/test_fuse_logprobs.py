@@ -1,0 +1,483 @@
+"""flce.fuse on log-probabilities, logsumexp and entropies: what is recognised, in how many GEMMs,
+and what makes logits instead."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import gemms_of
+from tiny_models import (
+    BATCH,
+    IDS,
+    LENGTH,
+    ROWS,
+    VOCAB,
+    Adapted,
+    LogitsMade,
+    Model,
+    equal,
+    equal_runs,
+    run,
+    same,
+)
+
+import flce
+
+Y = (IDS * 7 + 3) % VOCAB
+BIAS = torch.linspace(-2, 2, VOCAB, dtype=torch.float64)
+
+
+def log_p(z, y):
+    return z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(z, y=None):
+    logp = F.log_softmax(z, dim=-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def selective(z, y):
+    """TRL's selective_log_softmax: its branch for float32, then the one for bfloat16."""
+    index = y.unsqueeze(-1)
+    if z.dtype in (torch.float32, torch.float64):
+        chosen = torch.gather(z, dim=-1, index=index)
+        lse = torch.stack([torch.logsumexp(row, dim=-1) for row in z])
+        return (chosen - lse.unsqueeze(-1)).squeeze(-1)
+    rows = zip(z, index, strict=True)
+    rows = [F.log_softmax(row, dim=-1).gather(dim=-1, index=one) for row, one in rows]
+    return torch.stack(rows).squeeze(-1)
+
+
+def entropy_of_chunks(z, y=None):
+    """TRL's entropy_from_logits."""
+    made = []
+    for chunk in z.reshape(-1, z.shape[-1]).split(4, dim=0):
+        logps = F.log_softmax(chunk, dim=-1)
+        made.append(-(torch.exp(logps) * logps).sum(-1))
+    return torch.cat(made, dim=0).reshape(z.shape[:-1])
+
+
+def entropy_of_means(z, y=None):
+    """verl's entropy_from_logits."""
+    p = torch.nn.functional.softmax(z, dim=-1)
+    return torch.logsumexp(z, dim=-1) - torch.sum(p * z, dim=-1)
+
+
+def rows_of_one_pass(z, y):
+    """Each row's own, as bfloat16 has them in TRL."""
+    rows = [
+        F.log_softmax(row, -1).gather(-1, one) for row, one in zip(z, y[..., None], strict=True)
+    ]
+    return torch.stack(rows)[..., 0]
+
+
+def several(values, y):
+    """Some of which are the same."""
+    ids = torch.stack((y, y * 0, y, y * 3 % 11), -1)
+    return (values.gather(-1, ids) * torch.arange(1.0, 5.0, dtype=values.dtype)).sum(-1)
+
+
+def sum_of_log_p(z, y):
+    """transformers' LabelSmoother."""
+    log_probs = -F.log_softmax(z, dim=-1)
+    smoothed = log_probs.sum(dim=-1, keepdim=True, dtype=log_probs.dtype)
+    return (0.9 * log_probs.gather(-1, y[..., None]) + 0.1 / VOCAB * smoothed)[..., 0]
+
+
+# Values of rows, and how many logits GEMMs these take in the forward.
+FORMS = {
+    "Tensor.log_softmax": (log_p, 1),
+    "torch.log_softmax": (
+        lambda z, y: torch.gather(torch.log_softmax(z, 2), 2, y[..., None])[..., 0],
+        1,
+    ),
+    "F.log_softmax": (
+        lambda z, y: F.log_softmax(z, dim=-1, dtype=z.dtype).gather(dim=-1, index=y[..., None])[
+            ..., 0
+        ],
+        1,
+    ),
+    "nn.LogSoftmax": (lambda z, y: torch.nn.LogSoftmax(-1)(z).gather(-1, y[..., None])[..., 0], 1),
+    "take_along_dim": (
+        lambda z, y: torch.take_along_dim(z.log_softmax(-1), y.unsqueeze(-1), dim=2).squeeze(-1),
+        1,
+    ),
+    "by keyword": (
+        lambda z, y: z.log_softmax(-1).take_along_dim(indices=y[..., None], dim=-1)[..., 0],
+        1,
+    ),
+    "minus": (lambda z, y: -(-z.log_softmax(-1)).gather(-1, y[..., None])[..., 0], 1),
+    "logits less logsumexp": (
+        lambda z, y: (z.gather(-1, y[..., None]) - z.logsumexp(-1, keepdim=True)).squeeze(-1),
+        1,
+    ),
+    "logits alone": (lambda z, y: z.gather(-1, y[..., None])[..., 0], 1),
+    "several ids": (lambda z, y: several(z.log_softmax(-1), y), 1),
+    "several ids of logits": (lambda z, y: several(z, y), 1),
+    "several ids of softmax": (lambda z, y: several(z.softmax(-1), y), 1),
+    "several ids, then the rest": (
+        lambda z, y: several(z.log_softmax(-1), y) + entropy(z) * z.logsumexp(-1),
+        1,
+    ),
+    "probability": (lambda z, y: z.softmax(-1).gather(-1, y[..., None])[..., 0], 1),
+    "logsumexp": (lambda z, y: z.logsumexp(dim=(-1,)), 1),
+    "shifted": (lambda z, y: F.pad(log_p(z[:, :-1], y[:, 1:]), (1, 0)), 1),
+    "flat": (lambda z, y: log_p(z.view(-1, z.shape[-1]), y.flatten()).view(y.shape), 1),
+    "flattened late": (
+        lambda z, y: z.log_softmax(-1).flatten(0, 1).gather(1, y.view(-1, 1)).reshape(y.shape),
+        1,
+    ),
+    "sliced late": (
+        lambda z, y: F.pad(
+            z.log_softmax(-1)[:, :-1].gather(-1, y[:, 1:, None]).squeeze(-1), (1, 0)
+        ),
+        1,
+    ),
+    "nll_loss": (
+        lambda z, y: F.nll_loss(
+            z.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none"
+        ).view(y.shape),
+        1,
+    ),
+    "nll_loss, classes second": (
+        lambda z, y: F.nll_loss(z.log_softmax(-1).transpose(1, 2), y, reduction="none"),
+        1,
+    ),
+    "selective_log_softmax": (selective, 1),
+    "rows one by one": (rows_of_one_pass, BATCH),
+    "entropy": (entropy, 1),
+    "entropy of softmax": (lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), 1),
+    "entropy, minus inside": (
+        lambda z, y: torch.sum(-z.log_softmax(-1) * z.softmax(-1), dim=-1, keepdim=True)[..., 0],
+        1,
+    ),
+    "entropy of chunks": (entropy_of_chunks, 1),
+    "entropy by means": (entropy_of_means, 1),
+    "mean logits": (lambda z, y: z.mean(-1), 1),
+    "sum of log p": (sum_of_log_p, 2),
+}
+USES = {
+    "plain": same,
+    "temperature": lambda z: z / 0.7,
+    "softcap": lambda z: torch.tanh(z / 3) * 3,
+    "bias": lambda z: (z + BIAS) * 0.5,
+    "classes": lambda z: z[..., : VOCAB - 3],
+    "later classes": lambda z: z[..., 2:],
+    "a row twice": lambda z: z[torch.tensor([1, 1])],
+}
+
+
+def weighted(form, z, y):
+    """A loss whose gradient differs for each row."""
+    values = form(z, y.clamp(max=z.shape[-1] - 1))
+    return (values * torch.arange(1.0, ROWS + 1, dtype=values.dtype).sin().view(y.shape)).sum()
+
+
+def model_of(form, use=same, **settings):
+    return Model(use, lambda z, y: weighted(form, z, Y), **settings)
+
+
+def fused_run(model, **options):
+    """(run of the fused model without its logits, the handle)"""
+    with flce.fuse(model, strict=True, **options) as handle:
+        return run(model), handle
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name, use):
+    form, gemms = FORMS[name]
+    model = model_of(form, USES[use], bias=use != "plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, handle = fused_run(model)
+    equal_runs(got, run(model), 1e-11)
+    assert sum(handle.losses.values()) >= 1 and not handle.fallbacks and not handle.reads
+    if use == "plain":
+        with flce.fuse(model):
+            made = []
+            assert gemms_of(lambda: made.append(model(IDS, IDS)[0])) == gemms
+            assert gemms_of(made[0].backward) == 2 * gemms
+
+
+def policy_loss(z, y, old=-3.0, cut=lambda z: z):
+    """PPO's, with the entropy and an estimate of the KL divergence to a reference."""
+    logp = log_p(cut(z), y)
+    ratio = (logp - old).exp()
+    advantage = torch.arange(1.0, y.numel() + 1, dtype=logp.dtype).cos().view(y.shape)
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    kl = (old - logp).exp() - (old - logp) - 1
+    return loss + 0.1 * kl.mean() - 0.01 * entropy(cut(z)).mean() + 1e-3 * z.logsumexp(-1).mean()
+
+
+def between(z, y):
+    """What has no gradient does not take the place of what has."""
+    logp = log_p(z, y)
+    with torch.no_grad():
+        other = log_p(z, y * 0)
+    return (logp * other + entropy(z)).sum()
+
+
+SHARED = {  # what the loss computes, how many logits GEMMs the forward takes
+    "policy": (lambda z, y: policy_loss(z, y), 1),
+    "temperature twice": (lambda z, y: policy_loss(z, y, cut=lambda z: z / 0.7), 2),
+    "a cast for each": (lambda z, y: policy_loss(z, y, cut=lambda z: z.clone()), 1),
+    "TRL's": (lambda z, y: selective(z, y).sum() + entropy_of_chunks(z).sum(), 1),
+    "verl's": (lambda z, y: selective(z, y).sum() + entropy_of_means(z).sum(), 1),
+    "the same twice": (lambda z, y: log_p(z, y).sum() + log_p(z, y).square().sum(), 1),
+    "two targets": (lambda z, y: log_p(z, y).sum() + log_p(z, y * 0).square().sum(), 2),
+    "one without a gradient": (between, 2),
+    "two equal slices": (lambda z, y: log_p(z[:, 1:], y[:, 1:]).sum() + entropy(z[:, 1:]).sum(), 1),
+    "two slices": (lambda z, y: log_p(z[:, 1:], y[:, 1:]).sum() + entropy(z[:, 2:]).sum(), 2),
+    "flat twice": (
+        lambda z, y: sum(f(z.view(ROWS, -1), y.view(-1)).sum() for f in (log_p, entropy)),
+        1,
+    ),
+    "a product of equal slices": (
+        lambda z, y: -(z[..., 1:, :].softmax(-1) * z[:, 1:].log_softmax(-1)).sum(-1).square().sum(),
+        1,
+    ),
+    "a part of it": (lambda z, y: log_p(z, y).sum() + entropy(z[:, 2:]).sum(), 1),
+    "all of the parts": (lambda z, y: sum(entropy(part).sum() for part in z.chunk(2)), 1),
+    "parts of parts": (lambda z, y: sum(r.logsumexp(-1).sum() for q in z for r in q.split(3)), 1),
+    "columns": (lambda z, y: sum(entropy(part).sum() for part in z.split(3, 1)), None),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_results_of_one_call(name):
+    """One logits GEMM in the forward and two GEMMs in the backward."""
+    loss_of, gemms = SHARED[name]
+    model = Model(loss_of=lambda z, y: loss_of(z, Y))
+    expected = run(model)
+    if gemms is None:
+        with pytest.warns(UserWarning, match="split is not deferred"), flce.fuse(model):
+            equal_runs(run(model), expected, 1e-11)
+        return
+    equal_runs(fused_run(model)[0], expected, 1e-11)
+    with flce.fuse(model):
+        made = []
+        assert gemms_of(lambda: made.append(model(IDS, IDS)[0])) == gemms
+        assert gemms_of(made[0].backward) == (2 if loss_of is between else 2 * gemms)
+
+
+def test_a_softcap_does_not_pay_for_an_entropy():
+    """It is computed when it is wanted: its gradient would keep the logits in float32."""
+    model = Model(USES["softcap"], lambda z, y: log_p(z, y).sum() + z.logsumexp(-1).sum())
+    with flce.fuse(model, strict=True):
+        assert gemms_of(lambda: run(model)) == 3
+        model.loss_of = lambda z, y: log_p(z, y).sum() + entropy(z).sum()
+        assert gemms_of(lambda: run(model)) == 6
+
+
+def test_values_without_gradients_do_not_serve_those_with():
+    def loss_of(z, y):
+        with torch.no_grad():
+            old, constant = log_p(z, Y), entropy(z)
+        assert not old.requires_grad and not constant.requires_grad
+        loss = (log_p(z, Y) - 2 * old).exp().sum() + constant.sum() * entropy(z).sum()
+        with torch.no_grad():
+            assert not log_p(z, Y).requires_grad
+        return loss
+
+    model = Model(loss_of=loss_of)
+    equal_runs(fused_run(model)[0], run(model), 1e-11)
+
+
+def test_a_target_that_is_written_to():
+    def loss_of(z, y):
+        target = Y.clone()
+        with torch.no_grad():
+            return log_p(z, target).sum() - 3 * log_p(z, target.zero_()).sum()
+
+    model = Model(loss_of=loss_of)
+    expected = model(IDS, IDS)[0]
+    with flce.fuse(model, strict=True):
+        equal(model(IDS, IDS)[0], expected)
+
+
+def test_memory_that_is_used_again():
+    """By other targets and other rows than those that are known."""
+
+    def loss_of(z, y):
+        rows = [torch.full((20,), i % LENGTH) for i in range(64)]
+        loss = sum(z[0, one].logsumexp(-1).sum() * i for i, one in enumerate(rows))
+        return loss + sum(log_p(z, (Y + i) % VOCAB).sum() * i for i in range(8))
+
+    model = Model(loss_of=loss_of)
+    with torch.no_grad():
+        expected = model(IDS, IDS)[0]
+        with flce.fuse(model, strict=True):
+            equal(model(IDS, IDS)[0], expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    model = Model(loss_of=lambda z, y: selective(z, Y).sum() + entropy(z).sum())
+    with mode():
+        expected = model(IDS, IDS)[0]
+        with flce.fuse(model, strict=True):
+            assert gemms_of(lambda: equal(model(IDS, IDS)[0], expected)) == 1
+
+
+def test_results_may_be_written_to():
+    """They are tensors of their own."""
+
+    def loss_of(z, y):
+        logp, lse, h = log_p(z, Y) * 1, z.logsumexp(-1), entropy(z)
+        with torch.no_grad():
+            for values in (log_p(z, Y), z.logsumexp(-1), entropy(z)):
+                values.masked_fill_(Y % 3 == 0, 0.0)
+        return (logp * lse * h + log_p(z, Y) * z.logsumexp(-1) * entropy(z)).sum()
+
+    model = Model(loss_of=loss_of)
+    equal_runs(fused_run(model)[0], run(model), 1e-11)
+
+
+def test_log_p_of_logits_that_are_written_to_later():
+    """As of real tensors, whose log_softmax is no view."""
+
+    def loss_of(z, y):
+        logp, p = z.log_softmax(-1), z.softmax(-1)
+        z = z.mul_(2)
+        return logp.gather(-1, Y[..., None]).sum() + (p * p).sum() + z.logsumexp(-1).sum()
+
+    model = Model(loss_of=loss_of)
+    expected = run(model)
+    with pytest.warns(UserWarning, match="mul_ is not deferred"), flce.fuse(model):
+        equal_runs(run(model), expected, 1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:flce.fuse.*sin is not deferred")
+def test_copies_are_written_to():
+    """Each has memory of its own, whatever was made before."""
+
+    def loss_of(z, y):
+        first, copies = z.clone(), [z.clone(), z.log_softmax(-1).clone(), z.log_softmax(-1).clone()]
+        before = first.sin().sum()
+        after = sum(one.mul_(i).sin().sum() for i, one in enumerate(copies))
+        return before + after + first.cos().sum() + z.sin().sum()
+
+    model = Model(loss_of=loss_of)
+    expected = run(model)
+    with pytest.warns(UserWarning, match="mul_ is not deferred"), flce.fuse(model):
+        equal_runs(run(model), expected, 1e-11)
+
+
+MADE = {  # a loss of real logits, and the operation that made them
+    "log_softmax, elements": (lambda z: z.log_softmax(-1)[0, 0, 3], "__getitem__"),
+    "log_softmax over rows": (lambda z: z.log_softmax(0)[:, 0, 3].sum(), "log_softmax"),
+    "log_softmax over all but classes": (lambda z: z.log_softmax(1).square().sum(), "log_softmax"),
+    "gather along rows": (lambda z: z.gather(1, Y[..., None] % BATCH).sum(), "gather"),
+    "gather of fewer rows": (
+        lambda z: z.log_softmax(-1).gather(-1, Y[:, :3, None]).square().sum(),
+        "gather",
+    ),
+    "logits in place": (lambda z: log_p(z.div_(2), Y).sum(), "div_"),
+    "a copy in place": (
+        lambda z: log_p(z, Y).sum() + z.log_softmax(-1).clone().mul_(2).sum(),
+        None,
+    ),
+    "temperatures that require grad": (
+        lambda z: log_p(z / torch.full((), 0.7, requires_grad=True), Y).sum(),
+        "div",
+    ),
+    "temperature of each row": (lambda z: log_p(z / (1.0 + Y[..., None]), Y).sum(), "div"),
+    "products of two distributions": (
+        lambda z: (z.softmax(-1) * (z / 2).log_softmax(-1)).sum(-1).square().sum(),
+        "mul",
+    ),
+    "products of other rows": (
+        lambda z: (z[:1].softmax(-1) * z[1:].log_softmax(-1)).sum(-1).square().sum(),
+        "mul",
+    ),
+    "p without a gradient": (lambda z: -(without_gradient(z) * z.log_softmax(-1)).sum(), "mul"),
+    "p times p": (lambda z: (z.softmax(-1) * z.softmax(-1)).sum(-1).square().sum(), "mul"),
+    "p log p, all": (lambda z: (z.softmax(-1) * z.log_softmax(-1)).sum(), "sum"),
+    "p log p of a mask": (
+        lambda z: ((z.softmax(-1) * z.log_softmax(-1)) * (BIAS > 0)).sum(-1).square().sum(),
+        "mul",
+    ),
+    "sum in float64": (
+        lambda z: (z.softmax(-1) * z.log_softmax(-1)).float().sum(-1, dtype=torch.float64).sum(),
+        "sum",
+    ),
+    "softmax of minus log p": (lambda z: (-z.log_softmax(-1)).softmax(-1).square().sum(), "softm"),
+    "classes of log p": (
+        lambda z: z.log_softmax(-1)[..., :9].logsumexp(-1).square().sum(),
+        "__getitem__",
+    ),
+    "log p plus a vector": (lambda z: (z.log_softmax(-1) + BIAS).logsumexp(-1).sum(), "add"),
+    "nll_loss of logits": (lambda z: F.nll_loss(z.flatten(0, 1), Y.flatten()), "nll_loss"),
+    "nll_loss of logits, classes second": (lambda z: F.nll_loss(z.transpose(1, 2), Y), "nll_loss"),
+    "nll_loss of minus log p": (
+        lambda z: F.nll_loss(-z.log_softmax(-1).flatten(0, 1), Y.flatten()),
+        "nll_loss",
+    ),
+    "predictions": (lambda z: z.logsumexp(-1)[z.argmax(-1) > 9].sum(), "argmax"),
+}
+
+
+def without_gradient(z):
+    with torch.no_grad():
+        return z.softmax(-1)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_made_instead(name):
+    """Real logits with equal values and gradients, and a warning that names the operation."""
+    loss_of, operation = MADE[name]
+    model = Model(loss_of=lambda z, y: loss_of(z))
+    expected = run(model)
+    with warnings.catch_warnings(record=True) as caught, flce.fuse(model) as handle:
+        warnings.simplefilter("always")
+        equal_runs(run(model), expected, 1e-11)
+    if operation is None:
+        assert not caught and handle.reads
+    else:
+        assert any(operation in str(one.message) for one in caught), caught
+
+
+def test_ids_out_of_range():
+    """-100 is no class: where eager torch raises, so does this."""
+    for ids in (torch.full_like(Y, -100), Y + VOCAB):
+        model = Model(loss_of=lambda z, y, ids=ids: log_p(z, ids).sum())
+        with pytest.raises(RuntimeError):
+            model(IDS, IDS)
+        with flce.fuse(model), pytest.raises(IndexError, match=r"target\[0\] is "):
+            model(IDS, IDS)
+
+
+class ProductsMade(LogitsMade):
+    """Notes what the head's own forward makes."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if "mm" in str(function) and made.shape[-1] == VOCAB and made.dim() == 2:
+            self.found.append(str(function))
+        return made
+
+
+def test_real_logits_are_made_once():
+    """For several values of them, none of which is recognised."""
+    model = Model(
+        loss_of=lambda z, y: (
+            z.log_softmax(-1).square().sum() + z.softmax(-1).square().sum() + z.square().sum()
+        )
+    )
+    expected = run(model)
+    with pytest.warns(UserWarning), flce.fuse(model), ProductsMade(ROWS, VOCAB) as seen:
+        equal(model(IDS, IDS)[0], expected[0])
+    assert len(seen.found) == 1
+    with pytest.warns(UserWarning), flce.fuse(model):
+        equal_runs(run(model), expected, 1e-11)
+
+
+def test_a_vocabulary_of_an_adapter():
+    model = model_of(lambda z, y: selective(z, y) + entropy(z))
+    model.lm_head = Adapted(model.lm_head)
+    expected = run(model)
+    got, handle = fused_run(model)
+    equal_runs(got, expected, 1e-11)
+    assert handle.losses == {"sum of 2 products": 1}
