@@ -137,8 +137,8 @@ static inline int64_t flce_sample_pitch(double eps) {
 }
 
 /* The numbers of the loss: X(name, whether a finite `value` is in range, that range in words). The
- * fields of flce_loss, their checks and the list in which the operators take them follow from it,
- * in the order of NUMBERS in flce/options.py. */
+ * fields of flce_loss, their checks and the list in which the operators take them follow from it.
+ */
 #define FLCE_LOSS_NUMBERS(X)                                                    \
   /* s: the target becomes (1 - s) target + s/V */                              \
   X(label_smoothing, value >= 0.0 && value <= 1.0, "0 <= label_smoothing <= 1") \

@@ -15,8 +15,9 @@ from typing import Annotated, Literal
 
 import torch
 
+from . import validate
 from ._C import getenv
-from .validate import check_flag, check_integer, refuse, refuse_transforms
+from .validate import check_flag, check_integer, refuse
 
 # In the order of the enums in csrc/problem.h.
 Reduction = Literal["none", "mean", "sum"]
@@ -203,60 +204,29 @@ def default_memory(device):
 # ---- packing ----
 
 LAYOUT = 8  # raise it together with kLayout of csrc/binding/options.h
-NUMBERS = ("label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "gradient_eps")
-# What a call adds to the options: autocast's dtype, the size of an adapter's join, global state.
-OF_CALL = (
-    "max_memory",
-    "kept_memory",
-    "saves_memory",
-    "autocast",
-    "frozen_hidden",
-    "accumulates",
-    "traced",
-    "class_gradient",
-)
+# The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
+# layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
+(*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
-OF_CALL += (*GRADIENTS, "allow_tf32")
-_CALL_DEFAULTS = {
-    **dict.fromkeys(OF_CALL, 0),
-    "max_memory": 1 << 30,
-    "kept_memory": 1 << 30,
-    "autocast": -1,
-}
+# What a call adds to the options, by default: dtype of autocast, size of an adapter's join, global
+# state.
+OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}
+OF_CALL |= dict.fromkeys(("frozen_hidden", "accumulates", "traced", "class_gradient"), 0)
+OF_CALL |= dict.fromkeys((*GRADIENTS, "allow_tf32"), 0)
 # Sizes and dtypes of operands, in the order of OperandSlot in csrc/binding/plan.cpp: a dtype is its
 # index in DTYPES, or -1 for None.
 OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
 OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype": -1}
 OPERANDS |= {"probabilities": 0}
-SHARD = ("ranks", "rank", "start", "vocab")  # of a flce.VocabParallel
-SHARD += ("input_is_sharded", "partial_grad_input", "wide_terms")
-INTEGERS = (
-    "reduction",
-    "ignore_index",
-    "accum_dtype",
-    "logits_dtype",
-    "save",
-    "max_memory",
-    "kept_memory",
-)
-INTEGERS += (
-    "gradient",
-    "autocast",
-    "frozen_hidden",
-    "wants_lse",
-    "wants_entropy",
-    "entropy_gradient",
-)
-INTEGERS += ("wants_predictions", "topk", "class_gradient", "wants_statistics", "saves_memory")
-INTEGERS += ("accumulates", "traced")
-INTEGERS += (*GRADIENTS, "consumes_saved", "allow_tf32", *SHARD)
+# Of a flce.VocabParallel.
+SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
+NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
 # The options that an operator takes in its lists, or that say what else the call does.
 _PACKED = {name: o.default for name, o in OPTIONS.items() if o.schema != "Tensor?"}
 _PACKED |= dict.fromkeys(RETURNS, False)
 del _PACKED["options"]
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
-NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
 
 
 def _choice(name, value):
@@ -268,28 +238,18 @@ def _choice(name, value):
 
 def _number(name, value):
     """A float. Where None is the default it becomes 0.0, and 0.0 itself is refused."""
-    if value is None and OPTIONS[name].default is None:
+    optional = OPTIONS[name].default is None
+    if value is None and optional:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, "a number", type(value).__name__, TypeError)
-    try:
-        converted = float(value)
-    except OverflowError:
-        refuse(name, "a finite number", "a number beyond the range of float64")
-    if converted == 0.0 and OPTIONS[name].default is None:
-        refuse(name, "a positive finite number or None", converted)
-    return converted
+    value = validate.check_number(name, value)
+    if value == 0.0 and optional:
+        refuse(name, "a positive finite number or None", value)
+    return value
 
 
 def ignore_index_of(value):
     """ignore_index, -100 for None as in torch's linear_cross_entropy."""
-    if value is None:
-        return -100
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        refuse("ignore_index", "an int or None", repr(value), TypeError)
-    if not -(2**63) <= value < 2**63:
-        refuse("ignore_index", "an int64", value)
-    return int(value)
+    return -100 if value is None else int(check_integer("ignore_index", value))
 
 
 def dtype_code(name, dtype):
@@ -302,31 +262,28 @@ def dtype_code(name, dtype):
     return DTYPES.index(dtype)
 
 
-def _shard(text):
-    """(group, integers of SHARD) from the text of a VocabParallel, (None, those of none) for None.
-    The text is what the operators take, and is cached with the options."""
-    if text is None:
-        return None, NO_SHARD
-    try:
-        group, *integers = text.rsplit("|", len(SHARD))
-        integers = tuple(map(int, integers))
-        if len(integers) == len(SHARD):
-            return group, integers
-    except AttributeError:
-        refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
-    except ValueError:
-        pass
-    return refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
-
-
 def text_of(vocab_parallel):
     """The text of a VocabParallel, as the operators take it."""
     return getattr(vocab_parallel, "text", vocab_parallel)
 
 
+def _shard(vocab_parallel):
+    """(group, integers of SHARD) from a VocabParallel or its text, (None, those of none) for None.
+    The text is cached with the options."""
+    text = text_of(vocab_parallel)
+    if text is None:
+        return None, NO_SHARD
+    if not isinstance(text, str):
+        refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
+    group, *integers = text.rsplit("|", len(SHARD))
+    if len(integers) < len(SHARD) or not all(re.fullmatch("-?[0-9]+", i) for i in integers):
+        refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
+    return group, tuple(map(int, integers))
+
+
 def all_classes(vocab_parallel, rows):
     """(number of all classes, of ranks) where this rank's linear_weight has `rows` rows."""
-    _, shard = _shard(text_of(vocab_parallel))
+    _, shard = _shard(vocab_parallel)
     ranks, vocab = max(shard[0], 1), shard[3]
     return (vocab if vocab >= 0 else ranks * rows), ranks
 
@@ -337,14 +294,15 @@ class Packed:
     def __init__(self, given):
         self.detaches_entropy = given["return_entropy"] == "detached"
         given = {**given, "return_entropy": self.detaches_entropy or given["return_entropy"]}
-        self.wanted = Wanted(*(check_flag(name, given[name]) for name in RETURNS))
-        self.differentiable = self.wanted.lse or (self.wanted.entropy and not self.detaches_entropy)
-        self.outputs = any(self.wanted)
+        wanted = self.wanted = Wanted(*(check_flag(name, given[name]) for name in RETURNS))
+        self.outputs = any(wanted)
+        entropy_gradient = wanted.entropy and not self.detaches_entropy
+        self.differentiable = wanted.lse or entropy_gradient
         self.reduction, self.gradient = given["reduction"], given["gradient"]
+        self.z_loss = given["z_loss"]
         self.ignore_index = ignore_index_of(given["ignore_index"])
         self.shift = check_integer("shift", given["shift"], 0)
         self.topk = check_integer("topk", given["topk"])
-        self.z_loss = given["z_loss"]
         self.accumulate_into = given["accumulate_into"]
         if self.accumulate_into not in (None, *_ATTRIBUTES):
             refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(self.accumulate_into))
@@ -358,23 +316,22 @@ class Packed:
             check_integer("valid_bound", self.valid_bound, 0)
         memory = given["max_memory"]
         self.max_memory = None if memory is None else parse_bytes(memory)
-        self.group, shard = _shard(text_of(given["vocab_parallel"]))
+        self.group, shard = _shard(given["vocab_parallel"])
         self.ranks, self.rank, _, _, self.sequence, *_ = shard
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}
         values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
-        values |= dict(zip(SHARD, shard, strict=True)) | dict.fromkeys(OF_CALL, 0)
-        wanted = self.wanted
-        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy, "consumes_saved": 0}
-        values["entropy_gradient"] = wanted.entropy and not self.detaches_entropy
+        values |= zip(SHARD, shard, strict=True)
+        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
+        values |= {"entropy_gradient": entropy_gradient, "consumes_saved": 0}
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
-        values["wants_statistics"] = self.outputs and any(wanted._replace(predictions=False))
+        values["wants_statistics"] = any(wanted._replace(predictions=False))
         values["ignore_index"], values["topk"] = self.ignore_index, self.topk
         self._values, self._lists = values, {}
 
     def integers_with(self, **of_call):
         """The list of integers; `of_call`: some values of OF_CALL by name."""
-        return self.integers(*{**_CALL_DEFAULTS, **of_call}.values())
+        return self.integers(*{**OF_CALL, **of_call}.values())
 
     def memory(self, device):
         """max_memory and kept_memory (problem.h), and whether they are the defaults."""
@@ -426,17 +383,14 @@ def split(given):
 def _split_scalar(name, value, tensors, items):
     """Adds a tensor given for a number to `items`, by its value if it is 0-d. A temperature stays a
     tensor, in `tensors`, unless it is a 0-d CPU tensor: reading others would synchronise."""
-    if value.requires_grad:
-        got = "requires_grad=True; no gradient is defined for it"
-        refuse(name, "a tensor that does not require grad", got)
-    refuse_transforms(value)
+    validate.check_constant(name, value)
+    validate.refuse_transforms(value)
     is_known = value.dim() == 0 and value.is_cpu and not torch.compiler.is_compiling()
     if name == "temperature" and not is_known:
         tensors[name] = value
-    elif value.dim() == 0 and name in (*NUMBERS, "ignore_index"):
-        items[name] = value.item()
-    else:
-        items[name] = value
+        return
+    is_number = value.dim() == 0 and name in (*NUMBERS, "ignore_index")
+    items[name] = value.item() if is_number else value
 
 
 def replaced(integers, **values):

@@ -40,6 +40,16 @@ def check_integer(name, value, low=None, high=None):
     return value
 
 
+def check_number(name, value, expected="a number"):
+    """The number as a float, infinity beyond its range; bool is refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse(name, expected, type(value).__name__, TypeError)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 # ---- tensors ----
 
 
@@ -105,15 +115,10 @@ def num_items_tensor(num_items, reduction, first):
             return num_items.detach().to(first.device, dtype)
         # Reading a CPU value does not synchronise; copying it to a GPU would.
         return torch.full((), num_items.item(), dtype=dtype, device=first.device)
-    if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):
-        refuse("num_items", "a number or a 0-d tensor", type(num_items).__name__, TypeError)
-    if not 0.0 <= num_items < math.inf:
+    value = check_number("num_items", num_items, "a number or a 0-d tensor")
+    if not 0.0 <= value < math.inf:
         refuse("num_items", "a finite number of at least 0", num_items)
-    try:
-        return torch.full((), float(num_items), dtype=dtype, device=first.device)
-    except OverflowError:
-        got = "a number beyond the range of float64"
-        refuse("num_items", "a finite number of at least 0", got)
+    return torch.full((), value, dtype=dtype, device=first.device)
 
 
 def checks_more():

@@ -13,15 +13,27 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
-from flce.options import INTEGERS, LAYOUT, NUMBERS, OPTIONS, RETURNS, Options, defaults, value_of
+from flce.options import (
+    INTEGERS,
+    LAYOUT,
+    NUMBERS,
+    OF_CALL,
+    OPTIONS,
+    RETURNS,
+    Options,
+    defaults,
+    split,
+    value_of,
+)
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 ZERO = torch.zeros(1, dtype=torch.int64)
 
 
-def test_names_and_order_are_those_of_cpp():
-    integers, numbers = torch.ops.flce.option_names().split("/")
-    assert integers.split() == [*INTEGERS, "layout"] and numbers.split() == list(NUMBERS)
+def test_the_slots_of_cpp_are_those_of_the_table():
+    packed, _ = split({})
+    assert sorted([*packed._values, *OF_CALL]) == sorted(INTEGERS)
+    assert set(NUMBERS) == {name for name, row in OPTIONS.items() if "float" in str(row.schema)}
 
 
 def parameters(function, skipped):

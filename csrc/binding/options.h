@@ -13,10 +13,10 @@
 namespace flce {
 
 /* The slots of the integers, in order. Those of the numbers are FLCE_LOSS_NUMBERS and gradient_eps.
- * flce/options.py packs both lists; a test compares the names. A dtype is its index in flce_dtype,
- * or -1 where the call has none of its own. `autocast`: the dtype to which it casts. `traced`: in a
- * compiled graph. start and vocab, of VocabParallel, are -1 where they are None; ranks is 0 where
- * the vocabulary is not sharded. */
+ * flce/options.py packs both lists by these names. A dtype is its index in flce_dtype, or -1 where
+ * the call has none of its own. `autocast`: the dtype to which it casts. `traced`: in a compiled
+ * graph. start and vocab, of VocabParallel, are -1 where they are None; ranks is 0 where the
+ * vocabulary is not sharded. */
 #define FLCE_INTEGERS(SLOT)                                                                      \
   SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),        \
       SLOT(max_memory), SLOT(kept_memory), SLOT(gradient), SLOT(autocast), SLOT(frozen_hidden),  \
