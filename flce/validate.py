@@ -117,7 +117,7 @@ def num_items_tensor(num_items, reduction, first):
         return torch.full((), num_items.item(), dtype=dtype, device=first.device)
     value = check_number("num_items", num_items, "a number or a 0-d tensor")
     if not 0.0 <= value < math.inf:
-        refuse("num_items", "a finite number of at least 0", num_items)
+        refuse("num_items", "a finite number of at least 0", value)
     return torch.full((), value, dtype=dtype, device=first.device)
 
 
