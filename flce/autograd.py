@@ -11,7 +11,7 @@ import functools
 import torch
 
 from .operators import inner, library, lists_of, run, variants
-from .options import CHOICES, DTYPES, GRADIENTS, replaced, value_of
+from .options import CHOICES, GRADIENTS, gemm_dtype, replaced, value_of
 
 
 def _register_autograd(name, apply):
@@ -157,10 +157,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _has_loss_scale(input, linear_weight, integers):
     """Whether the gradients of save="grads" are kept times float16's loss scale on a GPU, which
     the backward divides out (loss_factor of csrc/core/engine.c)."""
-    dtypes, autocast = (input.dtype, linear_weight.dtype), value_of(integers, "autocast")
-    if autocast >= 0 and torch.float64 not in dtypes:
-        dtypes = (DTYPES[autocast],)
-    return dtypes[0] == torch.float16 and input.device.type != "cpu"
+    dtype = gemm_dtype(value_of(integers, "autocast"), input.dtype, linear_weight.dtype)
+    return dtype == torch.float16 and input.device.type != "cpu"
 
 
 def _wanted_gradients(ctx):

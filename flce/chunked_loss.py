@@ -7,25 +7,17 @@ import sys
 import torch
 from torch.utils import _pytree
 
-from . import validate
+from . import composite, functional, validate
 from .accumulate import Accumulator
 from .autograd import LinearCrossEntropy
-from .composite import autocast_dtype
-from .functional import ENTROPIES, OF_LOGPROBS, linear_cross_entropy
-from .options import (
-    LinearCrossEntropyOutput,
-    all_classes,
-    check_names,
-    show_options,
-    split,
-)
+from .options import all_classes, check_names, gemm_dtype, show_options, split
 from .plan import plan
 from .targets import check_offsets, shifted_target
 from .validate import refuse
 
-_NOT_OF_CHUNKS = ("cu_seqlens", "valid_bound", "save")
-_KNOWN = {name: value for name, value in OF_LOGPROBS.items() if name not in _NOT_OF_CHUNKS}
-_KNOWN["accumulate_into"] = None
+_KNOWN = {**functional.OF_LOGPROBS, "accumulate_into": None}
+for _name in ("cu_seqlens", "valid_bound", "save"):
+    del _KNOWN[_name]
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
@@ -74,25 +66,17 @@ def linear_loss(
 def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entropy, options):
     options = {**_KNOWN, **options}
     operands = {"input": input, "linear_weight": linear_weight}
-    operands |= {name: options.pop(name) for name in _OPERANDS[2:]}
+    others = {name: options.pop(name) for name in _OPERANDS[2:]}
+    operands |= {name: tensor for name, tensor in others.items() if tensor is not None}
     for name, tensor in {"target": target, **operands}.items():
-        if tensor is not None:
-            validate.check_tensor(name, tensor)
-            if validate.is_dtensor(tensor):
-                refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
-    if target.is_floating_point():
-        refuse("target", "class indices of dtype torch.int64 or torch.int32", target.dtype)
-    if entropy not in tuple(ENTROPIES):
-        refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
+        validate.check_tensor(name, tensor)
+        if validate.is_dtensor(tensor):
+            refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
+    functional.check_logprobs(target, entropy)
     validate.refuse_transforms(target, *operands.values())
     if validate.function_transforms_are_on():
         validate.refuse_vmap()
     validate.check_shape("target", target, input.shape[:-1])
-    if (added := operands["adapter_input"]) is not None:
-        validate.check_shape("adapter_input", added, (*target.shape, *added.shape[-1:]))
-    temperature = options["temperature"]
-    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-        validate.check_shape("temperature", temperature, target.shape)
     packed, _ = split(options)
     if packed.sequence:
         refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
@@ -102,19 +86,23 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entrop
     if cu_seqlens is not None:
         check_offsets(cu_seqlens)
         bounds = cu_seqlens.tolist()
-    if rows is None:
-        rows = _default_rows(input, linear_weight, options)
+    autocast = composite.autocast_code(input)
+    dtype = gemm_dtype(autocast, input.dtype, linear_weight.dtype)
+    call = {"max_memory": options.pop("max_memory"), "dtype": dtype, "device": input.device}
+    if rows is None:  # the same on all ranks of a group
+        classes, call["ranks"] = all_classes(options["vocab_parallel"], len(linear_weight))
+        made = plan(target.numel(), input.shape[-1], classes, save="grads", **call)
+        rows = max(made.chunk_rows, 1)
     validate.check_integer("rows", rows, 1)
-    if options["gradient_seed"] is not None:
-        options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], input)
-    chunks = _Chunks(operands, target.reshape(-1), entropy, options)
+    chunks = _Chunks(operands, target, entropy, dtype, options)
     sums = None
     for part in _parts(target.numel(), rows, bounds):
         sums = _added(sums, chunks.add(loss_fn, part))
     if sums is None:  # no row
         sums = [input.new_zeros((), dtype=torch.promote_types(input.dtype, torch.float32))]
+        chunks.has_gradient = bool(chunks.needs)
     total, *values = sums
-    total = chunks.differentiable(total)
+    total = chunks.differentiable(total) if chunks.has_gradient else total
     return (total, *values) if values else total
 
 
@@ -134,26 +122,6 @@ def _sum(first, second):
     if shapes[0] != shapes[1]:
         raise ValueError(f"shapes {shapes[0]} and {shapes[1]}")
     return first + second
-
-
-def _detached(value):
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _gemm_dtype(input, linear_weight):
-    if torch.float64 in (input.dtype, linear_weight.dtype):  # autocast casts neither then
-        return torch.float64
-    return autocast_dtype(input.device.type) or input.dtype
-
-
-def _default_rows(input, linear_weight, options):
-    """The rows of a chunk of a scalar loss; the same on all ranks of a group."""
-    classes, ranks = all_classes(options["vocab_parallel"], len(linear_weight))
-    tokens = input.numel() // max(input.shape[-1], 1)
-    dtype = _gemm_dtype(input, linear_weight)
-    call = {"ranks": ranks, "max_memory": options["max_memory"], "save": "grads"}
-    made = plan(tokens, input.shape[-1], classes, dtype=dtype, device=input.device, **call)
-    return max(made.chunk_rows, 1)
 
 
 def _parts(tokens, rows, bounds):
@@ -195,124 +163,104 @@ def _check_graph(value, given):
 class _Chunks:
     """The operands of a call, cut off their graphs, and their gradients, to which a chunk adds."""
 
-    def __init__(self, operands, target, entropy, options):
-        self.operands, self.target, self.entropy = operands, target, ENTROPIES[entropy]
-        self.options = {"reduction": "none", "return_entropy": self.entropy, **options}
-        del self.options["max_memory"]
-        attribute, weight = self.options.pop("accumulate_into"), operands["linear_weight"]
-        given = [tensor for tensor in operands.values() if tensor is not None]
-        self.needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        accumulates = attribute and self.needs and weight.requires_grad
-        self.accumulator = Accumulator(weight, attribute) if accumulates else None
-        if self.needs and self.options["gradient"] == "exact":
-            self.options["save"] = "logits"
-        # What float16 cannot hold before it is multiplied by grad_output, a GradScaler's factor.
-        self.wide = _gemm_dtype(operands["input"], weight) == torch.float16
-        self.leaves = {name: self._leaf(name, tensor) for name, tensor in operands.items()}
-        self.grads = {name: torch.zeros_like(self.leaves[name]) for name in self._of_rows()}
-        leaf = self.leaves["linear_weight"]
-        plain = operands["adapter_input"] is None and operands["adapter_weight"] is None
-        self.has_gradient = None  # whether the loss of a chunk had one
-        if self.wide and self.needs and not plain:
+    def __init__(self, operands, target, entropy, dtype, options):
+        self.operands, self.entropy, self.options = operands, entropy, options
+        tracks, weight = torch.is_grad_enabled(), operands["linear_weight"]
+        self.has_gradient = False  # whether the loss of a chunk had one
+        self.needs = {name for name in operands if tracks and operands[name].requires_grad}
+        has_adapter = not operands.keys().isdisjoint(_OPERANDS[3:])
+        attribute, trains = options.pop("accumulate_into"), "linear_weight" in self.needs
+        self.accumulator = Accumulator(weight, attribute) if attribute and trains else None
+        # float16 cannot hold gradients that are not yet multiplied by grad_output, a GradScaler's
+        # factor: a chunk makes float32 ones.
+        wide, self.autocast = dtype == torch.float16, contextlib.nullcontext()
+        if wide:
+            self.autocast = torch.autocast(weight.device.type, torch.float16)
+        if wide and self.needs and has_adapter:
             got = "one with float16, whose gradients would underflow before the backward"
             refuse("adapter_weight", "None, or operands of bfloat16 or float32", got)
-        if leaf.requires_grad and plain:
-            self.options["accumulate_into"] = "main_grad" if self.wide else "grad"
-            if self.wide:
+        self.rows, self.whole = {"target": target.reshape(-1)}, {}  # for each row, for all rows
+        for name, tensor in operands.items():
+            leaf = tensor.detach().contiguous()  # so that its gradient is
+            if name in _OF_ROWS:
+                validate.check_shape(name, tensor, (*target.shape, *tensor.shape[-1:]))
+                leaf = leaf.reshape(target.numel(), tensor.shape[-1])
+                self.rows[name] = leaf.float() if wide else leaf
+                continue
+            if name == "linear_bias" and leaf.dtype.itemsize == 2:
+                leaf = leaf.float()  # its sum over chunks
+            self.whole[name] = leaf.requires_grad_(name in self.needs)
+        self.grads = {n: torch.zeros_like(self.rows[n]) for n in _OF_ROWS if n in self.needs}
+        if trains and not has_adapter:
+            options["accumulate_into"] = "main_grad" if wide else "grad"
+            if wide:
+                leaf = self.whole["linear_weight"]
                 leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)
-
-    def _of_rows(self):
-        """Names of the operands with rows that get a gradient."""
-        given = ((name, self.operands[name]) for name in _OF_ROWS)
-        return [
-            name
-            for name, tensor in given
-            if self.needs and tensor is not None and tensor.requires_grad
-        ]
-
-    def _leaf(self, name, tensor):
-        if tensor is None:
-            return None
-        leaf = tensor.detach().contiguous()  # so that its gradient is
-        if name in _OF_ROWS:
-            leaf = leaf.reshape(self.target.numel(), tensor.shape[-1])
-            return leaf.float() if self.wide else leaf
-        if name == "linear_bias" and leaf.dtype.itemsize == 2:
-            leaf = leaf.float()  # its sum over chunks
-        return leaf.requires_grad_(self.needs and tensor.requires_grad)
-
-    def _output(self, part):
-        """linear_cross_entropy of the rows `part`, and the leaves of these rows by name."""
-        options, rows = dict(self.options), {}
-        for name in _OF_ROWS:
-            if self.leaves[name] is not None:
-                rows[name] = self.leaves[name][part].detach().requires_grad_(name in self.grads)
+        if self.needs and options["gradient"] == "exact":
+            options["save"] = "logits"
         temperature = options["temperature"]
         if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-            options["temperature"] = temperature.reshape(-1)[part]
+            validate.check_shape("temperature", temperature, target.shape)
+            self.rows["temperature"] = temperature.reshape(-1)
         if options["gradient_seed"] is not None:
-            options["gradient_seed"] = options["gradient_seed"] + part.start
-        options |= {name: rows.get(name, self.leaves[name]) for name in _OPERANDS[2:]}
-        weight, device = self.leaves["linear_weight"], self.target.device.type
-        with torch.set_grad_enabled(self.needs):
-            with torch.autocast(device, torch.float16) if self.wide else contextlib.nullcontext():
-                made = linear_cross_entropy(rows["input"], weight, self.target[part], **options)
-        return (made if self.entropy else LinearCrossEntropyOutput(made)), rows
+            options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], weight)
+
+    def _logprobs(self, part):
+        """The log-probabilities and the entropy of the rows `part`, and what has these rows."""
+        rows = {name: tensor[part] for name, tensor in self.rows.items()}
+        for name in self.grads:
+            rows[name].requires_grad_()
+        options = {**self.options, **self.whole, **rows}
+        if (seed := options["gradient_seed"]) is not None:
+            options["gradient_seed"] = seed + part.start
+        operands = [options.pop(name) for name in ("input", "linear_weight", "target")]
+        with self.autocast:
+            return functional.logprobs_of(*operands, self.entropy, 0, options), rows
 
     def add(self, loss_fn, part):
-        """The loss of the rows `part`, and the list of its values; adds to the gradients."""
-        output, rows = self._output(part)
-        logprobs = (-output.loss).detach().requires_grad_(self.needs)
-        entropy = output.entropy
-        if entropy is not None:
-            entropy = entropy.detach().requires_grad_(self.needs and self.entropy is True)
-        with torch.set_grad_enabled(self.needs):
-            made = loss_fn(logprobs, entropy, part)
+        """The list of the loss and the values of the rows `part`; adds to the gradients."""
+        with torch.set_grad_enabled(bool(self.needs)):
+            outputs, rows = self._logprobs(part)
+            cut = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in outputs]
+            made = loss_fn(*cut, part)
         loss, *values = made if isinstance(made, tuple) else (made,)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or len(values) > 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(made).__name__
             refuse("loss_fn", "a scalar tensor, or a tuple of it and values", got, TypeError)
-        self.has_gradient = bool(self.has_gradient) or loss.requires_grad
         if loss.requires_grad and self.needs:
-            given = [t for t in (logprobs, entropy) if t is not None and t.requires_grad]
-            _check_graph(loss, given)
-            upstream = torch.autograd.grad(loss, given, allow_unused=True)
-            upstream = (None if upstream[0] is None else -upstream[0], *upstream[1:])
-            pairs = zip((output.loss, output.entropy), upstream, strict=False)
-            pairs = [(tensor, grad) for tensor, grad in pairs if grad is not None]
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            self.has_gradient = True
+            leaves = [t for t in cut if t is not None and t.requires_grad]
+            _check_graph(loss, leaves)
+            upstream = torch.autograd.grad(loss, leaves, allow_unused=True)
+            pairs = zip(outputs, upstream, strict=False)  # the last one's entropy may be a constant
+            pairs = [(output, grad) for output, grad in pairs if grad is not None]
+            torch.autograd.backward(*zip(*pairs, strict=True))
             for name, grad in self.grads.items():
                 grad[part] = rows[name].grad
         # In the dtype of the log-probabilities at least: a 16-bit sum would lose chunks.
-        loss = loss.to(torch.promote_types(loss.dtype, logprobs.dtype)).reshape(())
-        return _pytree.tree_map(_detached, [loss, *values])
+        loss = loss.to(torch.promote_types(loss.dtype, cut[0].dtype)).reshape(())
+        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
 
     def _gradient(self, name):
-        given, leaf = self.operands[name], self.leaves[name]
-        if given is None or not (self.needs and given.requires_grad):
+        if name not in self.needs:
             return None
         if name in self.grads:
-            return self.grads[name].view(given.shape)
+            return self.grads[name].view(self.operands[name].shape)
+        leaf = self.whole[name]
         made = getattr(leaf, "main_grad", leaf.grad)
         return torch.zeros_like(leaf) if made is None else made
 
     def differentiable(self, total):
         """`total`, whose backward multiplies the gradients by grad_output."""
-        if not self.needs or self.has_gradient is False:
-            return total
-        made = {name: self._gradient(name) for name in _OPERANDS}
-        integers, constants = split({})[0].integers_with(), (None,) * 5
-        for names in (_OPERANDS[:3], (*_OPERANDS[3:], "")):
-            if all(made.get(name) is None for name in names):
-                continue
-            value = total.detach() if names[0] == "input" else torch.zeros_like(total)
-            outputs = [value, *(None,) * 4, *map(made.get, names), None, None]
-            accumulator = self.accumulator if names[0] == "input" else None
-            lists = None, None, integers
-            rest = outputs, 1, lists, constants, accumulator, None
-            (value,) = LinearCrossEntropy.apply(*map(self.operands.get, names), *rest)
-            total = value if names[0] == "input" else total + value
-        return total
+        total, parts = total.detach(), []
+        lists, constants = (None, None, split({})[0].integers_with()), (None,) * 5
+        for names, accumulator in ((_OPERANDS[:3], self.accumulator), ((*_OPERANDS[3:], ""), None)):
+            if not self.needs.isdisjoint(names):
+                value = torch.zeros_like(total) if parts else total
+                outputs = [value, *(None,) * 4, *map(self._gradient, names), None, None]
+                rest = outputs, 1, lists, constants, accumulator, None
+                parts += LinearCrossEntropy.apply(*map(self.operands.get, names), *rest)
+        return sum(parts[1:], parts[0])
 
 
 show_options(linear_loss, _KNOWN)

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from . import adapter, autograd, fakes, operators, reference, validate
 from .accumulate import Accumulator
-from .options import DTYPES, NUMBERS, OPTIONS, OUTPUTS, RETURNS, replaced, split
+from .options import NUMBERS, OPTIONS, OUTPUTS, RETURNS, dtype_code, replaced, split
 from .targets import shifted_target
 
 # Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
@@ -35,6 +35,13 @@ def autocast_dtype(device_type):
     """The dtype to which autocast casts the GEMMs' operands; None if it is off."""
     enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def autocast_code(tensor):
+    """The index in DTYPES of the dtype to which autocast casts, on the tensor's device; else -1."""
+    if not torch._C._is_any_autocast_enabled():  # faster than the question for one device
+        return -1
+    return dtype_code("autocast", autocast_dtype(tensor.device.type))
 
 
 def _rows(packed, target):
@@ -184,9 +191,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     none is. `given`: the options that the caller gave, by name; a missing one has its default."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
-    autocast = -1
-    if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(input.device.type)):
-        autocast = DTYPES.index(dtype)
+    autocast = autocast_code(input)
     frozen = 0
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)

@@ -350,7 +350,7 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
-ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
+_ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 # A shift would have to move the ids of a row too.
 _OF_LOGPROBS_AT = {
     name: OF_LOGPROBS[name] for name in OF_LOGPROBS if name not in ("shift", "cu_seqlens")
@@ -424,18 +424,28 @@ def linear_logprobs(
 
     Raises: as `linear_cross_entropy`.
     """
+    check_names("linear_logprobs", OF_LOGPROBS, options)
+    check_logprobs(target, entropy)
+    return logprobs_of(input, linear_weight, target, entropy, return_topk, options)
+
+
+def check_logprobs(target, entropy):
+    """What linear_logprobs and linear_loss refuse, and linear_cross_entropy does not."""
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
-    check_names("linear_logprobs", OF_LOGPROBS, options)
-    if entropy not in tuple(ENTROPIES):
-        validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
-    options |= {"reduction": "none", "return_entropy": ENTROPIES[entropy]}
-    options |= {"topk": return_topk, "return_lse": return_topk != 0}
+    if entropy not in tuple(_ENTROPIES):
+        validate.refuse("entropy", f"one of {tuple(_ENTROPIES)}", repr(entropy))
+
+
+def logprobs_of(input, linear_weight, target, entropy, topk, options):
+    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy."""
+    options = {**options, "reduction": "none", "return_entropy": _ENTROPIES[entropy]}
+    options |= {"topk": topk, "return_lse": topk != 0}
     output = linear_cross_entropy(input, linear_weight, target, **options)
-    if entropy is None and return_topk == 0:
+    if entropy is None and topk == 0:
         return -output, None
-    if return_topk == 0:
+    if topk == 0:
         return -output.loss, output.entropy
     logprobs = output.class_logits - output.lse.unsqueeze(-1)
     return -output.loss, output.entropy, TopLogprobs(logprobs, output.classes, output.lse)

@@ -262,6 +262,12 @@ def dtype_code(name, dtype):
     return DTYPES.index(dtype)
 
 
+def gemm_dtype(autocast, *dtypes):
+    """The dtype of the GEMMs of operands of these dtypes. `autocast`: the index in DTYPES of the
+    dtype to which it casts, or -1; it casts none where one is float64."""
+    return dtypes[0] if autocast < 0 or torch.float64 in dtypes else DTYPES[autocast]
+
+
 def text_of(vocab_parallel):
     """The text of a VocabParallel, as the operators take it."""
     return getattr(vocab_parallel, "text", vocab_parallel)
