@@ -101,28 +101,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     `lists`: the operator's arguments after its tensors. `constants`: its tensors without a
     gradient, except num_items, which has already become one of the scalars, and the seed, which has
     become the samples. `accumulator`: accumulate.Accumulator of linear_weight, or None.
-    `gemm_weight`: the weight of the GEMMs, (V, H), where linear_weight is adapter_weight, (V, r),
-    which alone gets a gradient; else None.
+    `gemm`: the weight of the GEMMs, (V, H), where linear_weight is adapter_weight, (V, r), which
+    alone gets a gradient; else None.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        input,
-        linear_weight,
-        linear_bias,
-        made,
-        count,
-        lists,
-        constants,
-        accumulator,
-        gemm_weight,
+        ctx, input, linear_weight, linear_bias, made, count, lists, constants, accumulator, gemm
     ):
         ctx.lists, ctx.accumulator = lists, accumulator
         _, stats, scalars, _, saved, *grads, _, _ = made
         target, *others = constants
         # The arguments of the backward operator.
-        weight = linear_weight if gemm_weight is None else gemm_weight
+        weight = linear_weight if gemm is None else gemm
         arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.

@@ -2,7 +2,6 @@
 time."""
 
 import contextlib
-import sys
 
 import torch
 from torch.utils import _pytree
@@ -57,9 +56,8 @@ def linear_loss(
             gradient reaches a tensor other than the logprobs and the entropy of its chunk.
     """
     check_names("linear_loss", _KNOWN, options)
-    function = _linear_loss
-    if "torch._dynamo" in sys.modules:  # a caller's function, and gradients within the forward
-        function = torch._disable_dynamo(function)
+    # It runs a function of the caller's, and a backward within the forward.
+    function = validate.untraced(_linear_loss)
     return function(input, linear_weight, target, loss_fn, rows, cu_seqlens, entropy, options)
 
 
@@ -147,17 +145,15 @@ def _check_graph(value, given):
     nodes, seen = [torch.autograd.graph.get_gradient_edge(value).node], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
         if leaf is not None and all(leaf is not tensor for tensor in given):
             expected = "a loss whose gradient reaches only the logprobs and entropy of its chunk"
-            got = (
-                f"one that reaches another tensor that requires grad, of shape {tuple(leaf.shape)}"
-            )
-            refuse("loss_fn", expected, f"{got}; detach it")
-        nodes += [following for following, _ in node.next_functions]
+            got = f"one that reaches another leaf, of shape {tuple(leaf.shape)}; detach it"
+            refuse("loss_fn", expected, got)
+        nodes += [following for following, _ in node.next_functions if following is not None]
 
 
 class _Chunks:
@@ -203,7 +199,8 @@ class _Chunks:
             validate.check_shape("temperature", temperature, target.shape)
             self.rows["temperature"] = temperature.reshape(-1)
         if options["gradient_seed"] is not None:
-            options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], weight)
+            seed = validate.seed_tensor(options["gradient_seed"], operands["input"])
+            options["gradient_seed"] = seed
 
     def _logprobs(self, part):
         """The log-probabilities and the entropy of the rows `part`, and what has these rows."""

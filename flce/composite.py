@@ -5,7 +5,6 @@ formula, as autograd records the operators that they call.
 """
 
 import math
-import sys
 
 import torch
 from torch.compiler import is_compiling
@@ -250,14 +249,6 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if not packed.outputs and not wants_classes:
         return made[:1]
     return _outputs(packed, made, target, tensors, num_items, fakes.rows_shape(target), rows)
-
-
-def linear_cross_entropy_untraced(*args):
-    """linear_cross_entropy_of, hidden from torch.compile, which would trace it after the graph
-    break at accumulate.refuse_tracing. Does not import torch._dynamo, which takes a second."""
-    if "torch._dynamo" not in sys.modules:
-        return linear_cross_entropy_of(*args)
-    return torch._disable_dynamo(linear_cross_entropy_of)(*args)
 
 
 def cross_entropy_of(logits, target, given):

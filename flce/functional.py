@@ -68,7 +68,8 @@ def _call(name, known, operands, options):
         accumulate.refuse_tracing()
     try:
         if accumulates:
-            made = composite.linear_cross_entropy_untraced(*operands, options)
+            # torch.compile would trace it after the graph break at refuse_tracing.
+            made = validate.untraced(composite.linear_cross_entropy_of)(*operands, options)
         elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
             made = _through_operator(name, operands, options)
         else:

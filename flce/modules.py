@@ -51,8 +51,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         num_classes: V; with vocab_parallel the number of this rank's classes.
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
-        reduction, weight, **options: as in `linear_cross_entropy`; all of its options but those
-            that are tensors or belong to one call. Each becomes an attribute.
+        weight, **options: as in `linear_cross_entropy`; of its options all but those that are
+            tensors or belong to one call. Each becomes an attribute.
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
     nn.Linear(H, V).
@@ -66,13 +66,12 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         bias=False,
         device=None,
         dtype=None,
-        reduction="mean",
         weight=None,
         **options,
     ):
         _check_class_weight("weight", weight, num_classes, options)
-        super().__init__(weight=weight, reduction=reduction)
-        _keep_options(self, num_classes, {"reduction": reduction, **options})
+        super().__init__(weight=weight)
+        _keep_options(self, num_classes, options)
         self.num_classes = num_classes
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 

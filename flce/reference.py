@@ -46,10 +46,9 @@ def linear_cross_entropy(
     target = shifted(target, shift, cu_seqlens, ignore_index)
     kept = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
     if valid_vocab is not None:
-        linear_weight = linear_weight[:valid_vocab]
-        linear_bias = None if linear_bias is None else linear_bias[:valid_vocab]
-        adapter_weight = None if adapter_weight is None else adapter_weight[:valid_vocab]
-        weight = None if weight is None else weight[:valid_vocab]
+        given = linear_weight, linear_bias, adapter_weight, weight
+        cut = (None if one is None else one[:valid_vocab] for one in given)
+        linear_weight, linear_bias, adapter_weight, weight = cut
         target = target[..., :valid_vocab] if target.is_floating_point() else target
     logits = F.linear(kept, linear_weight, linear_bias)
     if adapter_weight is not None:
@@ -57,10 +56,9 @@ def linear_cross_entropy(
         logits = logits + F.linear(adapter_input.masked_fill(rows, 0.0), adapter_weight)
     loss.update(weight=weight, ignore_index=ignore_index)
     if gradient == "sampled":
-        seed = gradient_seed
-        if seed is None:
-            seed = torch.randint(2**63 - 1, (), device=input.device)
-        loss.update(sampling=(gradient_eps, int(seed)))
+        if gradient_seed is None:
+            gradient_seed = torch.randint(2**63 - 1, (), device=input.device)
+        loss.update(sampling=(gradient_eps, int(gradient_seed)))
     return cross_entropy(logits, target, **loss)
 
 
@@ -98,22 +96,20 @@ def cross_entropy(
     def reduced(rows, denominator):
         if token_weight is not None:
             rows = rows * token_weight.to(stat).masked_fill(cut, 0.0)
-        if reduction == "none":
-            return rows
-        if reduction == "sum":
-            return rows.sum()
-        divisor, empty = denominator.to(stat), cut.all()
+        if reduction != "mean":
+            return rows if reduction == "none" else rows.sum()
+        empty = cut.all()
         if num_items is not None:
-            divisor = torch.as_tensor(num_items, dtype=stat, device=rows.device)
-            empty = divisor == 0
-        return rows.sum() * torch.where(empty, 0.0, 1.0 / divisor)
+            denominator = torch.as_tensor(num_items, dtype=stat, device=rows.device)
+            empty = denominator == 0
+        return rows.sum() * torch.where(empty, 0.0, 1.0 / denominator.to(stat))
 
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
     if sampling is not None and torch.is_grad_enabled():
         derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, of_logits, *sampling)
         derivative = derivative.masked_fill(cut.unsqueeze(-1), 0.0)
-        sampled = _WithDerivative.apply(kept, lse, derivative)
+        sampled = _with_derivative(lse, kept, derivative)
         # The same value. The row's loss has lse times this factor; its other terms have no p.
         factor = _factor_of_lse(logits, target.masked_fill(cut, 0), weight, label_smoothing)
         rows = rows + factor * (sampled - lse)
@@ -134,9 +130,8 @@ def cross_entropy(
     entropy = -(p * log_p).sum(dim=-1).to(stat).masked_fill(cut, 0.0)
     if sampling is not None and torch.is_grad_enabled():
         # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
-        entropy = _WithDerivative.apply(
-            kept, entropy, -derivative * (log_p + entropy.unsqueeze(-1)).detach()
-        )
+        of_lse = (log_p + entropy.unsqueeze(-1)).detach()
+        entropy = _with_derivative(entropy, kept, -derivative * of_lse)
     made = (lse, entropy, accuracy, predictions, z_part.detach())
     chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
     if topk:
@@ -236,18 +231,10 @@ def _dl_dz(z, cut, of_logits):
     return torch.autograd.grad(final_logits(z, cut, **of_logits).sum(), z)[0]
 
 
-class _WithDerivative(torch.autograd.Function):
-    """The value `lse` (...), whose derivative by `z` (..., V) is `derivative`."""
-
-    @staticmethod
-    def forward(ctx, z, lse, derivative):
-        ctx.save_for_backward(derivative.to(z.dtype))
-        return lse.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (derivative,) = ctx.saved_tensors
-        return grad.unsqueeze(-1).to(derivative.dtype) * derivative, None, None
+def _with_derivative(value, z, derivative):
+    """`value` (...), with `derivative` (..., V) as its derivative by `z`."""
+    linear = (z * derivative).sum(dim=-1)
+    return value.detach() + (linear - linear.detach()).to(value.dtype)
 
 
 def _factor_of_lse(logits, target, weight, label_smoothing):

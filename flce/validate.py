@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import sys
 
 import torch
 from torch.compiler import is_compiling
@@ -144,6 +145,11 @@ def refuse_vmap(*args, **kwargs):
         "flce: vmap is not supported; use the leading dimensions of input and target as the batch, "
         "and instead of is_grads_batched or vectorize=True one backward for each grad_output"
     )
+
+
+def untraced(function):
+    """`function`, hidden from torch.compile. It does not import torch._dynamo, which is slow."""
+    return torch._disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
 function_transforms_are_on = torch._C._are_functorch_transforms_active  # torch.func's
