@@ -1,7 +1,6 @@
 """The targets that a loss counts: after a shift, and their number over micro-batches and ranks."""
 
 import math
-import numbers
 
 import torch
 from torch._guards import detect_fake_mode
@@ -12,21 +11,19 @@ from .options import ignore_index_of
 
 def check_offsets(cu_seqlens):
     validate.check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+    is_vector = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 2
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or not is_vector:
+        expected = "a vector of at least two torch.int32 or torch.int64 offsets"
         got = f"shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
-        validate.refuse("cu_seqlens", "a vector of torch.int32 or torch.int64 offsets", got)
-    if cu_seqlens.shape[0] < 2:
-        expected = "at least two offsets, the begin and the end of a sequence"
-        validate.refuse("cu_seqlens", expected, cu_seqlens.shape[0])
+        validate.refuse("cu_seqlens", expected, got)
 
 
 def shifted_target(target, shift, cu_seqlens, ignore_index):
     """The target of each position: that `shift` later, `ignore_index` at a sequence's end.
 
     Sequences are slices along the last dimension of `target`; `cu_seqlens` adds boundaries to
-    these. `shift` is at least 1: 0 is refused.
+    these. A `shift` of 0 is refused.
     """
-    validate.check_integer("shift", shift, 0)
     if shift == 0:
         validate.refuse("cu_seqlens", "None without a shift, whose ends it marks", "a tensor")
     if target.is_floating_point():
@@ -97,21 +94,16 @@ def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None,
         validate.refuse("targets", "at least one tensor", "none")
     offsets = cu_seqlens if isinstance(cu_seqlens, (list, tuple)) else [cu_seqlens] * len(targets)
     if len(offsets) != len(targets):
-        expected = f"one for each of {len(targets)} targets"
-        validate.refuse("cu_seqlens", expected, len(offsets))
-    if isinstance(averaged_over, bool) or not isinstance(averaged_over, numbers.Real):
-        validate.refuse("averaged_over", "a number", repr(averaged_over), TypeError)
-    if not 0 < averaged_over < math.inf:
+        validate.refuse("cu_seqlens", f"one for each of {len(targets)} targets", len(offsets))
+    if not 0 < validate.check_number("averaged_over", averaged_over) < math.inf:
         validate.refuse("averaged_over", "a positive number", averaged_over)
     validate.check_integer("shift", shift, 0)
     ignore_index = ignore_index_of(ignore_index)
-    counts = [
-        _count(target, shift, offset, ignore_index)
-        for target, offset in zip(targets, offsets, strict=True)
-    ]
-    for count in counts:
-        validate.check_same_device("targets", count, "their first", counts[0])
-    total = sum(counts[1:], counts[0])
+    total = 0
+    for target, offset in zip(targets, offsets, strict=True):
+        count = _count(target, shift, offset, ignore_index)
+        validate.check_same_device("targets", count, "their first", targets[0])
+        total = total + count
     if group is not None:
         from torch.distributed import _functional_collectives as functional
 
@@ -139,11 +131,10 @@ def process_group(caller, group):
             ranks, expected = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
             if ranks != expected:
                 validate.refuse("group", f"a DeviceMesh with the ranks {expected}", ranks)
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        validate.refuse("group", "a group that this rank belongs to", "new_group of other ranks")
-    if not isinstance(group, dist.ProcessGroup):
+    # What new_group() returns on ranks of other groups: get_rank() knows it.
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
         expected = "a ProcessGroup or a DeviceMesh"
         validate.refuse("group", expected, type(group).__name__, TypeError)
     if dist.get_rank(group) < 0:
-        validate.refuse("group", "a group that this rank belongs to", group.group_name)
+        validate.refuse("group", "a group that this rank belongs to", group)
     return group
