@@ -3,7 +3,7 @@
 import torch
 
 from . import fakes, validate
-from .options import DTYPES
+from .options import DTYPES, code_of
 
 _ALIGNMENT = 8  # columns: flce_problem.frozen_hidden is a multiple of it
 
@@ -20,7 +20,7 @@ def joined(input, linear_weight, tensors, packed, autocast):
     given |= {name: tensors.get(name) for name in ("adapter_input", "adapter_weight")}
     for name, tensor in given.items():
         validate.check_tensor(name, tensor)
-        fakes.code_of(name, tensor)
+        code_of(name, tensor.dtype)
     trains = torch.is_grad_enabled() and linear_weight.requires_grad
     if packed.accumulate_into is not None and trains:
         got = repr(packed.accumulate_into)

@@ -10,7 +10,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
-from .options import CHOICES, DTYPES, GRADIENTS, OPERANDS, replaced, value_of
+from .options import CHOICES, DTYPES, GRADIENTS, code_of, operands_of, replaced, value_of
 from .validate import check_same_device, check_shape, refuse, refuse_vmap
 
 _AUTO = CHOICES["save"].index("auto")
@@ -26,9 +26,8 @@ Described = collections.namedtuple("Described", _FIELDS)
 def describe_sizes(valid_vocab, integers, numbers, **operands):
     """The Described of `operands`, as OPERANDS; checks the options. No dispatch mode sees it,
     because it has no tensors and symbolic sizes become numbers."""
-    operands = [int(value) for value in (OPERANDS | operands).values()]
     valid_vocab = None if valid_vocab is None else int(valid_vocab)
-    given = operands, valid_vocab, integers, numbers
+    given = operands_of(**operands), valid_vocab, integers, numbers
     with no_dispatch():
         return Described(*run_plain(inner.describe.default, *given))
 
@@ -43,9 +42,9 @@ def described(input, linear_weight, target, linear_bias, lists):
         on_cpu=input.device.type == "cpu",
         hidden=input.shape[-1],
         weight_rows=linear_weight.shape[0],
-        input_dtype=code_of("input", input),
-        weight_dtype=code_of("linear_weight", linear_weight),
-        bias_dtype=-1 if linear_bias is None else code_of("linear_bias", linear_bias),
+        input_dtype=code_of("input", input.dtype),
+        weight_dtype=code_of("linear_weight", linear_weight.dtype),
+        bias_dtype=-1 if linear_bias is None else code_of("linear_bias", linear_bias.dtype),
         probabilities=target.is_floating_point(),
     )
 
@@ -132,13 +131,6 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     return *made, saved, *grads, logits, top
 
 
-def code_of(name, tensor):
-    """The tensor's dtype as its index in DTYPES; refuses others."""
-    if tensor.dtype not in DTYPES:
-        refuse(name, "float64, float32, bfloat16 or float16", tensor.dtype, TypeError)
-    return DTYPES.index(tensor.dtype)
-
-
 def check_operands(input, linear_weight, linear_bias=None):
     """As csrc/binding/call.cpp, which cannot compare symbolic sizes."""
     if input.dim() < 1:
@@ -164,7 +156,7 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
     for option, tensor, expected in zip(names, (target, *vectors), shapes, strict=True):
         if tensor is not None:
             if option == "weight":
-                code_of(option, tensor)
+                code_of(option, tensor.dtype)
             elif tensor.is_complex():
                 refuse(option, "real numbers", tensor.dtype, TypeError)
             check_shape(option, tensor, expected)
@@ -180,7 +172,7 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
 def _fake_cross_entropy_forward(logits, target, *rest):
     if logits.dim() < 1:
         refuse("logits", "at least one dimension", "a 0-d tensor")
-    vocab, code = logits.shape[-1], code_of("logits", logits)
+    vocab, code = logits.shape[-1], code_of("logits", logits.dtype)
     if vocab < 1:
         refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
     _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, *rest[:4])

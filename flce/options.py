@@ -273,6 +273,18 @@ def text_of(vocab_parallel):
     return getattr(vocab_parallel, "text", vocab_parallel)
 
 
+def code_of(name, dtype):
+    """The index of an operand's dtype in DTYPES; refuses others."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        refuse(name, "float64, float32, bfloat16 or float16", dtype, TypeError)
+    return DTYPES.index(dtype)
+
+
+def operands_of(**given):
+    """The list of sizes and dtypes, from those that are `given` by their names in OPERANDS."""
+    return [int(value) for value in (OPERANDS | given).values()]
+
+
 def _shard(vocab_parallel):
     """(group, integers of SHARD) from a VocabParallel or its text, (None, those of none) for None.
     The text is cached with the options."""

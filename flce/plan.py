@@ -1,6 +1,5 @@
 """`flce.plan`: what a call would allocate and run, without running it."""
 
-import itertools
 import typing
 from dataclasses import dataclass, field
 
@@ -10,10 +9,11 @@ from . import operators, validate
 from .options import (
     CHOICES,
     DTYPES,
-    GRADIENTS,
     RETURNS,
+    code_of,
     completed,
     defaults,
+    operands_of,
     replaced,
     show_options,
     split,
@@ -74,28 +74,6 @@ _OPTIONS = defaults("of_module")
 del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
 
 _FORMS = ("exp", "dz")  # enum flce_form
-# Elements of a matrix, so that the bytes of a dozen such float64 matrices fit into int64.
-_MOST_ELEMENTS = 1 << 54
-
-
-def _check_ranks(ranks, sequence, tokens):
-    validate.check_integer("ranks", ranks, 1, 1 << 20)
-    if validate.check_flag("sequence", sequence) and tokens % ranks != 0:
-        validate.refuse("tokens", f"a multiple of {ranks} ranks with sequence=True", tokens)
-
-
-def _check_problem(device, tokens, hidden, vocab):
-    sizes = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
-    sizes = {name: int(validate.check_integer(name, *given)) for name, given in sizes.items()}
-    for first, second in itertools.combinations(sizes, 2):
-        if sizes[first] * sizes[second] > _MOST_ELEMENTS:
-            got = f"{sizes[first]} and {sizes[second]}"
-            validate.refuse(f"{first}, {second}", "a product of at most 2^54", got)
-    if device.type not in ("cpu", "cuda"):
-        validate.refuse("device", "a CPU or CUDA device", device)
-    present = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= present:
-        validate.refuse("device", "one that is present", device)
 
 
 def plan(
@@ -143,48 +121,51 @@ def plan(
     """
     given, options = locals(), completed("plan", _OPTIONS, options)
     device = torch.device(device)
-    _check_problem(device, tokens, hidden, vocab)
-    _check_ranks(ranks, sequence, tokens)
+    present = torch.cuda.device_count() if device.type == "cuda" else device.type == "cpu"
+    if (device.index or 0) >= present:
+        validate.refuse("device", "a CPU or CUDA device that is present", device)
+    for name, least in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
+        validate.check_integer(name, given[name], least)
+    validate.check_integer("ranks", ranks, 1, 1 << 20)
+    for name in ("bias", "grad_input", "grad_weight", "sequence"):
+        validate.check_flag(name, given[name])
     if reduce_dtype not in (None, torch.float32):
         validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
-    for name in sorted(given.keys() & {"bias", *GRADIENTS}):
-        validate.check_flag(name, given[name])
-    input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
-    named = zip(
-        ("dtype", "input_dtype", "weight_dtype"), (dtype, input_dtype, weight_dtype), strict=True
+    own, x_code, w_code = (
+        code_of(name, dtype if given[name] is None else given[name])
+        for name in ("dtype", "input_dtype", "weight_dtype")
     )
-    for name, one in named:
-        if one not in DTYPES:
-            validate.refuse(name, "float64, float32, bfloat16 or float16", repr(one), TypeError)
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
         if probabilities:
             expected = "None with probabilities, of which no row is ignored"
             validate.refuse("valid_bound", expected, valid_bound)
-    probabilities = dtype if probabilities is True else probabilities
-    if probabilities and probabilities not in DTYPES:
+    if not isinstance(probabilities, bool) and probabilities not in (None, *DTYPES):
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))
-    rows = vocab if ranks == 1 else -(-vocab // ranks)
     if ranks > 1:
         flags = int(sequence), 0, int(reduce_dtype is not None)
         options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
     packed, _ = split({**options, **{name: given[name] for name in RETURNS if name in given}})
-    attribute = options["accumulate_into"]
-    accumulates = attribute is not None and grad_weight
+    added, attribute = -1, options["accumulate_into"]
+    if attribute is not None and grad_weight:
+        wide = min(w_code, DTYPES.index(torch.float32))  # float64 comes before float32
+        added = w_code if attribute == "grad" else wide
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    names = ("max_memory", "kept_memory", "saves_memory")
-    of_call = dict(zip(names, packed.memory(device), strict=True)) | {"accumulates": accumulates}
-    of_call |= {"autocast": DTYPES.index(dtype), "grad_bias": bias}
-    of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
-    integers = replaced(packed.integers_with(**of_call), consumes_saved=True)
-    computed = tokens if valid_bound is None else min(valid_bound, tokens)
-    wide = torch.float64 if weight_dtype == torch.float64 else torch.float32
-    added = None if not accumulates else weight_dtype if attribute == "grad" else wide
-    dtypes = input_dtype, weight_dtype, weight_dtype if bias else None, added
-    codes = [-1 if one is None else DTYPES.index(one) for one in dtypes]
-    sizes = device.type == "cpu", tokens, hidden, rows, computed, *codes, bool(probabilities)
-    operands = [int(value) for value in sizes]  # in the order of options.OPERANDS
+    rest = own, 0, added >= 0, False, grad_input, grad_weight, bias, False
+    integers = replaced(packed.integers(*packed.memory(device), *rest), consumes_saved=True)
+    operands = operands_of(
+        on_cpu=device.type == "cpu",
+        tokens=tokens,
+        hidden=hidden,
+        weight_rows=-(-vocab // ranks),
+        rows=tokens if valid_bound is None else min(valid_bound, tokens),
+        input_dtype=x_code,
+        weight_dtype=w_code,
+        bias_dtype=w_code if bias else -1,
+        added_dtype=added,
+        probabilities=bool(probabilities),
+    )
     lists = operands, packed.valid_vocab, integers, packed.numbers
     return _plan_of(*operators.run_plain(torch.ops.flce.plan.default, device.index or 0, *lists))
 

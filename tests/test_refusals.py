@@ -430,7 +430,7 @@ def test_plan(name, values, error):
         ({**SOFTCAP, "label_smoothing": 0.1}, "label_smoothing: expected 0 with a softcap and"),
         ({**SAMPLED, "dtype": torch.float64}, 'gradient: expected "exact" with float64 operands'),
         ({**SAMPLED, "probabilities": True}, 'gradient: expected "exact" with probabilities'),
-        ({"ranks": 3, "sequence": True}, "tokens: expected a multiple of 3 ranks"),
+        ({"ranks": 3, "sequence": True}, "target: expected a multiple of the 3 ranks"),
         ({"ranks": 2, "probabilities": True}, "target: expected class indices"),
         ({"accumulate_into": "grad", "save": "grads"}, "save: expected .* with accumulate_into"),
     ],

@@ -1,6 +1,8 @@
 /* The operators without tensors that tell what a call would do: `describe`, for the fakes of the
  * operators and the checks of options alone, and `plan`, for flce.plan. */
+#include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include <torch/csrc/stable/library.h>
 
@@ -89,6 +91,19 @@ std::vector<int64_t> describe(std::vector<int64_t> operands, std::optional<int64
           problem.row_classes};
 }
 
+/* Refuses matrices of which a dozen in float64 have more bytes than fit into int64. */
+void check_elements(const flce_problem& problem) {
+  const int64_t most = int64_t{1} << 54;
+  const int64_t vocab = std::max(problem.vocab, problem.classes);
+  const std::pair<const char*, int64_t> sizes[] = {
+      {"tokens", problem.tokens}, {"hidden", problem.hidden}, {"vocab", vocab}};
+  for (size_t i = 0; i < 3; i++)
+    for (size_t j = 0; j < i; j++)
+      if (sizes[i].second > most / std::max<int64_t>(sizes[j].second, 1))
+        refuse(std::string(sizes[j].first) + ", " + sizes[i].first, "a product of at most 2^54",
+               std::to_string(sizes[j].second) + " and " + std::to_string(sizes[i].second));
+}
+
 /* The plan as integers, in the order of plan_names(), its sampled_time, and its text. */
 std::tuple<std::vector<int64_t>, double, std::string> plan(int64_t device_index,
                                                            std::vector<int64_t> operands,
@@ -97,6 +112,7 @@ std::tuple<std::vector<int64_t>, double, std::string> plan(int64_t device_index,
                                                            std::vector<double> numbers) {
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(operands, valid_vocab, options);
+  check_elements(problem);
   bool cpu = operands[kOnCpu] != 0;
   DeviceId id = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
