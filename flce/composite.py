@@ -91,8 +91,11 @@ def _seed_of_rank(seed, rank):
     return seed + step if rank else seed
 
 
-def _loss_tensors(packed, tensors, target):
-    """weight, token_weight and temperature, after the checks of what C cannot see."""
+def _loss_tensors(packed, tensors, target, *operands):
+    """weight, token_weight, temperature and num_items, after the checks of what C cannot see.
+    `operands`: the others that may require grad, input or logits first."""
+    if validate.transforms_are_on():
+        validate.refuse_transforms(*operands, target, *tensors.values())
     for name in _VECTORS:
         if name in tensors:
             which = "class weights that do" if name == "weight" else "a tensor that does"
@@ -105,7 +108,9 @@ def _loss_tensors(packed, tensors, target):
     weight, token_weight, temperature = map(tensors.get, _VECTORS)
     if temperature is not None and temperature.dim() == 0:
         temperature = temperature.expand(fakes.rows_shape(target))
-    return weight, token_weight, temperature
+    if (num_items := tensors.get("num_items")) is not None:
+        num_items = validate.num_items_tensor(num_items, packed.reduction, operands[0])
+    return weight, token_weight, temperature, num_items
 
 
 def _of_ranks(packed, tensor):
@@ -137,13 +142,16 @@ def _class_outputs(packed, z, classes, temperature, cut):
     return logits.gather(-1, best), classes.gather(-1, best)
 
 
-def _outputs(packed, made, target, tensors, num_items, shape, bound):
-    """The loss and the wanted outputs, of the rows' `shape`, from those of an inner operator.
+def _outputs(packed, made, target, tensors, num_items, bound):
+    """The loss and, if any are wanted, OUTPUTS, from the outputs of an inner operator.
 
     `bound`: how many rows were computed; with more valid rows the accuracy is NaN, as the loss is.
     """
     wanted, (loss, stats, sums, predictions, *rest) = packed.wanted, made
-    outputs = [loss] + [None] * len(OUTPUTS)
+    z, classes = rest[-2:] or (None, None)
+    if not packed.outputs and z is None:
+        return made[:1]
+    outputs, shape = [loss] + [None] * len(OUTPUTS), fakes.rows_shape(target)
     ignored = None if target.is_floating_point() else target == packed.ignore_index
     if wanted.lse:
         outputs[1] = stats[operators.STAT_LSE].reshape(shape)
@@ -168,9 +176,9 @@ def _outputs(packed, made, target, tensors, num_items, shape, bound):
         if packed.reduction == "mean":
             rows = (rows.sum() / count).masked_fill(count == 0, 0.0)
         outputs[5] = rows.sum() if packed.reduction == "sum" else rows
-    if rest and rest[-2] is not None:
+    if z is not None:
         cut = reference.ignored(target, packed.ignore_index)
-        outputs[6:] = _class_outputs(packed, *rest[-2:], tensors.get("temperature"), cut)
+        outputs[6:] = _class_outputs(packed, z, classes, tensors.get("temperature"), cut)
     return outputs
 
 
@@ -195,24 +203,19 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
         input, weight, differentiated, frozen = joined
-    bias, num_items = tensors.get("linear_bias"), tensors.get("num_items")
-    grad, traced = torch.is_grad_enabled(), is_traced()
+    bias, grad, traced = tensors.get("linear_bias"), torch.is_grad_enabled(), is_traced()
     needs = (
         grad and input.requires_grad,
         grad and differentiated.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    if validate.transforms_are_on():
-        validate.refuse_transforms(input, weight, target, *tensors.values())
+    *vectors, num_items = _loss_tensors(packed, tensors, target, input, weight)
     accumulates = packed.accumulate_into is not None and needs[1] and not frozen
     accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
     if packed.shift or "cu_seqlens" in tensors:
         target = shifted_target(
             target, packed.shift, tensors.get("cu_seqlens"), packed.ignore_index
         )
-    vectors = _loss_tensors(packed, tensors, target)
-    if num_items is not None:
-        num_items = validate.num_items_tensor(num_items, packed.reduction, input)
     classes = tensors.get("classes")
     if classes is not None:  # -1: none
         validate.check_constant("classes", classes)
@@ -246,22 +249,15 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
         outputs = autograd.LinearCrossEntropy.apply(*leaves, *rest)
         for index, output in zip(autograd.DIFFERENTIABLE, outputs, strict=False):
             made[index] = output
-    if not packed.outputs and not wants_classes:
-        return made[:1]
-    return _outputs(packed, made, target, tensors, num_items, fakes.rows_shape(target), rows)
+    return _outputs(packed, made, target, tensors, num_items, rows)
 
 
 def cross_entropy_of(logits, target, given):
     """As linear_cross_entropy_of, for given logits."""
     packed, tensors = split(given)
-    num_items = tensors.get("num_items")
-    if validate.transforms_are_on():
-        validate.refuse_transforms(logits, target, *tensors.values())
-    vectors = _loss_tensors(packed, tensors, target)
+    *vectors, num_items = _loss_tensors(packed, tensors, target, logits)
     if _checks_range(target):
         validate.check_target_range("target", target, logits.shape[-1], packed.ignore_index)
-    if num_items is not None:
-        num_items = validate.num_items_tensor(num_items, packed.reduction, logits)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     lists = packed.integers_with(grad_input=differentiable), packed.numbers
     forward = operators.inner.cross_entropy_forward.default
@@ -269,9 +265,7 @@ def cross_entropy_of(logits, target, given):
     if differentiable:
         count = 2 if packed.differentiable else 1
         made[:count] = autograd.CrossEntropy.apply(logits, made, count, lists, (target, *vectors))
-    if not packed.outputs:
-        return made[:1]
-    return _outputs(packed, made, target, tensors, num_items, logits.shape[:-1], None)
+    return _outputs(packed, made, target, tensors, num_items, None)
 
 
 def _kernel_of(function, gives_outputs):

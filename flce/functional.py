@@ -142,13 +142,11 @@ def _through_operator(name, operands, options):
     """The outputs of torch.ops.flce's operator; converts what its schema has no type for."""
     given = {option: value for option, value in options.items() if option in _IN_SCHEMA}
     for option in ("ignore_index", *NUMBERS):
-        if not isinstance(value := given.get(option), torch.Tensor):
-            continue
-        if option != "temperature":
-            given[option] = value.item()
-            continue
-        # A traced value cannot become a number.
-        given["token_temperature"] = given.pop(option)
+        if isinstance(value := given.get(option), torch.Tensor):
+            if option == "temperature":  # a traced value cannot become a number
+                given["token_temperature"] = given.pop(option)
+            else:
+                given[option] = value.item()
     if isinstance(given.get("num_items"), numbers.Real):
         reduction = given.get("reduction", "mean")
         given["num_items"] = validate.num_items_tensor(given["num_items"], reduction, operands[0])
@@ -161,16 +159,15 @@ def _through_operator(name, operands, options):
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if given.get("vocab_parallel") is not None:
         given["vocab_parallel"] = text_of(given["vocab_parallel"])
-    detached = options.get("return_entropy") == "detached"
     returns = {name: options.get(name, False) for name in RETURNS}
-    returns |= {"return_entropy": True} if detached else {}
+    if returns["return_entropy"] == "detached":
+        returns["return_entropy"] = given["detach_entropy"] = True
     for option, value in returns.items():
         validate.check_flag(option, value)
     topk, has_classes = given.get("topk", 0), given.get("classes") is not None
     wanted = *returns.values(), has_classes or topk, topk
     if not any(wanted):
         return (getattr(torch.ops.flce, name)(*operands, **given),)
-    given |= {"detach_entropy": True} if detached else {}
     loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
     return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
 
