@@ -53,18 +53,16 @@ __all__ = [
     "plan",
     "reference",
 ]
+_LATER = {"VocabParallelHead": ".distributed.vocab_parallel_head"}
+_LATER |= dict.fromkeys(("explain", "fuse"), ".fusion")
 
 
 def __getattr__(name):
     """Imports on first access what depends on flce or takes long to import."""
-    if name == "VocabParallelHead":
-        return importlib.import_module(
-            ".distributed.vocab_parallel_head", __name__
-        ).VocabParallelHead
     if name in ("compat", "integrations"):
         return importlib.import_module(f".{name}", __name__)
-    if name in ("explain", "fuse"):
-        return getattr(importlib.import_module(".fusion", __name__), name)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

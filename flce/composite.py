@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from . import adapter, autograd, fakes, operators, reference, validate
 from .accumulate import Accumulator
-from .options import NUMBERS, OPTIONS, OUTPUTS, RETURNS, dtype_code, replaced, split
+from .options import DTYPES, NUMBERS, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
 # Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
@@ -38,9 +38,9 @@ def autocast_dtype(device_type):
 
 def autocast_code(tensor):
     """The index in DTYPES of the dtype to which autocast casts, on the tensor's device; else -1."""
-    if not torch._C._is_any_autocast_enabled():  # faster than the question for one device
-        return -1
-    return dtype_code("autocast", autocast_dtype(tensor.device.type))
+    enabled = torch._C._is_any_autocast_enabled()  # faster than the question for one device
+    dtype = autocast_dtype(tensor.device.type) if enabled else None
+    return -1 if dtype is None else DTYPES.index(dtype)
 
 
 def _rows(packed, target):

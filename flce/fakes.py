@@ -212,11 +212,13 @@ def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
     return 2 * gemms * rows * input.shape[-1] * classes
 
 
+@register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)
 def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
     made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
     return _gemm_flops(input, linear_weight, target, lists_of(rest[7:]), 1 + made)
 
 
+@register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)
 def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **named):
     lists = _, _, integers, numbers, _ = lists_of(rest[8:])
     save = CHOICES["save"][value_of(integers, "save")]
@@ -225,8 +227,6 @@ def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **na
     return _gemm_flops(input, linear_weight, target, lists, gemms, entries)
 
 
-register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)(_forward_flops)
-register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)(_backward_flops)
-register_flop_formula(inner.backward_into, get_raw=True)(
-    lambda _, *args, **named: _backward_flops(*args, **named)
-)
+@register_flop_formula(inner.backward_into, get_raw=True)
+def _backward_into_flops(grad_weight_into, *args, **named):
+    return _backward_flops(*args, **named)

@@ -9,21 +9,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import accumulate, composite, validate
-from .options import (
-    NUMBERS,
-    OPTIONS,
-    RETURNS,
-    TENSORS,
-    LinearCrossEntropyOutput,
-    all_classes,
-    check_names,
-    completed,
-    defaults,
-    ignore_index_of,
-    parse_bytes,
-    show_options,
-    text_of,
-)
+from . import options as table
 
 if typing.TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,15 +18,15 @@ if typing.TYPE_CHECKING:
 
 # Set by flce.distributed: (operands, options) of a call with DTensors, as local tensors.
 local_call = None
-_RETURNS = dict.fromkeys(RETURNS, False)
-_ALL = {**defaults(), **_RETURNS}
-_OF_LOGITS = {**defaults("of_logits"), **_RETURNS}
+_RETURNS = dict.fromkeys(table.RETURNS, False)
+_ALL = {**table.defaults(), **_RETURNS}
+_OF_LOGITS = {**table.defaults("of_logits"), **_RETURNS}
 # Neither log p nor the entropy depends on these.
 _OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
 _OF_LOSSES += ("num_items", "accumulate_into", "classes", "topk")
 _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
-OF_LOGPROBS = {name: value for name, value in defaults().items() if name not in _OF_LOSSES}
-_IN_SCHEMA = {name for name, option in OPTIONS.items() if option.schema}
+OF_LOGPROBS = {name: value for name, value in table.defaults().items() if name not in _OF_LOSSES}
+_IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KERNELS = {
     "linear_cross_entropy": composite.linear_cross_entropy_of,
@@ -52,7 +38,7 @@ def _call(name, known, operands, options):
     """The loss, or the loss with the wanted outputs: directly, or through the composite operator
     if the call is traced or transformed. `known`: the options that the function has."""
     if not known.keys() >= options.keys():
-        check_names(name, known, options)
+        table.check_names(name, known, options)
     kinds = (*map(type, operands), *map(type, options.values()))
     others = [kind for kind in kinds if kind not in _PLAIN and issubclass(kind, torch.Tensor)]
     if others:
@@ -77,13 +63,13 @@ def _call(name, known, operands, options):
     except AttributeError:
         _check_tensors(name, operands, options)
         raise
-    return made[0] if len(made) == 1 else LinearCrossEntropyOutput(*made)
+    return made[0] if len(made) == 1 else table.LinearCrossEntropyOutput(*made)
 
 
 def _check_tensors(name, operands, options):
     first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
     given = dict(zip((*first, "target"), operands, strict=True))
-    others = TENSORS - {"num_items", "gradient_seed"}
+    others = table.TENSORS - {"num_items", "gradient_seed"}
     given |= {option: options[option] for option in others if options.get(option) is not None}
     for option, value in given.items():
         validate.check_tensor(option, value)
@@ -100,7 +86,7 @@ def _with_torch_options(linear_weight, options):
     """`options` with accum_dtype and max_memory in place of torch's, unless they are given."""
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
-    classes, ranks = all_classes(options.get("vocab_parallel"), len(linear_weight))
+    classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
     found = from_torch_options(options.pop("options"), linear_weight, -(-classes // ranks))
     given = {name: value for name, value in options.items() if value is not None}
     return {**options, **found, **given}
@@ -111,9 +97,8 @@ def from_torch_options(options, linear_weight, classes=None):
 
     `accum_dtype` is `acc_dtype` if given, except with acc_policy="compact", which sums the weight's
     gradient in the weight's own dtype, in torch too. `max_memory` is the size in bytes of
-    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight): it bounds a chunk;
-    if all logits fit, they are one chunk. `chunking_method` has no effect (max_memory decides), nor
-    has `allow_retain_graph`: a backward that keeps the graph may always be repeated.
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight). `chunking_method`
+    and `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
 
     `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields (else TypeError), or
     None; `classes`: of a row of logits, None for linear_weight.shape[0].
@@ -129,8 +114,7 @@ def from_torch_options(options, linear_weight, classes=None):
         found["accum_dtype"] = options.acc_dtype
     rows = options.batch_chunk_size
     if rows is not None:
-        if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
-            validate.refuse("options", "a positive int or None as batch_chunk_size", repr(rows))
+        validate.check_integer("options.batch_chunk_size", rows, 1)
         classes = linear_weight.shape[0] if classes is None else classes
         size = 8 if linear_weight.dtype == torch.float64 else 4
         alignment = 64 if linear_weight.is_cpu else 128
@@ -141,7 +125,7 @@ def from_torch_options(options, linear_weight, classes=None):
 def _through_operator(name, operands, options):
     """The outputs of torch.ops.flce's operator; converts what its schema has no type for."""
     given = {option: value for option, value in options.items() if option in _IN_SCHEMA}
-    for option in ("ignore_index", *NUMBERS):
+    for option in ("ignore_index", *table.NUMBERS):
         if isinstance(value := given.get(option), torch.Tensor):
             if option == "temperature":  # a traced value cannot become a number
                 given["token_temperature"] = given.pop(option)
@@ -153,13 +137,13 @@ def _through_operator(name, operands, options):
     if given.get("gradient_seed") is not None:
         given["gradient_seed"] = validate.seed_tensor(given["gradient_seed"], operands[0])
     if given.get("max_memory") is not None:
-        given["max_memory"] = parse_bytes(given["max_memory"])
+        given["max_memory"] = table.parse_bytes(given["max_memory"])
     if isinstance(bound := given.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if given.get("vocab_parallel") is not None:
-        given["vocab_parallel"] = text_of(given["vocab_parallel"])
-    returns = {name: options.get(name, False) for name in RETURNS}
+        given["vocab_parallel"] = table.text_of(given["vocab_parallel"])
+    returns = {name: options.get(name, False) for name in table.RETURNS}
     if returns["return_entropy"] == "detached":
         returns["return_entropy"] = given["detach_entropy"] = True
     for option, value in returns.items():
@@ -190,9 +174,8 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         adapter_input, adapter_weight: a low-rank term of the logits, ``adapter_input @
             adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight (any
-            under autocast), or both None. Each call copies both weights into one operand, (V,
-            H + r) with H rounded up to a multiple of 8. If linear_weight does not require grad,
-            only adapter_weight's gradient is computed.
+            under autocast), or both None. Each call copies them and the operands they join. If
+            linear_weight does not require grad, only adapter_weight's gradient is computed.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
         reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
             `weight`: by their number; with probabilities by the number of rows), "sum" does not
@@ -220,10 +203,9 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             int64, shape (sequences + 1,): no target comes from beyond a sequence's end.
         valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight after
             them are padding, which is never read and gets the gradient 0.
-        valid_bound: an upper bound of the number of rows that are not ignored; time and memory then
-            follow the bound. "count" counts the rows, with one device synchronisation. More rows
-            than the bound make the loss and the gradients NaN on CUDA and a ValueError on the CPU,
-            where ignored rows are always skipped. None never synchronises (docs/memory.md).
+        valid_bound: an upper bound of the number of rows that are not ignored, which time and
+            memory then follow, or "count", which synchronises with the device. More rows make the
+            loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None; its error grows with the number of chunks) or torch.float32, which takes
             4 V H more bytes for 16-bit operands.
@@ -232,18 +214,15 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             bfloat16 logits.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
-            the backward recomputes the logits) or "auto": grads for a scalar loss on CUDA if
-            max_memory is not given; else logits if they fit max_memory, grads for a scalar loss,
-            and stats otherwise (docs/memory.md). gradient="sampled" keeps each row's classes.
+            the backward recomputes the logits) or "auto", which docs/memory.md has.
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
-            variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory;
-            then a scalar loss of 16-bit operands on CUDA takes the smallest chunks that cost at
-            most 1 % of the predicted time.
+            variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory, of
+            which 16-bit operands on CUDA take less where that costs little time (docs/memory.md).
         accumulate_into: "grad" or "main_grad": the backward adds linear_weight's gradient to that
             attribute of linear_weight itself, a leaf, and returns none: saves V H elements and one
-            pass. "grad" is created if it is None; "main_grad" must exist and may be float32. If
-            the parameter has grad_added_to_main_grad, it is set to True. Not with save="grads" or
-            an adapter.
+            pass. "grad" is created if it is None; "main_grad" must exist and may be float32
+            (docs/semantics.md: hooks, Megatron). Not with save="grads" or a trained weight's
+            adapter.
         gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
             bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
             1. Not for float64 operands, probabilities, or label smoothing or the entropy's gradient
@@ -289,7 +268,7 @@ def _target_of(ids, ignore_index):
     if ids.dim() < 1 or ids.shape[-1] < 1 or ids.is_floating_point():
         got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
         validate.refuse("ids", "class indices of shape (..., K), K at least 1", got)
-    ignore_index = ignore_index_of(ignore_index)
+    ignore_index = table.ignore_index_of(ignore_index)
     absent = ids == ignore_index
     target = ids.masked_fill(absent, -1).amax(dim=-1)
     return target.masked_fill(absent.all(dim=-1), ignore_index), absent
@@ -301,7 +280,7 @@ _NOT_OF_SPARSE += ("return_accuracy", "return_z_loss")
 
 def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     """linear_cross_entropy with probabilities of K classes of each row."""
-    options = completed("linear_cross_entropy", _ALL, options)
+    options = table.completed("linear_cross_entropy", _ALL, options)
     for name in _NOT_OF_SPARSE:
         given = options.pop(name)
         if isinstance(given, torch.Tensor) or given != _ALL[name]:
@@ -386,7 +365,7 @@ def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
 
     Raises: as `linear_cross_entropy`.
     """
-    check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
+    table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
     target, absent = _target_of(ids, options.get("ignore_index"))
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
@@ -422,7 +401,7 @@ def linear_logprobs(
 
     Raises: as `linear_cross_entropy`.
     """
-    check_names("linear_logprobs", OF_LOGPROBS, options)
+    table.check_names("linear_logprobs", OF_LOGPROBS, options)
     check_logprobs(target, entropy)
     return logprobs_of(input, linear_weight, target, entropy, return_topk, options)
 
@@ -450,7 +429,7 @@ def logprobs_of(input, linear_weight, target, entropy, topk, options):
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
-show_options(linear_cross_entropy, _ALL)
-show_options(cross_entropy, _OF_LOGITS)
-show_options(linear_logprobs, OF_LOGPROBS)
-show_options(linear_logprobs_at, _OF_LOGPROBS_AT)
+table.show_options(linear_cross_entropy, _ALL)
+table.show_options(cross_entropy, _OF_LOGITS)
+table.show_options(linear_logprobs, OF_LOGPROBS)
+table.show_options(linear_logprobs_at, _OF_LOGPROBS_AT)

@@ -252,13 +252,10 @@ def ignore_index_of(value):
     return -100 if value is None else int(check_integer("ignore_index", value))
 
 
-def dtype_code(name, dtype):
-    if dtype is None:
-        return -1
-    if not isinstance(dtype, torch.dtype):
-        refuse(name, "a torch.dtype or None", repr(dtype), TypeError)
-    if dtype not in DTYPES:
-        refuse(name, "float64, float32, bfloat16 or float16", dtype)
+def code_of(name, dtype):
+    """The index of a dtype in DTYPES; refuses others."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        refuse(name, f"one of {DTYPES}", repr(dtype), TypeError)
     return DTYPES.index(dtype)
 
 
@@ -271,13 +268,6 @@ def gemm_dtype(autocast, *dtypes):
 def text_of(vocab_parallel):
     """The text of a VocabParallel, as the operators take it."""
     return getattr(vocab_parallel, "text", vocab_parallel)
-
-
-def code_of(name, dtype):
-    """The index of an operand's dtype in DTYPES; refuses others."""
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        refuse(name, "float64, float32, bfloat16 or float16", dtype, TypeError)
-    return DTYPES.index(dtype)
 
 
 def operands_of(**given):
@@ -338,7 +328,8 @@ class Packed:
         self.ranks, self.rank, _, _, self.sequence, *_ = shard
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}
-        values |= {n: dtype_code(n, given[n]) for n in ("accum_dtype", "logits_dtype")}
+        for name in ("accum_dtype", "logits_dtype"):
+            values[name] = -1 if given[name] is None else code_of(name, given[name])
         values |= zip(SHARD, shard, strict=True)
         values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
         values |= {"entropy_gradient": entropy_gradient, "consumes_saved": 0}

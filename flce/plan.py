@@ -6,18 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import operators, validate
-from .options import (
-    CHOICES,
-    DTYPES,
-    RETURNS,
-    code_of,
-    completed,
-    defaults,
-    operands_of,
-    replaced,
-    show_options,
-    split,
-)
+from . import options as table
 
 
 class Collective(typing.NamedTuple):
@@ -70,7 +59,7 @@ class Plan:
         return self.text
 
 
-_OPTIONS = defaults("of_module")
+_OPTIONS = table.defaults("of_module")
 del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
 
 _FORMS = ("exp", "dz")  # enum flce_form
@@ -119,7 +108,7 @@ def plan(
     Raises:
         TypeError, ValueError: what the call itself would refuse.
     """
-    given, options = locals(), completed("plan", _OPTIONS, options)
+    given, options = locals(), table.completed("plan", _OPTIONS, options)
     device = torch.device(device)
     present = torch.cuda.device_count() if device.type == "cuda" else device.type == "cpu"
     if (device.index or 0) >= present:
@@ -132,7 +121,7 @@ def plan(
     if reduce_dtype not in (None, torch.float32):
         validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
     own, x_code, w_code = (
-        code_of(name, dtype if given[name] is None else given[name])
+        table.code_of(name, dtype if given[name] is None else given[name])
         for name in ("dtype", "input_dtype", "weight_dtype")
     )
     if valid_bound is not None:
@@ -140,21 +129,23 @@ def plan(
         if probabilities:
             expected = "None with probabilities, of which no row is ignored"
             validate.refuse("valid_bound", expected, valid_bound)
-    if not isinstance(probabilities, bool) and probabilities not in (None, *DTYPES):
+    if not isinstance(probabilities, bool) and probabilities not in (None, *table.DTYPES):
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))
     if ranks > 1:
         flags = int(sequence), 0, int(reduce_dtype is not None)
         options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
-    packed, _ = split({**options, **{name: given[name] for name in RETURNS if name in given}})
+    packed, _ = table.split(
+        {**options, **{name: given[name] for name in table.RETURNS if name in given}}
+    )
     added, attribute = -1, options["accumulate_into"]
     if attribute is not None and grad_weight:
-        wide = min(w_code, DTYPES.index(torch.float32))  # float64 comes before float32
+        wide = min(w_code, table.DTYPES.index(torch.float32))  # float64 comes before float32
         added = w_code if attribute == "grad" else wide
     # The GEMMs' dtype is that of autocast whether or not it is on.
     rest = own, 0, added >= 0, False, grad_input, grad_weight, bias, False
-    integers = replaced(packed.integers(*packed.memory(device), *rest), consumes_saved=True)
-    operands = operands_of(
+    integers = table.replaced(packed.integers(*packed.memory(device), *rest), consumes_saved=True)
+    operands = table.operands_of(
         on_cpu=device.type == "cpu",
         tokens=tokens,
         hidden=hidden,
@@ -182,10 +173,10 @@ def _plan_of(values, sampled_time, text):
         for i, (name, kind) in enumerate(kinds)
         if any(counts[3 * i : 3 * i + 2])
     }
-    shown = {"save": CHOICES["save"][found.pop("save")], "form": _FORMS[found.pop("form")]}
+    shown = {"save": table.CHOICES["save"][found.pop("save")], "form": _FORMS[found.pop("form")]}
     shown["kernel"] = "fused" if found.pop("fuses_rows") else "gemm"
     for name, own in (("dtype", "dtype"), ("z_dtype", "logits_dtype"), ("accum_dtype",) * 2):
-        shown[own] = str(DTYPES[found.pop(name)]).removeprefix("torch.")
+        shown[own] = str(table.DTYPES[found.pop(name)]).removeprefix("torch.")
     buffers = {name: size for name, size in zip(buffers, sizes, strict=True) if size}
     return Plan(
         **shown, **found, sampled_time=sampled_time, buffers=buffers, text=text,
@@ -193,4 +184,4 @@ def _plan_of(values, sampled_time, text):
     )  # fmt: skip
 
 
-show_options(plan, _OPTIONS)
+table.show_options(plan, _OPTIONS)

@@ -8,7 +8,7 @@ Arguments have the shapes and dtypes of flce's functions of the same names.
 import torch
 import torch.nn.functional as F
 
-from .options import LinearCrossEntropyOutput
+from .options import RETURNS, LinearCrossEntropyOutput
 
 _IGNORED_OPTIONS = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")
 
@@ -73,11 +73,6 @@ def cross_entropy(
     z_loss=0.0,
     token_weight=None,
     num_items=None,
-    return_lse=False,
-    return_entropy=False,
-    return_accuracy=False,
-    return_predictions=False,
-    return_z_loss=False,
     classes=None,
     topk=0,
     sampling=None,
@@ -86,8 +81,9 @@ def cross_entropy(
     """`F.cross_entropy` of logits (..., V), classes last, with the same differences.
 
     sampling: (gradient_eps, gradient_seed) of a sampled gradient, or None. of_logits: the options
-    of `final_logits`.
+    of `final_logits`, and return_lse and the like.
     """
+    wanted = [of_logits.pop(name, False) for name in RETURNS]
     cut = ignored(target, ignore_index)
     kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)  # finite also where it does not contribute
     logits = final_logits(kept, cut, **of_logits)
@@ -116,7 +112,6 @@ def cross_entropy(
         lse = sampled
     z_part = reduced(z_loss * lse.square(), (~cut).sum())
     loss = reduced(rows, denominator(target, weight, cut, stat)) + z_part
-    wanted = (return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss)
     if not any(wanted) and classes is None and not topk:
         return loss
     predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of several equal maxima

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flce
-from flce.options import OPTIONS, RETURNS
+from flce.options import DTYPES, OPTIONS, RETURNS
 
 TOKENS, HIDDEN, VOCAB = 6, 8, 11
 BF16, INT64 = torch.bfloat16, torch.int64
@@ -95,7 +95,7 @@ VALUES = [
     ("save", ValueError, SAVES, ["everything", "nothing", "samples"]),
     ("max_memory", ValueError, BYTES, [0, -1, NAN, INF, "lots", "12 parsecs", "-1MiB", "nan"]),
     ("max_memory", TypeError, BYTES, [True, [1]]),
-    ("accum_dtype", TypeError, "a torch.dtype or None", ["float32"]),
+    ("accum_dtype", TypeError, f"one of {DTYPES}", ["float32", torch.int64]),
     ("shift", ValueError, "an int of at least 0", [-1]),
     ("shift", TypeError, "an int of at least 0", [True, 1.0]),
     ("valid_vocab", ValueError, f"an int from 1 to {VOCAB}", [0, VOCAB + 1]),
