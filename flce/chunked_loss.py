@@ -27,9 +27,8 @@ def linear_loss(
 ):
     """Any loss of the log-probabilities, in three GEMMs and with the logits of one chunk of rows.
 
-    ``loss_fn(logprobs, entropy, rows)`` is called for each chunk, and its gradient is taken at
-    once: the forward computes the gradients, and the backward multiplies them by grad_output. The
-    N rows are those of (...), flattened.
+    The gradient of ``loss_fn(logprobs, entropy, rows)`` is taken chunk by chunk in the forward; the
+    backward multiplies it by grad_output. The N rows are those of (...), flattened.
 
     Args:
         input, linear_weight, target: as in `linear_logprobs`.
@@ -40,10 +39,9 @@ def linear_loss(
             the chunks.
         rows: the most rows of a chunk. None: those of a chunk of `linear_cross_entropy`, which
             follow from max_memory (docs/memory.md).
-        cu_seqlens: offsets of sequences in the N rows, int32 or int64, shape (sequences + 1,). A
-            chunk has whole sequences then, and more than `rows` rows where a sequence is longer.
-            Rows of no sequence are in no chunk. Reading the offsets synchronises with the device.
-            They bound `shift` too.
+        cu_seqlens: offsets of sequences in the N rows, int32 or int64, shape (sequences + 1,), read
+            with a synchronisation. A chunk has whole sequences then, and more than `rows` rows
+            where one is longer; rows of no sequence are in no chunk. They bound `shift` too.
         entropy: as in `linear_logprobs`; with None loss_fn gets None.
         **options: those of `linear_logprobs` except save and valid_bound, and accumulate_into.
 

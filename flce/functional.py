@@ -177,28 +177,24 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             under autocast), or both None. Each call copies them and the operands they join. If
             linear_weight does not require grad, only adapter_weight's gradient is computed.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
-        reduction: "mean" divides the sum by the sum of the valid rows' class weights (without
-            `weight`: by their number; with probabilities by the number of rows), "sum" does not
-            divide, "none" gives a loss for each row, 0 for ignored ones.
+        reduction: "mean" divides the sum by that of the valid rows' class weights (probabilities:
+            by the number of rows), "sum" does not; "none" gives a loss for each row, 0 if ignored.
         ignore_index: rows with this target give no loss and no gradient, whatever they contain.
             None means -100. Does not apply to probabilities.
         label_smoothing: s in [0, 1]; the target becomes (1 - s) target + s/V.
         options: torch.nn.LinearCrossEntropyOptions, from which `accum_dtype` and `max_memory`
             are derived if they are None; its other fields have no effect here.
-        softcap, logit_scale, temperature: the loss is that of the logits
-            ``softcap tanh(logit_scale z / softcap) / temperature`` of ``z = x W^T + b``; softcap
-            None omits the tanh. temperature: a number, or a tensor of shape (...) with one value
-            for each row, which must be positive and not require grad.
-        z_loss: adds z_loss lse^2 to a valid row's loss; under "mean" that term's sum is divided by
-            the number of valid rows, not by class weights.
+        softcap, logit_scale, temperature: the logits are ``softcap tanh(logit_scale z / softcap) /
+            temperature`` of ``z = x W^T + b``; softcap None omits the tanh. temperature: positive,
+            a number, or a tensor (...) with one for each row, which must not require grad.
+        z_loss: adds z_loss lse^2 to a valid row's loss; "mean" divides it by their number.
         token_weight: a factor for each row's loss, z-loss included, shape (...), any real dtype;
             it does not change the mean's denominator. It must not require grad.
         num_items: a number or 0-d tensor, which may be on the device: replaces the mean's
             denominator. 0 gives the loss 0. Only for "mean".
         shift: the target of a position is that of `shift` positions further along the last
-            dimension of (...); the last ones are ignored. Requires an input of at least 3
-            dimensions, or `cu_seqlens`. Outputs are not shifted, nor are `token_weight` and
-            `temperature`, which belong to the rows of input.
+            dimension of (...); the last ones are ignored. Nothing else is shifted. Requires an
+            input of at least 3 dimensions, or `cu_seqlens`.
         cu_seqlens: with a shift, offsets of packed sequences into the flattened (...), int32 or
             int64, shape (sequences + 1,): no target comes from beyond a sequence's end.
         valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight after
@@ -207,11 +203,9 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             memory then follow, or "count", which synchronises with the device. More rows make the
             loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
-            own (None; its error grows with the number of chunks) or torch.float32, which takes
-            4 V H more bytes for 16-bit operands.
+            own (None) or torch.float32, more exact, for 4 V H more bytes with 16-bit operands.
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
-            them be rounded, as an eager head does. On the CPU, bfloat16 operands always give
-            bfloat16 logits.
+            them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
             the backward recomputes the logits) or "auto", which docs/memory.md has.
@@ -220,13 +214,11 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             which 16-bit operands on CUDA take less where that costs little time (docs/memory.md).
         accumulate_into: "grad" or "main_grad": the backward adds linear_weight's gradient to that
             attribute of linear_weight itself, a leaf, and returns none: saves V H elements and one
-            pass. "grad" is created if it is None; "main_grad" must exist and may be float32
-            (docs/semantics.md: hooks, Megatron). Not with save="grads" or a trained weight's
-            adapter.
+            pass. "grad" is created if it is None; "main_grad" must exist and may be float32. Not
+            with save="grads" or an adapter. docs/semantics.md has what becomes of hooks.
         gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
-            bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md); 2**-12 to
-            1. Not for float64 operands, probabilities, or label smoothing or the entropy's gradient
-            with a softcap.
+            bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md, which has
+            what excludes it); 2**-12 to 1.
         vocab_parallel: a `flce.VocabParallel`, where each rank of a group has the rows of
             linear_weight for a part of the classes; None if linear_weight has all of them, and for
             DTensors, whose placements say it (docs/parallel.md).
