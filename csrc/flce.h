@@ -248,17 +248,14 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
 /* Writes the plan as text, at most `size` bytes including the terminating 0. Returns the length of
  * the whole text without the 0, as snprintf does. */
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
+/* The same as a JSON object: the fields of flce.Plan but `text` and `sampled_time`; a collective is
+ * [kind, calls of the forward, calls of the backward, bytes received]. */
+int64_t flce_plan_json(const flce_plan* plan, char* text, int64_t size);
 
 /* Pure. Sets the fields of a plan that depend neither on rows nor on sizes of buffers: form,
  * dtypes, leading dimensions. plan->save is set. */
 void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 
-/* Writes the plan's integers to `values`, unless that is NULL, and returns their number: the fields
- * in flce_plan_names(), then the bytes of the buffers, then forward, backward and bytes of each
- * collective. */
-int64_t flce_plan_values(const flce_plan* plan, int64_t* values);
-/* Three lists of names, separated by '/': fields, buffers, collectives and their kinds. */
-const char* flce_plan_names(void);
 /* FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range, or if options that exclude
  * each other are combined. */
 flce_status flce_check_problem(const flce_problem* problem);

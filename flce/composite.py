@@ -98,10 +98,8 @@ def _loss_tensors(packed, tensors, target, *operands):
         validate.refuse_transforms(*operands, target, *tensors.values())
     for name in _VECTORS:
         if name in tensors:
-            which = "class weights that do" if name == "weight" else "a tensor that does"
-            validate.check_constant(name, tensors[name], which)
-    if target.requires_grad:
-        validate.check_constant("target", target, "probabilities that do")
+            validate.check_constant(name, tensors[name])
+    validate.check_constant("target", target)
     if packed.wanted.accuracy and target.is_floating_point():
         expected = "False with probabilities, which name no class to be right about"
         validate.refuse("return_accuracy", expected, True)
@@ -212,10 +210,9 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     *vectors, num_items = _loss_tensors(packed, tensors, target, input, weight)
     accumulates = packed.accumulate_into is not None and needs[1] and not frozen
     accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
-    if packed.shift or "cu_seqlens" in tensors:
-        target = shifted_target(
-            target, packed.shift, tensors.get("cu_seqlens"), packed.ignore_index
-        )
+    offsets = tensors.get("cu_seqlens")
+    if packed.shift or offsets is not None:
+        target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
     if classes is not None:  # -1: none
         validate.check_constant("classes", classes)
@@ -231,8 +228,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
     if _checks_range(target):
-        found = fakes.described(input, weight, target, bias, lists)
-        most = found.classes if packed.ranks > 1 else packed.valid_vocab or weight.shape[0]
+        most = fakes.described(input, weight, target, bias, lists).classes
         if classes is not None:
             validate.check_target_range("classes", classes, most, -1)
         validate.check_target_range("target", target, most, packed.ignore_index)

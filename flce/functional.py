@@ -279,7 +279,7 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
             validate.refuse(name, f"{_ALL[name]} with (ids, probabilities)", given)
     target, absent = _target_of(ids, options["ignore_index"])
     validate.check_tensor("target", probabilities)
-    validate.check_constant("target", probabilities, "probabilities that do")
+    validate.check_constant("target", probabilities)
     validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
     own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
     reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)

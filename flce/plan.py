@@ -1,5 +1,6 @@
 """`flce.plan`: what a call would allocate and run, without running it."""
 
+import json
 import typing
 from dataclasses import dataclass, field
 
@@ -61,8 +62,6 @@ class Plan:
 
 _OPTIONS = table.defaults("of_module")
 del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
-
-_FORMS = ("exp", "dz")  # enum flce_form
 
 
 def plan(
@@ -158,30 +157,11 @@ def plan(
         probabilities=bool(probabilities),
     )
     lists = operands, packed.valid_vocab, integers, packed.numbers
-    return _plan_of(*operators.run_plain(torch.ops.flce.plan.default, device.index or 0, *lists))
-
-
-def _plan_of(values, sampled_time, text):
-    """The Plan of the operator's values, in the order of flce_plan_names (plan_text.c)."""
-    fields, buffers, kinds = (part.split() for part in torch.ops.flce.plan_names().split("/"))
-    kinds = list(zip(kinds[::2], kinds[1::2], strict=True))
-    found = dict(zip(fields, values, strict=False))
-    sizes = values[len(fields) :][: len(buffers)]
-    counts = values[len(fields) + len(buffers) :]
-    collectives = {
-        name: Collective(kind, *counts[3 * i : 3 * i + 3])
-        for i, (name, kind) in enumerate(kinds)
-        if any(counts[3 * i : 3 * i + 2])
-    }
-    shown = {"save": table.CHOICES["save"][found.pop("save")], "form": _FORMS[found.pop("form")]}
-    shown["kernel"] = "fused" if found.pop("fuses_rows") else "gemm"
-    for name, own in (("dtype", "dtype"), ("z_dtype", "logits_dtype"), ("accum_dtype",) * 2):
-        shown[own] = str(table.DTYPES[found.pop(name)]).removeprefix("torch.")
-    buffers = {name: size for name, size in zip(buffers, sizes, strict=True) if size}
-    return Plan(
-        **shown, **found, sampled_time=sampled_time, buffers=buffers, text=text,
-        collectives=collectives,
-    )  # fmt: skip
+    run, index = operators.run_plain, device.index or 0
+    fields, sampled_time, text = run(torch.ops.flce.plan.default, index, *lists)
+    made = json.loads(fields)
+    made["collectives"] = {name: Collective(*one) for name, one in made["collectives"].items()}
+    return Plan(**made, sampled_time=sampled_time, text=text)
 
 
 table.show_options(plan, _OPTIONS)

@@ -78,10 +78,10 @@ def check_same_device(name, tensor, first_name, first):
         refuse(name, f"the device of {first_name}, {first.device}", tensor.device)
 
 
-def check_constant(name, tensor, which="a tensor that does"):
+def check_constant(name, tensor):
     if tensor.requires_grad:
         got = "requires_grad=True; no gradient is defined for it"
-        refuse(name, f"{which} not require grad", got)
+        refuse(name, "a tensor that does not require grad", got)
 
 
 def seed_tensor(seed, first):

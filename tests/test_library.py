@@ -156,7 +156,7 @@ OPCHECK_SAMPLES = {
 TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
-WITHOUT_TENSORS = "describe plan plan_names option_names cpu_variant cuda_describe gemm_count"
+WITHOUT_TENSORS = "describe plan option_names cpu_variant cuda_describe gemm_count"
 # Of benchmarks/tune.py: the tensors are scratch memory, a result is a time. Never in a graph.
 WITHOUT_TENSORS += " gemm_record gemm_recorded gemm_candidates gemm_use gemm_time"
 # Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.

@@ -87,7 +87,7 @@ std::vector<int64_t> describe(std::vector<int64_t> operands, std::optional<int64
           plan.grad_bias_dtype,
           flce_stat_dtype(problem.dtype),
           problem.first_class,
-          problem.classes,
+          flce_is_sharded(&problem) ? problem.classes : problem.vocab,
           problem.row_classes};
 }
 
@@ -104,12 +104,20 @@ void check_elements(const flce_problem& problem) {
                std::to_string(sizes[j].second) + " and " + std::to_string(sizes[i].second));
 }
 
-/* The plan as integers, in the order of plan_names(), its sampled_time, and its text. */
-std::tuple<std::vector<int64_t>, double, std::string> plan(int64_t device_index,
-                                                           std::vector<int64_t> operands,
-                                                           std::optional<int64_t> valid_vocab,
-                                                           std::vector<int64_t> integers,
-                                                           std::vector<double> numbers) {
+template <typename Write>
+std::string text_of(Write write, const flce_plan& plan) {
+  std::string text(static_cast<size_t>(write(&plan, nullptr, 0)) + 1, '\0');
+  write(&plan, text.data(), static_cast<int64_t>(text.size()));
+  text.pop_back();
+  return text;
+}
+
+/* The plan's fields in JSON, its sampled_time, and its text. */
+std::tuple<std::string, double, std::string> plan(int64_t device_index,
+                                                  std::vector<int64_t> operands,
+                                                  std::optional<int64_t> valid_vocab,
+                                                  std::vector<int64_t> integers,
+                                                  std::vector<double> numbers) {
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(operands, valid_vocab, options);
   check_elements(problem);
@@ -118,16 +126,7 @@ std::tuple<std::vector<int64_t>, double, std::string> plan(int64_t device_index,
                  static_cast<int32_t>(device_index)};
   Device device(id, options.allow_tf32);
   flce_plan made = device.plan(problem);
-  std::vector<int64_t> values(static_cast<size_t>(flce_plan_values(&made, nullptr)));
-  flce_plan_values(&made, values.data());
-  std::string text(static_cast<size_t>(flce_plan_text(&made, nullptr, 0)) + 1, '\0');
-  flce_plan_text(&made, text.data(), static_cast<int64_t>(text.size()));
-  text.pop_back();
-  return {values, made.sampled_time, text};
-}
-
-std::string plan_names() {
-  return flce_plan_names();
+  return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
 }
 
 }  // namespace
@@ -136,14 +135,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
   m.def("describe(int[] operands, int? valid_vocab, int[] integers, float[] numbers) -> int[]");
   m.def(
       "plan(int device_index, int[] operands, int? valid_vocab, int[] integers, float[] numbers) "
-      "-> (int[] values, float sampled_time, str text)");
-  m.def("plan_names() -> str");
+      "-> (str fields, float sampled_time, str text)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
   m.impl("describe", TORCH_BOX(&describe));
   m.impl("plan", TORCH_BOX(&plan));
-  m.impl("plan_names", TORCH_BOX(&plan_names));
 }
 
 }  // namespace flce

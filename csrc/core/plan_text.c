@@ -1,4 +1,4 @@
-/* flce_plan_text: the plan as text, for people; flce_plan_values: as numbers, for flce/plan.py.
+/* flce_plan_text: the plan as text, for people; flce_plan_json: the same for flce/plan.py.
  * CONTRIBUTING.md has an example. */
 #include "flce.h"
 
@@ -24,11 +24,13 @@
 static const char* const kBuffers[FLCE_BUF_COUNT] = {FLCE_BUFFER_NAMES(FLCE_NAME)};
 #undef FLCE_NAME
 
-static const char* const kCollectives[FLCE_COLLECTIVES] = {
-    [FLCE_ALL_GATHER_INPUT] = "input all-gather",
-    [FLCE_ALL_GATHER_STATISTICS] = "statistics all-gather",
-    [FLCE_ALL_TO_ALL_DX] = "input_terms all-to-all",
-    [FLCE_ALL_GATHER_DX] = "summed_input all-gather",
+static const struct {
+  const char *name, *kind;
+} kCollectives[FLCE_COLLECTIVES] = {
+    [FLCE_ALL_GATHER_INPUT] = {"input", "all-gather"},
+    [FLCE_ALL_GATHER_STATISTICS] = {"statistics", "all-gather"},
+    [FLCE_ALL_TO_ALL_DX] = {"input_terms", "all-to-all"},
+    [FLCE_ALL_GATHER_DX] = {"summed_input", "all-gather"},
 };
 
 /* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */
@@ -44,12 +46,16 @@ static void append(char* text, int64_t size, int64_t* used, const char* format, 
   if (written > 0) *used += written;
 }
 
+/* The strategy and the dtypes, six texts. */
+#define FLCE_PLAN_WORDS(plan)                                             \
+  flce_save_name(plan->save), plan->form == FLCE_FORM_EXP ? "exp" : "dz", \
+      plan->fuses_rows ? "fused" : "gemm", flce_dtype_name(plan->dtype),  \
+      flce_dtype_name(plan->z_dtype), flce_dtype_name(plan->accum_dtype)
+
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   int64_t used = 0;
   append(text, size, &used, "save=%s form=%s kernel=%s dtype=%s logits_dtype=%s accum_dtype=%s\n",
-         flce_save_name(plan->save), plan->form == FLCE_FORM_EXP ? "exp" : "dz",
-         plan->fuses_rows ? "fused" : "gemm", flce_dtype_name(plan->dtype),
-         flce_dtype_name(plan->z_dtype), flce_dtype_name(plan->accum_dtype));
+         FLCE_PLAN_WORDS(plan));
   append(text, size, &used,
          "rows=%lld chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
          (long long)plan->rows, (long long)plan->chunk_rows, (long long)plan->chunks,
@@ -73,48 +79,44 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   for (int id = 0; id < FLCE_COLLECTIVES; id++) {
     const flce_collective* collective = &plan->collectives[id];
     if (collective->forward + collective->backward == 0) continue;
-    append(text, size, &used, "  %-23s %3lld forward %3lld backward %15lld bytes received\n",
-           kCollectives[id], (long long)collective->forward, (long long)collective->backward,
-           (long long)collective->bytes);
+    append(text, size, &used, "  %-12s %-10s %3lld forward %3lld backward %15lld bytes received\n",
+           kCollectives[id].name, kCollectives[id].kind, (long long)collective->forward,
+           (long long)collective->backward, (long long)collective->bytes);
   }
   return used;
 }
 
-/* The fields of flce_plan_values. */
-#define FLCE_PLAN_FIELDS(X)                                                                       \
-  X(save), X(form), X(fuses_rows), X(dtype), X(z_dtype), X(accum_dtype), X(rows), X(chunk_rows),  \
-      X(chunks), X(backward_chunk_rows), X(backward_chunks), X(forward_gemms), X(backward_gemms), \
-      X(forward_peak_bytes), X(backward_peak_bytes), X(peak_bytes), X(ranks)
+#define FLCE_PLAN_SIZES(X)                                                                         \
+  X(rows), X(chunk_rows), X(chunks), X(backward_chunk_rows), X(backward_chunks), X(forward_gemms), \
+      X(backward_gemms), X(forward_peak_bytes), X(backward_peak_bytes), X(peak_bytes), X(ranks)
 
-int64_t flce_plan_values(const flce_plan* plan, int64_t* values) {
-#define FLCE_VALUE(name) (int64_t)plan->name
-  const int64_t fields[] = {FLCE_PLAN_FIELDS(FLCE_VALUE)};
-#undef FLCE_VALUE
-  int64_t count = sizeof fields / sizeof *fields;
-  if (values) memcpy(values, fields, sizeof fields);
-  for (int id = 0; id < FLCE_BUF_COUNT; id++, count++)
-    if (values) values[count] = plan->buffers[id].bytes;
-  for (int id = 0; id < FLCE_COLLECTIVES; id++, count += 3) {
-    const flce_collective* one = &plan->collectives[id];
-    int64_t numbers[] = {one->forward, one->backward, one->bytes};
-    if (values) memcpy(values + count, numbers, sizeof numbers);
-  }
-  return count;
-}
-
-const char* flce_plan_names(void) {
-  static char names[2048];
+int64_t flce_plan_json(const flce_plan* plan, char* text, int64_t size) {
   int64_t used = 0;
-#define FLCE_NAME(name) #name
-  const char* const fields[] = {FLCE_PLAN_FIELDS(FLCE_NAME)};
-#undef FLCE_NAME
-  for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-    append(names, sizeof names, &used, "%s ", fields[i]);
-  append(names, sizeof names, &used, "/");
-  for (int id = 0; id < FLCE_BUF_COUNT; id++)
-    append(names, sizeof names, &used, " %s", kBuffers[id]);
-  append(names, sizeof names, &used, " /");
-  for (int id = 0; id < FLCE_COLLECTIVES; id++)
-    append(names, sizeof names, &used, " %s", kCollectives[id]);
-  return names;
+  append(text, size, &used,
+         "{\"save\": \"%s\", \"form\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", "
+         "\"logits_dtype\": \"%s\", \"accum_dtype\": \"%s\"",
+         FLCE_PLAN_WORDS(plan));
+#define FLCE_SIZE(name) append(text, size, &used, ", \"" #name "\": %lld", (long long)plan->name)
+  FLCE_PLAN_SIZES(FLCE_SIZE);
+#undef FLCE_SIZE
+  append(text, size, &used, ", \"buffers\": {");
+  const char* comma = "";
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    if (plan->buffers[id].bytes == 0) continue;
+    append(text, size, &used, "%s\"%s\": %lld", comma, kBuffers[id],
+           (long long)plan->buffers[id].bytes);
+    comma = ", ";
+  }
+  append(text, size, &used, "}, \"collectives\": {");
+  comma = "";
+  for (int id = 0; id < FLCE_COLLECTIVES; id++) {
+    const flce_collective* one = &plan->collectives[id];
+    if (one->forward + one->backward == 0) continue;
+    append(text, size, &used, "%s\"%s\": [\"%s\", %lld, %lld, %lld]", comma, kCollectives[id].name,
+           kCollectives[id].kind, (long long)one->forward, (long long)one->backward,
+           (long long)one->bytes);
+    comma = ", ";
+  }
+  append(text, size, &used, "}}");
+  return used;
 }
