@@ -338,9 +338,10 @@ class Packed:
         values["ignore_index"], values["topk"] = self.ignore_index, self.topk
         self._values, self._lists = values, {}
 
-    def integers_with(self, **of_call):
-        """The list of integers; `of_call`: some values of OF_CALL by name."""
-        return self.integers(*{**OF_CALL, **of_call}.values())
+    def integers_with(self, *first, **of_call):
+        """The list of integers; `first`, `of_call`: the first values of OF_CALL, some by name."""
+        first = dict(zip(OF_CALL, first, strict=False))
+        return self.integers(*{**OF_CALL, **first, **of_call}.values())
 
     def memory(self, device):
         """max_memory and kept_memory (problem.h), and whether they are the defaults."""

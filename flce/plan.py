@@ -142,8 +142,10 @@ def plan(
         wide = min(w_code, table.DTYPES.index(torch.float32))  # float64 comes before float32
         added = w_code if attribute == "grad" else wide
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    rest = own, 0, added >= 0, False, grad_input, grad_weight, bias, False
-    integers = table.replaced(packed.integers(*packed.memory(device), *rest), consumes_saved=True)
+    of_call = {"autocast": own, "accumulates": added >= 0, "grad_bias": bias}
+    of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
+    integers = packed.integers_with(*packed.memory(device), **of_call)
+    integers = table.replaced(integers, consumes_saved=True)
     operands = table.operands_of(
         on_cpu=device.type == "cpu",
         tokens=tokens,
