@@ -94,8 +94,7 @@ class Accumulator:
         if found.dtype not in dtypes:
             refuse(name, f"dtype {' or '.join(map(str, dtypes))}", found.dtype)
         validate.check_shape(name, found, weight.shape)
-        if found.device != weight.device:
-            refuse(name, f"device {weight.device}", found.device)
+        validate.check_same_device(name, found, "linear_weight", weight)
         if found.is_neg():
             refuse(name, "a tensor that holds its values", "a view that negates them (is_neg)")
         if not found.is_contiguous():

@@ -127,10 +127,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save = "grads"
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            ctx.has_loss_scale = _has_loss_scale(input, linear_weight, lists[2])
+            # On a GPU float16's gradients are times a loss scale, which the backward divides out
+            # (loss_factor of csrc/core/engine.c).
+            dtype = gemm_dtype(value_of(lists[2], "autocast"), input.dtype, linear_weight.dtype)
+            scale = scalars if dtype == torch.float16 and not input.is_cpu else None
             again = arguments if count is not None and count > 1 else ()
-            ctx.save_for_backward(scalars, *grads, *again)
-            return _returned(ctx, made, count)
+            arguments = scale, *grads, *again
         ctx.save_for_backward(*arguments)
         return _returned(ctx, made, count)
 
@@ -143,13 +145,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             # The gradients that the forward made are those of the loss alone: compute all again.
             save, saved = "stats", saved[4:]
         return _run_backward(ctx, save, saved, (grad_output, grad_stats, grad_classes), wanted)
-
-
-def _has_loss_scale(input, linear_weight, integers):
-    """Whether the gradients of save="grads" are kept times float16's loss scale on a GPU, which
-    the backward divides out (loss_factor of csrc/core/engine.c)."""
-    dtype = gemm_dtype(value_of(integers, "autocast"), input.dtype, linear_weight.dtype)
-    return dtype == torch.float16 and input.device.type != "cpu"
 
 
 def _wanted_gradients(ctx):
@@ -183,8 +178,6 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     """The wanted gradients, made by the forward, times grad_output; in place if possible."""
     scalars, *grads = saved
     may_write = _may_overwrite(ctx)
-    if not ctx.has_loss_scale:
-        scalars = None
     in_place, made = [None] * 3, [None] * 3
     for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, grads, ctx.dtypes, strict=True)):
         if not wanted[i]:

@@ -167,9 +167,8 @@ class _Chunks:
         self.accumulator = Accumulator(weight, attribute) if attribute and trains else None
         # float16 cannot hold gradients that are not yet multiplied by grad_output, a GradScaler's
         # factor: a chunk makes float32 ones.
-        wide, self.autocast = dtype == torch.float16, contextlib.nullcontext()
-        if wide:
-            self.autocast = torch.autocast(weight.device.type, torch.float16)
+        wide, device = dtype == torch.float16, weight.device.type
+        self.autocast = torch.autocast(device, dtype) if wide else contextlib.nullcontext()
         if wide and self.needs and has_adapter:
             got = "one with float16, whose gradients would underflow before the backward"
             refuse("adapter_weight", "None, or operands of bfloat16 or float32", got)

@@ -47,7 +47,7 @@ def _call(name, known, operands, options):
         if any(map(validate.is_dtensor, (*operands, *options.values()))):
             operands, options = local_call(name, operands, options)
     if options.get("options") is not None:
-        options = _with_torch_options(operands[1], options)
+        options = with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
     accumulates = options.get("accumulate_into") is not None and gets_gradient
     if accumulates:
@@ -82,44 +82,33 @@ def _has_override(tensor):
     return own is not _DEFAULT_TORCH_FUNCTION and has_torch_function_unary(tensor)
 
 
-def _with_torch_options(linear_weight, options):
-    """`options` with accum_dtype and max_memory in place of torch's, unless they are given."""
+def with_torch_options(linear_weight, options):
+    """`options` with accum_dtype and max_memory, unless they are given, from its `options`: a
+    torch.nn.LinearCrossEntropyOptions or an object with the fields below, else TypeError.
+
+    `accum_dtype` is `acc_dtype`, except with acc_policy="compact", which sums the weight's gradient
+    in the weight's own dtype, in torch too. `max_memory` is the size in bytes of `batch_chunk_size`
+    rows of logits in float32 (float64 for a float64 weight). `chunking_method` and
+    `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
+    """
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
-    classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
-    found = from_torch_options(options.pop("options"), linear_weight, -(-classes // ranks))
-    given = {name: value for name, value in options.items() if value is not None}
-    return {**options, **found, **given}
-
-
-def from_torch_options(options, linear_weight, classes=None):
-    """A dict with those of accum_dtype and max_memory that torch's `options` determine.
-
-    `accum_dtype` is `acc_dtype` if given, except with acc_policy="compact", which sums the weight's
-    gradient in the weight's own dtype, in torch too. `max_memory` is the size in bytes of
-    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight). `chunking_method`
-    and `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
-
-    `options`: torch.nn.LinearCrossEntropyOptions, an object with these fields (else TypeError), or
-    None; `classes`: of a row of logits, None for linear_weight.shape[0].
-    """
-    if options is None:
-        return {}
+    given = options.pop("options")
     fields = ("acc_dtype", "acc_policy", "batch_chunk_size")
-    if not all(hasattr(options, name) for name in fields):
+    if not all(hasattr(given, name) for name in fields):
         expected = f"torch.nn.LinearCrossEntropyOptions or an object with the fields {fields}"
-        validate.refuse("options", expected, type(options).__name__, TypeError)
-    found = {}
-    if options.acc_dtype is not None and options.acc_policy != "compact":
-        found["accum_dtype"] = options.acc_dtype
-    rows = options.batch_chunk_size
-    if rows is not None:
+        validate.refuse("options", expected, type(given).__name__, TypeError)
+    if options.get("accum_dtype") is None and given.acc_policy != "compact":
+        options["accum_dtype"] = given.acc_dtype
+    if (rows := given.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
-        classes = linear_weight.shape[0] if classes is None else classes
+        classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
         size = 8 if linear_weight.dtype == torch.float64 else 4
         alignment = 64 if linear_weight.is_cpu else 128
-        found["max_memory"] = int(rows) * (-(-classes * size // alignment) * alignment)
-    return found
+        if options.get("max_memory") is None:
+            row = -(-classes // ranks) * size
+            options["max_memory"] = int(rows) * (-(-row // alignment) * alignment)
+    return options
 
 
 def _through_operator(name, operands, options):

@@ -62,6 +62,7 @@ class Plan:
 
 _OPTIONS = table.defaults("of_module")
 del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
+_OPTIONS |= dict.fromkeys(("return_lse", "return_entropy", "return_predictions"), False)
 
 
 def plan(
@@ -76,9 +77,6 @@ def plan(
     bias=False,
     probabilities=False,
     valid_bound=None,
-    return_lse=False,
-    return_entropy=False,
-    return_predictions=False,
     grad_input=True,
     grad_weight=True,
     ranks=1,
@@ -96,13 +94,13 @@ def plan(
         bias: whether there is one; its gradient is then wanted.
         probabilities: the dtype of targets that are probabilities; True for `dtype`.
         valid_bound: the number of rows to compute, or None for all.
-        return_lse, return_entropy, return_predictions: as in `linear_cross_entropy`.
         grad_input, grad_weight: whether they are wanted; without them and `bias`: no_grad.
         ranks: the plan is that of one of `ranks` that divide the vocabulary equally, with the
             collectives of a call; tokens and vocab are those of all.
         sequence, reduce_dtype: as in VocabParallel.
-        **options: those of the Modules, as in `linear_cross_entropy`; accumulate_into is for a
-            .grad that exists already, or for a float32 .main_grad.
+        **options: those of the Modules, return_lse, return_entropy and return_predictions, as in
+            `linear_cross_entropy`; accumulate_into is for a .grad that exists already, or for a
+            float32 .main_grad.
 
     Raises:
         TypeError, ValueError: what the call itself would refuse.
@@ -134,9 +132,7 @@ def plan(
     if ranks > 1:
         flags = int(sequence), 0, int(reduce_dtype is not None)
         options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
-    packed, _ = table.split(
-        {**options, **{name: given[name] for name in table.RETURNS if name in given}}
-    )
+    packed, _ = table.split(options)
     added, attribute = -1, options["accumulate_into"]
     if attribute is not None and grad_weight:
         wide = min(w_code, table.DTYPES.index(torch.float32))  # float64 comes before float32

@@ -396,7 +396,10 @@ SHAPE = (VOCAB, HIDDEN)
 WRONG = {
     "shape": (lambda device: torch.zeros(VOCAB, HIDDEN + 1, device=device), "expected shape"),
     "dtype": (lambda device: torch.zeros(SHAPE, device=device).half(), "expected dtype"),
-    "device": (lambda device: torch.zeros(SHAPE, device="meta"), "expected device"),
+    "device": (
+        lambda device: torch.zeros(SHAPE, device="meta"),
+        "expected the device of linear_weight",
+    ),
     "layout": (lambda device: torch.zeros(HIDDEN, VOCAB, device=device).T, "expected a contiguous"),
     "sparse": (lambda device: torch.zeros(SHAPE, device=device).to_sparse(), "expected a plain"),
     "grad": (lambda device: torch.zeros(SHAPE, device=device).requires_grad_(), "requires grad"),

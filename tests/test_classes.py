@@ -342,7 +342,7 @@ def test_refusals_of_sparse_targets(device):
         ((ids, probabilities[:3]), r"target: expected shape \(6, 1\), that of the ids"),
         (
             (ids, probabilities.clone().requires_grad_()),
-            "target: expected probabilities that do not",
+            "target: expected a tensor that does not",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from operands import H, N, V, agree, indices, leaf, make
 import flce
 from flce.compat import cce, liger
 from flce.compat import torch as compat_torch
-from flce.functional import from_torch_options
+from flce.functional import with_torch_options
 
 HAS_TORCHS = hasattr(F, "linear_cross_entropy")
 needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cross_entropy")
@@ -93,23 +93,22 @@ def fields(acc_dtype=None, acc_policy="auto", batch_chunk_size=None):
 
 def test_what_torchs_options_become():
     weight = torch.empty(10, 4, dtype=torch.bfloat16)
-    assert from_torch_options(None, weight) == {}
-    assert from_torch_options(fields(), weight) == {}
-    made = from_torch_options(fields(torch.float32, "accurate", 8), weight)
-    assert made == {
-        "accum_dtype": torch.float32,
-        "max_memory": 8 * 64,
-    }  # rows are multiples of 64 bytes
-    assert from_torch_options(fields(torch.float32, "compact"), weight) == {}
-    made = from_torch_options(fields(batch_chunk_size=3), weight.double())
-    assert made == {"max_memory": 3 * 128}
+
+    def made(options, weight=weight, **given):
+        found = with_torch_options(weight, {"options": options, **given})
+        return {name: value for name, value in found.items() if value is not None}
+
+    assert made(fields()) == {}
+    both = {"accum_dtype": torch.float32, "max_memory": 8 * 64}  # rows are multiples of 64 bytes
+    assert made(fields(torch.float32, "accurate", 8)) == both
+    assert made(fields(torch.bfloat16, "accurate", 3), **both) == both
+    assert made(fields(torch.float32, "compact")) == {}
+    assert made(fields(batch_chunk_size=3), weight.double()) == {"max_memory": 3 * 128}
     with pytest.raises(TypeError, match="^options: expected"):
-        from_torch_options({"batch_chunk_size": 3}, weight)
+        made({"batch_chunk_size": 3})
     for wrong in (0, True, 2.0):
-        with pytest.raises(
-            (TypeError, ValueError), match="^options.batch_chunk_size: expected an int"
-        ):
-            from_torch_options(fields(batch_chunk_size=wrong), weight)
+        with pytest.raises((TypeError, ValueError), match="^options.batch_chunk_size: expected an"):
+            made(fields(batch_chunk_size=wrong))
 
 
 @needs_torchs
