@@ -16,15 +16,9 @@ except ImportError as error:
 from . import reference
 from .chunked_loss import linear_loss
 from .distributed import VocabParallel
-from .functional import (
-    TopLogprobs,
-    cross_entropy,
-    linear_cross_entropy,
-    linear_logprobs,
-    linear_logprobs_at,
-)
+from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from .options import LinearCrossEntropyOutput
+from .options import LinearCrossEntropyOutput, TopLogprobs
 from .plan import Plan, plan
 from .targets import num_items
 
@@ -53,8 +47,8 @@ __all__ = [
     "plan",
     "reference",
 ]
-_LATER = {"VocabParallelHead": ".distributed.vocab_parallel_head"}
-_LATER |= dict.fromkeys(("explain", "fuse"), ".fusion")
+_LATER = {"explain": ".fusion", "fuse": ".fusion"}
+_LATER["VocabParallelHead"] = ".distributed.vocab_parallel_head"
 
 
 def __getattr__(name):

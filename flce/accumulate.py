@@ -32,10 +32,7 @@ def refuse_tracing():
             f"region, or with {_NAME}=None"
         )
     if validate.function_transforms_are_on():
-        raise RuntimeError(
-            f"flce: {_NAME} is not supported in torch.func transforms, whose gradients are no "
-            "parameter's; use backward()"
-        )
+        raise RuntimeError(f"flce: {_NAME} is not supported in torch.func transforms: use backward")
 
 
 class Accumulator:
@@ -61,12 +58,10 @@ class Accumulator:
             refuse(_NAME, "a contiguous linear_weight", "another layout")
         hooks = [name for name, attribute in _HOOKS.items() if getattr(weight, attribute)]
         if hooks and not self._is_declared():
+            got = f"one with hooks of {' and '.join(hooks)}, which would not get the gradient"
+            use = f'{_NAME}=None, or "main_grad" with weight.grad_added_to_main_grad declared'
             refuse(
-                _NAME,
-                "a linear_weight without gradient hooks",
-                f"one with hooks of {' and '.join(hooks)}, which would not be called with the "
-                f'gradient; remove them, use {_NAME}=None, or "main_grad" with '
-                "weight.grad_added_to_main_grad declared",
+                _NAME, "a linear_weight without gradient hooks", f"{got}; remove them, use {use}"
             )
 
     def _is_declared(self):

@@ -183,10 +183,10 @@ def _outputs(packed, made, target, tensors, num_items, bound):
 def check_options(given, rows):
     """The checks of options that need no tensor; `rows`: of linear_weight on this rank."""
     packed, _ = split(given)
-    wants = {"grad_input": True, "grad_weight": True}
-    wants["accumulates"] = packed.accumulate_into is not None
+    accumulates = packed.accumulate_into is not None
+    integers = packed.integers_with(grad_input=1, grad_weight=1, accumulates=accumulates)
     # Which dtypes are allowed depends on that of the operands.
-    integers = replaced(packed.integers_with(**wants), accum_dtype=-1, logits_dtype=-1)
+    integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
     lists = packed.valid_vocab, integers, packed.numbers
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
 

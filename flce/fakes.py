@@ -13,8 +13,6 @@ from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, vari
 from .options import CHOICES, DTYPES, GRADIENTS, code_of, operands_of, replaced, value_of
 from .validate import check_same_device, check_shape, refuse, refuse_vmap
 
-_AUTO = CHOICES["save"].index("auto")
-
 # What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
 # few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
 _FIELDS = "few few_rows some some_rows many keeps_statistics saved_dtype saved_pitch"
@@ -52,7 +50,7 @@ def described(input, linear_weight, target, linear_bias, lists):
 def with_strategy(input, linear_weight, target, linear_bias, lists):
     """`lists` with the strategy in place of "auto"."""
     valid_vocab, rows, integers, numbers, group = lists
-    if value_of(integers, "save") != _AUTO:
+    if CHOICES["save"][value_of(integers, "save")] != "auto":
         return lists
     found = described(input, linear_weight, target, linear_bias, lists)
     kept, save = _kept_rows(target, rows), found.many

@@ -162,8 +162,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             `ignore_index` counts as none, and a row without a class is ignored.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         adapter_input, adapter_weight: a low-rank term of the logits, ``adapter_input @
-            adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight (any
-            under autocast), or both None. Each call copies them and the operands they join. If
+            adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight. If
             linear_weight does not require grad, only adapter_weight's gradient is computed.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
         reduction: "mean" divides the sum by that of the valid rows' class weights (probabilities:
@@ -206,18 +205,15 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             pass. "grad" is created if it is None; "main_grad" must exist and may be float32. Not
             with save="grads" or an adapter. docs/semantics.md has what becomes of hooks.
         gradient, gradient_eps: "sampled" keeps the loss exact and estimates the gradients, without
-            bias, from at most 1/gradient_eps + 2 classes of each row (docs/sampled.md, which has
-            what excludes it); 2**-12 to 1.
-        vocab_parallel: a `flce.VocabParallel`, where each rank of a group has the rows of
-            linear_weight for a part of the classes; None if linear_weight has all of them, and for
-            DTensors, whose placements say it (docs/parallel.md).
+            bias, from at most 1/gradient_eps + 2 classes of each row; gradient_eps from 2**-12 to
+            1. docs/sampled.md has what excludes it.
+        vocab_parallel: a `flce.VocabParallel` where each rank of a group has the rows of
+            linear_weight for a part of the classes; None with DTensors, too (docs/parallel.md).
         classes: classes of each row whose final logits are an output, shape (..., K), int64 or
             int32; `ignore_index` for none.
         topk: the number of classes, at most 1024, whose final logits are an output with the
-            classes themselves: the largest. The candidates are found by logits that are rounded
-            (exp(l - max) to 2^-8 on Hopper in bfloat16, float32 else), the logits are exact:
-            a class that is left out may be larger than a returned one by that rounding, if more
-            than K / 8 + 8 classes are so close. Probabilities below 2^-126 are not ordered.
+            classes themselves: the largest, but for the rounding of the logits that are compared
+            (docs/logprobs.md).
         gradient_seed: the seed of the draw, an int64, as an int or a tensor of one element on
             input's device. None takes a new one from torch's default generator of that device.
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
@@ -315,19 +311,6 @@ _OF_LOGPROBS_AT = {
 }
 
 
-class TopLogprobs(typing.NamedTuple):
-    """The K largest log-probabilities of each row.
-
-    logprobs: (..., K), in nats, descending; differentiable. ids: their classes, (..., K), int64; -1
-    where the target is ignored. lse: logsumexp of all logits of the row, (...); differentiable: the
-    tail's probability is ``1 - logprobs.exp().sum(-1)``.
-    """
-
-    logprobs: torch.Tensor
-    ids: torch.Tensor
-    lse: torch.Tensor
-
-
 def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
     """log p of K given classes of each row, in one pass over the logits.
 
@@ -406,7 +389,7 @@ def logprobs_of(input, linear_weight, target, entropy, topk, options):
     if topk == 0:
         return -output.loss, output.entropy
     logprobs = output.class_logits - output.lse.unsqueeze(-1)
-    return -output.loss, output.entropy, TopLogprobs(logprobs, output.classes, output.lse)
+    return -output.loss, output.entropy, table.TopLogprobs(logprobs, output.classes, output.lse)
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}

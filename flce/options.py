@@ -126,6 +126,19 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
     classes: torch.Tensor | None = None
 
 
+class TopLogprobs(typing.NamedTuple):
+    """The K largest log-probabilities of each row.
+
+    logprobs: (..., K), in nats, descending; differentiable. ids: their classes, (..., K), int64; -1
+    where the target is ignored. lse: logsumexp of all logits of the row, (...); differentiable: the
+    tail's probability is ``1 - logprobs.exp().sum(-1)``.
+    """
+
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+    lse: torch.Tensor
+
+
 OUTPUTS = LinearCrossEntropyOutput._fields[1:]
 _FLAGGED = OUTPUTS[:-2]  # outputs that a flag asks for
 RETURNS = tuple(f"return_{name}" for name in _FLAGGED)  # arguments, False by default
