@@ -93,10 +93,8 @@ class Options(typing.TypedDict, total=False):
     return_z_loss: bool
 
 
-_rows = (
-    (name, getattr(hint, "__metadata__", None)) for name, hint in Options.__annotations__.items()
-)
-OPTIONS = {name: row[0] for name, row in _rows if row}
+_hints = Options.__annotations__.items()
+OPTIONS = {name: hint.__metadata__[0] for name, hint in _hints if hasattr(hint, "__metadata__")}
 
 
 class LinearCrossEntropyOutput(typing.NamedTuple):
