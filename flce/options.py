@@ -263,10 +263,11 @@ def ignore_index_of(value):
     return -100 if value is None else int(check_integer("ignore_index", value))
 
 
-def code_of(name, dtype):
-    """The index of a dtype in DTYPES; refuses others."""
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        refuse(name, f"one of {DTYPES}", repr(dtype), TypeError)
+def code_of(name, dtype, error=TypeError):
+    """The index of a dtype in DTYPES; refuses others by `error`, and what is no dtype."""
+    is_dtype = isinstance(dtype, torch.dtype)
+    if not is_dtype or dtype not in DTYPES:
+        refuse(name, f"one of {DTYPES}", repr(dtype), error if is_dtype else TypeError)
     return DTYPES.index(dtype)
 
 
@@ -340,7 +341,8 @@ class Packed:
         self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
         values = {name: _choice(name, given[name]) for name in CHOICES}
         for name in ("accum_dtype", "logits_dtype"):
-            values[name] = -1 if given[name] is None else code_of(name, given[name])
+            dtype = given[name]
+            values[name] = -1 if dtype is None else code_of(name, dtype, ValueError)
         values |= zip(SHARD, shard, strict=True)
         values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
         values |= {"entropy_gradient": entropy_gradient, "consumes_saved": 0}

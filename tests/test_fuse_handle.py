@@ -285,7 +285,7 @@ def test_unfit_weights_fall_back():
         (dict(softcap=3.0), TypeError, "unexpected keyword argument 'softcap'"),
         (dict(save="all"), ValueError, "save: expected"),
         (dict(z_loss=-1.0), ValueError, "z_loss: expected"),
-        (dict(accum_dtype="float32"), TypeError, "accum_dtype: expected a torch.dtype or None"),
+        (dict(accum_dtype="float32"), TypeError, "accum_dtype: expected one of .torch.float64"),
         (dict(valid_bound=1.5), TypeError, "valid_bound: expected an int of at least 0, got 1.5"),
         (dict(max_memory="much"), ValueError, "max_memory"),
         (dict(model=nn.Linear(2, 2)), ValueError, "model: expected one with a vocabulary head"),
