@@ -304,7 +304,7 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
-_ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
+ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 # A shift would have to move the ids of a row too.
 _OF_LOGPROBS_AT = {
     name: OF_LOGPROBS[name] for name in OF_LOGPROBS if name not in ("shift", "cu_seqlens")
@@ -375,13 +375,13 @@ def check_logprobs(target, entropy):
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("target", expected, target.dtype, TypeError)
-    if entropy not in tuple(_ENTROPIES):
-        validate.refuse("entropy", f"one of {tuple(_ENTROPIES)}", repr(entropy))
+    if entropy not in tuple(ENTROPIES):
+        validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
 
 
 def logprobs_of(input, linear_weight, target, entropy, topk, options):
     """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy."""
-    options = {**options, "reduction": "none", "return_entropy": _ENTROPIES[entropy]}
+    options = {**options, "reduction": "none", "return_entropy": ENTROPIES[entropy]}
     options |= {"topk": topk, "return_lse": topk != 0}
     output = linear_cross_entropy(input, linear_weight, target, **options)
     if entropy is None and topk == 0:
