@@ -58,11 +58,9 @@ class Accumulator:
             refuse(_NAME, "a contiguous linear_weight", "another layout")
         hooks = [name for name, attribute in _HOOKS.items() if getattr(weight, attribute)]
         if hooks and not self._is_declared():
-            which, use = " and ".join(hooks), f'use {_NAME}=None, or "main_grad" with'
-            got = (
-                f"one with hooks of {which}, which would not get the gradient; remove them, {use} "
-            )
-            got += "weight.grad_added_to_main_grad declared"
+            which = " and ".join(hooks)
+            got = f"one with hooks of {which}, which would not get the gradient; remove them, use "
+            got += f'{_NAME}=None, or "main_grad" with weight.grad_added_to_main_grad declared'
             refuse(_NAME, "a linear_weight without gradient hooks", got)
 
     def _is_declared(self):

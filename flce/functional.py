@@ -162,11 +162,13 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
             `ignore_index` counts as none, and a row without a class is ignored.
         linear_bias: shape (V,), of input's dtype or float32 (any under autocast), or None.
         adapter_input, adapter_weight: a low-rank term of the logits, ``adapter_input @
-            adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight. If
-            linear_weight does not require grad, only adapter_weight's gradient is computed.
+            adapter_weight.T``, shapes (..., r) and (V, r), dtypes as input and linear_weight (any
+            under autocast), or both None. If linear_weight does not require grad, only
+            adapter_weight's gradient is computed.
         weight: a factor for each class, shape (V,), or None; it must not require grad.
-        reduction: "mean" divides the sum by that of the valid rows' class weights (probabilities:
-            by the number of rows), "sum" does not; "none" gives a loss for each row, 0 if ignored.
+        reduction: "mean" divides the sum by that of the valid rows' class weights, each 1 without
+            `weight` (probabilities: by the number of rows); "sum" does not; "none" gives a loss for
+            each row, 0 if ignored.
         ignore_index: rows with this target give no loss and no gradient, whatever they contain.
             None means -100. Does not apply to probabilities.
         label_smoothing: s in [0, 1]; the target becomes (1 - s) target + s/V.
@@ -175,7 +177,8 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         softcap, logit_scale, temperature: the logits are ``softcap tanh(logit_scale z / softcap) /
             temperature`` of ``z = x W^T + b``; softcap None omits the tanh. temperature: positive,
             a number, or a tensor (...) with one for each row, which must not require grad.
-        z_loss: adds z_loss lse^2 to a valid row's loss; "mean" divides it by their number.
+        z_loss: adds z_loss lse^2 to a valid row's loss; under "mean" that term's sum is divided by
+            the number of valid rows, not by class weights.
         token_weight: a factor for each row's loss, z-loss included, shape (...), any real dtype;
             it does not change the mean's denominator. It must not require grad.
         num_items: a number or 0-d tensor, which may be on the device: replaces the mean's
@@ -188,15 +191,15 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         valid_vocab: only the first `valid_vocab` classes exist; the rows of linear_weight after
             them are padding, which is never read and gets the gradient 0.
         valid_bound: an upper bound of the number of rows that are not ignored, which time and
-            memory then follow, or "count", which synchronises with the device. More rows make the
-            loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
+            memory then follow, or "count", which synchronises with the device. More such rows make
+            the loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
             own (None) or torch.float32, more exact, for 4 V H more bytes with 16-bit operands.
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
             (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
-            the backward recomputes the logits) or "auto", which docs/memory.md has.
+            the backward recomputes the logits) or "auto", one of these (docs/memory.md).
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory, of
             which 16-bit operands on CUDA take less where that costs little time (docs/memory.md).

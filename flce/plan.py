@@ -142,18 +142,12 @@ def plan(
     of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
     integers = packed.integers_with(*packed.memory(device), **of_call)
     integers = table.replaced(integers, consumes_saved=True)
-    operands = table.operands_of(
-        on_cpu=device.type == "cpu",
-        tokens=tokens,
-        hidden=hidden,
-        weight_rows=-(-vocab // ranks),
-        rows=tokens if valid_bound is None else min(valid_bound, tokens),
-        input_dtype=x_code,
-        weight_dtype=w_code,
-        bias_dtype=w_code if bias else -1,
-        added_dtype=added,
-        probabilities=bool(probabilities),
-    )
+    sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
+    sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
+    dtypes = {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added}
+    dtypes["bias_dtype"] = w_code if bias else -1
+    kinds = {"on_cpu": device.type == "cpu", "probabilities": bool(probabilities)}
+    operands = table.operands_of(**sizes, **dtypes, **kinds)
     lists = operands, packed.valid_vocab, integers, packed.numbers
     run, index = operators.run_plain, device.index or 0
     fields, sampled_time, text = run(torch.ops.flce.plan.default, index, *lists)
