@@ -2,6 +2,7 @@
 time."""
 
 import contextlib
+import math
 
 import torch
 from torch.utils import _pytree
@@ -31,9 +32,12 @@ def linear_loss(
     backward multiplies it by grad_output. The N rows are those of (...), flattened.
 
     Args:
-        input, linear_weight, target: as in `linear_logprobs`.
-        loss_fn: gets logprobs and entropy of a chunk, each of shape (rows of the chunk,), float32
-            (float64 for float64 operands), and `rows`, the slice of the N rows that they are of.
+        input, linear_weight: as in `linear_logprobs`.
+        target: class indices (...) as in `linear_logprobs`, or (..., K) as in `linear_logprobs_at`,
+            without entropy and shift.
+        loss_fn: gets logprobs and entropy of a chunk, each of shape (rows of the chunk,), or
+            logprobs (rows of the chunk, K), float32 (float64 for float64 operands), and `rows`, the
+            slice of the N rows that they are of.
             Returns the chunk's contribution to the loss, a scalar tensor, or a tuple of it and
             values (a tensor, a number, or a dict, list or tuple of these), which are summed over
             the chunks.
@@ -72,7 +76,11 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entrop
     validate.refuse_transforms(target, *operands.values())
     if validate.function_transforms_are_on():
         validate.refuse_vmap()
-    validate.check_shape("target", target, input.shape[:-1])
+    tokens, classes = math.prod(input.shape[:-1]), target.shape[input.dim() - 1 :]  # (K,) or ()
+    validate.check_shape("target", target, (*input.shape[:-1], *classes[:1]))
+    for name, given in {"entropy": entropy, "shift": options["shift"]}.items():
+        if classes and given:
+            refuse(name, f"{_KNOWN.get(name)} with a target (..., K)", repr(given))
     packed, _ = split(options)
     if packed.sequence:
         refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
@@ -86,13 +94,13 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entrop
     dtype = gemm_dtype(autocast, input.dtype, linear_weight.dtype)
     call = {"max_memory": options.pop("max_memory"), "dtype": dtype, "device": input.device}
     if rows is None:  # the same on all ranks of a group
-        classes, call["ranks"] = all_classes(options["vocab_parallel"], len(linear_weight))
-        made = plan(target.numel(), input.shape[-1], classes, save="grads", **call)
+        vocab, call["ranks"] = all_classes(options["vocab_parallel"], len(linear_weight))
+        made = plan(tokens, input.shape[-1], vocab, save="grads", **call)
         rows = max(made.chunk_rows, 1)
     validate.check_integer("rows", rows, 1)
-    chunks = _Chunks(operands, target, entropy, dtype, options)
+    chunks = _Chunks(operands, target.reshape(tokens, *classes), entropy, dtype, options)
     sums = None
-    for part in _parts(target.numel(), rows, bounds):
+    for part in _parts(tokens, rows, bounds):
         sums = _added(sums, chunks.add(loss_fn, part))
     if sums is None:  # no row
         sums = [input.new_zeros((), dtype=torch.promote_types(input.dtype, torch.float32))]
@@ -172,12 +180,13 @@ class _Chunks:
         if wide and self.needs and has_adapter:
             got = "one with float16, whose gradients would underflow before the backward"
             refuse("adapter_weight", "None, or operands of bfloat16 or float32", got)
-        self.rows, self.whole = {"target": target.reshape(-1)}, {}  # for each row, for all rows
+        self.rows, self.whole = {"target": target}, {}  # for each row, for all rows
+        shape = operands["input"].shape[:-1]
         for name, tensor in operands.items():
             leaf = tensor.detach().contiguous()  # so that its gradient is
             if name in _OF_ROWS:
-                validate.check_shape(name, tensor, (*target.shape, *tensor.shape[-1:]))
-                leaf = leaf.reshape(target.numel(), tensor.shape[-1])
+                validate.check_shape(name, tensor, (*shape, *tensor.shape[-1:]))
+                leaf = leaf.reshape(len(target), tensor.shape[-1])
                 self.rows[name] = leaf.float() if wide else leaf
                 continue
             if name == "linear_bias" and leaf.dtype.itemsize == 2:
@@ -193,7 +202,7 @@ class _Chunks:
             options["save"] = "logits"
         temperature = options["temperature"]
         if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-            validate.check_shape("temperature", temperature, target.shape)
+            validate.check_shape("temperature", temperature, shape)
             self.rows["temperature"] = temperature.reshape(-1)
         if options["gradient_seed"] is not None:
             seed = validate.seed_tensor(options["gradient_seed"], operands["input"])
@@ -209,6 +218,8 @@ class _Chunks:
             options["gradient_seed"] = seed + part.start
         operands = [options.pop(name) for name in ("input", "linear_weight", "target")]
         with self.autocast:
+            if operands[2].dim() == 2:
+                return (functional.logprobs_at_of(*operands, options), None), rows
             return functional.logprobs_of(*operands, self.entropy, 0, options), rows
 
     def add(self, loss_fn, part):

@@ -333,8 +333,13 @@ def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
     Raises: as `linear_cross_entropy`.
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
+    return logprobs_at_of(input, linear_weight, ids, options)
+
+
+def logprobs_at_of(input, linear_weight, ids, options):
+    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
     target, absent = _target_of(ids, options.get("ignore_index"))
-    options |= {"reduction": "none", "classes": ids, "return_lse": True}
+    options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
     return (made.class_logits - made.lse.unsqueeze(-1)).masked_fill(absent, 0.0)
 

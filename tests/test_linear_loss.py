@@ -393,3 +393,28 @@ def test_a_loss_without_a_gradient(device):
     given = operands(device, torch.float16, adapter_weight=True)
     with pytest.raises(ValueError, match="^adapter_weight: .* underflow"):
         chunked(focal, arguments)(**given)
+
+
+@pytest.mark.parametrize("rows", [1, 7, None])
+def test_k_classes_of_each_row(device, rows):
+    """A target (..., K), of none and repeated ids, in chunks and in whole sequences."""
+    x, w, _ = cases.leaves(device, 3, 9, hidden=HIDDEN, vocab=VOCAB)
+    ids = torch.randint(VOCAB, (3, 9, 5), generator=cases.generator(1)).to(device)
+    ids[..., 4], ids[0, 2, 1], ids[1, 4] = ids[..., 0], -100, -100
+    weights = cases.per_row(device, 27, 5)
+    offsets = torch.tensor([0, 9, 18, 27], device=device) if rows == 7 else None
+
+    def loss_fn(logprobs, entropy, part):
+        assert entropy is None and logprobs.shape == weights[part].shape
+        return -(weights[part] * logprobs).sum()
+
+    loss = flce.linear_loss(x, w, ids, loss_fn, rows=rows, cu_seqlens=offsets, temperature=0.7)
+    absent = ids < 0
+    log_p = (x @ w.T / 0.7).log_softmax(-1).gather(-1, ids.masked_fill(absent, 0))
+    truth = -(weights * log_p.masked_fill(absent, 0.0).flatten(0, 1)).sum()
+    cases.assert_same(3.0 * loss, 3.0 * truth, (x, w), tolerance=1e-10)
+    for wrong, name in (({"entropy": "detached"}, "entropy"), ({"shift": 1}, "shift")):
+        with pytest.raises(ValueError, match=f"{name}: expected .* with a target"):
+            flce.linear_loss(x, w, ids, loss_fn, **wrong)
+    with pytest.raises(ValueError, match=r"target: expected shape \(3, 9, 5\), got \(2, 9, 5\)"):
+        flce.linear_loss(x, w, ids[:2], loss_fn)
