@@ -85,6 +85,15 @@ def test_what_the_plan_changes():
     assert offered == [f'max_memory="256MiB": {saved:.2f} GiB less, a little slower']
 
 
+def test_accumulation_is_offered_where_it_saves_memory():
+    """The default keeps logits for it, which take more than the weight's gradient."""
+    training, offered = Training(optimizer="sgd", checkpointing=True), []
+    for memory in (None, "256MiB"):
+        found = estimate(model_of(LLAMA), 8192, training=training, max_memory=memory)
+        offered.append(any("accumulate_into" in option for option in found.advice.options))
+    assert offered == [False, True]
+
+
 def test_optimizers_and_dtypes():
     model = model_of(LLAMA)
 

@@ -31,7 +31,8 @@ class Longest(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the advice follows from. `small`: the peaks with max_memory=`small_memory`."""
+    """What the advice follows from. `small`: the peaks with max_memory=`small_memory`.
+    `accumulating`: the plan with accumulate_into="grad"."""
 
     model: Model
     training: Training
@@ -40,6 +41,7 @@ class Outcome(NamedTuple):
     flce: Peaks
     small: Peaks
     small_memory: int
+    accumulating: flce.Plan
     times: Times
     longest: Longest
     usable: int
@@ -89,10 +91,12 @@ def _options(found: Outcome) -> Iterator[str]:
             f"accum_dtype=torch.float32: dW is summed over {plan.chunks} chunks, each of which "
             f"rounds it to 16 bits; {4 * head:.2f} GiB more"
         )
-    yield (
-        'with gradient accumulation, accumulate_into="grad": '
-        f"{found.training.element * head:.2f} GiB less in each step after the first"
-    )
+    less = plan.peak_bytes - found.accumulating.peak_bytes
+    if less >= LEAST * fused.peak:
+        yield (
+            'with gradient accumulation, accumulate_into="grad": '
+            f"{less / GIB:.2f} GiB less in each step after the first (docs/memory.md)"
+        )
     if not found.training.checkpointing and found.longest.flce < 2 * found.longest.eager:
         yield (
             "activation checkpointing (--checkpointing here): activations are most of what is "

@@ -72,9 +72,9 @@ def estimate(
         expected = f"a positive multiple of {training.sequences} sequences"
         raise ValueError(f"tokens: expected {expected}, got {tokens}")
 
-    def plan_of(count: int, memory: int | str | None) -> flce.Plan:
+    def plan_of(count: int, memory: int | str | None, **others: str) -> flce.Plan:
         options = {"dtype": training.dtype, "softcap": model.softcap, "max_memory": memory}
-        return gpu.plan(count, model.hidden, model.vocab, **options)
+        return gpu.plan(count, model.hidden, model.vocab, **options, **others)
 
     plan = plan_of(tokens, max_memory)
     eager = peaks(model, tokens, training, eager_loss_bytes(model, tokens, training))
@@ -90,7 +90,10 @@ def estimate(
     )
     less = small_memory(model)
     small = peaks(model, tokens, training, flce_loss_bytes(plan_of(tokens, less)))
-    outcome = Outcome(model, training, plan, eager, fused, small, less, taken, lengths, usable)
+    added = plan_of(tokens, max_memory, accumulate_into="grad")
+    outcome = Outcome(
+        model, training, plan, eager, fused, small, less, added, taken, lengths, usable
+    )
     return Estimate(
         model=model,
         tokens=tokens,
