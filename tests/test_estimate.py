@@ -141,6 +141,10 @@ def test_a_folder_and_its_text_config(tmp_path, capsys):
     assert main(["--model", str(tmp_path), "--tokens", "1024"]) == 0
     text = capsys.readouterr().out
     assert "0.27 B parameters" in text and "GiB" in text and "It helps: " in text
+    config["attn_logit_softcapping"] = 50.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(tmp_path).windowed == 0 and "flash-attn" in read_model(tmp_path).notes[0]
+    del config["attn_logit_softcapping"]
     config["model_type"] = "unheard"
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model(tmp_path).notes == ("model_type 'unheard' is taken for a Llama of its sizes",)

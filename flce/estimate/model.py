@@ -7,12 +7,13 @@ import pathlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-# What decides which tensors a layer of transformers' implementation keeps (docs/estimate.md).
+# What decides which tensors a layer of transformers' implementation keeps (docs/estimate.md);
+# tests/test_integrations_estimate.py compares it with what autograd keeps.
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}  # of a layer, else two
-_WIDE_NORMS = {"gemma", "gemma2", "gemma3", "gemma3_text"}  # scaled in float32
+_TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}  # where config.json does not say it
+_WIDE_NORMS = _TIED | {"olmo2"}  # scaled in float32
 _HEAD_NORMS = {"qwen3", "gemma3", "gemma3_text", "olmo2"}  # of queries and keys
-_TIED = _WIDE_NORMS  # where config.json does not say it
-_KNOWN = {"llama", "mistral", "qwen2", "phi3", "granite", "smollm3"} | _WIDE_NORMS | _HEAD_NORMS
+_KNOWN = {"llama", "mistral", "qwen2", "granite", "smollm3"} | _WIDE_NORMS | _HEAD_NORMS
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ def _of_config(config: dict[str, Any], file: pathlib.Path) -> Model:
     layers = size("num_hidden_layers")
     notes = [] if kind in _KNOWN else [f"model_type {kind!r} is taken for a Llama of its sizes"]
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if config.get("attn_logit_softcapping"):  # SDPA has none
+        notes.append("attn_logit_softcapping: attention by flash-attn is assumed")
+        window = None
     tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind in _TIED))
     return Model(
         name=file.parent.name if file.name == "config.json" else file.stem,
