@@ -1,10 +1,10 @@
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, overload
+from typing import Literal, TypeVar
 
 from torch import Tensor, device, dtype, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from . import compat, integrations, reference
 from .distributed import VocabParallel

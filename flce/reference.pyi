@@ -1,14 +1,12 @@
-from typing import overload
-
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from .options import (
     LinearCrossEntropyOutput,
-    _LogitsLossOptions,
-    _LogitsOptions,
-    _LogitsOutputOptions,
     _OfSequences,
+    _ReferenceLogitsLossOptions,
+    _ReferenceLogitsOptions,
+    _ReferenceLogitsOutputOptions,
     _ReferenceLossOptions,
     _ReferenceOptions,
     _ReferenceOutputOptions,
@@ -28,15 +26,27 @@ def linear_cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput: ...
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **of_logits: Unpack[_LogitsLossOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    sampling: tuple[float, int] | None = None,
+    **of_logits: Unpack[_ReferenceLogitsLossOptions],
 ) -> Tensor: ...
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **of_logits: Unpack[_LogitsOutputOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    sampling: tuple[float, int] | None = None,
+    **of_logits: Unpack[_ReferenceLogitsOutputOptions],
 ) -> LinearCrossEntropyOutput: ...
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **of_logits: Unpack[_LogitsOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    sampling: tuple[float, int] | None = None,
+    **of_logits: Unpack[_ReferenceLogitsOptions],
 ) -> Tensor | LinearCrossEntropyOutput: ...
 def linear_logprobs(
     input: Tensor, linear_weight: Tensor, target: Tensor, **options: Unpack[_OfSequences]

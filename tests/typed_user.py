@@ -216,3 +216,19 @@ def of_frameworks() -> None:
     flce.integrations.nemo.FlceLinearCrossEntropy(z_loss=1e-4)
     flce.integrations.axolotl.FlcePlugin()
     print(flce.integrations.torchtitan.FlceLoss)
+
+
+def of_mistakes(model: torch.nn.Module, head: LinearCrossEntropyHead) -> None:
+    """Checkers refuse each line: they report an ignored error that is none."""
+    flce.linear_cross_entropy(x, w, y, softcaps=30.0)  # type: ignore[call-overload]
+    flce.linear_cross_entropy(x, w, y, save="nothing")  # type: ignore[call-overload]
+    flce.linear_cross_entropy(x, w, y, vocab_parallel=model)  # type: ignore[call-overload]
+    print(flce.linear_cross_entropy(x, w, y).lse)  # type: ignore[attr-defined]
+    flce.cross_entropy(x, y, shift=1)  # type: ignore[call-overload]
+    flce.linear_logprobs(x, w, y, entropy="none")  # type: ignore[call-overload]
+    flce.linear_logprobs_at(x, w, ids, shift=1)  # type: ignore[call-arg]
+    flce.linear_loss(x, w, y, counted)  # type: ignore[arg-type]
+    flce.plan(4, 8, 16, vocab_parallel=None)  # type: ignore[call-arg]
+    flce.fuse(model, when="never")  # type: ignore[arg-type]
+    head.save = "nothing"  # type: ignore[assignment]
+    head(x, y, softcaps=30.0)  # type: ignore[call-overload]

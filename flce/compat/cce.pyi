@@ -1,7 +1,7 @@
-from typing import Generic, Literal, TypedDict, overload
+from typing import Generic, Literal, TypedDict
 
 from torch import Tensor, nn
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar, Unpack, overload
 
 from ..options import Reduction
 

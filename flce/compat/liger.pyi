@@ -1,9 +1,9 @@
 import abc
 import dataclasses
-from typing import Generic, Literal, TypedDict, overload
+from typing import Generic, Literal, TypedDict
 
 from torch import Tensor, dtype, nn
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar, Unpack, overload
 
 from ..options import Reduction
 
