@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -254,19 +255,16 @@ def test_stubs_have_the_attributes_of_the_code():
         explanation = flce.explain(model)
     made = [shards, fusion, explanation, cce.LinearCrossEntropy()]
     made += [flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)]
-    made += [
-        liger.LigerFusedLinearCrossEntropyLoss(),
-        flce.compat.torch.LinearCrossEntropyLoss(8, 9),
-    ]
-    made.append(liger.LigerFusedLinearCrossEntropyFunction())
+    made += [liger.LigerFusedLinearCrossEntropyLoss(), liger.LigerFusedLinearCrossEntropyFunction()]
+    made.append(flce.compat.torch.LinearCrossEntropyLoss(8, 16))
     by_class = {type(one): one for one in made}
     for path in IMPORTED:
         for name, stub, real in made_here(path):
-            if inspect.isclass(stub) and not issubclass(stub, tuple | dict | abc.ABC):
-                for base in stub.__mro__:
-                    if base.__module__.startswith("stub "):
-                        for attribute in inspect.get_annotations(base):
-                            assert hasattr(by_class[real], attribute), (name, attribute)
+            if not inspect.isclass(stub) or issubclass(stub, tuple | dict | abc.ABC):
+                continue
+            bases = [base for base in stub.__mro__ if base.__module__.startswith("stub ")]
+            for attribute in set().union(*map(inspect.get_annotations, bases)):
+                assert hasattr(by_class[real], attribute), (name, attribute)
 
 
 def functions_in(tree, prefix=""):
@@ -299,6 +297,13 @@ def test_stubs_of_integrations_have_the_signatures_of_the_source(path):
         if name == "FuseCallback.__init__":
             assert others.pop("when") == "'labels'"  # among its **options, as flce.fuse has it
         assert (by_position, others, takes_more) == described(code[name]), name
+
+
+def test_options_of_nemo_are_those_of_the_source():
+    source = (FLCE / "integrations/nemo.py").read_text()
+    (refused,) = re.findall(r"^_NOT_OPTIONS = (.*)$", source, re.MULTILINE)
+    expected = defaults("of_module").keys() - {*ast.literal_eval(refused)}
+    assert stub_of(FLCE / "options.pyi")["_NemoOptions"].__annotations__.keys() == expected
 
 
 def hints_of(options, names):
