@@ -1,7 +1,6 @@
 """flce: fused linear + cross entropy for PyTorch. The public names."""
 
 import importlib
-import typing
 
 import torch
 
@@ -21,9 +20,6 @@ from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput, TopLogprobs
 from .plan import Plan, plan
 from .targets import num_items
-
-if typing.TYPE_CHECKING:
-    from .fusion import explain, fuse
 
 __version__ = "0.1.0"
 __all__ = [

@@ -53,8 +53,8 @@ _Dtype = torch.dtype | None
 
 
 class Options(typing.TypedDict, total=False):
-    """The options and their types; OPTIONS has the rest, with which tests compare the docstring of
-    `linear_cross_entropy` and the README's call."""
+    """The options and their types, as in options.pyi; OPTIONS has the rest, with which tests
+    compare the docstring of `linear_cross_entropy` and the README's call."""
 
     linear_bias: Annotated[_Tensor, Option(None, "Tensor?")]
     adapter_input: Annotated[_Tensor, Option(None, "Tensor?")]

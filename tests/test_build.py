@@ -2,6 +2,7 @@
 has, and where an editable installation is found."""
 
 import ast
+import fnmatch
 import os
 import re
 import runpy
@@ -100,6 +101,15 @@ def test_a_wheel_has_every_package():
     (listed,) = re.findall(r"^packages = (.*)", text, re.MULTILINE)
     found = {path.parent.relative_to(ROOT) for path in ROOT.glob("flce/**/__init__.py")}
     assert set(ast.literal_eval(listed)) == {".".join(path.parts) for path in found}
+
+
+def test_a_wheel_has_the_types():
+    text = (ROOT / "pyproject.toml").read_text()
+    (patterns,) = re.findall(r'^package-data = \{ "\*" = (.*) \}$', text, re.MULTILINE)
+    found = [path.name for path in ROOT.glob("flce/**/*") if path.suffix in (".pyi", ".typed")]
+    assert {"__init__.pyi", "options.pyi", "py.typed"} <= {*found}
+    for name in found:
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in ast.literal_eval(patterns))
 
 
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):

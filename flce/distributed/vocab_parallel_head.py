@@ -34,9 +34,9 @@ class VocabParallelHead(ParallelStyle):
     DTensor of another kind, or the Module has the option vocab_parallel.
     """
 
-    def __init__(self, *, sequence=False):
+    def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
-        self.sequence = validate.check_flag("sequence", sequence)
+        self.sequence: bool = validate.check_flag("sequence", sequence)
 
     def _apply(self, module, device_mesh):
         if not isinstance(module, (LinearCrossEntropyHead, LinearCrossEntropyLoss)):
