@@ -288,7 +288,8 @@ typedef struct flce_class_logits_args {
   const void* w;         /* [V][hidden] dtype */
   const void* bias;      /* [V] stat dtype, or NULL */
   flce_dtype dtype;      /* of x and w */
-  flce_dtype rounded;    /* to which out is rounded, as the logits are: dtype or the stat dtype */
+  flce_dtype rounded;    /* to which the sum is rounded before the bias is added, as the logits are:
+                            dtype or the stat dtype */
   int64_t hidden;        /* columns of x and w */
 } flce_class_logits_args;
 

@@ -96,6 +96,20 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(both, (x, w))
 
 
+@pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
+def test_class_logits_are_those_of_the_logsumexp(device, logits_dtype):
+    """Where the GEMM rounds the logits it does so before a bias is added."""
+    case = make(device, torch.bfloat16, {"linear_bias": True})
+    case.options["linear_bias"] *= 100.0
+    ids = torch.arange(261, device=device).expand(*case.target.shape, 261)
+    call = {**case.options, "logits_dtype": logits_dtype, "return_lse": True}
+    for given in ({"classes": ids.contiguous()}, {"topk": 261}):
+        made = flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **call, **given)
+        kept = case.target != case.options["ignore_index"]
+        gap = made.class_logits[kept].logsumexp(-1) - made.lse[kept]
+        assert gap.abs().max() <= 2e-6 * made.lse.abs().max()
+
+
 # ---- topk ----
 
 DISTRIBUTIONS = {

@@ -291,7 +291,7 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
 }
 
 /* z of the classes whose logits are an output, of all tokens. Where the logits are rounded, so are
- * these. */
+ * these: by the GEMM, so before the bias is added (gemm_adds_bias is for float32 logits). */
 static flce_status class_logits(const execution* e) {
   const flce_plan* plan = e->plan;
   if (e->problem->row_classes == 0) return FLCE_OK;

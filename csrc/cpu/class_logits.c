@@ -54,8 +54,8 @@ static void logits_range(int64_t begin, int64_t end, void* context) {
       double z = kind == FLCE_ROW_OUT_OF_RANGE || !exists ? NAN : 0.0;
       if (kind == FLCE_ROW_VALID && column >= 0) {
         z = dot(job, i, column);
-        if (call->bias) z += flce_load(call->bias, stat, column);
         if (call->rounded == FLCE_BF16) z = (double)flce_from_bf16(flce_to_bf16((float)z));
+        if (call->bias) z += flce_load(call->bias, stat, column);
       }
       if (kind == FLCE_ROW_IGNORED) z = 0.0;
       flce_store(call->out, stat, k, z);

@@ -59,7 +59,7 @@ __device__ __forceinline__ S warp_dot(const T* x, const T* w, int64_t hidden) {
   return warp_sum(sum);
 }
 
-/* z as the logits are rounded. */
+/* z as the logits GEMM rounds it. */
 template <typename T, typename S>
 __device__ __forceinline__ S rounded_to(S z, flce_dtype dtype) {
   const bool rounds = sizeof(T) == 2 && dtype != FLCE_F32;
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kDotThreads)
     if (ref.kind == kRowValid && column >= 0) {
       z = warp_dot<T, N>((const T*)p.x + row * p.hidden, (const T*)p.w + column * p.hidden,
                          p.hidden);
-      if (p.bias) z += ((const S*)p.bias)[column];
       z = rounded_to<T>(z, p.rounded);
+      if (p.bias) z += ((const S*)p.bias)[column];
     }
     if (ref.kind == kRowValid && column == kColumnInvalid) z = (S)NAN;
     if (threadIdx.x % kWarp == 0) out[k] = z;
