@@ -136,7 +136,8 @@ def _class_outputs(packed, z, classes, temperature, cut):
     if not packed.topk:
         return logits, None
     absent = classes < 0
-    _, best = logits.detach().masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
+    kept = logits.detach().clamp(min=torch.finfo(logits.dtype).min)  # above what is absent
+    _, best = kept.masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
     return logits.gather(-1, best), classes.gather(-1, best)
 
 

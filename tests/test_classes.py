@@ -183,6 +183,31 @@ def test_topk_of_all_classes_and_of_the_target(device):
     torch.testing.assert_close(top.logprobs.exp().sum(-1), torch.ones(9, device=device).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_topk_of_impossible_classes(device, dtype):
+    """A logit of -inf is that of a class: the last ones, but no missing ones."""
+    x, w, target = cases.leaves(device, 9, vocab=13, dtype=dtype)
+    bias = torch.full((13,), -math.inf, device=device, dtype=dtype)
+    bias[[3, 7, 11]] = 0.0
+    for count in (1, 3, 5, 13):
+        options = {"linear_bias": bias, "entropy": None, "return_topk": count}
+        _, _, top = flce.linear_logprobs(x, w, target % 2 * 4 + 3, **options)
+        assert (top.ids >= 0).all() and (top.ids.sort(-1).values.diff() > 0).all()
+        assert (bias[top.ids[:, :3]] == 0).all()
+        assert (top.logprobs[:, 3:] == -math.inf).all() and (top.logprobs[:, :3] <= 0).all()
+    _, _, top = flce.linear_logprobs(x, w, target, **{**options, "linear_bias": bias - math.inf})
+    assert torch.equal(top.ids.sort(-1).values, torch.arange(13, device=device).expand(9, 13))
+    assert (top.lse == -math.inf).all() and top.logprobs.isnan().all()  # as torch.log_softmax
+
+
+def test_topk_of_float64_logits_that_float32_cannot_tell_apart():
+    """In float64 on the CPU the order is exact."""
+    z = 1e4 + 1e-7 * torch.randperm(500, generator=cases.generator(2)).double()
+    x, w = torch.ones(1, 1, dtype=torch.float64), z.unsqueeze(-1)
+    _, _, top = flce.linear_logprobs(x, w, torch.zeros(1, dtype=torch.long), return_topk=9)
+    assert torch.equal(top.ids[0], z.topk(9).indices)
+
+
 def test_topk_of_ignored_rows(device):
     x, w, target = cases.leaves(device, 9)
     target[::2] = -100
