@@ -336,6 +336,22 @@ def test_out_of_range(device, monkeypatch):
     assert made[3].isnan().all() and made[:3].isfinite().all()
 
 
+@pytest.mark.parametrize("ignore_index", [-100, -2, 3])
+def test_minus_one_is_no_class_unless_it_is_ignored(device, ignore_index, monkeypatch):
+    x, w, target = cases.leaves(device, 5)
+    ids = target.unsqueeze(-1).repeat(1, 3)
+    ids[3, 1] = -1
+    call = {"ignore_index": ignore_index}
+    monkeypatch.setenv("FLCE_CHECK", "1")
+    with pytest.raises(IndexError, match=r"classes.*-1"):
+        flce.linear_logprobs_at(x, w, ids, **call)
+    monkeypatch.delenv("FLCE_CHECK")
+    if device == "cuda":
+        assert flce.linear_logprobs_at(x, w, ids, **call)[3, 1].isnan()
+    made = flce.linear_logprobs_at(x, w, ids, ignore_index=-1)
+    assert made[3, 1] == 0 and (made != 0).sum() == 14
+
+
 # ---- targets (ids, probabilities) ----
 
 

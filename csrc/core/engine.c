@@ -362,8 +362,12 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_tensors* caller) {
   flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
-  execution e = {
-      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = &tensors};
+  execution e = {.backend = backend,
+                 .shard = &shard,
+                 .problem = problem,
+                 .plan = plan,
+                 .tensors = &tensors,
+                 .no_class = flce_no_class(problem)};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
@@ -443,7 +447,11 @@ flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
   shard_call shard = {.comm = comm};
-  execution e = {
-      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = tensors};
+  execution e = {.backend = backend,
+                 .shard = &shard,
+                 .problem = problem,
+                 .plan = plan,
+                 .tensors = tensors,
+                 .no_class = flce_no_class(problem)};
   return flce_close_shard(&e, backward(&e));
 }

@@ -10,8 +10,9 @@
 static int64_t column_of(const flce_rows* rows, int64_t id, bool* exists) {
   const flce_row_classes* classes = &rows->classes;
   int64_t column = id - classes->first;
-  *exists = id >= -1 && id < classes->all;
-  return id >= 0 && *exists && column >= 0 && column < rows->vocab ? column : -1;
+  bool none = id == classes->none;
+  *exists = none || (id >= 0 && id < classes->all);
+  return !none && *exists && column >= 0 && column < rows->vocab ? column : -1;
 }
 
 typedef struct logits_job {

@@ -16,9 +16,10 @@ enum {
 enum { kColumnElsewhere = -1, kColumnInvalid = -2 };
 
 __device__ __forceinline__ int64_t column_of_class(const flce_rows& r, int64_t id) {
-  if (id < -1 || id >= r.classes.all) return kColumnInvalid;
+  if (id == r.classes.none) return kColumnElsewhere;
+  if (id < 0 || id >= r.classes.all) return kColumnInvalid;
   const int64_t column = id - r.classes.first;
-  return id >= 0 && column >= 0 && column < r.vocab ? column : kColumnElsewhere;
+  return column >= 0 && column < r.vocab ? column : kColumnElsewhere;
 }
 
 /* ---- logits ---- */
