@@ -223,6 +223,22 @@ def test_topk_of_ignored_rows(device):
 # ---- linear_logprobs_at ----
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_many_equal_ids(device, dtype, save):
+    """Their gradients are summed before they are rounded to the operands' dtype."""
+    x, w, target = cases.leaves(device, 5, dtype=dtype)
+    ids = torch.cat([target.unsqueeze(-1).expand(5, 600), (target.unsqueeze(-1) + 1) % 41], -1)
+    grads = torch.full(ids.shape, 1 / 64, device=device)
+    grads[:, -1] = 0.5
+    made = flce.linear_logprobs_at(x, w, ids.contiguous(), save=save)
+    ours = torch.autograd.grad(made, (x, w), grads)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    truth = (wide[0] @ wide[1].T).log_softmax(-1).gather(-1, ids)
+    for grad, right in zip(ours, torch.autograd.grad(truth, wide, grads.double()), strict=True):
+        assert cases.relative_error(grad, right) <= 2 * cases.LOGIT_ROUNDING[dtype]
+
+
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (0,)])
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
 def test_logprobs_at(device, shape, kind):
