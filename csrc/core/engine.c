@@ -295,6 +295,10 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
 static flce_status class_logits(const execution* e) {
   const flce_plan* plan = e->plan;
   if (e->problem->row_classes == 0) return FLCE_OK;
+  if (e->problem->vocab == 0) { /* a rank without a class, to which all targets are out of range */
+    CALL(e, fill, e->tensors->class_logits, 0, plan->buffers[FLCE_BUF_CLASS_LOGITS].bytes);
+    return FLCE_OK;
+  }
   flce_rows all = open_rows(e, 0, e->problem->tokens);
   bool rounds = !plan->fuses_rows && plan->z_dtype == plan->dtype;
   CALL(e, class_logits,
