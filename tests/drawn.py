@@ -288,12 +288,12 @@ class Draw:
 
     def _loss_fn(self, call):
         """A loss of the rows; the gradient of a ratio is finite also at extreme logits."""
-        a, b = (self.normal(self.rows) for _ in range(2))
+        a, b = (self.normal(max(self.rows, 8)) for _ in range(2))  # of rows, and of sequences
         share = 1.0 / max(self.rows, 1)
         options = {"ppo": ppo, "focal": focal, "dft": dft, "gspo": gspo, "dpo": dpo}
         if call.ids is not None or self.dtype != torch.float64:
             grad = self.normal(self.rows, *(call.ids.shape[-1:] if call.ids is not None else ()))
-            call.upstream = {"logprobs": grad, "entropy": a}
+            call.upstream = {"logprobs": grad, "entropy": a[: self.rows]}
             call.loss_fn = linear
             if call.options.get("entropy", 0) in (None, "detached"):
                 call.upstream["entropy"] = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from drawn import FUNCTIONS, Draw
 from processes import run_on_ranks
 
-DRAWS = int(os.environ.get("FLCE_DRAWS", "40"))
+DRAWS, ON_RANKS = (int(os.environ.get("FLCE_DRAWS", default)) for default in ("40", "10"))
 SHARES = {torch.float64: 1.0, torch.float32: 0.4, torch.bfloat16: 0.4, torch.float16: 0.4}
 
 
@@ -47,4 +47,4 @@ def on_ranks(ranks, draws):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_drawn_shards(ranks):
-    run_on_ranks(ranks, on_ranks, ranks=ranks, draws=DRAWS // 4)
+    run_on_ranks(ranks, on_ranks, ranks=ranks, draws=ON_RANKS)
