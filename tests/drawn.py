@@ -11,6 +11,7 @@ import torch
 import flce
 
 FUNCTIONS = ("logprobs", "at", "topk", "classes", "sparse", "loss", "loss_at")
+SHAPES = ((0,), (1,), (5,), (17,), (2, 3), (3, 1, 4), (2, 0), (33,), (2, 2, 6), (12,))
 ACCUMULATE = ("classes", "sparse", "loss", "loss_at")  # which take accumulate_into
 OF_ROWS = ("input", "adapter_input")
 OF_CLASSES = ("linear_weight", "linear_bias", "adapter_weight")
@@ -85,7 +86,7 @@ class Draw:
         return tensor
 
     def call(self):
-        shape = self.pick((0,), (1,), (5,), (17,), (2, 3), (3, 1, 4), (2, 0), (33,), (2, 2, 6), (12,))
+        shape = self.pick(*SHAPES)
         if self.ranks == 1 and not self.is_loss and self.chance(0.03):
             shape = ()
         vocab = self.pick(1, 2, 3, 5, 8, 17, 33, 61, 61, 130)
@@ -306,7 +307,7 @@ class Draw:
         call.options["data"] = a, b
 
 
-# ---- losses: (call, logprobs, entropy, rows, base) -> a scalar; base: logprobs to compare with ----
+# ---- losses: (call, logprobs, entropy, rows, base) -> a scalar; base: of a ratio ----
 
 
 def linear(call, logprobs, entropy, rows, base):

@@ -35,7 +35,7 @@ def results(call, ranks=None):
     weight = leaves["linear_weight"]
     if into == "main_grad":
         wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
-        before = 0.5 if wide == weight.dtype == torch.float64 else 0.0  # to which float32 would round
+        before = 0.5 if wide == torch.float64 else 0.0  # float32 would round the sum to it
         weight.main_grad = torch.full_like(weight, before, dtype=wide)
     elif into and call.seed % 2:
         weight.grad = torch.zeros_like(weight)
@@ -80,7 +80,8 @@ class Bounds:
         terms = sum(x.shape[-1] for x, _ in parts) + 4
         bias = leaves.get("linear_bias", torch.zeros(valid))[:valid]
         bias = bias.masked_fill(bias.isinf(), 0.0).abs()
-        error = (0.0 if exact else 2.0 * of_logit + terms * stat) * sizes + 2 * stat * (sizes + bias)
+        error = 0.0 if exact else (2.0 * of_logit + terms * stat) * sizes
+        error = error + 2.0 * stat * (sizes + bias)
         scale = abs(meant.get("logit_scale", 1.0)) / self._temperature(cut)
         finite = logits.masked_fill(logits.isinf(), 0.0).abs()
         # Of a final logit, of what follows from a row's, and of the slope of the cap.
@@ -99,7 +100,8 @@ class Bounds:
             if x not in leaves:
                 continue
             longest = leaves[w][:valid].abs().max()
-            own_x = leaves[x].masked_fill(cut.unsqueeze(-1), 0.0).abs().reshape(-1, leaves[x].shape[-1])
+            own_x = leaves[x].masked_fill(cut.unsqueeze(-1), 0.0).abs()
+            own_x = own_x.reshape(-1, own_x.shape[-1])
             rows = (dz + most * stat * valid).unsqueeze(-1) * longest
             self.leaves[x] = rows.reshape(*cut.shape, 1)
             sums = (dz + most * (stat * chunks + accum * chunks)).reshape(-1, 1)

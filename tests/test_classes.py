@@ -104,7 +104,8 @@ def test_class_logits_are_those_of_the_logsumexp(device, logits_dtype):
     ids = torch.arange(261, device=device).expand(*case.target.shape, 261)
     call = {**case.options, "logits_dtype": logits_dtype, "return_lse": True}
     for given in ({"classes": ids.contiguous()}, {"topk": 261}):
-        made = flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **call, **given)
+        operands = case.input, case.linear_weight, case.target
+        made = flce.linear_cross_entropy(*operands, **call, **given)
         kept = case.target != case.options["ignore_index"]
         gap = made.class_logits[kept].logsumexp(-1) - made.lse[kept]
         assert gap.abs().max() <= 2e-6 * made.lse.abs().max()
@@ -324,8 +325,11 @@ def test_refused_dtypes_and_sampled_gradients(device):
     x, w, target = cases.leaves(device, 5, dtype=torch.float32)
     with pytest.raises(TypeError, match="classes: expected dtype torch.int64"):
         flce.linear_cross_entropy(x, w, target, classes=target.float().unsqueeze(-1))
-    with pytest.raises(ValueError, match=r"ids: expected class indices of shape \(..., K\)"):
+    with pytest.raises(ValueError, match=r"ids: expected int64 or int32 class indices of shape"):
         flce.linear_logprobs_at(x, w, target.float().unsqueeze(-1))
+    for dtype in (torch.int16, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=rf"ids: expected int64 .*{dtype}"):
+            flce.linear_logprobs_at(x, w, target.unsqueeze(-1).to(dtype))
     with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
         flce.linear_logprobs_at(x, w, target.unsqueeze(-1), shift=1)
     made = flce.linear_logprobs_at(x, w, target.unsqueeze(-1), gradient="sampled")
@@ -406,6 +410,25 @@ def test_sparse_target_with_rows_of_no_class(device):
     assert gw.isfinite().all() and (gx[2:4] == 0).all()
 
 
+def test_sparse_target_of_impossible_classes(device):
+    """A class of probability 0 adds nothing, where its logit is -inf too."""
+    x, w, _ = cases.leaves(device, 6)
+    ids = torch.arange(12, device=device).reshape(6, 2)
+    probabilities = torch.tensor([1.0, 0.0], device=device, dtype=torch.float64).expand(6, 2)
+    bias = torch.zeros(41, device=device, dtype=torch.float64)
+    bias[1:12:2] = -math.inf
+    ours = flce.linear_cross_entropy(x, w, (ids, probabilities), linear_bias=bias)
+    theirs = flce.linear_cross_entropy(x, w, ids[:, 0].contiguous(), linear_bias=bias)
+    cases.assert_same(ours, theirs, (x, w), tolerance=1e-12)
+
+
+def test_an_ignore_index_beyond_int32(device):
+    x, w, target = cases.leaves(device, 6)
+    ids = target.unsqueeze(-1).int()
+    made = flce.linear_logprobs_at(x, w, ids, ignore_index=2**40)
+    assert torch.equal(made, flce.linear_logprobs_at(x, w, ids))
+
+
 def test_refusals_of_sparse_targets(device):
     x, w, target = cases.leaves(device, 6)
     ids, probabilities = target.unsqueeze(-1), torch.ones(6, 1, device=device)
@@ -415,8 +438,11 @@ def test_refusals_of_sparse_targets(device):
             (ids, probabilities.clone().requires_grad_()),
             "target: expected a tensor that does not",
         ),
+        ((ids, ids), "target: expected floating probabilities, got torch.int64"),
+        ((ids, probabilities, ids), "target: expected a tensor, got tuple"),
+        ((ids,), "target: expected a tensor, got tuple"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             flce.linear_cross_entropy(x, w, given)
     for option in ({"label_smoothing": 0.1}, {"shift": 1}, {"return_accuracy": True}):
         (name,) = option
