@@ -97,7 +97,8 @@ struct flce_backend {
    * flce_tensors.class_logits says. */
   flce_status (*class_logits)(void* self, const flce_class_logits_args* call);
   /* Adds rows->classes.grads to the rows of dz in `out`; times 1 / scale[0], if scale is not NULL.
-   * A class that does not exist makes column 0 of its row NaN. */
+   * The gradients of equal classes are summed in the stat dtype. A class that does not exist makes
+   * column 0 of its row NaN. */
   flce_status (*class_gradients)(void* self, const flce_rows* rows, const float* scale);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat

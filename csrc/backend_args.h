@@ -120,11 +120,12 @@ struct flce_gemm {
 /* Classes of each row whose logits are an output (flce_tensors.classes). The vectors are indexed
  * like those of flce_rows, with `count` elements a row. */
 typedef struct flce_row_classes {
-  int64_t* ids;      /* classes of the whole vocabulary, -1 for none; NULL where there are none */
+  int64_t* ids;      /* classes of the whole vocabulary; NULL where there are none */
   const void* grads; /* stat dtype: the gradients of their z; NULL in a forward */
   int64_t count;     /* of a row */
   int64_t first;     /* class of column 0: this rank's first one */
   int64_t all;       /* of the whole vocabulary */
+  int64_t none;      /* the id that is no class */
 } flce_row_classes;
 
 /* The rows of one chunk, the argument of the row passes.
@@ -288,7 +289,8 @@ typedef struct flce_class_logits_args {
   const void* w;         /* [V][hidden] dtype */
   const void* bias;      /* [V] stat dtype, or NULL */
   flce_dtype dtype;      /* of x and w */
-  flce_dtype rounded;    /* to which out is rounded, as the logits are: dtype or the stat dtype */
+  flce_dtype rounded;    /* to which the sum is rounded before the bias is added, as the logits are:
+                            dtype or the stat dtype */
   int64_t hidden;        /* columns of x and w */
 } flce_class_logits_args;
 

@@ -287,9 +287,9 @@ typedef struct flce_tensors {
    * backward. */
   void* saved;
   void* predictions; /* [N] int64 */
-  /* [N][row_classes]: indices of classes, -1 for none. Read, but with topk written by the
-   * forward: the classes of this rank with the largest logits, the lowest first of equal ones; -1
-   * beyond the number of classes, and in rows that are not valid. */
+  /* [N][row_classes]: indices of classes, ignore_index for none. Read, but with topk written by
+   * the forward: the classes of this rank with the largest logits, the lowest first of equal ones;
+   * -1 beyond the number of classes, and in rows that are not valid. */
   int64_t* classes;
   /* [N][row_classes] stat dtype, written by the forward: z of the classes, with the bias; 0 where
    * there is none or the row is ignored, and for other ranks' classes. */

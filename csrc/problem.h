@@ -258,6 +258,11 @@ static inline int64_t flce_candidates(int64_t topk) {
   return topk > 0 ? FLCE_CANDIDATES(topk) : 0;
 }
 
+/* The id that is none in a row's classes: topk's are -1, the caller's ignore_index. */
+static inline int64_t flce_no_class(const flce_problem* problem) {
+  return problem->topk > 0 ? -1 : problem->loss.ignore_index;
+}
+
 static inline bool flce_is_sharded(const flce_problem* problem) {
   return problem->ranks > 1;
 }

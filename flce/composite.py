@@ -136,7 +136,8 @@ def _class_outputs(packed, z, classes, temperature, cut):
     if not packed.topk:
         return logits, None
     absent = classes < 0
-    _, best = logits.detach().masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
+    kept = logits.detach().clamp(min=torch.finfo(logits.dtype).min)  # above what is absent
+    _, best = kept.masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
     return logits.gather(-1, best), classes.gather(-1, best)
 
 
@@ -214,9 +215,8 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
-    if classes is not None:  # -1: none
+    if classes is not None:
         validate.check_constant("classes", classes)
-        classes = classes.masked_fill(classes == packed.ignore_index, -1)
     wants_classes = classes is not None or packed.topk > 0
     rows = _rows(packed, target)
     tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
@@ -230,7 +230,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if _checks_range(target):
         most = fakes.described(input, weight, target, bias, lists).classes
         if classes is not None:
-            validate.check_target_range("classes", classes, most, -1)
+            validate.check_target_range("classes", classes, most, packed.ignore_index)
         validate.check_target_range("target", target, most, packed.ignore_index)
     if traced and any(needs):
         # The fakes have to know which outputs there are.

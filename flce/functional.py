@@ -236,7 +236,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
             or autograd.grad of linear_weight; a collective of `vocab_parallel` that fails.
     """
-    if isinstance(target, tuple):
+    if isinstance(target, tuple) and len(target) == 2:
         return _of_sparse_target(input, linear_weight, *target, options)
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
@@ -245,12 +245,12 @@ def _target_of(ids, ignore_index):
     """A target for the rows of `ids` (..., K): one of a row's classes, or `ignore_index` without
     any; and the mask of ids that are none."""
     validate.check_tensor("ids", ids)
-    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.is_floating_point():
+    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
         got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
-        validate.refuse("ids", "class indices of shape (..., K), K at least 1", got)
+        validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
     ignore_index = table.ignore_index_of(ignore_index)
     absent = ids == ignore_index
-    target = ids.masked_fill(absent, -1).amax(dim=-1)
+    target = ids.masked_fill(absent, -1).amax(dim=-1).long()  # int32 may not hold ignore_index
     return target.masked_fill(absent.all(dim=-1), ignore_index), absent
 
 
@@ -268,12 +268,14 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     target, absent = _target_of(ids, options["ignore_index"])
     validate.check_tensor("target", probabilities)
     validate.check_constant("target", probabilities)
+    if not probabilities.is_floating_point():
+        validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
     validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
     own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
     reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
-    gaps = (made.lse.unsqueeze(-1) - made.class_logits).masked_fill(absent, 0.0)
+    gaps = torch.where(absent | (probabilities == 0), 0.0, made.lse[..., None] - made.class_logits)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
     rows = rows if factor is None else rows * factor.to(rows.dtype)
     loss = rows if reduction == "none" else rows.sum()

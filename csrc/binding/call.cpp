@@ -98,12 +98,13 @@ const void* bind_vector(const char* name, const OptionalTensor& tensor,
   return call->pointer(*tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
 }
 
-/* Checks the classes' range where that needs no device: indices, and -1 for none. */
+/* Checks the classes' range where that needs no device: indices, and the id of none. */
 void check_classes(int64_t most, const Call& call) {
   const flce_problem& problem = call.problem;
+  int64_t none = flce_no_class(&problem);
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
     int64_t id = call.tensors.classes[i];
-    if (id < -1 || id >= most)
+    if (id != none && (id < 0 || id >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
                     "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
                         std::to_string(id) + ", expected 0 to " + std::to_string(most - 1) +

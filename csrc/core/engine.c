@@ -291,10 +291,14 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
 }
 
 /* z of the classes whose logits are an output, of all tokens. Where the logits are rounded, so are
- * these. */
+ * these: by the GEMM, so before the bias is added (gemm_adds_bias is for float32 logits). */
 static flce_status class_logits(const execution* e) {
   const flce_plan* plan = e->plan;
   if (e->problem->row_classes == 0) return FLCE_OK;
+  if (e->problem->vocab == 0) { /* a rank without a class, to which all targets are out of range */
+    CALL(e, fill, e->tensors->class_logits, 0, plan->buffers[FLCE_BUF_CLASS_LOGITS].bytes);
+    return FLCE_OK;
+  }
   flce_rows all = open_rows(e, 0, e->problem->tokens);
   bool rounds = !plan->fuses_rows && plan->z_dtype == plan->dtype;
   CALL(e, class_logits,
@@ -362,8 +366,12 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_tensors* caller) {
   flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
-  execution e = {
-      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = &tensors};
+  execution e = {.backend = backend,
+                 .shard = &shard,
+                 .problem = problem,
+                 .plan = plan,
+                 .tensors = &tensors,
+                 .no_class = flce_no_class(problem)};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
@@ -443,7 +451,11 @@ flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
   shard_call shard = {.comm = comm};
-  execution e = {
-      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = tensors};
+  execution e = {.backend = backend,
+                 .shard = &shard,
+                 .problem = problem,
+                 .plan = plan,
+                 .tensors = tensors,
+                 .no_class = flce_no_class(problem)};
   return flce_close_shard(&e, backward(&e));
 }

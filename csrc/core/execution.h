@@ -20,6 +20,7 @@ typedef struct execution {
   const void* linear_weight; /* [V][plan->hidden] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
+  int64_t no_class;          /* of tensors->classes: the id that is none */
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -55,6 +56,7 @@ static inline flce_row_classes open_classes(const execution* e, int64_t first) {
       .count = count,
       .first = sharded ? problem->first_class : 0,
       .all = sharded ? problem->classes : problem->vocab,
+      .none = e->no_class,
   };
 }
 
