@@ -4,9 +4,8 @@
 #include <tuple>
 #include <utility>
 
-#include <torch/csrc/stable/library.h>
-
 #include "binding/call.h"
+#include "binding/library.h"
 
 namespace flce {
 
@@ -131,14 +130,14 @@ std::tuple<std::string, double, std::string> plan(int64_t device_index,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
+FLCE_LIBRARY_FRAGMENT(m) {
   m.def("describe(int[] operands, int? valid_vocab, int[] integers, float[] numbers) -> int[]");
   m.def(
       "plan(int device_index, int[] operands, int? valid_vocab, int[] integers, float[] numbers) "
       "-> (str fields, float sampled_time, str text)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("describe", TORCH_BOX(&describe));
   m.impl("plan", TORCH_BOX(&plan));
 }
