@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
@@ -239,9 +240,11 @@ class Build(build_ext):
         for name in ("linker_so", "linker_so_cxx"):  # Python's own may name this machine's folders
             words = getattr(self.compiler, name)
             setattr(self.compiler, name, [w for w in words if not w.startswith("-Wl,-rpath")])
-        if GLIBC:
+        if GLIBC:  # again, even if a module that another linker has made is newer than its sources
+            Path(self.get_ext_fullpath(self.extensions[0].name)).unlink(missing_ok=True)
             linker, self.extensions[0].extra_objects = portable_linker()
-            self.compiler.linker_so = self.compiler.linker_so_cxx = [*linker, "-shared"]
+            self.extensions[0].language = "c"  # else setuptools links by the C++ compiler
+            self.compiler.linker_so = [*linker, "-shared"]
         super().build_extensions()
 
 
@@ -266,6 +269,8 @@ CORE_LIBRARY = {
     "obj_deps": {"": HEADERS},
     "cflags": ["-std=c11", *C_FLAGS],
 }
+if int(setuptools.__version__.split(".")[0]) < 77:  # it does not know pyproject.toml's license
+    sys.exit(f"flce: to build, setuptools 77 or later is needed, not {setuptools.__version__}")
 if __name__ == "__main__":  # tests/check_kernels.py imports the rest
     setup(
         libraries=[("flce_core", CORE_LIBRARY)],
