@@ -33,8 +33,8 @@ C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
-.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel hub clean \
-	python
+.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
+	sbom hub clean python
 
 test: test-c test-py
 
@@ -76,6 +76,12 @@ wheel: $(READY)
 	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
 	FLCE_GLIBC=2.28 FLCE_CUDA=1 $(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
 	$(PYTHON) tests/check_wheel.py dist/flce-*.whl
+
+sdist: $(READY)
+	$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+
+sbom: $(READY)
+	$(PYTHON) tools/sbom.py dist/flce-*.whl
 
 # The layout of Hugging Face's kernel hub, in build/hub; FLCE_CUDA=0 for its CPU build alone.
 hub: $(READY)
