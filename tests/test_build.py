@@ -137,3 +137,21 @@ def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == clone / "flce" / "__init__.py"
+
+
+def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
+    """And in the clone itself, whose flce has no compiled module, an error says what to do."""
+    clone, site = tmp_path / "flce", tmp_path / "site"
+    for folder in (clone / "flce", site):
+        folder.mkdir(parents=True)
+    (clone / "flce" / "__init__.py").write_text((ROOT / "flce" / "__init__.py").read_text())
+    (site / "flce").symlink_to(ROOT / "flce")
+    code = "import sys; sys.path[1:1] = sys.argv[1:]; import flce; print(flce.__file__)"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", code, str(site), *filter(None, sys.path)]
+    done = [
+        subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        for folder in (tmp_path, clone)
+    ]
+    assert Path(done[0].stdout.strip()) == site / "flce" / "__init__.py", done[0].stderr
+    assert "or start Python in another folder" in done[1].stderr.splitlines()[-1]
