@@ -70,7 +70,8 @@ def capabilities(library):
     describe = ctypes.CDLL(str(library)).flce_cuda_describe
     describe.restype = ctypes.c_char_p
     built = describe().decode().splitlines()[0]
-    return [f"{one[:-1]}.{one[-1]}" for one in re.findall(r" sm_(\d+)", built)]
+    found = [f"{one[:-1]}.{one[-1]}" for one in re.findall(r" sm_(\d+)", built)]
+    return found if os.environ.get("FLCE_CUDA_ARCHS") else [*found, f"{found[-1]}+PTX"]
 
 
 def write_variant(folder, name, operators, libraries, backend):
