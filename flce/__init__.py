@@ -8,8 +8,8 @@ try:
     from . import _C  # noqa: F401  registers the operators
 except ImportError as error:
     raise ImportError(
-        "flce: the compiled module flce._C is missing or unfit for this torch "
-        f"({torch.__version__}): {error}. In a clone, run `pip install --no-build-isolation -e .`"
+        f"flce: no compiled module flce._C for torch {torch.__version__}: {error}. In a clone, run "
+        "`pip install --no-build-isolation -e .`, or start Python in another folder"
     ) from error
 
 from . import reference

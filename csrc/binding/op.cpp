@@ -2,9 +2,8 @@
  * works with every torch >= 2.10. */
 #include <tuple>
 
-#include <torch/csrc/stable/library.h>
-
 #include "binding/collectives.h"
+#include "binding/library.h"
 #include "binding/outputs.h"
 
 namespace flce {
@@ -345,7 +344,7 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(flce, m) {
+FLCE_LIBRARY(m) {
   m.def(
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
@@ -387,10 +386,10 @@ static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CPU, m) {
+FLCE_LIBRARY_IMPL(CPU, m) {
   implement(m);
 }
-STABLE_TORCH_LIBRARY_IMPL(flce, CUDA, m) {
+FLCE_LIBRARY_IMPL(CUDA, m) {
   implement(m);
 }
 

@@ -80,4 +80,4 @@ def _with_distributed_input(mesh, sequence, module, args, kwargs):
 
 
 # Pickles refer to the package, so that a class may move to another file.
-VocabParallelHead.__module__ = "flce"
+VocabParallelHead.__module__ = __package__.rpartition(".")[0]
