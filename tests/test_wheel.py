@@ -1,6 +1,10 @@
 """tests/check_wheel.py, on the libraries of this build. `make wheel` checks what it has built."""
 
+import hashlib
+import json
+import re
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -9,6 +13,9 @@ import pytest
 import torch
 
 import flce
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import sbom  # noqa: E402
 
 LIBRARIES = [Path(flce.__file__).with_name(name) for name in check_wheel.EXPORTS]
 
@@ -49,3 +56,23 @@ def test_a_file_that_is_no_wheel_of_flce_is_refused(tmp_path, monkeypatch):
     tag, size, libraries = check_wheel.faults_of(wheel)
     assert "is not tagged cp310-abi3-manylinux_2_28_x86_64" in tag and "at most 1" in size
     assert libraries == "has ['_C.abi3.so'], not ['_C.abi3.so', 'libflce_cuda.so']"
+
+
+def test_the_bill_of_materials_names_what_is_linked_in(tmp_path):
+    library = LIBRARIES[1]
+    if not library.exists():
+        pytest.skip("the CUDA library was not built")
+    wheel = tmp_path / "flce-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl"
+    headers = "Name: flce\nVersion: 0.1.0\nLicense-Expression: BSD-3-Clause\n"
+    headers += 'Requires-Dist: torch>=2.10\nRequires-Dist: numpy; extra == "tests"\n'
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("flce-0.1.0.dist-info/METADATA", headers)
+        archive.write(library, "flce/libflce_cuda.so")
+    sbom.main(wheel)
+    bill = json.loads((tmp_path / "flce-0.1.0.cdx.json").read_text())
+    (digest,) = bill["metadata"]["component"]["hashes"]
+    assert digest["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
+    runtime, torch_ = bill["components"]
+    release = re.search(r"nvcc ([\d.]+)", torch.ops.flce.cuda_describe())[1]
+    assert runtime["name"].startswith("NVIDIA CUDA Runtime") and runtime["version"] == release
+    assert torch_["name"] == "torch" and torch_["description"] == "required: torch>=2.10"

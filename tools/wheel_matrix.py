@@ -71,6 +71,7 @@ def main():
     parser.add_argument("wheel", type=Path)
     parser.add_argument("environments", nargs="+", metavar="TORCH@PYTHON or interpreter")
     parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--note", help="of the record: which commit was built, and how")
     arguments = parser.parse_args()
     wheel, runs = arguments.wheel.resolve(), []
     for name in arguments.environments:
@@ -85,6 +86,7 @@ def main():
     if arguments.json:
         record = {
             "wheel": wheel.name,
+            "note": arguments.note,
             "bytes": wheel.stat().st_size,
             "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
             "machine": f"{platform.machine()}, {' '.join(platform.libc_ver())}",
