@@ -16,6 +16,7 @@ except ImportError as error:
 from . import reference
 from .chunked_loss import linear_loss
 from .distributed import VocabParallel
+from .divergence import linear_divergence
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput, TopLogprobs
@@ -40,6 +41,7 @@ __all__ = [
     "fuse",
     "integrations",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_logprobs",
     "linear_logprobs_at",
     "linear_loss",

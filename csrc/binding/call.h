@@ -19,6 +19,14 @@ struct Operands {
   OptionalTensor linear_bias;
 };
 
+/* The teacher of a divergence: (..., H') and (V, H'), or its logits (..., V). `numbers`:
+ * flce_divergence, then FLCE_TEACHER_NUMBERS. */
+struct Teacher {
+  Tensor input;
+  OptionalTensor linear_weight, linear_bias, temperature;
+  std::vector<double> numbers;
+};
+
 /* The arguments of an operator after its tensors. rows: nullopt: all; on the CPU those that are not
  * ignored, but memory for all; kCountedRows: memory for those alone. group: of a sharded
  * vocabulary, its name in torch.distributed. */
@@ -55,6 +63,9 @@ struct Call {
 /* The call of a linear cross entropy, and that of a loss of given logits. */
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
+
+/* Adds the teacher of a divergence to the call. */
+void bind_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
 
 /* Sets the dtypes of the GEMMs, of dW's sum and of the logits from those of the operands. */
 void choose_dtypes(const PackedOptions& options, flce_problem* problem);

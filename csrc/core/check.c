@@ -2,6 +2,7 @@
  * expected and what came. */
 #include "backend.h"
 #include "core/chunks.h"
+#include "core/teacher.h"
 #include "loss.h"
 
 #include <math.h>
@@ -200,6 +201,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
          "save: expected \"logits\" or \"stats\" where the weight's gradient is added to the "
          "caller's, got \"grads\", whose forward would change it");
   FLCE_TRY(check_added(problem));
+  FLCE_TRY(flce_check_teacher(problem));
   FLCE_TRY(check_samples(problem));
   FLCE_TRY(check_classes(problem));
   FLCE_TRY(check_shard(problem));

@@ -5,6 +5,7 @@
 #include "core/plan.h"
 #include "core/samples.h"
 #include "core/shards.h"
+#include "core/teacher.h"
 
 /* The factor of E where it is stored in float16. c is then the row's largest l, so the largest
  * entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
@@ -134,7 +135,8 @@ static flce_status logits_gemm(const execution* e, chunk* c) {
 static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
-  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes;
+  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes ||
+               plan->compares;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(fill_logits_gemm(e, c, gemm));
   if (keeps && exp_form)
@@ -226,6 +228,113 @@ static flce_status finish_gradients(const execution* e) {
   return flce_wait_all_gather_dx(e);
 }
 
+/* ---- the teacher of a divergence ---- */
+
+/* Its execution, whose workspace is a part of the student's. */
+typedef struct teacher_call {
+  execution own;
+  flce_problem problem;
+  flce_plan plan;
+  flce_tensors tensors;
+  shard_call shard;
+} teacher_call;
+
+/* `e`: the student's, whose caller gave `problem` and `tensors`. */
+static flce_status open_teacher(const execution* e, const flce_problem* problem,
+                                const flce_tensors* tensors, teacher_call* call) {
+  *call = (teacher_call){.problem = flce_teacher_problem(problem), .tensors = *tensors};
+  FLCE_TRY(flce_plan_teacher(e->backend, &call->problem, e->plan->chunk_rows, &call->plan));
+  flce_tensors* own = &call->tensors;
+  own->input = tensors->teacher_input;
+  own->linear_weight = tensors->teacher_weight;
+  own->linear_bias = tensors->teacher_bias;
+  own->temperature = tensors->teacher_temperature;
+  own->token_weight = own->predictions = own->grad_input = NULL;
+  own->workspace = buffer_ptr(e, FLCE_BUF_TEACHER);
+  call->own = (execution){.backend = e->backend,
+                          .problem = &call->problem,
+                          .plan = &call->plan,
+                          .tensors = own};
+  own->stats = buffer_ptr(&call->own, FLCE_BUF_STATS);
+  if (e->shard) {
+    call->shard.comm = e->shard->comm;
+    call->own.shard = &call->shard;
+  }
+  call->own.losses = buffer_ptr(&call->own, FLCE_BUF_ROW_LOSS);
+  if (!call->problem.teacher.gives_logits) return open_operands(&call->own, true, true);
+  call->own.stat = flce_stat_dtype(call->plan.dtype);
+  call->own.input = own->input;
+  return flce_open_shard(&call->own, false);
+}
+
+/* The chunk's rows of given logits as z, in the stat dtype. */
+static flce_status given_logits(const execution* e, chunk* c) {
+  const flce_plan* plan = e->plan;
+  const void* rows;
+  FLCE_TRY(chunk_input(e, c, &rows));
+  if (plan->dtype == e->stat) {
+    set_z(&c->view, (void*)rows, plan->dtype, plan->input_pitch);
+    c->view.z_columns = c->view.vocab; /* they are the caller's */
+    return FLCE_OK;
+  }
+  void* wide = buffer_ptr(e, FLCE_BUF_LOGITS);
+  CALL(e, cast,
+       &(flce_cast_args){.out = wide,
+                         .out_dtype = e->stat,
+                         .out_pitch = plan->z_pitch,
+                         .in = rows,
+                         .in_dtype = plan->dtype,
+                         .in_pitch = plan->input_pitch,
+                         .rows = c->rows,
+                         .cols = e->problem->vocab});
+  set_z(&c->view, wide, e->stat, plan->z_pitch);
+  return FLCE_OK;
+}
+
+/* Its logits of the rows of the student's chunk `c`, and their statistics. */
+static flce_status teacher_rows(const teacher_call* call, const chunk* c, chunk* own) {
+  const execution* e = &call->own;
+  *own = open_chunk(e, c->first, e->plan->chunk_rows, e->plan->gathered_x);
+  own->view.index = c->view.index;
+  if (e->problem->vocab == 0) return FLCE_OK;
+  flce_enable_partial_sums(e, &own->view);
+  own->view.scalars = e->tensors->scalars;
+  if (e->problem->teacher.gives_logits) {
+    FLCE_TRY(given_logits(e, own));
+    CALL(e, stat_rows, &own->view);
+    return FLCE_OK;
+  }
+  if (!e->plan->fuses_rows) {
+    FLCE_TRY(logits_gemm(e, own));
+    return pass_rows(e, own);
+  }
+  flce_gemm gemm;
+  flce_rows rows;
+  FLCE_TRY(fused_logits(e, own, &gemm, &rows));
+  return fused_statistics(e, own, &gemm, &rows);
+}
+
+/* Losses and, with save=grads, dz of a chunk of a divergence. */
+static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
+  const flce_teacher* teacher = &e->problem->teacher;
+  chunk other;
+  FLCE_TRY(teacher_rows(e->teacher, c, &other));
+  FLCE_TRY(flce_begin_all_gather_statistics(&e->teacher->own, &other));
+  FLCE_TRY(flce_wait_all_gather_statistics(&e->teacher->own, &other));
+  flce_rows student = c->view;
+  if (gradients) student.coef = c->coef;
+  if (!gradients) student.out = NULL;
+  flce_divergence_args call = {.student = &student,
+                               .teacher = &other.view,
+                               .divergence = teacher->divergence,
+                               .beta = teacher->beta,
+                               .hard_weight = teacher->hard_weight,
+                               .sums = true,
+                               .writes = true};
+  CALL(e, divergence_rows, &call);
+  return FLCE_OK;
+}
+
 /* save=grads: the gradients of a chunk for grad_output = 1. */
 static flce_status forward_gradients(const execution* e, chunk* c) {
   bool sharded = e->plan->ranks > 1;
@@ -235,7 +344,9 @@ static flce_status forward_gradients(const execution* e, chunk* c) {
   FLCE_TRY(flce_wait_all_gather_statistics(e, c));
   if (sharded || !e->plan->fuses_rows)
     FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
-  if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
+  if (e->plan->compares) {
+    FLCE_TRY(compare_rows(e, c, true));
+  } else if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
     CALL(e, grad_rows, &with_coef, 1.0, false, false);
@@ -318,18 +429,24 @@ static flce_status forward_rows(const execution* e, chunk* c, bool gradients) {
   c->view.options = caller.options; /* what follows needs the caller's */
   c->view.token_weight = caller.token_weight;
   c->view.scalars = caller.scalars;
-  if (!gradients && !samples) return FLCE_OK;
+  if (!gradients && !samples && !e->plan->compares) return FLCE_OK;
   FLCE_TRY(flce_begin_all_gather_statistics(e, c));
   if (gradients) return forward_gradients(e, c);
   FLCE_TRY(flce_wait_all_gather_statistics(e, c));
-  return flce_sample_chunk(e, c);
+  return samples ? flce_sample_chunk(e, c) : compare_rows(e, c, false);
 }
 
 static flce_status forward(execution* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   void* loss = e->tensors->loss;
+  const flce_tensors* callers = e->tensors;
+  teacher_call teacher;
   FLCE_TRY(open_operands(e, true, true));
+  if (plan->compares) {
+    FLCE_TRY(open_teacher(e, problem, callers, &teacher));
+    e->teacher = &teacher;
+  }
   e->losses = problem->reduction == FLCE_NONE ? loss : buffer_ptr(e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
   FLCE_TRY(gather_rows(e));
@@ -339,7 +456,7 @@ static flce_status forward(execution* e) {
     chunk c = open_chunk(e, first, plan->chunk_rows, plan->gathered_x);
     FLCE_TRY(forward_rows(e, &c, gradients));
   }
-  if (problem->rows > 0 && !gradients && plan->save != FLCE_SAVE_SAMPLES) {
+  if (problem->rows > 0 && !gradients && plan->save != FLCE_SAVE_SAMPLES && !plan->compares) {
     /* No chunk needed the merged statistics: those of all rows are exchanged at once. */
     chunk all = open_chunk(e, 0, problem->rows, plan->gathered_x);
     FLCE_TRY(flce_begin_all_gather_statistics(e, &all));
