@@ -193,7 +193,7 @@ typedef struct flce_divergence_args {
   const flce_rows* student;
   const flce_rows* teacher; /* z in any dtype on the CPU, on CUDA in that of the student's z */
   flce_divergence divergence;
-  double beta, hard_weight; /* of flce_teacher */
+  double beta, hard_weight; /* of flce_problem */
   /* [FLCE_DIVERGENCE_SUMS][stat_pitch] stat dtype, indexed like stats: written if `sums`, else
    * read. */
   void* partial;

@@ -91,7 +91,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_COLUMN_SUM,   /* scratch of column_sum */
   FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,         /* scratch of a GEMM */
-  FLCE_BUF_TEACHER,      /* a divergence: the workspace of its teacher (core/teacher.h) */
+  FLCE_BUF_TEACHER,      /* a divergence: the workspace of its teacher */
   /* [R + 1][FLCE_DIVERGENCE_SUMS][N] stat dtype of a divergence with a sharded vocabulary: the
    * ranks' sums of a chunk's rows, then their totals, which have a value for each token. */
   FLCE_BUF_DIVERGENCE,
@@ -281,10 +281,9 @@ typedef struct flce_tensors {
   const void* temperature;        /* [N] stat dtype, or NULL */
   const void* num_items;          /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
   const int64_t* seed;            /* [1], save=samples: of the draw, read by the forward */
-  /* Of a divergence, in the dtypes of flce_teacher: [flce_input_rows()][hidden], or the given
-   * logits [N][weight_rows]; [weight_rows][hidden], or NULL; [weight_rows] or NULL; [N] stat dtype
-   * or NULL. */
-  const void *teacher_input, *teacher_weight, *teacher_bias, *teacher_temperature;
+  /* Of a divergence: the teacher's, of which input, linear_weight, linear_bias and temperature are
+   * read. */
+  const struct flce_tensors* teacher;
   void* loss;                     /* [1], or [N] for FLCE_NONE; stat dtype */
   /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. Not accessed
    * unless the plan keeps_statistics. */

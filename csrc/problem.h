@@ -169,36 +169,9 @@ typedef enum flce_divergence {
   FLCE_JSD
 } flce_divergence;
 
-/* The numbers of a divergence, as FLCE_LOSS_NUMBERS. */
-#define FLCE_TEACHER_NUMBERS(X)                                                             \
-  X(beta, value > 0.0 && value < 1.0, "0 < beta < 1; its limits 0 and 1 are the two KL")    \
-  /* h: the loss of a row becomes (1 - h) divergence + h cross entropy of its target */     \
-  X(hard_weight, value >= 0.0 && value <= 1.0, "0 <= hard_weight <= 1")                     \
-  /* of the teacher's final logits, as the student's in flce_loss */                        \
-  X(teacher_softcap, value >= 0.0, "a positive finite number or None")                      \
-  X(teacher_logit_scale, value != 0.0, "a finite number other than 0")                      \
-  X(teacher_temperature, value > 0.0, "a positive finite number or None")
-
-/* The teacher of a divergence: a head of its own hidden size and the student's classes, or given
- * logits. */
-typedef struct flce_teacher {
-  flce_divergence divergence; /* FLCE_NO_DIVERGENCE: no other field is read */
-#define FLCE_FIELD(name, in_range, expected) double name;
-  FLCE_TEACHER_NUMBERS(FLCE_FIELD)
-#undef FLCE_FIELD
-  bool gives_logits;   /* the input are the teacher's logits [N][weight_rows], its z */
-  int64_t hidden;      /* of its input and weight */
-  int64_t weight_rows; /* rows of its weight; columns of given logits */
-  flce_dtype input_dtype, weight_dtype, bias_dtype; /* as the student's */
-  bool has_bias, has_temperature, unaligned;        /* the same */
-  /* Set by flce_plan_call: bytes of its part of the workspace. */
-  int64_t workspace_bytes;
-  bool is_own; /* the problem is that of the teacher's logits: flce_teacher_problem */
-} flce_teacher;
-
 /* A bound of a row's gradient by l, for row factors of 1, from which float16's loss scale follows.
  * p log(p / q) has none: where it exceeds this one by four times, float16 overflows. */
-#define FLCE_GRADIENT_BOUND(problem) ((problem).teacher.divergence > FLCE_FORWARD_KL ? 16.0 : 1.0)
+#define FLCE_GRADIENT_BOUND(problem) ((problem).divergence > FLCE_FORWARD_KL ? 16.0 : 1.0)
 
 /* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
 typedef struct flce_problem {
@@ -278,8 +251,14 @@ typedef struct flce_problem {
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
    * a multiple of 16 bytes. */
   bool weight_unaligned;
-  flce_loss loss;       /* parameters of the loss */
-  flce_teacher teacher; /* of a divergence */
+  flce_loss loss;     /* parameters of the loss */
+  flce_divergence divergence;
+  double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
+  /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
+   * NULL in that problem itself. */
+  const struct flce_problem* teacher;
+  bool gives_logits;     /* a teacher's: input is z itself, [tokens][weight_rows] */
+  int64_t teacher_bytes; /* set by flce_plan_call: of the teacher's workspace */
   int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
   /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
   int64_t kept_memory;

@@ -174,99 +174,61 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
   if (counts) call->saved_rows = valid;
 }
 
-/* An operand of the teacher's GEMM, of the student's dtype unless autocast casts both. */
-flce_dtype teacher_dtype(const char* name, const Tensor& tensor, flce_dtype wide, int autocast,
-                         const Call& call) {
-  flce_dtype own = call.problem.dtype, got = to_dtype(tensor.scalar_type(), name);
-  bool casts = autocast >= 0 && own != FLCE_F64;
-  if (got != own && got != wide && !casts)
-    refuse(name, "the dtype of input, " + either(own, wide),
-           dtype_text(tensor.scalar_type()) + "; torch.autocast casts both", FLCE_INVALID_TYPE);
-  expect_device(name, tensor, call.id, "input");
-  return got;
+/* The teacher's operands, of the student's dtype and rows. A refusal names teacher_input,
+ * teacher_weight or teacher_bias. */
+void bind_teacher_operands(const Teacher& given, const PackedOptions& options, const Call& student,
+                           Call* call) {
+  flce_problem* problem = &call->problem;
+  try {
+    bind_operands({given.input, *given.linear_weight, given.linear_bias}, call);
+    flce::choose_dtypes(options, problem);
+    ScalarType own = to_scalar_type(student.problem.dtype);
+    if (problem->dtype != student.problem.dtype)
+      refuse("input", "the dtype of the student's, " + dtype_text(own),
+             dtype_text(given.input.scalar_type()), FLCE_INVALID_TYPE);
+    std::vector<int64_t> rows = leading_shape(student.input());
+    rows.push_back(problem->hidden);
+    expect_shape("input", given.input, rows, ", that of the student's but for the last dimension");
+  } catch (const Failure& failure) {
+    std::string text = failure.message(), prefix = "linear_";
+    if (text.rfind(prefix, 0) == 0) text = text.substr(prefix.size());
+    throw Failure(failure.status(), "teacher_" + text);
+  }
+  if (!flce_is_sharded(problem) || problem->weight_rows != problem->classes) return;
+  /* It has all classes: this rank reads its own. */
+  int64_t first = problem->first_class;
+  auto skip = [](const void* data, int64_t elements, flce_dtype dtype) -> const void* {
+    return data ? static_cast<const char*>(data) + elements * flce_size_of(dtype) : nullptr;
+  };
+  flce_tensors* tensors = &call->tensors;
+  tensors->linear_weight =
+      skip(tensors->linear_weight, first * problem->hidden, problem->weight_dtype);
+  tensors->linear_bias = skip(tensors->linear_bias, first, problem->bias_dtype);
+  problem->weight_rows = student.problem.weight_rows;
 }
 
-void read_teacher(const std::vector<double>& numbers, flce_teacher* teacher) {
-#define FLCE_FIELD(name, ...) &teacher->name,
-  double* const fields[] = {FLCE_TEACHER_NUMBERS(FLCE_FIELD)};
-#undef FLCE_FIELD
-  size_t count = 1 + sizeof(fields) / sizeof(*fields);
-  if (numbers.size() != count)
-    refuse("teacher", std::to_string(count) + " values", std::to_string(numbers.size()));
-  if (!(numbers[0] >= FLCE_FORWARD_KL && numbers[0] <= FLCE_JSD))
-    refuse("divergence", "1 to 3", std::to_string(numbers[0]));
-  teacher->divergence = static_cast<flce_divergence>(numbers[0]);
-  for (size_t i = 1; i < count; i++) *fields[i - 1] = numbers[i];
-}
-
-/* Given logits are read in their own dtype; those of float64 operands are float64. */
+/* The teacher's logits, read in their own dtype, but in float64 where the operands are. */
 void bind_teacher_logits(const Tensor& logits, Call* call) {
   flce_problem* problem = &call->problem;
-  flce_teacher* teacher = &problem->teacher;
-  std::vector<int64_t> shape = call->shape;
   int64_t columns = logits.dim() > 0 ? logits.size(logits.dim() - 1) : 0;
-  bool whole = flce_is_sharded(problem) && columns == problem->classes;
-  shape.push_back(std::max<int64_t>(columns, 1));
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(columns);
   expect_shape("teacher_logits", logits, shape, ", a logit for each class");
   expect_device("teacher_logits", logits, call->id, "input");
-  bool wide = problem->dtype == FLCE_F64, given = logits.scalar_type() == ScalarType::Double;
   flce_dtype dtype = to_dtype(logits.scalar_type(), "teacher_logits");
-  if (wide != given) dtype = flce_stat_dtype(problem->dtype);
-  teacher->gives_logits = true;
-  teacher->input_dtype = teacher->weight_dtype = teacher->bias_dtype = dtype;
-  teacher->hidden = teacher->weight_rows = columns;
-  const char* data = static_cast<const char*>(call->pointer(logits, to_scalar_type(dtype)));
-  int64_t first = whole ? problem->first_class : 0; /* this rank's classes of all */
-  call->tensors.teacher_input = data + first * flce_size_of(dtype);
+  if ((dtype == FLCE_F64) != (problem->dtype == FLCE_F64)) dtype = flce_stat_dtype(problem->dtype);
+  problem->dtype = problem->input_dtype = problem->weight_dtype = problem->bias_dtype = dtype;
+  problem->gives_logits = true;
+  problem->has_bias = problem->input_is_sharded = false;
+  problem->hidden = columns;
+  bool whole = flce_is_sharded(problem) && columns == problem->classes;
+  int64_t first = whole ? problem->first_class : 0; /* this rank's of all classes */
+  if (!whole) problem->weight_rows = columns;
+  call->tensors.input = static_cast<const char*>(call->pointer(logits, to_scalar_type(dtype))) +
+                        first * flce_size_of(dtype);
 }
 
 }  // namespace
-
-void bind_teacher(const Teacher& given, const CallArgs& arguments, Call* call) {
-  flce_problem* problem = &call->problem;
-  flce_teacher* teacher = &problem->teacher;
-  flce_tensors* tensors = &call->tensors;
-  read_teacher(given.numbers, teacher);
-  teacher->has_temperature = given.temperature.has_value();
-  tensors->teacher_temperature = bind_vector("teacher_temperature", given.temperature, call->shape,
-                                             ", a number for each row of input", call);
-  if (!given.linear_weight) return bind_teacher_logits(given.input, call);
-  const Tensor &input = given.input, &weight = *given.linear_weight;
-  int autocast = arguments.options.autocast;
-  flce_dtype own = problem->dtype;
-  check_first("teacher_input", input, call->id);
-  teacher->input_dtype = teacher_dtype("teacher_input", input, own, autocast, *call);
-  teacher->weight_dtype = teacher_dtype("teacher_weight", weight, own, autocast, *call);
-  teacher->hidden = input.size(input.dim() - 1);
-  std::vector<int64_t> rows = leading_shape(call->input());
-  rows.push_back(teacher->hidden);
-  expect_shape("teacher_input", input, rows, ", that of input but for its last dimension");
-  if (weight.dim() != 2 || weight.size(1) != teacher->hidden)
-    refuse("teacher_weight",
-           "shape (V, " + std::to_string(teacher->hidden) + ") for teacher_input of shape " +
-               shape_text(shape_of(input)),
-           shape_of_text(weight));
-  int64_t classes = weight.size(0);
-  bool whole = flce_is_sharded(problem) && classes == problem->classes;
-  int64_t first = whole ? problem->first_class : 0; /* this rank's classes of all */
-  teacher->weight_rows = whole ? problem->weight_rows : classes;
-  tensors->teacher_input = call->pointer(input);
-  tensors->teacher_weight = static_cast<const char*>(call->pointer(weight)) +
-                            first * teacher->hidden * flce_size_of(teacher->weight_dtype);
-  teacher->unaligned = (reinterpret_cast<uintptr_t>(tensors->teacher_input) |
-                        reinterpret_cast<uintptr_t>(tensors->teacher_weight)) %
-                           16 !=
-                       0;
-  teacher->has_bias = given.linear_bias.has_value();
-  teacher->bias_dtype = teacher->input_dtype;
-  if (!given.linear_bias) return;
-  const Tensor& bias = *given.linear_bias;
-  teacher->bias_dtype =
-      teacher_dtype("teacher_bias", bias, flce_stat_dtype(own), autocast, *call);
-  expect_shape("teacher_bias", bias, {classes});
-  tensors->teacher_bias = static_cast<const char*>(call->pointer(bias)) +
-                          first * flce_size_of(teacher->bias_dtype);
-}
 
 void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
   flce_dtype own = problem->input_dtype, weight = problem->weight_dtype, bias = problem->bias_dtype;
@@ -294,7 +256,7 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   call.problem = arguments.options.problem;
   call.allow_tf32 = arguments.options.allow_tf32;
   call.id = device_of(operands.input);
-  call.kept.reserve(13);
+  call.kept.reserve(9);
   bind_operands(operands, &call);
   flce_problem* problem = &call.problem;
   int64_t ranks = problem->ranks;
@@ -311,6 +273,37 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
+  return call;
+}
+
+Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student) {
+  const std::vector<double>& numbers = given.numbers;
+  if (numbers.size() != 6) refuse("teacher", "6 numbers", std::to_string(numbers.size()));
+  if (!(numbers[0] >= FLCE_FORWARD_KL && numbers[0] <= FLCE_JSD))
+    refuse("divergence", "1 to 3", std::to_string(numbers[0]));
+  student->problem.divergence = static_cast<flce_divergence>(numbers[0]);
+  student->problem.beta = numbers[1];
+  student->problem.hard_weight = numbers[2];
+  Call call;
+  call.problem = student->problem;
+  call.id = student->id;
+  call.shape = student->shape;
+  flce_problem* problem = &call.problem;
+  problem->loss.softcap = numbers[3];
+  problem->loss.logit_scale = numbers[4];
+  problem->loss.temperature = numbers[5];
+  problem->reduction = FLCE_SUM;
+  problem->save = FLCE_SAVE_NOTHING;
+  problem->want_grad_input = problem->want_grad_weight = problem->want_grad_bias = false;
+  problem->has_temperature = given.temperature.has_value();
+  call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
+                                         ", a number for each row of input", &call);
+  if (given.linear_weight)
+    bind_teacher_operands(given, arguments.options, *student, &call);
+  else
+    bind_teacher_logits(given.input, &call);
+  problem->accum_dtype = problem->dtype;
+  problem->logits_dtype = flce_stat_dtype(problem->dtype);
   return call;
 }
 

@@ -19,8 +19,8 @@ struct Operands {
   OptionalTensor linear_bias;
 };
 
-/* The teacher of a divergence: (..., H') and (V, H'), or its logits (..., V). `numbers`:
- * flce_divergence, then FLCE_TEACHER_NUMBERS. */
+/* The teacher of a divergence: its operands, or its logits (..., V) as `input` alone. `numbers`:
+ * flce_divergence, beta, hard_weight, and softcap, logit_scale and temperature of the teacher. */
 struct Teacher {
   Tensor input;
   OptionalTensor linear_weight, linear_bias, temperature;
@@ -64,8 +64,8 @@ struct Call {
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
 
-/* Adds the teacher of a divergence to the call. */
-void bind_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
+/* The teacher's part of a call of a divergence, to which it is added. */
+Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
 
 /* Sets the dtypes of the GEMMs, of dW's sum and of the logits from those of the operands. */
 void choose_dtypes(const PackedOptions& options, flce_problem* problem);

@@ -141,8 +141,11 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
   Call call = make_call(
       {input, linear_weight, linear_bias},
       {target, std::nullopt, token_weight, token_temperature, num_items, std::nullopt}, arguments);
-  bind_teacher({teacher_input, teacher_weight, teacher_bias, teacher_temperature, teacher},
-               arguments, &call);
+  Call other =
+      make_teacher({teacher_input, teacher_weight, teacher_bias, teacher_temperature, teacher},
+                   arguments, &call);
+  call.problem.teacher = &other.problem;
+  call.tensors.teacher = &other.tensors;
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   call.problem.save = plan.save;

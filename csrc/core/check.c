@@ -36,11 +36,12 @@ static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own,
 
 flce_status flce_check_loss(const flce_problem* problem) {
   const flce_loss* loss = &problem->loss;
+  const char* whose = flce_is_teacher(problem) ? "teacher_" : "";
   char text[32];
   double value;
 #define FLCE_CHECK(name, in_range, expected)                                     \
   value = loss->name;                                                            \
-  EXPECT(isfinite(value) && (in_range), #name ": expected " expected ", got %s", \
+  EXPECT(isfinite(value) && (in_range), "%s" #name ": expected " expected ", got %s", whose, \
          number_text(value, text));
   FLCE_LOSS_NUMBERS(FLCE_CHECK)
 #undef FLCE_CHECK

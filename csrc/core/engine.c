@@ -230,41 +230,36 @@ static flce_status finish_gradients(const execution* e) {
 
 /* ---- the teacher of a divergence ---- */
 
-/* Its execution, whose workspace is a part of the student's. */
+/* The execution of its logits, whose workspace is a part of the student's. */
 typedef struct teacher_call {
   execution own;
-  flce_problem problem;
   flce_plan plan;
+  flce_problem problem;
   flce_tensors tensors;
   shard_call shard;
 } teacher_call;
 
-/* `e`: the student's, whose caller gave `problem` and `tensors`. */
-static flce_status open_teacher(const execution* e, const flce_problem* problem,
-                                const flce_tensors* tensors, teacher_call* call) {
-  *call = (teacher_call){.problem = flce_teacher_problem(problem), .tensors = *tensors};
-  FLCE_TRY(flce_plan_teacher(e->backend, &call->problem, e->plan->chunk_rows, &call->plan));
-  flce_tensors* own = &call->tensors;
-  own->input = tensors->teacher_input;
-  own->linear_weight = tensors->teacher_weight;
-  own->linear_bias = tensors->teacher_bias;
-  own->temperature = tensors->teacher_temperature;
-  own->token_weight = own->predictions = own->grad_input = NULL;
-  own->workspace = buffer_ptr(e, FLCE_BUF_TEACHER);
-  call->own = (execution){.backend = e->backend,
-                          .problem = &call->problem,
-                          .plan = &call->plan,
-                          .tensors = own};
-  own->stats = buffer_ptr(&call->own, FLCE_BUF_STATS);
-  if (e->shard) {
-    call->shard.comm = e->shard->comm;
-    call->own.shard = &call->shard;
-  }
-  call->own.losses = buffer_ptr(&call->own, FLCE_BUF_ROW_LOSS);
-  if (!call->problem.teacher.gives_logits) return open_operands(&call->own, true, true);
-  call->own.stat = flce_stat_dtype(call->plan.dtype);
-  call->own.input = own->input;
-  return flce_open_shard(&call->own, false);
+/* `caller`: the student's tensors. */
+static flce_status open_teacher(execution* e, const flce_problem* student,
+                                const flce_tensors* caller, teacher_call* call) {
+  *call = (teacher_call){.problem = *student->teacher, .tensors = *caller->teacher};
+  FLCE_TRY(flce_plan_teacher(e->backend, student, e->plan->chunk_rows, &call->plan));
+  execution* own = &call->own;
+  *own = *e;
+  own->shard = e->shard ? &call->shard : NULL;
+  own->problem = &call->problem;
+  own->plan = &call->plan;
+  own->tensors = &call->tensors;
+  if (e->shard) call->shard.comm = e->shard->comm;
+  call->problem.rows = student->rows;
+  call->tensors.target = caller->target;
+  call->tensors.scalars = caller->scalars;
+  call->tensors.workspace = buffer_ptr(e, FLCE_BUF_TEACHER);
+  call->tensors.stats = buffer_ptr(own, FLCE_BUF_STATS);
+  own->losses = buffer_ptr(own, FLCE_BUF_ROW_LOSS);
+  own->bias = NULL;
+  e->teacher = call;
+  return open_operands(own, true, true);
 }
 
 /* The chunk's rows of given logits as z, in the stat dtype. */
@@ -272,14 +267,12 @@ static flce_status given_logits(const execution* e, chunk* c) {
   const flce_plan* plan = e->plan;
   const void* rows;
   FLCE_TRY(chunk_input(e, c, &rows));
-  if (plan->dtype == e->stat) {
-    set_z(&c->view, (void*)rows, plan->dtype, plan->input_pitch);
-    c->view.z_columns = c->view.vocab; /* they are the caller's */
-    return FLCE_OK;
-  }
-  void* wide = buffer_ptr(e, FLCE_BUF_LOGITS);
+  set_z(&c->view, (void*)rows, plan->dtype, plan->input_pitch);
+  c->view.z_columns = c->view.vocab; /* the others are not ours to write */
+  if (plan->dtype == e->stat) return FLCE_OK;
+  set_z(&c->view, buffer_ptr(e, FLCE_BUF_LOGITS), e->stat, plan->z_pitch);
   CALL(e, cast,
-       &(flce_cast_args){.out = wide,
+       &(flce_cast_args){.out = (void*)c->view.z,
                          .out_dtype = e->stat,
                          .out_pitch = plan->z_pitch,
                          .in = rows,
@@ -287,48 +280,42 @@ static flce_status given_logits(const execution* e, chunk* c) {
                          .in_pitch = plan->input_pitch,
                          .rows = c->rows,
                          .cols = e->problem->vocab});
-  set_z(&c->view, wide, e->stat, plan->z_pitch);
   return FLCE_OK;
 }
 
-/* Its logits of the rows of the student's chunk `c`, and their statistics. */
-static flce_status teacher_rows(const teacher_call* call, const chunk* c, chunk* own) {
-  const execution* e = &call->own;
-  *own = open_chunk(e, c->first, e->plan->chunk_rows, e->plan->gathered_x);
-  own->view.index = c->view.index;
+/* Its logits of the rows of the student's chunk, and their statistics. */
+static flce_status teacher_rows(const execution* e, chunk* c) {
   if (e->problem->vocab == 0) return FLCE_OK;
-  flce_enable_partial_sums(e, &own->view);
-  own->view.scalars = e->tensors->scalars;
-  if (e->problem->teacher.gives_logits) {
-    FLCE_TRY(given_logits(e, own));
-    CALL(e, stat_rows, &own->view);
-    return FLCE_OK;
+  if (e->plan->fuses_rows) {
+    flce_gemm gemm;
+    flce_rows rows;
+    FLCE_TRY(fused_logits(e, c, &gemm, &rows));
+    return fused_statistics(e, c, &gemm, &rows);
   }
-  if (!e->plan->fuses_rows) {
-    FLCE_TRY(logits_gemm(e, own));
-    return pass_rows(e, own);
-  }
-  flce_gemm gemm;
-  flce_rows rows;
-  FLCE_TRY(fused_logits(e, own, &gemm, &rows));
-  return fused_statistics(e, own, &gemm, &rows);
+  FLCE_TRY(e->problem->gives_logits ? given_logits(e, c) : logits_gemm(e, c));
+  return pass_rows(e, c);
 }
 
-/* Losses and, with save=grads, dz of a chunk of a divergence. */
+/* Losses of a chunk of a divergence and, with save=grads, dz. */
 static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
-  const flce_teacher* teacher = &e->problem->teacher;
-  chunk other;
-  FLCE_TRY(teacher_rows(e->teacher, c, &other));
-  FLCE_TRY(flce_begin_all_gather_statistics(&e->teacher->own, &other));
-  FLCE_TRY(flce_wait_all_gather_statistics(&e->teacher->own, &other));
-  flce_rows student = c->view;
-  if (gradients) student.coef = c->coef;
-  if (!gradients) student.out = NULL;
+  const execution* teacher = &e->teacher->own;
+  chunk other = open_chunk(teacher, c->first, e->plan->chunk_rows, teacher->plan->gathered_x);
+  other.view.index = c->view.index;
+  flce_rows student = c->view, options = other.view;
+  flce_enable_partial_sums(teacher, &other.view);
+  other.view.scalars = options.scalars;
+  FLCE_TRY(teacher_rows(teacher, &other));
+  FLCE_TRY(flce_begin_all_gather_statistics(teacher, &other));
+  FLCE_TRY(flce_wait_all_gather_statistics(teacher, &other));
+  if (gradients)
+    student.coef = c->coef;
+  else
+    student.out = NULL;
   flce_divergence_args call = {.student = &student,
                                .teacher = &other.view,
-                               .divergence = teacher->divergence,
-                               .beta = teacher->beta,
-                               .hard_weight = teacher->hard_weight,
+                               .divergence = e->problem->divergence,
+                               .beta = e->problem->beta,
+                               .hard_weight = e->problem->hard_weight,
                                .sums = true,
                                .writes = true};
   CALL(e, divergence_rows, &call);
@@ -443,10 +430,7 @@ static flce_status forward(execution* e) {
   const flce_tensors* callers = e->tensors;
   teacher_call teacher;
   FLCE_TRY(open_operands(e, true, true));
-  if (plan->compares) {
-    FLCE_TRY(open_teacher(e, problem, callers, &teacher));
-    e->teacher = &teacher;
-  }
+  if (plan->compares) FLCE_TRY(open_teacher(e, problem, callers, &teacher));
   e->losses = problem->reduction == FLCE_NONE ? loss : buffer_ptr(e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
   FLCE_TRY(gather_rows(e));

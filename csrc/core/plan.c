@@ -82,8 +82,8 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
                      .makes_dw = problem->want_grad_weight && gradients,
                      .overlaps_dw = plan->bias_parts == 0};
   /* A teacher's logits have the student's dtype and leading dimension. */
-  bool compares = plan->compares && !problem->teacher.is_own;
-  if (compares && !flce_reads_given(problem, plan)) loop.row_bytes *= 2;
+  bool compares = plan->compares && problem->teacher;
+  if (compares && !flce_reads_given(problem->teacher, plan)) loop.row_bytes *= 2;
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
@@ -174,7 +174,7 @@ static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
       (problem->entropy_gradient || problem->class_gradient) && problem->save == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
   bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
-            problem->teacher.divergence != FLCE_NO_DIVERGENCE ||
+            problem->divergence != FLCE_NO_DIVERGENCE ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
@@ -265,7 +265,7 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->topk > 0;
-  plan->compares = problem->teacher.divergence != FLCE_NO_DIVERGENCE;
+  plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
   flce_form forward = choose_form(problem, plan->dtype);
   bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
                   problem->save != FLCE_SAVE_SAMPLES;
@@ -375,7 +375,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   unsigned both = both_passes(plan);
   bool stored_dz = stores_dz(plan);
   bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
-  bool given = problem->teacher.is_own && flce_reads_given(problem, plan);
+  bool given = flce_reads_given(problem, plan);
   bool keeps_no_logits = plan->z_in_saved || given || (plan->fuses_rows && only_statistics(plan));
   int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
   int64_t forward_bytes = keeps_no_logits ? 0 : plan->chunk_rows * z_row;
@@ -403,8 +403,8 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
         recomputes_logits || (stores_z(plan) && !plan->gemm_adds_bias) ? both : FLCE_IN_FORWARD,
         v * stat);
   add_buffer(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
-  if (plan->compares && !problem->teacher.is_own)
-    add_buffer(plan, FLCE_BUF_TEACHER, FLCE_IN_FORWARD, problem->teacher.workspace_bytes);
+  if (problem->teacher)
+    add_buffer(plan, FLCE_BUF_TEACHER, FLCE_IN_FORWARD, problem->teacher_bytes);
 }
 
 /* What the GEMMs of the gradients of a chunk of `rows` rows need. */
@@ -515,7 +515,7 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
   int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
   bool grads = plan->save == FLCE_SAVE_GRADS;
-  int64_t others = plan->compares && !problem->teacher.gives_logits ? 1 : 0;
+  int64_t others = problem->teacher && !problem->teacher->gives_logits;
   plan->forward_gemms = plan->chunks * (1 + others + (grads ? gradients : 0));
   int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
@@ -605,12 +605,12 @@ flce_problem flce_equal_share(const flce_problem* problem) {
 /* The plan; that of a divergence has the workspace of its teacher, whose chunks follow from it. */
 static flce_status make_with_teacher(const flce_backend* backend, const flce_problem* given,
                                      const flce_facts* facts, flce_plan* plan) {
-  flce_problem problem = *given, teacher = flce_teacher_problem(given);
-  flce_plan own;
+  flce_problem problem = *given;
+  flce_plan teacher;
   FLCE_TRY(flce_plan_make(&problem, facts, plan));
-  if (!plan->compares) return FLCE_OK;
-  FLCE_TRY(flce_plan_teacher(backend, &teacher, plan->chunk_rows, &own));
-  problem.teacher.workspace_bytes = own.forward_workspace_bytes;
+  if (!problem.teacher) return FLCE_OK;
+  FLCE_TRY(flce_plan_teacher(backend, &problem, plan->chunk_rows, &teacher));
+  problem.teacher_bytes = teacher.forward_workspace_bytes;
   return flce_plan_make(&problem, facts, plan);
 }
 
