@@ -183,7 +183,7 @@ typedef struct flce_rows {
 } flce_rows;
 
 /* Sums over the classes of a row that a divergence is made of: the divergence, of terms that are
- * none negative; and G, the mean under p of the derivatives by p_j (enum flce_divergence). */
+ * none negative; and the sum of p_j times the derivatives by p_j (divergence.h). */
 enum flce_divergence_sum { FLCE_DIVERGENCE_VALUE, FLCE_DIVERGENCE_MEAN, FLCE_DIVERGENCE_SUMS };
 
 /* Both views have the same rows, index and targets, and vectors for the same tokens. */

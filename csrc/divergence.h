@@ -76,8 +76,8 @@ FLCE_TERM flce_real flce_divergence_value(flce_divergence kind, flce_real beta, 
   return near ? of_q * a * flce_square_part(a) + of_p * b * flce_square_part(b) : -of_q - of_p;
 }
 
-/* p times the derivative of the divergence by p, up to a constant that dz takes out; of the forward
- * KL p - q, the gradient by l. */
+/* p times the derivative of the divergence by p, up to a constant: dz is this minus p times its sum
+ * over the classes. Of the forward KL p - q, whose sum is that of the errors of the statistics. */
 FLCE_TERM flce_real flce_divergence_pull(flce_divergence kind, flce_real beta, flce_real p,
                                          flce_real q, flce_real d) {
   const bool near = fabs(d) <= (flce_real)FLCE_NEAR;

@@ -67,7 +67,7 @@ INLINE void divergence_span(flce_dtype stat, flce_divergence kind, const diverge
       flce_store(&s->e, stat, j, fabs(dz) < smallest ? 0.0 : dz);
     } else {
       value += flce_divergence_value(kind, beta, p, q, d);
-      if (kind != FLCE_FORWARD_KL) sum += pull;
+      sum += pull;
     }
   }
   if (writes) return;

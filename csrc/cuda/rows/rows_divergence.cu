@@ -1,7 +1,8 @@
 /* The backend function divergence_rows: how far the softmax of a row of logits is from that of a
  * teacher's, and dz. One thread block a row. The sums over the classes take a pass of their own
  * from the row's end to its begin, where the second pass starts: what it reads first is in the L2
- * cache. The forward KL's gradient needs no sum: one pass makes both. */
+ * cache. The forward KL's gradient needs their sum, which is that of the errors of the statistics,
+ * only where student and teacher are near: else one pass makes loss and dz. */
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
@@ -100,10 +101,10 @@ __device__ __forceinline__ void pair_vector(RowPair<Z>& pair, const Vec<Z, kVec<
     const S pull = flce_divergence_pull<S>(KIND, pair.beta, p, q, d);
     if constexpr (SUMS) {
       pair.value += flce_divergence_value<S>(KIND, pair.beta, p, q, d);
-      if (KIND != FLCE_FORWARD_KL && !GRADS) pair.mean += pull;
+      if (!GRADS) pair.mean += pull;
     }
     if constexpr (GRADS) {
-      const S divergence = KIND == FLCE_FORWARD_KL ? pull : fma(-pair.mean, p, pull);
+      const S divergence = fma(-pair.mean, p, pull);
       const bool own = pair.hard > 0 && col + e == pair.s.target;
       const S g = pair.soft * divergence + (own ? 0 : pair.hard * p);
       l[e] = pair.factor * (GENERAL ? g * slope[e] : g);
@@ -138,15 +139,34 @@ __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first)
   }
 }
 
+/* The largest |d| of the row's first classes, a vector in each thread. */
+template <bool GENERAL, typename Out, typename Z, typename S>
+__device__ __forceinline__ S distance_of(const RowPair<Z>& pair, S* scratch) {
+  constexpr int N = kVec<Z>;
+  const int col = column_of<Z>(threadIdx.x, pair.s.lead);
+  Vec<Z, N> raw_s, raw_t;
+  S l[N], other[N], slope[N], top = 0;
+  load_columns<false>(pair.s.z, col, pair.s.vocab, raw_s);
+  load_any_columns<false>(pair.t, col, raw_t);
+  pair_logits<GENERAL, Out>(pair.s, raw_s, col, l, slope);
+  pair_logits<GENERAL, Out>(pair.t, raw_t, col, other, slope);
+#pragma unroll
+  for (int e = 0; e < N; e++) top = fmax(top, fabs((l[e] - other[e]) - pair.shift));
+  return block_max(top, scratch);
+}
+
+/* Below this distance the sum of p - q is taken out: an error of 2^-24 is 2^-19 of it. */
+constexpr float kNearRow = 0x1p-5f;
+
 /* The sums of a row over its classes, in every thread, stored or loaded as flce_divergence_args
  * says. */
-template <flce_divergence KIND, typename Z, typename S>
+template <typename Z, typename S>
 __device__ __forceinline__ void exchange_sums(const divergence_params& c, int64_t at, S* scratch,
                                               RowPair<Z>& pair) {
   S* partial = (S*)c.partial + at;
   if (c.sums) {
     pair.value = block_sum(pair.value, scratch);
-    if (KIND != FLCE_FORWARD_KL) pair.mean = block_sum(pair.mean, scratch);
+    pair.mean = block_sum(pair.mean, scratch);
     if (c.partial && threadIdx.x == 0) {
       partial[FLCE_DIVERGENCE_VALUE * c.s.r.stat_pitch] = pair.value;
       partial[FLCE_DIVERGENCE_MEAN * c.s.r.stat_pitch] = pair.mean;
@@ -172,20 +192,21 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
   }
   RowPair<Z> pair = open_pair<GENERAL, Z>(c, ref.at);
   const int step = kUnroll<Z> * blockDim.x;
-  const bool one_pass = KIND == FLCE_FORWARD_KL && c.sums && out;
+  const bool one_pass = KIND == FLCE_FORWARD_KL && c.sums && out &&
+                        !(distance_of<GENERAL, Out>(pair, scratch) < kNearRow);
   if (c.sums && !one_pass) {
     for (int first = (pair.s.vectors - 1) / step * step; first >= 0; first -= step) {
       pair_tile<true, false, KIND, GENERAL>(pair, out, first);
     }
   }
-  if (!one_pass) exchange_sums<KIND>(c, ref.at, scratch, pair);
+  if (!one_pass) exchange_sums(c, ref.at, scratch, pair);
   if (out) {
     for (int first = 0; first < pair.s.vectors; first += step) {
       pair_tile<KIND == FLCE_FORWARD_KL, true, KIND, GENERAL>(pair, out, first);
     }
     pad_row(out, r.vocab, r.out_columns);
   }
-  if (one_pass) exchange_sums<KIND>(c, ref.at, scratch, pair);
+  if (one_pass) exchange_sums(c, ref.at, scratch, pair);
   if (!c.writes || threadIdx.x > 0) return;
   S* loss = (S*)r.loss + ref.at;
   const S token = r.token_weight ? ((const S*)r.token_weight)[ref.at] : 1;
