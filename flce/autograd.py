@@ -278,9 +278,22 @@ def _apply_cross_entropy_forward(made, logits, target, *rest):
     return CrossEntropy.apply(logits, made, None, rest[4:], (target, *rest[:3]))
 
 
+def apply_divergence(made, input, linear_weight, target, linear_bias, *rest, count=None):
+    """The outputs `made` of flce::divergence of these arguments, joined to autograd."""
+    loss, scalars, *grads = made
+    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[8:])
+    if all(grad is None for grad in grads):
+        loss = LinearDivergence.apply(*leaves, loss, (target, *rest[:7]), (rest[7], *lists))
+        return loss, *made[1:]
+    outputs = [loss, None, scalars, None, None, *grads, None, None]
+    outputs = LinearCrossEntropy.apply(*leaves, outputs, count, lists, (None,) * 5, None, None)
+    return outputs if count else (outputs[0], outputs[2], *outputs[5:8])
+
+
 _register_autograd("forward", _apply_forward)
+_register_autograd("divergence", apply_divergence)
 _register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
-for _name in ("divergence", "backward", "backward_into", "scaled", "cross_entropy_backward"):
+for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)
 
 

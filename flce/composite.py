@@ -272,16 +272,9 @@ def linear_divergence_of(input, linear_weight, target, *others):
         most = fakes.described(input, linear_weight, target, bias, lists).classes
         validate.check_target_range("target", target, most, packed.ignore_index)
     teacher = [one if one is None else one.detach() for one in teacher]
-    constants, lists = (target, *vectors, num_items, *teacher), (numbers, *lists)
-    operands = input, linear_weight, target, bias, *constants[1:], *lists
-    loss, scalars, *grads = operators.run(operators.inner.divergence.default, *operands)
-    if not any(needs):
-        return [loss]
-    if later:
-        return [autograd.LinearDivergence.apply(*leaves, loss, constants, lists)]
-    outputs = [loss, None, scalars, None, None, *grads, None, None]
-    rest = outputs, 1, lists[1:], (None,) * 5, None, None
-    return list(autograd.LinearCrossEntropy.apply(*leaves, *rest))
+    operands = input, linear_weight, target, bias, *vectors, num_items, *teacher, numbers, *lists
+    made = operators.run(operators.inner.divergence.default, *operands)
+    return list(autograd.apply_divergence(made, *operands, count=1) if any(needs) else made)[:1]
 
 
 def cross_entropy_of(logits, target, given):

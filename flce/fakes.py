@@ -234,7 +234,7 @@ def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
     made = sum(grad is not None for grad in out_val[2:4])
     (teacher, weight), lists = rest[4:6], lists_of(rest[9:])
     flops = _gemm_flops(input, linear_weight, target, lists, 1 + made)
-    return flops + (_gemm_flops(teacher, linear_weight, target, lists, 1) if weight is not None else 0)
+    return flops + _gemm_flops(teacher, linear_weight, target, lists, weight is not None)
 
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)

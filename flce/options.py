@@ -241,9 +241,9 @@ TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?"
 
 
 # Of flce.linear_divergence.
-OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale", "temperature")
-OF_DIVERGENCE += ("token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab", "valid_bound")
-OF_DIVERGENCE += ("accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
+OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale")
+OF_DIVERGENCE += ("temperature", "token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab")
+OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
 
 
 def _choice(name, value):
