@@ -194,8 +194,8 @@ typedef struct flce_divergence_args {
   const flce_rows* teacher; /* z in any dtype on the CPU, on CUDA in that of the student's z */
   flce_divergence divergence;
   double beta, hard_weight; /* of flce_problem */
-  /* [FLCE_DIVERGENCE_SUMS][stat_pitch] stat dtype, indexed like stats: written if `sums`, else
-   * read. */
+  /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL
+   * with both `sums` and `writes`. */
   void* partial;
   bool sums;   /* computes the sums over these classes */
   bool writes; /* writes loss and out from them, or from `partial` without `sums` */

@@ -10,7 +10,9 @@
 #include "problem.h"
 
 #ifdef __CUDACC__
-#define FLCE_TERM template <typename flce_real> static __device__ __forceinline__
+#define FLCE_TERM               \
+  template <typename flce_real> \
+  static __device__ __forceinline__
 static __device__ __forceinline__ float flce_exp(float x) {
   return __expf(x);
 }

@@ -92,8 +92,8 @@ typedef enum flce_buffer_id {
   FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,         /* scratch of a GEMM */
   FLCE_BUF_TEACHER,      /* a divergence: the workspace of its teacher */
-  /* [R + 1][FLCE_DIVERGENCE_SUMS][N] stat dtype of a divergence with a sharded vocabulary: the
-   * ranks' sums of a chunk's rows, then their totals, which have a value for each token. */
+  /* [1 + R][FLCE_DIVERGENCE_SUMS][chunk] stat dtype, if the vocabulary is sharded: of a chunk's
+   * rows this rank's sums, then those of all; and those of the ranks. */
   FLCE_BUF_DIVERGENCE,
   /* The vocabulary is sharded (core/shards.c). R ranks, P flce_shard_stat_count(). */
   FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is sharded */
@@ -284,7 +284,7 @@ typedef struct flce_tensors {
   /* Of a divergence: the teacher's, of which input, linear_weight, linear_bias and temperature are
    * read. */
   const struct flce_tensors* teacher;
-  void* loss;                     /* [1], or [N] for FLCE_NONE; stat dtype */
+  void* loss; /* [1], or [N] for FLCE_NONE; stat dtype */
   /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. Not accessed
    * unless the plan keeps_statistics. */
   void* stats;

@@ -251,7 +251,7 @@ typedef struct flce_problem {
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
    * a multiple of 16 bytes. */
   bool weight_unaligned;
-  flce_loss loss;     /* parameters of the loss */
+  flce_loss loss; /* parameters of the loss */
   flce_divergence divergence;
   double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
   /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
@@ -259,7 +259,7 @@ typedef struct flce_problem {
   const struct flce_problem* teacher;
   bool gives_logits;     /* a teacher's: input is z itself, [tokens][weight_rows] */
   int64_t teacher_bytes; /* set by flce_plan_call: of the teacher's workspace */
-  int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
+  int64_t max_memory;    /* bytes: upper bound of the logits buffer, whole or of a chunk */
   /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
   int64_t kept_memory;
   /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then

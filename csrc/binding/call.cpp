@@ -174,6 +174,11 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
   if (counts) call->saved_rows = valid;
 }
 
+/* Whether a teacher of so many classes has those of all ranks, of which this one reads its own. */
+bool has_all_classes(const flce_problem& student, int64_t rows) {
+  return flce_is_sharded(&student) && rows != student.weight_rows && rows >= student.classes;
+}
+
 /* The teacher's operands, of the student's dtype and rows. A refusal names teacher_input,
  * teacher_weight or teacher_bias. */
 void bind_teacher_operands(const Teacher& given, const PackedOptions& options, const Call& student,
@@ -194,8 +199,7 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
     if (text.rfind(prefix, 0) == 0) text = text.substr(prefix.size());
     throw Failure(failure.status(), "teacher_" + text);
   }
-  if (!flce_is_sharded(problem) || problem->weight_rows != problem->classes) return;
-  /* It has all classes: this rank reads its own. */
+  if (!has_all_classes(student.problem, problem->weight_rows)) return;
   int64_t first = problem->first_class;
   auto skip = [](const void* data, int64_t elements, flce_dtype dtype) -> const void* {
     return data ? static_cast<const char*>(data) + elements * flce_size_of(dtype) : nullptr;
@@ -220,9 +224,9 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   problem->dtype = problem->input_dtype = problem->weight_dtype = problem->bias_dtype = dtype;
   problem->gives_logits = true;
   problem->has_bias = problem->input_is_sharded = false;
-  problem->hidden = columns;
-  bool whole = flce_is_sharded(problem) && columns == problem->classes;
-  int64_t first = whole ? problem->first_class : 0; /* this rank's of all classes */
+  problem->hidden = std::max<int64_t>(columns, 1);
+  bool whole = has_all_classes(*problem, columns);
+  int64_t first = whole ? problem->first_class : 0;
   if (!whole) problem->weight_rows = columns;
   call->tensors.input = static_cast<const char*>(call->pointer(logits, to_scalar_type(dtype))) +
                         first * flce_size_of(dtype);
@@ -295,15 +299,19 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
   problem->reduction = FLCE_SUM;
   problem->save = FLCE_SAVE_NOTHING;
   problem->want_grad_input = problem->want_grad_weight = problem->want_grad_bias = false;
-  problem->has_temperature = given.temperature.has_value();
-  call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
-                                         ", a number for each row of input", &call);
   if (given.linear_weight)
     bind_teacher_operands(given, arguments.options, *student, &call);
   else
     bind_teacher_logits(given.input, &call);
+  problem->has_temperature = given.temperature.has_value();
+  call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
+                                         ", a number for each row of input", &call);
   problem->accum_dtype = problem->dtype;
   problem->logits_dtype = flce_stat_dtype(problem->dtype);
+  int64_t own = student->problem.weight_rows, vocab = problem->vocab, rows = problem->weight_rows;
+  if (rows != own && (vocab == own || rows < vocab)) /* beyond valid_vocab they may differ */
+    refuse(problem->gives_logits ? "teacher_logits" : "teacher_weight",
+           std::to_string(own) + " classes, those of linear_weight", std::to_string(rows));
   return call;
 }
 

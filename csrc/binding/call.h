@@ -47,6 +47,7 @@ struct Call {
   std::vector<int64_t> shape; /* of the target: input's without its last dimension */
   int64_t saved_rows = 0;     /* rows of what save=logits and save=samples keep */
   std::vector<Tensor> kept;
+  OptionalTensor teacher_input; /* of a divergence: the teacher's x, as the core reads it */
 
   /* The operand x, as the core reads it. */
   const Tensor& input() const { return kept.front(); }

@@ -89,7 +89,7 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   Tensor workspace =
       allocate_workspace(device, plan.forward_workspace_bytes, "forward workspace", call);
   Collectives collectives(device, call->problem, group,
-                          {call->input(), gradients.input, workspace});
+                          {call->input(), gradients.input, workspace, call->teacher_input});
   check(flce_forward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
   return {loss,           made.stats,      made.scalars,     made.predictions,
           saved,          gradients.input, gradients.weight, gradients.bias,
@@ -146,6 +146,7 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
                    arguments, &call);
   call.problem.teacher = &other.problem;
   call.tensors.teacher = &other.tensors;
+  call.teacher_input = other.input();
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   call.problem.save = plan.save;
@@ -226,7 +227,7 @@ Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor
   Tensor workspace =
       allocate_workspace(device, plan.backward_workspace_bytes, "backward workspace", call);
   Collectives collectives(device, call->problem, group,
-                          {call->input(), gradients.input, workspace});
+                          {call->input(), gradients.input, workspace, std::nullopt});
   check(flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
   return gradients;
 }

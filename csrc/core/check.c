@@ -39,8 +39,8 @@ flce_status flce_check_loss(const flce_problem* problem) {
   const char* whose = flce_is_teacher(problem) ? "teacher_" : "";
   char text[32];
   double value;
-#define FLCE_CHECK(name, in_range, expected)                                     \
-  value = loss->name;                                                            \
+#define FLCE_CHECK(name, in_range, expected)                                                 \
+  value = loss->name;                                                                        \
   EXPECT(isfinite(value) && (in_range), "%s" #name ": expected " expected ", got %s", whose, \
          number_text(value, text));
   FLCE_LOSS_NUMBERS(FLCE_CHECK)

@@ -318,8 +318,7 @@ static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
                                .hard_weight = e->problem->hard_weight,
                                .sums = true,
                                .writes = true};
-  CALL(e, divergence_rows, &call);
-  return FLCE_OK;
+  return flce_divergence_rows(e, c, &call);
 }
 
 /* save=grads: the gradients of a chunk for grad_output = 1. */
@@ -423,14 +422,13 @@ static flce_status forward_rows(const execution* e, chunk* c, bool gradients) {
   return samples ? flce_sample_chunk(e, c) : compare_rows(e, c, false);
 }
 
-static flce_status forward(execution* e) {
+static flce_status forward(execution* e, teacher_call* teacher) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   void* loss = e->tensors->loss;
   const flce_tensors* callers = e->tensors;
-  teacher_call teacher;
   FLCE_TRY(open_operands(e, true, true));
-  if (plan->compares) FLCE_TRY(open_teacher(e, problem, callers, &teacher));
+  if (plan->compares) FLCE_TRY(open_teacher(e, problem, callers, teacher));
   e->losses = problem->reduction == FLCE_NONE ? loss : buffer_ptr(e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
   FLCE_TRY(gather_rows(e));
@@ -469,7 +467,9 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
   }
-  return flce_close_shard(&e, forward(&e));
+  teacher_call teacher = {0};
+  flce_status status = flce_close_shard(&e, forward(&e, &teacher));
+  return flce_close_shard(&teacher.own, status);
 }
 
 /* ---- backward ---- */

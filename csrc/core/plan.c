@@ -403,8 +403,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
         recomputes_logits || (stores_z(plan) && !plan->gemm_adds_bias) ? both : FLCE_IN_FORWARD,
         v * stat);
   add_buffer(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
-  if (problem->teacher)
-    add_buffer(plan, FLCE_BUF_TEACHER, FLCE_IN_FORWARD, problem->teacher_bytes);
+  if (problem->teacher) add_buffer(plan, FLCE_BUF_TEACHER, FLCE_IN_FORWARD, problem->teacher_bytes);
 }
 
 /* What the GEMMs of the gradients of a chunk of `rows` rows need. */
@@ -468,6 +467,9 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   add_buffer(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
   add_buffer(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
   add_buffer(plan, FLCE_BUF_SHARD_STATS, FLCE_IN_FORWARD, ranks * parts);
+  if (problem->teacher)
+    add_buffer(plan, FLCE_BUF_DIVERGENCE, FLCE_IN_FORWARD,
+               (1 + ranks) * FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat);
   if (!makes_gradients(problem) || !sums_input(problem)) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
@@ -533,10 +535,12 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1, backward, others * (1 + backward) * x};
   }
-  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients);
+  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
   int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
-  plan->collectives[FLCE_ALL_GATHER_STATISTICS] = (flce_collective){
-      each_chunk ? plan->chunks : problem->rows > 0, 0, others * problem->rows * parts};
+  int64_t kinds = plan->compares ? 3 : 1; /* of student and teacher, and sums */
+  plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
+      (flce_collective){each_chunk ? kinds * plan->chunks : problem->rows > 0, 0,
+                        kinds * others * problem->rows * parts};
   if (!gradients || !sums_input(problem)) return;
   int64_t received = others * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =

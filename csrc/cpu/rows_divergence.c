@@ -110,9 +110,8 @@ static void write_gradient(const divergence_pass* pass, divergence_row* row) {
     double p = has_target ? flce_load(&part->e, student->stat, y - begin) * inv_sum : 0.0;
     BY_STAT(student->stat, span_of, pass, row, true, factor);
     if (has_target) { /* p_y - 1 would cancel where p_y is near 1 */
-      double slope = row->maps[0].curve == FLCE_LINE
-                         ? 1.0
-                         : flce_load(&part->slope, student->stat, y - begin);
+      double slope =
+          row->maps[0].curve == FLCE_LINE ? 1.0 : flce_load(&part->slope, student->stat, y - begin);
       double others = flce_load(&part->e, student->stat, y - begin) - factor * slope * hard * p;
       flce_store(&part->e, student->stat, y - begin,
                  others + hard * row_coef(student, FLCE_COEF_TARGET, row->i));
@@ -135,7 +134,7 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
     flce_fill(row.sums, FLCE_F64, 0.0, FLCE_DIVERGENCE_SUMS);
     if (valid && call->sums) sum_row(pass, &row);
     for (int k = 0; valid && call->partial && k < FLCE_DIVERGENCE_SUMS; k++) {
-      int64_t at = k * rows->stat_pitch + i;
+      int64_t at = k * rows->rows + r;
       if (call->sums) flce_store(call->partial, stat, at, row.sums[k]);
       if (!call->sums) row.sums[k] = flce_load(call->partial, stat, at);
     }

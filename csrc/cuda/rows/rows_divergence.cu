@@ -161,19 +161,19 @@ constexpr float kNearRow = 0x1p-5f;
 /* The sums of a row over its classes, in every thread, stored or loaded as flce_divergence_args
  * says. */
 template <typename Z, typename S>
-__device__ __forceinline__ void exchange_sums(const divergence_params& c, int64_t at, S* scratch,
+__device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scratch,
                                               RowPair<Z>& pair) {
-  S* partial = (S*)c.partial + at;
+  S* partial = (S*)c.partial + blockIdx.x;
   if (c.sums) {
     pair.value = block_sum(pair.value, scratch);
     pair.mean = block_sum(pair.mean, scratch);
     if (c.partial && threadIdx.x == 0) {
-      partial[FLCE_DIVERGENCE_VALUE * c.s.r.stat_pitch] = pair.value;
-      partial[FLCE_DIVERGENCE_MEAN * c.s.r.stat_pitch] = pair.mean;
+      partial[FLCE_DIVERGENCE_VALUE * c.s.r.rows] = pair.value;
+      partial[FLCE_DIVERGENCE_MEAN * c.s.r.rows] = pair.mean;
     }
   } else {
-    pair.value = partial[FLCE_DIVERGENCE_VALUE * c.s.r.stat_pitch];
-    pair.mean = partial[FLCE_DIVERGENCE_MEAN * c.s.r.stat_pitch];
+    pair.value = partial[FLCE_DIVERGENCE_VALUE * c.s.r.rows];
+    pair.mean = partial[FLCE_DIVERGENCE_MEAN * c.s.r.rows];
   }
 }
 
@@ -199,14 +199,14 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
       pair_tile<true, false, KIND, GENERAL>(pair, out, first);
     }
   }
-  if (!one_pass) exchange_sums(c, ref.at, scratch, pair);
+  if (!one_pass) exchange_sums(c, scratch, pair);
   if (out) {
     for (int first = 0; first < pair.s.vectors; first += step) {
       pair_tile<KIND == FLCE_FORWARD_KL, true, KIND, GENERAL>(pair, out, first);
     }
     pad_row(out, r.vocab, r.out_columns);
   }
-  if (one_pass) exchange_sums(c, ref.at, scratch, pair);
+  if (one_pass) exchange_sums(c, scratch, pair);
   if (!c.writes || threadIdx.x > 0) return;
   S* loss = (S*)r.loss + ref.at;
   const S token = r.token_weight ? ((const S*)r.token_weight)[ref.at] : 1;
@@ -236,7 +236,7 @@ static bool is_general(const flce_rows* r) {
 
 flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const flce_rows *s = call->student, *t = call->teacher;
-  if (s->rows == 0 || s->vocab == 0) return FLCE_OK;
+  if (s->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(s, "divergence_rows"));
   const flce_dtype z = s->z_dtype, out = s->out ? s->out_dtype : z;
   const bool general = is_general(s) || is_general(t);
@@ -249,8 +249,8 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   if (z == FLCE_F32 && out == FLCE_F16)
     kernel = kernel_of<float, __half>(call->divergence, general);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
-  const divergence_params params = {make_args(s),  make_args(t),       call->beta,
-                                    call->hard_weight, call->partial, call->sums, call->writes};
+  const divergence_params params = {make_args(s),  make_args(t), call->beta,  call->hard_weight,
+                                    call->partial, call->sums,   call->writes};
   kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);
   FLCE_LAUNCHED("divergence_rows");
   return FLCE_OK;
