@@ -15,8 +15,8 @@ except ImportError as error:
 
 from . import reference
 from .chunked_loss import linear_loss
+from .distillation import linear_divergence
 from .distributed import VocabParallel
-from .divergence import linear_divergence
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput, TopLogprobs

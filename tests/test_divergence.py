@@ -299,6 +299,33 @@ def test_chunks_agree_and_repeat(device):
         assert (value - parts[name]).abs().max() <= 1e-11 * (1 + value.abs().max())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+def test_teacher_of_a_few_classes(device, tail, kind):
+    """Distributions over the K classes and, for "class", the rest."""
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    log_q = torch.randn(9, 70, dtype=x.dtype, device=device).log_softmax(-1)
+    ids = log_q.topk(8).indices
+    ids[2], ids[4, 5:] = -100, -100
+    given = (ids, log_q.gather(-1, ids.clamp(min=0)))
+    options = {"divergence": kind, "beta": 0.3, "temperature": 1.5, "num_items": 4.0}
+    made = flce.linear_divergence(x, w, teacher_logits=given, tail=tail, **options)
+    rows = []
+    for row, (mine, theirs) in enumerate(zip((x @ w.T / 1.5).log_softmax(-1), log_q, strict=True)):
+        kept = ids[row][ids[row] >= 0]
+        parts = [
+            torch.cat((one[kept], one[kept].exp().sum().neg().log1p()[None]))
+            for one in (mine, theirs)
+        ]
+        parts = parts if tail == "class" else [one[kept].log_softmax(-1) for one in (mine, theirs)]
+        rows += [divergence_of(*parts, kind, 0.3)] if len(kept) else []
+    truth = sum(rows) / 4.0
+    assert abs(made - truth) <= 1e-12
+    grads = [torch.autograd.grad(loss, (x, w)) for loss in (made, truth)]
+    for got, expected in zip(*grads, strict=True):
+        assert (got - expected).abs().max() <= 1e-12
+
+
 def good(device):
     x, w, target = cases.leaves(device, 6, hidden=8, vocab=20)
     teacher = {"teacher_input": x.detach()[:, :4], "teacher_weight": w.detach()[:, :4]}
@@ -339,6 +366,10 @@ def test_refusals_name_the_argument(device, name):
         ({"target": None, "hard_weight": 0.5}, "target: expected classes with hard_weight"),
         ({"teacher_weight": None}, "teacher_input: expected teacher_input and teacher_weight"),
         ({"z_loss": 1.0}, "unexpected keyword argument 'z_loss'"),
+        (
+            {"teacher_logits": (0, 0), "teacher_input": None, "teacher_weight": None},
+            "teacher_logits: expected no target",
+        ),
     ],
 )
 def test_combinations_are_refused(device, change, message):

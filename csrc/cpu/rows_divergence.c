@@ -48,25 +48,29 @@ static void load_span(const divergence_pass* pass, divergence_row* row, int64_t 
   }
 }
 
-/* The span's part of the sums or, with `writes`, its e of the student becomes dz, without the hard
- * label's own column; `factor`: the row's a k. Subnormal results become 0, as in grad_rows. */
-INLINE void divergence_span(flce_dtype stat, flce_divergence kind, const divergence_pass* pass,
-                            divergence_row* row, bool writes, double factor) {
+/* The span's part of the sums or, with `writes`, dz in place of the student's e. `own`: the hard
+ * label's column in the span, if it is there; `factor`: the row's a k. Subnormal results become 0,
+ * as in grad_rows. */
+INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, divergence_row* row,
+                            bool writes, int64_t own, double factor) {
+  const flce_divergence_args* call = pass->call;
   row_part *s = &row->parts[0], *t = &row->parts[1];
-  double beta = pass->call->beta, hard = pass->call->hard_weight, value = 0.0, sum = 0.0;
-  double mean = row->sums[FLCE_DIVERGENCE_MEAN], smallest = stat == FLCE_F64 ? DBL_MIN : FLT_MIN;
+  double hard = call->hard_weight, value = 0.0, sum = 0.0, mean = row->sums[FLCE_DIVERGENCE_MEAN];
+  double smallest = stat == FLCE_F64 ? DBL_MIN : FLT_MIN;
   bool capped = row->maps[0].curve != FLCE_LINE;
   for (int64_t j = 0; j < s->count; j++) {
     double p = flce_load(&s->e, stat, j) * row->inv_sum[0];
     double q = flce_load(&t->e, stat, j) * row->inv_sum[1];
     double d = flce_load(&s->l, stat, j) - flce_load(&t->l, stat, j) - row->shift;
-    double pull = flce_divergence_pull(kind, beta, p, q, d);
+    double pull = flce_divergence_pull(call->divergence, call->beta, p, q, d);
     if (writes) {
-      double dz = factor * ((1.0 - hard) * (pull - mean * p) + hard * p);
+      bool is_own = hard > 0.0 && j == own; /* p_y - 1 would cancel where p_y is near 1 */
+      double dz = factor * ((1.0 - hard) * (pull - mean * p) + (is_own ? 0.0 : hard * p));
       if (capped) dz *= flce_load(&s->slope, stat, j);
+      if (is_own) dz += hard * row_coef(&pass->student, FLCE_COEF_TARGET, row->i);
       flce_store(&s->e, stat, j, fabs(dz) < smallest ? 0.0 : dz);
     } else {
-      value += flce_divergence_value(kind, beta, p, q, d);
+      value += flce_divergence_value(call->divergence, call->beta, p, q, d);
       sum += pull;
     }
   }
@@ -75,48 +79,20 @@ INLINE void divergence_span(flce_dtype stat, flce_divergence kind, const diverge
   row->sums[FLCE_DIVERGENCE_MEAN] += sum;
 }
 
-INLINE void span_of(flce_dtype stat, const divergence_pass* pass, divergence_row* row, bool writes,
-                    double factor) {
-  flce_divergence kind = pass->call->divergence;
-  if (kind == FLCE_FORWARD_KL)
-    divergence_span(stat, FLCE_FORWARD_KL, pass, row, writes, factor);
-  else if (kind == FLCE_REVERSE_KL)
-    divergence_span(stat, FLCE_REVERSE_KL, pass, row, writes, factor);
-  else
-    divergence_span(stat, FLCE_JSD, pass, row, writes, factor);
-}
-
-static void sum_row(const divergence_pass* pass, divergence_row* row) {
-  int64_t vocab = pass->student.rows->vocab;
-  for (int64_t begin = 0, end; begin < vocab; begin = end) {
-    end = row_span_end(begin, vocab);
-    load_span(pass, row, begin, end);
-    BY_STAT(pass->student.stat, span_of, pass, row, false, 0.0);
-  }
-}
-
-static void write_gradient(const divergence_pass* pass, divergence_row* row) {
+/* The sums of a row over its classes or, with `writes`, its dz. */
+static void pass_over(const divergence_pass* pass, divergence_row* row, bool writes) {
   const row_pass* student = &pass->student;
   const flce_rows* rows = student->rows;
-  void* out = row_out(student, row->r);
   int64_t y = rows->target[row->i];
-  double hard = pass->call->hard_weight, inv_sum = row->inv_sum[0];
-  double factor = inv_sum > 0.0 ? row_coef(student, FLCE_COEF_ROW, row->i) / inv_sum : 0.0;
+  bool some = writes && row->inv_sum[0] > 0.0;
+  double factor = some ? row_coef(student, FLCE_COEF_ROW, row->i) / row->inv_sum[0] : 0.0;
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
     end = row_span_end(begin, rows->vocab);
     load_span(pass, row, begin, end);
-    row_part* part = &row->parts[0];
-    bool has_target = hard > 0.0 && y >= begin && y < end;
-    double p = has_target ? flce_load(&part->e, student->stat, y - begin) * inv_sum : 0.0;
-    BY_STAT(student->stat, span_of, pass, row, true, factor);
-    if (has_target) { /* p_y - 1 would cancel where p_y is near 1 */
-      double slope =
-          row->maps[0].curve == FLCE_LINE ? 1.0 : flce_load(&part->slope, student->stat, y - begin);
-      double others = flce_load(&part->e, student->stat, y - begin) - factor * slope * hard * p;
-      flce_store(&part->e, student->stat, y - begin,
-                 others + hard * row_coef(student, FLCE_COEF_TARGET, row->i));
-    }
-    student->z_blocks->narrow(flce_at(out, student->dtype, begin), &part->e, part->count);
+    BY_STAT(student->stat, divergence_span, pass, row, writes, y - begin, factor);
+    if (writes)
+      student->z_blocks->narrow(flce_at(row_out(student, row->r), student->dtype, begin),
+                                &row->parts[0].e, end - begin);
   }
 }
 
@@ -132,7 +108,7 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
     bool valid = kind == FLCE_ROW_VALID, writes = call->writes && rows->out;
     if (valid) open_divergence_row(pass, r, i, &row);
     flce_fill(row.sums, FLCE_F64, 0.0, FLCE_DIVERGENCE_SUMS);
-    if (valid && call->sums) sum_row(pass, &row);
+    if (valid && call->sums) pass_over(pass, &row, false);
     for (int k = 0; valid && call->partial && k < FLCE_DIVERGENCE_SUMS; k++) {
       int64_t at = k * rows->rows + r;
       if (call->sums) flce_store(call->partial, stat, at, row.sums[k]);
@@ -146,7 +122,7 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
     }
     if (!writes) continue;
     if (valid)
-      write_gradient(pass, &row);
+      pass_over(pass, &row, true);
     else
       flce_cpu_fill_row(&pass->student, r, kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0);
     flce_cpu_pad_row(&pass->student, row_out(&pass->student, r), rows->out_columns);

@@ -2,9 +2,10 @@
 
 import torch
 
-from . import functional
-from . import options as table
-from .validate import check_number, check_tensor, refuse
+from .. import functional
+from .. import options as table
+from ..validate import check_number, check_tensor, refuse
+from .sparse import sparse_divergence
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # from 1 on, those of flce_divergence
 
@@ -24,6 +25,7 @@ def linear_divergence(
     teacher_softcap=None,
     teacher_logit_scale=1.0,
     teacher_temperature=None,
+    tail="class",
     **options,
 ):
     """The divergence of a student's head from a teacher's, without the logits of either in memory.
@@ -42,8 +44,12 @@ def linear_divergence(
             None: all rows count.
         hard_weight: h in [0, 1]; the loss of a row becomes (1 - h) divergence + h cross entropy of
             target. Not with a temperature.
-        teacher_logits: (..., V), z before softcap, scale and temperature, in place of input and
-            weight.
+        teacher_logits: in place of input and weight (..., V), z before softcap, scale and
+            temperature; or a tuple (ids, log-probabilities), both (..., K), of K classes of each
+            row, final; an id of `ignore_index` counts as none. It takes no `target`.
+        tail: of such a tuple: "class": the other classes are one more, with the rest of the
+            probability; "renormalize": those of the K classes sum to 1, the student's too, whose
+            mass outside of them then costs nothing (docs/semantics.md).
         teacher_softcap, teacher_logit_scale, teacher_temperature: of the teacher's final logits, as
             softcap, logit_scale and temperature of the student's; temperature None: the student's.
         **options: as in `linear_cross_entropy`; the signature lists them. save: "auto" makes the
@@ -62,6 +68,15 @@ def linear_divergence(
         refuse("teacher_input", expected, "another combination of the three", TypeError)
     if divergence not in DIVERGENCES:
         refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+    if isinstance(teacher_logits, tuple):
+        others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
+        if teacher_logit_scale != 1.0 or any(other is not None for other in others):
+            expected = (
+                "no target, hard_weight or option of the teacher with (ids, log-probabilities)"
+            )
+            refuse("teacher_logits", expected, "one of them")
+        how = divergence, beta, tail, options
+        return sparse_divergence(input, linear_weight, *teacher_logits, *how)
     if hard_weight and target is None:
         refuse("target", "classes with hard_weight", None)
     if target is None:
