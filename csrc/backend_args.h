@@ -183,6 +183,25 @@ typedef struct flce_rows {
   const void* wsum;
 } flce_rows;
 
+/* Sums over the classes of a row that a divergence is made of: the divergence, of terms that are
+ * none negative; and the sum of p_j times the derivatives by p_j (divergence.h). */
+enum flce_divergence_sum { FLCE_DIVERGENCE_VALUE, FLCE_DIVERGENCE_MEAN, FLCE_DIVERGENCE_SUMS };
+
+/* Both views have the same rows, index and targets, and vectors for the same tokens. */
+typedef struct flce_divergence_args {
+  /* z, bias, temperature, options, target and stats (OFFSET and INV_SUM) are read; loss, which
+   * holds that of the target, and out are written. out NULL: no gradients; else coef too. */
+  const flce_rows* student;
+  const flce_rows* teacher; /* z in any dtype on the CPU, on CUDA in that of the student's z */
+  flce_divergence divergence;
+  double beta, hard_weight; /* of flce_problem */
+  /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL
+   * with both `sums` and `writes`. */
+  void* partial;
+  bool sums;   /* computes the sums over these classes */
+  bool writes; /* writes loss and out from them, or from `partial` without `sums` */
+} flce_divergence_args;
+
 /* ---- a sharded vocabulary (core/shards.c) ----
  *
  * Each rank runs the passes above over its own classes. In a row whose target y is another rank's

