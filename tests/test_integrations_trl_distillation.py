@@ -1,4 +1,4 @@
-"""flce.integrations.trl_distillation: TRL's generalized_jsd_loss and GKDTrainer with and without."""
+"""TRL's generalized_jsd_loss and GKDTrainer with and without flce."""
 
 import pytest
 import torch
