@@ -106,7 +106,7 @@ MAY_IMPORT = {
     "core": set(),
     "distributed": {"core"},
     "distillation": {"core"},
-    "fusion": {"core", "distributed"},
+    "fusion": {"core", "distributed", "distillation"},
     "compat": {"core", "distributed", "flce"},
     "integrations": {"core", "distributed", "compat", "fusion", "flce"},
     "estimate": {"flce"},

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..divergence import linear_divergence
+from ..distillation import linear_divergence
 from ..options import OF_DIVERGENCE
 from . import loss, steps
 from .node import node_of
