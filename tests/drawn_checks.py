@@ -191,7 +191,7 @@ class Shards:
         """The whole gradient of an input that the call leaves unsummed."""
         if grad is None or name not in OF_ROWS or call.how.get("reduce_input_grad", True):
             return grad
-        total = grad.double()
+        total = grad.double().clone(memory_format=torch.contiguous_format)  # gloo ignores strides
         dist.all_reduce(total, group=self.group)
         return total.to(grad.dtype)
 
