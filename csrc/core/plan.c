@@ -103,6 +103,8 @@ static flce_status choose_chunks(const flce_problem* caller, const flce_facts* f
   /* With fused_logits and statistics only, no logits are written: smaller chunks would only save
    * scratch. */
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
+  /* The logits of a divergence are float32 in both halves: 768 rows of 128256 classes, not 1024. */
+  if (plan->compares && caller->saves_memory) problem.max_memory -= problem.max_memory / 4;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
   if (caller->chunk_rows > 0) {
