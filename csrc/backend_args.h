@@ -192,7 +192,7 @@ typedef struct flce_divergence_args {
   /* z, bias, temperature, options, target and stats (OFFSET and INV_SUM) are read; loss, which
    * holds that of the target, and out are written. out NULL: no gradients; else coef too. */
   const flce_rows* student;
-  const flce_rows* teacher; /* z in any dtype on the CPU, on CUDA in that of the student's z */
+  const flce_rows* teacher; /* its z may have another dtype */
   flce_divergence divergence;
   double beta, hard_weight; /* of flce_problem */
   /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL

@@ -36,7 +36,7 @@ static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own,
 
 flce_status flce_check_loss(const flce_problem* problem) {
   const flce_loss* loss = &problem->loss;
-  const char* whose = flce_is_teacher(problem) ? "teacher_" : "";
+  const char* whose = problem->divergence && !problem->teacher ? "teacher_" : "";
   char text[32];
   double value;
 #define FLCE_CHECK(name, in_range, expected)                                                 \

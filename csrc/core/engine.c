@@ -262,24 +262,12 @@ static flce_status open_teacher(execution* e, const flce_problem* student,
   return open_operands(own, true, true);
 }
 
-/* The chunk's rows of given logits as z, in the stat dtype. */
+/* The chunk's rows of given logits as z. */
 static flce_status given_logits(const execution* e, chunk* c) {
-  const flce_plan* plan = e->plan;
   const void* rows;
   FLCE_TRY(chunk_input(e, c, &rows));
-  set_z(&c->view, (void*)rows, plan->dtype, plan->input_pitch);
+  set_z(&c->view, (void*)rows, e->plan->dtype, e->plan->input_pitch);
   c->view.z_columns = c->view.vocab; /* the others are not ours to write */
-  if (plan->dtype == e->stat) return FLCE_OK;
-  set_z(&c->view, buffer_ptr(e, FLCE_BUF_LOGITS), e->stat, plan->z_pitch);
-  CALL(e, cast,
-       &(flce_cast_args){.out = (void*)c->view.z,
-                         .out_dtype = e->stat,
-                         .out_pitch = plan->z_pitch,
-                         .in = rows,
-                         .in_dtype = plan->dtype,
-                         .in_pitch = plan->input_pitch,
-                         .rows = c->rows,
-                         .cols = e->problem->vocab});
   return FLCE_OK;
 }
 

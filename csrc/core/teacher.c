@@ -14,7 +14,7 @@ flce_status flce_plan_teacher(const flce_backend* backend, const flce_problem* s
   if (status != FLCE_OK) return flce_fail(status, "%s", backend->last_error());
   if (problem.gives_logits) { /* no GEMM reads them */
     facts.hidden_alignment = facts.input_alignment = 1;
-    facts.gemm_f16 = facts.gemm_writes_f32 = true;
+    facts.gemm_f16 = true;
     facts.fused_row_bytes = facts.gemm_workspace_bytes = 0;
   }
   problem.chunk_rows = chunk_rows;

@@ -21,6 +21,7 @@ struct divergence_params {
 template <typename Z, typename S = stat_t<Z>>
 struct RowPair {
   Row<Z> s, t;
+  flce_dtype teacher_dtype;
   S s_offset, t_offset, s_inv, t_inv; /* statistics */
   S shift;                            /* lse of s minus that of t */
   S beta, hard, soft, factor, target, value, mean;
@@ -32,6 +33,9 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   RowPair<Z> pair = {};
   pair.s = open_row_view<kGeneral, Z>(c.s, at);
   pair.t = open_row_view<kGeneral, Z>(c.t, at);
+  /* Of any dtype and alignment, as a row of probabilities may be. */
+  pair.teacher_dtype = t.z_dtype;
+  pair.t.probabilities = (const char*)t.z + blockIdx.x * t.z_pitch * bytes_of(t.z_dtype);
   pair.s_offset = stat_row<S>(s, FLCE_STAT_OFFSET)[at];
   pair.t_offset = stat_row<S>(t, FLCE_STAT_OFFSET)[at];
   pair.s_inv = stat_row<S>(s, FLCE_STAT_INV_SUM)[at];
@@ -52,7 +56,7 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   return pair;
 }
 
-/* What is read of a vector's columns of both logits. A teacher's rows may have any alignment. */
+/* What is read of a vector's columns of both logits. */
 template <typename Z>
 struct RawPair {
   Vec<Z, kVec<Z>> s;
@@ -62,7 +66,7 @@ struct RawPair {
 template <bool STREAM, typename Z>
 __device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, RawPair<Z>& raw) {
   load_columns<STREAM>(pair.s.z, col, pair.s.vocab, raw.s);
-  load_column_vector(pair.t.z, col, pair.t.vocab, raw.t);
+  load_probabilities(pair.t, pair.teacher_dtype, col, raw.t);
 }
 
 /* p, q, d and the student's slopes of a vector's columns; p = q = 0 outside the row. */
@@ -208,7 +212,7 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   if (z == FLCE_F32 && out == z) kernel = kernel_of<float, float>(call->divergence);
   if (z == FLCE_F32 && out == FLCE_BF16) kernel = kernel_of<float, __nv_bfloat16>(call->divergence);
   if (z == FLCE_F32 && out == FLCE_F16) kernel = kernel_of<float, __half>(call->divergence);
-  if (!kernel || t->z_dtype != z) return no_row_kernel(t->z_dtype != z ? t : s, "divergence_rows");
+  if (!kernel) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),  make_args(t), call->beta,  call->hard_weight,
                                     call->partial, call->sums,   call->writes};
   kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);

@@ -1,0 +1,183 @@
+/* divergence_rows: sums, loss and dz of rows of two logits, against the definition in double, whose
+ * gradient is checked by the sum over the classes of a row. */
+#include "test.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { TOKENS = 6, VOCAB = 2061, PITCH = 2064, IGNORED = 1, WRONG = 4, IGNORE_INDEX = -7 };
+/* Row 3 is absent; token 0 comes last. */
+static const int64_t kIndex[TOKENS] = {5, 2, 1, -1, 4, 0};
+
+typedef struct setting {
+  flce_dtype dtype;
+  flce_divergence kind;
+  double beta, hard, softcap, near; /* near: distance of the logits, 0 for independent ones */
+  bool gathered, bias, split;
+} setting;
+
+typedef struct side {
+  void *z, *bias, *stats, *loss;
+  flce_rows view;
+} side;
+
+static side make_side(const setting* s, const int64_t* target, const side* other) {
+  flce_dtype stat = flce_stat_dtype(s->dtype);
+  side made = {.z = test_fill_normal(s->dtype, TOKENS * PITCH, 2.0),
+               .bias = test_fill_normal(stat, VOCAB, 1.0),
+               .stats = test_buffer(stat, FLCE_STAT_ROWS * TOKENS),
+               .loss = test_buffer(stat, TOKENS)};
+  for (int64_t k = 0; other && s->near > 0.0 && k < TOKENS * PITCH; k++)
+    flce_store(made.z, s->dtype, k,
+               flce_load(other->z, s->dtype, k) + s->near * (k % 3 == 0 ? 1.0 : -0.5));
+  if (other && s->near > 0.0) memcpy(made.bias, other->bias, VOCAB * flce_size_of(stat));
+  made.view = (flce_rows){.rows = TOKENS,
+                          .vocab = VOCAB,
+                          .index = s->gathered ? kIndex : NULL,
+                          .z = made.z,
+                          .z_dtype = s->dtype,
+                          .z_pitch = PITCH,
+                          .z_columns = VOCAB,
+                          .bias = s->bias ? made.bias : NULL,
+                          .target = target,
+                          .options = {.ignore_index = IGNORE_INDEX,
+                                      .logit_scale = 1.0,
+                                      .temperature = other ? 0.8 : 1.0,
+                                      .softcap = s->softcap},
+                          .stats = made.stats,
+                          .stat_pitch = TOKENS,
+                          .loss = made.loss};
+  if (s->near > 0.0) made.view.options.temperature = 1.0;
+  return made;
+}
+
+/* l, dl/dz and log p of row r. */
+static void logs(const setting* s, const flce_rows* view, const void* z, int64_t r, double* log_p,
+                 double* slope) {
+  double sum = 0.0, top = -INFINITY, cap = view->options.softcap, t = view->options.temperature;
+  for (int64_t j = 0; j < VOCAB; j++) {
+    double value = flce_load(z, s->dtype, r * PITCH + j);
+    if (view->bias) value += flce_load(view->bias, flce_stat_dtype(s->dtype), j);
+    double u = cap > 0.0 ? tanh(value / cap) : 0.0;
+    log_p[j] = (cap > 0.0 ? cap * u : value) / t;
+    slope[j] = (1.0 - u * u) / t;
+    top = fmax(top, log_p[j]);
+  }
+  for (int64_t j = 0; j < VOCAB; j++) sum += exp(log_p[j] - top);
+  for (int64_t j = 0; j < VOCAB; j++) log_p[j] -= top + log(sum);
+}
+
+/* The definition: value, and derivatives by p_j. */
+static double definition(const setting* s, const double* a, const double* b, double* by_p) {
+  double value = 0.0;
+  for (int64_t j = 0; j < VOCAB; j++) {
+    double p = exp(a[j]), q = exp(b[j]), m = s->beta * q + (1.0 - s->beta) * p, d = a[j] - b[j];
+    if (s->kind == FLCE_FORWARD_KL) value += expm1(d) * q - q * d, by_p[j] = -exp(-d);
+    if (s->kind == FLCE_REVERSE_KL) value += p * d + q - p, by_p[j] = d;
+    if (s->kind == FLCE_JSD) {
+      value += s->beta * q * (b[j] - log(m)) + (1.0 - s->beta) * p * (a[j] - log(m));
+      by_p[j] = (1.0 - s->beta) * (a[j] - log(m));
+    }
+  }
+  return value;
+}
+
+static void run(const setting* s, int threads, side* student, side* teacher, void* coef) {
+  flce_cpu cpu = test_cpu(threads);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  flce_dtype stat = flce_stat_dtype(s->dtype);
+  double one = 1.0;
+  void* factor = test_buffer(stat, 1);
+  flce_store(factor, stat, 0, one);
+  void* partial = s->split ? test_buffer(stat, FLCE_DIVERGENCE_SUMS * TOKENS) : NULL;
+  CHECK_OK(b.stat_rows(b.self, &student->view));
+  CHECK_OK(b.stat_rows(b.self, &teacher->view));
+  CHECK_OK(b.row_coefficients(b.self, &student->view, NULL, &(flce_upstream){0}, factor, coef));
+  flce_rows view = student->view;
+  view.coef = coef;
+  view.out = student->z; /* in place */
+  view.out_dtype = s->dtype;
+  view.out_pitch = view.out_columns = PITCH;
+  flce_divergence_args call = {&view,   &teacher->view, s->kind, s->beta,
+                               s->hard, partial,        true,    !s->split};
+  CHECK_OK(b.divergence_rows(b.self, &call));
+  call.sums = false;
+  call.writes = true;
+  if (s->split) CHECK_OK(b.divergence_rows(b.self, &call));
+  free(partial), free(factor);
+}
+
+static void check(const setting* s, int threads) {
+  flce_dtype stat = flce_stat_dtype(s->dtype);
+  double eps = test_epsilon(s->dtype), wide = test_epsilon(stat), sum, size;
+  double *a = test_doubles(VOCAB), *b = test_doubles(VOCAB), *by_p = test_doubles(VOCAB);
+  double *slope = test_doubles(VOCAB), *unused = test_doubles(VOCAB);
+  int64_t target[TOKENS] = {7, IGNORE_INDEX, VOCAB - 1, 0, VOCAB, 2050};
+  side student = make_side(s, target, NULL), teacher = make_side(s, target, &student);
+  void *z = test_buffer(s->dtype, TOKENS * PITCH),
+       *coef = test_buffer(stat, FLCE_COEF_ROWS * TOKENS);
+  memcpy(z, student.z, TOKENS * PITCH * flce_size_of(s->dtype));
+  run(s, threads, &student, &teacher, coef);
+  for (int64_t r = 0; r < TOKENS; r++) {
+    int64_t i = s->gathered ? kIndex[r] : r;
+    int64_t wrong = 0;
+    for (int64_t j = VOCAB; j < PITCH; j++)
+      wrong += flce_load(student.z, s->dtype, r * PITCH + j) != 0.0;
+    bool valid = i >= 0 && i != IGNORED && i != WRONG;
+    for (int64_t j = 0; !valid && j < VOCAB; j++) {
+      double dz = flce_load(student.z, s->dtype, r * PITCH + j);
+      wrong += !(i == WRONG ? isnan(dz) : dz == 0.0);
+    }
+    CHECK(wrong == 0, "%d columns of row %d", (int)wrong, (int)r);
+    if (!valid) continue;
+    logs(s, &student.view, z, r, a, slope);
+    logs(s, &teacher.view, teacher.z, r, b, unused);
+    double value = definition(s, a, b, by_p), mean = 0.0, scale = 0.0;
+    double loss = (1.0 - s->hard) * value - s->hard * a[target[i]];
+    for (int64_t j = 0; j < VOCAB; j++) mean += exp(a[j]) * by_p[j];
+    double got = flce_load(student.loss, stat, i), slack = s->near > 0.0 ? 1e3 : 40.0;
+    CHECK(test_close(got, loss, slack * wide * fmax(fabs(loss), s->near > 0.0 ? 0.0 : 1.0)),
+          "loss %.9g, expected %.9g, %s kind %d near %g", got, loss, flce_dtype_name(s->dtype),
+          (int)s->kind, s->near);
+    sum = size = 0.0;
+    for (int64_t j = 0; j < VOCAB; j++) {
+      double p = exp(a[j]), own = j == target[i] ? 1.0 : 0.0;
+      double g = (1.0 - s->hard) * p * (by_p[j] - mean) + s->hard * (p - own), dz = slope[j] * g;
+      double error = flce_load(student.z, s->dtype, r * PITCH + j) - dz;
+      sum += error * error;
+      size += dz * dz;
+      scale += g;
+    }
+    CHECK(fabs(scale) < 1e-9, "the definition's gradient sums to %g", scale);
+    CHECK(sqrt(sum) <= (1.5 * eps + 400.0 * wide) * sqrt(size) + 1e-30,
+          "dz: error %.3g of %.3g, %s kind %d near %g hard %g cap %g gathered %d split %d",
+          sqrt(sum), sqrt(size), flce_dtype_name(s->dtype), (int)s->kind, s->near, s->hard,
+          s->softcap, s->gathered, s->split);
+  }
+  free(a), free(b), free(by_p), free(slope), free(unused), free(z), free(coef);
+  for (int k = 0; k < 2; k++) {
+    side* one = k ? &teacher : &student;
+    free(one->z), free(one->bias), free(one->stats), free(one->loss);
+  }
+}
+
+int main(void) {
+  test_seed(3);
+  for (int variant = 0; test_next_variant(&variant);)
+    for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++)
+      for (int kind = FLCE_FORWARD_KL; kind <= FLCE_JSD; kind++)
+        for (int k = 0; k < 8; k++) {
+          setting s = {.dtype = (flce_dtype)dtype,
+                       .kind = (flce_divergence)kind,
+                       .beta = k % 2 ? 0.5 : 0.1,
+                       .hard = k == 5 ? 0.25 : 0.0,
+                       .softcap = k % 3 == 1 ? 3.0 : 0.0,
+                       .near = k == 6 && dtype == FLCE_F32 ? 1e-3 : 0.0,
+                       .gathered = k % 4 >= 2,
+                       .bias = k % 2 == 0 && k != 6, /* which would round l */
+                       .split = k >= 3};
+          check(&s, 1 + 2 * (k % 2));
+        }
+  return test_verdict();
+}
