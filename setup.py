@@ -111,7 +111,8 @@ def portable_linker():
     if not importlib.util.find_spec("ziglang"):
         sys.exit(f"flce: FLCE_GLIBC={GLIBC}, but there is no zig: pip install ziglang")
     cxx = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX"))[:1]
-    names = ["libstdc++.so.6", "libgcc_s.so.1"]
+    # libgcc.a: nothing fills zig's own __cpu_model, by which no CPU has AVX.
+    names = ["libgcc.a", "libstdc++.so.6", "libgcc_s.so.1"]
     command = [[*cxx, f"-print-file-name={name}"] for name in names]
     found = [subprocess.run(c, check=True, capture_output=True, text=True) for c in command]
     target = f"{platform.machine()}-linux-gnu.{GLIBC}"

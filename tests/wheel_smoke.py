@@ -154,3 +154,10 @@ def test_info():
     (built,) = (line for line in done.stdout.splitlines() if "nvcc" in line)
     assert "driver 5" in built and " sm_" in built
     assert (DEVICE == "cuda") != ("not usable: " in done.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
+def test_row_passes_use_what_the_cpu_has():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if {"avx2", "fma", "f16c"} <= flags:
+        assert torch.ops.flce.cpu_variant() in ("avx2", "avx512")
