@@ -3,6 +3,10 @@
 In float64 it is the ground truth of the tests; in the dtype of a call it is the eager result whose
 error sets the tolerance. It holds all N x V logits and uses none of the shortcuts that it checks.
 Arguments have the shapes and dtypes of flce's functions of the same names.
+
+>>> operands = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+>>> expected = flce.reference.linear_cross_entropy(*operands, z_loss=1e-4)
+>>> torch.testing.assert_close(flce.linear_cross_entropy(*operands, z_loss=1e-4), expected)
 """
 
 import torch
