@@ -190,7 +190,7 @@ def philox(key, counter):
 
 
 def offsets_of_rows(rows, seed, device, bits):
-    """u of docs/sampled.md, so many random bits, up to 62, for each of `rows` rows."""
+    """u of docs/sampled-reference.md, so many random bits, up to 62, for each of `rows` rows."""
     row = torch.arange(rows, device=device)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     first, second, *_ = philox(key, (row & 0xFFFFFFFF, row >> 32, 0, 0))
@@ -199,7 +199,7 @@ def offsets_of_rows(rows, seed, device, bits):
 
 @torch.no_grad()
 def sampled_derivative(z, target, cut, of_logits, eps, seed):
-    """The estimate of d lse / d z (..., V), computed in float64; docs/sampled.md has the formulas.
+    """The estimate of d lse / d z (..., V), computed in float64 (docs/sampled-reference.md).
 
     z: the linear layer's logits (..., V); `target` (...): classes; `cut`, `of_logits`: the other
     arguments of `final_logits`.

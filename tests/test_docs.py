@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import messages
 import pages
 import pytest
 import torch.distributed as dist
@@ -80,6 +81,36 @@ def test_the_api_page_has_every_name():
     for name in flce.__all__:
         assert f"\n## flce.{name}\n" in made
     assert made.count("```pycon") == len(flce.__all__)
+
+
+def test_the_page_of_errors_has_every_text_and_no_other():
+    """`python tests/messages.py` prints what lacks and what is left over."""
+    lacking, left_over = messages.compared()
+    assert not lacking and not left_over
+
+
+def test_texts_are_read_from_the_source(tmp_path):
+    """Of a call of each form, against what they say when they are raised."""
+    python, c = tmp_path / "a.py", tmp_path / "a.c"
+    python.write_text(
+        "LEAST = 'a number'\n"
+        "def f(x, y):\n"
+        "    got = 'first'\n"
+        "    if x:\n"
+        "        got = f'second {x}'\n"
+        "    refuse('x', LEAST, got + '; see y')\n"
+        "    got = 'third'\n"
+        "    raise ValueError(f'y: expected {LEAST}, got {got} or {y!r}')\n"
+    )
+    c.write_text(
+        'EXPECT(x > 0, "x: expected %s, "\n  "got %lld", name(")"), x); flce_fail(S, "no %d");'
+    )
+    assert messages.of_python(python) == {
+        "x: expected a number, got first; see y",
+        "x: expected a number, got second …; see y",
+        "y: expected a number, got third or …",
+    }
+    assert messages.of_c(c) == {"x: expected …, got …", "no …"}
 
 
 def test_pictures_are_those_of_the_records(tmp_path):
