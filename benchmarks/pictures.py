@@ -36,38 +36,31 @@ def of_llama():
     return {loss: (steps[loss], longest[loss]) for loss in LOSSES}, made["machine"]
 
 
-def draw_bars(picture, left, width, title, note, values, shown):
+def draw_bars(picture, top, title, note, values, shown):
     """A bar for each loss, from the longest to scale."""
-    picture.text(left, 74, title, size=14.5, weight=600)
-    picture.text(left, 93, note, "grey", 12)
-    scale = (width - 150) / max(values.values())
+    picture.text(24, top, title, size=16, weight=600)
+    picture.text(24, top + 20, note, "grey", 13)
+    scale = (picture.width - 210) / max(values.values())
     for i, (loss, value) in enumerate(values.items()):
-        y, colour = 110 + 34 * i, "blue" if loss == "fuse" else "grey"
-        picture.text(left + 48, y + 17, LOSSES[loss], size=13.5, anchor="end")
-        picture.rectangle(left + 58, y, value * scale, 24, colour, radius=3)
+        y, colour = top + 34 + 32 * i, "blue" if loss == "fuse" else "grey"
+        picture.text(72, y + 17, LOSSES[loss], size=15, anchor="end")
+        picture.rectangle(82, y, value * scale, 24, colour, radius=3)
         weight = 600 if loss == "fuse" else None
-        picture.text(left + 66 + value * scale, y + 17, shown(value), size=13.5, weight=weight)
+        picture.text(92 + value * scale, y + 17, shown(value), size=15, weight=weight)
 
 
 def readme():
     found, machine = of_llama()
-    picture = svg.Picture(900, 246, "Peak memory of a training step and longest sequence")
-    picture.text(24, 34, "Llama 3.2 1B, one line changed", size=17, weight=600)
+    picture = svg.Picture(560, 404, "Peak memory of a training step and longest sequence")
+    picture.text(24, 36, "Llama 3.2 1B, one line changed", size=18, weight=600)
     peaks, longest = ({loss: pair[i] for loss, pair in found.items()} for i in (0, 1))
-    title = "Peak memory of a training step"
-    draw_bars(
-        picture,
-        24,
-        430,
-        title,
-        "8192 tokens, no checkpointing; less is better",
-        peaks,
-        lambda value: f"{value / 1e9:.1f} GB",
-    )
-    title, note = "Longest sequence in 80 GB", "activation checkpointing, tokens; from two lengths"
-    draw_bars(picture, 472, 420, title, note, longest, lambda value: f"{value:,}")
+    title, note = "Peak memory of a training step", "8192 tokens; less is better"
+    draw_bars(picture, 74, title, note, peaks, lambda value: f"{value / 1e9:.1f} GB")
+    title = "Longest sequence in 80 GB"
+    note = "tokens, with activation checkpointing; extrapolated from two lengths"
+    draw_bars(picture, 232, title, note, longest, lambda value: f"{value:,}")
     where = f"{machine['gpu']}, bfloat16, torch {machine['torch']}, {machine['date'][:10]}"
-    picture.text(24, 232, f"{where}; Liger: its fused loss alone", "grey", 11.5)
+    picture.text(24, 390, f"{where}; Liger: its fused loss alone", "grey", 12)
     return picture
 
 
@@ -105,15 +98,14 @@ def rows_of(shape):
 # ---- how it works: three figures ----
 
 
-def box(picture, x, y, width, height, lines, fill="pale", edge="blue", dash=None):
-    picture.rectangle(x, y, width, height, fill, edge, radius=6, dash=dash)
+def box(picture, place, lines, fill="pale", edge="blue"):
+    """A box with a name and what it is, centred. place: (x, y, width, height)."""
+    x, y, width, height = place
+    picture.rectangle(*place, fill, edge, radius=6)
     first = y + height / 2 + 5 - 9 * (len(lines) - 1)
-    for i, line in enumerate(lines):
-        weight = 600 if i == 0 else None
-        colour = "ink" if i == 0 else "grey"
-        picture.text(
-            x + width / 2, first + 18 * i, line, colour, 13 if i == 0 else 12, "middle", weight
-        )
+    picture.text(x + width / 2, first, lines[0], "ink", 14, "middle", 600)
+    for i, line in enumerate(lines[1:], 1):
+        picture.text(x + width / 2, first + 18 * i, line, "grey", 13, "middle")
 
 
 def memory():
@@ -128,78 +120,74 @@ def memory():
     names = ("logits", "log-softmax", "gradient")
     bars = [("eager", eager, [(logits, name, "grey") for name in names])]
     chunk = ours["peak_bytes"] - gradients
-    bars.append(("flce", ours, [(chunk, "a chunk", "blue"), (gradients, "dX, dW", "blue")]))
-    picture = svg.Picture(760, 296, "Memory of the loss: eager and flce")
-    title = f"{tokens} tokens, H = {hidden}, V = {vocab}, bfloat16: peak memory over the inputs"
-    picture.text(24, 32, title, size=15, weight=600)
-    scale = 530 / eager["peak_bytes"]
+    bars.append(("flce", ours, [(chunk, "chunk", "blue"), (gradients, "dX, dW", "blue")]))
+    picture = svg.Picture(560, 310, "Memory of the loss: eager and flce")
+    picture.text(20, 32, "Peak memory over the inputs", size=16, weight=600)
+    picture.text(20, 53, f"{tokens} tokens, H = {hidden}, V = {vocab}, bfloat16", "grey", 13)
+    scale = 384 / eager["peak_bytes"]
     for i, (name, row, parts) in enumerate(bars):
-        x, y = 84.0, 62 + 96 * i
-        picture.text(24, y + 38, name, size=14.5, weight=600)
+        x, y = 78.0, 74 + 84 * i
+        picture.text(20, y + 36, name, size=15, weight=600)
         for size, label, edge in parts:
-            picture.rectangle(x, y, size * scale, 62, "pale", edge, radius=3)
+            picture.rectangle(x, y, size * scale, 60, "pale", edge, radius=3)
             middle = x + size * scale / 2
-            picture.text(middle, y + 28, label, "ink", 12, "middle")
-            picture.text(middle, y + 46, f"{size / 1e9:.2f} GB", "grey", 11.5, "middle")
+            picture.text(middle, y + 27, label, "ink", 13 if size > chunk else 11, "middle")
+            picture.text(middle, y + 45, f"{size / 1e9:.2f}", "grey", 12, "middle")
             x += size * scale + 3
-        picture.text(x + 6, y + 36, f"{row['peak_bytes'] / 1e9:.2f} GB", size=13.5, weight=600)
-    words = "Eager: three tensors of N x V before dX and dW exist. flce: one buffer for a chunk of "
-    picture.text(24, 256, words + "rows,", "grey", 12.5)
-    picture.text(24, 274, "used again for the next one, while dX and dW are summed.", "grey", 12.5)
+        picture.text(x + 6, y + 36, f"{row['peak_bytes'] / 1e9:.2f} GB", size=15, weight=600)
+    picture.text(20, 268, "Eager: three tensors of N x V before dX and dW exist.", "grey", 13)
+    words = "flce: one buffer for a chunk of rows, used again for the next one."
+    picture.text(20, 288, words, "grey", 13)
     return picture
 
 
 def chunks():
-    picture = svg.Picture(760, 330, "The loop over chunks of rows")
-    picture.text(24, 32, "Forward of a mean or a sum: for each chunk of rows", size=15, weight=600)
-    box(picture, 24, 60, 150, 62, ["x, chunk", "rows x H"], "paper", "grey")
-    box(picture, 24, 150, 150, 62, ["W", "V x H"], "paper", "grey")
-    box(picture, 222, 96, 150, 80, ["logits GEMM", "z = x W^T + b", "one chunk, rows x V"])
-    box(picture, 420, 96, 140, 80, ["row pass", "loss, logsumexp,", "E = exp(l - c)"])
-    box(picture, 608, 54, 130, 70, ["dX GEMM", "diag(r) E W"])
-    box(picture, 608, 148, 130, 70, ["dW GEMM", "+= E^T diag(r) x"])
+    picture = svg.Picture(560, 392, "The loop over chunks of rows")
+    picture.text(20, 32, "Forward of a mean or a sum, for each chunk of rows", size=16, weight=600)
+    box(picture, (20, 62, 110, 62), ["x, chunk", "rows x H"], "paper", "grey")
+    box(picture, (20, 150, 110, 62), ["W", "V x H"], "paper", "grey")
+    box(picture, (190, 62, 170, 72), ["logits GEMM", "z = x W^T + b"])
+    box(picture, (190, 198, 170, 92), ["row pass", "loss, logsumexp,", "E = exp(l - c)"])
+    box(picture, (414, 150, 126, 70), ["dX GEMM", "diag(r) E W"])
+    box(picture, (414, 262, 126, 70), ["dW GEMM", "+= E^T diag(r) x"])
     for points in (
-        [(174, 91), (198, 91), (198, 126), (220, 126)],
-        [(174, 181), (198, 181), (198, 146), (220, 146)],
-        [(372, 136), (418, 136)],
-        [(560, 126), (584, 126), (584, 89), (606, 89)],
-        [(560, 146), (584, 146), (584, 183), (606, 183)],
+        [(130, 93), (188, 93)],
+        [(130, 181), (160, 181), (160, 108), (188, 108)],
+        [(275, 134), (275, 196)],
+        [(360, 230), (387, 230), (387, 185), (412, 185)],
+        [(360, 258), (387, 258), (387, 297), (412, 297)],
     ):
         picture.line(points, "grey", 1.5, arrow=True)
-    picture.line([(673, 218), (673, 252), (99, 252), (99, 214)], "blue", 1.5, "5 4", arrow=True)
-    picture.text(386, 270, "next chunk, same buffer", "blue", 12.5, "middle")
-    words = "On Hopper the row pass is in the epilogue of the logits GEMM: exp(l - c) leaves it, "
-    picture.text(24, 298, words + "the logits never do.", "grey", 12.5)
-    picture.text(
-        24, 316, "loss.backward() scales dX and dW by the gradient of the loss.", "grey", 12.5
-    )
+    picture.line([(412, 318), (75, 318), (75, 214)], "blue", 1.5, "5 4", arrow=True)
+    picture.text(230, 312, "next chunk, same buffer", "blue", 13, "middle")
+    words = "On Hopper E leaves the epilogue of the logits GEMM: the logits never do."
+    picture.text(20, 356, words, "grey", 13)
+    words = "loss.backward() scales dX and dW by the gradient of the loss."
+    picture.text(20, 376, words, "grey", 13)
     return picture
 
 
 def deferred():
-    picture = svg.Picture(760, 300, "What flce.fuse does with a head")
-    picture.text(24, 32, "flce.fuse: the head's call returns deferred logits", size=15, weight=600)
-    box(picture, 24, 92, 130, 62, ["model", "hidden states"], "paper", "grey")
-    box(picture, 196, 92, 150, 62, ["lm_head(x)", "a Tensor, no memory"])
-    box(picture, 388, 92, 150, 62, ["/ T, softcap, [:-1]", "recorded"])
-    box(picture, 594, 56, 146, 62, ["cross_entropy", "one call of flce"])
-    box(picture, 594, 160, 146, 62, ["anything else", "real logits are made"], "paper", "orange")
+    picture = svg.Picture(560, 352, "What flce.fuse does with a head")
+    picture.text(20, 32, "The head's call returns deferred logits", size=16, weight=600)
+    box(picture, (20, 62, 130, 62), ["model", "hidden states"], "paper", "grey")
+    box(picture, (200, 62, 150, 62), ["lm_head(x)", "a Tensor, no memory"])
+    box(picture, (400, 62, 140, 62), ["/ T, cap, [:-1]", "recorded"])
+    box(picture, (200, 188, 150, 62), ["cross_entropy", "one call of flce"])
+    box(picture, (400, 188, 140, 62), ["anything else", "real logits"], "paper", "orange")
     for points in (
-        [(154, 123), (194, 123)],
-        [(346, 123), (386, 123)],
-        [(538, 113), (566, 113), (566, 87), (592, 87)],
-        [(538, 133), (566, 133), (566, 191), (592, 191)],
+        [(150, 93), (198, 93)],
+        [(350, 93), (398, 93)],
+        [(450, 124), (450, 156), (275, 156), (275, 186)],
+        [(470, 124), (470, 186)],
     ):
         picture.line(points, "grey", 1.5, arrow=True)
-    words = "log_softmax with gather, logsumexp and entropies become calls of flce too;"
-    picture.text(24, 252, words, "grey", 12.5)
-    picture.text(
-        24,
-        270,
-        "what is not recognised gets the head's own logits: the results do not depend on it.",
-        "grey",
-        12.5,
-    )
+    for y, words in (
+        (288, "log_softmax with gather, logsumexp and entropies become calls of flce too."),
+        (308, "What is not recognised gets the head's own logits: results do not depend"),
+        (328, "on what is recognised."),
+    ):
+        picture.text(20, y, words, "grey", 13)
     return picture
 
 

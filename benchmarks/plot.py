@@ -74,13 +74,13 @@ def titles(rows, machine):
 def draw(rows, machine):
     """The picture of one shape. `rows` have one of the bare GEMMs."""
     title, where = titles(rows, machine)
-    picture = svg.Picture(760, 500, f"Time against memory, {title}")
-    picture.text(24, 32, title, size=15, weight=600)
-    picture.text(24, 52, where, "grey", 12)
+    picture = svg.Picture(640, 520, f"Time against memory, {title}")
+    picture.text(20, 32, title, size=16, weight=600)
+    picture.text(20, 53, where, "grey", 13)
     drawn = [row for row in rows if row["kind"] != "floor"]
     peers = [row for row in drawn if row["kind"] == "peer"]
     xs, ys = zip(*map(point, drawn), strict=True)
-    box, logarithmic = (78, 74, 656, 366), (True, True)
+    box, logarithmic = (74, 74, 544, 388), (True, True)
     axes = svg.Axes(picture, box, xs, (*ys, 1.0), logarithmic, margin=0.12)
     axes.frame("peak memory over the inputs, GB", "time / bare products", "x")
     _, one = axes.at(xs[0], 1.0)

@@ -118,7 +118,7 @@ class Axes:
         return self.left + parts[0] * self.width, self.top + (1 - parts[1]) * self.height
 
     def frame(self, xlabel, ylabel, unit="", xticks=True):
-        picture, size = self.picture, 11.5
+        picture, size = self.picture, 12.5
         bottom, right = self.top + self.height, self.left + self.width
         for axis, (low, high) in enumerate(self.limits):
             ends = [10.0**v if self.logarithmic[axis] else v for v in (low, high)]
@@ -132,9 +132,9 @@ class Axes:
                     picture.line([(x, self.top), (x, bottom)], "grid")
                     picture.text(x, bottom + 16, f"{value:g}", "grey", size, "middle")
         picture.line([(self.left, self.top), (self.left, bottom), (right, bottom)], "grey")
-        picture.text((self.left + right) / 2, bottom + 36, xlabel, "ink", 12.5, "middle")
+        picture.text((self.left + right) / 2, bottom + 38, xlabel, "ink", 13.5, "middle")
         middle = (self.top + bottom) / 2
-        picture.text(self.left - 46, middle, ylabel, "ink", 12.5, "middle", turned=True)
+        picture.text(self.left - 48, middle, ylabel, "ink", 13.5, "middle", turned=True)
 
     def _inside(self, axis):
         low, high = self.limits[axis]
@@ -147,7 +147,7 @@ class Labels:
     def __init__(self, axes, points):
         self.axes, self.taken = axes, [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
 
-    def put(self, x, y, text, colour, size=11.5):
+    def put(self, x, y, text, colour, size=12.5):
         offsets = [(9, 4), (7, -8), (7, 16), (-9, 4), (-7, -8), (-7, 16), (9, -22), (9, 30)]
         offsets += [(-9, -22), (-9, 30), (9, -36), (-9, -36), (9, 44), (-9, 44)]
         width, axes = len(text) * size * WIDTH, self.axes

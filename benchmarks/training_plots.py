@@ -81,11 +81,6 @@ def print_tables(found):
         print(f"{described(chosen)}\n\n{made(gradients)}\n")
 
 
-def training_curve(run):
-    count, steps = len(run["train"]), run["configuration"]["steps"]
-    return [min(run["window"] * (i + 1), steps) for i in range(count)], run["train"]
-
-
 def validation_curve(run):
     return tuple([one[key] for one in run["validation"]] for key in ("step", "loss"))
 
@@ -126,16 +121,15 @@ def draw_final(picture, box, gradients):
 
 
 def draw(found):
-    """A row of three panels for each configuration."""
-    picture = svg.Picture(1120, 360 * len(found) + 10, "Training with exact and sampled gradients")
+    """For each configuration the validation loss during training and at the end."""
+    picture = svg.Picture(640, 350 * len(found) + 10, "Training with exact and sampled gradients")
     for row, (text, gradients) in enumerate(found.items()):
-        top = 360 * row
+        top = 350 * row
         for line, words in enumerate(described(json.loads(text)).splitlines()):
-            picture.text(24, top + 28 + 17 * line, words, size=13, weight=600)
-        boxes = [(left, top + 68, 290, 230) for left in (76, 446, 812)]
-        draw_curves(picture, boxes[0], gradients, training_curve, "training loss")
-        draw_curves(picture, boxes[1], gradients, validation_curve, "validation loss")
-        draw_final(picture, boxes[2], gradients)
+            picture.text(20, top + 30 + 18 * line, words, size=14, weight=600)
+        boxes = [(left, top + 68, 230, 226) for left in (74, 392)]
+        draw_curves(picture, boxes[0], gradients, validation_curve, "validation loss")
+        draw_final(picture, boxes[1], gradients)
     return picture
 
 

@@ -2,8 +2,10 @@
 
 Pages that need a framework run in test_docs_frameworks.py."""
 
+import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -119,6 +121,48 @@ def test_pictures_are_those_of_the_records(tmp_path):
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_text() for path in (pages.DOCS / "pictures").iterdir()}
     assert made == committed, "run `make pictures`"
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """benchmarks/pictures.py, which imports its neighbours."""
+    monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
+    yield importlib.import_module("pictures")
+    for name in ("pictures", "plot", "svg", "training_plots"):
+        sys.modules.pop(name, None)
+
+
+def test_the_table_of_measurements_has_the_pictures_figures(pictures):
+    text = (pages.DOCS / "performance.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if re.match(r"\| \d+ x \d+ x \d{5}", line)][:7]
+    compared = 0
+    for name in pictures.SHAPES:
+        rows, _ = pictures.rows_of(name)
+        sizes = " x ".join(str(rows[0][key]) for key in ("tokens", "hidden", "vocab"))
+        (line,) = (line for line in lines if line.startswith(f"| {sizes}"))
+        known = [(f"{row['ratio']:.2f}", row["peak_bytes"] / 1e9) for row in rows]
+        for ratio, size in re.findall(r"([\d.]+)x(?: to [\d.]+x)?, ([\d.]+) GB", line):
+            digits = len(size.partition(".")[2])
+            assert (ratio, size) in [(r, f"{s:.{digits}f}") for r, s in known], (name, ratio, size)
+            compared += 1
+    assert compared >= 3 * len(pictures.SHAPES)
+
+
+def test_readmes_picture_has_the_figures_of_fuses_tables(pictures):
+    text = (pages.DOCS / "fuse.md").read_text(encoding="utf-8")
+    losses, _ = pictures.of_llama()
+    steps, longest = (
+        re.search(r"\| Llama 3.2 1B \| (.*)", text),
+        re.search(r"longest .*?\| (.*)", text),
+    )
+    cells = dict(zip(("plain", "compile", "liger", "fuse"), steps[1].split(" | "), strict=False))
+    lengths = longest[1].strip(" |").split(" | ")
+    for (loss, (peak, tokens)), length in zip(losses.items(), lengths, strict=True):
+        assert f", {peak / 1e9:.1f} GB" in cells[loss] and f"{tokens:,}" == length
+    shown = (pages.DOCS / "pictures" / "readme.svg").read_text()
+    assert all(
+        f">{peak / 1e9:.1f} GB<" in shown and f">{n:,}<" in shown for peak, n in losses.values()
+    )
 
 
 def test_the_notebook(tmp_path, monkeypatch):
