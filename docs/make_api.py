@@ -86,8 +86,21 @@ def items(lines):
     return "\n".join(made)
 
 
-def body_of(docstring):
-    """Markdown of a docstring: paragraphs, sections, the example."""
+def with_fields(text, fields):
+    """A list of what a paragraph says of fields: `name: text` from a line's or sentence's start."""
+    names = "|".join(fields)
+    head = re.compile(rf"(?:^|(?<=\. ))`?({names})`?(, with [^:]*)?: ", re.MULTILINE)
+    first = head.search(text)
+    if not fields or not first:
+        return text
+    before, rest = text[: first.start()], text[first.start() :]
+    entries = head.sub(lambda m: f"\n- **{m[1]}**{m[2] or ''}: ", rest)
+    entries = re.sub(r"\s*\n(?!- )", " ", entries)
+    return f"{before.rstrip()}\n\n{entries.strip()}".strip()
+
+
+def body_of(docstring, fields):
+    """Markdown of a docstring: paragraphs, sections, the example. fields: of a tuple of results."""
     text, _, example = docstring.partition("\n>>> ")
     made = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
@@ -99,7 +112,7 @@ def body_of(docstring):
             text = linked(" ".join(lines)) if section == "Returns" else items(lines)
             made += [f"**{first.rstrip(':')}**", text]
         else:
-            made.append(linked(textwrap.dedent(paragraph)))
+            made.append(with_fields(linked(textwrap.dedent(paragraph)), fields))
     if example:
         made += ["**Example**", f"```pycon\n>>> {example.rstrip()}\n```"]
     return "\n\n".join(made)
@@ -114,7 +127,8 @@ def page():
         made.append(f"## flce.{name}")
         if signature := signature_of(name, found):
             made.append(f"```python\n{signature}\n```")
-        made.append(body_of(inspect.getdoc(found)))
+        fields = getattr(found, "_fields", getattr(found, "__dataclass_fields__", ()))
+        made.append(body_of(inspect.getdoc(found), list(fields)))
     return INTRODUCTION + "\n\n".join(made) + "\n"
 
 
