@@ -21,7 +21,8 @@ INTRODUCTION = """# API
 <!-- Written by docs/make_api.py from the docstrings. -->
 
 The public names of `flce`, from their docstrings. Shapes are those of tensors; (...) stands for any
-leading dimensions. Every example is run by a test. [What each option means](semantics.md) has
+leading dimensions. Every example is run by a test, after `import flce, torch` and
+`from torch import nn`. [What each option means](semantics.md) has
 formulas and differences from other implementations, [errors](errors.md) every refusal.
 
 """

@@ -14,6 +14,8 @@ import pages
 import pytest
 import torch.distributed as dist
 
+OTHERS = [pages.ROOT / "CONTRIBUTING.md", pages.ROOT / "CHANGELOG.md"]
+
 
 def loaded(path):
     """A script of docs/ or benchmarks/ as a module."""
@@ -58,7 +60,7 @@ def test_a_wrong_block_fails(tmp_path, monkeypatch):
     assert [pages.unmarked(block) for block in pages.blocks_of(page)] == [False, False, True]
 
 
-@pytest.mark.parametrize("page", [*pages.PAGES, pages.ROOT / "CONTRIBUTING.md"], ids=pages.name_of)
+@pytest.mark.parametrize("page", [*pages.PAGES, *OTHERS], ids=pages.name_of)
 def test_links_inside_resolve(page):
     made = loaded(pages.DOCS / "make_api.py").page()
     for path, anchor in pages.links_of(page):
@@ -89,6 +91,18 @@ def test_the_page_of_errors_has_every_text_and_no_other():
     """`python tests/messages.py` prints what lacks and what is left over."""
     lacking, left_over = messages.compared()
     assert not lacking and not left_over
+
+
+def test_the_warnings_that_the_page_explains_exist():
+    page = (pages.DOCS / "errors.md").read_text(encoding="utf-8")
+    quoted = re.findall(r'^\| ("[^|]*") \|', page, re.MULTILINE)
+    phrases = [
+        p for row in quoted for p in re.split(r'"(?:, ")?|\.\.\.', row) if len(p.strip()) > 5
+    ]
+    source = "".join(path.read_text() for path in (pages.ROOT / "flce" / "fusion").glob("*.py"))
+    assert len(phrases) >= 5
+    for phrase in phrases:
+        assert phrase.strip(" :") in source, phrase
 
 
 def test_texts_are_read_from_the_source(tmp_path):
