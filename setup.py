@@ -19,7 +19,8 @@ from setuptools.command.build_ext import build_ext
 INCLUDE = "csrc"  # the sources name headers by their path from here
 CORE = sorted(str(path) for path in Path("csrc").rglob("*.c"))
 BINDING = sorted(str(path) for path in Path("csrc/binding").glob("*.cpp"))
-CUDA_SOURCES = ["csrc/core/status.c", *sorted(map(str, Path("csrc/cuda").rglob("*.cu")))]
+SHARED = ["csrc/core/gpu_facts.c", "csrc/core/status.c"]  # of both libraries
+CUDA_SOURCES = [*SHARED, *sorted(map(str, Path("csrc/cuda").rglob("*.cu")))]
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
 # Objects of the CUDA sources, for all clones.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flce"

@@ -214,8 +214,9 @@ def main(arguments=None):
     for text in options.shapes:
         for kind in options.kinds:
             rows += bench(*problems.named_shape(text), kind, options)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+            if options.json:
+                record = json.dumps({"machine": facts, "rows": rows}, indent=1)
+                options.json.write_text(record + "\n")
 
 
 if __name__ == "__main__":

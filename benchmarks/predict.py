@@ -40,7 +40,7 @@ class Machine:
     launch: float = 4e-6
     # A target's share of the kernels in which one block reads all targets. Fitted: prepare runs
     # twice, 47 us for 8192 tokens (the same profile). Finding the valid rows: 40 us
-    # (csrc/cuda/sm90/select.cu), taken as those of 8192 tokens.
+    # (csrc/core/gpu_facts.c), taken as those of 8192 tokens.
     prepare_target: float = 2.4e-9
     find_target: float = 4.4e-9
     # merge_statistics: a thread goes over the numbers of all ranks three times, one load at a time.
@@ -90,7 +90,7 @@ TILES = (
 )
 MOST_SPLITS, SPLIT_BYTES = 3, 32 << 20  # of k; partial results in the GEMM's workspace
 LOGITS_TILE, CLUSTER_ROWS = (128, 192), 256  # csrc/cuda/sm90/fused_logits.cuh
-LEAST_ROWS = 193  # of a chunk, for that kernel (csrc/cuda/sm90/select.cu)
+LEAST_ROWS = 193  # of a chunk, for that kernel (csrc/core/gpu_facts.c)
 
 
 def product(machine, m, n, k, out=ELEMENT):
@@ -235,7 +235,7 @@ class _Step:
         self.hidden, self.ranks, self.tokens = hidden, plan.ranks, plan.rows
         self.vocab = ceil_div(vocab, plan.ranks)
         self.divided = plan.ranks > 1
-        # csrc/cuda/sm90/select.cu: is_worth_finding_rows
+        # csrc/core/gpu_facts.c: is_worth_finding_rows
         self.finds = self.vocab >= 8192 and self.tokens * self.vocab >= 1 << 27
 
     def add_pass(self, moved, launches=1):

@@ -61,7 +61,8 @@ def verl(folder):
 
     def of_kernel(x, w, y, entropy):
         logprobs, entropies = kernel(x, w, y, 1.0, "none")
-        return logprobs, entropies if entropy else None
+        # A product: its backward takes only contiguous gradients, and a sum's is expanded.
+        return logprobs, entropies * 1.0 if entropy else None
 
     def of_chunks(x, w, y, entropy):
         logprobs, entropies = chunks(x, w, y)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from . import validate
+from . import operators, validate
 from ._C import getenv
 from .validate import check_flag, check_integer, refuse
 
@@ -208,8 +208,10 @@ def parse_bytes(value, name="max_memory"):
 
 @functools.cache
 def share_of_memory(device):
-    """1/8 of the device's memory, in bytes."""
-    if device.type == "cuda" and torch.cuda.is_available():
+    """1/8 of the device's memory, in bytes; text is a GPU that need not be there."""
+    if isinstance(device, str):
+        memory = int(operators.run_plain(torch.ops.flce.find_gpu.default, device)[2])
+    elif device.type == "cuda" and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device.index).total_memory
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

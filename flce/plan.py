@@ -93,7 +93,9 @@ def plan(
     Args:
         tokens, hidden, vocab: N, H, V.
         dtype: of the GEMMs (autocast's, where it is on).
-        device: "cpu", "cuda" or a torch.device; a CUDA device must be present.
+        device: "cpu", "cuda" or a torch.device, which must be present; or a GPU that need not be:
+            one of `torch.ops.flce.gpu_names()`, such as "h100", or (compute capability, as 90 for
+            9.0, number of multiprocessors, bytes of memory).
         input_dtype, weight_dtype: of the operands as given; None for `dtype`.
         bias: whether there is one; its gradient is then wanted.
         probabilities: the dtype of targets that are probabilities; True for `dtype`.
@@ -113,10 +115,11 @@ def plan(
     2
     """
     given, options = locals(), table.completed("plan", _OPTIONS, options)
-    device = torch.device(device)
-    present = torch.cuda.device_count() if device.type == "cuda" else device.type == "cpu"
-    if (device.index or 0) >= present:
-        validate.refuse("device", "a CPU or CUDA device that is present", device)
+    gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)
+    kind, _, index = gpu.partition(":")
+    index = int(index) if index.isdecimal() else 0
+    if index < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(kind, 0):
+        device, gpu = torch.device(device), ""
     for name, least in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
         validate.check_integer(name, given[name], least)
     validate.check_integer("ranks", ranks, 1, 1 << 20)
@@ -124,10 +127,8 @@ def plan(
         validate.check_flag(name, given[name])
     if reduce_dtype not in (None, torch.float32):
         validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
-    own, x_code, w_code = (
-        table.code_of(name, dtype if given[name] is None else given[name])
-        for name in ("dtype", "input_dtype", "weight_dtype")
-    )
+    names = "dtype", "input_dtype", "weight_dtype"
+    own, x_code, w_code = [table.code_of(n, dtype if given[n] is None else given[n]) for n in names]
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
         if probabilities:
@@ -140,27 +141,24 @@ def plan(
         flags = int(sequence), 0, int(reduce_dtype is not None)
         options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
     packed, _ = table.split(options)
-    added, attribute = -1, options["accumulate_into"]
-    if attribute is not None and grad_weight:
-        wide = min(w_code, table.DTYPES.index(torch.float32))  # float64 comes before float32
-        added = w_code if attribute == "grad" else wide
+    added, attribute = -1, grad_weight and options["accumulate_into"]
+    if attribute:  # float64 comes before float32
+        added = w_code if attribute == "grad" else min(w_code, table.DTYPES.index(torch.float32))
     # The GEMMs' dtype is that of autocast whether or not it is on.
     of_call = {"autocast": own, "accumulates": added >= 0, "grad_bias": bias}
     of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
-    integers = packed.integers_with(*packed.memory(device), **of_call)
+    integers = packed.integers_with(*packed.memory(gpu or device), **of_call)
     integers = table.replaced(integers, consumes_saved=True)
     sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
     sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
     dtypes = {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added}
     dtypes["bias_dtype"] = w_code if bias else -1
-    kinds = {"on_cpu": device.type == "cpu", "probabilities": bool(probabilities)}
-    operands = table.operands_of(**sizes, **dtypes, **kinds)
-    lists = operands, packed.valid_vocab, integers, packed.numbers
-    run, index = operators.run_plain, device.index or 0
-    fields, sampled_time, text = run(torch.ops.flce.plan.default, index, *lists)
-    made = json.loads(fields)
+    sizes |= {"on_cpu": kind == "cpu", "probabilities": bool(probabilities)}
+    lists = table.operands_of(**sizes, **dtypes), packed.valid_vocab, integers, packed.numbers
+    fields, *rest = operators.run_plain(torch.ops.flce.plan.default, gpu, index, *lists)
+    made = dict(zip(("sampled_time", "text"), rest, strict=True), **json.loads(fields))
     made["collectives"] = {name: Collective(*one) for name, one in made["collectives"].items()}
-    return Plan(**made, sampled_time=sampled_time, text=text)
+    return Plan(**made)
 
 
 table.show_options(plan, _OPTIONS)

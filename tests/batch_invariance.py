@@ -101,7 +101,7 @@ def budgets_of(batch):
     vocab, hidden = batch.w.shape
     sizes = batch.tokens, hidden, vocab
     plan = flce.plan(*sizes, dtype=batch.x.dtype, device=batch.x.device, save="stats")
-    # A row of the fused kernel's scratch (csrc/cuda/sm90/select.cu), and one of float32 logits.
+    # A row of the fused kernel's scratch (csrc/core/gpu_facts.c), and one of float32 logits.
     scratch, logits = 4 * (-(-vocab // 192) + 8), 4 * vocab
     return CHUNK_ROWS * (scratch if plan.kernel == "fused" else logits), CHUNK_ROWS * logits
 

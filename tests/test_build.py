@@ -68,13 +68,14 @@ def test_nvcc_compiles_what_has_changed(tmp_path, monkeypatch, capsys):
     for folder in ("csrc/core", "csrc/cuda", "include", "flce"):
         Path(folder).mkdir(parents=True)
     nvcc, a, b = Path("nvcc").resolve(), "csrc/cuda/a.cu", "csrc/cuda/b.cu"
-    files = {"csrc/core/status.c": "", a: '#include "cuda/x.h"', b: "", "include/cublasLt.h": ""}
+    shared = ["csrc/core/gpu_facts.c", "csrc/core/status.c"]
+    files = dict.fromkeys((*shared, b, "include/cublasLt.h"), "") | {a: '#include "cuda/x.h"'}
     files |= {"csrc/cuda/x.h": '#include "cuda/y.h"', "csrc/cuda/y.h": "", str(nvcc): NVCC}
     for path, text in files.items():
         Path(path).write_text(text)
     nvcc.chmod(0o755)
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    sources = ["csrc/core/status.c", a, b]
+    sources = [*shared, a, b]
     for path, text, release, compiled in (
         (b, "", "1", sources),
         (b, "", "1", []),
@@ -87,11 +88,11 @@ def test_nvcc_compiles_what_has_changed(tmp_path, monkeypatch, capsys):
         Path(path).write_text(text)
         monkeypatch.setenv("RELEASE", release)
         setup["build_cuda"](Path("flce/libflce_cuda.so"), str(nvcc), Path("include"))
-        expected = [f"flce: nvcc {1 + sources.index(s)} of 3: {s}" for s in compiled]
+        expected = [f"flce: nvcc {1 + sources.index(s)} of 4: {s}" for s in compiled]
         assert sorted(capsys.readouterr().out.splitlines()) == expected
     monkeypatch.setenv("FLCE_CUDA_ARCHS", "80")
     setup["build_cuda"](Path("flce/libflce_cuda.so"), str(nvcc), Path("include"))
-    assert len(capsys.readouterr().out.splitlines()) == 2  # not the C file
+    assert len(capsys.readouterr().out.splitlines()) == 2  # not the C files
 
 
 def test_a_wheel_has_every_package():

@@ -108,6 +108,8 @@ MAY_IMPORT = {
     "fusion": {"core", "distributed"},
     "compat": {"core", "distributed", "flce"},
     "integrations": {"core", "distributed", "compat", "fusion", "flce"},
+    "estimate": {"flce"},
+    "bench": {"flce"},
 }
 
 

@@ -108,6 +108,13 @@ def test_auto(device, sizes, options, on_cpu, on_cuda):
 
 
 @pytest.mark.parametrize(("sizes", "options", "_", "on_cuda"), AUTO)
+@pytest.mark.parametrize("name", torch.ops.flce.gpu_names().split())
+def test_auto_of_a_named_gpu(name, sizes, options, _, on_cuda):
+    plan = flce.plan(*sizes, **{"dtype": torch.float32, "device": name, **options})
+    assert plan.save == on_cuda
+
+
+@pytest.mark.parametrize(("sizes", "options", "_", "on_cuda"), AUTO)
 def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
     """As the fakes ask, which know the type of the device alone."""
     dtype = DTYPES.index(options.get("dtype", torch.float32))
@@ -151,6 +158,45 @@ def test_the_default_is_small(monkeypatch, sizes):
     default, given = flce.plan(*sizes), flce.plan(*sizes, max_memory="1GiB", save="grads")
     assert (default.chunk_rows, given.chunk_rows) == (2048, 4096)
     assert default.peak_bytes < given.peak_bytes
+
+
+def test_a_named_gpu(monkeypatch):
+    """As on the GPU: the chunks of test_the_default_is_small, kernels by compute capability."""
+    monkeypatch.setenv("FLCE_KERNEL", "auto")
+    default = flce.plan(8192, 4096, 128256, device="h200")
+    given = flce.plan(8192, 4096, 128256, device="h200", max_memory="1GiB", save="grads")
+    assert (default.chunk_rows, given.chunk_rows, default.kernel) == (2048, 4096, "fused")
+    numbers = tuple(map(int, torch.ops.flce.find_gpu("h200")[:3]))
+    assert numbers[:2] == (90, 132) and flce.plan(8192, 4096, 128256, device=numbers) == default
+    assert flce.plan(8192, 4096, 128256, device="a100").kernel == "gemm"
+    small = flce.plan(4096, 64, 128256, device=(90, 132, 1 << 30))
+    assert small.buffers["logits"] <= 1 << 27  # 1/8 of the memory
+
+
+@pytest.mark.parametrize("wrong", ["h101", "h100:1", (90, 132), (70, 132, 1 << 30), (90, 0, 8)])
+def test_a_gpu_that_is_not_known(wrong):
+    text = ",".join(map(str, wrong)) if isinstance(wrong, tuple) else wrong
+    with pytest.raises(ValueError, match=f"^device: expected .*h100.*numbers.*, got {text}$"):
+        flce.plan(64, 64, 64, device=wrong)
+    with pytest.raises(ValueError, match="^device: "):
+        flce.plan(64, 64, 64, device=wrong, max_memory="1MiB")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("options", [{}, {"gradient": "sampled"}, {"bias": True}])
+@pytest.mark.parametrize("sizes", [(4096, 1024, 32000), (20000, 770, 50257), (32768, 4096, 128256)])
+def test_numbers_give_the_plan_of_the_present_gpu(sizes, options):
+    """But for CUB's scratch, of which the numbers give an estimate."""
+    facts = torch.cuda.get_device_properties(0)
+    capability = 10 * facts.major + facts.minor
+    numbers = capability, facts.multi_processor_count, facts.total_memory
+    here, there = (flce.plan(*sizes, device=one, **options) for one in ("cuda", numbers))
+    for name in ("order", "index", "sample_order"):
+        size, estimate = (plan.buffers.pop(name, 0) for plan in (here, there))
+        assert (size > 0) == (estimate > 0) and abs(size - estimate) <= 0.1 * size + (1 << 16)
+    assert here.buffers == there.buffers
+    assert (here.save, here.kernel, here.chunk_rows) == (there.save, there.kernel, there.chunk_rows)
+    assert there.peak_bytes == pytest.approx(here.peak_bytes, rel=1e-3)
 
 
 def test_form(device):

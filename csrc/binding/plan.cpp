@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "binding/call.h"
+#include "gpu.h"
 
 namespace flce {
 
@@ -112,8 +113,31 @@ std::string text_of(Write write, const flce_plan& plan) {
   return text;
 }
 
-/* The plan's fields in JSON, its sampled_time, and its text. */
-std::tuple<std::string, double, std::string> plan(int64_t device_index,
+flce_gpu gpu_of(const std::string& text) {
+  flce_gpu gpu;
+  check(flce_find_gpu(text.c_str(), &gpu));
+  return gpu;
+}
+
+/* The GPUs that have a name, separated by blanks. */
+std::string gpu_names() {
+  int count;
+  const flce_gpu* gpus = flce_gpus(&count);
+  std::string names;
+  for (int i = 0; i < count; i++) names += (i ? " " : "") + std::string(gpus[i].name);
+  return names;
+}
+
+/* [capability, multiprocessors, memory, multiply-adds a second, bandwidth], as flce_gpu. */
+std::vector<double> find_gpu(std::string text) {
+  flce_gpu gpu = gpu_of(text);
+  return {static_cast<double>(gpu.capability), static_cast<double>(gpu.multiprocessors),
+          static_cast<double>(gpu.memory), gpu.multiply_adds, gpu.bandwidth};
+}
+
+/* The plan's fields in JSON, its sampled_time, and its text. `gpu`: one that need not be there, as
+ * flce_find_gpu takes it; empty for the CPU or the CUDA device of that index. */
+std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t device_index,
                                                   std::vector<int64_t> operands,
                                                   std::optional<int64_t> valid_vocab,
                                                   std::vector<int64_t> integers,
@@ -121,11 +145,19 @@ std::tuple<std::string, double, std::string> plan(int64_t device_index,
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(operands, valid_vocab, options);
   check_elements(problem);
+  flce_plan made;
+  if (!gpu.empty()) {
+    flce_gpu absent = gpu_of(gpu);
+    flce_backend backend;
+    flce_gpu_backend(&absent, &backend);
+    check(flce_plan_call(&backend, &problem, &made));
+    return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
+  }
   bool cpu = operands[kOnCpu] != 0;
   DeviceId id = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
   Device device(id, options.allow_tf32);
-  flce_plan made = device.plan(problem);
+  made = device.plan(problem);
   return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
 }
 
@@ -134,13 +166,17 @@ std::tuple<std::string, double, std::string> plan(int64_t device_index,
 STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
   m.def("describe(int[] operands, int? valid_vocab, int[] integers, float[] numbers) -> int[]");
   m.def(
-      "plan(int device_index, int[] operands, int? valid_vocab, int[] integers, float[] numbers) "
-      "-> (str fields, float sampled_time, str text)");
+      "plan(str gpu, int device_index, int[] operands, int? valid_vocab, int[] integers, float[] "
+      "numbers) -> (str fields, float sampled_time, str text)");
+  m.def("gpu_names() -> str");
+  m.def("find_gpu(str gpu) -> float[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
   m.impl("describe", TORCH_BOX(&describe));
   m.impl("plan", TORCH_BOX(&plan));
+  m.impl("gpu_names", TORCH_BOX(&gpu_names));
+  m.impl("find_gpu", TORCH_BOX(&find_gpu));
 }
 
 }  // namespace flce

@@ -19,18 +19,10 @@ FLCE_FUSED_FUNCTIONS(FLCE_DECLARE)
 /* gemm/cublaslt.cu: cuBLASLt's version number, 0 if it cannot be loaded. */
 size_t cuda_gemm_version(void);
 
-/* For facts: passes/sums.cu, passes/target_order.cu, passes/ignored_rows.cu,
+/* For facts, with CUB's scratch: passes/target_order.cu, passes/ignored_rows.cu,
  * samples/sample_order.cu. */
-int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype);
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes);
 flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes);
 flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes);
-
-/* sm90/select.cu: sets the facts of the sm_90a kernels, fused_*, skips_rows, bias_parts. They are 0
- * or false where the compute capability (90 for 9.0), FLCE_KERNEL or the problem rules the kernels
- * out; skips_rows does not depend on FLCE_KERNEL. */
-flce_status cuda_sm90_facts(int capability, const flce_problem* problem, flce_facts* facts);
-/* sm90/grad_weight_gemm.cu: facts.bias_parts, rows of the partial sums of cuda_grad_weight_gemm. */
-int64_t cuda_bias_parts(int64_t hidden);
 
 #endif

@@ -3,7 +3,7 @@
 #ifndef FLCE_CUDA_COMMON_TYPES_CUH
 #define FLCE_CUDA_COMMON_TYPES_CUH
 
-#include "backend.h"
+#include "gpu.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -149,8 +149,7 @@ static inline flce_status check_device(int index) {
   return flce_fail(FLCE_UNSUPPORTED, "device: expected 0 to %d, got %d", kMaxDevices - 1, index);
 }
 
-/* The most columns of a row of logits, which kernels count in 32 bits. */
-enum { kMaxVocab = 1 << 30 };
+enum { kMaxVocab = FLCE_MAX_VOCAB };
 
 /* A grid's x dimension is at most 2^31 - 1. */
 static inline flce_status check_grid(int64_t blocks, const char* what) {

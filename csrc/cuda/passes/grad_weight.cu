@@ -206,7 +206,7 @@ flce_status cuda_finish_grad_weight(void* self, const flce_grad_weight_args* cal
   const bool terms = call->coef_target && call->order && call->tokens > 0,
              all_rows = call->accum != call->dw || call->xsum;
   if (call->vocab == 0 || call->hidden == 0 || (!terms && !all_rows)) return FLCE_OK;
-  FLCE_TRY(check_order(call->tokens, call->vocab));
+  FLCE_TRY(flce_check_order(call->tokens, call->vocab));
   const order_view view = view_order(call->order, call->tokens);
   const grad_weight_args args = {
       call->dw,          call->accum,       call->x,       call->dw_dtype,
@@ -270,7 +270,7 @@ flce_status cuda_finish_grad_bias(void* self, const flce_grad_bias_args* call) {
   const bool terms = call->coef_target && call->order && call->tokens > 0;
   if (call->vocab == 0 || (!terms && !call->smooth_total && call->accum == call->db))
     return FLCE_OK;
-  FLCE_TRY(check_order(call->tokens, call->vocab));
+  FLCE_TRY(flce_check_order(call->tokens, call->vocab));
   const order_view view = view_order(call->order, call->tokens);
   FLCE_WITH_STAT(call->stat, S, {
     finish_bias<<<(unsigned)ceil_div(call->vocab, kBiasThreads), kBiasThreads, 0,

@@ -17,11 +17,6 @@ struct IsCounted {
   __host__ __device__ bool operator()(int64_t i) const { return target[i] != ignore_index; }
 };
 
-/* Bytes of `index` before CUB's scratch: [tokens] int64 rows, and their count. */
-static int64_t index_stride(int64_t tokens) {
-  return ceil_div((tokens + 1) * (int64_t)sizeof(int64_t), 256) * 256;
-}
-
 /* Writes the selected tokens to `index`, ascending, because CUB's selection is stable, and their
  * count to index[tokens]. With scratch NULL it only sets *scratch_bytes. */
 static flce_status select_tokens(int64_t* index, void* scratch, size_t* scratch_bytes,
@@ -39,10 +34,10 @@ flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes) {
   int device;
   FLCE_TRY(check_cuda(cudaGetDevice(&device), "compact_bytes"));
   if (device != known_device || tokens != known_tokens) {
-    FLCE_TRY(check_order(tokens, 0));
+    FLCE_TRY(flce_check_order(tokens, 0));
     size_t scratch_bytes = 0;
     FLCE_TRY(select_tokens(NULL, NULL, &scratch_bytes, tokens, IsCounted{NULL, 0}, NULL));
-    known_bytes = index_stride(tokens) + (int64_t)scratch_bytes;
+    known_bytes = flce_index_bytes(tokens) + (int64_t)scratch_bytes;
     known_device = device;
     known_tokens = tokens;
   }
@@ -58,9 +53,9 @@ flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int
   FLCE_TRY(cuda_compact_bytes(tokens, &bytes));
   const size_t list_bytes = (size_t)tokens * sizeof(int64_t);
   FLCE_TRY(check_cuda(cudaMemsetAsync(index, 0xff, list_bytes, stream_of(self)), "compact_rows"));
-  size_t scratch_bytes = (size_t)(bytes - index_stride(tokens));
-  return select_tokens((int64_t*)index, (char*)index + index_stride(tokens), &scratch_bytes, tokens,
-                       IsCounted{target, problem->loss.ignore_index}, stream_of(self));
+  size_t scratch_bytes = (size_t)(bytes - flce_index_bytes(tokens));
+  return select_tokens((int64_t*)index, (char*)index + flce_index_bytes(tokens), &scratch_bytes,
+                       tokens, IsCounted{target, problem->loss.ignore_index}, stream_of(self));
 }
 
 /* ---- rows that are not computed ---- */

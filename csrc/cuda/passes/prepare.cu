@@ -179,7 +179,7 @@ static flce_status launch_largest(void* self, const flce_problem* p, const flce_
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, int dw_fp16_shift, bool overlaps) {
   const bool few = problem->tokens <= kCountedTokens;
-  if (order) FLCE_TRY(check_order(problem->tokens, problem->vocab));
+  if (order) FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
   if (dw_fp16_shift != 0) FLCE_TRY(launch_largest(self, problem, tensors));
   /* The kernel reads find_largest's result before pdl_wait, so it must not overlap it. */
   FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, dw_fp16_shift,

@@ -33,20 +33,7 @@ flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count
 
 /* ---- column sums ---- */
 
-enum { kColumnThreads = 128, kColumnBlocks = 1024, kRowsAtLeast = 32, kBatch = 8 };
-
-/* The number of row ranges that are summed separately. It depends on sizes only, and so does the
- * order of a sum. It gives about kColumnBlocks thread blocks, more than are resident at once, and
- * few enough that the partial sums are small compared with the matrix. */
-static int64_t row_splits(int64_t rows, int64_t cols, flce_dtype dtype) {
-  const int64_t tiles = ceil_div(cols, kColumnThreads * (16 / flce_size_of(dtype)));
-  return max_of(1, min_of(ceil_div(kColumnBlocks, tiles), ceil_div(rows, kRowsAtLeast)));
-}
-
-int64_t cuda_column_sum_bytes(int64_t rows, int64_t cols, flce_dtype a_dtype) {
-  if (rows == 0 || cols == 0) return 0;
-  return row_splits(rows, cols, a_dtype) * cols * flce_size_of(flce_stat_dtype(a_dtype));
-}
+enum { kColumnThreads = FLCE_COLUMN_THREADS, kBatch = 8 };
 
 template <typename T, int N>
 __device__ __forceinline__ void load_row_part(const T* row, int64_t col, int64_t cols,
@@ -135,7 +122,7 @@ flce_status cuda_column_sum(void* self, const flce_column_sum_args* call) {
     return call->accumulate ? FLCE_OK
                             : cuda_fill(self, call->out, 0, call->cols * flce_size_of(stat));
   }
-  const int64_t splits = row_splits(call->rows, call->cols, call->a_dtype);
+  const int64_t splits = flce_row_splits(call->rows, call->cols, call->a_dtype);
   FLCE_WITH_TYPE(call->a_dtype, T,
                  launch_partials<T>(stream_of(self), call->a, call->pitch, call->rows, call->cols,
                                     splits, call->weights, call->scratch));

@@ -7,7 +7,7 @@
 enum { kKeyThreads = 256 };
 
 flce_status cuda_order_bytes(int64_t tokens, int64_t vocab, int64_t* bytes) {
-  FLCE_TRY(check_order(tokens, vocab));
+  FLCE_TRY(flce_check_order(tokens, vocab));
   if (tokens <= kCountedTokens) { /* sorted without CUB: no scratch */
     *bytes = 2 * order_stride(tokens);
     return FLCE_OK;
@@ -31,7 +31,7 @@ flce_status cuda_order_targets(void* self, const flce_problem* problem, const in
                                void* order) {
   const int64_t tokens = problem->tokens, vocab = problem->vocab;
   if (tokens == 0) return FLCE_OK;
-  FLCE_TRY(check_order(tokens, vocab));
+  FLCE_TRY(flce_check_order(tokens, vocab));
   if (tokens <= kCountedTokens) {
     flce_tensors tensors = {};
     tensors.target = target;

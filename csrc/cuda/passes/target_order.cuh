@@ -17,7 +17,7 @@ typedef struct order_view {
 } order_view;
 
 static inline int64_t order_stride(int64_t tokens) {
-  return ceil_div(tokens * 4, 256) * 256;
+  return flce_order_aligned(tokens * 4);
 }
 
 static inline order_view view_order(const void* order, int64_t tokens) {
@@ -27,12 +27,6 @@ static inline order_view view_order(const void* order, int64_t tokens) {
                            (uint32_t*)(base + 2 * stride), (uint32_t*)(base + 3 * stride),
                            base + 4 * stride};
   return view;
-}
-
-static inline flce_status check_order(int64_t tokens, int64_t vocab) {
-  if (tokens <= INT32_MAX && vocab <= INT32_MAX) return FLCE_OK;
-  return flce_fail(FLCE_UNSUPPORTED, "order_targets: at most %d tokens and classes, got %lld, %lld",
-                   INT32_MAX, (long long)tokens, (long long)vocab);
 }
 
 enum { kPrepareThreads = 1024 };
@@ -46,7 +40,7 @@ enum { kPrepareThreads = 1024 };
  * its passes, 15 to 40 us (benchmarks/NOTES.md, 2026-11-22 and 23). A warp compares several tokens
  * with each key that it loads, because the bandwidth of shared memory is the limit. */
 enum {
-  kCountedTokens = 8192, /* 32 KiB of shared memory */
+  kCountedTokens = FLCE_COUNTED_TOKENS,
   kTokensPerWarp = 2,
   kTokensPerBlock = kTokensPerWarp * kPrepareThreads / kWarp
 };

@@ -12,12 +12,6 @@ enum { kOrderThreads = 256 };
 flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes) {
   const sample_order o = view_sample_order(NULL, problem->rows, problem->gradient_eps,
                                            problem->vocab, ceil_div(problem->hidden, 8) * 8);
-  if (o.count > INT32_MAX) {
-    return flce_fail(FLCE_UNSUPPORTED,
-                     "gradient_eps: expected at most %d samples of all rows, got up to %lld; take "
-                     "a larger one",
-                     INT32_MAX, (long long)o.count);
-  }
   int64_t scratch;
   FLCE_TRY(sort_pairs_bytes(o.count, problem->vocab, &scratch));
   *bytes = o.bytes + scratch;
@@ -70,7 +64,7 @@ __global__ void __launch_bounds__(kOrderThreads)
 flce_status cuda_order_samples(void* self, const flce_order_samples_args* call) {
   const flce_rows* r = call->rows;
   const sample_order o = view_sample_order(call->order, r->rows, call->eps, r->vocab, call->hidden);
-  const int pitch = (int)flce_sample_pitch(call->eps), slots = (int)sample_slots(call->eps);
+  const int pitch = (int)flce_sample_pitch(call->eps), slots = (int)flce_sample_slots(call->eps);
   if (o.count > 0) {
     make_sample_keys<<<(unsigned)ceil_div(o.count, kOrderThreads), kOrderThreads, 0,
                        stream_of(self)>>>(o, call->lists, pitch, slots, (uint32_t)r->vocab);

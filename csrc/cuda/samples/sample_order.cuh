@@ -23,20 +23,6 @@ __device__ __forceinline__ float factor_of_values(const flce_rows& r, int64_t at
   return r.wants_entropy ? 1.0f : ((const float*)r.coef)[FLCE_COEF_ROW * r.stat_pitch + at];
 }
 
-/* Every list has slots for its target and for the most samples. Slots without an entry get the key
- * vocab, so they are last in the order. */
-static inline int64_t sample_slots(double eps) {
-  return flce_most_samples(eps) + 1;
-}
-
-/* A class whose entries cross a boundary of a piece is summed in two steps: sum_pieces sums its
- * part in each piece, sampled_grad_weight adds the parts. So no warp of sum_pieces adds more than a
- * piece. At most about kPieces pieces, to bound part_sums. */
-static inline int64_t piece_size(int64_t count) {
-  const int64_t kPieces = 2048, kLeast = 256;
-  return max_of(kLeast, ceil_div(count, kPieces));
-}
-
 /* The parts of `order`, 256-byte aligned; `count` is the number of slots. */
 typedef struct sample_order {
   int64_t count, pieces;
@@ -56,19 +42,20 @@ static inline sample_order view_sample_order(const void* memory, int64_t rows, d
   char* next = (char*)memory;
   const auto take = [&next](int64_t bytes) {
     char* taken = next;
-    next += ceil_div(bytes, 256) * 256;
+    next += bytes;
     return taken;
   };
+  const flce_sample_sizes sizes = flce_sample_sizes_of(rows, eps, vocab, hidden);
   sample_order o;
-  o.count = rows * sample_slots(eps);
-  o.pieces = ceil_div(o.count, piece_size(o.count));
-  o.keys = (uint32_t*)take(4 * o.count);
-  o.slots = (uint32_t*)take(4 * o.count);
-  o.keys_in = (uint32_t*)take(4 * o.count);
-  o.slots_in = (uint32_t*)take(4 * o.count);
+  o.count = sizes.count;
+  o.pieces = sizes.pieces;
+  o.keys = (uint32_t*)take(sizes.array_bytes);
+  o.slots = (uint32_t*)take(sizes.array_bytes);
+  o.keys_in = (uint32_t*)take(sizes.array_bytes);
+  o.slots_in = (uint32_t*)take(sizes.array_bytes);
   o.entries = (int2*)o.keys_in;
-  o.starts = (uint32_t*)take(4 * (vocab + 1));
-  o.part_sums = (float*)take(8 * o.pieces * hidden);
+  o.starts = (uint32_t*)take(sizes.starts_bytes);
+  o.part_sums = (float*)take(sizes.sum_bytes);
   o.scratch = next;
   o.bytes = next - (char*)memory;
   return o;

@@ -430,7 +430,7 @@ flce_status cuda_sampled_grad_weight(void* self, const flce_sampled_weight_args*
                                     (const float*)call->xsum,
                                     (const float*)call->class_weight,
                                     call->dw_dtype,
-                                    (unsigned)piece_size(o.count),
+                                    (unsigned)flce_sample_piece(o.count),
                                     call->vocab,
                                     call->hidden,
                                     call->x_pitch,

@@ -1,13 +1,14 @@
 /* Host side of the backend functions fused_logits and fused_statistics: lays out their scratch,
  * fills their parameters and launches the three kernels (row_offsets.cu, logits_gemm.cu,
- * tile_statistics.cu). Whether they are used at all is decided in select.cu. */
+ * tile_statistics.cu). Whether they are used at all is decided in
+ * core/gpu_facts.c. */
 #include "cuda/backend.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/sm90/fused_logits.cuh"
 #include "loss.h"
 
-/* Divides the scratch, which has facts.fused_row_bytes for each row. select.cu counts the same
- * arrays. */
+/* Divides the scratch, which has facts.fused_row_bytes for each row. core/gpu_facts.c
+ * counts the same arrays. */
 static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;

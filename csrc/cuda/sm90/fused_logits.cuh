@@ -20,13 +20,13 @@
  * (benchmarks/NOTES.md, 2026-11-22, exponents). */
 constexpr float kAboveTarget = 60, kAboveTargetForSums = 32;
 constexpr float kTileLimit = 1152921504606846976.0f; /* 2^60 */
-constexpr double kLog2eExact = 1.4426950408889634;
+constexpr double kLog2eExact = FLCE_LOG2E;
 constexpr float kBlankRow = 3e38f; /* k of a row whose E is all 0: ignored or absent */
 
 enum {
-  kTileRows = 128,              /* tokens of an output tile */
-  kTileColumns = 192,           /* classes of an output tile */
-  kClusterRows = 2 * kTileRows, /* tokens of a cluster: its two tiles share the tile of W */
+  kTileRows = FLCE_TILE_ROWS,
+  kTileColumns = FLCE_TILE_COLUMNS,
+  kClusterRows = FLCE_CLUSTER_ROWS,
 };
 
 /* Scratch of one chunk; its rows are the rows of the GEMM. Arrays [tiles of V][rows] hold one

@@ -9,10 +9,8 @@
 namespace {
 
 enum {
-  kWeightRows = 192,    /* classes of an output tile */
-  kWeightColumns = 128, /* elements of H of an output tile */
-  /* most parts of a class's sum, each made by the block of another column tile */
-  kMostParts = 8,
+  kWeightRows = 192, /* classes of an output tile */
+  kWeightColumns = FLCE_WEIGHT_COLUMNS,
   kBlocks = kWeightRows / 64,    /* 64-class blocks of a stage of E */
   kPanels = kWeightColumns / 64, /* 64-element panels of a stage of x */
   kBytesPanel = kDepth * 128,    /* bytes of 64 columns of an operand's stage */
@@ -340,17 +338,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 static int g_clusters[kMaxDevices];
 
-int64_t cuda_bias_parts(int64_t hidden) {
-  return min_of(ceil_div(hidden, kWeightColumns), kMostParts);
-}
-
 flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t* index,
                                   const void* coef, void* sums, bool adds_sums) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   const void* kernel = (const void*)grad_weight_gemm_sm90;
   if (g->m == 0 || g->n == 0) return FLCE_OK;
   if (g->k == 0) {
-    const int64_t bytes = adds_sums ? 0 : cuda_bias_parts(g->n) * g->m * (int64_t)sizeof(float);
+    const int64_t bytes = adds_sums ? 0 : flce_bias_parts(g->n) * g->m * (int64_t)sizeof(float);
     FLCE_TRY(cuda_fill(self, sums, 0, bytes));
     return cuda_gemm(self, g, NULL, 0);
   }
@@ -367,7 +361,7 @@ flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t*
   args.column_clusters = (int)ceil_div(g->n, kCluster * kWeightColumns);
   args.tiles = (int)ceil_div(g->m, kWeightRows) * args.column_clusters;
   args.clusters = (int)min_of(clusters, args.tiles);
-  args.parts = (int)cuda_bias_parts(g->n);
+  args.parts = (int)flce_bias_parts(g->n);
   args.adds = g->beta != 0;
   args.adds_sums = adds_sums;
   CUtensorMap e_map, x_map, w_map;

@@ -1,0 +1,186 @@
+/* flce_gpu_facts: the facts of the CUDA backend from a GPU's numbers, without CUDA. They decide
+ * where the sm_90a kernels are used, by sizes, dtypes, capability, FLCE_KERNEL and measured limits.
+ */
+#include "gpu.h"
+#include "loss.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int64_t most_of(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+
+/* ---- sm_90a ---- */
+
+/* Upper bound of the arrays [tiles of V][rows] that fused_scratch_of lays out. */
+static int64_t number_count(const flce_problem* p) {
+  const bool soft = p->has_probabilities;
+  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
+         2 * p->wants_predictions;
+}
+
+/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], and `retry`, which
+ * has 1 + ceil(rows / 256) elements, at most two a row. */
+static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
+  return 4 * (numbers * flce_ceil_div(vocab, FLCE_TILE_COLUMNS) + 8);
+}
+
+/* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row
+ * passes. "fused": the sm_90a kernels wherever they work, also where others are faster. */
+typedef enum kernel_choice { AUTO_KERNEL, GEMM_KERNEL, FUSED_KERNEL } kernel_choice;
+
+static flce_status asked_kernel(kernel_choice* choice) {
+  const char* text = getenv("FLCE_KERNEL");
+  const bool is_auto = !text || !*text || strcmp(text, "auto") == 0;
+  *choice = is_auto ? AUTO_KERNEL : strcmp(text, "fused") == 0 ? FUSED_KERNEL : GEMM_KERNEL;
+  if (*choice != GEMM_KERNEL || strcmp(text, "gemm") == 0) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT,
+                   "FLCE_KERNEL: expected \"auto\", \"gemm\" or \"fused\", got \"%s\"", text);
+}
+
+/* Depends on dtypes and sizes alone, so that a forward and its backward agree. */
+static bool suits_sm90(const flce_problem* p) {
+  return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= FLCE_MAX_VOCAB &&
+         p->tokens <= INT32_MAX / 2;
+}
+
+/* Finding the valid rows takes about 40 us, 2 % of a step with kLeast logits. Gathering their x
+ * takes as long as a GEMM with about twenty classes. Both are paid even where an unaligned address
+ * or FLCE_KERNEL then prevents every kernel from skipping rows. */
+static bool is_worth_finding_rows(const flce_problem* p) {
+  const double kLeast = 1 << 27;
+  const int64_t kLeastVocab = 8192;
+  return !p->has_probabilities && p->vocab >= kLeastVocab &&
+         (double)p->tokens * (double)p->vocab >= kLeast;
+}
+
+/* Least H at which the fused GEMM also serves where z has to be written. With a smaller k its
+ * mainloop is too short to hide the stores of z and the sums of the epilogue. Speed of a cuBLASLt
+ * GEMM and a row pass relative to it: 1.06x at H = 768, 1.00x at 1024, 0.95x at 2048. */
+static const int64_t kLeastHidden = 1024;
+
+/* Least rows: a cluster always computes 256. Time of a step (H = 4096, V = 128256) over its three
+ * bare GEMMs, with this kernel and with cuBLASLt and a row pass: 64 rows 1.34x and 1.08x, 128 rows
+ * 1.23x and 1.09x, 192 rows 1.06x and 1.04x, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md,
+ * 2026-11-22). */
+static const int64_t kLeastRows = 193;
+
+/* Whether the fused kernels implement this loss. With probabilities they implement no other
+ * option. */
+static bool suits_fused_gemm(const flce_problem* p) {
+  const flce_loss* o = &p->loss;
+  const bool rises = (float)(o->logit_scale / o->temperature * FLCE_LOG2E) > 0;
+  const bool others = o->label_smoothing > 0 || flce_caps_logits(o) || !rises ||
+                      p->has_class_weight || p->has_temperature || p->wants_entropy ||
+                      p->wants_predictions;
+  return !p->unaligned && !(p->has_probabilities && others);
+}
+
+/* Sets the facts of the sm_90a kernels, fused_*, skips_rows, bias_parts. They are 0 or false where
+ * the compute capability, FLCE_KERNEL or the problem rules the kernels out; skips_rows does not
+ * depend on FLCE_KERNEL. */
+static flce_status sm90_facts(int64_t capability, const flce_problem* p, flce_facts* facts) {
+  facts->fused_row_bytes = facts->fused_tile_rows = facts->bias_parts = 0;
+  facts->skips_rows = facts->fused_writes_z = false;
+  kernel_choice choice;
+  FLCE_TRY(asked_kernel(&choice));
+  if (capability != 90 || !suits_sm90(p)) return FLCE_OK;
+  const bool is_bf16 = p->dtype == FLCE_BF16, always = choice == FUSED_KERNEL;
+  facts->skips_rows = is_bf16 && is_worth_finding_rows(p);
+  if (choice == GEMM_KERNEL) return FLCE_OK;
+  if (is_bf16 && !p->weight_unaligned) facts->bias_parts = flce_bias_parts(p->hidden);
+  if (suits_fused_gemm(p) && (always || p->rows >= kLeastRows)) {
+    facts->fused_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
+    facts->fused_tile_rows = FLCE_CLUSTER_ROWS;
+    facts->fused_writes_z = always || p->hidden >= kLeastHidden;
+  }
+  return FLCE_OK;
+}
+
+/* ---- scratch ---- */
+
+/* Bytes of cuBLASLt's workspace. NVIDIA recommends 32 MiB from Hopper on, 8 MiB before. The GEMMs
+ * of a small problem need less: split-K keeps at most kPartials partial results. */
+static int64_t gemm_workspace(const flce_problem* p, int64_t capability) {
+  const int64_t mib = 1 << 20, kPartials = 16;
+  const int64_t cap = (capability >= 90 ? 32 : 8) * mib;
+  const double most = fmax((double)p->tokens * (double)p->vocab,
+                           (double)p->hidden * fmax((double)p->tokens, (double)p->vocab));
+  const double wanted = most * (double)(kPartials * flce_size_of(flce_stat_dtype(p->dtype)));
+  if (wanted >= (double)cap) return cap;
+  return most_of(mib, flce_ceil_div((int64_t)wanted, 256) * 256);
+}
+
+static int64_t column_sum_bytes(int64_t rows, int64_t cols, flce_dtype dtype) {
+  if (rows == 0 || cols == 0) return 0;
+  return flce_row_splits(rows, cols, dtype) * cols * flce_size_of(flce_stat_dtype(dtype));
+}
+
+/* Scratch of the three uses of column_sum: E [N][V], W [V][H] and x [N][H]. */
+static int64_t column_sum_scratch(const flce_problem* p) {
+  const int64_t e = column_sum_bytes(p->tokens, p->vocab, p->dtype);
+  const int64_t w = column_sum_bytes(p->vocab, p->hidden, p->dtype);
+  const int64_t x = column_sum_bytes(p->tokens, p->hidden, p->dtype);
+  return most_of(e, most_of(w, x));
+}
+
+/* CUB's radix sort of `count` pairs of 4 + 4 bytes: a copy of both arrays, and for each block of a
+ * pass 256 counters. */
+static int64_t sort_scratch(int64_t count) {
+  const int64_t kBlock = 4096, kPasses = 4;
+  return 8 * count + 1024 * (flce_ceil_div(count, kBlock) + kPasses);
+}
+
+/* CUB's selection: a state of 16 bytes for each block. */
+static int64_t select_scratch(int64_t tokens) {
+  const int64_t kBlock = 1024, kFirst = 32;
+  return 16 * (flce_ceil_div(tokens, kBlock) + kFirst);
+}
+
+static int64_t order_bytes(int64_t tokens) {
+  const int64_t array = flce_order_aligned(4 * tokens);
+  return tokens <= FLCE_COUNTED_TOKENS ? 2 * array : 4 * array + sort_scratch(tokens);
+}
+
+static flce_status sample_bytes(const flce_problem* p, int64_t* bytes) {
+  const flce_sample_sizes s =
+      flce_sample_sizes_of(p->rows, p->gradient_eps, p->vocab, flce_ceil_div(p->hidden, 8) * 8);
+  if (s.count > INT32_MAX)
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "gradient_eps: expected at most %d samples of all rows, got up to %lld; take "
+                     "a larger one",
+                     INT32_MAX, (long long)s.count);
+  *bytes = 4 * s.array_bytes + s.starts_bytes + s.sum_bytes + sort_scratch(s.count);
+  return FLCE_OK;
+}
+
+/* ---- facts ---- */
+
+/* The problem with H rounded up to `alignment`. If that changes H, x and W are copied to the
+ * workspace, where they are aligned. dW and the saved rows are not copied, so weight_unaligned
+ * stays. */
+static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
+  flce_problem problem = *given;
+  problem.hidden = flce_ceil_div(given->hidden, alignment) * alignment;
+  if (problem.hidden != given->hidden) problem.unaligned = false;
+  return problem;
+}
+
+flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_problem* given, flce_facts* facts) {
+  flce_facts_of_type(false, given->dtype, facts);
+  const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
+  facts->multiprocessors = gpu->multiprocessors;
+  facts->gemm_workspace_bytes = gemm_workspace(problem, gpu->capability);
+  facts->column_sum_bytes = column_sum_scratch(problem);
+  facts->compact_bytes = facts->sample_bytes = 0;
+  FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
+  facts->order_bytes = order_bytes(problem->tokens);
+  if (problem->save == FLCE_SAVE_SAMPLES) FLCE_TRY(sample_bytes(problem, &facts->sample_bytes));
+  FLCE_TRY(sm90_facts(gpu->capability, problem, facts));
+  /* Rows may be gathered. */
+  if (problem->rows < problem->tokens || facts->skips_rows || problem->gathers)
+    facts->compact_bytes = flce_index_bytes(problem->tokens) + select_scratch(problem->tokens);
+  return FLCE_OK;
+}

@@ -1,0 +1,130 @@
+/* What the plan needs of a GPU that need not be there: its numbers, the facts that follow from
+ * them, and the sizes that the kernels of csrc/cuda and these facts share. No CUDA: the CUDA
+ * library and the module both compile core/gpu_facts.c. */
+#ifndef FLCE_GPU_H
+#define FLCE_GPU_H
+
+#include "backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct flce_gpu {
+  const char* name;
+  int64_t capability,  /* compute capability: 90 for 9.0 */
+      multiprocessors, /* on which the sizes of chunks depend */
+      memory;          /* bytes */
+  /* The vendor's numbers, for estimates of times; 0 if they are not known. */
+  double multiply_adds; /* a second, dense, of bfloat16 operands in float32 sums */
+  double bandwidth;     /* of the memory, bytes a second */
+} flce_gpu;
+
+/* The GPUs that have a name, and how many they are. */
+const flce_gpu* flce_gpus(int* count);
+
+/* The GPU of that name, or of numbers as text: "capability,multiprocessors,memory", such as
+ * "90,132,85899345920". FLCE_INVALID_ARGUMENT for other text. */
+flce_status flce_find_gpu(const char* text, flce_gpu* gpu);
+
+/* The facts of the CUDA backend on that GPU. The scratch of CUB in order_bytes, compact_bytes and
+ * sample_bytes is an estimate, because it depends on CUB's version: the CUDA backend replaces these
+ * three. FLCE_KERNEL counts (sm90: which kernels run). FLCE_UNSUPPORTED beyond the limits of
+ * flce_check_order and of order_samples. */
+flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_problem* problem, flce_facts* facts);
+
+/* A backend with facts and no other function, for flce_plan_call. */
+void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend);
+
+/* ---- sizes of the kernels ---- */
+
+#define FLCE_LOG2E 1.4426950408889634
+
+enum {
+  FLCE_MAX_VOCAB = 1 << 30, /* columns of a row of logits, which kernels count in 32 bits */
+  /* fused_logits (cuda/sm90): tokens and classes of an output tile. A cluster's two tiles share the
+   * tile of W. */
+  FLCE_TILE_ROWS = 128,
+  FLCE_TILE_COLUMNS = 192,
+  FLCE_CLUSTER_ROWS = 2 * FLCE_TILE_ROWS,
+  FLCE_WEIGHT_COLUMNS = 128, /* grad_weight_gemm: elements of H of an output tile */
+  /* grad_weight_gemm: most parts of a class's sum for db, each made by the block of another column
+   * tile. */
+  FLCE_MOST_BIAS_PARTS = 8,
+  FLCE_COLUMN_THREADS = 128, /* column_sum: threads of a block, 16 bytes of a row each */
+  FLCE_COUNTED_TOKENS =
+      8192, /* order_targets sorts so many without CUB, in 32 KiB of shared memory */
+  FLCE_ORDER_ALIGNMENT = 256, /* bytes, of the arrays in the results of the three sorts */
+};
+
+static inline int64_t flce_ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+static inline int64_t flce_order_aligned(int64_t bytes) {
+  return flce_ceil_div(bytes, FLCE_ORDER_ALIGNMENT) * FLCE_ORDER_ALIGNMENT;
+}
+
+static inline flce_status flce_check_order(int64_t tokens, int64_t vocab) {
+  if (tokens <= INT32_MAX && vocab <= INT32_MAX) return FLCE_OK;
+  return flce_fail(FLCE_UNSUPPORTED, "order_targets: at most %d tokens and classes, got %lld, %lld",
+                   INT32_MAX, (long long)tokens, (long long)vocab);
+}
+
+/* facts.bias_parts: rows of the partial sums of grad_weight_gemm. */
+static inline int64_t flce_bias_parts(int64_t hidden) {
+  int64_t tiles = flce_ceil_div(hidden, FLCE_WEIGHT_COLUMNS);
+  return tiles < FLCE_MOST_BIAS_PARTS ? tiles : FLCE_MOST_BIAS_PARTS;
+}
+
+/* column_sum: the number of row ranges that are summed separately. It depends on sizes only, and so
+ * does the order of a sum. It gives about 1024 thread blocks, more than are resident at once, and
+ * few enough that the partial sums are small compared with the matrix. */
+static inline int64_t flce_row_splits(int64_t rows, int64_t cols, flce_dtype dtype) {
+  const int64_t kBlocks = 1024, kRowsAtLeast = 32;
+  int64_t tiles = flce_ceil_div(cols, FLCE_COLUMN_THREADS * (16 / flce_size_of(dtype)));
+  int64_t wanted = flce_ceil_div(kBlocks, tiles), most = flce_ceil_div(rows, kRowsAtLeast);
+  int64_t splits = wanted < most ? wanted : most;
+  return splits > 1 ? splits : 1;
+}
+
+/* compact_rows: bytes of the index before CUB's scratch: [tokens] int64 rows, and their count. */
+static inline int64_t flce_index_bytes(int64_t tokens) {
+  return flce_order_aligned((tokens + 1) * (int64_t)sizeof(int64_t));
+}
+
+/* order_samples: every list has slots for its target and for the most samples. Slots without an
+ * entry get the key vocab, so they are last in the order. */
+static inline int64_t flce_sample_slots(double eps) {
+  return flce_most_samples(eps) + 1;
+}
+
+/* A class whose entries cross a boundary of a piece is summed in two steps (sampled_grads.cu), so
+ * no warp adds more than a piece. At most about kPieces pieces, to bound their sums. */
+static inline int64_t flce_sample_piece(int64_t count) {
+  const int64_t kPieces = 2048, kLeast = 256;
+  int64_t size = flce_ceil_div(count, kPieces);
+  return size > kLeast ? size : kLeast;
+}
+
+/* The memory of order_samples before CUB's scratch: four arrays of uint32 for all slots, the
+ * classes' starts, two rows of `hidden` sums for each piece. */
+typedef struct flce_sample_sizes {
+  int64_t count, pieces;                        /* slots of all lists; pieces of them */
+  int64_t array_bytes, starts_bytes, sum_bytes; /* aligned */
+} flce_sample_sizes;
+
+static inline flce_sample_sizes flce_sample_sizes_of(int64_t rows, double eps, int64_t vocab,
+                                                     int64_t hidden) {
+  flce_sample_sizes s;
+  s.count = rows * flce_sample_slots(eps);
+  s.pieces = flce_ceil_div(s.count, flce_sample_piece(s.count));
+  s.array_bytes = flce_order_aligned(4 * s.count);
+  s.starts_bytes = flce_order_aligned(4 * (vocab + 1));
+  s.sum_bytes = flce_order_aligned(8 * s.pieces * hidden);
+  return s;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,96 @@
+"""`python -m flce.estimate`: would flce help, and how? Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import estimate, gpu_names, read_model
+from .memory import OPTIMIZERS, Training
+from .model import Model, model_of_sizes
+from .report import record, text
+
+_SIZES = ("layers", "heads", "kv_heads", "head_dim", "intermediate")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _optimizer(given: str) -> str | float:
+    try:
+        return given if given in OPTIMIZERS else float(given)
+    except ValueError:
+        expected = f"{', '.join(OPTIMIZERS)} or bytes of a parameter"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {given!r}") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m flce.estimate", description=__doc__)
+    add = made.add_argument
+    add("--model", metavar="PATH", help="a config.json of transformers, or its folder")
+    add("--hidden", type=int, help="without --model: the hidden size")
+    add("--vocab", type=int, help="without --model: the vocabulary")
+    for name in _SIZES:
+        add(f"--{name.replace('_', '-')}", type=int, help="in place of the model's")
+    add("--tokens", type=int, required=True, help="of a step, in all sequences")
+    add("--sequences", type=int, default=1, help="into which the tokens are divided")
+    add(
+        "--gpu",
+        default="h100",
+        help=f"{', '.join(gpu_names())}, or CAPABILITY,MULTIPROCESSORS,BYTES[,TFLOP/S,TB/S], such "
+        "as 90,132,85899345920,989,3.35 (dense bfloat16)",
+    )
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="of parameters and computation")
+    add(
+        "--optimizer",
+        type=_optimizer,
+        default="adamw",
+        help=f"{', '.join(OPTIMIZERS)}, or bytes of state for each parameter",
+    )
+    add("--checkpointing", action="store_true", help="of the activations of each layer")
+    add("--flash", action="store_true", help="attention by flash-attn, else SDPA")
+    add("--max-memory", help="as in flce.linear_cross_entropy")
+    add("--json", action="store_true", help="an object of JSON: bytes and seconds")
+    return made
+
+
+def _model(options: argparse.Namespace) -> Model:
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in _SIZES}
+    if options.model:
+        return read_model(options.model, hidden=options.hidden, vocab=options.vocab, **sizes)
+    for name in ("hidden", "vocab"):
+        if getattr(options, name) is None:
+            raise ValueError(f"{name}: expected --model, or --hidden and --vocab, got neither")
+    layers = sizes.pop("layers") or 0
+    return model_of_sizes(options.hidden, options.vocab, layers, **sizes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        training = Training(
+            dtype=_DTYPES[options.dtype],
+            optimizer=options.optimizer,
+            checkpointing=options.checkpointing,
+            sequences=options.sequences,
+            flash=options.flash,
+        )
+        found = estimate(
+            _model(options),
+            options.tokens,
+            gpu=options.gpu,
+            training=training,
+            max_memory=options.max_memory,
+        )
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"flce.estimate: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(record(found), indent=1) if options.json else text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

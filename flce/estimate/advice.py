@@ -1,0 +1,134 @@
+"""Which options to use, and whether flce helps at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import flce
+
+from .memory import Peaks, Training
+from .model import Model
+from .times import Times
+
+LEAST = 0.03  # of memory, time or length: what is less cannot be told from the estimate's error
+MANY_CHUNKS = 16  # from so many on, sums of dW in 16 bits lose digits (docs/memory.md)
+LARGE_HEAD = 0.25  # share of a step from which sampled gradients are worth a thought
+GIB, MIB = 1 << 30, 1 << 20
+_PEAKS = {
+    "loss": "nearly all of the peak memory are activations",
+    "backward": "memory has its peak in the layers' backward",
+    "gradients": "memory has its peak at the end of the backward, when all gradients are there",
+    "update": "memory has its peak in the optimizer's step",
+}
+
+
+class Longest(NamedTuple):
+    """Tokens of the longest sequence, one a step."""
+
+    eager: int
+    flce: int
+
+
+class Outcome(NamedTuple):
+    """What the advice follows from. `small`: the peaks with max_memory=`small_memory`.
+    `accumulating`: the plan with accumulate_into="grad"."""
+
+    model: Model
+    training: Training
+    plan: flce.Plan
+    eager: Peaks
+    flce: Peaks
+    small: Peaks
+    small_memory: int
+    accumulating: flce.Plan
+    times: Times
+    longest: Longest
+    usable: int
+
+    @property
+    def memory(self) -> float:
+        """Saved, over the eager peak."""
+        return 1 - self.flce.peak / self.eager.peak
+
+    @property
+    def time(self) -> float:
+        """Saved, over the eager step; 0 where it is not known."""
+        return 1 - self.times.flce / self.times.eager if self.times.eager else 0.0
+
+
+class Advice(NamedTuple):
+    """helps: whether memory, time or the longest sequence change by more than the estimate's error.
+    verdict: sentences. options: those to use, the most useful first."""
+
+    helps: bool
+    verdict: str
+    options: tuple[str, ...]
+
+
+def small_memory(model: Model) -> int:
+    """A max_memory whose chunks still fill a GPU: 256 MiB, or 512 rows of 16-bit logits."""
+    return -(-max(256 * MIB, 512 * 2 * model.vocab) // MIB) * MIB
+
+
+def advise(found: Outcome) -> Advice:
+    longer = found.longest.flce >= (1 + LEAST) * found.longest.eager and found.longest.flce > 0
+    helps = found.memory >= LEAST or found.time >= LEAST or longer
+    verdict = _verdict(found, longer) if helps else _refusal(found)
+    return Advice(helps, verdict, tuple(_options(found)) if helps else ())
+
+
+def _options(found: Outcome) -> Iterator[str]:
+    fused, plan, times = found.flce, found.plan, found.times
+    head = found.model.head_parameters / GIB
+    yield "flce.fuse(model), or flce.linear_cross_entropy(hidden, head.weight, labels)"
+    less = fused.peak - found.small.peak
+    if less >= LEAST * fused.peak:
+        name = f'max_memory="{found.small_memory // MIB}MiB"'
+        yield f"{name}: {less / GIB:.2f} GiB less, a little slower"
+    if plan.chunks >= MANY_CHUNKS and found.training.element == 2:
+        yield (
+            f"accum_dtype=torch.float32: dW is summed over {plan.chunks} chunks, each of which "
+            f"rounds it to 16 bits; {4 * head:.2f} GiB more"
+        )
+    less = plan.peak_bytes - found.accumulating.peak_bytes
+    if less >= LEAST * fused.peak:
+        yield (
+            'with gradient accumulation, accumulate_into="grad": '
+            f"{less / GIB:.2f} GiB less in each step after the first (docs/memory.md)"
+        )
+    if not found.training.checkpointing and found.longest.flce < 2 * found.longest.eager:
+        yield (
+            "activation checkpointing (--checkpointing here): activations are most of what is "
+            "left, and without them the logits are what bounds a sequence"
+        )
+    share = times.share(times.flce_head)
+    if share >= LARGE_HEAD:
+        yield (
+            f'gradient="sampled": the head is {share:.0%} of this step, and unbiased estimates of '
+            "its gradients take one GEMM of three (docs/sampled.md)"
+        )
+
+
+def _refusal(found: Outcome) -> str:
+    where = _PEAKS[found.eager.moment]
+    return f"It will not help: the loss takes little of a step, and {where}."
+
+
+def _verdict(found: Outcome, longer: bool) -> str:
+    eager, fused, gains = found.eager.peak, found.flce.peak, []
+    if found.memory >= LEAST:
+        gains.append(f"{(eager - fused) / GIB:.2f} GiB less memory ({found.memory:.0%})")
+    if found.time >= LEAST:
+        gains.append(f"a step about {found.time:.0%} shorter")
+    if longer:
+        before, after = found.longest.eager, found.longest.flce
+        gains.append(f"sequences of up to {after:,} tokens in place of {before:,}")
+    text = f"It helps: {', '.join(gains)}."
+    if found.memory < LEAST:
+        text += f" This step takes as much memory as before: {_PEAKS[found.flce.moment]}."
+    if fused > found.usable:
+        text += " The step does not fit this GPU either way."
+    elif eager > found.usable:
+        text += " Without flce the step does not fit this GPU."
+    return text

@@ -1,0 +1,163 @@
+"""Sizes of a decoder, from a config.json of transformers or from numbers."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+# What decides which tensors a layer of transformers' implementation keeps (docs/estimate.md);
+# tests/test_integrations_estimate.py compares it with what autograd keeps.
+_FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}  # of a layer, else two
+_TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}  # where config.json does not say it
+_WIDE_NORMS = _TIED | {"olmo2"}  # scaled in float32
+_HEAD_NORMS = {"qwen3", "gemma3", "gemma3_text", "olmo2"}  # of queries and keys
+_KNOWN = {"llama", "mistral", "qwen2", "granite", "smollm3"} | _WIDE_NORMS | _HEAD_NORMS
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense decoder with a gated MLP and a vocabulary head.
+
+    hidden, vocab, layers, heads, kv_heads, head_dim, intermediate: as in config.json.
+    tied: the head's weight is the embedding's.
+    norms: of a layer; wide_norms: scaled in float32; head_norms: of queries and keys.
+    softcap: of the head's logits, or None.
+    window, windowed: tokens of a sliding window, and how many layers have it.
+    notes: what was assumed.
+    """
+
+    name: str
+    hidden: int
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    tied: bool = False
+    norms: int = 2
+    wide_norms: bool = False
+    head_norms: bool = False
+    softcap: float | None = None
+    window: int = 0
+    windowed: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        norms = self.norms * self.hidden + (2 * self.head_dim if self.head_norms else 0)
+        return attention + 3 * self.hidden * self.intermediate + norms
+
+    @property
+    def parameters(self) -> int:
+        matrices = self.head_parameters * (1 if self.tied else 2)
+        return matrices + self.layers * self.layer_parameters + self.hidden
+
+
+def model_of_sizes(hidden: int, vocab: int, layers: int, **sizes: int | None) -> Model:
+    """A Model of numbers; what is not given is that of a Llama of this hidden size."""
+    known = {name: size for name, size in sizes.items() if size is not None}
+    head_dim = known.setdefault("head_dim", max(1, min(128, hidden)))
+    heads = known.setdefault("heads", max(1, hidden // max(1, head_dim)))
+    known.setdefault("kv_heads", heads)
+    known.setdefault("intermediate", -(-8 * hidden // 3 // 256) * 256)
+    assumed = [f"{name} {size}" for name, size in known.items() if sizes.get(name) is None]
+    notes = (f"assumed: {', '.join(assumed)}",) if assumed and layers else ()
+    changes: dict[str, Any] = known
+    return _checked(Model("sizes", hidden, vocab, layers, notes=notes, **changes))
+
+
+def read_model(path: str | pathlib.Path, **changes: int | None) -> Model:
+    """The Model of a config.json, or of the folder that has one.
+
+    Args:
+        path: a file or folder; nothing is downloaded.
+        **changes: fields of Model in place of those of the file, such as layers.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is no configuration of a dense decoder, or lacks a size.
+    """
+    file = pathlib.Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.exists():
+        raise FileNotFoundError(f"model: expected a config.json or its folder, got {str(path)!r}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model: expected JSON in {file}, got {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"model: expected an object in {file}, got {type(config).__name__}")
+    model = _of_config(config, file)
+    known: dict[str, Any] = {name: size for name, size in changes.items() if size is not None}
+    if "layers" in known and model.layers:
+        known["windowed"] = model.windowed * known["layers"] // model.layers
+    return _checked(replace(model, **known))
+
+
+def _of_config(config: dict[str, Any], file: pathlib.Path) -> Model:
+    outer, config = config, config.get("text_config", config)
+    kind = str(config.get("model_type", outer.get("model_type", "")))
+
+    def size(*names: str, default: int | None = None) -> int:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"model: expected an integer {names[0]} in {file}, got {value!r}")
+        return value
+
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(name):
+            raise ValueError(f"model: expected a dense decoder, got {name} {config[name]}")
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    layers = size("num_hidden_layers")
+    notes = [] if kind in _KNOWN else [f"model_type {kind!r} is taken for a Llama of its sizes"]
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if config.get("attn_logit_softcapping"):  # SDPA has none
+        notes.append("attn_logit_softcapping: attention by flash-attn is assumed")
+        window = None
+    tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind in _TIED))
+    return Model(
+        name=file.parent.name if file.name == "config.json" else file.stem,
+        hidden=hidden,
+        vocab=size("vocab_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // max(heads, 1)),
+        intermediate=size("intermediate_size"),
+        tied=bool(tied),
+        norms=4 if kind in _FOUR_NORMS else 2,
+        wide_norms=kind in _WIDE_NORMS,
+        head_norms=kind in _HEAD_NORMS,
+        softcap=config.get("final_logit_softcapping"),
+        window=window or 0,
+        windowed=_windowed(config, kind, layers) if window else 0,
+        notes=tuple(notes),
+    )
+
+
+def _windowed(config: dict[str, Any], kind: str, layers: int) -> int:
+    """How many layers have the window."""
+    types = config.get("layer_types")
+    if types:
+        return list(types).count("sliding_attention")
+    default = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind)
+    pattern = config.get("sliding_window_pattern", default)
+    return layers - layers // pattern if pattern else layers
+
+
+def _checked(model: Model) -> Model:
+    sizes = ("hidden", "vocab", "heads", "kv_heads", "head_dim", "intermediate")
+    for name, least in (*((name, 1) for name in sizes), ("layers", 0)):
+        value = getattr(model, name)
+        if not least <= value < 1 << 31:
+            raise ValueError(f"{name}: expected {least} or more, got {value}")
+    return model
