@@ -25,7 +25,7 @@ def loaded(path):
     return module
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=pages.name_of)
+@pytest.mark.parametrize("page", [*pages.PAGES, *OTHERS], ids=pages.name_of)
 def test_every_block_runs_or_says_why_not(page):
     for block in pages.blocks_of(page):
         assert not pages.unmarked(block), f"{pages.name_of(page)}:{block.line}"
