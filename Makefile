@@ -33,8 +33,8 @@ C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
-.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel docs \
-	pictures clean python
+.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
+	sbom hub docs pictures clean python
 
 test: test-c test-py
 
@@ -71,9 +71,23 @@ format: $(READY)
 cuda: $(READY)
 	env -u FLCE_CUDA_ARCHS FLCE_CUDA=1 $(PYTHON) setup.py build_clib build_ext --inplace
 
+# For every glibc >= 2.28, torch >= 2.10 and Python >= 3.10, with CUDA or without; then its checks.
 wheel: $(READY)
-	rm -rf build/lib.*  # else modules that were deleted since would go into the wheel
-	$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
+	rm -rf build/lib.* dist/flce-*.whl  # modules that were deleted since would go into the wheel
+	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
+	FLCE_GLIBC=2.28 FLCE_CUDA=1 $(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
+	$(PYTHON) tests/check_wheel.py dist/flce-*.whl
+
+sdist: $(READY)
+	$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+
+sbom: $(READY)
+	$(PYTHON) tools/sbom.py dist/flce-*.whl
+
+# The layout of Hugging Face's kernel hub, in build/hub; FLCE_CUDA=0 for its CPU build alone.
+hub: $(READY)
+	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
+	$(PYTHON) tools/hub.py build/hub
 
 # The site, in build/site. Fails where a page or a link is missing; fetches nothing.
 docs: $(READY)
@@ -99,17 +113,17 @@ $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
 		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation -e ".[tests,dev,docs,example]"
 	@mkdir -p $(@D) && touch $@
 
-# The extra's packages without flce, which would be built anew. torch is named with the version that
+# An extra's packages without flce, which would be built anew. torch is named with the version that
 # is there, so that no framework replaces it.
 define EXTRA
-import importlib.metadata, tomllib;
+import importlib.metadata, sys, tomllib;
 project = tomllib.load(open("pyproject.toml", "rb"))["project"];
 print("torch==" + importlib.metadata.version("torch"));
-print(*project["optional-dependencies"]["integrations"])
+print(*project["optional-dependencies"][sys.argv[1]])
 endef
 $(FRAMEWORKS): requirements-integrations.txt $(READY)
 	$(PIP) install $(if $(ACTIVE),,-c requirements.txt -c requirements-integrations.txt) \
-		$$($(PYTHON) -c '$(strip $(EXTRA))')
+		$$($(PYTHON) -c '$(strip $(EXTRA))' integrations)
 	@touch $@
 
 $(VENV)/torch-is-there:

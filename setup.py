@@ -4,14 +4,18 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
@@ -27,6 +31,26 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flc
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 # Last on the command line: they win over the flags that Python itself was built with.
 C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
+# Names that a library exports. hidden does not reach templates of libstdc++ and static libraries:
+# those of cudart must not be bound to the ones of torch's libcudart.
+EXPORTS = {"_C": "csrc/binding/exports.map", "libflce_cuda": "csrc/cuda/exports.map"}
+GLIBC = os.environ.get("FLCE_GLIBC", "")  # the oldest that a wheel is for, such as 2.28
+# The namespace of the operators; another where several builds are to be loaded by one process.
+OPS = os.environ.get("FLCE_OPS") or "flce"
+
+
+def say(line):
+    """Prints a line of the build, on the terminal too: pip shows what a build prints with -v
+    alone."""
+    # The line's end is in the text: print writes its own apart, and other threads print too.
+    print(f"flce: {line}\n", end="", flush=True)
+    if sys.stdout.isatty():
+        return
+    try:
+        with open("/dev/tty", "w") as terminal:
+            terminal.write(f"\r\033[Kflce: {line}\n")  # over pip's spinner
+    except OSError:
+        return  # there is none: a CI's job
 
 
 def find_cuda():
@@ -69,6 +93,32 @@ def torch_folders():
     return include_paths(), library_paths()
 
 
+def check_compilers():
+    """Ends the build where a compiler or Python's headers are missing."""
+    for variable, language in (("CC", "C"), ("CXX", "C++")):
+        command = os.environ.get(variable) or sysconfig.get_config_var(variable)
+        words = [word for word in shlex.split(command) if "=" not in word]
+        if not any(map(shutil.which, words[:2])):  # the first word may be env or ccache
+            sys.exit(f"flce: to build, a {language} compiler is needed: there is no {command!r}")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        sys.exit(f"flce: to build, Python's headers (python3-dev) are needed: there is no {header}")
+
+
+def portable_linker():
+    """The command that links for GLIBC and later, and the C++ libraries that it has to name.
+    zig knows the symbols of each glibc; its own C++ library is another than torch's."""
+    if not importlib.util.find_spec("ziglang"):
+        sys.exit(f"flce: FLCE_GLIBC={GLIBC}, but there is no zig: pip install ziglang")
+    cxx = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX"))[:1]
+    names = ["libstdc++.so.6", "libgcc_s.so.1"]
+    command = [[*cxx, f"-print-file-name={name}"] for name in names]
+    found = [subprocess.run(c, check=True, capture_output=True, text=True) for c in command]
+    target = f"{platform.machine()}-linux-gnu.{GLIBC}"
+    linker = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-s"]
+    return linker, [run.stdout.strip() for run in found]
+
+
 def arch_flags(nvcc):
     """FLCE_CUDA_ARCHS, else the CUDA_ARCHS that nvcc knows, with PTX of the last for newer GPUs."""
     asked = os.environ.get("FLCE_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
@@ -99,8 +149,7 @@ def compile_cuda_source(nvcc, header, number, source, flags):
     out = CACHE / f"{source.replace(os.sep, '-')}-{digest.hexdigest()[:16]}.o"
     if not out.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        # The line's end is in the text: print writes its own apart, and other threads print too.
-        print(f"flce: nvcc {number} of {len(CUDA_SOURCES)}: {source}\n", end="", flush=True)
+        say(f"nvcc {number} of {len(CUDA_SOURCES)}: {source}")
         made = out.with_suffix(f".{os.getpid()}.o")  # another build may be at it too
         # -isystem: a wheel's folder may hold other headers, of another version than the toolkit's.
         command = [nvcc, *flags, "-isystem", str(header), "-c", source, "-o", str(made)]
@@ -135,15 +184,33 @@ def build_cuda(library, nvcc, header):
         if old.stat().st_mtime < time.time() - 30 * 86400:
             old.unlink(missing_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
-    # exclude-libs: the static runtime's symbols must not be bound to those of torch's libcudart.
-    link = ["-shared", "--cudart", "static", "-Xlinker", "--exclude-libs,ALL", "-ldl"]
-    subprocess.run([nvcc, *link, "-o", str(library), *objects], check=True)
+    exports = f"--version-script={EXPORTS['libflce_cuda']}"
+    link = [nvcc, "-shared", "--cudart", "static", "-Xlinker", exports]
+    libraries = ["-ldl"]
+    if GLIBC:
+        linker, cxx_libraries = portable_linker()
+        link = [*linker, "-shared", f"-Wl,{exports}"]
+        libraries = [static_cudart(nvcc), *cxx_libraries, "-lpthread", "-lrt", "-ldl"]
+    subprocess.run([*link, "-o", str(library), *objects, *libraries], check=True)
+
+
+def static_cudart(nvcc):
+    """The CUDA runtime beside nvcc."""
+    root = Path(nvcc).resolve().parents[1]
+    folders = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
+    for path in (folder / "libcudart_static.a" for folder in folders):
+        if path.exists():
+            return str(path)
+    sys.exit(f"flce: no libcudart_static.a in {':'.join(map(str, folders))}")
 
 
 class BuildCore(build_clib):
     def run(self):  # the first command: what lacks is said before anything is compiled
         torch_folders()
         find_cuda()
+        check_compilers()
+        if GLIBC:
+            portable_linker()
         super().run()
 
     def build_libraries(self, libraries):
@@ -161,9 +228,9 @@ class Build(build_ext):
         for path in (library, left_out):  # one of an earlier build may not fit this module
             path.unlink(missing_ok=True)
         if nvcc:
-            print(f"flce: CPU module and {library}: {nvcc}, cublasLt.h in {header}", flush=True)
+            say(f"CPU module and {library}: {nvcc}, cublasLt.h in {header}")
             return build_cuda(library, nvcc, header)
-        print("flce: CPU module alone:", why, flush=True)
+        say(f"built for the CPU alone, CUDA tensors will be refused: {why}")
         text = f"left out of the build: {why}\n"
         left_out.write_text(text, encoding="utf-8", errors="replace")  # PATH may not be UTF-8
 
@@ -174,19 +241,26 @@ class Build(build_ext):
         for name in ("linker_so", "linker_so_cxx"):  # Python's own may name this machine's folders
             words = getattr(self.compiler, name)
             setattr(self.compiler, name, [w for w in words if not w.startswith("-Wl,-rpath")])
+        if GLIBC:  # again, even if a module that another linker has made is newer than its sources
+            Path(self.get_ext_fullpath(self.extensions[0].name)).unlink(missing_ok=True)
+            linker, self.extensions[0].extra_objects = portable_linker()
+            self.extensions[0].language = "c"  # else setuptools links by the C++ compiler
+            self.compiler.linker_so = [*linker, "-shared"]
         super().build_extensions()
 
 
 # The stable ABI of torch 2.10 and of Python 3.10: one module for these and all later ones.
 ABI = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
+PLATFORM = {"plat_name": f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"}
 MODULE = Extension(
     "flce._C",
     BINDING,
     include_dirs=[INCLUDE],
-    depends=[*CORE, *HEADERS],
+    depends=[*CORE, *HEADERS, EXPORTS["_C"]],
     libraries=["torch_cpu", "c10", "dl"],  # found by name: torch is imported before the module
-    define_macros=ABI,
+    define_macros=[*ABI, ("FLCE_OPS", OPS)],
     extra_compile_args=["-std=c++17", *C_FLAGS],
+    extra_link_args=[f"-Wl,--version-script={EXPORTS['_C']}"],
     py_limited_api=True,
 )
 # Not among the extension's sources: setuptools would compile C there as C++.
@@ -196,10 +270,12 @@ CORE_LIBRARY = {
     "obj_deps": {"": HEADERS},
     "cflags": ["-std=c11", *C_FLAGS],
 }
+if int(setuptools.__version__.split(".")[0]) < 77:  # it does not know pyproject.toml's license
+    sys.exit(f"flce: to build, setuptools 77 or later is needed, not {setuptools.__version__}")
 if __name__ == "__main__":  # tests/check_kernels.py imports the rest
     setup(
         libraries=[("flce_core", CORE_LIBRARY)],
         ext_modules=[MODULE],
         cmdclass={"build_clib": BuildCore, "build_ext": Build},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        options={"bdist_wheel": {"py_limited_api": "cp310", **(PLATFORM if GLIBC else {})}},
     )

@@ -75,6 +75,16 @@ struct flce_backend {
   flce_status (*grad_rows)(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
+  /* Losses and dz of a divergence. With p, q: the softmax of both, exp(l - OFFSET) INV_SUM;
+   * d_j = log(p_j / q_j), made from l and the statistics; b_j = log(m_j / p_j): loss =
+   * (1 - hard_weight) token_weight VALUE + hard_weight loss, and dz_j = slope_j a k ((1 -
+   * hard_weight) g_j + hard_weight p_j), where g_j is pull_j - p_j MEAN and pull_j is p_j - q_j;
+   * p_j d_j;
+   * -(1 - beta) p_j b_j; a k = ROW / INV_SUM (enum flce_coef_row); in the target's column
+   * hard_weight TARGET takes the place of the second term. Where p and q are near, differences are
+   * made from d_j, so that they have its relative error. Rows that are not valid: as grad_rows. */
+  flce_status (*divergence_rows)(void* self, const flce_divergence_args* call);
+
   /* Factors of the rows' gradients, enum flce_coef_row, into coef [FLCE_COEF_ROWS][stat_pitch],
    * which is indexed like stats. Reads stats, target, class_weight, token_weight, temperature,
    * options and scalars of `rows`. factor[0] multiplies upstream->loss; NULL for 1. Ignored rows:
@@ -97,7 +107,8 @@ struct flce_backend {
    * flce_tensors.class_logits says. */
   flce_status (*class_logits)(void* self, const flce_class_logits_args* call);
   /* Adds rows->classes.grads to the rows of dz in `out`; times 1 / scale[0], if scale is not NULL.
-   * A class that does not exist makes column 0 of its row NaN. */
+   * The gradients of equal classes are summed in the stat dtype. A class that does not exist makes
+   * column 0 of its row NaN. */
   flce_status (*class_gradients)(void* self, const flce_rows* rows, const float* scale);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
@@ -209,7 +220,7 @@ struct flce_backend {
             sum_partial_dx)                                                                      \
   FLCE_EACH(X, sample_rows, sampled_grad_input, order_samples, sampled_grad_weight,              \
             sampled_grad_bias, scale_grads)                                                      \
-  X(top_classes) X(class_logits) X(class_gradients)
+  X(top_classes) X(class_logits) X(class_gradients) X(divergence_rows)
 #define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
 
 #ifdef __cplusplus

@@ -120,11 +120,12 @@ struct flce_gemm {
 /* Classes of each row whose logits are an output (flce_tensors.classes). The vectors are indexed
  * like those of flce_rows, with `count` elements a row. */
 typedef struct flce_row_classes {
-  int64_t* ids;      /* classes of the whole vocabulary, -1 for none; NULL where there are none */
+  int64_t* ids;      /* classes of the whole vocabulary; NULL where there are none */
   const void* grads; /* stat dtype: the gradients of their z; NULL in a forward */
   int64_t count;     /* of a row */
   int64_t first;     /* class of column 0: this rank's first one */
   int64_t all;       /* of the whole vocabulary */
+  int64_t none;      /* the id that is no class */
 } flce_row_classes;
 
 /* The rows of one chunk, the argument of the row passes.
@@ -181,6 +182,25 @@ typedef struct flce_rows {
    * z has neither bias nor softcap. Or NULL. */
   const void* wsum;
 } flce_rows;
+
+/* Sums over the classes of a row that a divergence is made of: the divergence, of terms that are
+ * none negative; and the sum of p_j times the derivatives by p_j (divergence.h). */
+enum flce_divergence_sum { FLCE_DIVERGENCE_VALUE, FLCE_DIVERGENCE_MEAN, FLCE_DIVERGENCE_SUMS };
+
+/* Both views have the same rows, index and targets, and vectors for the same tokens. */
+typedef struct flce_divergence_args {
+  /* z, bias, temperature, options, target and stats (OFFSET and INV_SUM) are read; loss, which
+   * holds that of the target, and out are written. out NULL: no gradients; else coef too. */
+  const flce_rows* student;
+  const flce_rows* teacher; /* z in any dtype on the CPU, on CUDA in that of the student's z */
+  flce_divergence divergence;
+  double beta, hard_weight; /* of flce_problem */
+  /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL
+   * with both `sums` and `writes`. */
+  void* partial;
+  bool sums;   /* computes the sums over these classes */
+  bool writes; /* writes loss and out from them, or from `partial` without `sums` */
+} flce_divergence_args;
 
 /* ---- a sharded vocabulary (core/shards.c) ----
  *
@@ -288,7 +308,8 @@ typedef struct flce_class_logits_args {
   const void* w;         /* [V][hidden] dtype */
   const void* bias;      /* [V] stat dtype, or NULL */
   flce_dtype dtype;      /* of x and w */
-  flce_dtype rounded;    /* to which out is rounded, as the logits are: dtype or the stat dtype */
+  flce_dtype rounded;    /* to which the sum is rounded before the bias is added, as the logits are:
+                            dtype or the stat dtype */
   int64_t hidden;        /* columns of x and w */
 } flce_class_logits_args;
 

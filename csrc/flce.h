@@ -91,6 +91,10 @@ typedef enum flce_buffer_id {
   FLCE_BUF_COLUMN_SUM,   /* scratch of column_sum */
   FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
   FLCE_BUF_GEMM,         /* scratch of a GEMM */
+  FLCE_BUF_TEACHER,      /* a divergence: the workspace of its teacher */
+  /* [1 + R][FLCE_DIVERGENCE_SUMS][chunk] stat dtype, if the vocabulary is sharded: of a chunk's
+   * rows this rank's sums, then those of all; and those of the ranks. */
+  FLCE_BUF_DIVERGENCE,
   /* The vocabulary is sharded (core/shards.c). R ranks, P flce_shard_stat_count(). */
   FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is sharded */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
@@ -170,6 +174,7 @@ typedef struct flce_plan {
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
   bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
+  bool compares;          /* a divergence: the forward reads its logits and a teacher's */
   int64_t z_pitch,        /* of the logits, elements of z_dtype */
       out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
       saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
@@ -276,7 +281,10 @@ typedef struct flce_tensors {
   const void* temperature;        /* [N] stat dtype, or NULL */
   const void* num_items;          /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
   const int64_t* seed;            /* [1], save=samples: of the draw, read by the forward */
-  void* loss;                     /* [1], or [N] for FLCE_NONE; stat dtype */
+  /* Of a divergence: the teacher's, of which input, linear_weight, linear_bias and temperature are
+   * read. */
+  const struct flce_tensors* teacher;
+  void* loss; /* [1], or [N] for FLCE_NONE; stat dtype */
   /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. Not accessed
    * unless the plan keeps_statistics. */
   void* stats;
@@ -287,9 +295,9 @@ typedef struct flce_tensors {
    * backward. */
   void* saved;
   void* predictions; /* [N] int64 */
-  /* [N][row_classes]: indices of classes, -1 for none. Read, but with topk written by the
-   * forward: the classes of this rank with the largest logits, the lowest first of equal ones; -1
-   * beyond the number of classes, and in rows that are not valid. */
+  /* [N][row_classes]: indices of classes, ignore_index for none. Read, but with topk written by
+   * the forward: the classes of this rank with the largest logits, the lowest first of equal ones;
+   * -1 beyond the number of classes, and in rows that are not valid. */
   int64_t* classes;
   /* [N][row_classes] stat dtype, written by the forward: z of the classes, with the bias; 0 where
    * there is none or the row is ignored, and for other ranks' classes. */

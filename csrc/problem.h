@@ -159,6 +159,20 @@ typedef struct flce_loss {
 #undef FLCE_FIELD
 } flce_loss;
 
+/* What takes the place of the cross entropy: how far the softmax p of a row's l is from q, that of
+ * a teacher's logits. KL(q || p); KL(p || q); with m = beta q + (1 - beta) p,
+ * beta KL(q || m) + (1 - beta) KL(p || m). */
+typedef enum flce_divergence {
+  FLCE_NO_DIVERGENCE,
+  FLCE_FORWARD_KL,
+  FLCE_REVERSE_KL,
+  FLCE_JSD
+} flce_divergence;
+
+/* A bound of a row's gradient by l, for row factors of 1, from which float16's loss scale follows.
+ * p log(p / q) has none: where it exceeds this one by four times, float16 overflows. */
+#define FLCE_GRADIENT_BOUND(problem) ((problem).divergence > FLCE_FORWARD_KL ? 16.0 : 1.0)
+
 /* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
 typedef struct flce_problem {
   int64_t tokens, /* N */
@@ -237,8 +251,15 @@ typedef struct flce_problem {
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
    * a multiple of 16 bytes. */
   bool weight_unaligned;
-  flce_loss loss;     /* parameters of the loss */
-  int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
+  flce_loss loss; /* parameters of the loss */
+  flce_divergence divergence;
+  double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
+  /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
+   * NULL in that problem itself. */
+  const struct flce_problem* teacher;
+  bool gives_logits;     /* a teacher's: input is z itself, [tokens][weight_rows] */
+  int64_t teacher_bytes; /* set by flce_plan_call: of the teacher's workspace */
+  int64_t max_memory;    /* bytes: upper bound of the logits buffer, whole or of a chunk */
   /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
   int64_t kept_memory;
   /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
@@ -256,6 +277,11 @@ enum { FLCE_MOST_TOPK = 1024 };
 #define FLCE_CANDIDATES(topk) ((topk) + (topk) / 8 + 8)
 static inline int64_t flce_candidates(int64_t topk) {
   return topk > 0 ? FLCE_CANDIDATES(topk) : 0;
+}
+
+/* The id that is none in a row's classes: topk's are -1, the caller's ignore_index. */
+static inline int64_t flce_no_class(const flce_problem* problem) {
+  return problem->topk > 0 ? -1 : problem->loss.ignore_index;
 }
 
 static inline bool flce_is_sharded(const flce_problem* problem) {

@@ -14,7 +14,13 @@ import flce
 DOCS = pathlib.Path(__file__).parent
 # What a user calls first comes first.
 ORDER = ["linear_cross_entropy", "fuse", "explain", "linear_logprobs", "linear_logprobs_at"]
-ORDER += ["linear_loss", "cross_entropy", "LinearCrossEntropyHead", "LinearCrossEntropyLoss"]
+ORDER += [
+    "linear_loss",
+    "linear_divergence",
+    "cross_entropy",
+    "LinearCrossEntropyHead",
+    "LinearCrossEntropyLoss",
+]
 SECTIONS = ("Args", "Returns", "Raises", "Shape")
 INTRODUCTION = """# API
 

@@ -1,7 +1,6 @@
 """flce: fused linear + cross entropy for PyTorch. The public names."""
 
 import importlib
-import typing
 
 import torch
 
@@ -9,21 +8,19 @@ try:
     from . import _C  # noqa: F401  registers the operators
 except ImportError as error:
     raise ImportError(
-        "flce: the compiled module flce._C is missing or unfit for this torch "
-        f"({torch.__version__}): {error}. In a clone, run `pip install --no-build-isolation -e .`"
+        f"flce: no compiled module flce._C for torch {torch.__version__}: {error}. In a clone, run "
+        "`pip install --no-build-isolation -e .`, or start Python in another folder"
     ) from error
 
 from . import reference
 from .chunked_loss import linear_loss
+from .distillation import linear_divergence
 from .distributed import VocabParallel
 from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput, TopLogprobs
 from .plan import Plan, plan
 from .targets import num_items
-
-if typing.TYPE_CHECKING:
-    from .fusion import explain, fuse
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +37,7 @@ __all__ = [
     "fuse",
     "integrations",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_logprobs",
     "linear_logprobs_at",
     "linear_loss",

@@ -224,6 +224,35 @@ def _run_backward(ctx, save, saved, upstream, wanted):
         return grad_input, accumulator.finish(grad_weight), grad_bias
 
 
+class LinearDivergence(torch.autograd.Function):
+    """Of a flce::divergence whose gradients the backward makes, by another call of it, to which
+    grad_output is a factor of the rows. `tensors`, `lists`: the operator's other arguments."""
+
+    @staticmethod
+    def forward(ctx, input, linear_weight, linear_bias, loss, tensors, lists):
+        ctx.lists, ctx.loss_shape, ctx.accumulator = lists, loss.shape, None
+        ctx.owned, ctx.overwritten = True, False
+        leaves = input, linear_weight, linear_bias
+        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+        ctx.save_for_backward(*leaves, *tensors)
+        return loss.view_as(loss)
+
+    @_once_differentiable
+    def backward(ctx, grad_output, *_):
+        wanted, (teacher, valid_vocab, rows, integers, *rest) = _wanted_gradients(ctx), ctx.lists
+        input, weight, bias, target, factor, *tensors = ctx.saved_tensors
+        factor = grad_output.expand(target.shape) * (1 if factor is None else factor)
+        names = dict(zip(GRADIENTS, wanted, strict=True)) | {"save": CHOICES["save"].index("grads")}
+        if value_of(integers, "reduction") == CHOICES["reduction"].index("none"):
+            names["reduction"] = CHOICES["reduction"].index("sum")
+        lists = teacher, valid_vocab, rows, replaced(integers, **names), *rest
+        args = input, weight, target, bias, factor, *tensors, *lists
+        _, scalars, *grads = run(inner.divergence.default, *args)
+        dtype = gemm_dtype(value_of(integers, "autocast"), input.dtype, weight.dtype)
+        scalars = scalars if dtype == torch.float16 and not input.is_cpu else None
+        return _scale_saved(ctx, (scalars, *grads), grad_output.new_ones(()), wanted)
+
+
 class CrossEntropy(torch.autograd.Function):
     """The autograd Function of flce::cross_entropy_forward, as LinearCrossEntropy."""
 
@@ -249,7 +278,20 @@ def _apply_cross_entropy_forward(made, logits, target, *rest):
     return CrossEntropy.apply(logits, made, None, rest[4:], (target, *rest[:3]))
 
 
+def apply_divergence(made, input, linear_weight, target, linear_bias, *rest, count=None):
+    """The outputs `made` of flce::divergence of these arguments, joined to autograd."""
+    loss, scalars, *grads = made
+    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[8:])
+    if all(grad is None for grad in grads):
+        loss = LinearDivergence.apply(*leaves, loss, (target, *rest[:7]), (rest[7], *lists))
+        return loss, *made[1:]
+    outputs = [loss, None, scalars, None, None, *grads, None, None]
+    outputs = LinearCrossEntropy.apply(*leaves, outputs, count, lists, (None,) * 5, None, None)
+    return outputs if count else (outputs[0], outputs[2], *outputs[5:8])
+
+
 _register_autograd("forward", _apply_forward)
+_register_autograd("divergence", apply_divergence)
 _register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
 for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)

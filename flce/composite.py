@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from . import adapter, autograd, fakes, operators, reference, validate
 from .accumulate import Accumulator
-from .options import DTYPES, NUMBERS, OPTIONS, OUTPUTS, RETURNS, replaced, split
+from .options import DTYPES, NUMBERS, OF_DIVERGENCE, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
 # Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
@@ -136,7 +136,8 @@ def _class_outputs(packed, z, classes, temperature, cut):
     if not packed.topk:
         return logits, None
     absent = classes < 0
-    _, best = logits.detach().masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
+    kept = logits.detach().clamp(min=torch.finfo(logits.dtype).min)  # above what is absent
+    _, best = kept.masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
     return logits.gather(-1, best), classes.gather(-1, best)
 
 
@@ -214,9 +215,8 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
-    if classes is not None:  # -1: none
+    if classes is not None:
         validate.check_constant("classes", classes)
-        classes = classes.masked_fill(classes == packed.ignore_index, -1)
     wants_classes = classes is not None or packed.topk > 0
     rows = _rows(packed, target)
     tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
@@ -230,7 +230,7 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if _checks_range(target):
         most = fakes.described(input, weight, target, bias, lists).classes
         if classes is not None:
-            validate.check_target_range("classes", classes, most, -1)
+            validate.check_target_range("classes", classes, most, packed.ignore_index)
         validate.check_target_range("target", target, most, packed.ignore_index)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
@@ -246,6 +246,35 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
         for index, output in zip(autograd.DIFFERENTIABLE, outputs, strict=False):
             made[index] = output
     return _outputs(packed, made, target, tensors, num_items, rows)
+
+
+def linear_divergence_of(input, linear_weight, target, *others):
+    """The list of the loss. `others`: the teacher's input or logits, weight, bias, temperature of
+    each row and numbers (csrc/binding/call.h), and the other options."""
+    *teacher, numbers, given = others
+    packed, tensors = split(given)
+    bias, grad, traced = tensors.get("linear_bias"), torch.is_grad_enabled(), is_traced()
+    leaves = input, linear_weight, bias
+    needs = [grad and leaf is not None and leaf.requires_grad for leaf in leaves]
+    _, *vectors, num_items = _loss_tensors(packed, tensors, target, input, linear_weight)
+    if packed.shift or "cu_seqlens" in tensors:
+        offsets = tensors.get("cu_seqlens")
+        target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
+    later = packed.reduction == "none" or given.get("save") == "stats"
+    tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
+    made_now = (False,) * 3 if later else needs
+    of_call = autocast_code(input), 0, False, traced, False, *made_now, tf32
+    integers = packed.integers(*packed.memory(input.device), *of_call)
+    lists = packed.valid_vocab, _rows(packed, target), integers, packed.numbers, packed.group
+    if packed.ranks > 1:
+        before_sharded_call((input, linear_weight, target, bias, None, *vectors), lists, traced)
+    if _checks_range(target):
+        most = fakes.described(input, linear_weight, target, bias, lists).classes
+        validate.check_target_range("target", target, most, packed.ignore_index)
+    teacher = [one if one is None else one.detach() for one in teacher]
+    operands = input, linear_weight, target, bias, *vectors, num_items, *teacher, numbers, *lists
+    made = operators.run(operators.inner.divergence.default, *operands)
+    return list(autograd.apply_divergence(made, *operands, count=1) if any(needs) else made)[:1]
 
 
 def cross_entropy_of(logits, target, given):
@@ -281,8 +310,8 @@ def _kernel_of(function, gives_outputs):
     return kernel
 
 
-def _register(name, function, operands, options):
-    """Registers operator `name` and its `_outputs` variant. `operands`: those of both schemas."""
+def _register(name, function, operands, options, variants=2):
+    """Registers operator `name` and, of two variants, `_outputs`. `operands`: those of both."""
     typed = {option: row for option, row in options.items() if row.schema}
     arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
     schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
@@ -291,7 +320,7 @@ def _register(name, function, operands, options):
     for operator_schema, kernel in (
         (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
         (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
-    ):
+    )[:variants]:
         registered = operators.library.define(operator_schema)
         # Without this vmap would loop over the batch, one call per slice, with only a warning.
         operators.library.impl(registered, validate.refuse_vmap, "FuncTorchBatched")
@@ -301,4 +330,9 @@ def _register(name, function, operands, options):
 _of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}
 _operands = "Tensor input, Tensor linear_weight, Tensor target"
 _register("linear_cross_entropy", linear_cross_entropy_of, _operands, OPTIONS)
+_teacher = "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, "
+_teacher += "Tensor? teacher_temperature, float[] teacher_numbers"
+_of_divergence = {name: OPTIONS[name] for name in OF_DIVERGENCE}
+_schema = f"{_operands}, {_teacher}"
+_register("linear_divergence", linear_divergence_of, _schema, _of_divergence, variants=1)
 _register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

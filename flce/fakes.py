@@ -167,6 +167,18 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
     return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
 
 
+def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
+    check_operands(input, linear_weight, linear_bias)
+    valid_vocab, rows, integers, *others = lists_of(rest[8:])
+    save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
+    integers = replaced(integers, save=CHOICES["save"].index(save))
+    operands = input, linear_weight, target, linear_bias
+    found = described(*operands, (valid_vocab, rows, integers, *others))
+    dtype, keeps = DTYPES[found.stat_dtype], found.keeps_statistics
+    loss, _, scalars, _ = _fake_loss(target, integers, dtype, keeps)
+    return loss, scalars, *_fake_gradients(*operands[:2], linear_bias, integers, found)
+
+
 def _fake_cross_entropy_forward(logits, target, *rest):
     if logits.dim() < 1:
         refuse("logits", "at least one dimension", "a 0-d tensor")
@@ -182,6 +194,7 @@ def _fake_cross_entropy_forward(logits, target, *rest):
 
 _FAKES = {
     "forward": _fake_forward,
+    "divergence": _fake_divergence,
     "backward": _fake_backward,
     "backward_into": lambda grad_weight_into, *args: _fake_backward(*args)[::2],
     "scale_": lambda *args: None,
@@ -214,6 +227,14 @@ def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
 def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
     made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
     return _gemm_flops(input, linear_weight, target, lists_of(rest[7:]), 1 + made)
+
+
+@register_flop_formula([inner.divergence, inner.graph_divergence], get_raw=True)
+def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
+    made = sum(grad is not None for grad in out_val[2:4])
+    (teacher, weight), lists = rest[4:6], lists_of(rest[9:])
+    flops = _gemm_flops(input, linear_weight, target, lists, 1 + made)
+    return flops + _gemm_flops(teacher, linear_weight, target, lists, weight is not None)
 
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)

@@ -30,6 +30,7 @@ _IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KERNELS = {
     "linear_cross_entropy": composite.linear_cross_entropy_of,
+    "linear_divergence": composite.linear_divergence_of,
     "cross_entropy": composite.cross_entropy_of,
 }
 
@@ -68,7 +69,7 @@ def _call(name, known, operands, options):
 
 def _check_tensors(name, operands, options):
     first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
-    given = dict(zip((*first, "target"), operands, strict=True))
+    given = dict(zip((*first, "target"), operands, strict=False))
     others = table.TENSORS - {"num_items", "gradient_seed"}
     given |= {option: options[option] for option in others if options.get(option) is not None}
     for option, value in given.items():
@@ -241,7 +242,7 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
     >>> eager = torch.nn.functional.cross_entropy(30 * torch.tanh(x @ W.T / 30), y)
     >>> torch.testing.assert_close(loss, eager)
     """
-    if isinstance(target, tuple):
+    if isinstance(target, tuple) and len(target) == 2:
         return _of_sparse_target(input, linear_weight, *target, options)
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
@@ -250,12 +251,12 @@ def _target_of(ids, ignore_index):
     """A target for the rows of `ids` (..., K): one of a row's classes, or `ignore_index` without
     any; and the mask of ids that are none."""
     validate.check_tensor("ids", ids)
-    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.is_floating_point():
+    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
         got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
-        validate.refuse("ids", "class indices of shape (..., K), K at least 1", got)
+        validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
     ignore_index = table.ignore_index_of(ignore_index)
     absent = ids == ignore_index
-    target = ids.masked_fill(absent, -1).amax(dim=-1)
+    target = ids.masked_fill(absent, -1).amax(dim=-1).long()  # int32 may not hold ignore_index
     return target.masked_fill(absent.all(dim=-1), ignore_index), absent
 
 
@@ -273,12 +274,14 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     target, absent = _target_of(ids, options["ignore_index"])
     validate.check_tensor("target", probabilities)
     validate.check_constant("target", probabilities)
+    if not probabilities.is_floating_point():
+        validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
     validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
     own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
     reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
-    gaps = (made.lse.unsqueeze(-1) - made.class_logits).masked_fill(absent, 0.0)
+    gaps = torch.where(absent | (probabilities == 0), 0.0, made.lse[..., None] - made.class_logits)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
     rows = rows if factor is None else rows * factor.to(rows.dtype)
     loss = rows if reduction == "none" else rows.sum()
@@ -315,6 +318,12 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
 
+def divergence_of(*operands, **options):
+    """flce.linear_divergence of the arguments that its operator takes."""
+    return _call("linear_divergence", OF_DIVERGENCE, operands, options)
+
+
+OF_DIVERGENCE = {name: _ALL[name] for name in table.OF_DIVERGENCE}
 ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 # A shift would have to move the ids of a row too.
 _OF_LOGPROBS_AT = {
@@ -418,6 +427,7 @@ def logprobs_of(input, linear_weight, target, entropy, topk, options):
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
+_PUBLIC["linear_divergence"] = divergence_of
 table.show_options(linear_cross_entropy, _ALL)
 table.show_options(cross_entropy, _OF_LOGITS)
 table.show_options(linear_logprobs, OF_LOGPROBS)

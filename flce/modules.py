@@ -142,4 +142,4 @@ class LinearCrossEntropyHead(nn.Linear):
 
 # Pickles refer to the package, so that a class may move to another file.
 for _class in (LinearCrossEntropyLoss, LinearCrossEntropyHead, LinearCrossEntropyOutput):
-    _class.__module__ = "flce"
+    _class.__module__ = __package__

@@ -94,7 +94,9 @@ def _define_graph_variant(name):
 pending_error = None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _graph_variants = {}
-for _name in ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward"):
+for _name in ("forward", "divergence", "backward", "scaled"):
+    _define_graph_variant(_name)
+for _name in ("cross_entropy_forward", "cross_entropy_backward"):
     _define_graph_variant(_name)
 
 

@@ -53,8 +53,8 @@ _Dtype = torch.dtype | None
 
 
 class Options(typing.TypedDict, total=False):
-    """The options and their types; OPTIONS has the rest, with which tests compare the docstring of
-    `linear_cross_entropy` and the README's call."""
+    """The options and their types, as in options.pyi; OPTIONS has the rest, with which tests
+    compare the docstring of `linear_cross_entropy` and the README's call."""
 
     linear_bias: Annotated[_Tensor, Option(None, "Tensor?")]
     adapter_input: Annotated[_Tensor, Option(None, "Tensor?")]
@@ -249,6 +249,12 @@ _PACKED = {name: o.default for name, o in OPTIONS.items() if o.schema != "Tensor
 _PACKED |= dict.fromkeys(RETURNS, False)
 del _PACKED["options"]
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
+
+
+# Of flce.linear_divergence.
+OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale")
+OF_DIVERGENCE += ("temperature", "token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab")
+OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
 
 
 def _choice(name, value):

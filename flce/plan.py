@@ -55,12 +55,12 @@ class Plan:
     backward_peak_bytes: int
     peak_bytes: int
     sampled_time: float
-    buffers: dict
+    buffers: dict[str, int]
     text: str
     ranks: int = 1
-    collectives: dict = field(default_factory=dict)
+    collectives: dict[str, Collective] = field(default_factory=dict)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.text
 
 

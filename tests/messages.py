@@ -13,7 +13,7 @@ from pages import DOCS, ROOT
 ANY = "…"
 _MOST = 12  # texts of one expression that branches
 # What is left of a message that another function words.
-_FORM = re.compile(r"[…:,()\s]|expected|got|shapes|and|flce\.fuse|strict=True|of 64 bits")
+_FORM = re.compile(r"[…:,()\s]|expected|got|shapes|and|flce\.fuse|strict=True|of 64 bits|teacher_")
 _CALLS = re.compile(r"\b(?:flce_fail\(\s*\w+\s*,|EXPECT\((?!rule))")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 

@@ -343,3 +343,17 @@ def test_sampled_training_evaluates(sampled_training):
     entries = (p * 16).clamp(max=1) * (1 - target)
     kept = script.kept_entries(training)
     assert kept["2^-4"] == pytest.approx(entries.sum(1).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("near", [[], ["--near", "1e-2"]])
+def test_distill(scripts, tmp_path, near):
+    path = tmp_path / "record.json"
+    common = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--json", str(path)]
+    how = near or ["--teacher", "24"]
+    scripts("distill").main(["24x16x200", "--without", "compile", *how, *common])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["contestant"] for row in rows] == 3 * ["GEMMs", "eager", "flce"]
+    for row in rows:
+        assert row["ms"] > 0 and row["over_gemms"] > 0
+        errors = row.get("errors", {"loss": 0.0}).values()
+        assert max(errors) < (5e-3 if near and row["contestant"] == "eager" else 1e-4)

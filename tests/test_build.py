@@ -2,6 +2,7 @@
 has, and where an editable installation is found."""
 
 import ast
+import fnmatch
 import os
 import re
 import runpy
@@ -26,15 +27,29 @@ def python(code, *arguments, cwd, **environment):
     )
 
 
-LACKING = {
-    "no torch": ("sys.modules['torch'] = None", "install torch and use --no-build-isolation"),
+NO_PROGRAMS = "import shutil; shutil.which = lambda *_, **__: None"
+LACKING = {  # what is done first, the environment, what is said
+    "no torch": ("sys.modules['torch'] = None", {}, "install torch and use --no-build-isolation"),
     "old torch": (
         "import types; sys.modules['torch'] = types.SimpleNamespace(__version__='2.9.1+cpu')",
+        {},
         "torch 2.10 or later is needed, not 2.9.1+cpu",
     ),
-    "no nvcc": (
-        "import shutil; shutil.which = lambda *_, **__: None",
-        "FLCE_CUDA=1, but no nvcc in ",
+    "no nvcc": (NO_PROGRAMS, {"FLCE_CUDA": "1"}, "FLCE_CUDA=1, but no nvcc in "),
+    "no compiler": (
+        NO_PROGRAMS,
+        {"CC": "absent-cc"},
+        "a C compiler is needed: there is no 'absent-cc'",
+    ),
+    "no headers": (
+        "import sysconfig; sysconfig.get_path = lambda *_: '/absent'",
+        {"CC": sys.executable, "CXX": sys.executable},
+        "Python's headers (python3-dev) are needed: there is no /absent/Python.h",
+    ),
+    "no zig": (
+        "sys.modules['ziglang'] = None",
+        {"FLCE_GLIBC": "2.28", "CC": sys.executable, "CXX": sys.executable},
+        "FLCE_GLIBC=2.28, but there is no zig: pip install ziglang",
     ),
 }
 
@@ -42,11 +57,11 @@ LACKING = {
 @pytest.mark.parametrize("lacking", LACKING)
 def test_nothing_is_compiled_where_something_lacks(tmp_path, lacking):
     pytest.importorskip("setuptools", "77")
-    prelude, said = LACKING[lacking]
+    prelude, environment, said = LACKING[lacking]
     code = f"import runpy, sys; {prelude}; runpy.run_path('setup.py', run_name='__main__')"
     folders = ("-b", tmp_path, "-t", tmp_path)
     commands = ("build_clib", *folders, "build_ext", *folders)
-    done = python(code, *commands, cwd=ROOT, FLCE_CUDA="1" if lacking == "no nvcc" else "0")
+    done = python(code, *commands, cwd=ROOT, **{"FLCE_CUDA": "0", **environment})
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("flce: "))
     assert done.returncode == 1 and said in line
     assert list(tmp_path.iterdir()) == []
@@ -102,6 +117,15 @@ def test_a_wheel_has_every_package():
     assert set(ast.literal_eval(listed)) == {".".join(path.parts) for path in found}
 
 
+def test_a_wheel_has_the_types():
+    text = (ROOT / "pyproject.toml").read_text()
+    (patterns,) = re.findall(r'^package-data = \{ "\*" = (.*) \}$', text, re.MULTILINE)
+    found = [path.name for path in ROOT.glob("flce/**/*") if path.suffix in (".pyi", ".typed")]
+    assert {"__init__.pyi", "options.pyi", "py.typed"} <= {*found}
+    for name in found:
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in ast.literal_eval(patterns))
+
+
 def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
     """The clone, called flce too, must not be imported as a namespace package."""
     pytest.importorskip("setuptools", "77")
@@ -124,3 +148,21 @@ def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == clone / "flce" / "__init__.py"
+
+
+def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
+    """And in the clone itself, whose flce has no compiled module, an error says what to do."""
+    clone, site = tmp_path / "flce", tmp_path / "site"
+    for folder in (clone / "flce", site):
+        folder.mkdir(parents=True)
+    (clone / "flce" / "__init__.py").write_text((ROOT / "flce" / "__init__.py").read_text())
+    (site / "flce").symlink_to(ROOT / "flce")
+    code = "import sys; sys.path[1:1] = sys.argv[1:]; import flce; print(flce.__file__)"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", code, str(site), *filter(None, sys.path)]
+    done = [
+        subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        for folder in (tmp_path, clone)
+    ]
+    assert Path(done[0].stdout.strip()) == site / "flce" / "__init__.py", done[0].stderr
+    assert "or start Python in another folder" in done[1].stderr.splitlines()[-1]

@@ -96,6 +96,21 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(both, (x, w))
 
 
+@pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
+def test_class_logits_are_those_of_the_logsumexp(device, logits_dtype):
+    """Where the GEMM rounds the logits it does so before a bias is added."""
+    case = make(device, torch.bfloat16, {"linear_bias": True})
+    case.options["linear_bias"] *= 100.0
+    ids = torch.arange(261, device=device).expand(*case.target.shape, 261)
+    call = {**case.options, "logits_dtype": logits_dtype, "return_lse": True}
+    for given in ({"classes": ids.contiguous()}, {"topk": 261}):
+        operands = case.input, case.linear_weight, case.target
+        made = flce.linear_cross_entropy(*operands, **call, **given)
+        kept = case.target != case.options["ignore_index"]
+        gap = made.class_logits[kept].logsumexp(-1) - made.lse[kept]
+        assert gap.abs().max() <= 2e-6 * made.lse.abs().max()
+
+
 # ---- topk ----
 
 DISTRIBUTIONS = {
@@ -169,6 +184,31 @@ def test_topk_of_all_classes_and_of_the_target(device):
     torch.testing.assert_close(top.logprobs.exp().sum(-1), torch.ones(9, device=device).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_topk_of_impossible_classes(device, dtype):
+    """A logit of -inf is that of a class: the last ones, but no missing ones."""
+    x, w, target = cases.leaves(device, 9, vocab=13, dtype=dtype)
+    bias = torch.full((13,), -math.inf, device=device, dtype=dtype)
+    bias[[3, 7, 11]] = 0.0
+    for count in (1, 3, 5, 13):
+        options = {"linear_bias": bias, "entropy": None, "return_topk": count}
+        _, _, top = flce.linear_logprobs(x, w, target % 2 * 4 + 3, **options)
+        assert (top.ids >= 0).all() and (top.ids.sort(-1).values.diff() > 0).all()
+        assert (bias[top.ids[:, :3]] == 0).all()
+        assert (top.logprobs[:, 3:] == -math.inf).all() and (top.logprobs[:, :3] <= 0).all()
+    _, _, top = flce.linear_logprobs(x, w, target, **{**options, "linear_bias": bias - math.inf})
+    assert torch.equal(top.ids.sort(-1).values, torch.arange(13, device=device).expand(9, 13))
+    assert (top.lse == -math.inf).all() and top.logprobs.isnan().all()  # as torch.log_softmax
+
+
+def test_topk_of_float64_logits_that_float32_cannot_tell_apart():
+    """In float64 on the CPU the order is exact."""
+    z = 1e4 + 1e-7 * torch.randperm(500, generator=cases.generator(2)).double()
+    x, w = torch.ones(1, 1, dtype=torch.float64), z.unsqueeze(-1)
+    _, _, top = flce.linear_logprobs(x, w, torch.zeros(1, dtype=torch.long), return_topk=9)
+    assert torch.equal(top.ids[0], z.topk(9).indices)
+
+
 def test_topk_of_ignored_rows(device):
     x, w, target = cases.leaves(device, 9)
     target[::2] = -100
@@ -182,6 +222,22 @@ def test_topk_of_ignored_rows(device):
 
 
 # ---- linear_logprobs_at ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("save", ["logits", "stats"])
+def test_many_equal_ids(device, dtype, save):
+    """Their gradients are summed before they are rounded to the operands' dtype."""
+    x, w, target = cases.leaves(device, 5, dtype=dtype)
+    ids = torch.cat([target.unsqueeze(-1).expand(5, 600), (target.unsqueeze(-1) + 1) % 41], -1)
+    grads = torch.full(ids.shape, 1 / 64, device=device)
+    grads[:, -1] = 0.5
+    made = flce.linear_logprobs_at(x, w, ids.contiguous(), save=save)
+    ours = torch.autograd.grad(made, (x, w), grads)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    truth = (wide[0] @ wide[1].T).log_softmax(-1).gather(-1, ids)
+    for grad, right in zip(ours, torch.autograd.grad(truth, wide, grads.double()), strict=True):
+        assert cases.relative_error(grad, right) <= 2 * cases.LOGIT_ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (0,)])
@@ -269,8 +325,11 @@ def test_refused_dtypes_and_sampled_gradients(device):
     x, w, target = cases.leaves(device, 5, dtype=torch.float32)
     with pytest.raises(TypeError, match="classes: expected dtype torch.int64"):
         flce.linear_cross_entropy(x, w, target, classes=target.float().unsqueeze(-1))
-    with pytest.raises(ValueError, match=r"ids: expected class indices of shape \(..., K\)"):
+    with pytest.raises(ValueError, match=r"ids: expected int64 or int32 class indices of shape"):
         flce.linear_logprobs_at(x, w, target.float().unsqueeze(-1))
+    for dtype in (torch.int16, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=rf"ids: expected int64 .*{dtype}"):
+            flce.linear_logprobs_at(x, w, target.unsqueeze(-1).to(dtype))
     with pytest.raises(TypeError, match="unexpected keyword argument 'shift'"):
         flce.linear_logprobs_at(x, w, target.unsqueeze(-1), shift=1)
     made = flce.linear_logprobs_at(x, w, target.unsqueeze(-1), gradient="sampled")
@@ -295,6 +354,22 @@ def test_out_of_range(device, monkeypatch):
     assert gx[3].isnan().all() and gx[:3].isfinite().all()
     made = flce.linear_logprobs_at(x, w, ids)
     assert made[3].isnan().all() and made[:3].isfinite().all()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -2, 3])
+def test_minus_one_is_no_class_unless_it_is_ignored(device, ignore_index, monkeypatch):
+    x, w, target = cases.leaves(device, 5)
+    ids = target.unsqueeze(-1).repeat(1, 3)
+    ids[3, 1] = -1
+    call = {"ignore_index": ignore_index}
+    monkeypatch.setenv("FLCE_CHECK", "1")
+    with pytest.raises(IndexError, match=r"classes.*-1"):
+        flce.linear_logprobs_at(x, w, ids, **call)
+    monkeypatch.delenv("FLCE_CHECK")
+    if device == "cuda":
+        assert flce.linear_logprobs_at(x, w, ids, **call)[3, 1].isnan()
+    made = flce.linear_logprobs_at(x, w, ids, ignore_index=-1)
+    assert made[3, 1] == 0 and (made != 0).sum() == 14
 
 
 # ---- targets (ids, probabilities) ----
@@ -335,6 +410,25 @@ def test_sparse_target_with_rows_of_no_class(device):
     assert gw.isfinite().all() and (gx[2:4] == 0).all()
 
 
+def test_sparse_target_of_impossible_classes(device):
+    """A class of probability 0 adds nothing, where its logit is -inf too."""
+    x, w, _ = cases.leaves(device, 6)
+    ids = torch.arange(12, device=device).reshape(6, 2)
+    probabilities = torch.tensor([1.0, 0.0], device=device, dtype=torch.float64).expand(6, 2)
+    bias = torch.zeros(41, device=device, dtype=torch.float64)
+    bias[1:12:2] = -math.inf
+    ours = flce.linear_cross_entropy(x, w, (ids, probabilities), linear_bias=bias)
+    theirs = flce.linear_cross_entropy(x, w, ids[:, 0].contiguous(), linear_bias=bias)
+    cases.assert_same(ours, theirs, (x, w), tolerance=1e-12)
+
+
+def test_an_ignore_index_beyond_int32(device):
+    x, w, target = cases.leaves(device, 6)
+    ids = target.unsqueeze(-1).int()
+    made = flce.linear_logprobs_at(x, w, ids, ignore_index=2**40)
+    assert torch.equal(made, flce.linear_logprobs_at(x, w, ids))
+
+
 def test_refusals_of_sparse_targets(device):
     x, w, target = cases.leaves(device, 6)
     ids, probabilities = target.unsqueeze(-1), torch.ones(6, 1, device=device)
@@ -344,8 +438,11 @@ def test_refusals_of_sparse_targets(device):
             (ids, probabilities.clone().requires_grad_()),
             "target: expected a tensor that does not",
         ),
+        ((ids, ids), "target: expected floating probabilities, got torch.int64"),
+        ((ids, probabilities, ids), "target: expected a tensor, got tuple"),
+        ((ids,), "target: expected a tensor, got tuple"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             flce.linear_cross_entropy(x, w, given)
     for option in ({"label_smoothing": 0.1}, {"shift": 1}, {"return_accuracy": True}):
         (name,) = option

@@ -142,6 +142,48 @@ def test_raw_backward_checks_what_it_is_given(device, argument, prefix):
             backward(*passed)
 
 
+def of_classes(ids):
+    """Changed arguments of a backward with the classes `ids`, and the refusal of each."""
+    rows, count = ids.shape
+    grad = torch.rand(rows, count, device=ids.device)
+    shape = rf"grad_classes: expected shape \({rows}, {count}\)"
+    return [
+        ({"grad_classes": grad, "classes": None}, "classes: expected those of the forward, got"),
+        ({"grad_classes": grad[:-1]}, shape),
+        ({"grad_classes": grad[:, 0].contiguous()}, shape),
+        ({"grad_classes": grad[:, :-1].contiguous()}, shape),
+        ({"grad_classes": grad.double()}, "grad_classes: expected dtype torch.float32, got"),
+        ({"grad_classes": grad.t().contiguous().t()}, "grad_classes: expected a contiguous"),
+        ({"classes": ids[:-1]}, rf"classes: expected shape \({rows}, {count}\), .*, got \("),
+        ({"classes": ids[:, :0]}, r"classes: expected shape \(24, 1\), .*, got \(24, 0\)"),
+        ({"classes": ids[0, 0].clone()}, r"classes: expected shape .*, got \(\)"),
+        ({"classes": ids.float()}, "classes: expected dtype torch.int64, got torch.float32"),
+    ]
+
+
+@pytest.mark.parametrize("save", ["logits", "stats"])
+@pytest.mark.parametrize("topk", [0, 3])
+def test_raw_backward_checks_the_classes(device, save, topk):
+    x, w, target = (t.detach() for t in leaves(device))
+    given = torch.randint(VOCAB, (TOKENS, 4), generator=cases.generator(1)).to(device)
+    options = {"reduction": "none", "topk": topk, "classes": None if topk else given}
+    arguments = raw.forward(x, w, target, save, **options)
+    made = torch.ops.flce.forward(*arguments)
+    ids = made[-1] if topk else given
+    right = {"classes": ids, "grad_classes": torch.ones_like(ids, dtype=torch.float32)}
+    grad_output = torch.zeros(TOKENS, device=device)
+    for wrong, match in of_classes(ids):
+        passed = raw.backward(arguments, made, grad_output, **{**right, **wrong})
+        for op, into in (("backward", ()), ("backward_into", (torch.zeros_like(w),))):
+            with pytest.raises((TypeError, ValueError), match=match):
+                getattr(torch.ops.flce, op)(*into, *passed)
+    ours = torch.ops.flce.backward(*raw.backward(arguments, made, grad_output, **right))[:2]
+    wide = [t.double().requires_grad_() for t in (x, w)]
+    sums = (wide[0] @ wide[1].T).gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0).sum()
+    for grad, truth in zip(ours, torch.autograd.grad(sums, wide), strict=True):
+        assert cases.relative_error(grad, truth) <= 1e-6
+
+
 def test_raw_forward_names_what_its_backward_lacks(device):
     x, w, target = leaves(device)
     made = torch.ops.flce.forward(*raw.forward(x, w, target, "grads", grads=(True, False, False)))

@@ -105,7 +105,8 @@ SCRIPTS = {"flce.info"}
 MAY_IMPORT = {
     "core": set(),
     "distributed": {"core"},
-    "fusion": {"core", "distributed"},
+    "distillation": {"core"},
+    "fusion": {"core", "distributed", "distillation"},
     "compat": {"core", "distributed", "flce"},
     "integrations": {"core", "distributed", "compat", "fusion", "flce"},
     "estimate": {"flce"},

@@ -147,6 +147,24 @@ def opcheck_cross_entropy_backward(device):
     yield raw.cross_entropy_backward(arguments, made, grad_output), {}
 
 
+def opcheck_linear_divergence(device):
+    """A teacher's head and, for rows and in the backward, its logits."""
+    x, w, b, target = sample_tensors(device)
+    teacher, numbers = (x.detach(), w.detach() / 2, b.detach()), [3.0, 0.3, 0.2, 5.0, 1.0, 1.0]
+    yield (x, w, target, *teacher, None, numbers), {"linear_bias": b, "max_memory": BUDGET}
+    logits, numbers = torch.randn(len(x), len(w), device=device), [2.0, 0.5, 0.0, 0.0, 1.0, 2.0]
+    yield (x, w, target, logits, None, None, None, numbers), {"reduction": "none"}
+    yield (x, w, target, logits, None, None, None, numbers), {"save": "stats"}
+
+
+def opcheck_divergence(device):
+    x, w, b, target = sample_tensors(device)
+    teacher = x.detach(), w.detach() / 2, None, None, [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
+    for save, grads in (("grads", (True,) * 3), ("nothing", (False,) * 3)):
+        lists = raw.settings(save, max_memory=BUDGET, grads=grads)
+        yield (x, w, target, b, None, None, None, *teacher, *lists), {}
+
+
 # One for every operator that takes tensors; test_every_op_has_a_sample checks that.
 OPCHECK_SAMPLES = {
     name.removeprefix("opcheck_"): function
@@ -154,6 +172,7 @@ OPCHECK_SAMPLES = {
     if name.startswith("opcheck_")
 }
 TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
+TRACED += ("divergence",)
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = "describe plan option_names cpu_variant cuda_describe gemm_count"

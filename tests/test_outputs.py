@@ -124,3 +124,22 @@ def test_compile_of_several_options(device, save):
         results.append([loss, accuracy, *torch.autograd.grad(loss, (x, w))])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("save", ["logits", "stats"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_entropy_of_a_row_whose_target_is_impossible(device, save, dtype):
+    """The target's logit is -inf: it adds nothing to the entropy, nor to the entropy's gradient."""
+    x, w, y = cases.leaves(device, 6, dtype=dtype)
+    bias = torch.zeros(VOCAB, device=device, dtype=dtype)
+    bias[y[:3]] = -math.inf
+    logprobs, entropy = flce.linear_logprobs(x, w, y, linear_bias=bias, save=save)
+    assert (logprobs[:3] == -math.inf).all() and logprobs[3:].isfinite().any()
+    grads = torch.autograd.grad(entropy.sum(), (x, w))
+    kept = [j for j in range(VOCAB) if bias[j] == 0]
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    p = (wide[0] @ wide[1][kept].T).softmax(-1)
+    truths = torch.autograd.grad(-(p * p.log()).sum(), wide)
+    for grad, truth in zip(grads, truths, strict=True):
+        bar = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        assert cases.relative_error(grad, truth) <= bar

@@ -4,6 +4,7 @@ each of which two or four processes run."""
 import pytest
 import vocab_calls  # noqa: F401  registers its functions
 import vocab_cases  # noqa: F401
+import vocab_divergence  # noqa: F401
 import vocab_failures  # noqa: F401
 import vocab_graphs  # noqa: F401
 import vocab_others  # noqa: F401

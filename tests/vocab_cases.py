@@ -296,6 +296,24 @@ def nan_reaches_all_ranks(ranks):
                         ranks.note(bad, f"{name} has no NaN: {dtype} {at} {row} {save}")
 
 
+@on(2, 4)
+def classes_of_ranks_without_them(ranks):
+    """A rank has no class, none of a row's, or fewer than topk."""
+    case = make(bias=False)
+    logits = case.input @ case.linear_weight.T
+    ids = torch.randint(VOCAB, (TOKENS, 5), generator=cases.generator(2))
+    for ends in ("uneven", "first", "last"):
+        ends = ENDS[ends][ranks.ranks]
+        own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
+        operands = own.input, own.linear_weight
+        for given in ({"classes": ids}, {"topk": 5}, {"topk": VOCAB}):
+            made = flce.linear_cross_entropy(*operands, own.target, vocab_parallel=vp, **given)
+            best = logits.topk(given.get("topk", 1), dim=-1)
+            ranks.note("classes" in given or torch.equal(made.classes, best.indices), f"{given}")
+            truth = logits.gather(-1, ids) if "classes" in given else best.values
+            ranks.agree(f"class_logits {ends} {given.keys()}", made.class_logits, truth)
+
+
 @on(4)
 def ties_go_to_the_lowest_class(ranks):
     """Equal rows of W on several ranks."""

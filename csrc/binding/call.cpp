@@ -98,12 +98,13 @@ const void* bind_vector(const char* name, const OptionalTensor& tensor,
   return call->pointer(*tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
 }
 
-/* Checks the classes' range where that needs no device: indices, and -1 for none. */
+/* Checks the classes' range where that needs no device: indices, and the id of none. */
 void check_classes(int64_t most, const Call& call) {
   const flce_problem& problem = call.problem;
+  int64_t none = flce_no_class(&problem);
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
     int64_t id = call.tensors.classes[i];
-    if (id < -1 || id >= most)
+    if (id != none && (id < 0 || id >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
                     "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
                         std::to_string(id) + ", expected 0 to " + std::to_string(most - 1) +
@@ -174,6 +175,64 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
   if (counts) call->saved_rows = valid;
 }
 
+/* Whether a teacher of so many classes has those of all ranks, of which this one reads its own. */
+bool has_all_classes(const flce_problem& student, int64_t rows) {
+  return flce_is_sharded(&student) && rows != student.weight_rows && rows >= student.classes;
+}
+
+/* The teacher's operands, of the student's dtype and rows. A refusal names teacher_input,
+ * teacher_weight or teacher_bias. */
+void bind_teacher_operands(const Teacher& given, const PackedOptions& options, const Call& student,
+                           Call* call) {
+  flce_problem* problem = &call->problem;
+  try {
+    bind_operands({given.input, *given.linear_weight, given.linear_bias}, call);
+    flce::choose_dtypes(options, problem);
+    ScalarType own = to_scalar_type(student.problem.dtype);
+    if (problem->dtype != student.problem.dtype)
+      refuse("input", "the dtype of the student's, " + dtype_text(own),
+             dtype_text(given.input.scalar_type()), FLCE_INVALID_TYPE);
+    std::vector<int64_t> rows = leading_shape(student.input());
+    rows.push_back(problem->hidden);
+    expect_shape("input", given.input, rows, ", that of the student's but for the last dimension");
+  } catch (const Failure& failure) {
+    std::string text = failure.message(), prefix = "linear_";
+    if (text.rfind(prefix, 0) == 0) text = text.substr(prefix.size());
+    throw Failure(failure.status(), "teacher_" + text);
+  }
+  if (!has_all_classes(student.problem, problem->weight_rows)) return;
+  int64_t first = problem->first_class;
+  auto skip = [](const void* data, int64_t elements, flce_dtype dtype) -> const void* {
+    return data ? static_cast<const char*>(data) + elements * flce_size_of(dtype) : nullptr;
+  };
+  flce_tensors* tensors = &call->tensors;
+  tensors->linear_weight =
+      skip(tensors->linear_weight, first * problem->hidden, problem->weight_dtype);
+  tensors->linear_bias = skip(tensors->linear_bias, first, problem->bias_dtype);
+  problem->weight_rows = student.problem.weight_rows;
+}
+
+/* The teacher's logits, read in their own dtype, but in float64 where the operands are. */
+void bind_teacher_logits(const Tensor& logits, Call* call) {
+  flce_problem* problem = &call->problem;
+  int64_t columns = logits.dim() > 0 ? logits.size(logits.dim() - 1) : 0;
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(columns);
+  expect_shape("teacher_logits", logits, shape, ", a logit for each class");
+  expect_device("teacher_logits", logits, call->id, "input");
+  flce_dtype dtype = to_dtype(logits.scalar_type(), "teacher_logits");
+  if ((dtype == FLCE_F64) != (problem->dtype == FLCE_F64)) dtype = flce_stat_dtype(problem->dtype);
+  problem->dtype = problem->input_dtype = problem->weight_dtype = problem->bias_dtype = dtype;
+  problem->gives_logits = true;
+  problem->has_bias = problem->input_is_sharded = false;
+  problem->hidden = std::max<int64_t>(columns, 1);
+  bool whole = has_all_classes(*problem, columns);
+  int64_t first = whole ? problem->first_class : 0;
+  if (!whole) problem->weight_rows = columns;
+  call->tensors.input = static_cast<const char*>(call->pointer(logits, to_scalar_type(dtype))) +
+                        first * flce_size_of(dtype);
+}
+
 }  // namespace
 
 void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
@@ -219,6 +278,41 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
+  return call;
+}
+
+Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student) {
+  const std::vector<double>& numbers = given.numbers;
+  if (numbers.size() != 6) refuse("teacher", "6 numbers", std::to_string(numbers.size()));
+  if (!(numbers[0] >= FLCE_FORWARD_KL && numbers[0] <= FLCE_JSD))
+    refuse("divergence", "1 to 3", std::to_string(numbers[0]));
+  student->problem.divergence = static_cast<flce_divergence>(numbers[0]);
+  student->problem.beta = numbers[1];
+  student->problem.hard_weight = numbers[2];
+  Call call;
+  call.problem = student->problem;
+  call.id = student->id;
+  call.shape = student->shape;
+  flce_problem* problem = &call.problem;
+  problem->loss.softcap = numbers[3];
+  problem->loss.logit_scale = numbers[4];
+  problem->loss.temperature = numbers[5];
+  problem->reduction = FLCE_SUM;
+  problem->save = FLCE_SAVE_NOTHING;
+  problem->want_grad_input = problem->want_grad_weight = problem->want_grad_bias = false;
+  if (given.linear_weight)
+    bind_teacher_operands(given, arguments.options, *student, &call);
+  else
+    bind_teacher_logits(given.input, &call);
+  problem->has_temperature = given.temperature.has_value();
+  call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
+                                         ", a number for each row of input", &call);
+  problem->accum_dtype = problem->dtype;
+  problem->logits_dtype = flce_stat_dtype(problem->dtype);
+  int64_t own = student->problem.weight_rows, vocab = problem->vocab, rows = problem->weight_rows;
+  if (rows != own && (vocab == own || rows < vocab)) /* beyond valid_vocab they may differ */
+    refuse(problem->gives_logits ? "teacher_logits" : "teacher_weight",
+           std::to_string(own) + " classes, those of linear_weight", std::to_string(rows));
   return call;
 }
 

@@ -19,6 +19,14 @@ struct Operands {
   OptionalTensor linear_bias;
 };
 
+/* The teacher of a divergence: its operands, or its logits (..., V) as `input` alone. `numbers`:
+ * flce_divergence, beta, hard_weight, and softcap, logit_scale and temperature of the teacher. */
+struct Teacher {
+  Tensor input;
+  OptionalTensor linear_weight, linear_bias, temperature;
+  std::vector<double> numbers;
+};
+
 /* The arguments of an operator after its tensors. rows: nullopt: all; on the CPU those that are not
  * ignored, but memory for all; kCountedRows: memory for those alone. group: of a sharded
  * vocabulary, its name in torch.distributed. */
@@ -39,6 +47,7 @@ struct Call {
   std::vector<int64_t> shape; /* of the target: input's without its last dimension */
   int64_t saved_rows = 0;     /* rows of what save=logits and save=samples keep */
   std::vector<Tensor> kept;
+  OptionalTensor teacher_input; /* of a divergence: the teacher's x, as the core reads it */
 
   /* The operand x, as the core reads it. */
   const Tensor& input() const { return kept.front(); }
@@ -55,6 +64,9 @@ struct Call {
 /* The call of a linear cross entropy, and that of a loss of given logits. */
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
+
+/* The teacher's part of a call of a divergence, to which it is added. */
+Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
 
 /* Sets the dtypes of the GEMMs, of dW's sum and of the logits from those of the operands. */
 void choose_dtypes(const PackedOptions& options, flce_problem* problem);

@@ -17,6 +17,7 @@ struct CommMemory {
   Tensor input;
   OptionalTensor grad_input;
   Tensor workspace;
+  OptionalTensor teacher_input;
 };
 
 /* The collectives of one call; table() is NULL without a group. */
@@ -93,6 +94,7 @@ class Collectives {
     OptionalTensor view = view_of(memory_.workspace, data, bytes);
     if (!view) view = view_of(memory_.input, data, bytes);
     if (!view && memory_.grad_input) view = view_of(*memory_.grad_input, data, bytes);
+    if (!view && memory_.teacher_input) view = view_of(*memory_.teacher_input, data, bytes);
     if (!view) throw std::logic_error("flce: a collective outside of the call's tensors");
     return *view;
   }

@@ -4,9 +4,8 @@
 
 #include <cstdlib>
 
-#include <torch/csrc/stable/library.h>
-
 #include "binding/device.h"
+#include "binding/library.h"
 #include "binding/options.h"
 
 using namespace flce;
@@ -25,7 +24,12 @@ std::string cpu_variant() {
 std::string cuda_describe() {
   const CudaLibrary& library = cuda_library();
   if (!library.error.empty()) return "not loaded: " + library.path + ": " + library.error;
-  return library.path + "\n" + library.describe();
+  std::string text = library.path + "\n" + library.describe();
+  if (!library.current_stream) {
+    const bool unusable = text.find("\nnot usable: ") != std::string::npos;
+    text += (unusable ? "; " : "\nnot usable: ") + std::string("this torch is built without CUDA");
+  }
+  return text;
 }
 
 /* getenv for Python: a call reads two variables, and os.environ takes 5 us for one that is not
@@ -66,14 +70,14 @@ PyObject* call_keeping(PyObject*, PyObject* arguments) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
+FLCE_LIBRARY_FRAGMENT(m) {
   m.def("option_names() -> str");
   m.def("gemm_count() -> int");
   m.def("cpu_variant() -> str");
   m.def("cuda_describe() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("option_names", TORCH_BOX(&flce::option_names));
   m.impl("gemm_count", TORCH_BOX(&gemm_count));
   m.impl("cpu_variant", TORCH_BOX(&cpu_variant));

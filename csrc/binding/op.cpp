@@ -2,9 +2,8 @@
  * works with every torch >= 2.10. */
 #include <tuple>
 
-#include <torch/csrc/stable/library.h>
-
 #include "binding/collectives.h"
+#include "binding/library.h"
 #include "binding/outputs.h"
 
 namespace flce {
@@ -89,7 +88,7 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   Tensor workspace =
       allocate_workspace(device, plan.forward_workspace_bytes, "forward workspace", call);
   Collectives collectives(device, call->problem, group,
-                          {call->input(), gradients.input, workspace});
+                          {call->input(), gradients.input, workspace, call->teacher_input});
   check(flce_forward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
   return {loss,           made.stats,      made.scalars,     made.predictions,
           saved,          gradients.input, gradients.weight, gradients.bias,
@@ -124,6 +123,36 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   bind_seed(seed, &call);
   try {
     return run_forward(device, plan, input, group, &call);
+  } catch (const Failure& failure) {
+    rethrow_with_advice(failure, call.problem, plan);
+  }
+}
+
+/* The forward of a divergence, whose gradients are made in it. */
+std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> divergence(
+    Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
+    OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor num_items,
+    Tensor teacher_input, OptionalTensor teacher_weight, OptionalTensor teacher_bias,
+    OptionalTensor teacher_temperature, std::vector<double> teacher,
+    std::optional<int64_t> valid_vocab, std::optional<int64_t> rows, std::vector<int64_t> integers,
+    std::vector<double> numbers, std::optional<std::string> group) {
+  CallArgs arguments = {valid_vocab, rows, unpack_options(integers, numbers)};
+  Call call = make_call(
+      {input, linear_weight, linear_bias},
+      {target, std::nullopt, token_weight, token_temperature, num_items, std::nullopt}, arguments);
+  Call other =
+      make_teacher({teacher_input, teacher_weight, teacher_bias, teacher_temperature, teacher},
+                   arguments, &call);
+  call.problem.teacher = &other.problem;
+  call.tensors.teacher = &other.tensors;
+  call.teacher_input = other.input();
+  Device device(call.id, call.allow_tf32);
+  flce_plan plan = device.plan(call.problem);
+  call.problem.save = plan.save;
+  try {
+    auto [loss, stats, scalars, predictions, saved, grad_input, grad_weight, grad_bias, logits,
+          classes] = run_forward(device, plan, input, group, &call);
+    return {loss, scalars, grad_input, grad_weight, grad_bias};
   } catch (const Failure& failure) {
     rethrow_with_advice(failure, call.problem, plan);
   }
@@ -197,7 +226,7 @@ Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor
   Tensor workspace =
       allocate_workspace(device, plan.backward_workspace_bytes, "backward workspace", call);
   Collectives collectives(device, call->problem, group,
-                          {call->input(), gradients.input, workspace});
+                          {call->input(), gradients.input, workspace, std::nullopt});
   check(flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
   return gradients;
 }
@@ -345,7 +374,7 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(flce, m) {
+FLCE_LIBRARY(m) {
   m.def(
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
@@ -353,6 +382,13 @@ STABLE_TORCH_LIBRARY(flce, m) {
       ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
       "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias, "
       "Tensor? class_logits, Tensor? top_classes)");
+  m.def(
+      "divergence(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
+      "Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, Tensor teacher_input, "
+      "Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_temperature, "
+      "float[] teacher, " OPTIONS_SCHEMA
+      ") -> (Tensor loss, Tensor? scalars, Tensor? grad_input, Tensor? grad_weight, "
+      "Tensor? grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA
         ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
@@ -379,6 +415,7 @@ STABLE_TORCH_LIBRARY(flce, m) {
 
 static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
+  m.impl("divergence", TORCH_BOX(&divergence));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_into", TORCH_BOX(&backward_into));
   m.impl("scale_", TORCH_BOX(&scale_));
@@ -387,10 +424,10 @@ static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CPU, m) {
+FLCE_LIBRARY_IMPL(CPU, m) {
   implement(m);
 }
-STABLE_TORCH_LIBRARY_IMPL(flce, CUDA, m) {
+FLCE_LIBRARY_IMPL(CUDA, m) {
   implement(m);
 }
 

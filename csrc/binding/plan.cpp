@@ -4,9 +4,8 @@
 #include <tuple>
 #include <utility>
 
-#include <torch/csrc/stable/library.h>
-
 #include "binding/call.h"
+#include "binding/library.h"
 #include "gpu.h"
 
 namespace flce {
@@ -163,7 +162,7 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
+FLCE_LIBRARY_FRAGMENT(m) {
   m.def("describe(int[] operands, int? valid_vocab, int[] integers, float[] numbers) -> int[]");
   m.def(
       "plan(str gpu, int device_index, int[] operands, int? valid_vocab, int[] integers, float[] "
@@ -172,7 +171,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
   m.def("find_gpu(str gpu) -> float[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("describe", TORCH_BOX(&describe));
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("gpu_names", TORCH_BOX(&gpu_names));

@@ -1,8 +1,7 @@
 /* The operators that benchmarks/tune.py calls: list the recorded GEMMs, list a GEMM's candidate
  * algorithms, time one, select one. */
-#include <torch/csrc/stable/library.h>
-
 #include "binding/device.h"
+#include "binding/library.h"
 
 namespace flce {
 
@@ -74,7 +73,7 @@ void gemm_use(std::string lines) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
+FLCE_LIBRARY_FRAGMENT(m) {
   m.def("gemm_record(int device) -> ()");
   m.def("gemm_recorded(int device) -> str");
   m.def("gemm_candidates(int device, str product) -> str");
@@ -84,11 +83,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flce, m) {
   m.def("gemm_use(str lines) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CUDA, m) {
+FLCE_LIBRARY_IMPL(CUDA, m) {
   m.impl("gemm_time", TORCH_BOX(&gemm_time));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flce, CompositeExplicitAutograd, m) {
+FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("gemm_record", TORCH_BOX(&gemm_record));
   m.impl("gemm_recorded", TORCH_BOX(&gemm_recorded));
   m.impl("gemm_candidates", TORCH_BOX(&gemm_candidates));

@@ -2,6 +2,7 @@
  * expected and what came. */
 #include "backend.h"
 #include "core/chunks.h"
+#include "core/teacher.h"
 #include "loss.h"
 
 #include <math.h>
@@ -35,11 +36,12 @@ static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own,
 
 flce_status flce_check_loss(const flce_problem* problem) {
   const flce_loss* loss = &problem->loss;
+  const char* whose = flce_is_teacher(problem) ? "teacher_" : "";
   char text[32];
   double value;
-#define FLCE_CHECK(name, in_range, expected)                                     \
-  value = loss->name;                                                            \
-  EXPECT(isfinite(value) && (in_range), #name ": expected " expected ", got %s", \
+#define FLCE_CHECK(name, in_range, expected)                                                 \
+  value = loss->name;                                                                        \
+  EXPECT(isfinite(value) && (in_range), "%s" #name ": expected " expected ", got %s", whose, \
          number_text(value, text));
   FLCE_LOSS_NUMBERS(FLCE_CHECK)
 #undef FLCE_CHECK
@@ -200,6 +202,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
          "save: expected \"logits\" or \"stats\" where the weight's gradient is added to the "
          "caller's, got \"grads\", whose forward would change it");
   FLCE_TRY(check_added(problem));
+  FLCE_TRY(flce_check_teacher(problem));
   FLCE_TRY(check_samples(problem));
   FLCE_TRY(check_classes(problem));
   FLCE_TRY(check_shard(problem));

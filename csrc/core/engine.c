@@ -5,6 +5,7 @@
 #include "core/plan.h"
 #include "core/samples.h"
 #include "core/shards.h"
+#include "core/teacher.h"
 
 /* The factor of E where it is stored in float16. c is then the row's largest l, so the largest
  * entry is 2^15, and entries down to 2^-29 of it keep their full precision. */
@@ -134,7 +135,8 @@ static flce_status logits_gemm(const execution* e, chunk* c) {
 static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, flce_rows* rows) {
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
-  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes;
+  bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes ||
+               plan->compares;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(fill_logits_gemm(e, c, gemm));
   if (keeps && exp_form)
@@ -226,6 +228,99 @@ static flce_status finish_gradients(const execution* e) {
   return flce_wait_all_gather_dx(e);
 }
 
+/* ---- the teacher of a divergence ---- */
+
+/* The execution of its logits, whose workspace is a part of the student's. */
+typedef struct teacher_call {
+  execution own;
+  flce_plan plan;
+  flce_problem problem;
+  flce_tensors tensors;
+  shard_call shard;
+} teacher_call;
+
+/* `caller`: the student's tensors. */
+static flce_status open_teacher(execution* e, const flce_problem* student,
+                                const flce_tensors* caller, teacher_call* call) {
+  *call = (teacher_call){.problem = *student->teacher, .tensors = *caller->teacher};
+  FLCE_TRY(flce_plan_teacher(e->backend, student, e->plan->chunk_rows, &call->plan));
+  execution* own = &call->own;
+  *own = *e;
+  own->shard = e->shard ? &call->shard : NULL;
+  own->problem = &call->problem;
+  own->plan = &call->plan;
+  own->tensors = &call->tensors;
+  if (e->shard) call->shard.comm = e->shard->comm;
+  call->problem.rows = student->rows;
+  call->tensors.target = caller->target;
+  call->tensors.scalars = caller->scalars;
+  call->tensors.workspace = buffer_ptr(e, FLCE_BUF_TEACHER);
+  call->tensors.stats = buffer_ptr(own, FLCE_BUF_STATS);
+  own->losses = buffer_ptr(own, FLCE_BUF_ROW_LOSS);
+  own->bias = NULL;
+  e->teacher = call;
+  return open_operands(own, true, true);
+}
+
+/* The chunk's rows of given logits as z, in the stat dtype. */
+static flce_status given_logits(const execution* e, chunk* c) {
+  const flce_plan* plan = e->plan;
+  const void* rows;
+  FLCE_TRY(chunk_input(e, c, &rows));
+  set_z(&c->view, (void*)rows, plan->dtype, plan->input_pitch);
+  c->view.z_columns = c->view.vocab; /* the others are not ours to write */
+  if (plan->dtype == e->stat) return FLCE_OK;
+  set_z(&c->view, buffer_ptr(e, FLCE_BUF_LOGITS), e->stat, plan->z_pitch);
+  CALL(e, cast,
+       &(flce_cast_args){.out = (void*)c->view.z,
+                         .out_dtype = e->stat,
+                         .out_pitch = plan->z_pitch,
+                         .in = rows,
+                         .in_dtype = plan->dtype,
+                         .in_pitch = plan->input_pitch,
+                         .rows = c->rows,
+                         .cols = e->problem->vocab});
+  return FLCE_OK;
+}
+
+/* Its logits of the rows of the student's chunk, and their statistics. */
+static flce_status teacher_rows(const execution* e, chunk* c) {
+  if (e->problem->vocab == 0) return FLCE_OK;
+  if (e->plan->fuses_rows) {
+    flce_gemm gemm;
+    flce_rows rows;
+    FLCE_TRY(fused_logits(e, c, &gemm, &rows));
+    return fused_statistics(e, c, &gemm, &rows);
+  }
+  FLCE_TRY(e->problem->gives_logits ? given_logits(e, c) : logits_gemm(e, c));
+  return pass_rows(e, c);
+}
+
+/* Losses of a chunk of a divergence and, with save=grads, dz. */
+static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
+  const execution* teacher = &e->teacher->own;
+  chunk other = open_chunk(teacher, c->first, e->plan->chunk_rows, teacher->plan->gathered_x);
+  other.view.index = c->view.index;
+  flce_rows student = c->view, options = other.view;
+  flce_enable_partial_sums(teacher, &other.view);
+  other.view.scalars = options.scalars;
+  FLCE_TRY(teacher_rows(teacher, &other));
+  FLCE_TRY(flce_begin_all_gather_statistics(teacher, &other));
+  FLCE_TRY(flce_wait_all_gather_statistics(teacher, &other));
+  if (gradients)
+    student.coef = c->coef;
+  else
+    student.out = NULL;
+  flce_divergence_args call = {.student = &student,
+                               .teacher = &other.view,
+                               .divergence = e->problem->divergence,
+                               .beta = e->problem->beta,
+                               .hard_weight = e->problem->hard_weight,
+                               .sums = true,
+                               .writes = true};
+  return flce_divergence_rows(e, c, &call);
+}
+
 /* save=grads: the gradients of a chunk for grad_output = 1. */
 static flce_status forward_gradients(const execution* e, chunk* c) {
   bool sharded = e->plan->ranks > 1;
@@ -235,7 +330,9 @@ static flce_status forward_gradients(const execution* e, chunk* c) {
   FLCE_TRY(flce_wait_all_gather_statistics(e, c));
   if (sharded || !e->plan->fuses_rows)
     FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
-  if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
+  if (e->plan->compares) {
+    FLCE_TRY(compare_rows(e, c, true));
+  } else if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
     CALL(e, grad_rows, &with_coef, 1.0, false, false);
@@ -291,10 +388,14 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
 }
 
 /* z of the classes whose logits are an output, of all tokens. Where the logits are rounded, so are
- * these. */
+ * these: by the GEMM, so before the bias is added (gemm_adds_bias is for float32 logits). */
 static flce_status class_logits(const execution* e) {
   const flce_plan* plan = e->plan;
   if (e->problem->row_classes == 0) return FLCE_OK;
+  if (e->problem->vocab == 0) { /* a rank without a class, to which all targets are out of range */
+    CALL(e, fill, e->tensors->class_logits, 0, plan->buffers[FLCE_BUF_CLASS_LOGITS].bytes);
+    return FLCE_OK;
+  }
   flce_rows all = open_rows(e, 0, e->problem->tokens);
   bool rounds = !plan->fuses_rows && plan->z_dtype == plan->dtype;
   CALL(e, class_logits,
@@ -318,18 +419,20 @@ static flce_status forward_rows(const execution* e, chunk* c, bool gradients) {
   c->view.options = caller.options; /* what follows needs the caller's */
   c->view.token_weight = caller.token_weight;
   c->view.scalars = caller.scalars;
-  if (!gradients && !samples) return FLCE_OK;
+  if (!gradients && !samples && !e->plan->compares) return FLCE_OK;
   FLCE_TRY(flce_begin_all_gather_statistics(e, c));
   if (gradients) return forward_gradients(e, c);
   FLCE_TRY(flce_wait_all_gather_statistics(e, c));
-  return flce_sample_chunk(e, c);
+  return samples ? flce_sample_chunk(e, c) : compare_rows(e, c, false);
 }
 
-static flce_status forward(execution* e) {
+static flce_status forward(execution* e, teacher_call* teacher) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
   void* loss = e->tensors->loss;
+  const flce_tensors* callers = e->tensors;
   FLCE_TRY(open_operands(e, true, true));
+  if (plan->compares) FLCE_TRY(open_teacher(e, problem, callers, teacher));
   e->losses = problem->reduction == FLCE_NONE ? loss : buffer_ptr(e, FLCE_BUF_ROW_LOSS);
   bool gradients = plan->save == FLCE_SAVE_GRADS && wants_gradients(e);
   FLCE_TRY(gather_rows(e));
@@ -339,7 +442,7 @@ static flce_status forward(execution* e) {
     chunk c = open_chunk(e, first, plan->chunk_rows, plan->gathered_x);
     FLCE_TRY(forward_rows(e, &c, gradients));
   }
-  if (problem->rows > 0 && !gradients && plan->save != FLCE_SAVE_SAMPLES) {
+  if (problem->rows > 0 && !gradients && plan->save != FLCE_SAVE_SAMPLES && !plan->compares) {
     /* No chunk needed the merged statistics: those of all rows are exchanged at once. */
     chunk all = open_chunk(e, 0, problem->rows, plan->gathered_x);
     FLCE_TRY(flce_begin_all_gather_statistics(e, &all));
@@ -362,13 +465,19 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
                          const flce_tensors* caller) {
   flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
-  execution e = {
-      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = &tensors};
+  execution e = {.backend = backend,
+                 .shard = &shard,
+                 .problem = problem,
+                 .plan = plan,
+                 .tensors = &tensors,
+                 .no_class = flce_no_class(problem)};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
   }
-  return flce_close_shard(&e, forward(&e));
+  teacher_call teacher = {0};
+  flce_status status = flce_close_shard(&e, forward(&e, &teacher));
+  return flce_close_shard(&teacher.own, status);
 }
 
 /* ---- backward ---- */
@@ -443,7 +552,11 @@ flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
   shard_call shard = {.comm = comm};
-  execution e = {
-      .backend = backend, .shard = &shard, .problem = problem, .plan = plan, .tensors = tensors};
+  execution e = {.backend = backend,
+                 .shard = &shard,
+                 .problem = problem,
+                 .plan = plan,
+                 .tensors = tensors,
+                 .no_class = flce_no_class(problem)};
   return flce_close_shard(&e, backward(&e));
 }

@@ -9,7 +9,8 @@
 /* The state of one call. */
 typedef struct execution {
   const flce_backend* backend;
-  struct shard_call* shard; /* shards.h; NULL unless the vocabulary is sharded */
+  struct shard_call* shard;           /* shards.h; NULL unless the vocabulary is sharded */
+  const struct teacher_call* teacher; /* engine.c; NULL unless there is one */
   /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
    * with targets as columns of this rank. */
   const flce_problem* problem;
@@ -20,6 +21,7 @@ typedef struct execution {
   const void* linear_weight; /* [V][plan->hidden] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
+  int64_t no_class;          /* of tensors->classes: the id that is none */
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -55,6 +57,7 @@ static inline flce_row_classes open_classes(const execution* e, int64_t first) {
       .count = count,
       .first = sharded ? problem->first_class : 0,
       .all = sharded ? problem->classes : problem->vocab,
+      .none = e->no_class,
   };
 }
 

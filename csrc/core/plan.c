@@ -4,6 +4,7 @@
 #include "core/plan.h"
 
 #include "backend.h"
+#include "core/teacher.h"
 #include "loss.h"
 
 #include <math.h>
@@ -35,7 +36,7 @@ static bool makes_gradients(const flce_problem* problem) {
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
-  return keeps_nothing && !plan->finds_classes;
+  return keeps_nothing && !plan->finds_classes && !plan->compares;
 }
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -80,6 +81,9 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
                      .makes_dx = problem->want_grad_input && gradients,
                      .makes_dw = problem->want_grad_weight && gradients,
                      .overlaps_dw = plan->bias_parts == 0};
+  /* A teacher's logits have the student's dtype and leading dimension. */
+  bool compares = plan->compares && problem->teacher;
+  if (compares && !flce_reads_given(problem->teacher, plan)) loop.row_bytes *= 2;
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
@@ -170,6 +174,7 @@ static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
       (problem->entropy_gradient || problem->class_gradient) && problem->save == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
   bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
+            problem->divergence != FLCE_NO_DIVERGENCE ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
@@ -260,6 +265,7 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->topk > 0;
+  plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
   flce_form forward = choose_form(problem, plan->dtype);
   bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
                   problem->save != FLCE_SAVE_SAMPLES;
@@ -369,7 +375,8 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   unsigned both = both_passes(plan);
   bool stored_dz = stores_dz(plan);
   bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
-  bool keeps_no_logits = plan->z_in_saved || (plan->fuses_rows && only_statistics(plan));
+  bool given = flce_reads_given(problem, plan);
+  bool keeps_no_logits = plan->z_in_saved || given || (plan->fuses_rows && only_statistics(plan));
   int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
   int64_t forward_bytes = keeps_no_logits ? 0 : plan->chunk_rows * z_row;
   int64_t backward_bytes = stored_dz           ? plan->backward_chunk_rows * plan->out_pitch * e
@@ -396,6 +403,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
         recomputes_logits || (stores_z(plan) && !plan->gemm_adds_bias) ? both : FLCE_IN_FORWARD,
         v * stat);
   add_buffer(plan, FLCE_BUF_GEMM, both, facts->gemm_workspace_bytes);
+  if (problem->teacher) add_buffer(plan, FLCE_BUF_TEACHER, FLCE_IN_FORWARD, problem->teacher_bytes);
 }
 
 /* What the GEMMs of the gradients of a chunk of `rows` rows need. */
@@ -459,6 +467,9 @@ static void list_shard_workspace(const flce_problem* problem, flce_plan* plan) {
   add_buffer(plan, FLCE_BUF_SHARD_TARGET, both, n * (int64_t)sizeof(int64_t));
   add_buffer(plan, FLCE_BUF_SHARD_SCALARS, FLCE_IN_FORWARD, FLCE_SCALAR_COUNT * stat);
   add_buffer(plan, FLCE_BUF_SHARD_STATS, FLCE_IN_FORWARD, ranks * parts);
+  if (problem->teacher)
+    add_buffer(plan, FLCE_BUF_DIVERGENCE, FLCE_IN_FORWARD,
+               (1 + ranks) * FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat);
   if (!makes_gradients(problem) || !sums_input(problem)) return;
   unsigned where = grads ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
@@ -506,7 +517,8 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
   int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
   bool grads = plan->save == FLCE_SAVE_GRADS;
-  plan->forward_gemms = plan->chunks * (1 + (grads ? gradients : 0));
+  int64_t others = problem->teacher && !problem->teacher->gives_logits;
+  plan->forward_gemms = plan->chunks * (1 + others + (grads ? gradients : 0));
   int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
 }
@@ -523,10 +535,12 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1, backward, others * (1 + backward) * x};
   }
-  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients);
+  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
   int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
-  plan->collectives[FLCE_ALL_GATHER_STATISTICS] = (flce_collective){
-      each_chunk ? plan->chunks : problem->rows > 0, 0, others * problem->rows * parts};
+  int64_t kinds = plan->compares ? 3 : 1; /* of student and teacher, and sums */
+  plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
+      (flce_collective){each_chunk ? kinds * plan->chunks : problem->rows > 0, 0,
+                        kinds * others * problem->rows * parts};
   if (!gradients || !sums_input(problem)) return;
   int64_t received = others * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =
@@ -592,6 +606,18 @@ flce_problem flce_equal_share(const flce_problem* problem) {
   return equal;
 }
 
+/* The plan; that of a divergence has the workspace of its teacher, whose chunks follow from it. */
+static flce_status make_with_teacher(const flce_backend* backend, const flce_problem* given,
+                                     const flce_facts* facts, flce_plan* plan) {
+  flce_problem problem = *given;
+  flce_plan teacher;
+  FLCE_TRY(flce_plan_make(&problem, facts, plan));
+  if (!problem.teacher) return FLCE_OK;
+  FLCE_TRY(flce_plan_teacher(backend, &problem, plan->chunk_rows, &teacher));
+  problem.teacher_bytes = teacher.forward_workspace_bytes;
+  return flce_plan_make(&problem, facts, plan);
+}
+
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
                            flce_plan* plan) {
   FLCE_TRY(flce_check_problem(given));
@@ -602,13 +628,13 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   FLCE_TRY(ask_facts(backend, &equal, &facts));
   flce_choose_strategy(&equal, &facts, &strategy);
   problem.save = equal.save = flce_strategy_of(&strategy, problem.rows);
-  if (!flce_is_sharded(given)) return flce_plan_make(&problem, &facts, plan);
+  if (!flce_is_sharded(given)) return make_with_teacher(backend, &problem, &facts, plan);
   equal.gathers = facts.skips_rows;
   FLCE_TRY(flce_plan_make(&equal, &facts, plan));
   problem.gathers = plan->gathers;
   problem.chunk_rows = plan->chunk_rows;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
-  return flce_plan_make(&problem, &facts, plan);
+  return make_with_teacher(backend, &problem, &facts, plan);
 }
 
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {

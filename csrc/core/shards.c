@@ -216,6 +216,43 @@ flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c) 
   return FLCE_OK;
 }
 
+flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_divergence_args* call) {
+  if (!e->shard) {
+    CALL(e, divergence_rows, call);
+    return FLCE_OK;
+  }
+  const flce_collective_id id = FLCE_ALL_GATHER_STATISTICS;
+  int64_t count = FLCE_DIVERGENCE_SUMS * c->rows, bytes = count * flce_size_of(e->stat);
+  char *sums = buffer_ptr(e, FLCE_BUF_DIVERGENCE), *received = sums + bytes;
+  flce_rows whole = whole_view(e, c);
+  void* sent;
+  call->partial = sums;
+  call->writes = false;
+  if (e->problem->vocab > 0) {
+    CALL(e, divergence_rows, call);
+  } else { /* every target is out of the range of no class, but not of all */
+    CALL(e, fill, sums, 0, bytes);
+    call->student = call->teacher = &whole;
+  }
+  FLCE_TRY(choose_send_buffer(e, id, bytes, sums, &sent));
+  if (sent != sums) FLCE_TRY(copy(e, sent, sums, count, e->stat));
+  FLCE_TRY(all_gather(e, id, received, sent, bytes));
+  FLCE_TRY(wait_for(e, id));
+  CALL(e, sum_partial_dx,
+       &(flce_sum_dx_args){.out = sums,
+                           .out_dtype = e->stat,
+                           .received = received,
+                           .own = sums,
+                           .dtype = e->stat,
+                           .ranks = e->problem->ranks,
+                           .rank = e->problem->rank,
+                           .count = count});
+  call->sums = false;
+  call->writes = true;
+  CALL(e, divergence_rows, call);
+  return FLCE_OK;
+}
+
 /* ---- dX ---- */
 
 flce_status flce_begin_all_to_all_dx(const execution* e) {

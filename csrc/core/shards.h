@@ -34,6 +34,8 @@ flce_status flce_row_coefficients(const execution* e, const chunk* c, const flce
 flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c);
 /* Waits for it: statistics and losses of the whole vocabulary. */
 flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c);
+/* The backend's divergence_rows, with the sums over all classes. */
+flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_divergence_args* call);
 /* Begins the all-to-all of dX, after its last chunk: this rank's part of it is complete. */
 flce_status flce_begin_all_to_all_dx(const execution* e);
 /* Waits for it, sums the parts of all ranks, and begins the all-gather of the sums. */

@@ -22,6 +22,8 @@ static int64_t logits_row_bytes(const flce_problem* problem, const flce_facts* f
 flce_save flce_known_strategy(const flce_problem* problem) {
   if (!problem->want_grad_input && !problem->want_grad_weight && !problem->want_grad_bias)
     return FLCE_SAVE_NOTHING;
+  bool automatic = problem->save == FLCE_SAVE_AUTO;
+  if (automatic && problem->divergence != FLCE_NO_DIVERGENCE) return FLCE_SAVE_GRADS;
   return problem->sampled ? FLCE_SAVE_SAMPLES : problem->save;
 }
 

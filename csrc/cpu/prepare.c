@@ -96,7 +96,7 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   }
   double largest = sums.largest_class_weight * sums.largest_token_factor *
                    fabs(problem->loss.logit_scale) *
-                   (1.0 + 128.0 * problem->loss.z_loss * z_factor);
+                   (1.0 + 128.0 * problem->loss.z_loss * z_factor) * FLCE_GRADIENT_BOUND(*problem);
   void* scalars = tensors->scalars;
   flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)sums.valid);
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);

@@ -1,8 +1,6 @@
 /* Shared by the row passes: choice of kernels and path, and rows that are filled or padded. */
 #include "cpu/row_pass.h"
 
-#include "loss.h"
-
 flce_status flce_cpu_make_row_pass(const flce_rows* rows, bool writes, row_pass* pass) {
   flce_dtype stat = flce_stat_dtype(rows->z_dtype);
   *pass = (row_pass){

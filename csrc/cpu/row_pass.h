@@ -5,6 +5,7 @@
 
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
+#include "loss.h"
 
 #include <math.h>
 
@@ -79,6 +80,30 @@ flce_status flce_cpu_make_row_pass(const flce_rows* rows, bool writes, row_pass*
 void flce_cpu_fill_row(const row_pass* pass, int64_t r, double value);
 /* Writes zeros after the row's last column, up to column `columns`, because GEMMs may read them. */
 void flce_cpu_pad_row(const row_pass* pass, void* row, int64_t columns);
+
+/* `stat` is a constant in every call, so inlining removes the switches on it. */
+#define INLINE static inline __attribute__((always_inline))
+#define BY_STAT(stat, function, ...) \
+  ((stat) == FLCE_F64 ? function(FLCE_F64, __VA_ARGS__) : function(FLCE_F32, __VA_ARGS__))
+
+/* FLCE_SPAN values of the stat dtype. */
+typedef union span {
+  double wide[FLCE_SPAN];
+  float narrow[FLCE_SPAN];
+} span;
+
+/* One span: columns [begin, begin + count) of a row. */
+typedef struct row_part {
+  int64_t begin, count;
+  span l, slope; /* final logits; the curve's slope, unless it is FLCE_LINE */
+  span e;        /* exp(l - c), overwritten by the gradient */
+  span t;        /* target probabilities, in the stat dtype */
+} row_part;
+
+/* rows_general.c. The map from z to l of row i, and l and slope of its columns [begin, end). */
+flce_logit_map flce_cpu_map_of_row(const row_pass* pass, int64_t i);
+void flce_cpu_transform(const row_pass* pass, const flce_logit_map* map, const void* z,
+                        int64_t begin, int64_t end, row_part* part);
 
 /* rows_general.c: the general path. r: the row in z and out; i: the row's index in its vectors; y:
  * its class target, -1 if the target is probabilities. */

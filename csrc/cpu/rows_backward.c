@@ -45,14 +45,14 @@ static void entropy_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t
   double inv_sum = row_stat(pass, FLCE_STAT_INV_SUM, i), nll = row_stat(pass, FLCE_STAT_NLL, i);
   double smallest = pass->stat == FLCE_F64 ? DBL_MIN : (double)FLT_MIN;
   double mean = -log(inv_sum) - entropy; /* the mean of l - c */
+  /* exp(l_y - c) = exp(-nll) / inv_sum, and m - l_y = nll - entropy. nll may be infinite. */
+  double e_y = exp(-nll) / inv_sum, own = e_y == 0.0 ? 0.0 : pull * e_y * (nll - entropy);
   const void* z = row_z(pass, r);
   void* out = row_out(pass, r);
   for (int64_t j = 0; j < rows->vocab; j++) {
     double e = flce_load(z, pass->dtype, j) / pass->scale;
     double value = e == 0.0 ? 0.0 : e * (row + pull * (mean - log(e)));
-    /* exp(l_y - c) = exp(-nll) / inv_sum, and m - l_y = nll - entropy. */
-    if (j == y)
-      value = row_coef(pass, FLCE_COEF_TARGET, i) + pull * exp(-nll) / inv_sum * (nll - entropy);
+    if (j == y) value = row_coef(pass, FLCE_COEF_TARGET, i) + own;
     if (smooth != 0.0) value -= smooth * row_factor(rows->class_weight, pass->stat, j);
     flce_store(out, pass->dtype, j, fabs(value) < smallest ? 0.0 : value);
   }

@@ -6,32 +6,12 @@
  * the row kernels of that dtype then run on the buffer as they would on logits. As in the plain
  * path, the sums leave out the target's column. */
 #include "cpu/row_pass.h"
-#include "loss.h"
 
 #include <float.h>
 #include <math.h>
 #include <string.h>
 
-/* `stat` is a constant in every call, so inlining removes the switches on it. */
-#define INLINE static inline __attribute__((always_inline))
-#define BY_STAT(stat, function, ...) \
-  ((stat) == FLCE_F64 ? function(FLCE_F64, __VA_ARGS__) : function(FLCE_F32, __VA_ARGS__))
-
-/* FLCE_SPAN values of the stat dtype. */
-typedef union span {
-  double wide[FLCE_SPAN];
-  float narrow[FLCE_SPAN];
-} span;
-
-/* One span: columns [begin, begin + count) of a row. */
-typedef struct row_part {
-  int64_t begin, count;
-  span l, slope; /* final logits; the curve's slope, unless it is FLCE_LINE */
-  span e;        /* exp(l - c), overwritten by the gradient */
-  span t;        /* target probabilities, in the stat dtype */
-} row_part;
-
-static flce_logit_map map_of_row(const row_pass* pass, int64_t i) {
+flce_logit_map flce_cpu_map_of_row(const row_pass* pass, int64_t i) {
   const flce_rows* rows = pass->rows;
   double own = row_factor(rows->temperature, pass->stat, i);
   return flce_logit_map_of(&rows->options, rows->options.temperature * own);
@@ -87,9 +67,8 @@ static void cap_logits(const row_pass* pass, const flce_logit_map* map, row_part
                 part->count);
 }
 
-/* Writes l and slope of columns [begin, end) to `part`. */
-static void transform(const row_pass* pass, const flce_logit_map* map, const void* z, int64_t begin,
-                      int64_t end, row_part* part) {
+void flce_cpu_transform(const row_pass* pass, const flce_logit_map* map, const void* z,
+                        int64_t begin, int64_t end, row_part* part) {
   const void* bias = row_from(pass, pass->rows->bias, begin);
   double outer_scale = map->curve == FLCE_LINE ? map->outer_scale : 1.0;
   part->begin = begin;
@@ -193,12 +172,12 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
   const flce_rows* rows = pass->rows;
   const void* z = row_z(pass, r);
   bool soft = rows->probabilities || rows->options.label_smoothing > 0.0;
-  flce_logit_map map = map_of_row(pass, i);
+  flce_logit_map map = flce_cpu_map_of_row(pass, i);
   row_part part;
   *sums = (row_sums){.offset = -INFINITY, .slope_y = 1.0, .largest = NO_COLUMN};
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
     end = row_span_end(begin, rows->vocab);
-    transform(pass, &map, z, begin, end, &part);
+    flce_cpu_transform(pass, &map, z, begin, end, &part);
     double top = pass->l_kernels->max(&part.l, NULL, part.count);
     if (top > sums->offset) {
       raise_offset(sums, top, y);
@@ -289,13 +268,13 @@ void flce_cpu_general_gradient(const row_pass* pass, int64_t r, int64_t i, int64
   const flce_rows* rows = pass->rows;
   const void* z = row_z(pass, r);
   void* out = row_out(pass, r);
-  flce_logit_map map = map_of_row(pass, i);
+  flce_logit_map map = flce_cpu_map_of_row(pass, i);
   row_terms terms = make_terms(pass, &map, i);
   bool linear = !terms.capped && terms.entropy == 0.0 && terms.soft == 0.0;
   row_part part;
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
     end = row_span_end(begin, rows->vocab);
-    transform(pass, &map, z, begin, end, &part);
+    flce_cpu_transform(pass, &map, z, begin, end, &part);
     if (linear) {
       const void* weight = terms.smooth != 0.0 ? row_from(pass, rows->class_weight, begin) : NULL;
       pass->l_kernels->grad_exp(&part.e, &part.l, NULL, terms.offset, terms.row, weight,

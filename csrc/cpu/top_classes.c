@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 typedef struct candidate {
-  float value;
+  double value;
   int64_t column;
 } candidate;
 
@@ -30,7 +30,7 @@ static void sink(candidate* heap, int64_t count, int64_t i) {
 static candidate candidate_of(const flce_rows* rows, int64_t r, int64_t column) {
   double z = flce_load(rows->z, rows->z_dtype, r * rows->z_pitch + column);
   if (rows->bias) z += flce_load(rows->bias, flce_stat_dtype(rows->z_dtype), column);
-  float value = (float)(flce_logits_rise(&rows->options) ? z : -z);
+  double value = flce_logits_rise(&rows->options) ? z : -z;
   return (candidate){isnan(value) ? INFINITY : value, column};
 }
 

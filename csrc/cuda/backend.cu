@@ -48,13 +48,44 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
   return FLCE_OK;
 }
 
+/* Of NVIDIA's drivers for Linux, the first that runs what a toolkit of this major version has
+ * built: table of "CUDA minor version compatibility" in the toolkit's release notes. */
+static const int kFirstDriver = CUDART_VERSION >= 13000 ? 580 : 525;
+
+/* Why no GPU can be used, "" if one can. A driver serves every toolkit of its major version. */
+static void why_unusable(char* text, size_t size) {
+  int driver = 0, devices = 0;
+  cudaDriverGetVersion(&driver);
+  if (driver == 0) {
+    snprintf(text, size, "no NVIDIA driver is installed");
+  } else if (driver / 1000 < CUDART_VERSION / 1000) {
+    snprintf(text, size, "the driver is for CUDA %d.%d, driver %d or later is needed",
+             driver / 1000, driver % 1000 / 10, kFirstDriver);
+  } else {
+    const cudaError_t error = cudaGetDeviceCount(&devices);
+    if (error != cudaSuccess || devices == 0) {
+      snprintf(text, size, "no GPU: %s", cudaGetErrorString(error ? error : cudaErrorNoDevice));
+    } else {
+      text[0] = 0;
+    }
+  }
+  cudaGetLastError();
+}
+
+/* A line for what was built, one for the driver, one for the GPU or for why none can be used. */
 extern "C" FLCE_EXPORT const char* flce_cuda_describe(void) {
-  static thread_local char text[512];
+  static thread_local char text[768];
   const int archs[] = {__CUDA_ARCH_LIST__};
-  int used = snprintf(text, sizeof(text), "flce_cuda %s, nvcc %d.%d, architectures", FLCE_VERSION,
-                      __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__);
+  int used = snprintf(text, sizeof(text), "flce_cuda %s, nvcc %d.%d, driver %d or later, GPUs",
+                      FLCE_VERSION, __CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, kFirstDriver);
   for (size_t i = 0; i < sizeof(archs) / sizeof(archs[0]); i++) {
-    used += snprintf(text + used, sizeof(text) - used, " %d", archs[i] / 10);
+    used += snprintf(text + used, sizeof(text) - used, " sm_%d", archs[i] / 10);
+  }
+  char why[256];
+  why_unusable(why, sizeof(why));
+  if (why[0]) {
+    snprintf(text + used, sizeof(text) - used, "\nnot usable: %s", why);
+    return text;
   }
   int driver = 0, device = 0;
   cudaDeviceProp prop;
@@ -66,9 +97,6 @@ extern "C" FLCE_EXPORT const char* flce_cuda_describe(void) {
     snprintf(text + used, sizeof(text) - used, "\ndevice %d: %s, sm_%d%d, %d SMs, %zu MiB", device,
              prop.name, prop.major, prop.minor, prop.multiProcessorCount,
              prop.totalGlobalMem >> 20);
-  } else {
-    cudaGetLastError();
-    snprintf(text + used, sizeof(text) - used, "\nno device");
   }
   return text;
 }

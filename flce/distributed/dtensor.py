@@ -9,6 +9,14 @@ from .. import validate
 from ..validate import is_dtensor
 from .parallel import VocabParallel
 
+_OPERANDS = {
+    "cross_entropy": ("logits", "target"),
+    "linear_cross_entropy": ("input", "linear_weight", "target"),
+}
+_OPERANDS["linear_divergence"] = (
+    *_OPERANDS["linear_cross_entropy"],
+    *("teacher_input", "teacher_weight", "teacher_bias", "teacher_temperature", "numbers"),
+)
 _contiguous = functools.partial(torch.clone, memory_format=torch.contiguous_format)
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
@@ -53,20 +61,23 @@ def local_call(name, operands, settings):
     """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
     from torch.distributed.tensor import Replicate, Shard
 
-    names = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
-    given = dict(zip((*names, "target"), operands, strict=True)) | settings
+    names = _OPERANDS[name]
+    given = dict(zip(names, operands, strict=True)) | settings
     first = next(one for one, value in given.items() if is_dtensor(value))
     if name == "cross_entropy":
         expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
         validate.refuse(first, expected, "a DTensor", TypeError)
     _check_call(given, first)
-    input, weight, _ = operands
+    input, weight, *_ = operands
     mesh, whole, sharded = weight.device_mesh, Replicate(), Shard(0)
     # Of what has to be a DTensor; any other tensor is the same on all ranks.
     placements = {"input": (whole, sharded), "adapter_input": input.placements}
     placements |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))
+    # A teacher may be the same on all ranks, or divided as the student is.
+    teacher = {"teacher_input": input.placements}
+    teacher |= dict.fromkeys(("teacher_weight", "teacher_bias"), (whole, sharded))
     for name, value in given.items():
-        allowed = placements.get(name, (whole,))
+        allowed = placements.get(name, teacher.get(name, (whole,)))
         if is_dtensor(value):
             fits = value.device_mesh == mesh and value.placements in [(one,) for one in allowed]
         else:
@@ -84,4 +95,4 @@ def local_call(name, operands, settings):
         expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"
         validate.refuse("input", expected, f"shape {tuple(input.shape)}")
     given["vocab_parallel"] = VocabParallel(mesh, vocab=weight.shape[0], sequence=sequence)
-    return tuple(given.pop(name) for name in ("input", "linear_weight", "target")), given
+    return tuple(given.pop(name) for name in names), given

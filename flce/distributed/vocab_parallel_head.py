@@ -41,9 +41,9 @@ class VocabParallelHead(ParallelStyle):
     torch.Size([])
     """
 
-    def __init__(self, *, sequence=False):
+    def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
-        self.sequence = validate.check_flag("sequence", sequence)
+        self.sequence: bool = validate.check_flag("sequence", sequence)
 
     def _apply(self, module, device_mesh):
         if not isinstance(module, (LinearCrossEntropyHead, LinearCrossEntropyLoss)):
@@ -87,4 +87,4 @@ def _with_distributed_input(mesh, sequence, module, args, kwargs):
 
 
 # Pickles refer to the package, so that a class may move to another file.
-VocabParallelHead.__module__ = "flce"
+VocabParallelHead.__module__ = __package__.rpartition(".")[0]

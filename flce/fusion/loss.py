@@ -16,7 +16,7 @@ from .steps import require
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
 
 
-def _unsupported(record, target, chosen):
+def unsupported(record, target, chosen):
     """Why flce cannot compute a loss of the record with `chosen`, options given to flce.fuse, or
     None. To be asked inside the Modules' hooks, where a sharded weight is whole."""
     sources = record.sources
@@ -45,7 +45,7 @@ def _fused(call, record, target, options, dropped=()):
 
     def run(sources):
         received = record._replace(sources=sources)
-        if reason := _unsupported(received, target, chosen):
+        if reason := unsupported(received, target, chosen):
             return call.fusion.fall_back(reason)
         dtype = call.product_dtype(sources[0].x)
         cuts_weight = options.get("weight") is not None or target.is_floating_point()

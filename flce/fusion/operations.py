@@ -24,7 +24,7 @@ _ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # forms that have the classes last
 _PRODUCTS = {frozenset((P, LOG_P)): P_LOG_P, frozenset((P, None)): P_Z}
 
 
-def _handles(names, arity=None, forms=(None,)):
+def handles(names, arity=None, forms=(None,)):
     """The handler of torch's functions and Tensor's methods of these names. arity: the number of
     positional arguments without keywords that it knows; None: it checks them itself."""
 
@@ -43,8 +43,8 @@ def _handles(names, arity=None, forms=(None,)):
 _DIVISIONS = {torch.Tensor.div, torch.div, torch.Tensor.true_divide, torch.true_divide}
 
 
-@_handles("neg negative", 1, _ROWS)
-@_handles("mul multiply div true_divide", 2, _ROWS)
+@handles("neg negative", 1, _ROWS)
+@handles("mul multiply div true_divide", 2, _ROWS)
 def _scale(function, node, args, kwargs):
     record, number = node.record, args[1] if len(args) > 1 else -1
     if (other := node_of(number)) is not None and function not in _DIVISIONS:
@@ -71,8 +71,8 @@ def _product(node, other):
     return node.then(one._replace(tail=(step,), dtype=dtype))
 
 
-@_handles("tanh", 1)
-@_handles("exp", 1, (LOG_P,))
+@handles("tanh", 1)
+@handles("exp", 1, (LOG_P,))
 def _map(function, node, args, kwargs):
     """The tanh of logits; p of log p."""
     record, kind = node.record, P if node.record.tail else steps.TANH
@@ -80,7 +80,7 @@ def _map(function, node, args, kwargs):
     return node.then(record.then(kind, 1, function))
 
 
-@_handles("add", 2)
+@handles("add", 2)
 def _add(function, node, args, kwargs):
     record, vector = node.record, args[1]
     if (other := node_of(vector)) is not None:
@@ -111,7 +111,7 @@ def _sum_of_products(node, other):
     return call.proxy(Node(call, record))
 
 
-@_handles("to type_as float double half bfloat16", forms=_ROWS)
+@handles("to type_as float double half bfloat16", forms=_ROWS)
 def _cast(function, node, args, kwargs):
     """Casts of the logits become casts of the loss, which is computed in float32 at least, so
     one to float64 is not deferred. One to the own dtype is the same object, as of real tensors."""
@@ -126,7 +126,7 @@ def _cast(function, node, args, kwargs):
     return node.then(node.record.then(steps.CAST, dtype, lambda z: z.to(dtype), dtype=dtype))
 
 
-@_handles("contiguous clone detach", 1, _ROWS)
+@handles("contiguous clone detach", 1, _ROWS)
 def _copy(function, node, args, kwargs):
     if function is torch.Tensor.contiguous and node.layout().is_contiguous():
         return args[0]
@@ -140,7 +140,7 @@ def _copy(function, node, args, kwargs):
         return node.then(node.record, torch.Tensor.detach)
 
 
-@_handles("view reshape flatten", forms=_ROWS)
+@handles("view reshape flatten", forms=_ROWS)
 def _reshape(function, node, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = node.record, node.record.shape
@@ -159,7 +159,7 @@ def _reshape(function, node, args, kwargs):
     return node.then(record, view)
 
 
-@_handles("transpose swapaxes swapdims permute", forms=(None, LOG_P))
+@handles("transpose swapaxes swapdims permute", forms=(None, LOG_P))
 def _transpose(function, node, args, kwargs):
     """(B, V, T) of (B, T, V), however that is called."""
     example, shape = torch.empty(2, 3, 5, device="meta"), node.record.shape
@@ -190,7 +190,7 @@ def _dims_taken(item):
     return 1
 
 
-@_handles("__getitem__", forms=(*_ROWS, SPLIT))
+@handles("__getitem__", forms=(*_ROWS, SPLIT))
 def _select(function, node, args, kwargs):
     """Rows, and a range of the classes, or of those of one group."""
     record, index = node.record, args[1]
@@ -216,7 +216,7 @@ def _select(function, node, args, kwargs):
     return node.then(record, None if tensors else lambda z: z[index])
 
 
-@_handles("split chunk unbind __iter__", forms=_ROWS)
+@handles("split chunk unbind __iter__", forms=_ROWS)
 def _pieces(function, node, args, kwargs):
     """The pieces of the first dimension."""
     record, at = node.record, 2 if function.__name__ in ("split", "chunk") else 1
@@ -232,12 +232,12 @@ def _pieces(function, node, args, kwargs):
 
 # ---- what is computed of a row ----
 
-_handles("cross_entropy", forms=(None, LOG_P, SECOND))(loss.cross_entropy)
-_handles("nll_loss", forms=(LOG_P, SECOND))(loss.cross_entropy)
+handles("cross_entropy", forms=(None, LOG_P, SECOND))(loss.cross_entropy)
+handles("nll_loss", forms=(LOG_P, SECOND))(loss.cross_entropy)
 _KEYWORDS = {"input", "dim", "axis", "keepdim", "dtype", "index", "indices", "_stacklevel"}
 
 
-def _over_classes(node, names, args, kwargs):
+def over_classes(node, names, args, kwargs):
     """{name: argument} of a function that acts on the classes alone."""
     given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
     require(len(args) <= len(names.split()) and set(given) <= _KEYWORDS)
@@ -247,7 +247,7 @@ def _over_classes(node, names, args, kwargs):
     return given
 
 
-def _dtype(function, node, given):
+def dtype_by(function, node, given):
     """The dtype of a result, by autocast or as the argument says."""
     dtype = function(node.like(), 0, **{k: v for k, v in given.items() if k == "dtype"}).dtype
     require(dtype.is_floating_point and (dtype != torch.float64 or dtype == node.record.dtype))
@@ -260,9 +260,9 @@ def _result(record, values, dtype, keepdim):
     return values.unsqueeze(-1) if keepdim else values
 
 
-@_handles("log_softmax softmax", forms=(None, LOG_P))
+@handles("log_softmax softmax", forms=(None, LOG_P))
 def _softmax(function, node, args, kwargs):
-    dtype = _dtype(function, node, _over_classes(node, "input dim", args, kwargs))
+    dtype = dtype_by(function, node, over_classes(node, "input dim", args, kwargs))
     require(node.record.factor() == 1)
     is_log = function.__name__ == "log_softmax"
     form, made = (LOG_P, torch.log_softmax) if is_log else (P, torch.softmax)
@@ -270,16 +270,16 @@ def _softmax(function, node, args, kwargs):
     return node.then(node.record.then(form, 1, replay, dtype=dtype))
 
 
-@_handles("logsumexp")
-@_handles("mean")
-@_handles("sum", forms=(LOG_P, P_LOG_P, P_Z))
+@handles("logsumexp")
+@handles("mean")
+@handles("sum", forms=(LOG_P, P_LOG_P, P_Z))
 def _reduced(function, node, args, kwargs):
     """A sum over p log p is the entropy times -1, and one over p z logsumexp - entropy."""
     name, record = function.__name__, node.record
     if is_of_all := name == "mean" and len(args) == 1 and not kwargs:
         args = (*args, -1)
-    given = _over_classes(node, "input dim keepdim", args, kwargs)
-    dtype, form = _dtype(function, node, given), record.form()
+    given = over_classes(node, "input dim keepdim", args, kwargs)
+    dtype, form = dtype_by(function, node, given), record.form()
     statistic = functools.partial(loss.statistic, node.call, record)
     if name == "mean":
         values = statistic("mean_log_p") + statistic("lse")
@@ -293,10 +293,10 @@ def _reduced(function, node, args, kwargs):
     return values.mean() if is_of_all else values
 
 
-@_handles("argmax")
+@handles("argmax")
 def _argmax(function, node, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
-    given = _over_classes(node, "input dim keepdim", args, kwargs)
+    given = over_classes(node, "input dim keepdim", args, kwargs)
     require(node.call.fusion.when == "always" and node.call.loss_is_done)
     node.call.check(True)
     with torch.no_grad():
@@ -304,12 +304,12 @@ def _argmax(function, node, args, kwargs):
     return _result(node.record, values, torch.int64, given.get("keepdim"))
 
 
-@_handles("gather take_along_dim", forms=(None, LOG_P, P))
+@handles("gather take_along_dim", forms=(None, LOG_P, P))
 def _gather(function, node, args, kwargs):
     """z, log p or p of K classes of each row."""
     record, is_gather = node.record, function.__name__ == "gather"
     names = "input dim index" if is_gather else "input index dim"
-    given, form = _over_classes(node, names, args, kwargs), record.form()
+    given, form = over_classes(node, names, args, kwargs), record.form()
     index = given.get("index", given.get("indices"))
     require(isinstance(index, torch.Tensor) and node_of(index) is None)
     require(index.dtype == torch.int64 and index.numel() and index.dim() == len(record.shape))

@@ -11,8 +11,8 @@ from torch.compiler import is_compiling
 SCALE, TANH, BIAS, CLASSES, CAST = "scale", "tanh", "bias", "classes", "cast"
 # What values are, where they are not logits z with the classes last: of p = softmax(z); (B, V, T)
 # for F.cross_entropy; (..., groups, V / groups), with a loss for each group.
-FORMS = ("log p", "p", "p log p", "p z", "classes second", "classes split")
-LOG_P, P, P_LOG_P, P_Z, SECOND, SPLIT = FORMS
+FORMS = ("log p", "p", "p log p", "p z", "classes second", "classes split", "kl")
+LOG_P, P, P_LOG_P, P_Z, SECOND, SPLIT, KL = FORMS
 
 
 class Unknown(Exception):

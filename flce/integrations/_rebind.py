@@ -38,10 +38,10 @@ class Installation:
     where torch.compile traces them.
     """
 
-    def __init__(self, package, pairs):
+    def __init__(self, package, pairs, classes=()):
         """`pairs`: (original, ours), where ours has the original as `flce_original`. Every imported
-        module's global that is the original becomes ours; a later import takes it from the
-        modules that were changed.
+        module's global that is the original becomes ours, and every attribute of `classes`; a later
+        import takes it from the modules that were changed.
 
         Raises:
             RuntimeError: flce is installed there already.
@@ -51,17 +51,17 @@ class Installation:
                 f"flce.integrations.{package}: expected {package} without flce, got an earlier "
                 "install(); call remove() of its handle first"
             )
-        self._pairs, self._package = tuple(pairs), package
+        self._pairs, self._package, self._classes = tuple(pairs), package, classes
         self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:
-            _rebind(original, ours)
+            _rebind(original, ours, self._classes)
 
     def remove(self):
         """Binds the originals again, also where ours were imported since. A second call has no
         effect."""
         pairs, self._pairs = self._pairs, ()
         for original, ours in pairs:
-            _rebind(ours, original)
+            _rebind(ours, original, self._classes)
 
     def __repr__(self):
         state = "installed" if self._pairs else "removed"
@@ -75,9 +75,9 @@ class Installation:
         self.remove()
 
 
-def _rebind(old, new):
+def _rebind(old, new, classes):
     # By identity and in all modules, because `from package import name` copies the binding.
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
+    for space in (*sys.modules.values(), *classes):
+        names = getattr(space, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is old]:
-            names[name] = new
+            setattr(space, name, new)

@@ -1,0 +1,217 @@
+/* The backend function divergence_rows: how far the softmax of a row of logits is from that of a
+ * teacher's, and dz. One thread block a row. The sums over the classes take a pass of their own
+ * from the row's end to its begin, where the second pass starts: what it reads first is in the L2
+ * cache. The forward KL's gradient needs their sum, which is that of the errors of the statistics,
+ * only where student and teacher are near: else one pass makes loss and dz. */
+#include "cuda/backend.cuh"
+#include "cuda/rows/row_launch.cuh"
+#include "cuda/rows/statistics.cuh"
+#include "divergence.h"
+
+/* The parameters of a call. */
+struct divergence_params {
+  row_args s, t; /* the student's rows and the teacher's */
+  double beta, hard;
+  void* partial;
+  bool sums, writes;
+};
+
+/* A row of both logits. hard, soft: the weights of the hard label and of the divergence; target:
+ * the gradient of the former in its column; factor: of all others. */
+template <typename Z, typename S = stat_t<Z>>
+struct RowPair {
+  Row<Z> s, t;
+  S s_offset, t_offset, s_inv, t_inv; /* statistics */
+  S shift;                            /* lse of s minus that of t */
+  S beta, hard, soft, factor, target, value, mean;
+};
+
+template <typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int64_t at) {
+  const flce_rows &s = c.s.r, &t = c.t.r;
+  RowPair<Z> pair = {};
+  pair.s = open_row_view<kGeneral, Z>(c.s, at);
+  pair.t = open_row_view<kGeneral, Z>(c.t, at);
+  pair.s_offset = stat_row<S>(s, FLCE_STAT_OFFSET)[at];
+  pair.t_offset = stat_row<S>(t, FLCE_STAT_OFFSET)[at];
+  pair.s_inv = stat_row<S>(s, FLCE_STAT_INV_SUM)[at];
+  pair.t_inv = stat_row<S>(t, FLCE_STAT_INV_SUM)[at];
+  /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
+   * -inf INV_SUM is 0. */
+  pair.shift = pair.s_inv > 0 && pair.t_inv > 0
+                   ? (S)((double)pair.s_offset - (double)pair.t_offset +
+                         log((double)pair.t_inv / (double)pair.s_inv))
+                   : stat_row<S>(s, FLCE_STAT_LSE)[at] - stat_row<S>(t, FLCE_STAT_LSE)[at];
+  pair.beta = (S)c.beta;
+  pair.hard = (S)c.hard;
+  pair.soft = (S)(1 - c.hard);
+  if (!s.out) return pair;
+  const S* coef = (const S*)s.coef + at;
+  pair.factor = pair.s_inv > 0 ? coef[FLCE_COEF_ROW * s.stat_pitch] / pair.s_inv : 0;
+  pair.target = coef[FLCE_COEF_TARGET * s.stat_pitch];
+  return pair;
+}
+
+/* What is read of a vector's columns of both logits. A teacher's rows may have any alignment. */
+template <typename Z>
+struct RawPair {
+  Vec<Z, kVec<Z>> s;
+  stat_t<Z> t[kVec<Z>];
+};
+
+template <bool STREAM, typename Z>
+__device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, RawPair<Z>& raw) {
+  load_columns<STREAM>(pair.s.z, col, pair.s.vocab, raw.s);
+  load_column_vector(pair.t.z, col, pair.t.vocab, raw.t);
+}
+
+/* p, q, d and the student's slopes of a vector's columns; p = q = 0 outside the row. */
+template <typename Out, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void compare(const RowPair<Z>& pair, const RawPair<Z>& raw, int col,
+                                        S (&p)[kVec<Z>], S (&q)[kVec<Z>], S (&d)[kVec<Z>],
+                                        S (&slope)[kVec<Z>]) {
+  constexpr int N = kVec<Z>;
+  S l[N], other[N];
+  Vec<Z, N> teacher;
+  pack(raw.t, teacher);
+  logits_of<sizeof(Out) == 2>(pair.t, teacher, col, other, slope);
+  logits_of<sizeof(Out) == 2>(pair.s, raw.s, col, l, slope);
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    const bool inside = (unsigned)(col + e) < (unsigned)pair.s.vocab;
+    p[e] = inside ? exp_for<Out>(l[e] - pair.s_offset) * pair.s_inv : 0;
+    q[e] = inside ? exp_for<Out>(other[e] - pair.t_offset) * pair.t_inv : 0;
+    d[e] = inside ? (l[e] - other[e]) - pair.shift : 0;
+  }
+}
+
+/* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS. */
+template <bool SUMS, bool GRADS, flce_divergence KIND, typename Z, typename Out>
+__device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first) {
+  using S = stat_t<Z>;
+  constexpr int N = kVec<Z>, U = kUnroll<Z> / 2;
+  RawPair<Z> raw[U];
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    load_pair<GRADS>(pair, column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead), raw[u]);
+  }
+  if constexpr (GRADS && sizeof(Out) != sizeof(Z)) __syncthreads(); /* in place: see grad_rows */
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    const int col = column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead);
+    S p[N], q[N], d[N], slope[N];
+    compare<Out>(pair, raw[u], col, p, q, d, slope);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const S pull = flce_divergence_pull<S>(KIND, pair.beta, p[e], q[e], d[e]);
+      if constexpr (SUMS) {
+        pair.value += flce_divergence_value<S>(KIND, pair.beta, p[e], q[e], d[e]);
+        if (!GRADS) pair.mean += pull;
+      }
+      const bool own = pair.hard > 0 && col + e == pair.s.target;
+      const S g = pair.soft * fma(-pair.mean, p[e], pull) + (own ? 0 : pair.hard * p[e]);
+      d[e] = pair.factor * g * slope[e] + (own ? pair.hard * pair.target : 0);
+    }
+    if constexpr (GRADS) {
+      Vec<Out, N> packed;
+      pack(d, packed);
+      store_columns(out, col, pair.s.vocab, packed);
+    }
+  }
+}
+
+/* The sums of a row over its classes, in every thread, stored or loaded as flce_divergence_args
+ * says. */
+template <typename Z, typename S>
+__device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scratch,
+                                              RowPair<Z>& pair) {
+  S *value = (S*)c.partial + FLCE_DIVERGENCE_VALUE * c.s.r.rows + blockIdx.x,
+    *mean = (S*)c.partial + FLCE_DIVERGENCE_MEAN * c.s.r.rows + blockIdx.x;
+  pair.value = c.sums ? block_sum(pair.value, scratch) : *value;
+  pair.mean = c.sums ? block_sum(pair.mean, scratch) : *mean;
+  if (!c.sums || !c.partial || threadIdx.x > 0) return;
+  *value = pair.value;
+  *mean = pair.mean;
+}
+
+/* Whether student and teacher are near in the first classes of a row, a vector in each thread: then
+ * the sum of p - q is taken out. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms. */
+template <typename Out, typename Z, typename S>
+__device__ __forceinline__ bool is_near(const RowPair<Z>& pair, S* scratch) {
+  const int col = column_of<Z>(threadIdx.x, pair.s.lead);
+  RawPair<Z> raw;
+  S p[kVec<Z>], q[kVec<Z>], d[kVec<Z>], slope[kVec<Z>], top = 0;
+  load_pair<false>(pair, col, raw);
+  compare<Out>(pair, raw, col, p, q, d, slope);
+#pragma unroll
+  for (int e = 0; e < kVec<Z>; e++) top = fmax(top, fabs(d[e]));
+  return block_max(top, scratch) < (S)0x1p-5;
+}
+
+template <flce_divergence KIND, typename Z, typename Out>
+__global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
+    divergence_rows(const __grid_constant__ divergence_params c) {
+  using S = stat_t<Z>;
+  __shared__ S scratch[kMaxWarps];
+  const flce_rows& r = c.s.r;
+  Out* out = r.out && c.writes ? (Out*)r.out + (int64_t)blockIdx.x * r.out_pitch : NULL;
+  const RowRef ref = row_ref_of(r, blockIdx.x);
+  if (ref.kind != kRowValid) {
+    if (out) fill_row(out, (int)r.vocab, from_stat<Out>(blank_of<S>(ref)));
+    if (out) pad_row(out, r.vocab, r.out_columns);
+    return;
+  }
+  RowPair<Z> pair = open_pair<Z>(c, ref.at);
+  const int step = kUnroll<Z> / 2 * blockDim.x;
+  const bool one_pass = KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<Out>(pair, scratch);
+  if (c.sums && !one_pass) {
+    for (int first = (pair.s.vectors - 1) / step * step; first >= 0; first -= step) {
+      pair_tile<true, false, KIND>(pair, out, first);
+    }
+  }
+  if (!one_pass) exchange_sums(c, scratch, pair);
+  if (one_pass) {
+    for (int first = 0; first < pair.s.vectors; first += step) {
+      pair_tile<true, true, KIND>(pair, out, first);
+    }
+    exchange_sums(c, scratch, pair);
+  } else if (out) {
+    for (int first = 0; first < pair.s.vectors; first += step) {
+      pair_tile<false, true, KIND>(pair, out, first);
+    }
+  }
+  if (out) pad_row(out, r.vocab, r.out_columns);
+  if (!c.writes || threadIdx.x > 0) return;
+  S* loss = (S*)r.loss + ref.at;
+  const S token = r.token_weight ? ((const S*)r.token_weight)[ref.at] : 1;
+  *loss = pair.soft * token * pair.value + (pair.hard > 0 ? pair.hard * *loss : 0);
+}
+
+/* ---- launch ---- */
+
+typedef void (*divergence_kernel)(const divergence_params);
+
+template <typename Z, typename Out>
+static divergence_kernel kernel_of(flce_divergence kind) {
+  return kind == FLCE_FORWARD_KL   ? divergence_rows<FLCE_FORWARD_KL, Z, Out>
+         : kind == FLCE_REVERSE_KL ? divergence_rows<FLCE_REVERSE_KL, Z, Out>
+                                   : divergence_rows<FLCE_JSD, Z, Out>;
+}
+
+flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
+  const flce_rows *s = call->student, *t = call->teacher;
+  if (s->rows == 0) return FLCE_OK;
+  FLCE_TRY(check_rows(s, "divergence_rows"));
+  const flce_dtype z = s->z_dtype, out = s->out ? s->out_dtype : z;
+  divergence_kernel kernel = NULL;
+  if (z == FLCE_F64 && out == z) kernel = kernel_of<double, double>(call->divergence);
+  if (z == FLCE_F32 && out == z) kernel = kernel_of<float, float>(call->divergence);
+  if (z == FLCE_F32 && out == FLCE_BF16) kernel = kernel_of<float, __nv_bfloat16>(call->divergence);
+  if (z == FLCE_F32 && out == FLCE_F16) kernel = kernel_of<float, __half>(call->divergence);
+  if (!kernel || t->z_dtype != z) return no_row_kernel(t->z_dtype != z ? t : s, "divergence_rows");
+  const divergence_params params = {make_args(s),  make_args(t), call->beta,  call->hard_weight,
+                                    call->partial, call->sums,   call->writes};
+  kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);
+  FLCE_LAUNCHED("divergence_rows");
+  return FLCE_OK;
+}

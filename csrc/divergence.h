@@ -1,0 +1,92 @@
+/* The terms of a divergence that one class adds, for C in double and for CUDA in the stat dtype: of
+ * p and q, the student's and the teacher's probability, and d = log(p / q). Where p and q are near,
+ * differences are made from d by power series, with the relative error of d; beyond kNear the
+ * subtraction itself has lost at most three bits. */
+#ifndef FLCE_DIVERGENCE_H
+#define FLCE_DIVERGENCE_H
+
+#include <math.h>
+
+#include "problem.h"
+
+#ifdef __CUDACC__
+#define FLCE_TERM               \
+  template <typename flce_real> \
+  static __device__ __forceinline__
+static __device__ __forceinline__ float flce_exp(float x) {
+  return __expf(x);
+}
+static __device__ __forceinline__ double flce_exp(double x) {
+  return exp(x);
+}
+/* Of x up to 0.95: an absolute error of 2^-21. */
+static __device__ __forceinline__ float flce_log(float x) {
+  return __logf(x);
+}
+static __device__ __forceinline__ double flce_log(double x) {
+  return log(x);
+}
+#else
+#define FLCE_TERM static inline __attribute__((always_inline))
+#define flce_exp exp
+#define flce_log log
+typedef double flce_real;
+#endif
+
+#define FLCE_NEAR 0.25
+
+/* (exp(x) - 1 - x) / x^2 for |x| <= FLCE_NEAR: the sum of x^(k - 2) / k! up to 1/14!, or 1/7!. */
+FLCE_TERM flce_real flce_square_part(flce_real x) {
+  const bool wide = sizeof(flce_real) == 8;
+  double inverse = wide ? 1.0 / 87178291200.0 : 1.0 / 5040.0;
+  flce_real sum = 0;
+  for (int k = wide ? 14 : 7; k >= 2; k--) {
+    sum = sum * x + (flce_real)inverse;
+    inverse *= k;
+  }
+  return sum;
+}
+
+/* log(1 + w (exp(x) - 1)) for x <= 0 and 0 < w < 1. Near 0 it is 2 artanh(u), u = y / (2 + y), with
+ * |u| <= 1/8; the first term left out is below 2^-60, or 2^-27, of it. */
+FLCE_TERM flce_real flce_log_mean(flce_real w, flce_real x) {
+  if (x < (flce_real)-FLCE_NEAR) return flce_log((1 - w) + w * flce_exp(x));
+  const flce_real y = w * (x + x * x * flce_square_part(x)), u = y / (2 + y), square = u * u;
+  const int last = sizeof(flce_real) == 8 ? 9 : 3;
+  flce_real sum = 0;
+  for (int k = last; k >= 0; k--) sum = sum * square + (flce_real)(2.0 / (2 * k + 1));
+  return u * sum;
+}
+
+/* log(m / p) and, in *a, log(m / q). */
+FLCE_TERM flce_real flce_log_mixture(flce_real beta, flce_real d, flce_real* a) {
+  const flce_real mean = flce_log_mean(d > 0 ? beta : 1 - beta, -(flce_real)fabs(d));
+  *a = d > 0 ? mean + d : mean;
+  return d > 0 ? mean : mean - d;
+}
+
+/* The term of FLCE_DIVERGENCE_VALUE: never negative, because terms that cancel over all classes are
+ * added (p, q and m have the same sum). A factor 0 hides a logarithm that is not finite. */
+FLCE_TERM flce_real flce_divergence_value(flce_divergence kind, flce_real beta, flce_real p,
+                                          flce_real q, flce_real d) {
+  const bool near = fabs(d) <= (flce_real)FLCE_NEAR;
+  const flce_real p_d = p > 0 ? p * d : 0, q_d = q > 0 ? q * d : 0;
+  if (kind == FLCE_FORWARD_KL) return near ? q_d * d * flce_square_part(d) : p - q - q_d;
+  if (kind == FLCE_REVERSE_KL) return near ? p_d * d * flce_square_part(-d) : q - p + p_d;
+  flce_real a, b = flce_log_mixture(beta, d, &a);
+  const flce_real of_q = q > 0 ? beta * q * a : 0, of_p = p > 0 ? (1 - beta) * p * b : 0;
+  return near ? of_q * a * flce_square_part(a) + of_p * b * flce_square_part(b) : -of_q - of_p;
+}
+
+/* p times the derivative of the divergence by p, up to a constant: dz is this minus p times its sum
+ * over the classes. Of the forward KL p - q, whose sum is that of the errors of the statistics. */
+FLCE_TERM flce_real flce_divergence_pull(flce_divergence kind, flce_real beta, flce_real p,
+                                         flce_real q, flce_real d) {
+  const bool near = fabs(d) <= (flce_real)FLCE_NEAR;
+  if (kind == FLCE_FORWARD_KL) return near ? q * (d + d * d * flce_square_part(d)) : p - q;
+  if (!(p > 0)) return 0;
+  flce_real a;
+  return p * (kind == FLCE_REVERSE_KL ? d : -(1 - beta) * flce_log_mixture(beta, d, &a));
+}
+
+#endif

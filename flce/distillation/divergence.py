@@ -1,0 +1,105 @@
+"""flce.linear_divergence: how far the softmax of a linear head is from a teacher's."""
+
+import torch
+
+from .. import functional
+from .. import options as table
+from ..validate import check_number, check_tensor, refuse
+from .sparse import sparse_divergence
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # from 1 on, those of flce_divergence
+
+
+def linear_divergence(
+    input,
+    linear_weight,
+    teacher_input=None,
+    teacher_weight=None,
+    *,
+    divergence="forward_kl",
+    beta=0.5,
+    target=None,
+    hard_weight=0.0,
+    teacher_bias=None,
+    teacher_logits=None,
+    teacher_softcap=None,
+    teacher_logit_scale=1.0,
+    teacher_temperature=None,
+    tail="class",
+    **options,
+):
+    """The divergence of a student's head from a teacher's, without the logits of either in memory.
+
+    With p the student's softmax of a row and q the teacher's: "forward_kl" is KL(q || p),
+    "reverse_kl" KL(p || q), "jsd" ``beta KL(q || m) + (1 - beta) KL(p || m)`` with ``m = beta q +
+    (1 - beta) p``. Two logits GEMMs and two for the gradients, which are made in the forward of a
+    scalar loss. docs/semantics.md has the formulas and others' conventions.
+
+    Args:
+        input, linear_weight: the student's, (..., H) and (V, H), as in `linear_cross_entropy`.
+        teacher_input, teacher_weight, teacher_bias: (..., H') of any H', (V, H') and (V,) or None;
+            dtypes as the student's. Constants: no gradient is computed for them.
+        divergence, beta: see above; 0 < beta < 1.
+        target: classes (...), int64 or int32: rows of `ignore_index` give no loss and no gradient.
+            None: all rows count.
+        hard_weight: h in [0, 1]; the loss of a row becomes (1 - h) divergence + h cross entropy of
+            target. Not with a temperature.
+        teacher_logits: in place of input and weight (..., V), z before softcap, scale and
+            temperature; or a tuple (ids, log-probabilities), both (..., K), of K classes of each
+            row, final; an id of `ignore_index` counts as none. It takes no `target`.
+        tail: of such a tuple: "class": the other classes are one more, with the rest of the
+            probability; "renormalize": those of the K classes sum to 1, the student's too, whose
+            mass outside of them then costs nothing (docs/semantics.md).
+        teacher_softcap, teacher_logit_scale, teacher_temperature: of the teacher's final logits, as
+            softcap, logit_scale and temperature of the student's; temperature None: the student's.
+        **options: as in `linear_cross_entropy`; the signature lists them. save: "auto" makes the
+            gradients in the forward, but for reduction "none"; "stats" in the backward, which
+            computes all again. Gradients contain 1/temperature; no factor temperature^2 is applied.
+
+    Returns:
+        The loss, float64 for float64 operands, else float32; shape (), or (...) for "none".
+
+    Raises: as `linear_cross_entropy`; gradient="sampled" is refused.
+
+    >>> x, W, teacher_x, teacher_W = map(torch.randn, (5, 16, 5, 16), (8, 8, 4, 4))
+    >>> loss = flce.linear_divergence(x, W, teacher_x, teacher_W)
+    >>> p, q = (x @ W.T).log_softmax(-1), (teacher_x @ teacher_W.T).log_softmax(-1)
+    >>> torch.testing.assert_close(loss, (q.exp() * (q - p)).sum(-1).mean())
+    """
+    if (teacher_input is None) != (teacher_weight is None) or (teacher_logits is None) == (
+        teacher_input is None
+    ):
+        expected = "teacher_input and teacher_weight, or teacher_logits"
+        refuse("teacher_input", expected, "another combination of the three", TypeError)
+    if divergence not in DIVERGENCES:
+        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+    if isinstance(teacher_logits, tuple):
+        others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
+        if teacher_logit_scale != 1.0 or any(other is not None for other in others):
+            expected = (
+                "no target, hard_weight or option of the teacher with (ids, log-probabilities)"
+            )
+            refuse("teacher_logits", expected, "one of them")
+        how = divergence, beta, tail, options
+        return sparse_divergence(input, linear_weight, *teacher_logits, *how)
+    if hard_weight and target is None:
+        refuse("target", "classes with hard_weight", None)
+    if target is None:
+        check_tensor("input", input)
+        target = input.new_zeros(input.shape[:-1], dtype=torch.int64)
+    temperature, of_rows = teacher_temperature, None
+    if temperature is None:
+        temperature = options.get("temperature", 1.0)
+    if isinstance(temperature, torch.Tensor):
+        temperature, of_rows = 1.0, temperature.expand(target.shape)
+    cap = 0.0 if teacher_softcap is None else check_number("teacher_softcap", teacher_softcap)
+    numbers = {"beta": beta, "hard_weight": hard_weight, "teacher_softcap": cap}
+    numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
+    numbers = [check_number(name, value) for name, value in numbers.items()]
+    numbers = [1.0 + DIVERGENCES.index(divergence), *numbers]
+    given = teacher_input if teacher_logits is None else teacher_logits
+    operands = input, linear_weight, target, given, teacher_weight, teacher_bias, of_rows, numbers
+    return functional.divergence_of(*operands, **options)
+
+
+table.show_options(linear_divergence, functional.OF_DIVERGENCE)

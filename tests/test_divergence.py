@@ -1,0 +1,385 @@
+"""flce.linear_divergence against compositions of F.kl_div in float64."""
+
+import math
+import os
+import random
+import re
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+DRAWS = int(os.environ.get("FLCE_DRAWS", "120"))  # drawn cases of a device
+REFUSED = (TypeError, ValueError)
+
+
+def final_logits(z, *, softcap=None, logit_scale=1.0, temperature=1.0):
+    z = logit_scale * z
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return z / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature)
+
+
+def kl(log_p, log_q):
+    """KL(q || p) of each row."""
+    return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(dim=-1)
+
+
+def divergence_of(log_p, log_q, kind, beta=0.5):
+    """The divergence of each row, p the student's, as the literature has it."""
+    if kind == "forward_kl":
+        return kl(log_p, log_q)
+    if kind == "reverse_kl":
+        return kl(log_q, log_p)
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+    return beta * kl(log_m, log_q) + (1 - beta) * kl(log_m, log_p)
+
+
+def definition(input, linear_weight, teacher_input=None, teacher_weight=None, **options):
+    """flce.linear_divergence with all logits; the options that have no effect on it are ignored."""
+    get = options.get
+    target, vocab = get("target"), get("valid_vocab") or len(linear_weight)
+    cut = torch.zeros(input.shape[:-1], dtype=torch.bool, device=input.device)
+    cut = cut if target is None else target == -100
+    input = input.masked_fill(cut.unsqueeze(-1), 0.0)
+    z = F.linear(input, linear_weight, get("linear_bias"))[..., :vocab]
+    maps = ("softcap", "logit_scale", "temperature")
+    own = {name: options[name] for name in maps if name in options}
+    if (other := get("teacher_logits")) is None:
+        teacher_input = teacher_input.masked_fill(cut.unsqueeze(-1), 0.0)
+        other = F.linear(teacher_input, teacher_weight, get("teacher_bias"))
+    other = other.masked_fill(cut.unsqueeze(-1), 0.0)[..., :vocab]
+    theirs = {n: options[f"teacher_{n}"] for n in maps if get(f"teacher_{n}") is not None}
+    if "temperature" in own:
+        theirs.setdefault("temperature", own["temperature"])
+    log_p = F.log_softmax(final_logits(z, **own), dim=-1)
+    log_q = F.log_softmax(final_logits(other, **theirs), dim=-1)
+    rows = divergence_of(log_p, log_q, get("divergence", "forward_kl"), get("beta", 0.5))
+    if hard := get("hard_weight", 0.0):
+        nll = -log_p.gather(-1, target.masked_fill(cut, 0).unsqueeze(-1)).squeeze(-1)
+        rows = (1 - hard) * rows + hard * nll
+    rows = rows.masked_fill(cut, 0.0)
+    rows = rows if get("token_weight") is None else rows * get("token_weight")
+    reduction = get("reduction", "mean")
+    if reduction != "mean":
+        return rows if reduction == "none" else rows.sum()
+    items = (~cut).sum() if get("num_items") is None else torch.as_tensor(get("num_items"))
+    return rows.sum() / items if items > 0 else 0.0 * rows.sum()
+
+
+def draw(seed, device, dtype=torch.float64):
+    """(operands by name, options) of a case."""
+    pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*shape, std=1.0):
+        return (torch.randn(*shape, generator=generator, dtype=dtype) * std).to(device)
+
+    batch = pick.choice([(13,), (3, 7), (1,), (40,)])
+    hidden, other = pick.choice([4, 7, 32]), pick.choice([3, 8, 40])
+    vocab = pick.choice([2, 65, 130])
+    spread = pick.choice([0.3, 1.0, 3.0])
+    named = {"input": normal(*batch, hidden), "linear_weight": normal(vocab, hidden, std=spread)}
+    options = {"divergence": pick.choice(KINDS), "reduction": pick.choice(["mean", "sum", "none"])}
+    if options["divergence"] == "jsd":
+        options["beta"] = pick.choice([0.1, 0.5, 0.9])
+    if pick.random() < 0.3:
+        named["linear_bias"] = normal(vocab)
+    if pick.random() < 0.7:
+        options |= {"teacher_input": normal(*batch, other)}
+        options |= {"teacher_weight": normal(vocab, other, std=spread)}
+        options |= {"teacher_bias": normal(vocab)} if pick.random() < 0.3 else {}
+    else:
+        options["teacher_logits"] = normal(*batch, vocab, std=3 * spread)
+    if pick.random() < 0.6:
+        target = torch.randint(vocab, batch, generator=generator).to(device)
+        target.view(-1)[:: pick.choice([2, 5])] = -100
+        options["target"] = target
+        named["input"].view(-1, hidden)[target.view(-1) == -100] = math.nan
+        if pick.random() < 0.5:
+            options["hard_weight"] = pick.choice([0.25, 1.0])
+    for prefix in ("", "teacher_"):
+        if pick.random() < 0.3:
+            options[f"{prefix}softcap"] = pick.choice([2.0, 30.0])
+        if pick.random() < 0.3:
+            options[f"{prefix}logit_scale"] = pick.choice([0.5, -1.5])
+        if pick.random() < 0.4 and (prefix or "hard_weight" not in options):
+            rows = torch.rand(*batch, generator=generator, dtype=dtype).to(device) + 0.5
+            options[f"{prefix}temperature"] = pick.choice([2.5, rows])
+    if pick.random() < 0.3:
+        options["token_weight"] = normal(*batch)
+    if pick.random() < 0.3 and options["reduction"] == "mean":
+        options["num_items"] = pick.choice([3.5, 0, torch.tensor(7.0)])
+    if pick.random() < 0.3 and vocab > 2:
+        options["valid_vocab"] = vocab - 1
+        if "target" in options:
+            options["target"].clamp_(max=vocab - 2)
+    options["max_memory"] = pick.choice([8 << 10, 1 << 20])
+    options["save"] = pick.choice(["auto", "stats"])
+    return named, options
+
+
+def outcome(function, named, options):
+    """The loss and the gradients of `named`, by name."""
+    leaves = {n: tensor.detach().clone().requires_grad_() for n, tensor in named.items()}
+    loss = function(**leaves, **options)
+    upstream = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype, device=loss.device)
+    grads = torch.autograd.grad(loss, list(leaves.values()), upstream.reshape(loss.shape))
+    return {"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def test_drawn_cases(device):
+    for seed in range(DRAWS):
+        named, options = draw(seed, device)
+        truth = outcome(definition, named, options)
+        for name, value in outcome(flce.linear_divergence, named, options).items():
+            error, size = (value - truth[name]).abs().max(), truth[name].abs().max()
+            assert error <= 1e-9 * max(size, 1e-3), (seed, name, float(error), float(size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", cases.DTYPES[1:])
+def test_dtypes(device, dtype, kind):
+    """No more than twice eager's error, or the floors of the dtype. As in a training step the loss
+    is scaled (GradScaler), and as large as 16 bits allow."""
+    case = cases.make_case(64, 48, 500, dtype=dtype, device=device)
+    teacher = cases.make_case(64, 80, 500, dtype=dtype, device=device, seed=1)
+    options = {"divergence": kind, "max_memory": 256 << 10, "temperature": 1.5}
+    constants = {"teacher_input": teacher.input, "teacher_weight": teacher.linear_weight}
+    named = {"input": case.input, "linear_weight": case.linear_weight}
+    wide = [{n: t.double() for n, t in given.items()} for given in (named, constants)]
+    truth = outcome(definition, wide[0], {**wide[1], **options})
+    eager = outcome(definition, named, {**constants, **options})
+    for save in ("auto", "stats"):
+        made = outcome(flce.linear_divergence, named, {**constants, **options, "save": save})
+        assert made["loss"].dtype == torch.float32
+        for name, value in made.items():
+            allowed = 2 * cases.relative_error(eager[name], truth[name])
+            error = cases.relative_error(value, truth[name])
+            assert error <= max(allowed, cases.FLOORS[dtype][0]), (name, error, allowed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", cases.DTYPES[1:])
+@pytest.mark.parametrize("distance", [1e-3, 1e-4])
+def test_student_near_its_teacher(device, dtype, distance, kind):
+    """p - q does not cancel: the error is that of an exact dz which is rounded to the dtype, as dX
+    is. The logits are exact in every dtype, so that there is no other."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-1, 2, (32, 8), generator=generator).to(device, dtype)
+    w = (torch.randint(-4, 5, (1000, 8), generator=generator) / 8).to(device, dtype)
+    z = (x.double() @ w.double().T).requires_grad_()
+    noise = torch.randn(32, 1000, generator=generator).to(device)
+    teacher = (z.detach() + distance * noise).float()
+    log_p, log_q = F.log_softmax(z, dim=-1), F.log_softmax(teacher.double(), dim=-1)
+    truth = divergence_of(log_p, log_q, kind).sum()
+    (dz,) = torch.autograd.grad(4096 * truth, z)  # a GradScaler's, for float16
+    exact = dz @ w.double()
+    floor = cases.relative_error((dz.to(dtype).double() @ w.double()).to(dtype), exact)
+    options = {"teacher_logits": teacher, "divergence": kind, "reduction": "sum"}
+    x.requires_grad_()
+    loss = flce.linear_divergence(x, w, **options)
+    (made,) = torch.autograd.grad(4096 * loss, x)
+    assert cases.relative_error(made, exact) <= max(1.5 * floor, 2e-5)
+    assert abs(loss.double() / truth - 1) <= 2e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_distributions(device, kind):
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    loss = flce.linear_divergence(x, w, x.detach(), w.detach(), divergence=kind)
+    assert loss == 0.0
+    loss.backward()
+    assert x.grad.abs().max() <= 1e-16 and w.grad.abs().max() <= 1e-16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_without_probability(device, kind):
+    """Logits of -inf: 0 log 0 is 0; a class that one alone excludes is infinitely far in one KL."""
+    x, w, _ = cases.leaves(device, 6, hidden=5, vocab=70)
+    bias = torch.zeros(70, dtype=x.dtype, device=device)
+    bias[3] = -math.inf
+    named = {"input": x, "linear_weight": w}
+    logits = F.linear(x.detach(), w.detach() + 0.1)
+    both = {"teacher_logits": logits + bias, "linear_bias": bias, "divergence": kind}
+    made = outcome(flce.linear_divergence, named, both)
+    kept = torch.arange(70, device=device) != 3
+    cut = {"teacher_logits": logits[:, kept], "divergence": kind}
+    truth = outcome(definition, {"input": x, "linear_weight": w[kept]}, cut)
+    assert (made["input"] - truth["input"]).abs().max() <= 1e-12
+    assert abs(made["loss"] - truth["loss"]) <= 1e-12
+    one = flce.linear_divergence(x, w, teacher_logits=logits + bias, divergence=kind)
+    assert (one == math.inf) if kind == "reverse_kl" else one.isfinite()
+
+
+def test_gradcheck(device):
+    x, w, target = cases.leaves(device, 4, hidden=3, vocab=11)
+    bias = torch.randn(11, dtype=x.dtype, device=device, requires_grad=True)
+    teacher = torch.randn(4, 11, dtype=x.dtype, device=device)
+    for kind in KINDS:
+        for reduction in ("mean", "none"):
+
+            def call(x, w, b, kind=kind, reduction=reduction):
+                return flce.linear_divergence(
+                    *(x, w), teacher_logits=teacher, divergence=kind, beta=0.3, hard_weight=0.2,
+                    target=target, softcap=3.0, linear_bias=b, reduction=reduction,
+                )  # fmt: skip
+
+            assert torch.autograd.gradcheck(call, (x, w, bias))
+
+
+def test_no_grad_and_frozen_parts(device):
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    teacher = {"teacher_logits": torch.randn(9, 70, dtype=x.dtype, device=device)}
+    truth = definition(x, w, **teacher)
+    with torch.no_grad():
+        made = flce.linear_divergence(x, w, **teacher)
+    assert not made.requires_grad and abs(made - truth) <= 1e-12
+    loss = flce.linear_divergence(x, w.detach(), **teacher)
+    (3 * loss).backward(retain_graph=True)
+    expected = torch.autograd.grad(3 * truth, x)[0]
+    assert (x.grad - expected).abs().max() <= 1e-12
+    loss.backward()  # again, after a graph that was kept
+    assert (x.grad - 4 / 3 * expected).abs().max() <= 1e-12
+    assert w.grad is None
+
+
+def test_a_teacher_that_requires_grad_is_a_constant(device):
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    others = [tensor.detach().clone().requires_grad_() for tensor in (x, w)]
+    flce.linear_divergence(x, w, *others, temperature=2.0).backward()
+    assert all(tensor.grad is None for tensor in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(device, dtype):
+    """Both heads are cast, as F.linear does it."""
+    x, w, _ = cases.leaves(device, 20, hidden=16, vocab=300, dtype=torch.float32)
+    teacher = torch.randn(20, 24, device=device), torch.randn(300, 24, device=device) / 5
+    with torch.autocast(device, dtype):
+        loss = flce.linear_divergence(x, w, *teacher)
+    truth = definition(x.double(), w.double(), *(tensor.double() for tensor in teacher))
+    assert loss.dtype == torch.float32 and abs(loss - truth) <= 2e-2 * truth
+    grads = torch.autograd.grad(loss, (x, w))
+    for grad, expected in zip(grads, torch.autograd.grad(truth, (x, w)), strict=True):
+        assert grad.dtype == torch.float32
+        assert cases.relative_error(grad, expected.double()) <= 3e-2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled(device, reduction):
+    x, w, target = cases.leaves(device, 20, hidden=16, vocab=300)
+    temperature = torch.rand(20, dtype=x.dtype, device=device) + 0.5
+    teacher = [torch.randn(n, 24, dtype=x.dtype, device=device) for n in (20, 300)]
+
+    def step(x, w, temperature):
+        rest = {"divergence": "jsd", "target": target, "temperature": temperature}
+        loss = flce.linear_divergence(x * 2, w, *teacher, reduction=reduction, **rest)
+        return loss.square().sum()
+
+    def gradients(function):
+        loss = function(x, w, temperature)
+        return [loss, *torch.autograd.grad(loss, (x, w))]
+
+    compiled = gradients(torch.compile(step, fullgraph=True, backend="aot_eager"))
+    for ours, plain in zip(compiled, gradients(step), strict=True):
+        assert (ours - plain).abs().max() <= 1e-12
+
+
+def test_chunks_agree_and_repeat(device):
+    named, options = draw(4, device)
+    options |= {"reduction": "sum", "divergence": "jsd", "max_memory": 1 << 20}
+    once = outcome(flce.linear_divergence, named, options)
+    again = outcome(flce.linear_divergence, named, options)
+    parts = outcome(flce.linear_divergence, named, {**options, "max_memory": 4 << 10})
+    for name, value in once.items():
+        assert torch.equal(value, again[name])
+        assert (value - parts[name]).abs().max() <= 1e-11 * (1 + value.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+def test_teacher_of_a_few_classes(device, tail, kind):
+    """Distributions over the K classes and, for "class", the rest."""
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    log_q = torch.randn(9, 70, dtype=x.dtype, device=device).log_softmax(-1)
+    ids = log_q.topk(8).indices
+    ids[2], ids[4, 5:] = -100, -100
+    given = (ids, log_q.gather(-1, ids.clamp(min=0)))
+    options = {"divergence": kind, "beta": 0.3, "temperature": 1.5, "num_items": 4.0}
+    made = flce.linear_divergence(x, w, teacher_logits=given, tail=tail, **options)
+    rows = []
+    for row, (mine, theirs) in enumerate(zip((x @ w.T / 1.5).log_softmax(-1), log_q, strict=True)):
+        kept = ids[row][ids[row] >= 0]
+        parts = [
+            torch.cat((one[kept], one[kept].exp().sum().neg().log1p()[None]))
+            for one in (mine, theirs)
+        ]
+        parts = parts if tail == "class" else [one[kept].log_softmax(-1) for one in (mine, theirs)]
+        rows += [divergence_of(*parts, kind, 0.3)] if len(kept) else []
+    truth = sum(rows) / 4.0
+    assert abs(made - truth) <= 1e-12
+    grads = [torch.autograd.grad(loss, (x, w)) for loss in (made, truth)]
+    for got, expected in zip(*grads, strict=True):
+        assert (got - expected).abs().max() <= 1e-12
+
+
+def good(device):
+    x, w, target = cases.leaves(device, 6, hidden=8, vocab=20)
+    teacher = {"teacher_input": x.detach()[:, :4], "teacher_weight": w.detach()[:, :4]}
+    return {"input": x, "linear_weight": w, "target": target, **teacher}
+
+
+BAD = {
+    "divergence": "tvd",
+    "beta": 1.0,
+    "hard_weight": 1.5,
+    "teacher_softcap": -1.0,
+    "teacher_logit_scale": 0.0,
+    "teacher_temperature": 0.0,
+    "gradient": "sampled",
+    "save": "logits",
+    "teacher_input": torch.zeros(5, 4, dtype=torch.float64),
+    "teacher_weight": torch.zeros(19, 4, dtype=torch.float64),
+    "teacher_bias": torch.zeros(19, dtype=torch.float64),
+    "teacher_logits": torch.zeros(6, 20, dtype=torch.float64),
+    "num_items": -1.0,
+    "token_weight": torch.zeros(5),
+    "target": torch.zeros(6, 20),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals_name_the_argument(device, name):
+    value = BAD[name].to(device) if isinstance(BAD[name], torch.Tensor) else BAD[name]
+    named = "teacher_input" if name == "teacher_logits" else name
+    with pytest.raises(REFUSED, match=rf"^{named}: expected "):
+        flce.linear_divergence(**{**good(device), name: value})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"temperature": 2.0, "hard_weight": 0.5}, "hard_weight: expected 0 with a temperature"),
+        ({"target": None, "hard_weight": 0.5}, "target: expected classes with hard_weight"),
+        ({"teacher_weight": None}, "teacher_input: expected teacher_input and teacher_weight"),
+        ({"z_loss": 1.0}, "unexpected keyword argument 'z_loss'"),
+        (
+            {"teacher_logits": (0, 0), "teacher_input": None, "teacher_weight": None},
+            "teacher_logits: expected no target",
+        ),
+    ],
+)
+def test_combinations_are_refused(device, change, message):
+    with pytest.raises(REFUSED, match=re.escape(message)):
+        flce.linear_divergence(**{**good(device), **change})
+
+
+def test_a_teacher_of_another_dtype_is_refused(device):
+    given = good(device)
+    for name in ("teacher_input", "teacher_weight"):
+        given[name] = given[name].float()
+    with pytest.raises(TypeError, match="teacher_input: expected the dtype of the student's"):
+        flce.linear_divergence(**given)

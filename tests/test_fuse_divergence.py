@@ -1,0 +1,116 @@
+"""flce.fuse on KL divergences of a student's and a teacher's logits: what is recognised, values and
+gradients, and what makes logits instead."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import IDS as FEW
+from tiny_models import VOCAB, Adapted, LogitsMade, Model, equal
+
+import flce
+
+IDS = FEW.repeat(3, 1)  # more rows than the weight has columns
+MASK = (IDS % 3 > 0).double()
+
+
+def pair(teacher_body=None):
+    """A student and a frozen teacher of other weights."""
+    student, teacher = Model(), Model(body=teacher_body)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in teacher.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data.add_(noise)
+    return student, teacher.requires_grad_(False)
+
+
+def step(student, teacher, loss_of):
+    student.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        taught = teacher(IDS)[1]
+    loss = loss_of(student(IDS)[1], taught)
+    loss.backward()
+    return loss.detach(), [p.grad for p in student.parameters()]
+
+
+def batchmean(z, t):
+    p = F.softmax(t / 2.0, -1)
+    return F.kl_div(F.log_softmax(z / 2.0, -1), p, reduction="batchmean") * 4.0
+
+
+def log_target(z, t):
+    z, t = z.view(-1, VOCAB), t.view(-1, VOCAB)
+    return F.kl_div(z.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="sum")
+
+
+def mean_of_all(z, t):
+    return F.kl_div(z.log_softmax(-1), t.log_softmax(-1), log_target=True)
+
+
+def masked(z, t):
+    rows = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+    return (rows * MASK).sum() / MASK.sum()
+
+
+def reverse(z, t):
+    rows = F.kl_div(t.log_softmax(-1), z.log_softmax(-1), reduction="none", log_target=True)
+    return rows.sum() / 3.0
+
+
+def shifted(z, t):
+    z, t = (3.0 * torch.tanh(a[:, :-1] / 3.0) for a in (z, t))
+    return F.kl_div(F.log_softmax(z, -1), F.softmax(t, -1), reduction="batchmean")
+
+
+def some_classes(z, t):
+    return F.kl_div(z[..., :31].log_softmax(-1), t[..., :31].softmax(-1), reduction="batchmean")
+
+
+KNOWN = (batchmean, log_target, mean_of_all, masked, reverse, shifted, some_classes)
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("loss_of", KNOWN)
+def test_no_logits_are_made(loss_of):
+    student, teacher = pair()
+    loss, gradients = step(student, teacher, loss_of)
+    with flce.fuse(student, when="always", strict=True) as fused, flce.fuse(teacher, when="always"):
+        with LogitsMade(IDS[:, 1:].numel(), VOCAB) as made:
+            fused_loss, fused_gradients = step(student, teacher, loss_of)
+    assert sum(fused.losses.values()) == 1 and not made.found, made.found
+    equal(fused_loss, loss)
+    for one, other in zip(fused_gradients, gradients, strict=True):
+        equal(one, other)
+
+
+def elements(z, t):
+    kl = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="none")
+    return kl[MASK > 0].sum()
+
+
+def trained_teacher(z, t):
+    return F.kl_div(z.log_softmax(-1), (z * 0.5).softmax(-1), reduction="sum")
+
+
+@pytest.mark.parametrize("loss_of", (elements, trained_teacher))
+def test_others_make_logits(loss_of):
+    """With a warning, and equal values."""
+    student, teacher = pair()
+    loss, gradients = step(student, teacher, loss_of)
+    with flce.fuse(student, when="always"), flce.fuse(teacher, when="always"):
+        with pytest.warns(UserWarning, match="flce.fuse"):
+            fused_loss, fused_gradients = step(student, teacher, loss_of)
+    equal(fused_loss, loss)
+    for one, other in zip(fused_gradients, gradients, strict=True):
+        equal(one, other)
+
+
+def test_an_adapter_falls_back():
+    student, teacher = pair()
+    student.lm_head = Adapted(student.lm_head)
+    loss, gradients = step(student, teacher, batchmean)
+    with flce.fuse(student, when="always"), flce.fuse(teacher, when="always"):
+        with pytest.warns(UserWarning, match="a divergence of an adapter"):
+            fused_loss, fused_gradients = step(student, teacher, batchmean)
+    equal(fused_loss, loss)
+    for one, other in zip(fused_gradients, gradients, strict=True):
+        equal(one, other)

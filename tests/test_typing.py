@@ -1,0 +1,334 @@
+"""What type checkers are told: a user's script passes them, and the stubs are those of the code."""
+
+import __future__
+
+import abc
+import ast
+import builtins
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+import typed_user
+import typing_extensions
+
+import flce
+from flce.compat import cce, liger
+from flce.fusion.handle import _OPTIONS as OF_FUSE
+from flce.options import OPTIONS, RETURNS, Options, defaults
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = ROOT / "tests/typed_user.py"
+# torch's other modules take mypy 10 s more. A framework may be missing.
+CONFIG = """
+[mypy]
+strict = true
+follow_imports = skip
+[mypy-flce.*,torch,torch._tensor,torch.nn,torch.nn.modules.*,torch.nn.parameter,torch.distributed.*]
+follow_imports = silent
+[mypy-flce.integrations.*]
+disable_error_code = import-not-found, misc
+"""
+
+
+def test_mypy_accepts_a_users_script(tmp_path):
+    pytest.importorskip("mypy")
+    config = tmp_path / "mypy.ini"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "mypy", "--config-file", config, SCRIPT]
+    command += ["--cache-dir", ROOT / ".mypy_cache"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright, and it Node.js")
+def test_pyright_finds_nothing_unknown(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "strict"}
+    settings["reportUnnecessaryTypeIgnoreComment"] = "error"
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = ["pyright", "--pythonpath", sys.executable, "--project", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def conforms(value, stated):
+    """Whether a value is of a type, as far as values tell."""
+    origin, inner = typing.get_origin(stated), typing.get_args(stated)
+    if origin in (typing.Union, types.UnionType):
+        return any(conforms(value, one) for one in inner)
+    if origin is tuple and Ellipsis not in inner:
+        pairs = zip(value, inner, strict=True)
+        return type(value) is tuple and all(conforms(one, its) for one, its in pairs)
+    if origin is dict:
+        return all(conforms(k, inner[0]) and conforms(v, inner[1]) for k, v in value.items())
+    return isinstance(value, types.NoneType if stated is None else origin or stated)
+
+
+RUN = ["losses", "logprobs", "chunked_losses", "modules", "plans", "fusion", "replacements"]
+RUN.append("definitions")
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_values_have_the_stated_types(name, monkeypatch):
+    stated = []
+
+    def check(value, kind):
+        assert conforms(value, kind), f"{kind} expected, {value!r} came"
+        stated.append(kind)
+        return value
+
+    monkeypatch.setattr(typed_user, "assert_type", check)
+    getattr(typed_user, name)()
+    assert stated
+
+
+# ---- stubs against the code ----
+
+FLCE = ROOT / "flce"
+ROOTED = {path: path.relative_to(FLCE).with_suffix("") for path in sorted(FLCE.rglob("*.pyi"))}
+OF_FRAMEWORKS = [path for path in ROOTED if path.parent.name == "integrations"]
+IMPORTED = [path for path in ROOTED if path not in OF_FRAMEWORKS]
+
+
+def stub_of(path):
+    """The names that a stub defines: it is run as Python."""
+    name = f"stub {ROOTED[path]}"
+    if name not in sys.modules:
+        module = sys.modules[name] = types.ModuleType(name)  # where dataclasses look for it
+        names, module.__file__ = vars(module), str(path)
+        names["__builtins__"] = {**vars(builtins), "__import__": _import}
+        flags = __future__.annotations.compiler_flag
+        exec(compile(path.read_text(), str(path), "exec", flags, dont_inherit=True), names)
+    return vars(sys.modules[name])
+
+
+def _import(name, globals=None, locals=None, fromlist=(), level=0):
+    """Takes stubs for modules of flce, and None for a module that is named alone."""
+    if level == 0:
+        return builtins.__import__(name, globals, locals, fromlist)
+    folder = pathlib.Path(globals["__file__"]).parents[level - 1]
+    if not name:
+        return types.SimpleNamespace(**dict.fromkeys(fromlist))
+    path = folder.joinpath(*name.split("."))
+    for stub in (path.with_suffix(".pyi"), path / "__init__.pyi"):
+        if stub in ROOTED:
+            return types.SimpleNamespace(**stub_of(stub))
+    return importlib.import_module(".".join(("flce", *path.relative_to(FLCE).parts)))
+
+
+def module_of(path):
+    parts = [part for part in ROOTED[path].parts if part != "__init__"]
+    return importlib.import_module(".".join(("flce", *parts)))
+
+
+def definitions_of(function, module, name):
+    """The overloads of a stub's function, or the function alone."""
+    known = types.SimpleNamespace(__module__=module, __qualname__=name)
+    return typing_extensions.get_overloads(known) or [function]
+
+
+def parameters_of(definitions, names):
+    """(names by position, all names, [{name: default} of a definition]) of a stub's function."""
+    positional, every, defaults = [], set(), []
+    for one in definitions:
+        own = inspect.signature(one).parameters.values()
+        by_position = [p.name for p in own if p.kind == p.POSITIONAL_OR_KEYWORD]
+        longer = max(positional, by_position, key=len)
+        assert longer[: len(by_position)] == by_position
+        assert longer[: len(positional)] == positional
+        positional = longer
+        for parameter in own:
+            if parameter.kind == parameter.VAR_KEYWORD:
+                (options,) = typing.get_args(eval(parameter.annotation, names))
+                every |= set(options.__annotations__)
+        by_name = {p.name: p.default for p in own if p.kind not in VARIADIC}
+        every |= by_name.keys()
+        defaults.append(by_name)
+    return positional, every, defaults
+
+
+VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def check_function(name, definitions, real, names):
+    positional, every, defaults = parameters_of(definitions, names)
+    found = inspect.signature(real).parameters
+    own = {n: p for n, p in found.items() if p.kind not in VARIADIC}
+    by_position = [n for n, p in own.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert positional == by_position, name
+    assert every == own.keys() | OTHERS.get(name, set()), name
+    for by_name in defaults:
+        for parameter in by_name.keys() & own.keys():
+            default, expected = by_name[parameter], own[parameter].default
+            # An overload may require what the function does not.
+            is_narrower = len(defaults) > 1 and default is inspect.Parameter.empty
+            assert is_narrower or default is Ellipsis or default == expected, (name, parameter)
+
+
+_OF_LOSS = {*OPTIONS, *RETURNS}
+_OF_REFERENCE = _OF_LOSS - {"accumulate_into", "vocab_parallel"}
+_OF_LOGITS = {*defaults("of_logits"), *RETURNS}
+# What functions with **options take: the signature does not tell.
+OTHERS = {
+    "__init__ LinearCrossEntropyLoss.__init__": {*defaults("of_module")},
+    "__init__ LinearCrossEntropyHead.__init__": {*defaults("of_module")},
+    "__init__ LinearCrossEntropyLoss.forward": _OF_LOSS,
+    "__init__ LinearCrossEntropyLoss.__call__": _OF_LOSS,
+    "__init__ LinearCrossEntropyHead.forward": _OF_LOSS,
+    "__init__ LinearCrossEntropyHead.__call__": _OF_LOSS,
+    "fusion/__init__ fuse": {*OF_FUSE},
+    "reference linear_cross_entropy": _OF_REFERENCE,
+    "reference cross_entropy": _OF_LOGITS,
+    "reference linear_logprobs": {*inspect.signature(flce.linear_logprobs).parameters}
+    - {"entropy", "return_topk", "vocab_parallel"},
+}
+
+
+def made_here(path):
+    """(name, the stub's, the code's) of the public functions and classes that a stub defines."""
+    names, real = stub_of(path), module_of(path)
+    for name, one in list(names.items()):
+        is_own = getattr(one, "__module__", None) == names["__name__"]
+        if not name.startswith("_") and (is_own or is_overloaded(one)):
+            yield name, one, getattr(real, name)
+
+
+def is_overloaded(one):
+    return getattr(one, "__name__", "") == "_overload_dummy"
+
+
+@pytest.mark.parametrize("path", IMPORTED, ids=lambda path: str(ROOTED[path]))
+def test_stubs_have_the_signatures_of_the_code(path):
+    names, found = stub_of(path), []
+    for name, stub, real in made_here(path):
+        if not inspect.isclass(stub):
+            found.append((name, stub, real))
+        elif dataclasses.is_dataclass(stub):
+            ours, theirs = (dataclasses.fields(one) for one in (stub, real))
+            assert [(f.name, f.default) for f in ours] == [(f.name, f.default) for f in theirs]
+        elif not issubclass(stub, tuple | dict):  # neither NamedTuples nor TypedDicts
+            for own in vars(stub):
+                function = inspect.getattr_static(stub, own)
+                function = getattr(function, "__func__", function)
+                if inspect.isfunction(function):
+                    # A Module's call is its forward.
+                    is_call = own == "__call__" and issubclass(stub, torch.nn.Module)
+                    method = getattr(real, "forward" if is_call else own)
+                    found.append((f"{name}.{own}", function, method))
+    assert found or path.stem == "options"
+    for name, stub, real in found:
+        definitions = definitions_of(stub, names["__name__"], name)
+        assert not is_overloaded(definitions[0])
+        check_function(f"{ROOTED[path]} {name}", definitions, real, names)
+
+
+def test_stubs_have_the_public_names():
+    for path in ROOTED:
+        if path.stem == "__init__":
+            names, real = stub_of(path), module_of(path)
+            assert names["__all__"] == real.__all__
+            assert names.keys() >= {*real.__all__}
+
+
+def test_stubs_have_the_attributes_of_the_code():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        shards = flce.VocabParallel(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16))
+    with flce.fuse(model, "0") as fusion:
+        explanation = flce.explain(model)
+    made = [shards, fusion, explanation, cce.LinearCrossEntropy()]
+    made += [flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)]
+    made += [liger.LigerFusedLinearCrossEntropyLoss(), liger.LigerFusedLinearCrossEntropyFunction()]
+    made.append(flce.compat.torch.LinearCrossEntropyLoss(8, 16))
+    by_class = {type(one): one for one in made}
+    for path in IMPORTED:
+        for name, stub, real in made_here(path):
+            if not inspect.isclass(stub) or issubclass(stub, tuple | dict | abc.ABC):
+                continue
+            bases = [base for base in stub.__mro__ if base.__module__.startswith("stub ")]
+            for attribute in set().union(*map(inspect.get_annotations, bases)):
+                assert hasattr(by_class[real], attribute), (name, attribute)
+
+
+def functions_in(tree, prefix=""):
+    """{qualified name: arguments of a function} of a module's source."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[prefix + node.name] = node.args
+        elif isinstance(node, ast.ClassDef):
+            found |= functions_in(node, f"{prefix}{node.name}.")
+    return found
+
+
+def described(arguments):
+    """([(name, default)] by position, {name: default} of the others, whether there are more)."""
+    given = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    names = [arg.arg for arg in arguments.args + arguments.kwonlyargs]
+    values = [one and ast.unparse(one) for one in given + arguments.kw_defaults]
+    pairs = list(zip(names, values, strict=True))
+    count = len(given)
+    return pairs[:count], dict(pairs[count:]), arguments.kwarg is not None
+
+
+@pytest.mark.parametrize("path", OF_FRAMEWORKS, ids=lambda path: str(ROOTED[path]))
+def test_stubs_of_integrations_have_the_signatures_of_the_source(path):
+    """Read and not imported: that would need the framework."""
+    code = functions_in(ast.parse(path.with_suffix(".py").read_text()))
+    for name, arguments in functions_in(ast.parse(path.read_text())).items():
+        by_position, others, takes_more = described(arguments)
+        if name == "FuseCallback.__init__":
+            assert others.pop("when") == "'labels'"  # among its **options, as flce.fuse has it
+        assert (by_position, others, takes_more) == described(code[name]), name
+
+
+def test_options_of_nemo_are_those_of_the_source():
+    source = (FLCE / "integrations/nemo.py").read_text()
+    (refused,) = re.findall(r"^_NOT_OPTIONS = (.*)$", source, re.MULTILINE)
+    expected = defaults("of_module").keys() - {*ast.literal_eval(refused)}
+    assert stub_of(FLCE / "options.pyi")["_NemoOptions"].__annotations__.keys() == expected
+
+
+def hints_of(options, names):
+    return typing.get_type_hints(options, globalns=names)
+
+
+def test_stubs_have_the_types_of_the_options():
+    names = stub_of(FLCE / "options.pyi")
+    table = {
+        name: typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+        for name, hint in Options.__annotations__.items()
+    }
+    table["vocab_parallel"] = names["VocabParallel"] | None  # which the core does not know
+    table["rows"] = int | None  # of linear_loss
+    assert hints_of(names["Options"], names).keys() == table.keys() - {"rows"}
+    narrower = {*names["_Outputs"].__annotations__}
+    for name, options in names.items():
+        if typing_extensions.is_typeddict(options):
+            for option, hint in hints_of(options, names).items():
+                is_narrower = option in narrower and name != "Options"
+                assert is_narrower or hint == table[option], (name, option)
+    for output in (flce.LinearCrossEntropyOutput, flce.TopLogprobs):
+        stub = names[output.__name__]
+        assert stub._field_defaults == output._field_defaults
+        assert hints_of(stub, names) == typing.get_type_hints(output)
+    settings = stub_of(FLCE / "__init__.pyi")["_Settings"]
+    found = hints_of(settings, stub_of(FLCE / "__init__.pyi"))
+    assert found == {name: table[name] for name in defaults("of_module")}

@@ -1,0 +1,156 @@
+"""What a wheel has to do wherever it installs: `python -m pytest wheel_smoke.py` in an environment
+with the wheel, pytest and nothing of the clone; tools/wheel_matrix.py runs it. On a GPU where there
+is one. No test compiles anything."""
+
+import io
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def operands(tokens, hidden, vocab, dtype):
+    x = torch.randn(tokens, hidden, dtype=torch.float64, device=DEVICE)
+    w = torch.randn(vocab, hidden, dtype=torch.float64, device=DEVICE) / hidden**0.5
+    target = torch.randint(0, vocab, (tokens,), device=DEVICE)
+    return [t.to(dtype).requires_grad_() for t in (x, w)], target
+
+
+def gradients(loss, leaves):
+    return torch.autograd.grad(loss, leaves, torch.full_like(loss, 0.75))
+
+
+def assert_near(found, truth, dtype):
+    error = (found.double() - truth).norm() / (truth.norm() + 1e-30)
+    assert error <= TOLERANCE[dtype]
+
+
+def test_it_is_the_wheel():
+    folder = Path(flce.__file__).parent
+    assert folder.parent.name == "site-packages"
+    assert {path.name for path in folder.glob("*.so")} == {"_C.abi3.so", "libflce_cuda.so"}
+
+
+def drawn(seed):
+    """Sizes, a dtype, arguments of the loss, and whether some rows are ignored."""
+    draw = random.Random(seed)
+    sizes = draw.choice([(1, 8, 3), (33, 24, 65), (64, 48, 200), (129, 17, 1031)])
+    options = {
+        "reduction": draw.choice(["mean", "sum", "none"]),
+        "label_smoothing": draw.choice([0.0, 0.1]),
+        "softcap": draw.choice([None, 5.0]),
+        "temperature": draw.choice([1.0, 0.7]),
+        "z_loss": draw.choice([0.0, 1e-2]),
+    }
+    kept = ["logits", "stats"] + ["grads"] * (options["reduction"] != "none")
+    plan = {"save": draw.choice(kept), "max_memory": draw.choice([None, "16KiB"])}
+    return sizes, draw.choice(list(TOLERANCE)), options, plan, draw.random() < 0.5
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_losses_and_gradients(seed):
+    torch.manual_seed(seed)
+    sizes, dtype, options, plan, ignores = drawn(seed)
+    leaves, target = operands(*sizes, dtype)
+    if ignores:
+        target[::2] = -100
+    loss = flce.linear_cross_entropy(*leaves, target, **options, **plan)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truth = flce.reference.linear_cross_entropy(*exact, target, **options)
+    assert_near(loss, truth, dtype)
+    for one, other in zip(gradients(loss, leaves), gradients(truth, exact), strict=True):
+        assert_near(one, other, dtype)
+
+
+def test_it_agrees_with_plain_torch():
+    leaves, target = operands(65, 32, 129, torch.float64)
+    loss = flce.linear_cross_entropy(*leaves, target)
+    truth = F.cross_entropy(F.linear(*leaves), target)
+    assert_near(loss, truth.detach(), torch.float64)
+    for one, other in zip(gradients(loss, leaves), gradients(truth, leaves), strict=True):
+        assert_near(one, other, torch.float64)
+
+
+def test_logprobs_and_entropy():
+    leaves, target = operands(65, 32, 129, torch.float64)
+    logprobs, entropy = flce.linear_logprobs(*leaves, target, entropy="differentiable")
+    exact = F.log_softmax(F.linear(*leaves), -1)
+    picked = exact.gather(1, target[:, None])[:, 0]
+    everywhere = -(exact.exp() * exact).sum(-1)
+    assert_near(logprobs, picked.detach(), torch.float64)
+    assert_near(entropy, everywhere.detach(), torch.float64)
+    ours, theirs = logprobs + 0.5 * entropy, picked + 0.5 * everywhere
+    for one, other in zip(gradients(ours, leaves), gradients(theirs, leaves), strict=True):
+        assert_near(one, other, torch.float64)
+
+
+def test_modules_compile_pickle_and_fuse():
+    leaves, target = operands(33, 16, 65, torch.float32)
+    head = flce.LinearCrossEntropyHead(16, 65).to(DEVICE)
+    file = io.BytesIO()
+    torch.save(head, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    hidden = leaves[0].detach()
+    truth = F.cross_entropy(F.linear(hidden, head.weight, head.bias), target)
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    for loss in (head(hidden, target), again(hidden, target), compiled(hidden, target)):
+        assert_near(loss, truth.detach().double(), torch.float32)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(65, 16)
+            self.lm_head = torch.nn.Linear(16, 65, bias=False)
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, input_ids):
+            return self.lm_head(self.embed(input_ids))
+
+    model = Model().to(DEVICE)
+    eager = F.cross_entropy(model(target), target)
+    handle = flce.fuse(model, when="always")
+    fused = F.cross_entropy(model(target), target)
+    assert_near(fused, eager.detach().double(), torch.float32)
+    for one, other in zip(
+        gradients(fused, [*model.parameters()]),
+        gradients(eager, [*model.parameters()]),
+        strict=True,
+    ):
+        assert_near(one, other.double(), torch.float32)
+    handle.remove()
+
+
+def test_refusals_are_pythons_errors():
+    leaves, target = operands(9, 8, 5, torch.float32)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        flce.linear_cross_entropy(*leaves, target, label_smoothing=2.0)
+    if DEVICE == "cpu":
+        target[3] = 7
+        with pytest.raises(IndexError, match="7"):
+            flce.linear_cross_entropy(*leaves, target)
+
+
+def test_the_operators_pass_opcheck():
+    leaves, target = operands(9, 8, 5, torch.float32)
+    torch.library.opcheck(torch.ops.flce.linear_cross_entropy.default, (*leaves, target))
+
+
+def test_info():
+    command = [sys.executable, "-W", "ignore", "-m", "flce.info"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (built,) = (line for line in done.stdout.splitlines() if "nvcc" in line)
+    assert "driver 5" in built and " sm_" in built
+    assert (DEVICE == "cuda") != ("not usable: " in done.stdout)
