@@ -34,7 +34,7 @@ SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
 .PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
-	sbom hub clean python
+	sbom hub docs pictures clean python
 
 test: test-c test-py
 
@@ -49,7 +49,8 @@ test-py: $(READY)
 integrations: $(FRAMEWORKS)
 
 test-integrations: $(FRAMEWORKS)
-	$(PYTEST) tests/test_finetune_hf.py tests/test_fuse_*.py tests/test_integrations*.py
+	$(PYTEST) tests/test_docs_frameworks.py tests/test_finetune_hf.py tests/test_fuse_*.py \
+		tests/test_integrations*.py
 
 demo: $(READY)
 	$(PYTHON) examples/train_lm.py --out demo $(if $(STEPS),--steps $(STEPS))
@@ -88,6 +89,15 @@ hub: $(READY)
 	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
 	$(PYTHON) tools/hub.py build/hub
 
+# The site, in build/site. Fails where a page or a link is missing; fetches nothing.
+docs: $(READY)
+	$(PYTHON) docs/make_api.py
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+
+# docs/pictures, from the records in benchmarks/results.
+pictures: $(READY)
+	$(PYTHON) benchmarks/pictures.py
+
 # Prints the interpreter that the other targets use.
 python: $(READY)
 	@echo $(PYTHON)
@@ -100,7 +110,7 @@ clean:
 $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
 	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "setuptools>=77" wheel
 	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
-		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation -e ".[tests,dev,example]"
+		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation -e ".[tests,dev,docs,example]"
 	@mkdir -p $(@D) && touch $@
 
 # An extra's packages without flce, which would be built anew. torch is named with the version that

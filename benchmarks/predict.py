@@ -3,7 +3,7 @@
 
     python benchmarks/scale.py head 16384x8192x128256 8192x2048x151936 --predict
 
-A step of the slowest rank, of T ranks and C chunks (docs/parallel.md has the formula):
+A step of the slowest rank, of T ranks and C chunks (docs/parallel-reference.md has the formula):
 
     products of all chunks + passes + exposed exchanges + jitter
 

@@ -7,7 +7,7 @@ seed have the same initial weights and the same batches. The validation loss is 
     python benchmarks/sampled_training.py --make-corpus --corpus corpus.npy
     python benchmarks/sampled_training.py --corpus corpus.npy --runs exact:0,2^-6:0 --json new.json
     python benchmarks/sampled_training.py --table new.json
-    python benchmarks/sampled_training.py --plot new.json other.json --out docs/training.png
+    python benchmarks/sampled_training.py --plot new.json other.json --out training.svg
 
 With --finetune STEPS the model of each seed is trained with exact gradients first. A run continues
 from it for STEPS steps on --other, text of another kind, at a fifth of the learning rate, with the
@@ -431,7 +431,7 @@ def make_parser():
     add("--budget", type=float, help="seconds: start no run that would end after them")
     add("--table", type=path, nargs="+", metavar="JSON", help="print the tables of these records")
     add("--plot", type=path, nargs="+", metavar="JSON", help="the same, and draw them")
-    add("--out", type=path, default=path("sampled-training.png"), help="the picture of --plot")
+    add("--out", type=path, default=path("sampled-training.svg"), help="the picture of --plot")
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     shared = "shared-moment: AdamW, the head's second moment a mean over the classes"
     add("--optimizer", choices=list(DEFAULTS), default="adamw", help=shared)

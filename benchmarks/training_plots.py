@@ -3,7 +3,9 @@
 import json
 import statistics
 
-COLOURS = {"exact": "#222222", "2^-8": "#3a8f3a", "2^-6": "#1f6fb4", "2^-4": "#d9660a"}
+import svg
+
+COLOURS = {"exact": "ink", "2^-8": "green", "2^-6": "blue", "2^-4": "orange"}
 
 
 def load_runs(paths):
@@ -79,62 +81,60 @@ def print_tables(found):
         print(f"{described(chosen)}\n\n{made(gradients)}\n")
 
 
-def draw_curves(axes, gradients, curve):
-    """The mean over seeds, and from the least to the most of them; `curve`: run -> (xs, ys)."""
-    for gradient, runs in gradients.items():
-        colour = COLOURS.get(gradient, "#8a8a8a")
-        steps = curve(runs[0])[0]
-        columns = list(zip(*(curve(run)[1] for run in runs), strict=True))
-        axes.plot(steps, list(map(statistics.mean, columns)), color=colour, label=gradient)
-        lower, upper = list(map(min, columns)), list(map(max, columns))
-        axes.fill_between(steps, lower, upper, color=colour, alpha=0.18, linewidth=0)
-
-
-def training_curve(run):
-    count, steps = len(run["train"]), run["configuration"]["steps"]
-    return [min(run["window"] * (i + 1), steps) for i in range(count)], run["train"]
-
-
 def validation_curve(run):
     return tuple([one[key] for one in run["validation"]] for key in ("step", "loss"))
 
 
-def draw_final(axes, gradients):
-    for place, (gradient, runs) in enumerate(gradients.items()):
-        values = [final(run) for run in runs]
-        colour = COLOURS.get(gradient, "#8a8a8a")
-        axes.plot([place] * len(values), values, "o", color=colour, alpha=0.7, label=gradient)
-        axes.hlines(statistics.mean(values), place - 0.3, place + 0.3, color=colour)
-    axes.set_xticks(range(len(gradients)), gradients)
-    axes.margins(x=0.15)
+def draw_curves(picture, box, gradients, curve, ylabel):
+    """The mean over seeds, and from the least to the most of them, after the first fifth of the
+    steps, whose losses are far above the others; `curve`: run -> (xs, ys)."""
+    means, bands = {}, {}
+    for gradient, runs in gradients.items():
+        xs = curve(runs[0])[0]
+        columns = list(zip(*(curve(run)[1] for run in runs), strict=True))
+        late = [i for i, x in enumerate(xs) if 5 * x >= xs[-1]]
+        ends = [[(xs[i], end(columns[i])) for i in late] for end in (max, statistics.mean, min)]
+        means[gradient], bands[gradient] = ends[1], [*ends[0], *reversed(ends[2])]
+    points = [one for band in bands.values() for one in band]
+    axes = svg.Axes(picture, box, *zip(*points, strict=True))
+    axes.frame("step", ylabel)
+    for gradient, mean in means.items():
+        colour = COLOURS.get(gradient, "grey")
+        picture.area([axes.at(*one) for one in bands[gradient]], colour, opacity=0.18)
+        picture.line([axes.at(*one) for one in mean], colour)
+
+
+def draw_final(picture, box, gradients):
+    losses = {gradient: list(map(final, runs)) for gradient, runs in gradients.items()}
+    places = range(len(losses))
+    every = [value for values in losses.values() for value in values]
+    axes = svg.Axes(picture, box, [-0.5, len(losses) - 0.5], every)
+    axes.frame("gradient", "validation loss at the end", xticks=False)
+    for place, (gradient, values) in zip(places, losses.items(), strict=True):
+        colour = COLOURS.get(gradient, "grey")
+        for value in values:
+            picture.dot(*axes.at(place, value), colour, opacity=0.8)
+        mean = statistics.mean(values)
+        picture.line([axes.at(place - 0.3, mean), axes.at(place + 0.3, mean)], colour, 1.5)
+        x, _ = axes.at(place, mean)
+        picture.text(x, box[1] + box[3] + 16, gradient, colour, 11.5, "middle")
 
 
 def draw(found):
-    """A row of three panels for each configuration."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (12, 3.9 * len(found))
-    figure, grid = pyplot.subplots(len(found), 3, figsize=size, squeeze=False, layout="constrained")
-    for panels, (text, gradients) in zip(grid, found.items(), strict=True):
-        draw_curves(panels[0], gradients, training_curve)
-        draw_curves(panels[1], gradients, validation_curve)
-        draw_final(panels[2], gradients)
-        panels[0].set_title(described(json.loads(text)), fontsize=9.5, loc="left")
-        panels[0].set(xlabel="step", ylabel="training loss, means of windows")
-        panels[0].legend(fontsize=8.5, frameon=False)
-        panels[1].set(xlabel="step", ylabel="validation loss")
-        panels[2].set(ylabel="validation loss at the end, each seed")
-        for axes in panels:
-            axes.grid(which="both", color="#e6e6e6", linewidth=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    """For each configuration the validation loss during training and at the end."""
+    picture = svg.Picture(640, 350 * len(found) + 10, "Training with exact and sampled gradients")
+    for row, (text, gradients) in enumerate(found.items()):
+        top = 350 * row
+        for line, words in enumerate(described(json.loads(text)).splitlines()):
+            picture.text(20, top + 30 + 18 * line, words, size=14, weight=600)
+        boxes = [(left, top + 68, 230, 226) for left in (74, 392)]
+        draw_curves(picture, boxes[0], gradients, validation_curve, "validation loss")
+        draw_final(picture, boxes[1], gradients)
+    return picture
 
 
 def plot(paths, out):
     found = groups(load_runs(paths))
     print_tables(found)
-    draw(found).savefig(out, dpi=120, facecolor="white")
+    draw(found).save(out)
     print(out)

@@ -91,7 +91,7 @@ static inline bool flce_has_backward(flce_save save) {
  * of classes. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
 
-/* ---- samples (docs/sampled.md) ----
+/* ---- samples (docs/sampled-reference.md) ----
  *
  * With save=samples the gradient GEMMs are replaced by gathers: a row's E_ij, j != y, are replaced
  * by an unbiased sparse estimate. With S_i = sum_j exp(l_ij - c_i), each class has the probability

@@ -56,6 +56,11 @@ def linear_loss(
     Raises:
         TypeError, ValueError: as `linear_logprobs`; a loss_fn that returns no scalar, or whose
             gradient reaches a tensor other than the logprobs and the entropy of its chunk.
+
+    >>> x, W, y = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+    >>> advantage = torch.randn(5)
+    >>> loss = flce.linear_loss(x, W, y, lambda p, entropy, rows: -(p * advantage[rows]).sum())
+    >>> torch.testing.assert_close(loss, -(flce.linear_logprobs(x, W, y)[0] * advantage).sum())
     """
     check_names("linear_loss", _KNOWN, options)
     # It runs a function of the caller's, and a backward within the forward.

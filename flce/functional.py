@@ -236,6 +236,11 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
         torch.OutOfMemoryError: names the buffer and a smaller max_memory.
         RuntimeError: double backward, forward-mode AD, vmap; `accumulate_into` under torch.compile
             or autograd.grad of linear_weight; a collective of `vocab_parallel` that fails.
+
+    >>> x, W, y = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+    >>> loss = flce.linear_cross_entropy(x, W, y, softcap=30.0)
+    >>> eager = torch.nn.functional.cross_entropy(30 * torch.tanh(x @ W.T / 30), y)
+    >>> torch.testing.assert_close(loss, eager)
     """
     if isinstance(target, tuple) and len(target) == 2:
         return _of_sparse_target(input, linear_weight, *target, options)
@@ -306,6 +311,9 @@ def cross_entropy(logits, target, **options: Unpack[Options]):
         `return_*` a `LinearCrossEntropyOutput`. The gradient has the logits' dtype.
 
     Raises: as `linear_cross_entropy`.
+
+    >>> flce.cross_entropy(torch.zeros(3, 8), torch.tensor([1, -100, 7])).exp()
+    tensor(8.)
     """
     return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
 
@@ -340,6 +348,10 @@ def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
         is `ignore_index`. Differentiable, but not with gradient="sampled".
 
     Raises: as `linear_cross_entropy`.
+
+    >>> x, W, ids = torch.zeros(1, 8), torch.randn(16, 8), torch.tensor([[3, 5, -100]])
+    >>> flce.linear_logprobs_at(x, W, ids).exp()
+    tensor([[0.0625, 0.0625, 1.0000]])
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
     return logprobs_at_of(input, linear_weight, ids, options)
@@ -381,6 +393,11 @@ def linear_logprobs(
         0 where the target is ignored; with return_topk (logprobs, entropy, TopLogprobs).
 
     Raises: as `linear_cross_entropy`.
+
+    >>> x, W, y = torch.zeros(2, 8), torch.randn(16, 8), torch.tensor([3, 5])
+    >>> logprobs, entropy = flce.linear_logprobs(x, W, y)
+    >>> logprobs.exp(), entropy.exp()
+    (tensor([0.0625, 0.0625]), tensor([16., 16.]))
     """
     table.check_names("linear_logprobs", OF_LOGPROBS, options)
     check_logprobs(target, entropy)

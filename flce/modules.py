@@ -56,6 +56,10 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
     nn.Linear(H, V).
+
+    >>> criterion = flce.LinearCrossEntropyLoss(8, 16, label_smoothing=0.1)
+    >>> criterion(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)).shape
+    torch.Size([])
     """
 
     def __init__(
@@ -103,6 +107,10 @@ class LinearCrossEntropyHead(nn.Linear):
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
     (..., V).
+
+    >>> head, hidden = flce.LinearCrossEntropyHead(8, 16), torch.randn(2, 3, 8)
+    >>> head(hidden, torch.zeros(2, 3, dtype=torch.int64)).shape, head(hidden).shape
+    (torch.Size([]), torch.Size([2, 3, 16]))
     """
 
     def __init__(

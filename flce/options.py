@@ -112,6 +112,11 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
 
     All but predictions and classes have the loss's dtype: float64 for float64 operands, else
     float32.
+
+    >>> x, W, y = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+    >>> out = flce.linear_cross_entropy(x, W, y, return_lse=True, topk=3)
+    >>> out.lse.shape, out.class_logits.shape, out.entropy
+    (torch.Size([5]), torch.Size([5, 3]), None)
     """
 
     loss: torch.Tensor
@@ -130,6 +135,10 @@ class TopLogprobs(typing.NamedTuple):
     logprobs: (..., K), in nats, descending; differentiable. ids: their classes, (..., K), int64; -1
     where the target is ignored. lse: logsumexp of all logits of the row, (...); differentiable: the
     tail's probability is ``1 - logprobs.exp().sum(-1)``.
+
+    >>> x, W, y = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+    >>> *_, top = flce.linear_logprobs(x, W, y, return_topk=16)
+    >>> torch.testing.assert_close(top.logprobs.exp().sum(-1), torch.ones(5))
     """
 
     logprobs: torch.Tensor

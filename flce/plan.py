@@ -32,6 +32,10 @@ class Plan:
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
     "input_terms" of the ranks' terms of dX, "summed_input" of the sums of these.
+
+    >>> made = flce.plan(1024, 64, 1000, device="cpu", dtype=torch.float32)
+    >>> made.save, made.buffers["grad_weight"]
+    ('logits', 256000)
     """
 
     save: str
@@ -106,6 +110,9 @@ def plan(
 
     Raises:
         TypeError, ValueError: what the call itself would refuse.
+
+    >>> flce.plan(1024, 64, 1000, device="cpu", dtype=torch.bfloat16, max_memory="1MiB").chunks
+    2
     """
     given, options = locals(), table.completed("plan", _OPTIONS, options)
     gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)

@@ -3,6 +3,10 @@
 In float64 it is the ground truth of the tests; in the dtype of a call it is the eager result whose
 error sets the tolerance. It holds all N x V logits and uses none of the shortcuts that it checks.
 Arguments have the shapes and dtypes of flce's functions of the same names.
+
+>>> operands = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+>>> expected = flce.reference.linear_cross_entropy(*operands, z_loss=1e-4)
+>>> torch.testing.assert_close(flce.linear_cross_entropy(*operands, z_loss=1e-4), expected)
 """
 
 import torch
@@ -186,7 +190,7 @@ def philox(key, counter):
 
 
 def offsets_of_rows(rows, seed, device, bits):
-    """u of docs/sampled.md, so many random bits, up to 62, for each of `rows` rows."""
+    """u of docs/sampled-reference.md, so many random bits, up to 62, for each of `rows` rows."""
     row = torch.arange(rows, device=device)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     first, second, *_ = philox(key, (row & 0xFFFFFFFF, row >> 32, 0, 0))
@@ -195,7 +199,7 @@ def offsets_of_rows(rows, seed, device, bits):
 
 @torch.no_grad()
 def sampled_derivative(z, target, cut, of_logits, eps, seed):
-    """The estimate of d lse / d z (..., V), computed in float64; docs/sampled.md has the formulas.
+    """The estimate of d lse / d z (..., V), computed in float64 (docs/sampled-reference.md).
 
     z: the linear layer's logits (..., V); `target` (...): classes; `cut`, `of_logits`: the other
     arguments of `final_logits`.

@@ -88,6 +88,9 @@ def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None,
     Raises:
         TypeError, ValueError: an argument of the wrong type or value, by name.
         RuntimeError: a group without torch.distributed.
+
+    >>> flce.num_items([torch.tensor([3, -100, 5]), torch.tensor([7])])
+    tensor(3., dtype=torch.float64)
     """
     targets = list(targets) if isinstance(targets, (list, tuple)) else [targets]
     if not targets:

@@ -7,6 +7,7 @@ import json
 import pathlib
 import sys
 import time
+from xml.etree import ElementTree
 
 import numpy
 import pytest
@@ -168,16 +169,21 @@ def test_reference_is_that_of_autograd(scripts, monkeypatch):
 
 
 def test_plot(scripts, tmp_path):
-    pytest.importorskip("matplotlib")
     choices = ["--peers", "eager", "--budget", "default", "8KiB", "--passes", "step"]
-    bench(scripts, tmp_path, SHAPE, "64x16x400", "--ignored", "0.5", *choices)
+    _, record = bench(scripts, tmp_path, SHAPE, "64x16x400", "--ignored", "0.5", *choices)
     plot = scripts("plot")
     plot.main([str(tmp_path / "record.json"), "--out", str(tmp_path / "pictures")])
     for shape in (SHAPE, "64x16x400"):
-        picture = (tmp_path / "pictures" / f"{shape}-step.png").read_bytes()
-        assert picture[:4] == b"\x89PNG" and int.from_bytes(picture[16:20], "big") == 1400
-    rows = [{"peak_bytes": size, "ms": ms} for size, ms in [(3, 1), (1, 9), (2, 9), (2, 5), (4, 2)]]
-    assert [(row["peak_bytes"], row["ms"]) for row in plot.front(rows)] == [(1, 9), (2, 5), (3, 1)]
+        root = ElementTree.parse(tmp_path / "pictures" / f"{shape}-step.svg").getroot()
+        kinds = [row["kind"] for row in record["rows"] if row["shape"] == shape]
+        drawn = [one.get("class") for one in root]
+        assert drawn.count("f-orange") == kinds.count("peer")
+        assert drawn.count("f-blue") >= kinds.count("flce")
+        assert "flce, 8KiB" in [one.text for one in root]
+    pairs = [(3, 1), (1, 9), (2, 9), (2, 5), (4, 2)]
+    rows = [{"peak_bytes": size, "ratio": ratio} for size, ratio in pairs]
+    best = [(row["peak_bytes"], row["ratio"]) for row in plot.front(rows)]
+    assert best == [(1, 9), (2, 5), (3, 1)]
 
 
 def loop(scripts, tmp_path, *arguments, shape="64x16x400"):

@@ -60,6 +60,11 @@ def linear_divergence(
         The loss, float64 for float64 operands, else float32; shape (), or (...) for "none".
 
     Raises: as `linear_cross_entropy`; gradient="sampled" is refused.
+
+    >>> x, W, teacher_x, teacher_W = map(torch.randn, (5, 16, 5, 16), (8, 8, 4, 4))
+    >>> loss = flce.linear_divergence(x, W, teacher_x, teacher_W)
+    >>> p, q = (x @ W.T).log_softmax(-1), (teacher_x @ teacher_W.T).log_softmax(-1)
+    >>> torch.testing.assert_close(loss, (q.exp() * (q - p)).sum(-1).mean())
     """
     if (teacher_input is None) != (teacher_weight is None) or (teacher_logits is None) == (
         teacher_input is None

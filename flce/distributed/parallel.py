@@ -46,6 +46,11 @@ class VocabParallel:
     Raises:
         TypeError, ValueError: an argument of the wrong type or range, by name.
         RuntimeError: torch.distributed is not initialised.
+
+    >>> shards = flce.VocabParallel(torch.distributed.group.WORLD)  # here of one process
+    >>> x, w_shard, y = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+    >>> flce.linear_cross_entropy(x, w_shard, y, vocab_parallel=shards).shape
+    torch.Size([])
     """
 
     def __init__(

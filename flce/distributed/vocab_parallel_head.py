@@ -32,6 +32,13 @@ class VocabParallelHead(ParallelStyle):
     Raises TypeError if `sequence` is no bool. parallelize_module raises TypeError if the Module is
     none of the two, and ValueError if the mesh has more than one dimension, a parameter is a
     DTensor of another kind, or the Module has the option vocab_parallel.
+
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    >>> model = nn.ModuleDict({"lm_head": flce.LinearCrossEntropyHead(8, 16)})
+    >>> model = parallelize_module(model, mesh, {"lm_head": flce.VocabParallelHead()})
+    >>> model["lm_head"](torch.randn(5, 8), torch.arange(5)).shape
+    torch.Size([])
     """
 
     def __init__(self, *, sequence: bool = False) -> None:

@@ -302,14 +302,10 @@ def _heads_to_fuse(model, head):
 def fuse(model, head=None, *, when="labels", strict=False, **options):
     """Makes a model compute its cross entropy by flce, without its logits, in place.
 
-    The head's call returns a Tensor with the logits' shape, dtype and device and no memory. It
-    records what docs/fuse.md lists (scales, casts, a softcap, views, selected rows ...); cross
-    entropies, log-probabilities, logsumexp and entropies of it are computed by flce. Every other
-    operation makes the real logits first. `outputs.logits` is made when it is read, which has to be
-    before the weights change. Results agree up to rounding: flce sums in float32 and does not round
-    the logits; float32 adapters on a bfloat16 head are multiplied in bfloat16. A mean over no valid
-    row is 0, not NaN. Returns a handle with `remove()`, which is a context manager too and does not
-    keep the model.
+    The head's call returns a Tensor without memory, which records what docs/fuse.md lists; flce
+    computes losses, log-probabilities, logsumexp and entropies of it, equal up to rounding; a mean
+    over no valid row is 0. Other operations make the real logits first, and so does reading
+    `outputs.logits`, before the weights change. Gives a handle with `remove()`, a context manager.
 
     Args:
         model: an nn.Module whose head is an nn.Linear, with PEFT's adapters or without; also
@@ -319,19 +315,20 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
         when: "labels": in forward calls with labels (an argument `labels` or `..._labels` other
             than None). "always": in every call of the head, for loops with losses of their own.
         strict: a RuntimeError in place of each warning that logits are made for a loss.
-        **options: of `linear_cross_entropy`: accum_dtype, logits_dtype, save, max_memory,
-            accumulate_into, gradient, gradient_eps, z_loss, valid_bound. All others follow from
-            the model's own loss. Losses for each row drop save="grads"; log-probabilities,
-            logsumexp and entropies drop z_loss and valid_bound, the last two gradient too.
+        **options: accum_dtype, logits_dtype, save, max_memory, accumulate_into, gradient,
+            gradient_eps, z_loss, valid_bound. Losses for each row drop save="grads"; log p, lse and
+            entropies drop z_loss and valid_bound, the last two gradient too.
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.
         ValueError: nn.DataParallel, an unknown `head` or `when`, a bad value of an option, a model
             without a head, a head that is fused, or with strict=True (else a warning) cannot be.
-        RuntimeError, from later calls: with strict=True, where logits would have to be made for a
-            loss, and in a training step without a loss by flce; replicas of nn.DataParallel; logits
-            that are read after the head's weight or input has changed or where the weight is
-            sharded, or written to by C++ before they are made; a hook on logits after their loss.
+        RuntimeError, from later calls: with strict=True logits made for a loss, or a training step
+            without a loss by flce; logits read too late or written to: docs/errors.md has all.
+
+    >>> model = nn.ModuleDict({"lm_head": nn.Linear(8, 16)})
+    >>> flce.fuse(model, when="always")
+    <flce.fuse of ModuleDict: attached, no loss computed yet>
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
@@ -357,8 +354,7 @@ class Explanation:
     """The report of `flce.explain`: str() of it is text.
 
     model: the name of its class; is_fused: whether a head of it is. heads: [(name, its parts)];
-    refused: [(name, reason)]; losses, reads, fallbacks: the counts of the handle that flce.fuse
-    returned, empty if the model is not fused; summary: these in a phrase.
+    refused: [(name, reason)]; losses, reads, fallbacks: the handle's counts; summary: in a phrase.
     """
 
     def __init__(self, model):
@@ -402,7 +398,11 @@ def _composition(head):
 
 
 def explain(model):
-    """The Explanation, to print, of what `flce.fuse` did with an nn.Module (else TypeError)."""
+    """The Explanation, to print, of what `flce.fuse` did with an nn.Module (else TypeError).
+
+    >>> flce.explain(nn.ModuleDict({"lm_head": nn.Linear(8, 16)})).is_fused
+    False
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
     return Explanation(model)

@@ -1,10 +1,10 @@
 """Trainers and packages that run flce, one module for each.
 
-`trl`, `liger`, `cce`, `verl` and `skyrl` have an `install()`, which rebinds the package's loss
-until its handle is removed, and import that package only then. `axolotl`, `nemo`, `torchtitan` and
-`transformers` hold a class to name in the framework's configuration or script, and import the
-framework with the module.
-docs/integrations.md says what each serves.
+`trl`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package and rebinds its loss until
+the handle is removed. `axolotl`, `nemo`, `torchtitan`, `transformers`: a class to name in a
+configuration or script; these import the framework. docs/integrations.md says what each serves.
+
+>>> handle = flce.integrations.trl.install()  # doctest: +SKIP
 """
 
 import importlib
