@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import typing
 
@@ -247,17 +248,25 @@ def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
 
-def _target_of(ids, ignore_index):
-    """A target for the rows of `ids` (..., K): one of a row's classes, or `ignore_index` without
-    any; and the mask of ids that are none."""
+def _target_of(ids, ignore_index, chances=None):
+    """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
+    or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
     validate.check_tensor("ids", ids)
     if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
         got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
         validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
-    ignore_index = table.ignore_index_of(ignore_index)
-    absent = ids == ignore_index
-    target = ids.masked_fill(absent, -1).amax(dim=-1).long()  # int32 may not hold ignore_index
-    return target.masked_fill(absent.all(dim=-1), ignore_index), absent
+    absent = ids == table.ignore_index_of(ignore_index)
+    chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
+    at = chances.argmax(dim=-1, keepdim=True)
+    return ids.gather(-1, at).squeeze(-1), at, absent
+
+
+def _logprobs_of_classes(made, at):
+    """log p (..., K) from that of the target, of index `at`, whose gradient p - 1 does not cancel
+    in 16 bits; from lse where its logit is -inf."""
+    own, lse = made.class_logits.gather(-1, at), made.lse.unsqueeze(-1)
+    near = made.class_logits - own - made.loss.unsqueeze(-1)
+    return torch.where(own.isinf(), made.class_logits - lse, near)
 
 
 _NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
@@ -271,17 +280,18 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
         given = options.pop(name)
         if isinstance(given, torch.Tensor) or given != _ALL[name]:
             validate.refuse(name, f"{_ALL[name]} with (ids, probabilities)", given)
-    target, absent = _target_of(ids, options["ignore_index"])
+    validate.check_tensor("ids", ids)
     validate.check_tensor("target", probabilities)
     validate.check_constant("target", probabilities)
     if not probabilities.is_floating_point():
         validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
     validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
+    target, at, absent = _target_of(ids, options["ignore_index"], probabilities)
     own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
     reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
-    gaps = torch.where(absent | (probabilities == 0), 0.0, made.lse[..., None] - made.class_logits)
+    gaps = -_logprobs_of_classes(made, at).masked_fill(absent | (probabilities == 0), 0.0)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
     rows = rows if factor is None else rows * factor.to(rows.dtype)
     loss = rows if reduction == "none" else rows.sum()
@@ -359,10 +369,10 @@ def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
 
 def logprobs_at_of(input, linear_weight, ids, options):
     """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
-    target, absent = _target_of(ids, options.get("ignore_index"))
+    target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
-    return (made.class_logits - made.lse.unsqueeze(-1)).masked_fill(absent, 0.0)
+    return _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
 
 
 def linear_logprobs(
