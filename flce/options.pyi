@@ -74,6 +74,20 @@ class _LinearLossOptions(_OfHead, _Sharded, total=False):
     shift: int
     accumulate_into: Literal["grad", "main_grad"] | None
 
+class _DivergenceOptions(_Curve, _Sharded, total=False):
+    linear_bias: Tensor | None
+    reduction: Reduction
+    token_weight: Tensor | None
+    num_items: float | Tensor | None
+    shift: int
+    cu_seqlens: Tensor | None
+    valid_vocab: int | None
+    valid_bound: int | Literal["count"] | None
+    accum_dtype: dtype | None
+    save: Save
+    max_memory: int | str | None
+    gradient: Gradient
+
 class _NemoOptions(_Computation, _Sharded, total=False):
     label_smoothing: float
     logit_scale: float

@@ -108,6 +108,7 @@ def counted(logprobs: Tensor, entropy: Tensor, rows: slice) -> tuple[Tensor, dic
 
 def chunked_losses() -> None:
     assert_type(flce.linear_loss(x, w, y, negative, rows=2), Tensor)
+    assert_type(flce.linear_divergence(x, w, x.detach(), w, beta=0.3, divergence="jsd"), Tensor)
     assert_type(flce.linear_loss(x, w, y, negative, entropy="detached"), Tensor)
     assert_type(flce.linear_loss(x, w, y, lambda logprobs, _, rows: -logprobs.sum()), Tensor)
     made = flce.linear_loss(x, w, y, counted, entropy="differentiable", accumulate_into=None)

@@ -1,6 +1,6 @@
 """Trainers and packages that run flce, one module for each.
 
-`trl`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package and rebinds its loss until
+`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package and rebinds its loss until
 the handle is removed. `axolotl`, `nemo`, `torchtitan`, `transformers`: a class to name in a
 configuration or script; these import the framework. docs/integrations.md says what each serves.
 
@@ -9,7 +9,8 @@ configuration or script; these import the framework. docs/integrations.md says w
 
 import importlib
 
-__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl", "verl"]
+__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl"]
+__all__ += ["trl_distillation", "verl"]
 
 
 def __getattr__(name):

@@ -1,3 +1,15 @@
-from . import axolotl, cce, liger, nemo, skyrl, torchtitan, transformers, trl, verl
+from . import (
+    axolotl,
+    cce,
+    liger,
+    nemo,
+    skyrl,
+    torchtitan,
+    transformers,
+    trl,
+    trl_distillation,
+    verl,
+)
 
-__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl", "verl"]
+__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl"]
+__all__ += ["trl_distillation", "verl"]
