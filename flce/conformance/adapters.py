@@ -47,10 +47,14 @@ def with_bias(case, device):
 # ---- flce ----
 
 
-def flce(name, made_early=False, **settings):
+def flce(name, made_early=False, chunks=1, **settings):
     import flce
 
     def loss(x, w, y, bias, options):
+        if chunks > 1:
+            row = -(-4 * max(w.itemsize // 4, 1) * len(w) // 128) * 128
+            options |= {"max_memory": row * max(1, -(-len(x) // chunks))}
+            options |= {"accum_dtype": torch.float32} if w.itemsize == 2 else {}
         return flce.linear_cross_entropy(x, w, y, linear_bias=bias, **options, **settings)
 
     def logits(case, device):  # docs/environment.md
@@ -116,7 +120,8 @@ def torch_chunked(name):
 
     # With label smoothing it warns and computes all logits: another function.
     offers = offering("bias", "weight", "sum", "none", "ignore_index", "strided", "no rows")
-    rounds = rounding(lambda case, device: 0, made_early=True)
+    # "compact", what "auto" takes on CUDA, keeps float16 logits.
+    rounds = rounding(lambda case, device: case.dtype == "float16" and device.type == "cuda", True)
     return Adapter(name, loss, offers | {"float64"}, rounds, version=torch.__version__)
 
 
@@ -275,7 +280,7 @@ ADAPTERS = {
     "flce-logits": functools.partial(flce, save="logits"),
     "flce-grads": functools.partial(flce, made_early=True, save="grads"),
     "flce-stats": functools.partial(flce, save="stats"),
-    "flce-chunks": functools.partial(flce, made_early=True, max_memory=8192, accum_dtype=torch.float32),
+    "flce-chunks": functools.partial(flce, made_early=True, chunks=4),
     "eager": eager,
     "compile": compiled,
     "torch-chunked": torch_chunked,

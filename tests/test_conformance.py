@@ -1,0 +1,341 @@
+"""flce.conformance: a right implementation passes, and each of many wrong ones is found."""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce
+from flce.conformance import (
+    FEATURES,
+    Adapter,
+    Rounding,
+    build,
+    draw,
+    evaluate,
+    explain,
+    run,
+    suite,
+    truth,
+)
+from flce.conformance import __main__ as command
+from flce.conformance.adapters import adapter
+
+CPU = torch.device("cpu")
+SMALL = [case for case in suite() if case.vocab <= 1000]
+ALL = frozenset((*FEATURES, "float64", "float32", "bfloat16", "float16"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def right(x, w, y, bias, options, final=lambda z: z):
+    """flce.reference on operands in float64: gradients are rounded once, to the operands' dtype."""
+    x, w, bias = (None if one is None else final(one.double()) for one in (x, w, bias))
+    return flce.reference.linear_cross_entropy(x, w, y, linear_bias=bias, **options)
+
+
+def groups_that_fail(loss, group, **fields):
+    """The first case of the group that is found wrong, or None."""
+    wrong = Adapter("wrong", loss, ALL)
+    for case in SMALL:
+        if case.group != group or any(getattr(case, k) != v for k, v in fields.items()):
+            continue
+        outcome = evaluate(wrong, case, CPU)
+        if outcome.raised or not outcome.ratio <= 1.0:
+            return case
+    return None
+
+
+def test_a_right_implementation_passes_every_case():
+    record = run(Adapter("right", right, ALL), SMALL, CPU)
+    assert record.counts == {"passed": len(SMALL)}, record.failures
+
+
+def test_flce_passes_drawn_cases():
+    cases = [draw(5, index) for index in range(150)]
+    record = run(adapter("flce", ""), cases, CPU, batch=64)
+    assert record.counts.keys() <= {"passed", "undecided"}, record.failures
+
+
+# ---- wrong implementations ----
+
+
+class Changed(torch.autograd.Function):
+    """The identity, with `change` applied to the gradient."""
+
+    @staticmethod
+    def forward(ctx, value, change):
+        ctx.change = change
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad), None
+
+
+def changing_input(change, x, w, y, bias, options):
+    return right(Changed.apply(x, change), w, y, bias, options)
+
+
+def changing_logits(change, x, w, y, bias, options):
+    """`change` maps the gradient of the logits, in float32."""
+    logits = Changed.apply(F.linear(x.float(), w.float(), None if bias is None else bias.float()), change)
+    return flce.cross_entropy(logits, y, **options)
+
+
+def ignores_upstream(x, w, y, bias, options):
+    return Changed.apply(right(x, w, y, bias, options), torch.ones_like)
+
+
+def first_upstream_for_all(x, w, y, bias, options):
+    loss = right(x, w, y, bias, options)
+    return Changed.apply(loss, lambda grad: grad[:1].expand_as(grad)) if loss.dim() else loss
+
+
+def drops_tail_of_vocabulary(x, w, y, bias, options):
+    kept = max(1, len(w) // 64 * 64)
+    bias = None if bias is None else bias[:kept]
+    options = {k: v[:kept] if k == "weight" else v for k, v in options.items()}
+    return right(x, w[:kept], torch.where(y < kept, y, 0), bias, options)
+
+
+def reads_beyond_vocabulary(x, w, y, bias, options):
+    more = -len(w) % 64  # zeros, as logits
+    w = F.pad(w, (0, 0, 0, more))
+    bias = None if bias is None else F.pad(bias, (0, more))
+    options = {k: F.pad(v, (0, more)) if k == "weight" else v for k, v in options.items()}
+    return right(x, w, y, bias, options)
+
+
+def drops_last_rows(x, w, y, bias, options):
+    last = torch.arange(len(y)) >= max(1, len(y) // 64 * 64)
+    return right(x, w, y.masked_fill(last, options["ignore_index"]), bias, options)
+
+
+def drops_last_of_hidden(x, w, y, bias, options):
+    kept = max(1, x.shape[1] // 8 * 8)
+    return right(x[:, :kept], w[:, :kept], y, bias, options)
+
+
+def counts_ignored_rows(x, w, y, bias, options):
+    loss = right(x, w, y, bias, options)
+    valid = (y != options["ignore_index"]).sum()
+    return loss * valid / max(len(y), 1) if options["reduction"] == "mean" else loss
+
+
+def ignores_minus_100_alone(x, w, y, bias, options):
+    return right(x, w, y.clamp(min=0), bias, options | {"ignore_index": -100})
+
+
+def ignored_rows_have_gradients(x, w, y, bias, options):
+    loss = right(x, w, y, bias, options)
+    extra = right(x, w, y.masked_fill(y < 0, 0), bias, options | {"reduction": "sum"})
+    return loss + 1e-2 * (extra - extra.detach())
+
+
+def leaks_nan_of_ignored_rows(x, w, y, bias, options):
+    logits = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    return flce.cross_entropy(logits, y, **options)
+
+
+def subtracts_no_maximum(x, w, y, bias, options):
+    logits = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    cut = y == options["ignore_index"]
+    picked = logits.gather(-1, y.masked_fill(cut, 0).long().unsqueeze(-1)).squeeze(-1)
+    rows = (logits.exp().sum(-1).log() - picked).masked_fill(cut, 0.0)
+    if options["reduction"] == "none":
+        return rows
+    return rows.sum() / ((~cut).sum() if options["reduction"] == "mean" else 1)
+
+
+def rounds_logits_unsaid(x, w, y, bias, options):
+    logits = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    return flce.cross_entropy(logits + (logits.bfloat16().float() - logits).detach(), y, **options)
+
+
+def filters_small_gradients(x, w, y, bias, options):
+    small = lambda grad: grad.masked_fill(grad.abs() < 2e-4 * grad.abs().max(), 0.0)  # noqa: E731
+    return changing_logits(small, x, w, y, bias, options)
+
+
+def wraps_targets(x, w, y, bias, options):
+    wrapped = torch.where(y > 127, y - 128, y)
+    return right(x, w, wrapped, bias, options)
+
+
+def reads_rows_as_contiguous(x, w, y, bias, options):
+    plain = x.as_strided(x.shape, (x.shape[1], 1))
+    return right(plain, w, y, bias, options)
+
+
+def no_weight_gradient_if_input_is_frozen(x, w, y, bias, options):
+    return right(x, w if x.requires_grad else w.detach() + 0.0 * w, y, bias, options)
+
+
+def without(name, x, w, y, bias, options):
+    options = {key: value for key, value in options.items() if key != name}
+    return right(x, w, y, None if name == "bias" else bias, options)
+
+
+def forgets_slope_of_softcap(x, w, y, bias, options):
+    loss = right(x, w, y, bias, options)
+    other = without("softcap", x, w, y, bias, options)
+    return loss.detach() + other - other.detach()
+
+
+def divides_by_rows_not_weights(x, w, y, bias, options):
+    if options["reduction"] != "mean":
+        return right(x, w, y, bias, options)
+    total = right(x, w, y, bias, options | {"reduction": "sum"})
+    return total / (y != options["ignore_index"]).sum()
+
+
+def smooths_over_other_classes(x, w, y, bias, options):
+    if "label_smoothing" in options:
+        vocab = len(w)
+        options = options | {"label_smoothing": options["label_smoothing"] * vocab / (vocab - 1)}
+    return right(x, w, y, bias, options)
+
+
+ROUND = lambda grad: (grad.float() * (1 + 2.0**-7)).to(grad.dtype)  # noqa: E731
+WRONG = {  # the group that has to find it, and fields of the case that does
+    drops_tail_of_vocabulary: ("shapes", {}),
+    reads_beyond_vocabulary: ("shapes", {}),
+    drops_last_rows: ("shapes", {}),
+    drops_last_of_hidden: ("shapes", {}),
+    wraps_targets: ("shapes", {}),
+    filters_small_gradients: ("shapes", {"dtype": "float32"}),
+    rounds_logits_unsaid: ("shapes", {"dtype": "bfloat16"}),
+    functools.partial(changing_input, ROUND): ("shapes", {"dtype": "float16"}),
+    functools.partial(changing_input, lambda grad: grad.bfloat16().to(grad.dtype)): (
+        "shapes",
+        {"dtype": "float32"},
+    ),
+    subtracts_no_maximum: ("logits", {}),
+    counts_ignored_rows: ("ignored", {}),
+    ignores_minus_100_alone: ("ignored", {"ignore_index": 3}),
+    ignored_rows_have_gradients: ("ignored", {}),
+    leaks_nan_of_ignored_rows: ("ignored", {"poisoned": True}),
+    ignores_upstream: ("upstream", {"reduction": "mean"}),
+    first_upstream_for_all: ("upstream", {"reduction": "none"}),
+    reads_rows_as_contiguous: ("layout", {"layout": "strided"}),
+    no_weight_gradient_if_input_is_frozen: ("layout", {"wants": "weight"}),
+    functools.partial(changing_input, lambda grad: 16 * grad): ("layout", {"layout": "tied"}),
+    forgets_slope_of_softcap: ("options", {"bias": False}),
+    divides_by_rows_not_weights: ("options", {"z_loss": 0.0}),
+    smooths_over_other_classes: ("options", {"z_loss": 0.0}),
+}
+for _name in ("bias", "weight", "softcap", "label_smoothing", "z_loss"):
+    WRONG[functools.partial(without, _name)] = ("options", {})
+
+
+@pytest.mark.parametrize("loss", WRONG, ids=str)
+def test_a_wrong_implementation_fails(loss):
+    group, fields = WRONG[loss]
+    assert groups_that_fail(loss, group, **fields) is not None
+
+
+def test_a_wrong_gradient_is_located():
+    def last_row_is_0(x, w, y, bias, options):
+        last = (torch.arange(len(w)) == len(w) - 1).unsqueeze(-1)
+        return right(x, Changed.apply(w, lambda grad: grad.masked_fill(last, 0.0)), y, bias, options)
+
+    case = next(case for case in SMALL if case.vocab == 257)
+    (line,) = explain(Adapter("wrong", last_row_is_0, ALL), case, CPU)
+    assert line.startswith("weight[256, ") and "64 of 16448 elements" in line
+
+
+# ---- truth and tolerance ----
+
+
+def test_truth_is_the_reference_in_float64():
+    """Values and gradients by autograd, which the closed formulas of the truth do not use."""
+    for index in range(120):
+        case = dataclasses.replace(draw(9, index, dtypes=("float64",)), logits="normal", offset=0.0)
+        given = build(case, CPU)
+        expected = truth(case, given, Rounding())
+        operands = given.x, given.w, given.y
+        loss = flce.reference.linear_cross_entropy(
+            *operands, linear_bias=given.bias, **given.options
+        )
+        grads = torch.autograd.grad(loss, list(given.leaves.values()), given.upstream.to(loss.dtype))
+        for name, value in {"loss": loss, **dict(zip(given.leaves, grads, strict=True))}.items():
+            exact = expected.exact[name]
+            assert torch.allclose(value, exact, rtol=1e-9, atol=1e-11), f"{index} {name} {case}"
+
+
+def test_tolerance_has_the_stated_roundings_alone():
+    case = SMALL[0]
+    given = build(case, CPU)
+    plain = truth(case, given, Rounding()).tolerance
+    for more in ("logits", "exponentials", "factors", "results"):
+        stated = dataclasses.replace(Rounding(), **{more: getattr(Rounding(), more) + 1})
+        wider = truth(case, given, stated).tolerance
+        assert (wider["weight"] > plain["weight"]).all()
+        assert (wider["loss"] > plain["loss"]) == (more == "logits")
+    exact = truth(case, given, Rounding()).exact["weight"]
+    assert (plain["weight"] >= 2.0**-8 * exact.abs()).all()
+
+
+# ---- runs ----
+
+
+def test_a_case_is_repeatable():
+    for device_case in (draw(3, 17), draw(3, 17)):
+        assert device_case == draw(3, 17) != draw(3, 18)
+    one, other = build(draw(3, 17), CPU), build(draw(3, 17), CPU)
+    assert torch.equal(one.w, other.w) and torch.equal(one.y, other.y)
+
+
+def test_what_is_not_offered_is_no_failure():
+    few = Adapter("few", right, frozenset(["bfloat16"]), refuses=lambda case: "odd" if case.vocab % 2 else "")
+    record = run(few, SMALL, CPU)
+    assert set(record.counts) == {"passed", "not offered"}
+    assert record.missing["none"] and record.missing["odd"] and not record.wrong
+
+
+def test_what_raises_and_nan_and_no_gradient_are_failures():
+    def nan(x, w, y, bias, options):
+        return right(x, w, y, bias, options) * torch.nan
+
+    def none(x, w, y, bias, options):
+        return right(x.detach(), w, y, bias, options)
+
+    def raises(x, w, y, bias, options):
+        raise ValueError("not today")
+
+    for loss, how in ((nan, "failed"), (none, "failed"), (raises, "raised")):
+        assert run(Adapter("bad", loss, ALL), [SMALL[0]], CPU).counts == {how: 1}
+
+
+def test_the_command_repeats_a_case_and_writes_the_table(monkeypatch, tmp_path, capsys):
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["flce.conformance", *map(str, words)])
+        return command.main()
+
+    path, page = tmp_path / "record.json", tmp_path / "page.md"
+    both = ("--impl", "flce,eager", "--cases", 30, "--seed", 2)
+    with pytest.raises(SystemExit) as ended:
+        call(*both, "--json", path)
+    assert ended.value.code == 0
+    made = json.loads(path.read_text())
+    assert [one["impl"] for one in made] == ["flce", "eager"]
+    assert sum(sum(one["counts"].values()) for one in made) == 30
+    with pytest.raises(SystemExit):
+        call(*both, "--only", 7)
+    assert "eager" in capsys.readouterr().out.splitlines()[-2:][0]
+    page.write_text(f"before\n{command.MARK}\nold\n{command.MARK}\nafter\n")
+    call("--table", path, "--write", page)
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "| flce " in text
+    assert "old" not in text
