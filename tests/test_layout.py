@@ -108,6 +108,7 @@ MAY_IMPORT = {
     "fusion": {"core", "distributed"},
     "compat": {"core", "distributed", "flce"},
     "integrations": {"core", "distributed", "compat", "fusion", "flce"},
+    "conformance": {"flce"},
 }
 
 

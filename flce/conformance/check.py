@@ -1,22 +1,21 @@
-"""Runs an implementation on a case and compares with the truth."""
+"""Runs an implementation on cases, compares with the truth, and counts."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
+import time
 import typing
 
 import torch
 
-from .cases import FEATURES, NAMES, Case, build
-from .truth import UNIT, Rounding, truth
+from .cases import FEATURES, NAMES, Case, Operands, build
+from .truth import UNIT, Rounding, Truth, truth
 
-PASSED, FAILED, RAISED, UNDECIDED, NOT_OFFERED = RESULTS = (
-    "passed",
-    "failed",
-    "raised",
-    "undecided",
-    "not offered",
-)
+LISTED = 20  # failures that a record describes
+GROSS = 4.0  # tolerances
+MOVED = 0.5  # an error of a logit by its rounding that leaves a case undecided which does not fail
 
 
 @dataclasses.dataclass
@@ -26,100 +25,147 @@ class Adapter:
     x (N, H), w (V, H), y (N,), bias (V,) or None. options: `reduction` and `ignore_index` always,
     `softcap`, `label_smoothing`, `z_loss`, `weight` (V,) only where a case has them.
 
-    offers: what it supports, of `FEATURES` and the names of dtypes; every one must support "mean", an
-    ignore_index of -100, and an upstream gradient. refuses: why it does not support a case for
-    another reason that it states itself (sizes), or "". rounds: how often it says it rounds the
-    logits, the factors of the gradients' products and the gradients.
-    """
+    offers: what it supports, of FEATURES and the names of dtypes. refuses: why it supports no such
+    case for another reason that it states itself, such as sizes, or "". rounds: how often it says
+    that it rounds."""
 
     name: str
-    loss: typing.Callable
-    offers: frozenset = frozenset((*FEATURES, *NAMES))
+    loss: typing.Callable[..., torch.Tensor]
+    offers: frozenset[str] = frozenset((*FEATURES, *NAMES))
     rounds: typing.Callable[[Case, torch.device], Rounding] = lambda case, device: Rounding()
     refuses: typing.Callable[[Case], str] = lambda case: ""
     version: str = ""
 
-    def lacks(self, case):
-        """What the case needs and this does not offer, as text, or ""."""
+    def lacks(self, case: Case) -> str:
+        """What the case needs and this does not offer."""
         return ", ".join(sorted(case.needs() - self.offers)) or self.refuses(case)
 
 
-@dataclasses.dataclass
-class Outcome:
-    """`ratio`: the largest error over its tolerance (inf for NaN), on the device, and `moved`, the
-    largest error of a logit by its rounding; or the text of an exception."""
-
-    ratio: torch.Tensor | None = None
-    moved: torch.Tensor | None = None
-    raised: str = ""
-
-
-def values(adapter, given):
-    """Loss and gradients by name; None where no gradient came."""
+def errors(adapter: Adapter, case: Case, given: Operands, expected: Truth | None = None) -> dict:
+    """(error, tolerance) by the result's name. A gradient that is missing, or not of its operand's
+    shape and dtype, is infinitely wrong. Raises what the implementation raises."""
     loss = adapter.loss(given.x, given.w, given.y, given.bias, dict(given.options))
-    upstream = given.upstream.to(loss.dtype)
-    leaves = list(given.leaves.values())
+    upstream, leaves = given.upstream.to(loss.dtype), list(given.leaves.values())
     grads = torch.autograd.grad(loss, leaves, upstream, allow_unused=True)
-    return {"loss": loss.detach(), **dict(zip(given.leaves, grads, strict=True))}
-
-
-def errors(case, given, made, expected):
-    """By name (error, tolerance), float64 tensors; a result of another shape or dtype than the
-    operand has is infinitely wrong."""
+    made = dict(zip(given.leaves, grads, strict=True)) | {"loss": loss.detach()}
+    expected = expected or truth(case, given, adapter.rounds(case, given.x.device))
     found = {}
-    for name, exact in expected.exact.items():
-        value, tolerance = made[name], expected.tolerance[name]
-        leaf = given.leaves.get(name)
-        if value is None or value.shape != exact.shape or (leaf is not None and value.dtype != leaf.dtype):
+    for name, value in made.items():
+        exact, tolerance = expected.exact[name], expected.tolerance[name]
+        dtype = given.leaves[name].dtype if name != "loss" else loss.dtype
+        if value is None or value.shape != exact.shape or value.dtype != dtype:
             found[name] = torch.full_like(exact, torch.inf), tolerance
             continue
-        right = value == exact.to(value.dtype)  # also where that overflows
-        error = (value.double() - exact).abs().masked_fill(right, 0.0)
-        if name == "loss":  # the rounding of the exact loss to its own dtype
-            tolerance = tolerance + UNIT[value.dtype] * exact.abs()
-            if case.reduction == "mean":  # NaN, as torch has it, or 0 of no rows
-                none = (given.y == case.ignore_index).all()
-                error = torch.where(none & value.isnan(), 0.0, error)
-        found[name] = error, tolerance
+        right = value == exact.to(dtype)  # also where that overflows
+        if name == "loss":
+            tolerance = tolerance + UNIT[dtype] * exact.abs()
+            if case.reduction == "mean":  # of no rows: 0, or NaN as torch has it
+                right |= value.isnan() & (given.y == case.ignore_index).all()
+        found[name] = (value.double() - exact).abs().masked_fill(right, 0.0), tolerance
     return found
 
 
-def evaluate(adapter, case, device):
-    """The Outcome of a case that the adapter offers. Does not wait for the device."""
+def _ratio(error, tolerance):
+    return (error / tolerance).masked_fill(error == 0, 0.0).nan_to_num(nan=torch.inf)
+
+
+def evaluate(adapter: Adapter, case: Case, device: torch.device) -> torch.Tensor:
+    """The largest error over its tolerance (inf for NaN), and the largest `Truth.moved`: two
+    numbers on the device, for which this does not wait."""
     given = build(case, device)
-    try:
-        made = values(adapter, given)
-    except Exception as error:  # an implementation may raise anything
-        return Outcome(raised=f"{type(error).__name__}: {error}".split("\n")[0][:200])
     expected = truth(case, given, adapter.rounds(case, device))
-    ratios = [_largest(*pair) for pair in errors(case, given, made, expected).values()]
-    moved = expected.moved.amax() if case.tokens else expected.exact["loss"].new_zeros(())
-    return Outcome(torch.stack(ratios).amax(), moved)
+    zero = expected.moved.new_zeros(1)
+    ratios = [_ratio(*pair).flatten() for pair in errors(adapter, case, given, expected).values()]
+    return torch.stack(
+        [torch.cat([zero, *ratios]).amax(), torch.cat([zero, expected.moved]).amax()]
+    )
 
 
-def _largest(error, tolerance):
-    ratio = (error / tolerance).masked_fill(error == 0, 0.0)
-    ratio = ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return ratio.amax() if ratio.numel() else ratio.new_zeros(())
-
-
-def explain(adapter, case, device):
-    """One line for each result that is wrong: where, by how much, and the tolerance there."""
-    given = build(case, device)
-    made = values(adapter, given)
-    expected = truth(case, given, adapter.rounds(case, device))
-    lines = []
-    for name, (error, tolerance) in errors(case, given, made, expected).items():
+def explain(adapter: Adapter, case: Case, device: torch.device) -> list[str]:
+    """A line for each result that is wrong: where, by how much, and the tolerance there."""
+    given, lines = build(case, device), []
+    for name, (error, tolerance) in errors(adapter, case, given).items():
         bad = ~(error <= tolerance)
-        if not bad.any():
-            continue
-        ratio = (error / tolerance).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        at = int(ratio.masked_fill(~bad, -1.0).argmax())
-        place = tuple(int(one) for one in torch.unravel_index(torch.tensor(at), error.shape))
-        exact = expected.exact[name].reshape(-1)[at].item()
-        size, limit = error.reshape(-1)[at].item(), tolerance.reshape(-1)[at].item()
-        lines.append(
-            f"{name}{list(place) if place else ''}: error {size:.2e}, tolerance {limit:.2e}, "
-            f"exact value {exact:.4e}, {int(bad.sum())} of {bad.numel()} elements"
-        )
+        if bad.any():
+            at = int(_ratio(error, tolerance).argmax())
+            place = [int(one) for one in torch.unravel_index(torch.tensor(at), error.shape)]
+            one, limit = (f"{values.flatten()[at].item():.2e}" for values in (error, tolerance))
+            count = f"{int(bad.sum())} of {bad.numel()} elements"
+            lines.append(f"{name}{place or ''}: error {one}, tolerance {limit}; {count}")
     return lines
+
+
+@dataclasses.dataclass
+class Record:
+    """What a run found. counts: cases that passed, failed (a wrong result), raised, are undecided
+    (passed, but the rounding of logits that the implementation states may move one by more than
+    MOVED), are not offered (`missing` says what), or were not run for want of time. gross: of those
+    that failed, how many by more than GROSS tolerances. wrong: numbers by the case's group. worst:
+    the largest error over its tolerance of those that passed. rounds: the largest `Rounding`."""
+
+    impl: str
+    version: str
+    device: str
+    machine: str
+    cases: str
+    torch: str = torch.__version__
+    gross: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
+    wrong: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
+    missing: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
+    rounds: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    worst: dict[str, float] = dataclasses.field(default_factory=dict)
+    failures: list[dict] = dataclasses.field(default_factory=list)
+
+    def fail(self, how: str, index: int, case: Case, what: list[str]) -> None:
+        self.counts[how] += 1
+        self.wrong[f"{case.group}: {how}"] += 1
+        if len(self.failures) < LISTED:
+            self.failures.append({"index": index, "case": str(case), "what": what})
+
+
+def run(
+    adapter: Adapter, cases: typing.Sequence, device, seconds=math.inf, batch=1, label="suite"
+) -> Record:
+    """The Record of an adapter over numbered cases. seconds: no case starts later; batch: cases
+    between two waits for the device."""
+    device = torch.device(device)
+    cuda, started, pending = device.type == "cuda", time.perf_counter(), []
+    name = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    record = Record(adapter.name, adapter.version, device.type, name, label)
+    for done, (index, case) in enumerate(cases):
+        if time.perf_counter() - started > seconds:
+            record.counts["not run"] = len(cases) - done
+            break
+        if lacking := adapter.lacks(case):
+            record.counts["not offered"] += 1
+            record.missing[lacking] += 1
+            continue
+        rounds = adapter.rounds(case, device)
+        record.rounds[case.dtype] = tuple(map(max, record.rounds.get(case.dtype, rounds), rounds))
+        try:
+            pending.append((index, case, evaluate(adapter, case, device)))
+            if len(pending) >= batch:
+                _settle(record, adapter, device, pending)
+        except Exception as error:  # an implementation may raise anything
+            record.fail("raised", index, case, [f"{type(error).__name__}: {error}"[:200]])
+            if cuda and "CUDA error" in str(error):  # so will every later call
+                record.counts["not run"] = len(cases) - done - 1
+                break
+    _settle(record, adapter, device, pending)
+    record.seconds = round(time.perf_counter() - started, 1)
+    return record
+
+
+def _settle(record, adapter, device, pending):
+    """Reads the outcomes with one wait for the device, and counts them."""
+    read, pending[:] = list(pending), []
+    values = torch.stack([one[2] for one in read]).tolist() if read else []
+    for (index, case, _), (ratio, moved) in zip(read, values, strict=True):
+        if not ratio <= 1.0:
+            record.gross += ratio > GROSS
+            record.fail("failed", index, case, explain(adapter, case, device))
+            continue
+        record.counts["undecided" if moved > MOVED else "passed"] += 1
+        record.worst[case.dtype] = max(record.worst.get(case.dtype, 0.0), ratio)
