@@ -262,7 +262,7 @@ def test_a_wrong_gradient_is_located():
 
     case = next(case for case in SMALL if case.vocab == 257)
     (line,) = explain(Adapter("wrong", last_row_is_0, ALL), case, CPU)
-    assert line.startswith("weight[256, ") and "64 of 16448 elements" in line
+    assert line.startswith("weight[256, ") and " of 32896 elements" in line
 
 
 # ---- truth and tolerance ----

@@ -16,12 +16,8 @@ from .check import Record, run
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("flce.conformance", description=__doc__)
-    parser.add_argument(
-        "--impl", default="flce", help=f"of {', '.join(ADAPTERS)} and --adapters, by commas"
-    )
-    parser.add_argument(
-        "--adapters", help="a Python file with ADAPTERS, {name: function of a name}"
-    )
+    parser.add_argument("--impl", default="flce", help=f"{', '.join(ADAPTERS)}, --adapters' names")
+    parser.add_argument("--adapters", help="a Python file with ADAPTERS, {name: function of it}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cases", type=int, help="draw so many, divided among the implementations")
     parser.add_argument("--seed", type=int, default=0, help="of drawn cases")

@@ -73,13 +73,13 @@ def _shapes() -> typing.Iterator[Case]:
     edges = [size + step for size in (8, 64, 128, 256) for step in (-1, 0, 1)]
     for n, size in enumerate(edges):
         for dtype in ("bfloat16", ("float16", "float32")[n % 2]):
-            yield Case("shapes", 48, 64, size, dtype, targets="edge")
-            yield Case("shapes", size, 64, 320, dtype)
-            yield Case("shapes", 48, size, 320, dtype)
+            yield Case("shapes", 48, 128, size, dtype, targets="edge")
+            yield Case("shapes", size, 128, 384, dtype)
+            yield Case("shapes", 48, size, 384, dtype)
     for vocab in (50257, 32001, 128257):
         for dtype in ("bfloat16", "float16", "float32"):
-            yield Case("shapes", 24, 64, vocab, dtype, targets="edge")
-    for sizes in ((1, 64, 320), (1, 1, 1), (0, 64, 320), (48, 64, 2)):
+            yield Case("shapes", 24, 128, vocab, dtype, targets="edge")
+    for sizes in ((1, 128, 384), (1, 1, 1), (0, 128, 384), (48, 128, 2)):
         for dtype in ("bfloat16", "float16", "float32"):
             yield Case("shapes", *sizes, dtype)
 
@@ -94,21 +94,21 @@ def _others() -> typing.Iterator[Case]:
     every = dict(bias=True, weight=True, softcap=5.0, label_smoothing=0.2, z_loss=0.1)
     for dtype in ("bfloat16", "float16", "float32"):
         for kind, offset in kinds:
-            yield Case("logits", 40, 64, 1000, dtype, kind, offset)
-            yield Case("logits", 40, 64, 1000, dtype, kind, offset, reduction="none")
+            yield Case("logits", 40, 128, 1000, dtype, kind, offset)
+            yield Case("logits", 40, 128, 1000, dtype, kind, offset, reduction="none")
         for reduction in ("mean", "sum", "none"):
             what = {"dtype": dtype, "reduction": reduction}
             for group, some in (("ignored", cut), ("options", one), ("upstream", [{}])):
                 for more in some:
-                    yield Case(group, 48, 64, 500, upstream="other", **what, **more)
-            yield Case("upstream", 48, 64, 500, upstream="zero", **what)
-        yield Case("upstream", 48, 64, 500, dtype, reduction="none", upstream="expanded")
-        yield Case("options", 48, 64, 500, dtype, ignored="some", **every)
+                    yield Case(group, 48, 128, 504, upstream="other", **what, **more)
+            yield Case("upstream", 48, 128, 504, upstream="zero", **what)
+        yield Case("upstream", 48, 128, 504, dtype, reduction="none", upstream="expanded")
+        yield Case("options", 48, 128, 504, dtype, ignored="some", **every)
         for layout, tokens in (("strided", 48), ("tied", 48), ("same", 128)):
-            yield Case("layout", tokens, 64, 128, dtype, layout=layout, ignored="some")
+            yield Case("layout", tokens, 128, 128, dtype, layout=layout, ignored="some")
         for wants in ("input", "weight"):
-            yield Case("layout", 48, 64, 500, dtype, wants=wants)
-        yield Case("layout", 48, 64, 32001, dtype, targets="edge", int32=True)
+            yield Case("layout", 48, 128, 504, dtype, wants=wants)
+        yield Case("layout", 48, 128, 32001, dtype, targets="edge", int32=True)
 
 
 # Sizes of drawn cases, for a CPU and for a GPU: tokens, hidden, vocab.

@@ -13,8 +13,7 @@ import torch
 from .cases import FEATURES, NAMES, Case, Operands, build
 from .truth import UNIT, Rounding, Truth, truth
 
-LISTED = 20  # failures that a record describes
-GROSS = 4.0  # tolerances
+LISTED, GROSS = 20, 4.0  # failures that a record describes; tolerances
 MOVED = 0.5  # an error of a logit by its rounding that leaves a case undecided which does not fail
 
 

@@ -118,8 +118,8 @@ def _rows(case, given, logits, error, y, cut, stat, exponentials):
     lse_error = torch.logsumexp(log_p + error, -1, keepdim=True)
     lse_error = lse_error + few * lse.abs() + sums(vocab, stat)
     p_error = p * torch.expm1((error + lse_error).clamp(max=80.0))
-    # exp may flush what float32 has no normal number for.
-    p_error = p_error.clamp(max=1.0) + (few + exponentials) * p + 2.0**-126 * (stat > 2.0**-53)
+    flushed = TINY.get(given.x.dtype, 2.0**-126) if exponentials else 2.0**-126
+    p_error = p_error.clamp(max=1.0) + (few + exponentials) * p + flushed
     # A row's loss: total lse - own l_y - sum_j spread_j l_j + z_loss lse^2.
     weight = given.options.get("weight")
     weight = logits.new_ones(vocab) if weight is None else weight.double()
