@@ -66,9 +66,9 @@ def test_a_right_implementation_passes_every_case():
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_flce_passes_drawn_cases(name):
+def test_flce_passes_drawn_cases(name, device):
     cases = [(index, draw(5, index)) for index in range(40)]
-    record = run(ADAPTERS[name](name), cases, CPU, batch=16)
+    record = run(ADAPTERS[name](name), cases, device, batch=16)
     assert record.counts.keys() <= {"passed", "undecided", "not offered"}, record.failures
     assert record.counts["passed"] > 20
 
