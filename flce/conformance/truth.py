@@ -46,9 +46,10 @@ def sums(terms: int, unit: float) -> float:
 
 
 def rounded(error, value, dtype, times, scale=1.0):
-    """A bound of the error after `value`, known up to `error`, was rounded to dtype."""
-    tiny = TINY.get(dtype, 2.0**-126) * scale
-    return error + times * (UNIT[dtype] * (value.abs() + error)).clamp(min=tiny)
+    """A bound of the error after `value` +- `error` is rounded to dtype; inf if it may overflow."""
+    tiny, size = TINY.get(dtype, 2.0**-126) * scale, value.abs() + error
+    bound = error + times * (UNIT[dtype] * size).clamp(min=tiny)
+    return bound.masked_fill(size > torch.finfo(dtype).max, torch.inf)
 
 
 @torch.no_grad()
@@ -80,7 +81,8 @@ def truth(case: Case, given: Operands, rounding: Rounding) -> Truth:
     if given.rows is not None:  # autograd adds x's gradient to its rows of w's
         exact["weight"].index_add_(0, given.rows, exact["input"])
         bounds["weight"].index_add_(0, given.rows, bounds["input"])
-        bounds["weight"] = rounded(bounds["weight"], exact["weight"], dtype, 1) * ~none.all()
+        bounds["weight"] = rounded(bounds["weight"], exact["weight"], dtype, 1)
+        bounds["weight"] = bounds["weight"].masked_fill(none.all(), 0.0)
     if case.reduction != "none":
         row_error = row_error.sum() + sums(case.tokens, stat) * row.abs().sum()
         row = row.sum()
