@@ -99,13 +99,14 @@ def torch_chunked(name):
 # ---- other packages ----
 
 
-def liger(name):
+def liger(name, **settings):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Loss
 
     names = {"z_loss": "lse_square_scale", "weight": "ce_weight"}
 
     def loss(x, w, y, bias, options):
-        return Loss(**{names.get(key, key): value for key, value in options.items()})(w, x, y, bias)
+        options = {names.get(key, key): value for key, value in options.items()}
+        return Loss(**options, **settings)(w, x, y, bias)
 
     offers = offering("bias", "weight", "softcap", "label_smoothing", "z_loss", "sum", "none")
     offers |= {"ignore_index", "strided"}
@@ -235,7 +236,8 @@ ADAPTERS = {
     "eager": eager,
     "compile": functools.partial(eager, compiled=True),
     "torch-chunked": torch_chunked,
-    "liger": liger,
+    "liger": liger,  # the weight's gradient is summed over chunks in the operands' dtype
+    "liger-fp32": functools.partial(liger, accum_dtype=torch.float32),
     "cce": cce,
     "cce-exact": functools.partial(cce, filter_eps=None),
     "quack": quack,
