@@ -111,6 +111,7 @@ MAY_IMPORT = {
     "integrations": {"core", "distributed", "compat", "fusion", "flce"},
     "estimate": {"flce"},
     "bench": {"flce"},
+    "conformance": {"flce"},
 }
 
 
