@@ -25,16 +25,35 @@ def run_python(*arguments, **env):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_every_allocation_fails_once(tmp_path):
-    """On the CPU: the error names the buffer or the argument; .grad is what it was, nothing stays
-    allocated, and the next step has the same bits."""
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """A function: the lines of a process whose allocations or GEMMs fail one after the other."""
     compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    library = tmp_path / "failing_memory.so"
+    library = tmp_path_factory.mktemp("failing") / "failing_torch.so"
     flags = ["-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
-    source = TESTS / "c" / "failing_memory.c"
+    source = TESTS / "c" / "failing_torch.c"
     subprocess.run([compiler, *flags, source, "-o", library, "-ldl", "-lpthread"], check=True)
-    done = run_python(TESTS / "fault_memory.py", LD_PRELOAD=str(library))
-    assert done.returncode == 0, done.stderr
+
+    def lines(what):
+        done = run_python(TESTS / "fault_steps.py", what, LD_PRELOAD=str(library))
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.splitlines())
+
+    return lines
+
+
+# ---- the CPU ----
+
+
+def test_every_allocation_fails_once(failing):
+    """The error names the buffer or the argument; .grad is what it was, nothing stays allocated,
+    and the next step has the same bits."""
     expected = {f"buffer {name}" for name in BUFFERS}
-    expected |= {f"a contiguous copy of {name}" for name in COPIES}
-    assert set(done.stdout.splitlines()) == expected
+    assert failing("memory") == expected | {f"a contiguous copy of {name}" for name in COPIES}
+
+
+def test_every_product_fails_once(failing):
+    """As above; where accumulate_into has begun to add, the error says so."""
+    lines = failing("gemm")
+    assert {line for line in lines if line.endswith("partial")} == {"accumulate: partial"}
+    assert {"accumulate: untouched", "grads: untouched", "sampled: untouched"} <= lines

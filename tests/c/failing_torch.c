@@ -1,6 +1,7 @@
-/* Preloaded (LD_PRELOAD) into a process of tests/test_faults.py: the allocations of torch's CPU
- * allocator are counted, the one numbered `fails_at` fails, and what has not been freed is known.
- * Only torch's own library is watched: others, such as oneDNN, allocate by the same function. */
+/* Preloaded (LD_PRELOAD) into a process of tests/test_faults.py. The allocations of torch's CPU
+ * allocator and the GEMMs that the binding asks torch for are counted, the one numbered `fails_at`
+ * fails, and what has not been freed is known. Only the allocator's library is watched: others,
+ * such as oneDNN, which aborts where it gets no memory, allocate by the same function. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
@@ -74,4 +75,36 @@ void free(void* memory) {
     pthread_mutex_unlock(&g_lock);
   }
   __libc_free(memory);
+}
+
+/* ---- GEMMs ---- */
+
+static int64_t g_gemms, g_gemm_fails_at = -1;
+
+/* As memory_watch and memory_count. */
+void gemm_watch(int64_t fails_at) {
+  g_gemms = 0, g_gemm_fails_at = fails_at;
+}
+
+int64_t gemm_count(void) {
+  return g_gemms;
+}
+
+/* torch's function of this name: its library is loaded by Python, outside of the global scope. */
+static void* of_torch(const char* name) {
+  void* library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+  void* function = library ? dlsym(library, name) : NULL;
+  if (!function) abort();
+  return function;
+}
+
+int32_t aoti_torch_cpu_mm_out(void* out, void* a, void* b) {
+  int32_t (*function)(void*, void*, void*) = of_torch("aoti_torch_cpu_mm_out");
+  return g_gemms++ == g_gemm_fails_at ? 1 : function(out, a, b);
+}
+
+int32_t aoti_torch_cpu_addmm_out(void* out, void* c, void* a, void* b, double beta, double alpha) {
+  int32_t (*function)(void*, void*, void*, void*, double, double) =
+      of_torch("aoti_torch_cpu_addmm_out");
+  return g_gemms++ == g_gemm_fails_at ? 1 : function(out, c, a, b, beta, alpha);
 }

@@ -1,8 +1,9 @@
-"""Steps whose allocations fail one after the other, in a process with tests/c/failing_memory.c.
-Run by test_faults.py; prints a line for each allocation that has failed."""
+"""Steps whose allocations, or GEMMs, fail one after the other, in a process with
+tests/c/failing_torch.c. Run by test_faults.py; prints a line for each failure."""
 
 import ctypes
 import re
+import sys
 
 import torch
 
@@ -13,9 +14,13 @@ LEAVES = ("input", "linear_weight", "linear_bias")
 # What flce says; else torch says it in its own operations, those of autograd among them.
 OURS = re.compile(r'\d+ bytes for (buffer|a contiguous copy of) "([^"]+)"')
 
-memory = ctypes.CDLL(None)
-memory.memory_watch.argtypes = [ctypes.c_int64]
-memory.memory_count.restype = memory.memory_alive.restype = ctypes.c_int64
+PARTIAL = "may hold a part of its sum"
+
+preloaded = ctypes.CDLL(None)
+for name in ("memory_watch", "gemm_watch"):
+    getattr(preloaded, name).argtypes = [ctypes.c_int64]
+for name in ("memory_count", "memory_alive", "gemm_count"):
+    getattr(preloaded, name).restype = ctypes.c_int64
 
 
 def tensors(dtype=torch.float32):
@@ -60,6 +65,7 @@ def of_logits(given):
 
 
 head = flce.linear_cross_entropy
+ADDED = {"save": "stats", "accumulate_into": "grad", "max_memory": 7 * VOCAB * 4}
 SAMPLED = {"gradient": "sampled", "gradient_seed": torch.tensor(7)}
 STEPS = {
     **{save: (tensors, loss_of(head, {"save": save})) for save in ("grads", "logits", "stats")},
@@ -71,22 +77,24 @@ STEPS = {
     "twice": (tensors, loss_of(head, {"save": "grads", "return_lse": True})),
     "half": (lambda: tensors(torch.float16), loss_of(head, {"save": "grads"})),
     "logits given": (tensors, of_logits),
-    "accumulate": (tensors, loss_of(head, {"save": "stats", "accumulate_into": "grad"})),
+    "accumulate": (tensors, loss_of(head, ADDED)),
 }
 
 
-def attempt(given, step, fails_at, begin):
-    """(what an allocation that fails raises, or None; the gradients; the allocations)."""
+def attempt(given, step, begin, what, fails_at):
+    """(what a failure raises, or None; the gradients; the calls of `what`: memory or gemm)."""
     leaves = [given[name] for name in LEAVES]
     for leaf, grad in zip(leaves, begin, strict=True):
         leaf.grad = None if grad is None else grad.clone()
-    memory.memory_watch(fails_at)
+    getattr(preloaded, f"{what}_watch")(fails_at)
     try:
         step(given).backward()
         text = None
     except RuntimeError as error:
         text = f"{type(error).__name__}: {error}"
-    count = memory.memory_count()
+    count = getattr(preloaded, f"{what}_count")()
+    getattr(preloaded, f"{what}_watch")(-1)
+    preloaded.memory_count()
     return text, [leaf.grad for leaf in leaves], count
 
 
@@ -97,48 +105,65 @@ def same(ours, theirs):
     )
 
 
+def check_memory(name, where, text, grads, begin):
+    found = OURS.search(text)
+    if found:
+        assert text.startswith("OutOfMemoryError: "), where
+        print(f"{found[1]} {found[2]}")
+    else:
+        assert "DefaultCPUAllocator: can't allocate memory" in text, where
+    # AccumulateGrad of torch copies a gradient whose layout is not the leaf's.
+    assert name == "copied" or same(grads, begin), f"{where}: .grad was touched"
+    assert PARTIAL not in text, where
+    return found is not None
+
+
+def check_gemm(name, where, text, grads, begin):
+    assert text.startswith("RuntimeError: flce: matrix product failed: torch's product of"), where
+    assert same(grads, begin) or PARTIAL in text, f"{where}: .grad was touched"
+    assert name == "accumulate" or PARTIAL not in text, where
+    print(f"{name}: {'untouched' if same(grads, begin) else 'partial'}")
+    return True
+
+
 def forget(given):
     for name in LEAVES:
         given[name].grad = None
 
 
-def sweep(name):
+def sweep(name, what, check):
     make, step = STEPS[name]
     given = make()
     begin = [None] * 3
     if name == "accumulate":
         begin[1] = torch.randn(VOCAB, HIDDEN)
-    _, grads, _ = attempt(given, step, -1, begin)
+    _, grads, _ = attempt(given, step, begin, what, -1)
     expected = [grad if grad is None else grad.clone() for grad in grads]
     del grads
     forget(given)
     for number in range(1000):
-        text, grads, count = attempt(given, step, number, begin)
+        text, grads, count = attempt(given, step, begin, what, number)
+        where = f"{name}, {what} {number}: {text}"
         if text is None:
-            assert count == number > 5, (name, count)
+            assert count == number > 0, (where, count)
             return
-        found = OURS.search(text)
-        where = f"{name}, allocation {number}: {text}"
-        if found:
-            assert text.startswith("OutOfMemoryError: "), where
-            print(f"{found[1]} {found[2]}")
-        else:
-            assert "DefaultCPUAllocator: can't allocate memory" in text, where
-        # AccumulateGrad of torch copies a gradient whose layout is not the leaf's.
-        assert name == "copied" or same(grads, begin), f"{where}: .grad was touched"
+        ours = check(name, where, text, grads, begin)
         del grads
         forget(given)
         # After a failure of a C++ node torch's engine keeps a few tensors until its next run.
-        assert memory.memory_alive() == 0 or not found, f"{where}: stay allocated"
-        _, grads, _ = attempt(given, step, -1, begin)
+        assert preloaded.memory_alive() == 0 or not ours, f"{where}: stay allocated"
+        _, grads, _ = attempt(given, step, begin, what, -1)
         assert same(grads, expected), f"{where}: the next step"
         del grads
         forget(given)
-        assert memory.memory_alive() == 0, f"{where}: stay allocated"
+        assert preloaded.memory_alive() == 0, f"{where}: stay allocated"
     raise AssertionError("no end")
 
 
 if __name__ == "__main__":
+    what = sys.argv[1]
+    check = {"memory": check_memory, "gemm": check_gemm}[what]
     for name in STEPS:
-        torch.manual_seed(0)
-        sweep(name)
+        if what == "memory" or name != "logits given":  # it has no GEMM of flce
+            torch.manual_seed(0)
+            sweep(name, what, check)
