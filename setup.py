@@ -25,7 +25,19 @@ HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flce"
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 # Last on the command line: they win over the flags that Python itself was built with.
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
+C_FLAGS += HARDENED
+# The addresses of other libraries' functions are bound when a library is loaded, then read-only.
+LINK_FLAGS = ["-z,relro", "-z,now"]
+
+
+def headers_digest():
+    """What the module and the CUDA library agree on: the headers that both include."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(INCLUDE).glob("*.h")):
+        digest.update(path.read_bytes())
+    return f"0x{digest.hexdigest()[:16]}ULL"
 
 
 def find_cuda():
@@ -87,6 +99,18 @@ def included(source, header):
     return [*found, header / "cublasLt.h"]
 
 
+def check_cache():
+    """Makes the folder of objects; ends the build where another user may write to it, whose object
+    would become a part of the library."""
+    CACHE.mkdir(0o700, parents=True, exist_ok=True)
+    found = CACHE.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o002:
+        sys.exit(
+            f"flce: others may write to {CACHE}, where objects of the build are kept: remove "
+            "it, or name a folder of your own by XDG_CACHE_HOME"
+        )
+
+
 def compile_cuda_source(nvcc, header, number, source, flags):
     """The object of a source, from the cache unless what it is made of has changed: flags, nvcc,
     and contents of files. Objects that nothing has used for a month are removed."""
@@ -97,7 +121,6 @@ def compile_cuda_source(nvcc, header, number, source, flags):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     out = CACHE / f"{source.replace(os.sep, '-')}-{digest.hexdigest()[:16]}.o"
     if not out.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
         # The line's end is in the text: print writes its own apart, and other threads print too.
         print(f"flce: nvcc {number} of {len(CUDA_SOURCES)}: {source}\n", end="", flush=True)
         made = out.with_suffix(f".{os.getpid()}.o")  # another build may be at it too
@@ -111,7 +134,8 @@ def compile_cuda_source(nvcc, header, number, source, flags):
 
 def cuda_flags(nvcc):
     """nvcc's flags for each of CUDA_SOURCES."""
-    host = ["-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", f"-I{INCLUDE}"]
+    options = ",".join(["-fPIC", "-fvisibility=hidden", "-g0", *HARDENED])
+    host = ["-O3", "-Xcompiler", options, f"-I{INCLUDE}"]
     threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
     # csrc/cuda/sm90 has instructions of one architecture that no later one has.
@@ -120,12 +144,15 @@ def cuda_flags(nvcc):
     def flags_of(source):
         if source.endswith(".c"):
             return host
+        if source == "csrc/cuda/backend.cu":
+            return [*device, f"-DFLCE_HEADERS={headers_digest()}"]
         return hopper if Path(source).parent.name == "sm90" else device
 
     return [flags_of(source) for source in CUDA_SOURCES]
 
 
 def build_cuda(library, nvcc, header):
+    check_cache()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         numbers, flags = range(1, len(CUDA_SOURCES) + 1), cuda_flags(nvcc)
         compile_one = functools.partial(compile_cuda_source, nvcc, header)
@@ -135,7 +162,9 @@ def build_cuda(library, nvcc, header):
             old.unlink(missing_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     # exclude-libs: the static runtime's symbols must not be bound to those of torch's libcudart.
-    link = ["-shared", "--cudart", "static", "-Xlinker", "--exclude-libs,ALL", "-ldl"]
+    link = ["-shared", "--cudart", "static", "-ldl"]
+    for flag in ("--exclude-libs,ALL", *LINK_FLAGS):
+        link += ["-Xlinker", flag]
     subprocess.run([nvcc, *link, "-o", str(library), *objects], check=True)
 
 
@@ -182,10 +211,12 @@ MODULE = Extension(
     "flce._C",
     BINDING,
     include_dirs=[INCLUDE],
-    depends=[*CORE, *HEADERS],
+    depends=[*CORE, *HEADERS, "csrc/exports.map"],
     libraries=["torch_cpu", "c10", "dl"],  # found by name: torch is imported before the module
-    define_macros=ABI,
+    define_macros=[*ABI, ("FLCE_HEADERS", headers_digest())],
     extra_compile_args=["-std=c++17", *C_FLAGS],
+    # Of libstdc++'s templates, which have their own visibility, nothing is exported.
+    extra_link_args=[*(f"-Wl,{flag}" for flag in LINK_FLAGS), "-Wl,--version-script=csrc/exports.map"],
     py_limited_api=True,
 )
 # Not among the extension's sources: setuptools would compile C there as C++.

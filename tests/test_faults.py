@@ -1,6 +1,7 @@
 """Faults and what a caller sees of them: the rows of docs/faults.md."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,3 +58,78 @@ def test_every_product_fails_once(failing):
     lines = failing("gemm")
     assert {line for line in lines if line.endswith("partial")} == {"accumulate: partial"}
     assert {"accumulate: untouched", "grads: untouched", "sampled: untouched"} <= lines
+
+
+# ---- the CUDA library ----
+
+FOREIGN = {
+    "no file": (None, "cannot open shared object file"),
+    "no library": ("text", "file too short|invalid ELF header"),
+    "another library": ("int other;", "it lacks a function of this version of flce"),
+    "another build": ("{functions}", "it was built from other sources than "),
+}
+EXPORTS = ("backend", "describe", "tuning_table", "peers_begin", "peers_wait", "headers")
+# A library is loaded once in a process, so each has a child. sys.path has a relative entry, and the
+# folder then changes.
+DESCRIBE = """
+import os, shutil, sys
+sys.path.insert(0, ".")
+import torch, flce
+library = os.path.abspath("flce/libflce_cuda.so")
+os.chdir(sys.argv[1])
+for given in sys.argv[2:]:
+    if given != "none":
+        shutil.copy(given, library)
+    if os.fork() == 0:
+        print(torch.ops.flce.cuda_describe().splitlines()[0], flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture
+def copied_module(tmp_path):
+    """A folder with a copy of flce, whose CUDA library may be another."""
+    own, folder = TESTS.parent / "flce", tmp_path / "here"
+    (folder / "flce").mkdir(parents=True)
+    for path in own.iterdir():
+        if path.suffix not in (".so", ".txt"):
+            (folder / "flce" / path.name).symlink_to(path)
+    shutil.copy(next(own.glob("_C*.so")), folder / "flce")
+    return folder
+
+
+def test_a_foreign_cuda_library_is_named(copied_module, tmp_path):
+    """Its file, and why it is not loaded. What lies in the working folder is not looked at."""
+    files = []
+    for kind, (source, _) in FOREIGN.items():
+        path = tmp_path / kind
+        if source == "text":
+            path.write_text(source)
+        elif source:
+            functions = "".join(f"long flce_cuda_{name}(void) {{ return 0; }}" for name in EXPORTS)
+            command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path]
+            subprocess.run(command, input=source.format(functions=functions), text=True, check=True)
+        files.append(path if source else "none")
+    planted = tmp_path / "there" / "flce" / "libflce_cuda.so"
+    planted.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "another library", planted)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-W", "ignore", "-c", DESCRIBE, planted.parents[1], *files]
+    done = subprocess.run(command, env=env, cwd=copied_module, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    library = copied_module / "flce" / "libflce_cuda.so"
+    said = done.stdout.splitlines()
+    for line, (kind, (_, why)) in zip(said, FOREIGN.items(), strict=True):
+        assert line.startswith(f"not loaded: {library}: "), kind
+        assert re.search(why, line), (kind, line)
+
+
+# ---- processes ----
+
+
+def test_interrupts_threads_forks_and_exits():
+    done = run_python(TESTS / "fault_process.py")
+    assert done.returncode == 0, done.stderr
+    said = ["interrupts", "threads", "fork", "exit", "the thread's steps"]
+    assert done.stdout.splitlines() == said, done.stderr

@@ -71,8 +71,11 @@ CudaLibrary::CudaLibrary() {
   void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   void* stream = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
   current_stream = reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(stream);
-  if (!open || !describe || !tuning || !peers_begin || !peers_wait)
+  auto headers = reinterpret_cast<flce_cuda_headers_fn>(dlsym(library, "flce_cuda_headers"));
+  if (!open || !describe || !tuning || !peers_begin || !peers_wait || !headers)
     error = "it lacks a function of this version of flce";
+  else if (headers() != FLCE_HEADERS)
+    error = "it was built from other sources than " + module;
 }
 
 const CudaLibrary& cuda_library() {

@@ -81,6 +81,10 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
   return FLCE_OK;
 }
 
+extern "C" FLCE_EXPORT uint64_t flce_cuda_headers(void) {
+  return FLCE_HEADERS;
+}
+
 extern "C" FLCE_EXPORT const char* flce_cuda_describe(void) {
   static thread_local char text[512];
   const int archs[] = {__CUDA_ARCH_LIST__};
