@@ -33,13 +33,17 @@ C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
-.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel clean \
+.PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel clean \
 	python
 
 test: test-c test-py
 
 test-c:
 	$(MAKE) -C tests/c -j2
+
+# Races in the C core and the CPU backend: ranks that are threads, ranges on three threads.
+sanitize-threads:
+	$(MAKE) -C tests/c -j2 SANITIZE=thread
 
 # `make test-py TESTS=tests/test_accuracy.py WORKERS=0`: some tests, in one process.
 test-py: $(READY)
