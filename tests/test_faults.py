@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import cases
+import hopper
 import pytest
 import torch
 from test_cuda import captured, cramped
@@ -315,3 +316,10 @@ def test_a_cuda_tensor_without_a_library(cuda, copied_module):
     library = copied_module / "flce" / "libflce_cuda.so"
     assert f"no CUDA library for a CUDA tensor: looked for {library}: " in done.stderr
     assert done.returncode == 1
+
+
+@hopper.ONLY
+def test_every_kernel_is_launched_for_the_sanitizers():
+    """By the script that tests/memcheck.sh runs under compute-sanitizer's tools."""
+    status, said, errors = end_of(start_python(TESTS / "every_kernel.py", "--check"))
+    assert status == 0, (said, errors)
