@@ -36,8 +36,9 @@ CHECKPOINTS, SETTLED = 20, 5
 MIB = 1 << 20
 # Growth after checkpoint SETTLED, at most. The heap's own fragmentation is some MiB.
 BARS = {"resident": 16 * MIB, "allocated": 0, "reserved": 0, "cache entries": 64}
-# Error of a step relative to the norm of eager's result, and drift relative to the twin's way.
-ERRORS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# Error of a step relative to the norm of eager's result, whose terms may cancel (p - 1 of a certain
+# row), and drift relative to the twin's way.
+ERRORS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 DRIFT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 OPTIONS = {
     "softcap": lambda draw: draw.uniform(5.0, 50.0),

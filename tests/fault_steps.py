@@ -14,7 +14,7 @@ LEAVES = ("input", "linear_weight", "linear_bias")
 # What flce says; else torch says it in its own operations, those of autograd among them.
 OURS = re.compile(r'\d+ bytes for (buffer|a contiguous copy of) "([^"]+)"')
 
-PARTIAL = "may hold a part of its sum"
+PARTIAL = "; with accumulate_into the weight's gradient may hold a part of this backward's sum"
 
 preloaded = ctypes.CDLL(None)
 for name in ("memory_watch", "gemm_watch"):
@@ -64,6 +64,22 @@ def of_logits(given):
     return flce.cross_entropy(logits, given["target"], return_entropy=True).loss
 
 
+def of_any_loss(given):
+    operands = [given[name] for name in ("input", "linear_weight", "target")]
+
+    def loss_of_rows(logprobs, entropy, rows):
+        return (logprobs * entropy).sum()
+
+    return flce.linear_loss(*operands, loss_of_rows, entropy="detached", max_memory=7 * VOCAB * 4)
+
+
+def of_adapter(given):
+    """The weight is frozen; the bias is the adapter's weight, of rank one."""
+    x, w, bias = (given[name] for name in LEAVES)
+    pair = {"adapter_input": x.detach()[:, :1], "adapter_weight": bias[:, None]}
+    return flce.linear_cross_entropy(x, w.detach(), given["target"], **pair)
+
+
 head = flce.linear_cross_entropy
 ADDED = {"save": "stats", "accumulate_into": "grad", "max_memory": 7 * VOCAB * 4}
 SAMPLED = {"gradient": "sampled", "gradient_seed": torch.tensor(7)}
@@ -77,6 +93,8 @@ STEPS = {
     "twice": (tensors, loss_of(head, {"save": "grads", "return_lse": True})),
     "half": (lambda: tensors(torch.float16), loss_of(head, {"save": "grads"})),
     "logits given": (tensors, of_logits),
+    "rows' losses": (tensors, of_any_loss),
+    "adapter": (tensors, of_adapter),
     "accumulate": (tensors, loss_of(head, ADDED)),
 }
 
@@ -121,7 +139,8 @@ def check_memory(name, where, text, grads, begin):
 def check_gemm(name, where, text, grads, begin):
     assert text.startswith("RuntimeError: flce: matrix product failed: torch's product of"), where
     assert same(grads, begin) or PARTIAL in text, f"{where}: .grad was touched"
-    assert name == "accumulate" or PARTIAL not in text, where
+    # linear_loss adds to a gradient of its own in the forward.
+    assert name in ("accumulate", "rows' losses") or PARTIAL not in text, where
     print(f"{name}: {'untouched' if same(grads, begin) else 'partial'}")
     return True
 

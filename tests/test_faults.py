@@ -220,7 +220,7 @@ def test_a_rank_that_raises_or_dies_ends_the_others(tmp_path):
     assert "RuntimeError: flce: exchange failed: wait (statistics) of group" in raises
     assert "imed out" in raises or "imeout" in raises, raises
     assert "RuntimeError: flce: exchange failed: " in dies and "input_terms" in dies
-    assert "may hold a part of its sum" in dies and "a part of its sum" not in raises
+    assert "may hold a part of this backward's sum" in dies and "may hold a part" not in raises
     assert alone == "alone: a step"
 
 

@@ -202,8 +202,8 @@ Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor
       flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors);
   if (status != FLCE_OK && call->problem.adds_grad_weight)
     throw Failure(status, std::string(flce_last_error()) +
-                              "; the weight's gradient, to which this backward adds, may hold a "
-                              "part of its sum");
+                              "; with accumulate_into the weight's gradient may hold a part of "
+                              "this backward's sum");
   check(status);
   return gradients;
 }

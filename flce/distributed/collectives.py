@@ -141,7 +141,7 @@ def _text(failed):
     return f"{which}: {type(error).__name__}: {error}"
 
 
-_ADDED = re.compile(r"; the weight's gradient, to which .*? a part of its sum")  # op.cpp
+_ADDED = re.compile(r"; with accumulate_into .*? this backward's sum")  # op.cpp
 
 
 def _is_of_torch(error):
