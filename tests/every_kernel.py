@@ -108,7 +108,7 @@ def run(kernel):
     """All calls, with FLCE_KERNEL=kernel."""
     os.environ["FLCE_KERNEL"] = kernel
     for shape in SHAPES:
-        for dtype in DTYPES:
+        for dtype in DTYPES if kernel == "gemm" else DTYPES[:2]:  # the fused GEMMs' dtypes
             x, w, y = leaves_of(shape, dtype)
             for save in ("grads", "logits", "stats"):
                 step(x, w, y, save=save)
