@@ -22,7 +22,7 @@ CUDA = Path(__file__).parents[1] / "csrc" / "cuda"
 INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # of parentheses, two levels deep
 KERNEL = re.compile(rf"__global__\s+void\s+(?:__launch_bounds__\({INNER}\)\s*)?(\w+)\(")
 # A shape of whole tiles, and one whose rows and columns end within every tile and vector.
-SHAPES = ((256, 128, 1024), (203, 72, 1003))
+SHAPES = ((256, 128, 1024), (203, 70, 1003))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -65,6 +65,8 @@ def options_of(x, w, y):
     yield {"accum_dtype": torch.promote_types(x.dtype, torch.float32), "max_memory": 64 * vocab * 8}
     yield {"accumulate_into": "grad"}
     yield {"reduction": "none", **every}
+    for save in ("stats", "logits"):
+        yield {"softcap": 20.0, "reduction": "none", "save": save, "linear_bias": bias}
     yield {"topk": 3, "return_predictions": True}
     yield {"classes": torch.randint(vocab, (tokens, 4), device="cuda"), "reduction": "sum"}
 
