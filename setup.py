@@ -216,7 +216,10 @@ MODULE = Extension(
     define_macros=[*ABI, ("FLCE_HEADERS", headers_digest())],
     extra_compile_args=["-std=c++17", *C_FLAGS],
     # Of libstdc++'s templates, which have their own visibility, nothing is exported.
-    extra_link_args=[*(f"-Wl,{flag}" for flag in LINK_FLAGS), "-Wl,--version-script=csrc/exports.map"],
+    extra_link_args=[
+        *(f"-Wl,{flag}" for flag in LINK_FLAGS),
+        "-Wl,--version-script=csrc/exports.map",
+    ],
     py_limited_api=True,
 )
 # Not among the extension's sources: setuptools would compile C there as C++.
