@@ -14,7 +14,9 @@ import flce
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 96, 32, 4000, 8
 OPTIONS = {"max_memory": CHUNK * VOCAB * 4}
-LEAVES = ("input", "linear_weight")
+
+
+CASES = (("grads", None), ("logits", None), ("stats", "grad"), ("linear_loss", "grad"))
 
 
 class Interrupt(Exception):
@@ -27,8 +29,15 @@ def make(seed=0):
     return x.requires_grad_(), w.requires_grad_(), torch.randint(VOCAB, (TOKENS,), generator=random)
 
 
-def step(leaves, **options):
-    loss = flce.linear_cross_entropy(*leaves, **OPTIONS, **options)
+def loss_of_rows(logprobs, entropy, rows):
+    return -logprobs.sum()
+
+
+def step(leaves, save="auto", **options):
+    if save == "linear_loss":  # its loop over chunks is Python's
+        loss = flce.linear_loss(*leaves, loss_of_rows, **OPTIONS, **options)
+    else:
+        loss = flce.linear_cross_entropy(*leaves, save=save, **OPTIONS, **options)
     loss.backward()
     return loss.detach()
 
@@ -51,11 +60,12 @@ def raise_interrupt(*_):
 
 
 def interrupts():
-    """A signal within a call: Python runs its handler when the call returns. A weight's gradient
-    that accumulate_into adds to has all of the sum by then, or nothing."""
+    """A signal within a call: Python runs its handler when the operator returns, in linear_loss
+    between two chunks. A weight's gradient that accumulate_into adds to has all of the sum by then,
+    or nothing."""
     signal.signal(signal.SIGALRM, raise_interrupt)
     leaves, begin = make(), torch.randn(VOCAB, HIDDEN)
-    for save, accumulate in (("grads", None), ("logits", None), ("stats", "grad")):
+    for save, accumulate in CASES:
         options, start = (
             {"save": save, "accumulate_into": accumulate},
             begin if accumulate else None,
