@@ -207,7 +207,7 @@ def test_interrupts_threads_forks_and_exits():
 
 
 def test_a_rank_that_raises_or_dies_ends_the_others(tmp_path):
-    """In the group's timeout, 2 s of the first call: without it this would take 600 s. The error
+    """In the group's timeout, 5 s of the first call: without it this would take 600 s. The error
     says which exchange failed, and that accumulate_into had begun to add; what is left of the
     process computes."""
     if not torch.distributed.is_available():
