@@ -25,6 +25,9 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check
 WORKERS ?= 2
 PYTEST = $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
 CLANG_FORMAT := $(PYTHON) -c 'from clang_format import clang_format; clang_format()'
+# The core and the CPU backend: what is C. Its rules are in .cppcheck.
+CPPCHECK := $(PYTHON) -m cppcheck --quiet --std=c11 --enable=warning,style,performance,portability \
+	--suppressions-list=.cppcheck --error-exitcode=1 -Icsrc
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
 READY := build/ready$(subst /,-,$(PYTHON))
@@ -33,13 +36,17 @@ C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
 
-.PHONY: test test-c test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
+.PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
 	sbom hub docs pictures clean python
 
 test: test-c test-py
 
 test-c:
 	$(MAKE) -C tests/c -j2
+
+# Races in the C core and the CPU backend: ranks that are threads, ranges on three threads.
+sanitize-threads:
+	$(MAKE) -C tests/c -j2 SANITIZE=thread
 
 # `make test-py TESTS=tests/test_accuracy.py WORKERS=0`: some tests, in one process.
 test-py: $(READY)
@@ -62,6 +69,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(C_FILES)
+	$(CPPCHECK) csrc/core csrc/cpu
 
 format: $(READY)
 	$(PYTHON) -m ruff check --fix .

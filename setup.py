@@ -30,7 +30,21 @@ HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flce"
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
 # Last on the command line: they win over the flags that Python itself was built with.
+HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
+C_FLAGS += HARDENED
+# The addresses of other libraries' functions are bound when a library is loaded, then read-only.
+LINK_FLAGS = ["-z,relro", "-z,now"]
+
+
+def headers_digest():
+    """What the module and the CUDA library agree on: the headers that both include."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(INCLUDE).glob("*.h")):
+        digest.update(path.read_bytes())
+    return f"0x{digest.hexdigest()[:16]}ULL"
+
+
 # Names that a library exports. hidden does not reach templates of libstdc++ and static libraries:
 # those of cudart must not be bound to the ones of torch's libcudart.
 EXPORTS = {"_C": "csrc/binding/exports.map", "libflce_cuda": "csrc/cuda/exports.map"}
@@ -139,6 +153,18 @@ def included(source, header):
     return [*found, header / "cublasLt.h"]
 
 
+def check_cache():
+    """Makes the folder of objects; ends the build where another user may write to it, whose object
+    would become a part of the library."""
+    CACHE.mkdir(0o700, parents=True, exist_ok=True)
+    found = CACHE.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o002:
+        sys.exit(
+            f"flce: others may write to {CACHE}, where objects of the build are kept: remove "
+            "it, or name a folder of your own by XDG_CACHE_HOME"
+        )
+
+
 def compile_cuda_source(nvcc, header, number, source, flags):
     """The object of a source, from the cache unless what it is made of has changed: flags, nvcc,
     and contents of files. Objects that nothing has used for a month are removed."""
@@ -162,7 +188,8 @@ def compile_cuda_source(nvcc, header, number, source, flags):
 
 def cuda_flags(nvcc):
     """nvcc's flags for each of CUDA_SOURCES."""
-    host = ["-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-g0", f"-I{INCLUDE}"]
+    options = ",".join(["-fPIC", "-fvisibility=hidden", "-g0", *HARDENED])
+    host = ["-O3", "-Xcompiler", options, f"-I{INCLUDE}"]
     threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
     # csrc/cuda/sm90 has instructions of one architecture that no later one has.
@@ -171,12 +198,15 @@ def cuda_flags(nvcc):
     def flags_of(source):
         if source.endswith(".c"):
             return host
+        if source == "csrc/cuda/backend.cu":
+            return [*device, f"-DFLCE_HEADERS={headers_digest()}"]
         return hopper if Path(source).parent.name == "sm90" else device
 
     return [flags_of(source) for source in CUDA_SOURCES]
 
 
 def build_cuda(library, nvcc, header):
+    check_cache()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         numbers, flags = range(1, len(CUDA_SOURCES) + 1), cuda_flags(nvcc)
         compile_one = functools.partial(compile_cuda_source, nvcc, header)
@@ -186,17 +216,19 @@ def build_cuda(library, nvcc, header):
             old.unlink(missing_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     exports = f"--version-script={EXPORTS['libflce_cuda']}"
-    link = [nvcc, "-shared", "--cudart", "static", "-Xlinker", exports]
+    link = [nvcc, "-shared", "--cudart", "static"]
+    for flag in (exports, *LINK_FLAGS):
+        link += ["-Xlinker", flag]
     libraries = ["-ldl"]
     if GLIBC:
         linker, cxx_libraries = portable_linker()
-        link = [*linker, "-shared", f"-Wl,{exports}"]
+        link = [*linker, "-shared", *(f"-Wl,{flag}" for flag in (exports, *LINK_FLAGS))]
         libraries = [static_cudart(nvcc), *cxx_libraries, "-lpthread", "-lrt", "-ldl"]
     subprocess.run([*link, "-o", str(library), *objects, *libraries], check=True)
 
 
 def static_cudart(nvcc):
-    """The CUDA runtime beside nvcc."""
+    """The CUDA runtime of the toolkit of nvcc."""
     root = Path(nvcc).resolve().parents[1]
     folders = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
     for path in (folder / "libcudart_static.a" for folder in folders):
@@ -259,9 +291,11 @@ MODULE = Extension(
     include_dirs=[INCLUDE],
     depends=[*CORE, *HEADERS, EXPORTS["_C"]],
     libraries=["torch_cpu", "c10", "dl"],  # found by name: torch is imported before the module
-    define_macros=[*ABI, ("FLCE_OPS", OPS)],
+    define_macros=[*ABI, ("FLCE_OPS", OPS), ("FLCE_HEADERS", headers_digest())],
     extra_compile_args=["-std=c++17", *C_FLAGS],
-    extra_link_args=[f"-Wl,--version-script={EXPORTS['_C']}"],
+    extra_link_args=[
+        *(f"-Wl,{flag}" for flag in (*LINK_FLAGS, f"--version-script={EXPORTS['_C']}")),
+    ],
     py_limited_api=True,
 )
 # Not among the extension's sources: setuptools would compile C there as C++.

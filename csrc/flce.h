@@ -371,6 +371,8 @@ typedef struct flce_cuda {
 typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda, flce_backend* backend);
 /* Exported as "flce_cuda_describe": describes the build and the device, one line each. */
 typedef const char* (*flce_cuda_describe_fn)(void);
+/* Exported as "flce_cuda_headers": FLCE_HEADERS of its build, a digest of csrc's headers. */
+typedef uint64_t (*flce_cuda_headers_fn)(void);
 
 #ifdef __cplusplus
 }

@@ -47,7 +47,7 @@ def run_plain(op, *args, **kwargs):
         if found := _FAILURE.search(str(error)):
             raise refusal(_EXCEPTIONS[found[1]](found[2])) from None
         if "flce: exchange failed: " in str(error) and pending_error is not None:
-            _raise_pending(pending_error())
+            _raise_pending(pending_error(str(error)))
         if not hasattr(error, "is_flce_refusal"):
             _refuse_operands(op, args, error)
         raise

@@ -5,9 +5,33 @@
 # memory, need that allocator and run with it. torch's own elementwise kernels are not watched.
 #
 #   tests/memcheck.sh [DIRECTORY FOR LOGS]
+#   tests/memcheck.sh TOOL [DIRECTORY FOR LOGS]    memcheck, racecheck, synccheck or initcheck, of
+#       every kernel alone (tests/every_kernel.py), in less than two minutes
+export FLCE_SANITIZED=1
+
+# initcheck has to see what torch's kernels write.
+every_kernel() { # tool, directory for logs
+  case $1 in
+    memcheck) options="--report-api-errors no --kernel-name-exclude kns=2at6native" ;;
+    racecheck) options="--racecheck-report all --kernel-name-exclude kns=2at6native" ;;
+    synccheck) options="--kernel-name-exclude kns=2at6native" ;;
+    initcheck) options="" ;;
+  esac
+  log="$2/$1.log"
+  # shellcheck disable=SC2086
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 $options \
+    --force-synchronization-limit 256 --log-file "$log" python3 tests/every_kernel.py
+  status=$?
+  grep -E "ERROR SUMMARY|RACECHECK SUMMARY" "$log"
+  [ $status -eq 0 ] || grep -E -m 20 "^========= (Invalid|Error|Warning|Uninitialized|Barrier)" "$log"
+  exit $status
+}
+
+case $1 in
+  memcheck | racecheck | synccheck | initcheck) every_kernel "$1" "${2:-.}" ;;
+esac
 logs=${1:-.}
 failed=0
-export FLCE_SANITIZED=1
 
 slice() { # caching allocator (0: off), file, expression
   log="$logs/memcheck.log"

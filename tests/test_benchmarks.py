@@ -357,3 +357,27 @@ def test_distill(scripts, tmp_path, near):
         assert row["ms"] > 0 and row["over_gemms"] > 0
         errors = row.get("errors", {"loss": 0.0}).values()
         assert max(errors) < (5e-3 if near and row["contestant"] == "eager" else 1e-4)
+
+
+@pytest.mark.parametrize("arguments", [("shapes",), ("24x16x200", "--dtype", "float32")])
+def test_soak(scripts, tmp_path, arguments):
+    """Every checkpoint has its figures; a growth, an error and a drift are named."""
+    soak, path = scripts("soak"), tmp_path / "record.json"
+    soak.main([*arguments, "--device", "cpu", "--steps", "40", "--json", str(path)])
+    record = json.loads(path.read_text())
+    rows = record["checkpoints"]
+    assert [row["step"] for row in rows] == [*range(2, 41, 2)]
+    assert not [text for text in record["missed"] if not text.startswith(("resident", "cache"))]
+    if arguments[0] == "shapes":
+        judge = soak.Shapes("cpu", 0)
+        assert rows[-1]["shapes"] > 30 and max(rows[0]["errors"].values()) > 0.0
+        rows[7]["errors"]["torch.float64"] = float("nan")
+    else:
+        judge = soak.Training("24x16x200", "cpu", torch.float32, 0)
+        assert 0.0 < rows[-1]["drift"] < 1e-6
+        rows[7]["drift"] = float("nan")
+    for row in rows:  # where nothing grows but at the end
+        row["cache entries"], row["resident"] = 0, 20 * soak.MIB * (row is rows[-1])
+    first, second = soak.missed_bars(rows, judge)
+    assert first.startswith("resident grew by 20971520, bar 16777216")
+    assert second.startswith(("error in torch.float64 until step 16", "drift until step 16: nan"))

@@ -6,6 +6,7 @@ import fnmatch
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -166,3 +167,49 @@ def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
     ]
     assert Path(done[0].stdout.strip()) == site / "flce" / "__init__.py", done[0].stderr
     assert "or start Python in another folder" in done[1].stderr.splitlines()[-1]
+
+
+LIBRARIES = sorted((ROOT / "flce").glob("*.so"))
+
+
+def read_elf(*arguments):
+    tool = shutil.which(arguments[0]) or pytest.skip(f"no {arguments[0]}")
+    return subprocess.run([tool, *map(str, arguments[1:])], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_are_hardened(library):
+    """Stack protector, checked calls of libc, addresses bound at load and then read-only, no
+    executable stack, no path where libraries are searched for."""
+    dynamic, segments = read_elf("readelf", "-dW", library), read_elf("readelf", "-lW", library)
+    assert "GNU_RELRO" in segments and re.search(r"FLAGS.*\bNOW\b", dynamic)
+    assert re.search(r"GNU_STACK.* RW ", segments) and "RPATH" not in dynamic
+    assert "RUNPATH" not in dynamic
+    wanted = read_elf("nm", "-D", "--undefined-only", library)
+    assert "__stack_chk_fail" in wanted and re.search(r"__\w+_chk\b", wanted)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_export_what_they_should(library):
+    names = {
+        line.split()[-1] for line in read_elf("nm", "-D", "--defined-only", library).splitlines()
+    }
+    exported = ("backend", "describe", "headers", "peers_begin", "peers_wait", "tuning_table")
+    cuda = {f"flce_cuda_{name}" for name in exported}
+    assert names == (cuda if "cuda" in library.name else {"PyInit__C"})
+
+
+@pytest.mark.parametrize("kind", ["writable", "another user's"])
+def test_a_cache_that_others_may_write_to_is_refused(tmp_path, monkeypatch, kind):
+    pytest.importorskip("setuptools", "77")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    setup["check_cache"]()
+    assert (tmp_path / "flce").stat().st_mode & 0o777 == 0o700
+    if kind == "writable":
+        (tmp_path / "flce").chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(SystemExit, match="others may write to .*XDG_CACHE_HOME"):
+        setup["check_cache"]()

@@ -34,14 +34,18 @@ inline void expect_type(const char* name, const Tensor& tensor, ScalarType type)
 }
 
 /* The tensor itself if it is contiguous and of this dtype, else a copy that is. */
-inline Tensor converted(const Tensor& tensor, ScalarType type) {
+inline Tensor converted(const char* name, const Tensor& tensor, ScalarType type) {
   if (tensor.is_contiguous() && tensor.scalar_type() == type) return tensor;
-  Tensor copy = torch::stable::new_empty(tensor, shape_of(tensor), type);
-  return torch::stable::copy_(copy, tensor);
+  Tensor copy = new_tensor(shape_of(tensor), type, device_of(tensor), "a contiguous copy of", name);
+  try {
+    return torch::stable::copy_(copy, tensor);
+  } catch (const std::exception&) { /* whose text has torch's function alone */
+    throw Failure(FLCE_DEVICE_ERROR, std::string(name) + ": torch failed to make it contiguous");
+  }
 }
 
-inline Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : converted(tensor, tensor.scalar_type());
+inline Tensor dense(const char* name, const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : converted(name, tensor, tensor.scalar_type());
 }
 
 /* Checks a tensor that an operator of the same build has made: nothing converts it. */

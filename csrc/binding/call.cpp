@@ -42,8 +42,8 @@ void bind_operands(const Operands& given, Call* call) {
            shape_of_text(weight));
   problem->weight_rows = weight.size(0);
   expect_device("linear_weight", weight, call->id, "input");
-  call->tensors.input = call->pointer(input);
-  call->tensors.linear_weight = call->pointer(weight);
+  call->tensors.input = call->pointer("input", input);
+  call->tensors.linear_weight = call->pointer("linear_weight", weight);
   uintptr_t addresses = reinterpret_cast<uintptr_t>(call->tensors.input) |
                         reinterpret_cast<uintptr_t>(call->tensors.linear_weight);
   problem->unaligned = addresses % 16 != 0;
@@ -59,7 +59,7 @@ void bind_operands(const Operands& given, Call* call) {
   if (shape_of(bias) != std::vector<int64_t>{problem->weight_rows})
     refuse("linear_bias", "shape " + shape_text({problem->weight_rows}), shape_of_text(bias));
   expect_device("linear_bias", bias, call->id, "input");
-  call->tensors.linear_bias = call->pointer(bias);
+  call->tensors.linear_bias = call->pointer("linear_bias", bias);
 }
 
 void bind_target(const Tensor& target, int64_t classes, const std::string& first, Call* call) {
@@ -78,10 +78,11 @@ void bind_target(const Tensor& target, int64_t classes, const std::string& first
                                           : ", that of " + first + " without its last dimension");
   expect_device("target", target, call->id, "input");
   if (!problem->has_probabilities) {
-    call->tensors.target = static_cast<const int64_t*>(call->pointer(target, ScalarType::Long));
+    call->tensors.target =
+        static_cast<const int64_t*>(call->pointer("target", target, ScalarType::Long));
     return;
   }
-  call->tensors.probabilities = call->pointer(target);
+  call->tensors.probabilities = call->pointer("target", target);
   call->tensors.probabilities_dtype = to_dtype(type, "target");
 }
 
@@ -95,7 +96,7 @@ const void* bind_vector(const char* name, const OptionalTensor& tensor,
     refuse(name, "real numbers", dtype_text(type), FLCE_INVALID_TYPE);
   expect_shape(name, *tensor, shape, meaning);
   expect_device(name, *tensor, call->id, "input");
-  return call->pointer(*tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
+  return call->pointer(name, *tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
 }
 
 /* Checks the classes' range where that needs no device: indices, and the id of none. */
@@ -123,7 +124,7 @@ void bind_classes(const OptionalTensor& classes, const std::string& first, Call*
   if (classes->scalar_type() != ScalarType::Int) expect_type("classes", *classes, ScalarType::Long);
   expect_device("classes", *classes, call->id, "input");
   problem->row_classes = count;
-  const void* ids = call->pointer(*classes, ScalarType::Long);
+  const void* ids = call->pointer("classes", *classes, ScalarType::Long);
   call->tensors.classes = static_cast<int64_t*>(const_cast<void*>(ids));
   if (call->id.type == aoti_torch_device_type_cpu())
     check_classes(flce_is_sharded(problem) ? problem->classes : problem->vocab, *call);
@@ -328,7 +329,7 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
   if (problem->vocab < 1)
     refuse("logits", "at least one class", "shape " + shape_text(shape_of(logits)));
   problem->dtype = to_dtype(logits.scalar_type(), "logits");
-  call.tensors.input = call.pointer(logits);
+  call.tensors.input = call.pointer("logits", logits);
   bind_loss(loss, problem->vocab, "logits", &call);
   return call;
 }

@@ -51,12 +51,12 @@ struct Call {
 
   /* The operand x, as the core reads it. */
   const Tensor& input() const { return kept.front(); }
-  const void* pointer(const Tensor& tensor) {
-    kept.push_back(dense(tensor));
+  const void* pointer(const char* name, const Tensor& tensor) {
+    kept.push_back(dense(name, tensor));
     return kept.back().const_data_ptr();
   }
-  const void* pointer(const Tensor& tensor, ScalarType type) {
-    kept.push_back(converted(tensor, type));
+  const void* pointer(const char* name, const Tensor& tensor, ScalarType type) {
+    kept.push_back(converted(name, tensor, type));
     return kept.back().const_data_ptr();
   }
 };

@@ -71,8 +71,11 @@ CudaLibrary::CudaLibrary() {
   void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   void* stream = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
   current_stream = reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(stream);
-  if (!open || !describe || !tuning || !peers_begin || !peers_wait)
+  auto headers = reinterpret_cast<flce_cuda_headers_fn>(dlsym(library, "flce_cuda_headers"));
+  if (!open || !describe || !tuning || !peers_begin || !peers_wait || !headers)
     error = "it lacks a function of this version of flce";
+  else if (headers() != FLCE_HEADERS)
+    error = "it was built from other sources than " + module;
 }
 
 const CudaLibrary& cuda_library() {
@@ -111,8 +114,8 @@ void Device::open_cuda(bool allow_tf32) {
   throw Failure(FLCE_DEVICE_ERROR, reason);
 }
 
-Tensor Device::allocate(const std::vector<int64_t>& sizes, ScalarType type,
-                        const char* buffer) const {
+Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type, DeviceId id, const char* what,
+                  const char* name) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
   AtenTensorHandle handle;
@@ -120,12 +123,18 @@ Tensor Device::allocate(const std::vector<int64_t>& sizes, ScalarType type,
   auto bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(code));
   for (int64_t size : sizes) bytes *= size;
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               code, id_.type, id_.index, &handle) != AOTI_TORCH_SUCCESS)
+                               code, id.type, id.index, &handle) != AOTI_TORCH_SUCCESS)
     throw Failure(FLCE_OUT_OF_MEMORY,
-                  std::to_string(bytes) + " bytes for buffer \"" + buffer + "\"");
-  Tensor tensor(handle);
+                  std::to_string(bytes) + " bytes for " + what + " \"" + name + "\"");
+  return Tensor(handle);
+}
+
+Tensor Device::allocate(const std::vector<int64_t>& sizes, ScalarType type,
+                        const char* buffer) const {
+  Tensor tensor = new_tensor(sizes, type, id_, "buffer", buffer);
   const bool integers = type == ScalarType::Long || type == ScalarType::Int;
   const int poison = integers ? FLCE_POISON_INT : FLCE_POISON_FLOAT;
+  auto bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
   if (flce_poisons()) check(table_.fill(table_.self, tensor.mutable_data_ptr(), poison, bytes));
   return tensor;
 }

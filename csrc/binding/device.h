@@ -53,6 +53,11 @@ inline DeviceId device_of(const Tensor& tensor) {
   return id;
 }
 
+/* A new contiguous tensor of unspecified contents. An out-of-memory error says what it is and its
+ * name. */
+Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type, DeviceId id, const char* what,
+                  const char* name);
+
 /* The backend of a call's device, together with the guard that makes this device the current
  * one. */
 class Device {

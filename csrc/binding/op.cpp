@@ -227,7 +227,13 @@ Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor
       allocate_workspace(device, plan.backward_workspace_bytes, "backward workspace", call);
   Collectives collectives(device, call->problem, group,
                           {call->input(), gradients.input, workspace, std::nullopt});
-  check(flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors));
+  flce_status status =
+      flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors);
+  if (status != FLCE_OK && call->problem.adds_grad_weight)
+    throw Failure(status, std::string(flce_last_error()) +
+                              "; with accumulate_into the weight's gradient may hold a part of "
+                              "this backward's sum");
+  check(status);
   return gradients;
 }
 

@@ -310,7 +310,7 @@ static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
 }
 
 /* save=grads: the gradients of a chunk for grad_output = 1. */
-static flce_status forward_gradients(const execution* e, chunk* c) {
+static flce_status forward_gradients(const execution* e, const chunk* c) {
   bool sharded = e->plan->ranks > 1;
   /* The GEMM of dX then hides the exchange of statistics. */
   bool gemm_first = sharded && e->plan->form == FLCE_FORM_EXP;

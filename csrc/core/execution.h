@@ -92,7 +92,7 @@ static inline flce_rows open_rows(const execution* e, int64_t first, int64_t row
   };
 }
 
-static inline void set_z(flce_rows* view, void* z, flce_dtype dtype, int64_t pitch) {
+static inline void set_z(flce_rows* view, const void* z, flce_dtype dtype, int64_t pitch) {
   view->z = z;
   view->z_dtype = dtype;
   view->z_pitch = view->z_columns = pitch;

@@ -243,7 +243,7 @@ flce_status flce_begin_gradients(const execution* e) {
 flce_status flce_sum_smooth(const execution* e, void** xsum, void** total) {
   const flce_problem* problem = e->problem;
   int64_t n = problem->tokens, h = e->plan->hidden;
-  void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
+  const void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
   const void* coef = element_ptr(buffer_ptr(e, FLCE_BUF_COEF), FLCE_COEF_SMOOTH * n, e->stat);
   *xsum = smooth && problem->want_grad_weight ? element_ptr(smooth, h, e->stat) : NULL;
   *total = smooth && problem->want_grad_bias ? element_ptr(smooth, 2 * h, e->stat) : NULL;

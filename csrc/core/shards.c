@@ -308,7 +308,8 @@ flce_status flce_wait_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
   if (!sums_input(problem) || problem->input_is_sharded) return FLCE_OK;
   FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_DX));
-  void *gathered = gathered_input(e), *dx = e->shard->caller_tensors->grad_input;
+  const void* gathered = gathered_input(e);
+  void* dx = e->shard->caller_tensors->grad_input;
   int64_t elements = problem->tokens * problem->hidden;
   return gathered == dx ? FLCE_OK : copy(e, dx, gathered, elements, e->plan->grad_input_dtype);
 }

@@ -75,7 +75,8 @@ flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
                    flce_dtype_name(dtype), flce_dtype_name(stat));
 }
 
-void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context) {
+void flce_cpu_parallel(const void* self, int64_t count, int64_t width, flce_range_fn fn,
+                       void* context) {
   const flce_cpu* cpu = self;
   if (count <= 0) return;
   int64_t grain = width > 0 ? FLCE_GRAIN / width : FLCE_GRAIN;

@@ -52,7 +52,8 @@ flce_status flce_cpu_block_kernels(flce_dtype stat, flce_dtype dtype,
                                    const flce_block_kernels** kernels);
 /* Runs fn over [0, count) in ranges of at least FLCE_GRAIN elements; an index has `width` elements.
  * The result of an index must not depend on the range that it falls in. */
-void flce_cpu_parallel(void* self, int64_t count, int64_t width, flce_range_fn fn, void* context);
+void flce_cpu_parallel(const void* self, int64_t count, int64_t width, flce_range_fn fn,
+                       void* context);
 
 /* The functions of the backend table (backend.h). */
 #define FLCE_DECLARE(name) __typeof__(*((flce_backend*)0)->name) flce_cpu_##name;

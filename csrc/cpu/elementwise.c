@@ -31,7 +31,7 @@ static void scale_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-static flce_status scale(void* self, flce_scaled array, double factor) {
+static flce_status scale(const void* self, flce_scaled array, double factor) {
   scale_job job = {.array = array, .factor = factor};
   bool wide = array.in_dtype == FLCE_F64 || array.out_dtype == FLCE_F64;
   flce_dtype stat = wide ? FLCE_F64 : FLCE_F32;

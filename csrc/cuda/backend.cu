@@ -48,6 +48,10 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_backend(flce_cuda* cuda, flce_backe
   return FLCE_OK;
 }
 
+extern "C" FLCE_EXPORT uint64_t flce_cuda_headers(void) {
+  return FLCE_HEADERS;
+}
+
 /* Of NVIDIA's drivers for Linux, the first that runs what a toolkit of this major version has
  * built: table of "CUDA minor version compatibility" in the toolkit's release notes. */
 static const int kFirstDriver = CUDART_VERSION >= 13000 ? 580 : 525;

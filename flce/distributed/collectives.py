@@ -3,6 +3,7 @@ while an operator of flce runs. A collective begins on the current stream and is
 waited for. `id`: which one (flce_collective_id); at most one of each is in flight in a thread."""
 
 import functools
+import re
 import socket
 import threading
 import traceback
@@ -140,6 +141,9 @@ def _text(failed):
     return f"{which}: {type(error).__name__}: {error}"
 
 
+_ADDED = re.compile(r"; with accumulate_into .*? this backward's sum")  # op.cpp
+
+
 def _is_of_torch(error):
     """Whether an exception is an error of torch.distributed, and not what a signal's handler has
     raised while a collective ran, which may have any class."""
@@ -148,14 +152,16 @@ def _is_of_torch(error):
     return isinstance(error, RuntimeError) and f"{module}.".startswith(("torch.", f"{__name__}."))
 
 
-def pending_error():
+def pending_error(text):
     """The exception to raise for an operator of this thread that failed in a collective, once; None
     if there is none. An interrupt is that exception itself, with its traceback; an error of
-    torch.distributed is the cause of a RuntimeError that names the collective and its group."""
+    torch.distributed is the cause of a RuntimeError that names the collective and its group, and
+    has what the operator's error `text` says of a gradient that it has begun to add to."""
     failed = _in_flight.__dict__.pop("failed", None)
     if failed is None or not _is_of_torch(failed[0]):
         return failed and failed[0]
-    error = RuntimeError(f"flce: exchange failed: {_text(failed)}")
+    added = _ADDED.search(text)
+    error = RuntimeError(f"flce: exchange failed: {_text(failed)}{added[0] if added else ''}")
     error.__cause__ = failed[0]
     return error
 
