@@ -230,8 +230,9 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   bool whole = has_all_classes(*problem, columns);
   int64_t first = whole ? problem->first_class : 0;
   if (!whole) problem->weight_rows = columns;
-  call->tensors.input = static_cast<const char*>(call->pointer(logits, to_scalar_type(dtype))) +
-                        first * flce_size_of(dtype);
+  call->tensors.input =
+      static_cast<const char*>(call->pointer("teacher_logits", logits, to_scalar_type(dtype))) +
+      first * flce_size_of(dtype);
 }
 
 }  // namespace
