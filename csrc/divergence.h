@@ -19,17 +19,9 @@ static __device__ __forceinline__ float flce_exp(float x) {
 static __device__ __forceinline__ double flce_exp(double x) {
   return exp(x);
 }
-/* Of x up to 0.95: an absolute error of 2^-21. */
-static __device__ __forceinline__ float flce_log(float x) {
-  return __logf(x);
-}
-static __device__ __forceinline__ double flce_log(double x) {
-  return log(x);
-}
 #else
 #define FLCE_TERM static inline __attribute__((always_inline))
 #define flce_exp exp
-#define flce_log log
 typedef double flce_real;
 #endif
 
@@ -50,7 +42,7 @@ FLCE_TERM flce_real flce_square_part(flce_real x) {
 /* log(1 + w (exp(x) - 1)) for x <= 0 and 0 < w < 1. Near 0 it is 2 artanh(u), u = y / (2 + y), with
  * |u| <= 1/8; the first term left out is below 2^-60, or 2^-27, of it. */
 FLCE_TERM flce_real flce_log_mean(flce_real w, flce_real x) {
-  if (x < (flce_real)-FLCE_NEAR) return flce_log((1 - w) + w * flce_exp(x));
+  if (x < (flce_real)-FLCE_NEAR) return log((1 - w) + w * flce_exp(x));
   const flce_real y = w * (x + x * x * flce_square_part(x)), u = y / (2 + y), square = u * u;
   const int last = sizeof(flce_real) == 8 ? 9 : 3;
   flce_real sum = 0;
