@@ -340,7 +340,7 @@ def test_kernels_of_hopper(cuda, monkeypatch, kind, kernel):
             made = outcome(flce.linear_divergence, named, {**rest, **how, "max_memory": "12MB"})
             for name, value in made.items():
                 error = cases.relative_error(value, truth[name])
-                assert error <= (3.5e-3 if dtype == torch.bfloat16 else 1e-3), (name, how, error)
+                assert error <= (4.5e-3 if dtype == torch.bfloat16 else 1e-3), (name, how, error)
 
 
 @pytest.mark.parametrize("kind", KINDS)
