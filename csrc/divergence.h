@@ -57,28 +57,28 @@ FLCE_TERM flce_real flce_log_mixture(flce_real beta, flce_real d, flce_real* a) 
   return d > 0 ? mean : mean - d;
 }
 
-/* The term of FLCE_DIVERGENCE_VALUE: never negative, because terms that cancel over all classes are
- * added (p, q and m have the same sum). A factor 0 hides a logarithm that is not finite. */
-FLCE_TERM flce_real flce_divergence_value(flce_divergence kind, flce_real beta, flce_real p,
-                                          flce_real q, flce_real d) {
+/* Returns p times the derivative of the divergence by p, up to a constant: dz is this minus p times
+ * its sum over the classes. Of the forward KL p - q, whose sum is that of the errors of the
+ * statistics. *value: the term of FLCE_DIVERGENCE_VALUE, never negative, because terms that cancel
+ * over all classes are added (p, q and m have the same sum). A factor 0 hides a logarithm that is
+ * not finite. */
+FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta, flce_real p,
+                                          flce_real q, flce_real d, flce_real* value) {
   const bool near = fabs(d) <= (flce_real)FLCE_NEAR;
   const flce_real p_d = p > 0 ? p * d : 0, q_d = q > 0 ? q * d : 0;
-  if (kind == FLCE_FORWARD_KL) return near ? q_d * d * flce_square_part(d) : p - q - q_d;
-  if (kind == FLCE_REVERSE_KL) return near ? p_d * d * flce_square_part(-d) : q - p + p_d;
+  if (kind == FLCE_FORWARD_KL) {
+    const flce_real square = near ? q_d * d * flce_square_part(d) : 0;
+    *value = near ? square : p - q - q_d;
+    return near ? q_d + square : p - q;
+  }
+  if (kind == FLCE_REVERSE_KL) {
+    *value = near ? p_d * d * flce_square_part(-d) : q - p + p_d;
+    return p_d;
+  }
   flce_real a, b = flce_log_mixture(beta, d, &a);
   const flce_real of_q = q > 0 ? beta * q * a : 0, of_p = p > 0 ? (1 - beta) * p * b : 0;
-  return near ? of_q * a * flce_square_part(a) + of_p * b * flce_square_part(b) : -of_q - of_p;
-}
-
-/* p times the derivative of the divergence by p, up to a constant: dz is this minus p times its sum
- * over the classes. Of the forward KL p - q, whose sum is that of the errors of the statistics. */
-FLCE_TERM flce_real flce_divergence_pull(flce_divergence kind, flce_real beta, flce_real p,
-                                         flce_real q, flce_real d) {
-  const bool near = fabs(d) <= (flce_real)FLCE_NEAR;
-  if (kind == FLCE_FORWARD_KL) return near ? q * (d + d * d * flce_square_part(d)) : p - q;
-  if (!(p > 0)) return 0;
-  flce_real a;
-  return p * (kind == FLCE_REVERSE_KL ? d : -(1 - beta) * flce_log_mixture(beta, d, &a));
+  *value = near ? of_q * a * flce_square_part(a) + of_p * b * flce_square_part(b) : -of_q - of_p;
+  return -of_p;
 }
 
 #endif

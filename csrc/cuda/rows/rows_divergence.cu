@@ -107,9 +107,10 @@ __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first)
     compare<Out>(pair, raw[u], col, p, q, d, slope);
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      const S pull = flce_divergence_pull<S>(KIND, pair.beta, p[e], q[e], d[e]);
+      S value;
+      const S pull = flce_divergence_terms<S>(KIND, pair.beta, p[e], q[e], d[e], &value);
       if constexpr (SUMS) {
-        pair.value += flce_divergence_value<S>(KIND, pair.beta, p[e], q[e], d[e]);
+        pair.value += value;
         if (!GRADS) pair.mean += pull;
       }
       const bool own = pair.hard > 0 && col + e == pair.s.target;
