@@ -370,6 +370,22 @@ def test_teacher_of_a_few_classes(device, tail, kind):
         assert (got - expected).abs().max() <= 1e-12
 
 
+def test_heads_with_different_padding(device):
+    """Beyond valid_vocab both may have any rows, which are never read."""
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    other = torch.randn(66, 5, dtype=x.dtype, device=device)
+    named, given = {"input": x, "linear_weight": w}, {"teacher_input": x.detach()}
+    cut = {**given, "teacher_weight": other[:64].clone(), "divergence": "jsd"}
+    truth = outcome(definition, {"input": x, "linear_weight": w[:64]}, cut)
+    with torch.no_grad():
+        w[64:], other[64:] = math.nan, math.nan
+    options = {**given, "teacher_weight": other, "divergence": "jsd", "valid_vocab": 64}
+    made = outcome(flce.linear_divergence, named, options)
+    assert (made["input"] - truth["input"]).abs().max() <= 1e-12
+    assert (made["linear_weight"][:64] - truth["linear_weight"]).abs().max() <= 1e-12
+    assert not made["linear_weight"][64:].any()
+
+
 def good(device):
     x, w, target = cases.leaves(device, 6, hidden=8, vocab=20)
     teacher = {"teacher_input": x.detach()[:, :4], "teacher_weight": w.detach()[:, :4]}
