@@ -170,8 +170,9 @@ typedef enum flce_divergence {
 } flce_divergence;
 
 /* A bound of a row's gradient by l, for row factors of 1, from which float16's loss scale follows.
- * p log(p / q) has none: where it exceeds this one by four times, float16 overflows. */
-#define FLCE_GRADIENT_BOUND(problem) ((problem).divergence > FLCE_FORWARD_KL ? 16.0 : 1.0)
+ * p log(p / q) of the reverse KL has none: where it exceeds this one by four times, float16
+ * overflows. */
+#define FLCE_GRADIENT_BOUND(problem) ((problem).divergence == FLCE_REVERSE_KL ? 16.0 : 1.0)
 
 /* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
 typedef struct flce_problem {

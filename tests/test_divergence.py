@@ -299,6 +299,50 @@ def test_chunks_agree_and_repeat(device):
         assert (value - parts[name]).abs().max() <= 1e-11 * (1 + value.abs().max())
 
 
+@pytest.mark.parametrize("given", cases.DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_dtypes_of_teacher_logits(device, dtype, given):
+    """They are read as they are: rows of any alignment, gathered where some are ignored."""
+    case = cases.ignore_some(cases.make_case(12, 16, 301, dtype=dtype, device=device), every=4)
+    teacher = torch.randn(12, 301, generator=cases.generator(2)).to(device, given)
+    options = {"target": case.target, "reduction": "sum"}
+    named = {"input": case.input, "linear_weight": case.linear_weight}
+    wide = {name: tensor.double() for name, tensor in named.items()}
+    truth = outcome(definition, wide, {**options, "teacher_logits": teacher.double()})
+    eager = outcome(definition, named, {**options, "teacher_logits": teacher.to(truth["loss"])})
+    for bound in ({}, {"valid_bound": 9}):
+        made = outcome(
+            flce.linear_divergence, named, {**options, **bound, "teacher_logits": teacher}
+        )
+        for name, value in made.items():
+            allowed = max(2 * cases.relative_error(eager[name], truth[name]), 2e-2)
+            allowed = allowed if dtype.itemsize == 2 else cases.FLOORS[dtype][0]
+            assert cases.relative_error(value, truth[name]) <= allowed, name
+
+
+@pytest.mark.parametrize("kernel", ["gemm", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_hopper(cuda, monkeypatch, kind, kernel):
+    """The fused logits GEMM for both heads, several of its tiles, and a vocabulary that is none."""
+    monkeypatch.setenv("FLCE_KERNEL", kernel)
+    for dtype in (torch.bfloat16, torch.float16):
+        case = cases.make_case(600, 256, 5003, dtype=dtype, device=cuda, bias=True)
+        case = cases.ignore_some(case, every=5)
+        teacher = cases.make_case(600, 512, 5003, dtype=dtype, device=cuda, seed=1, std=2.0)
+        rows = cases.per_row(cuda, 600).float()
+        for how in ({}, {"softcap": 5.0, "temperature": rows}, {"hard_weight": 0.3}):
+            named = {"input": case.input, "linear_weight": case.linear_weight}
+            named["linear_bias"] = case.options["linear_bias"]
+            rest = {"teacher_input": teacher.input, "teacher_weight": teacher.linear_weight}
+            wide = [{n: t.double() for n, t in one.items()} for one in (named, rest)]
+            how = {"divergence": kind, "target": case.target, "teacher_softcap": 8.0, **how}
+            truth = outcome(definition, wide[0], {**wide[1], **how})
+            made = outcome(flce.linear_divergence, named, {**rest, **how, "max_memory": "12MB"})
+            for name, value in made.items():
+                error = cases.relative_error(value, truth[name])
+                assert error <= (4.5e-3 if dtype == torch.bfloat16 else 1e-3), (name, how, error)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tail", ["class", "renormalize"])
 def test_teacher_of_a_few_classes(device, tail, kind):
@@ -324,6 +368,22 @@ def test_teacher_of_a_few_classes(device, tail, kind):
     grads = [torch.autograd.grad(loss, (x, w)) for loss in (made, truth)]
     for got, expected in zip(*grads, strict=True):
         assert (got - expected).abs().max() <= 1e-12
+
+
+def test_heads_with_different_padding(device):
+    """Beyond valid_vocab both may have any rows, which are never read."""
+    x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
+    other = torch.randn(66, 5, dtype=x.dtype, device=device)
+    named, given = {"input": x, "linear_weight": w}, {"teacher_input": x.detach()}
+    cut = {**given, "teacher_weight": other[:64].clone(), "divergence": "jsd"}
+    truth = outcome(definition, {"input": x, "linear_weight": w[:64]}, cut)
+    with torch.no_grad():
+        w[64:], other[64:] = math.nan, math.nan
+    options = {**given, "teacher_weight": other, "divergence": "jsd", "valid_vocab": 64}
+    made = outcome(flce.linear_divergence, named, options)
+    assert (made["input"] - truth["input"]).abs().max() <= 1e-12
+    assert (made["linear_weight"][:64] - truth["linear_weight"]).abs().max() <= 1e-12
+    assert not made["linear_weight"][64:].any()
 
 
 def good(device):

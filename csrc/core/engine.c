@@ -289,9 +289,7 @@ static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
   const execution* teacher = &e->teacher->own;
   chunk other = open_chunk(teacher, c->first, e->plan->chunk_rows, teacher->plan->gathered_x);
   other.view.index = c->view.index;
-  flce_rows student = c->view, options = other.view;
-  flce_enable_partial_sums(teacher, &other.view);
-  other.view.scalars = options.scalars;
+  flce_rows student = c->view;
   FLCE_TRY(teacher_rows(teacher, &other));
   FLCE_TRY(flce_begin_all_gather_statistics(teacher, &other));
   FLCE_TRY(flce_wait_all_gather_statistics(teacher, &other));

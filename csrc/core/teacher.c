@@ -19,6 +19,7 @@ flce_status flce_plan_teacher(const flce_backend* backend, const flce_problem* s
   }
   problem.chunk_rows = chunk_rows;
   problem.max_memory = INT64_MAX; /* the student's plan has seen to it */
+  problem.saves_memory = false;
   return flce_plan_make(&problem, &facts, plan);
 }
 

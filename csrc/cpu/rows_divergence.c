@@ -62,7 +62,7 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
     double p = flce_load(&s->e, stat, j) * row->inv_sum[0];
     double q = flce_load(&t->e, stat, j) * row->inv_sum[1];
     double d = flce_load(&s->l, stat, j) - flce_load(&t->l, stat, j) - row->shift;
-    double pull = flce_divergence_pull(call->divergence, call->beta, p, q, d);
+    double term, pull = flce_divergence_terms(call->divergence, call->beta, p, q, d, &term);
     if (writes) {
       bool is_own = hard > 0.0 && j == own; /* p_y - 1 would cancel where p_y is near 1 */
       double dz = factor * ((1.0 - hard) * (pull - mean * p) + (is_own ? 0.0 : hard * p));
@@ -70,7 +70,7 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
       if (is_own) dz += hard * row_coef(&pass->student, FLCE_COEF_TARGET, row->i);
       flce_store(&s->e, stat, j, fabs(dz) < smallest ? 0.0 : dz);
     } else {
-      value += flce_divergence_value(call->divergence, call->beta, p, q, d);
+      value += term;
       sum += pull;
     }
   }

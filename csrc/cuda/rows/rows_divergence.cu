@@ -8,6 +8,8 @@
 #include "cuda/rows/statistics.cuh"
 #include "divergence.h"
 
+#include <limits.h>
+
 /* The parameters of a call. */
 struct divergence_params {
   row_args s, t; /* the student's rows and the teacher's */
@@ -49,6 +51,7 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   pair.beta = (S)c.beta;
   pair.hard = (S)c.hard;
   pair.soft = (S)(1 - c.hard);
+  if (!(c.hard > 0)) pair.s.target = INT_MIN; /* no column */
   if (!s.out) return pair;
   const S* coef = (const S*)s.coef + at;
   pair.factor = pair.s_inv > 0 ? coef[FLCE_COEF_ROW * s.stat_pitch] / pair.s_inv : 0;
@@ -56,33 +59,50 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   return pair;
 }
 
-/* What is read of a vector's columns of both logits. */
-template <typename Z>
-struct RawPair {
-  Vec<Z, kVec<Z>> s;
-  stat_t<Z> t[kVec<Z>];
-};
-
-template <bool STREAM, typename Z>
-__device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, RawPair<Z>& raw) {
-  load_columns<STREAM>(pair.s.z, col, pair.s.vocab, raw.s);
-  load_probabilities(pair.t, pair.teacher_dtype, col, raw.t);
+/* A vector's columns of both logits. FAST: the teacher's rows have the student's dtype and
+ * alignment, and neither has a bias or a softcap; INSIDE: all columns are in the row. */
+template <bool FAST, bool INSIDE, bool STREAM, typename Z>
+__device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, Vec<Z, kVec<Z>>& s,
+                                          Vec<Z, kVec<Z>>& t) {
+  if constexpr (INSIDE) {
+    load_vec<STREAM>(pair.s.z + col, s);
+  } else {
+    load_columns<STREAM>(pair.s.z, col, pair.s.vocab, s);
+  }
+  if constexpr (FAST && INSIDE) {
+    load_vec<STREAM>(pair.t.z + col, t);
+  } else if constexpr (FAST) {
+    load_columns<STREAM>(pair.t.z, col, pair.t.vocab, t);
+  } else {
+    stat_t<Z> values[kVec<Z>];
+    load_probabilities(pair.t, pair.teacher_dtype, col, values);
+    pack(values, t);
+  }
 }
 
 /* p, q, d and the student's slopes of a vector's columns; p = q = 0 outside the row. */
-template <typename Out, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ void compare(const RowPair<Z>& pair, const RawPair<Z>& raw, int col,
-                                        S (&p)[kVec<Z>], S (&q)[kVec<Z>], S (&d)[kVec<Z>],
-                                        S (&slope)[kVec<Z>]) {
+template <bool FAST, bool INSIDE, typename Out, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVec<Z>>& raw,
+                                        const Vec<Z, kVec<Z>>& teacher, int col, S (&p)[kVec<Z>],
+                                        S (&q)[kVec<Z>], S (&d)[kVec<Z>], S (&slope)[kVec<Z>]) {
   constexpr int N = kVec<Z>;
   S l[N], other[N];
-  Vec<Z, N> teacher;
-  pack(raw.t, teacher);
-  logits_of<sizeof(Out) == 2>(pair.t, teacher, col, other, slope);
-  logits_of<sizeof(Out) == 2>(pair.s, raw.s, col, l, slope);
+  if constexpr (FAST) {
+    unpack(teacher, other);
+    unpack(raw, l);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      other[e] *= pair.t.outer_scale;
+      l[e] *= pair.s.outer_scale;
+      slope[e] = 1;
+    }
+  } else {
+    logits_of<sizeof(Out) == 2>(pair.t, teacher, col, other, slope);
+    logits_of<sizeof(Out) == 2>(pair.s, raw, col, l, slope);
+  }
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    const bool inside = (unsigned)(col + e) < (unsigned)pair.s.vocab;
+    const bool inside = INSIDE || (unsigned)(col + e) < (unsigned)pair.s.vocab;
     p[e] = inside ? exp_for<Out>(l[e] - pair.s_offset) * pair.s_inv : 0;
     q[e] = inside ? exp_for<Out>(other[e] - pair.t_offset) * pair.t_inv : 0;
     d[e] = inside ? (l[e] - other[e]) - pair.shift : 0;
@@ -90,29 +110,32 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const RawPair<Z>
 }
 
 /* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS. */
-template <bool SUMS, bool GRADS, flce_divergence KIND, typename Z, typename Out>
+template <bool SUMS, bool GRADS, bool FAST, bool INSIDE, flce_divergence KIND, typename Z,
+          typename Out>
 __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first) {
   using S = stat_t<Z>;
   constexpr int N = kVec<Z>, U = kUnroll<Z> / 2;
-  RawPair<Z> raw[U];
+  Vec<Z, N> s[U], t[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
-    load_pair<GRADS>(pair, column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead), raw[u]);
+    const int col = column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead);
+    load_pair<FAST, INSIDE, GRADS>(pair, col, s[u], t[u]);
   }
   if constexpr (GRADS && sizeof(Out) != sizeof(Z)) __syncthreads(); /* in place: see grad_rows */
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int col = column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead);
     S p[N], q[N], d[N], slope[N];
-    compare<Out>(pair, raw[u], col, p, q, d, slope);
+    compare<FAST, INSIDE, Out>(pair, s[u], t[u], col, p, q, d, slope);
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      const S pull = flce_divergence_pull<S>(KIND, pair.beta, p[e], q[e], d[e]);
+      S value;
+      const S pull = flce_divergence_terms<S>(KIND, pair.beta, p[e], q[e], d[e], &value);
       if constexpr (SUMS) {
-        pair.value += flce_divergence_value<S>(KIND, pair.beta, p[e], q[e], d[e]);
+        pair.value += value;
         if (!GRADS) pair.mean += pull;
       }
-      const bool own = pair.hard > 0 && col + e == pair.s.target;
+      const bool own = col + e == pair.s.target;
       const S g = pair.soft * fma(-pair.mean, p[e], pull) + (own ? 0 : pair.hard * p[e]);
       d[e] = pair.factor * g * slope[e] + (own ? pair.hard * pair.target : 0);
     }
@@ -120,6 +143,20 @@ __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first)
       Vec<Out, N> packed;
       pack(d, packed);
       store_columns(out, col, pair.s.vocab, packed);
+    }
+  }
+}
+
+/* All tiles of a row, from its end to its begin if only sums are made. */
+template <bool SUMS, bool GRADS, bool FAST, flce_divergence KIND, typename Z, typename Out>
+__device__ __forceinline__ void pass_over(RowPair<Z>& pair, Out* out) {
+  const int step = kUnroll<Z> / 2 * blockDim.x, last = (pair.s.vectors - 1) / step * step;
+  for (int done = 0; done < pair.s.vectors; done += step) {
+    const int first = GRADS ? done : last - done, begin = column_of<Z>(first, pair.s.lead);
+    if (begin >= 0 && begin + step * kVec<Z> <= pair.s.vocab) {
+      pair_tile<SUMS, GRADS, FAST, true, KIND>(pair, out, first);
+    } else {
+      pair_tile<SUMS, GRADS, FAST, false, KIND>(pair, out, first);
     }
   }
 }
@@ -140,19 +177,19 @@ __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scr
 
 /* Whether student and teacher are near in the first classes of a row, a vector in each thread: then
  * the sum of p - q is taken out. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms. */
-template <typename Out, typename Z, typename S>
+template <bool FAST, typename Out, typename Z, typename S>
 __device__ __forceinline__ bool is_near(const RowPair<Z>& pair, S* scratch) {
   const int col = column_of<Z>(threadIdx.x, pair.s.lead);
-  RawPair<Z> raw;
+  Vec<Z, kVec<Z>> raw, teacher;
   S p[kVec<Z>], q[kVec<Z>], d[kVec<Z>], slope[kVec<Z>], top = 0;
-  load_pair<false>(pair, col, raw);
-  compare<Out>(pair, raw, col, p, q, d, slope);
+  load_pair<FAST, false, false>(pair, col, raw, teacher);
+  compare<FAST, false, Out>(pair, raw, teacher, col, p, q, d, slope);
 #pragma unroll
   for (int e = 0; e < kVec<Z>; e++) top = fmax(top, fabs(d[e]));
   return block_max(top, scratch) < (S)0x1p-5;
 }
 
-template <flce_divergence KIND, typename Z, typename Out>
+template <bool FAST, flce_divergence KIND, typename Z, typename Out>
 __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
     divergence_rows(const __grid_constant__ divergence_params c) {
   using S = stat_t<Z>;
@@ -166,23 +203,15 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
     return;
   }
   RowPair<Z> pair = open_pair<Z>(c, ref.at);
-  const int step = kUnroll<Z> / 2 * blockDim.x;
-  const bool one_pass = KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<Out>(pair, scratch);
-  if (c.sums && !one_pass) {
-    for (int first = (pair.s.vectors - 1) / step * step; first >= 0; first -= step) {
-      pair_tile<true, false, KIND>(pair, out, first);
-    }
-  }
-  if (!one_pass) exchange_sums(c, scratch, pair);
+  const bool one_pass =
+      KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<FAST, Out>(pair, scratch);
   if (one_pass) {
-    for (int first = 0; first < pair.s.vectors; first += step) {
-      pair_tile<true, true, KIND>(pair, out, first);
-    }
+    pass_over<true, true, FAST, KIND>(pair, out);
     exchange_sums(c, scratch, pair);
-  } else if (out) {
-    for (int first = 0; first < pair.s.vectors; first += step) {
-      pair_tile<false, true, KIND>(pair, out, first);
-    }
+  } else {
+    if (c.sums) pass_over<true, false, FAST, KIND>(pair, out);
+    exchange_sums(c, scratch, pair);
+    if (out) pass_over<false, true, FAST, KIND>(pair, out);
   }
   if (out) pad_row(out, r.vocab, r.out_columns);
   if (!c.writes || threadIdx.x > 0) return;
@@ -195,11 +224,21 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
 
 typedef void (*divergence_kernel)(const divergence_params);
 
-template <typename Z, typename Out>
+template <bool FAST, typename Z, typename Out>
 static divergence_kernel kernel_of(flce_divergence kind) {
-  return kind == FLCE_FORWARD_KL   ? divergence_rows<FLCE_FORWARD_KL, Z, Out>
-         : kind == FLCE_REVERSE_KL ? divergence_rows<FLCE_REVERSE_KL, Z, Out>
-                                   : divergence_rows<FLCE_JSD, Z, Out>;
+  return kind == FLCE_FORWARD_KL   ? divergence_rows<FAST, FLCE_FORWARD_KL, Z, Out>
+         : kind == FLCE_REVERSE_KL ? divergence_rows<FAST, FLCE_REVERSE_KL, Z, Out>
+                                   : divergence_rows<FAST, FLCE_JSD, Z, Out>;
+}
+
+template <bool FAST>
+static divergence_kernel kernel_for(flce_divergence kind, flce_dtype z, flce_dtype out) {
+  if (z == FLCE_F64) return out == z ? kernel_of<FAST, double, double>(kind) : NULL;
+  if (z != FLCE_F32) return NULL;
+  return out == FLCE_F32    ? kernel_of<FAST, float, float>(kind)
+         : out == FLCE_BF16 ? kernel_of<FAST, float, __nv_bfloat16>(kind)
+         : out == FLCE_F16  ? kernel_of<FAST, float, __half>(kind)
+                            : NULL;
 }
 
 flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
@@ -207,11 +246,13 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   if (s->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(s, "divergence_rows"));
   const flce_dtype z = s->z_dtype, out = s->out ? s->out_dtype : z;
-  divergence_kernel kernel = NULL;
-  if (z == FLCE_F64 && out == z) kernel = kernel_of<double, double>(call->divergence);
-  if (z == FLCE_F32 && out == z) kernel = kernel_of<float, float>(call->divergence);
-  if (z == FLCE_F32 && out == FLCE_BF16) kernel = kernel_of<float, __nv_bfloat16>(call->divergence);
-  if (z == FLCE_F32 && out == FLCE_F16) kernel = kernel_of<float, __half>(call->divergence);
+  const int64_t size = flce_size_of(z), apart = (s->z_pitch - t->z_pitch) * size;
+  const bool maps =
+      s->bias || t->bias || flce_caps_logits(&s->options) || flce_caps_logits(&t->options);
+  const bool fast =
+      !maps && t->z_dtype == z && apart % 16 == 0 && ((uintptr_t)s->z - (uintptr_t)t->z) % 16 == 0;
+  const divergence_kernel kernel = fast ? kernel_for<true>(call->divergence, z, out)
+                                        : kernel_for<false>(call->divergence, z, out);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),  make_args(t), call->beta,  call->hard_weight,
                                     call->partial, call->sums,   call->writes};
