@@ -247,7 +247,13 @@ for _name in ("bias", "weight", "softcap", "label_smoothing", "z_loss"):
     WRONG[functools.partial(without, _name)] = ("options", {})
 
 
-@pytest.mark.parametrize("loss", WRONG, ids=str)
+def _name(loss):
+    """Without addresses, which differ between pytest's processes."""
+    parts = (loss.func, *loss.args) if isinstance(loss, functools.partial) else (loss,)
+    return "-".join(getattr(part, "__name__", str(part)) for part in parts)
+
+
+@pytest.mark.parametrize("loss", WRONG, ids=_name)
 def test_a_wrong_implementation_fails(loss):
     group, fields = WRONG[loss]
     assert groups_that_fail(loss, group, **fields) is not None
