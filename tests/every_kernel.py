@@ -64,6 +64,7 @@ def options_of(x, w, y):
     yield {"valid_bound": tokens - tokens // 5, "num_items": torch.tensor(100, device="cuda")}
     yield {"accum_dtype": torch.promote_types(x.dtype, torch.float32), "max_memory": 64 * vocab * 8}
     yield {"accumulate_into": "grad"}
+    yield {"accumulate_into": "grad", "accum_dtype": torch.promote_types(x.dtype, torch.float32)}
     yield {"reduction": "none", **every}
     for save in ("stats", "logits"):
         yield {"softcap": 20.0, "reduction": "none", "save": save, "linear_bias": bias}
@@ -81,6 +82,16 @@ def of_probabilities(x, w, y):
     soft = torch.softmax(torch.randn(len(x), len(w), device="cuda"), -1)
     for save in ("grads", "logits", "stats"):
         step(x, w, soft, save=save)
+
+
+def divergences(x, w, y):
+    teacher = torch.randn_like(x), torch.randn_like(w)
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        flce.linear_divergence(
+            x, w, *teacher, divergence=kind, target=y, hard_weight=0.1
+        ).backward()
+        given = {"teacher_logits": teacher[0] @ teacher[1].T, "teacher_softcap": 9.0}
+        flce.linear_divergence(x, w, **given, divergence=kind, reduction="none").sum().backward()
 
 
 def of_logits(x, w, y):
@@ -121,12 +132,15 @@ def run(kernel):
             if dtype is not torch.float64:
                 sampled(x, w, y)
             of_probabilities(x, w, y)
+            divergences(x, w, y)
             of_logits(x, w, y)
             if shape is SHAPES[0]:
                 sharded(x, w, y)
     x, w, y = leaves_of(SHAPES[0], torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):  # float32 operands are cast
         step(x.detach().float().requires_grad_(), w.detach().float().requires_grad_(), y)
+    # More targets than are sorted in shared memory.
+    step(*leaves_of((8200, 16, 1000), torch.bfloat16))
     torch.cuda.synchronize()
 
 

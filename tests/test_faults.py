@@ -228,10 +228,11 @@ def test_a_rank_that_raises_or_dies_ends_the_others(tmp_path):
 
 MIB = 1 << 20
 # Buffers of more than 10 MiB each, which the caching allocator takes from segments of their own.
+# grad_input alone always fits in the backward: the forward has freed a larger workspace.
 LARGE = {
     "grads": {"grad_input", "grad_weight", "forward workspace"},
-    "logits": {"saved", "grad_input", "grad_weight", "backward workspace"},
-    "stats": {"forward workspace", "grad_input", "grad_weight", "backward workspace"},
+    "logits": {"saved", "grad_weight", "backward workspace"},
+    "stats": {"forward workspace", "grad_weight", "backward workspace"},
 }
 
 

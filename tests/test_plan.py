@@ -191,7 +191,7 @@ def test_numbers_give_the_plan_of_the_present_gpu(sizes, options):
     capability = 10 * facts.major + facts.minor
     numbers = capability, facts.multi_processor_count, facts.total_memory
     here, there = (flce.plan(*sizes, device=one, **options) for one in ("cuda", numbers))
-    for name in ("order", "index", "sample_order"):
+    for name in ("order", "index", "sample_order", "samples"):
         size, estimate = (plan.buffers.pop(name, 0) for plan in (here, there))
         assert (size > 0) == (estimate > 0) and abs(size - estimate) <= 0.1 * size + (1 << 16)
     assert here.buffers == there.buffers

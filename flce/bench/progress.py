@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from types import TracebackType
@@ -23,7 +22,7 @@ class Progress:
         if not self._out.isatty():
             return None
         try:
-            tqdm = importlib.import_module("tqdm").tqdm
+            from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             return None
         form = "{desc:24}|{bar:30}| {n:.0f} of {total:.0f} s"

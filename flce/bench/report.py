@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pathlib
 from typing import Any
 
@@ -60,8 +59,9 @@ def draw(
     path: pathlib.Path, case: Case, facts: dict[str, str | int], results: list[Result]
 ) -> None:
     """Bars of time and of memory. ImportError where there is no matplotlib."""
-    agg = importlib.import_module("matplotlib.backends.backend_agg")
-    figures = importlib.import_module("matplotlib.figure")
+    from matplotlib import figure as figures
+    from matplotlib.backends import backend_agg as agg
+
     done = [one for one in results if not one.failed]
     figure = figures.Figure(figsize=(8, 2.6), layout="constrained")
     agg.FigureCanvasAgg(figure)

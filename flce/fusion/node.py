@@ -56,8 +56,11 @@ def _sample_of(name, tensor):
 
 
 def _differs(sample, name, tensor):
-    if sample is None or (sample.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False  # a graph that is captured cannot wait
+    # FSDP2 frees the memory of weights; a graph that is captured cannot wait.
+    if sample is None or tensor.untyped_storage().size() == 0:
+        return False
+    if sample.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
     now = _sample_of(name, tensor)
     is_alike = (now.shape, now.dtype, now.device) == (sample.shape, sample.dtype, sample.device)
     return not (is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True))

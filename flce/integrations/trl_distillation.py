@@ -1,6 +1,5 @@
 """TRL's distillation trainers (GKD, GOLD): their generalized_jsd_loss of two fused models."""
 
-import flce  # noqa: F401  integrations import the package whole
 from flce.fusion.divergence import divergence
 from flce.fusion.node import node_of
 from flce.fusion.steps import Unknown
