@@ -91,7 +91,8 @@ def divergences(x, w, y):
             x, w, *teacher, divergence=kind, target=y, hard_weight=0.1
         ).backward()
         given = {"teacher_logits": teacher[0] @ teacher[1].T, "teacher_softcap": 9.0}
-        flce.linear_divergence(x, w, **given, divergence=kind, reduction="none").sum().backward()
+        given |= {"divergence": kind, "reduction": "none"}
+        flce.linear_divergence(x, w, **given).sum().backward()
 
 
 def of_logits(x, w, y):

@@ -77,7 +77,7 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
         target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=call.device)
 
     def run(sources, taught):
-        received = record._replace(sources=sources), other._replace(sources=taught)
+        received = record.changed(sources=sources), other.changed(sources=taught)
         dtypes = [one.product_dtype(r.sources[0].x) for one, r in zip(calls, received, strict=True)]
         reasons = [loss.unsupported(r, target, chosen) for r in received]
         reasons += ["a divergence of an adapter" for r in received if len(r.sources) > 1]

@@ -44,7 +44,7 @@ def _fused(call, record, target, options, dropped=()):
     chosen = {name: value for name, value in call.fusion.options.items() if name not in dropped}
 
     def run(sources):
-        received = record._replace(sources=sources)
+        received = record.changed(sources=sources)
         if reason := unsupported(received, target, chosen):
             return call.fusion.fall_back(reason)
         dtype = call.product_dtype(sources[0].x)
@@ -78,7 +78,7 @@ def cross_entropy(function, node, args, kwargs):
     if is_second := record.form() == steps.SECOND:
         batch, classes, length = record.shape
         require(target.shape == (batch, length))
-        record = record._replace(tail=record.tail[:-1], shape=(batch, length, classes))
+        record = record.changed(tail=record.tail[:-1], shape=(batch, length, classes))
         record, target = record.of_rows(lambda x: x.flatten(0, 1)), target.flatten()
     require(len(record.shape) <= 2 and record.factor() == 1 and (record.tail or not is_nll))
     has_probabilities = target.is_floating_point() and not is_nll

@@ -68,7 +68,7 @@ def _product(node, other):
     replay = lambda z: steps.applied(one.tail, z) * steps.applied(two.tail, z)  # noqa: E731
     step = steps.Step(form, one.factor() * two.factor(), replay)
     dtype = torch.promote_types(one.dtype, two.dtype)
-    return node.then(one._replace(tail=(step,), dtype=dtype))
+    return node.then(one.changed(tail=(step,), dtype=dtype))
 
 
 @handles("tanh", 1)
@@ -102,7 +102,7 @@ def _sum_of_products(node, other):
     require(len(linears) == len(one.sources) + len(two.sources))
     require(first.grad == second.grad and first.autocast == second.autocast)
     require(torch.float64 not in (one.dtype, two.dtype) or one.dtype == two.dtype)
-    sources = [s._replace(steps=(*s.steps, *r.steps)) for r in (one, two) for s in r.sources]
+    sources = [steps.Source(s.linear, s.x, (*s.steps, *r.steps)) for r in (one, two) for s in r.sources]
     dtype = torch.promote_types(one.dtype, two.dtype)
     # The sum has the gradients of both.
     call = copy.copy((first if first.requires_grad else second).now())
@@ -203,7 +203,7 @@ def _select(function, node, args, kwargs):
         require(all(isinstance(item, slice) for item in rows) and kept.step == 1)
         first, rows = range(groups)[group] * size, tuple(rows)
         kept = range(first + kept.start, first + kept.stop)
-        record = record._replace(tail=(), shape=(*shape, groups * size))
+        record = record.changed(tail=(), shape=(*shape, groups * size))
     tensors = [item for item in rows if isinstance(item, torch.Tensor)]
     require(all(item.dim() > 0 for item in tensors))  # a view for an integer
     if tensors or any(item != slice(None) for item in rows):

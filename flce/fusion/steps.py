@@ -84,14 +84,18 @@ class Record(typing.NamedTuple):
     rows: Rows
     tail: tuple = ()
 
+    def changed(self, **fields):
+        """torch 2.11's compiler loses the class of what _replace returns."""
+        return Record(*[fields.get(name, getattr(self, name)) for name in Record._fields])
+
     def then(self, *step, dtype=None, shape=None):
         step = Step(*step)
         changed = {"dtype": dtype or self.dtype, "shape": shape or self.shape}
         if self.tail or step.kind in FORMS:
-            return self._replace(tail=(*self.tail, step), **changed)
+            return self.changed(tail=(*self.tail, step), **changed)
         rows = self.rows.scaled.setdefault(step.value, Rows()) if step.kind == SCALE else Rows()
         rows = self.rows if step.kind == CAST else rows
-        return self._replace(steps=(*self.steps, step), rows=rows, **changed)
+        return self.changed(steps=(*self.steps, step), rows=rows, **changed)
 
     def of_rows(self, select, is_piece=False):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
@@ -104,7 +108,7 @@ class Record(typing.NamedTuple):
         ):
             view = x.data_ptr(), x.shape, x.stride()
             rows.known = self.rows.parts.setdefault(view, rows.known)
-        return self._replace(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
+        return self.changed(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
 
     def form(self):
         """One of FORMS; None for logits."""
