@@ -340,7 +340,10 @@ def test_kernels_of_hopper(cuda, monkeypatch, kind, kernel):
             made = outcome(flce.linear_divergence, named, {**rest, **how, "max_memory": "12MB"})
             for name, value in made.items():
                 error = cases.relative_error(value, truth[name])
-                assert error <= (4.5e-3 if dtype == torch.bfloat16 else 1e-3), (name, how, error)
+                # Gradients of 1e-6 are off by 1e-2 as soon as they are float16.
+                floor = cases.relative_error(truth[name].to(value.dtype), truth[name])
+                bound = max(4.5e-3 if dtype == torch.bfloat16 else 1e-3, 1.5 * floor)
+                assert error <= bound, (name, how, error)
 
 
 @pytest.mark.parametrize("kind", KINDS)
