@@ -285,7 +285,7 @@ static flce_status teacher_rows(const execution* e, chunk* c) {
 }
 
 /* Losses of a chunk of a divergence and, with save=grads, dz. */
-static flce_status compare_rows(const execution* e, chunk* c, bool gradients) {
+static flce_status compare_rows(const execution* e, const chunk* c, bool gradients) {
   const execution* teacher = &e->teacher->own;
   chunk other = open_chunk(teacher, c->first, e->plan->chunk_rows, teacher->plan->gathered_x);
   other.view.index = c->view.index;

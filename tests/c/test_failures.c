@@ -82,6 +82,7 @@ static flce_backend g_plain; /* without failures */
   X(top_classes, (const flce_rows* a, bool b), (a, b))                                           \
   ONE_ARGUMENT(X, class_logits, flce_class_logits_args)                                          \
   X(class_gradients, (const flce_rows* a, const float* b), (a, b))                               \
+  ONE_ARGUMENT(X, divergence_rows, flce_divergence_args)                                         \
   X(scale_grads, (const flce_scaled* a, int b, const void* c, const void* d, flce_dtype e),      \
     (a, b, c, d, e))
 
@@ -262,6 +263,8 @@ static bool step(const flce_backend* b, const setting* s, const model* m, rank_c
   memcpy(x, m->x, (size_t)input);
   r.t.input = x;
   open_row_classes(s, &r);
+  const flce_tensors teacher = r.t; /* of the same x and W, with other final logits */
+  if (s->problem.teacher) r.t.teacher = &teacher;
   g_calls = 0, comm->asked = 0, comm->abandons = 0;
   flce_status status = flce_forward(b, s->comm, &r.problem, &r.plan, &r.t);
   if (status == FLCE_OK) status = backward(b, s, m, &r);
@@ -360,6 +363,25 @@ static void test_one_process(void) {
     }
 }
 
+/* Divergences, whose gradients the forward makes, on one rank and on two. */
+static void test_divergences(void) {
+  for (int ranks = 1; ranks <= RANKS; ranks++)
+    for (int way = 0; way < 6; way++) {
+      setting s = make_way(FLCE_SAVE_GRADS, way);
+      flce_problem *p = &s.problem, teacher;
+      p->has_class_weight = false, p->loss.label_smoothing = 0.0;
+      if (ranks > 1) p->ranks = ranks, p->classes = p->vocab;
+      teacher = *p;
+      teacher.loss.logit_scale = 0.5;
+      teacher.reduction = FLCE_SUM, teacher.save = FLCE_SAVE_NOTHING;
+      teacher.want_grad_input = teacher.want_grad_weight = teacher.want_grad_bias = false;
+      p->divergence = (flce_divergence)(FLCE_FORWARD_KL + way % 3);
+      p->beta = 0.3, p->hard_weight = way & 1 ? 0.25 : 0.0;
+      p->teacher = &teacher;
+      test_step(&s, way & 2);
+    }
+}
+
 /* A plan whose facts fail, the first and the second time that it asks. */
 static void test_facts(void) {
   flce_cpu cpu = test_cpu(1);
@@ -416,6 +438,7 @@ int main(void) {
   test_seed(11);
   test_ranks();
   test_one_process();
+  test_divergences();
   test_facts();
   test_given_logits();
   check_that_all_have_failed();
