@@ -2,7 +2,6 @@
  * expected and what came. */
 #include "backend.h"
 #include "core/chunks.h"
-#include "core/teacher.h"
 #include "loss.h"
 
 #include <math.h>
@@ -178,6 +177,23 @@ static flce_status check_shard(const flce_problem* problem) {
   return FLCE_OK;
 }
 
+static flce_status check_teacher(const flce_problem* problem) {
+  double beta = problem->beta, hard = problem->hard_weight;
+  if (!problem->teacher) return FLCE_OK;
+  EXPECT(beta > 0.0 && beta < 1.0, "beta: expected 0 < beta < 1, got %g", beta);
+  EXPECT(hard >= 0.0 && hard <= 1.0, "hard_weight: expected 0 <= hard_weight <= 1, got %g", hard);
+  EXPECT(!problem->has_probabilities,
+         "target: expected class indices with a divergence, got probabilities");
+  EXPECT(!problem->sampled, "gradient: expected \"exact\" with a divergence, got \"sampled\"");
+  EXPECT(problem->save != FLCE_SAVE_LOGITS,
+         "save: expected \"auto\", \"grads\" or \"stats\" with a divergence, got \"logits\"");
+  EXPECT(hard == 0.0 || (problem->loss.temperature == 1.0 && !problem->has_temperature),
+         "hard_weight: expected 0 with a temperature, which the cross entropy would have too, got "
+         "%g",
+         hard);
+  return FLCE_OK;
+}
+
 flce_status flce_check_problem(const flce_problem* problem) {
   long long tokens = problem->tokens, hidden = problem->hidden, vocab = problem->vocab;
   long long rows = problem->rows, weight_rows = problem->weight_rows;
@@ -202,7 +218,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
          "save: expected \"logits\" or \"stats\" where the weight's gradient is added to the "
          "caller's, got \"grads\", whose forward would change it");
   FLCE_TRY(check_added(problem));
-  FLCE_TRY(flce_check_teacher(problem));
+  FLCE_TRY(check_teacher(problem));
   FLCE_TRY(check_samples(problem));
   FLCE_TRY(check_classes(problem));
   FLCE_TRY(check_shard(problem));

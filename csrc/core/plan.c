@@ -4,7 +4,6 @@
 #include "core/plan.h"
 
 #include "backend.h"
-#include "core/teacher.h"
 #include "loss.h"
 
 #include <math.h>
@@ -586,56 +585,6 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   if (plan->save == FLCE_SAVE_SAMPLES)
     plan->sampled_time = estimate_sampled_time(problem, facts, plan);
   return FLCE_OK;
-}
-
-/* The facts of the backend for the problem. A rank without a class asks for one
- * class: backends refuse vocab 0. */
-static flce_status ask_facts(const flce_backend* backend, const flce_problem* problem,
-                             flce_facts* facts) {
-  flce_problem asked = *problem;
-  if (asked.vocab == 0) asked.vocab = asked.weight_rows = 1;
-  flce_status status = backend->facts(backend->self, &asked, facts);
-  return status == FLCE_OK ? status : flce_fail(status, "%s", backend->last_error());
-}
-
-flce_problem flce_equal_share(const flce_problem* problem) {
-  flce_problem equal = *problem;
-  if (!flce_is_sharded(problem)) return equal;
-  equal.vocab = equal.weight_rows = ceil_div(problem->classes, problem->ranks);
-  equal.rank = equal.first_class = 0;
-  equal.unaligned = equal.weight_unaligned = false;
-  return equal;
-}
-
-/* The plan; that of a divergence has the workspace of its teacher, whose chunks follow from it. */
-static flce_status make_with_teacher(const flce_backend* backend, const flce_problem* given,
-                                     const flce_facts* facts, flce_plan* plan) {
-  flce_problem problem = *given;
-  flce_plan teacher;
-  FLCE_TRY(flce_plan_make(&problem, facts, plan));
-  if (!problem.teacher) return FLCE_OK;
-  FLCE_TRY(flce_plan_teacher(backend, &problem, plan->chunk_rows, &teacher));
-  problem.teacher_bytes = teacher.forward_workspace_bytes;
-  return flce_plan_make(&problem, facts, plan);
-}
-
-flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
-                           flce_plan* plan) {
-  FLCE_TRY(flce_check_problem(given));
-  flce_problem problem = *given, equal = flce_equal_share(given);
-  flce_facts facts = {0};
-  flce_strategy strategy;
-  equal.save = flce_known_strategy(given);
-  FLCE_TRY(ask_facts(backend, &equal, &facts));
-  flce_choose_strategy(&equal, &facts, &strategy);
-  problem.save = equal.save = flce_strategy_of(&strategy, problem.rows);
-  if (!flce_is_sharded(given)) return make_with_teacher(backend, &problem, &facts, plan);
-  equal.gathers = facts.skips_rows;
-  FLCE_TRY(flce_plan_make(&equal, &facts, plan));
-  problem.gathers = plan->gathers;
-  problem.chunk_rows = plan->chunk_rows;
-  FLCE_TRY(ask_facts(backend, &problem, &facts));
-  return make_with_teacher(backend, &problem, &facts, plan);
 }
 
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
