@@ -26,7 +26,7 @@ WORKERS ?= 2
 PYTEST = $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal
 CLANG_FORMAT := $(PYTHON) -c 'from clang_format import clang_format; clang_format()'
 # The core and the CPU backend: what is C. Its rules are in .cppcheck.
-CPPCHECK := $(PYTHON) -m cppcheck --quiet --std=c11 --enable=warning,style,performance,portability \
+CPPCHECK := $(PYTHON) -m cppcheck --quiet -U__CUDACC__ --std=c11 --enable=warning,style,performance,portability \
 	--suppressions-list=.cppcheck --error-exitcode=1 -Icsrc
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
@@ -34,7 +34,7 @@ READY := build/ready$(subst /,-,$(PYTHON))
 FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
-C_FILES := $(C_SOURCES) $(wildcard tests/c/*.[ch])
+C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch])
 
 .PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
 	sbom hub docs pictures clean python

@@ -102,7 +102,8 @@ def _sum_of_products(node, other):
     require(len(linears) == len(one.sources) + len(two.sources))
     require(first.grad == second.grad and first.autocast == second.autocast)
     require(torch.float64 not in (one.dtype, two.dtype) or one.dtype == two.dtype)
-    sources = [steps.Source(s.linear, s.x, (*s.steps, *r.steps)) for r in (one, two) for s in r.sources]
+    parts = [(s, r.steps) for r in (one, two) for s in r.sources]
+    sources = [steps.Source(s.linear, s.x, (*s.steps, *own)) for s, own in parts]
     dtype = torch.promote_types(one.dtype, two.dtype)
     # The sum has the gradients of both.
     call = copy.copy((first if first.requires_grad else second).now())
