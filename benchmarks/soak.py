@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Very many steps, beside an eager twin: is memory flat, are caches bounded, do results drift?
+"""Very many steps, next to an eager twin: is memory flat, are caches bounded, do results drift?
 
 `shapes` draws tokens, hidden size, classes, dtype and options anew for every step and compares loss
 and gradients with eager ones. Any other shape is trained: flce and the twin start from one weight,
@@ -62,7 +62,7 @@ def cache_entries():
     return count
 
 
-def held(device):
+def allocated_on(device):
     """What the process holds, after Python's cycles are gone."""
     gc.collect()
     measure.synchronize(device)
@@ -208,7 +208,7 @@ def main(arguments=None):
         done = options.steps * (number - 1) // CHECKPOINTS
         for _ in range(done, options.steps * number // CHECKPOINTS):
             soak.step()
-        row = {"step": options.steps * number // CHECKPOINTS, **held(options.device)}
+        row = {"step": options.steps * number // CHECKPOINTS, **allocated_on(options.device)}
         rows.append({**row, **soak.figures()})
         print(json.dumps(rows[-1]), flush=True)
     missed = list(missed_bars(rows, soak))

@@ -2,7 +2,7 @@
 
 FOLDER/build has a folder for each variant, all for every torch >= 2.10 (torch-stable-abi210): the
 package at its top, imported relatively, metadata.json, and the operators in a namespace that is
-named after the sources, so that a process may load other builds of flce beside it. The CUDA
+named after the sources, so that a process may load other builds of flce too. The CUDA
 variants are left out with FLCE_CUDA=0. FLCE_GLIBC: the oldest glibc it is for, 2.28 unless set.
 """
 

@@ -113,8 +113,8 @@ def _peak(step: Callable[[], torch.Tensor], device: str) -> int:
     if profiler is None or profiler.kineto_results is None:
         raise RuntimeError("torch's profiler gave no events")
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
+    bytes_now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        bytes_now += event.nbytes()
+        peak = max(peak, bytes_now)
     return peak

@@ -122,7 +122,7 @@ def peaks(model: Model, tokens: int, training: Training, loss: int) -> Peaks:
     e, hidden = training.element, tokens * model.hidden
     state, allocated = training.optimizer_bytes(model.parameters)
     gradients = model.parameters * e
-    held = gradients + state  # the parameters have the size of their gradients
+    persistent = gradients + state  # the parameters have the size of their gradients
     every, largest = layer_bytes(model, tokens, training)
     kept = model.layers * hidden * e if training.checkpointing else every
     # A boolean mask of all layers with a window.
@@ -138,10 +138,10 @@ def peaks(model: Model, tokens: int, training: Training, loss: int) -> Peaks:
     embedding = head if model.tied else 0
     before = gradients - (0 if model.tied else head) - model.layer_parameters * e
     return Peaks(
-        loss=held + kept + mask + final_norm + loss,
-        backward=held + kept + mask + head + recomputed + passing,
-        gradients=held + max(before + mask + one_layer + passing, gradients + embedding),
-        update=held + gradients + allocated,
+        loss=persistent + kept + mask + final_norm + loss,
+        backward=persistent + kept + mask + head + recomputed + passing,
+        gradients=persistent + max(before + mask + one_layer + passing, gradients + embedding),
+        update=persistent + gradients + allocated,
     )
 
 
