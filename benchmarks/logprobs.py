@@ -13,7 +13,6 @@ import argparse
 import functools
 import json
 import pathlib
-import statistics
 
 import measure
 import problem as problems
@@ -173,15 +172,9 @@ def bench(name, shape, kind, options):
         for row in group:
             row["errors"] = problems.errors(runs[row["contestant"]](problem), exact)
         del exact
-    timed = {label: (run, 0.1) for label, run in runs.items()}
-    taken, failed = measure.interleaved(timed, problem, options.device, options.rounds, 60.0)
-    for error in failed.values():
-        raise error
-    floor = statistics.median(each.seconds for each in taken["GEMMs"])
+    measure.time_rows(rows, runs, problem, options.device, options.rounds)
     for row in rows:
         row |= {"shape": name, "kind": kind}
-        row["ms"] = 1e3 * statistics.median(each.seconds for each in taken[row["contestant"]])
-        row["over_gemms"] = row["ms"] / (1e3 * floor)
         print(line(row), flush=True)
     return rows
 

@@ -191,3 +191,16 @@ def machine(device):
 
 def described(facts):
     return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def time_rows(rows, runs, problem, device, rounds):
+    """Adds to each row its contestant's "ms", and "over_gemms", as a ratio to the run "GEMMs".
+    runs: {contestant: function of the problem}, interleaved; an error of one is raised."""
+    timed = {label: (run, 0.1) for label, run in runs.items()}
+    taken, failed = interleaved(timed, problem, device, rounds, 60.0)
+    for error in failed.values():
+        raise error
+    ms = {label: 1e3 * statistics.median(e.seconds for e in of) for label, of in taken.items()}
+    for row in rows:
+        row["ms"] = ms[row["contestant"]]
+        row["over_gemms"] = row["ms"] / ms["GEMMs"]

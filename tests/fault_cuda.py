@@ -1,5 +1,5 @@
 """Threads, a fork and the end of a process around steps on a GPU. Run by test_faults.py; prints
-what has held."""
+what was as expected."""
 
 import os
 import signal

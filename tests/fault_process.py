@@ -1,5 +1,5 @@
 """Interrupts, threads, forks and the end of a process around steps on the CPU. Run by
-test_faults.py; prints what has held."""
+test_faults.py; prints what was as expected."""
 
 import os
 import signal

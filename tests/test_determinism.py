@@ -1,5 +1,5 @@
 """Bits that do not depend on where or when a call runs: the rows of docs/determinism.md whose tests
-are not beside what they are about."""
+do not lie in a file about the same."""
 
 import hashlib
 

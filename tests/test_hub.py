@@ -32,7 +32,7 @@ def test_an_absolute_import_that_is_left_is_refused():
         hub.relative("import torch\nimport flce.plan as plan\n", 0, "_flce_abc")
 
 
-# Beside flce itself: neither may register its operators in the other's namespace.
+# With flce itself loaded: neither may register its operators in the other's namespace.
 LOADED = """
 import sys
 from pathlib import Path
