@@ -23,6 +23,7 @@ INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # of parentheses, two levels de
 KERNEL = re.compile(rf"__global__\s+void\s+(?:__launch_bounds__\({INNER}\)\s*)?(\w+)\(")
 # A shape of whole tiles, and one whose rows and columns end within every tile and vector.
 SHAPES = ((256, 128, 1024), (203, 70, 1003))
+WHOLE_VECTORS = ((256, 128, 1024), (203, 72, 1008))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -118,10 +119,10 @@ def join_a_fake_group():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
 
-def run(kernel):
+def run(kernel, shapes=SHAPES):
     """All calls, with FLCE_KERNEL=kernel."""
     os.environ["FLCE_KERNEL"] = kernel
-    for shape in SHAPES:
+    for shape in shapes:
         for dtype in DTYPES if kernel == "gemm" else DTYPES[:2]:  # the fused GEMMs' dtypes
             x, w, y = leaves_of(shape, dtype)
             for save in ("grads", "logits", "stats"):
@@ -135,7 +136,7 @@ def run(kernel):
             of_probabilities(x, w, y)
             divergences(x, w, y)
             of_logits(x, w, y)
-            if shape is SHAPES[0]:
+            if shape == SHAPES[0]:
                 sharded(x, w, y)
     x, w, y = leaves_of(SHAPES[0], torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):  # float32 operands are cast
@@ -159,15 +160,17 @@ def main():
     parser.add_argument(
         "--check", action="store_true", help="name the kernels that are not launched"
     )
+    parser.add_argument("--whole-vectors", action="store_true", help="no row ends within one")
     join_a_fake_group()
     torch.manual_seed(0)
-    if parser.parse_args().check:
+    arguments = parser.parse_args()
+    if arguments.check:
         names = missing()
         print(f"{len(kernels())} kernels, not launched: {', '.join(sorted(names)) or 'none'}")
         return bool(names)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for kernel in ("gemm", "fused") if hopper else ("gemm",):
-        run(kernel)
+        run(kernel, WHOLE_VECTORS if arguments.whole_vectors else SHAPES)
     print(f"{len(kernels())} kernels")
     return 0
 
