@@ -88,6 +88,8 @@ def contestants(kind, options):
         name = "flce" if memory is None else f"flce {memory}"
         how = {"divergence": kind, "max_memory": memory}
         made[name] = functools.partial(flce.linear_divergence, **how)
+    sampled = {"divergence": kind, "gradient": "sampled"}
+    made["sampled"] = functools.partial(flce.linear_divergence, **sampled)
     if options.peers:
         made["Liger"] = liger(options.peers, kind)
     return {name: made[name] for name in made if name not in options.without}

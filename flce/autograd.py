@@ -281,9 +281,9 @@ def _apply_cross_entropy_forward(made, logits, target, *rest):
 def apply_divergence(made, input, linear_weight, target, linear_bias, *rest, count=None):
     """The outputs `made` of flce::divergence of these arguments, joined to autograd."""
     loss, scalars, *grads = made
-    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[8:])
+    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[9:])
     if all(grad is None for grad in grads):
-        loss = LinearDivergence.apply(*leaves, loss, (target, *rest[:7]), (rest[7], *lists))
+        loss = LinearDivergence.apply(*leaves, loss, (target, *rest[:8]), (rest[8], *lists))
         return loss, *made[1:]
     outputs = [loss, None, scalars, None, None, *grads, None, None]
     outputs = LinearCrossEntropy.apply(*leaves, outputs, count, lists, (None,) * 5, None, None)

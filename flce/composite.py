@@ -272,7 +272,8 @@ def linear_divergence_of(input, linear_weight, target, *others):
         most = fakes.described(input, linear_weight, target, bias, lists).classes
         validate.check_target_range("target", target, most, packed.ignore_index)
     teacher = [one if one is None else one.detach() for one in teacher]
-    operands = input, linear_weight, target, bias, *vectors, num_items, *teacher, numbers, *lists
+    vectors = *vectors, num_items, _seed(packed, tensors, input)
+    operands = input, linear_weight, target, bias, *vectors, *teacher, numbers, *lists
     made = operators.run(operators.inner.divergence.default, *operands)
     return list(autograd.apply_divergence(made, *operands, count=1) if any(needs) else made)[:1]
 

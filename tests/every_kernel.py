@@ -91,6 +91,9 @@ def divergences(x, w, y):
         flce.linear_divergence(
             x, w, *teacher, divergence=kind, target=y, hard_weight=0.1
         ).backward()
+        if x.dtype is not torch.float64:
+            given = {"divergence": kind, "gradient": "sampled"}
+            flce.linear_divergence(x, w, *teacher, **given).backward()
         given = {"teacher_logits": teacher[0] @ teacher[1].T, "teacher_softcap": 9.0}
         given |= {"divergence": kind, "reduction": "none"}
         flce.linear_divergence(x, w, **given).sum().backward()

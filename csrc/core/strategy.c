@@ -27,7 +27,7 @@ flce_save flce_known_strategy(const flce_problem* problem) {
   if (!problem->want_grad_input && !problem->want_grad_weight && !problem->want_grad_bias)
     return FLCE_SAVE_NOTHING;
   bool automatic = problem->save == FLCE_SAVE_AUTO;
-  if (automatic && problem->divergence != FLCE_NO_DIVERGENCE) return FLCE_SAVE_GRADS;
+  if (problem->divergence != FLCE_NO_DIVERGENCE) return automatic ? FLCE_SAVE_GRADS : problem->save;
   return problem->sampled ? FLCE_SAVE_SAMPLES : problem->save;
 }
 
