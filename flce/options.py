@@ -239,7 +239,7 @@ OF_CALL |= dict.fromkeys((*GRADIENTS, "allow_tf32"), 0)
 # index in DTYPES, or -1 for None.
 OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
 OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype": -1}
-OPERANDS |= {"probabilities": 0}
+OPERANDS |= {"probabilities": 0, "classes": 0, "teacher_hidden": 0, "teacher_logits": -1}
 # Of a flce.VocabParallel.
 SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
 NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
