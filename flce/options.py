@@ -255,6 +255,7 @@ TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?"
 OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale")
 OF_DIVERGENCE += ("temperature", "token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab")
 OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
+OF_DIVERGENCE += ("accumulate_into",)
 
 
 def _choice(name, value):

@@ -151,8 +151,8 @@ def plan(
         flags = int(sequence), 0, int(reduce_dtype is not None)
         options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
     packed, _ = table.split(options)
-    added, attribute = -1, grad_weight and options.get("accumulate_into")
-    if attribute:  # float64 comes before float32
+    added, attribute = -1, grad_weight and options["accumulate_into"]
+    if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
         added = w_code if attribute == "grad" else min(w_code, table.DTYPES.index(torch.float32))
     # The GEMMs' dtype is that of autocast whether or not it is on.
     of_call = {"autocast": own, "accumulates": added >= 0, "grad_bias": bias}

@@ -1,9 +1,9 @@
 """Trainers and packages that run flce, one module for each.
 
 `trl`, `trl_distillation`, `liger`, `cce`, `verl`, `verl_distillation`, `skyrl`: `install()` imports
-the package and rebinds its loss until the handle is removed. `axolotl`, `nemo`, `torchtitan`, `transformers`: a
-class to name in a configuration or script; these import the framework. docs/integrations.md says
-what each serves.
+the package and rebinds its loss until the handle is removed. `axolotl`, `nemo`, `torchtitan`,
+`transformers`: a class to name in a configuration or script; these import the framework.
+docs/integrations.md says what each serves.
 
 >>> handle = flce.integrations.trl.install()  # doctest: +SKIP
 """
