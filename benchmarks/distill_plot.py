@@ -109,7 +109,7 @@ def write_table(page, record):
     """Replaces the page's table between MARKS."""
     before, rest = page.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n{table(record)}\n{MARKS[1]}{after}")
+    page.write_text(f"{before}{MARKS[0]}\n\n{table(record)}\n\n{MARKS[1]}{after}")
 
 
 def main(arguments=None):

@@ -375,8 +375,8 @@ def test_distill_sweep(scripts, tmp_path):
     out = tmp_path / "sweep.svg"
     scripts("distill_plot").main([str(path), "--out", str(out), "--docs", str(page)])
     lines = page.read_text().splitlines()
-    assert lines[2] == "| tokens | four GEMMs | eager | flce |" and lines[-1] == "after"
-    assert lines[6].startswith("| 48 | ") and "does not fit: 0 GB" in lines[6]
+    assert lines[3] == "| tokens | four GEMMs | eager | flce |" and lines[-1] == "after"
+    assert lines[7].startswith("| 48 | ") and "does not fit: 0 GB" in lines[7]
     texts = [one.text for one in ElementTree.parse(out).getroot().iter() if one.text]
     assert {"JSD of a student's head from a teacher's", "eager", "flce", "48"} <= set(texts)
     shapes = [one.tag.split("}")[1] for one in ElementTree.parse(out).getroot()]
