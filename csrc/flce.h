@@ -246,6 +246,11 @@ flce_status flce_check_loss(const flce_problem* problem);
  * of its rows) is decided for a rank with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
+/* The same, with the backward as it will be, for flce.plan: no call executes it. Where the forward
+ * of a divergence makes no gradients (save=stats, losses of rows), the backward is a second call,
+ * which makes the gradients of a sum; with class_gradient it gets that of the classes' logits. */
+flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
+                           flce_plan* plan);
 
 /* Pure: no allocation, no device call. FLCE_INVALID_ARGUMENT if a size, dtype or parameter is out
  * of its range, if max_memory is below one row of logits, or if `save` does not support the

@@ -542,8 +542,11 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   if (problem->input_is_sharded) {
     int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
     int64_t x = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
+    const flce_problem* teacher = problem->teacher; /* gathers its own */
+    bool both = teacher && teacher->input_is_sharded;
+    int64_t other = both ? x / problem->hidden * teacher->hidden : 0;
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
-        (flce_collective){1, backward, others * (1 + backward) * x};
+        (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
   bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
   int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
