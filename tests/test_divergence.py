@@ -373,6 +373,51 @@ def test_teacher_of_a_few_classes(device, tail, kind):
         assert (got - expected).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_classes_without_probability(device, kind):
+    """0 log 0 is 0, as with all of the teacher's logits; what is left of a sum near 1 counts."""
+    x, w, _ = cases.leaves(device, 2, hidden=5, vocab=70)
+    ids = torch.tensor([[3, 5, 8], [3, 5, 8]], device=device)
+    log_q = torch.tensor([[0.5, 0.25, 0.0], [0.5, 0.5 - 1e-12, 0.0]], dtype=x.dtype).log()
+    options = {"teacher_logits": (ids, log_q.to(device)), "divergence": kind, "reduction": "none"}
+    made = flce.linear_divergence(x, w, **options)
+    mine = (x @ w.T).log_softmax(-1).gather(-1, ids)
+    log_p = torch.cat((mine, mine.exp().sum(-1, keepdim=True).neg().log1p()), dim=-1)
+    tail = torch.tensor([[0.25], [1e-12]], dtype=x.dtype, device=device).log()
+    log_q = torch.cat((log_q.to(device).clamp(min=-1e5), tail), dim=-1)
+    truth = divergence_of(log_p, log_q, kind)
+    if kind == "reverse_kl":
+        assert made.isinf().all()
+        return
+    assert (made - truth).abs().max() <= 1e-9
+    grads = [torch.autograd.grad(loss.sum(), (x, w)) for loss in (made, truth)]
+    for got, expected in zip(*grads, strict=True):
+        assert (got - expected).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reduction", "avg"),
+        ("beta", "0.5"),
+        ("token_weight", torch.ones(6, 1)),
+        ("token_weight", torch.ones(6, requires_grad=True)),
+        ("token_weight", [1.0] * 6),
+        ("teacher_logits", torch.zeros(6, 3, dtype=torch.int64)),
+        ("ids", [[1, 2, 3]] * 6),
+    ],
+)
+def test_refusals_with_few_classes(device, name, value):
+    """What the composition in torch would broadcast, convert or differentiate."""
+    value = value.to(device) if isinstance(value, torch.Tensor) else value
+    x, w, _ = cases.leaves(device, 6, hidden=8, vocab=20)
+    given = {"ids": torch.zeros(6, 3, dtype=torch.int64, device=device)}
+    given |= {"teacher_logits": torch.zeros(6, 3, device=device), name: value}
+    given["teacher_logits"] = given.pop("ids"), given["teacher_logits"]
+    with pytest.raises(REFUSED, match=f"^{name}: expected"):
+        flce.linear_divergence(x, w, **given)
+
+
 def test_heads_with_different_padding(device):
     """Beyond valid_vocab both may have any rows, which are never read."""
     x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
