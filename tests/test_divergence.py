@@ -467,6 +467,28 @@ def test_refusals_name_the_argument(device, name):
         flce.linear_divergence(**{**good(device), name: value})
 
 
+OF_TEACHER = {
+    "teacher_input": (6, 4),
+    "teacher_weight": (20, 4),
+    "teacher_bias": (20,),
+    "teacher_temperature": (6,),
+    "teacher_logits": (6, 20),
+    "target": (6,),
+}
+
+
+@pytest.mark.parametrize("name", OF_TEACHER)
+def test_operands_on_another_device_are_refused(device, name):
+    for other in ("meta", "cpu") if device == "cuda" else ("meta",):
+        options = good(device)
+        if name == "teacher_logits":
+            del options["teacher_input"], options["teacher_weight"]
+        dtype = torch.int64 if name == "target" else torch.float64
+        options[name] = torch.zeros(OF_TEACHER[name], dtype=dtype, device=other)
+        with pytest.raises(REFUSED, match=rf"^{name}: expected the device of input, {device}"):
+            flce.linear_divergence(**options)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -478,9 +500,19 @@ def test_refusals_name_the_argument(device, name):
             {"teacher_logits": (0, 0), "teacher_input": None, "teacher_weight": None},
             "teacher_logits: expected no target",
         ),
+        (
+            {
+                "teacher_logits": torch.zeros(6, 20),
+                "teacher_input": None,
+                "teacher_weight": None,
+                "teacher_bias": torch.zeros(20),
+            },
+            "teacher_bias: expected None with teacher_logits",
+        ),
     ],
 )
 def test_combinations_are_refused(device, change, message):
+    change = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in change.items()}
     with pytest.raises(REFUSED, match=re.escape(message)):
         flce.linear_divergence(**{**good(device), **change})
 

@@ -187,6 +187,7 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
                            Call* call) {
   flce_problem* problem = &call->problem;
   try {
+    expect_device("input", given.input, call->id, "input");
     bind_operands({given.input, *given.linear_weight, given.linear_bias}, call);
     flce::choose_dtypes(options, problem);
     ScalarType own = to_scalar_type(student.problem.dtype);
@@ -302,6 +303,9 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
   problem->reduction = FLCE_SUM;
   problem->save = FLCE_SAVE_NOTHING;
   problem->want_grad_input = problem->want_grad_weight = problem->want_grad_bias = false;
+  if (!given.linear_weight && given.linear_bias)
+    refuse("teacher_bias", "None with teacher_logits, which contain it",
+           "shape " + shape_of_text(*given.linear_bias));
   if (given.linear_weight)
     bind_teacher_operands(given, arguments.options, *student, &call);
   else
