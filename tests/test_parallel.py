@@ -100,13 +100,17 @@ def test_equals_the_unfused_model(way):
         compare(wrap, f"{name}, adapted")
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:flce.fuse")
 @on_ranks(2)
-def test_ddp_with_a_static_graph_and_a_loss_outside_of_the_forward():
+def test_ddp_with_a_static_graph_and_a_loss_outside_of_the_forward(is_compiled):
     """Its Function has the gradients of the first step reduced: logits have to pass through it."""
     plain, fused = make(False), make(False)
     share_values(plain, fused)
     flce.fuse(fused, when="always")
     wrapped = [ddp(model, static_graph=True) for model in (plain, fused)]
+    if is_compiled:
+        wrapped[1] = torch.compile(wrapped[1], backend="aot_eager")
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
         ids = torch.randint(VOCAB, (2, TOKENS))

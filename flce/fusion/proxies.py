@@ -50,9 +50,8 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
         if node.is_pending():
             has_graph = _has_own_graph(proxy)
             if function == _GRAD_FN:
-                # No gradient goes through the grad_fn of HookedLogits. DDP passes what has one
-                # through its Function, without which static_graph reduces no gradients.
-                is_ddp = sys._getframe(1).f_globals.get("__name__") == _DDP
+                # That of HookedLogits gets no gradient. DDP needs one to reduce static_graph's.
+                is_ddp = not is_compiling() and sys._getframe(1).f_globals.get("__name__") == _DDP
                 is_ddp = is_ddp and node.call.requires_grad and not node.call.loss_is_done
                 return _own_graph(proxy) if has_graph else is_ddp or None
             if not has_graph:
