@@ -467,6 +467,38 @@ def test_refusals_name_the_argument(device, name):
         flce.linear_divergence(**{**good(device), name: value})
 
 
+@pytest.mark.xfail(strict=True, reason="divergence.py: the zeros in place of target are ignored")
+def test_all_rows_count_without_a_target(device):
+    named = {name: value for name, value in good(device).items() if name != "target"}
+    expected = flce.linear_divergence(**named)
+    assert flce.linear_divergence(**named, ignore_index=0) == expected
+
+
+@pytest.mark.xfail(strict=True, reason="divergence.py: not checked before C")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("teacher_softcap", 0.0),  # taken for None; softcap=0.0 is refused
+        ("teacher_temperature", torch.ones(5)),
+        ("temperature", torch.ones(5)),
+        ("teacher_logits", (torch.zeros(6, 1, dtype=torch.int64),)),
+        ("teacher_logits", (torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), None)),
+    ],
+)
+def test_refusals_of_the_teachers_part(device, name, value):
+    given = {k: v for k, v in good(device).items() if k != "target"} | {name: value}
+    if name == "teacher_logits":
+        del given["teacher_input"], given["teacher_weight"]
+    with pytest.raises(REFUSED, match=f"^{name}: expected"):
+        flce.linear_divergence(**given)
+
+
+@pytest.mark.parametrize("name", ["teacher_input", "teacher_weight", "teacher_bias"])
+def test_lists_are_refused(device, name):
+    with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got list"):
+        flce.linear_divergence(**{**good(device), name: [1.0]})
+
+
 OF_TEACHER = {
     "teacher_input": (6, 4),
     "teacher_weight": (20, 4),
