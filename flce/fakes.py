@@ -100,15 +100,21 @@ def _fake_gradients(input, linear_weight, linear_bias, integers, found):
     )
 
 
-def _fake_forward(input, linear_weight, target, linear_bias, *rest):
-    operands = input, linear_weight, target, linear_bias
+def _check_call(input, linear_weight, target, linear_bias, integers, *vectors):
+    """The shape of the rows of all ranks, after the checks of a call's tensors."""
     check_operands(input, linear_weight, linear_bias)
-    lists, given = lists_of(rest[6:]), rest[5]
-    ranks, vocab = (value_of(lists[2], name) for name in ("ranks", "vocab"))
-    shape, scatters = input.shape[:-1], value_of(lists[2], "input_is_sharded")
+    ranks, vocab = (value_of(integers, name) for name in ("ranks", "vocab"))
+    shape, scatters = input.shape[:-1], value_of(integers, "input_is_sharded")
     shape = (shape[0] * ranks, *shape[1:]) if scatters and shape else shape
     classes = vocab if ranks and vocab >= 0 else max(ranks, 1) * linear_weight.shape[0]
-    _check_loss_tensors("input", input, shape, classes, target, *rest[:4])
+    _check_loss_tensors("input", input, shape, classes, target, *vectors)
+    return shape
+
+
+def _fake_forward(input, linear_weight, target, linear_bias, *rest):
+    operands = input, linear_weight, target, linear_bias
+    lists, given = lists_of(rest[6:]), rest[5]
+    shape = _check_call(*operands, lists[2], *rest[:4])
     lists = with_strategy(*operands, lists)
     found = described(*operands, lists)
     dtype = DTYPES[found.stat_dtype]
@@ -168,8 +174,16 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
 
 
 def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
-    check_operands(input, linear_weight, linear_bias)
     valid_vocab, rows, integers, *others = lists_of(rest[9:])
+    shape = _check_call(input, linear_weight, target, linear_bias, integers, None, *rest[:3])
+    teacher, gives_logits = rest[4], rest[5] is None
+    first = "teacher_logits" if gives_logits else "teacher_input"
+    names = first, "teacher_weight", "teacher_bias", "teacher_temperature"
+    for name, tensor in zip(names, rest[4:8], strict=True):
+        if tensor is not None:
+            check_same_device(name, tensor, "input", input)
+    leading = shape if gives_logits else input.shape[:-1]
+    check_shape(first, teacher, (*leading, *teacher.shape[-1:]))
     save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
     integers = replaced(integers, save=CHOICES["save"].index(save))
     operands = input, linear_weight, target, linear_bias

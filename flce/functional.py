@@ -70,7 +70,10 @@ def _call(name, known, operands, options):
 
 def _check_tensors(name, operands, options):
     first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
-    given = dict(zip((*first, "target"), operands, strict=False))
+    of_teacher = "teacher_logits" if operands[4:5] == (None,) else "teacher_input"
+    names = *first, "target", of_teacher, "teacher_weight", "teacher_bias"
+    given = dict(zip(names, operands, strict=False))
+    given = {n: v for n, v in given.items() if v is not None or not n.startswith("teacher")}
     others = table.TENSORS - {"num_items", "gradient_seed"}
     given |= {option: options[option] for option in others if options.get(option) is not None}
     for option, value in given.items():

@@ -117,7 +117,7 @@ def num_items_tensor(num_items, reduction, first):
         # Reading a CPU value does not synchronise; copying it to a GPU would.
         return torch.full((), num_items.item(), dtype=dtype, device=first.device)
     value = check_number("num_items", num_items, "a number or a 0-d tensor")
-    if not 0.0 <= value < math.inf:
+    if not 0.0 <= value <= torch.finfo(dtype).max:
         refuse("num_items", "a finite number of at least 0", value)
     return torch.full((), value, dtype=dtype, device=first.device)
 

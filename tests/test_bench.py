@@ -83,9 +83,23 @@ def test_compile_is_torch_compile(monkeypatch):
     assert given == [cases.eager] and len(results[0].seconds) == 3
 
 
+def test_a_picture_of_an_unknown_format(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    status, _ = bench(tmp_path, "--contestants", "flce", "--picture", str(tmp_path / "b.foo"))
+    assert status == 0 and "no picture: Format 'foo'" in capsys.readouterr().err
+
+
 def test_refusals(capsys):
-    assert main([*SIZES, "--device", "cpu", "--vocab", "0"]) == 2
-    assert capsys.readouterr().err.startswith("flce.bench: vocab: expected 1 or more, got 0")
+    """Before anything is run."""
+    for arguments, message in (
+        (["--vocab", "0"], "vocab: expected 1 to 2147483647, got 0"),
+        (["--tokens", str(10**20)], f"tokens: expected 1 to 2147483647, got {10**20}"),
+        (["--seconds", "nan"], "seconds: expected 0 or more, got nan"),
+        (["--json", "/none/b.json"], "json: expected a file in a folder that exists, got /none"),
+        (["--picture", "/none/b.png"], "picture: expected a file in a folder that exists, got "),
+    ):
+        assert main([*SIZES, "--device", "cpu", *arguments]) == 2
+        assert capsys.readouterr().err.startswith(f"flce.bench: {message}")
     if not torch.cuda.is_available():
         assert main([*SIZES, "--device", "cuda"]) == 2
         assert capsys.readouterr().err.startswith("flce.bench: device: expected a CUDA device")

@@ -363,6 +363,10 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("flce ")
     with pytest.raises(SystemExit, match="got nothing"):
         call(monkeypatch, command, "--impl", "nothing")
+    with pytest.raises(SystemExit, match="--json: expected a file in a folder that exists"):
+        call(monkeypatch, command, "--cases", 2, "--json", tmp_path / "none" / "record.json")
+    with pytest.raises(SystemExit, match="expected to leave a case"):
+        call(monkeypatch, command, "--cases", 2, "--only", 7)
 
 
 def test_the_table_of_records(monkeypatch, tmp_path):

@@ -160,6 +160,9 @@ def test_a_folder_and_its_text_config(tmp_path, capsys):
         ("--hidden 8 --vocab 9 --tokens 8 --gpu 90,1,99,-1,1", "gpu: expected positive TFLOP/s"),
         ("--hidden 0 --vocab 9 --tokens 8", "hidden: expected 1 or more, got 0"),
         ("--hidden 8 --vocab 9 --tokens 0", "tokens: expected a positive multiple of 1 seq"),
+        (f"--hidden 8 --vocab 9 --tokens {1 << 31}", f"tokens: .*, less than {1 << 31}, got"),
+        (f"--hidden {1 << 31} --vocab 9 --tokens 8", f"hidden: expected less than {1 << 31}, got"),
+        pytest.param(f"--model {'x' * 300} --tokens 8", ".*File name too long", id="long name"),
         ("--hidden 8 --vocab 9 --tokens 7 --sequences 2", "tokens: expected a positive multiple"),
         ("--hidden 8 --vocab 9 --tokens 8 --sequences 0", "sequences: expected 1 or more, got 0"),
         ("--hidden 8 --vocab 9 --tokens 8 --optimizer 99", "optimizer: expected 0 to 64 bytes"),
@@ -172,11 +175,31 @@ def test_refusals_of_the_command(arguments, message, capsys):
     assert re.match(f"flce.estimate: {message}", errors), errors
 
 
+LLAMA_WITH = """{"hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 2,
+"num_attention_heads": 2, "intermediate_size": 16, "text_config": null, %s}"""
+
+
+def test_numbers_that_a_configuration_may_have(tmp_path):
+    path = tmp_path / "config.json"
+    for types, windowed in (([], 2), (["sliding_attention"] * 9, 2), (None, 2)):
+        path.write_text(LLAMA_WITH % f'"sliding_window": 8, "layer_types": {json.dumps(types)}')
+        assert read_model(path).windowed == windowed
+    path.write_text(LLAMA_WITH % '"sliding_window": null')
+    assert read_model(path).window == 0
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ("[", "model: expected JSON"),
         ("[]", "model: expected an object"),
+        pytest.param("[" * 100_000, "model: expected JSON", id="too deep"),
+        ('{"text_config": "x"}', "model: expected an object text_config"),
+        (LLAMA_WITH % '"sliding_window": "x"', "model: expected an integer sliding_window"),
+        (
+            LLAMA_WITH % '"sliding_window": 8, "sliding_window_pattern": "x"',
+            "model: expected an integer sliding_window_pattern",
+        ),
         ("{}", "model: expected an integer hidden_size"),
         ('{"hidden_size": 8, "num_experts": 4}', "model: expected a dense decoder"),
     ],

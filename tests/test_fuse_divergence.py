@@ -80,6 +80,18 @@ def test_no_logits_are_made(loss_of):
     equal_runs(fused_run, expected)
 
 
+@pytest.mark.parametrize("loss_of", (batchmean, masked))
+@pytest.mark.parametrize(
+    "option", ({"save": "grads"}, {"save": "logits"}, {"valid_bound": 1}, {"gradient": "sampled"})
+)
+def test_options_that_no_divergence_has_are_dropped(loss_of, option):
+    student, teacher = pair()
+    expected = step(student, teacher, loss_of)
+    with flce.fuse(student, when="always", **option) as fused, flce.fuse(teacher, when="always"):
+        equal_runs(step(student, teacher, loss_of), expected)
+    assert sum(fused.losses.values()) == 1
+
+
 def elements(z, t):
     kl = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction="none")
     return kl[MASK > 0].sum()

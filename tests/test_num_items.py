@@ -113,3 +113,11 @@ def test_ddp_equals_the_whole_batch():
         flce.num_items(targets, square)
     with pytest.raises(TypeError, match="group: expected a ProcessGroup or a D.*, got int"):
         flce.num_items(targets, 7)
+
+
+def test_a_number_that_is_infinite_in_the_dtype_of_the_loss(device):
+    x, w = torch.ones(2, 3, device=device), torch.ones(5, 3, device=device)
+    target = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="^num_items: expected a finite number"):
+        flce.linear_cross_entropy(x, w, target, num_items=1e39)
+    assert flce.linear_cross_entropy(x.double(), w.double(), target, num_items=1e39) > 0

@@ -100,6 +100,27 @@ def test_equals_the_unfused_model(way):
         compare(wrap, f"{name}, adapted")
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:flce.fuse")
+@on_ranks(2)
+def test_ddp_with_a_static_graph_and_a_loss_outside_of_the_forward(is_compiled):
+    """Its Function has the gradients of the first step reduced: logits have to pass through it."""
+    plain, fused = make(False), make(False)
+    share_values(plain, fused)
+    flce.fuse(fused, when="always")
+    wrapped = [ddp(model, static_graph=True) for model in (plain, fused)]
+    if is_compiled:
+        wrapped[1] = torch.compile(wrapped[1], backend="aot_eager")
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        ids = torch.randint(VOCAB, (2, TOKENS))
+        for model in wrapped:
+            model.zero_grad()
+            nn.functional.cross_entropy(model(ids)[1].flatten(0, 1), ids.flatten()).backward()
+        for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+            assert cases.relative_error(one.grad, other.grad.double()) <= 2e-6
+
+
 # ---- flce's own head ----
 
 

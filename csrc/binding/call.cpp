@@ -187,6 +187,7 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
                            Call* call) {
   flce_problem* problem = &call->problem;
   try {
+    expect_device("input", given.input, call->id, "input");
     bind_operands({given.input, *given.linear_weight, given.linear_bias}, call);
     choose_teacher_dtypes(options, problem);
     ScalarType own = to_scalar_type(student.problem.dtype);
@@ -320,6 +321,9 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
   problem->loss.softcap = numbers[3];
   problem->loss.logit_scale = numbers[4];
   problem->loss.temperature = numbers[5];
+  if (!given.linear_weight && given.linear_bias)
+    refuse("teacher_bias", "None with teacher_logits, which contain it",
+           "shape " + shape_of_text(*given.linear_bias));
   if (given.linear_weight)
     bind_teacher_operands(given, arguments.options, *student, &call);
   else

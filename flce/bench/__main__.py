@@ -41,8 +41,14 @@ def _case(options: argparse.Namespace) -> Case:
     for name in ("tokens", "hidden", "vocab"):
         given = getattr(options, name)
         sizes[name] = getattr(default, name) if given is None else given
-        if sizes[name] < 1:
-            raise ValueError(f"{name}: expected 1 or more, got {sizes[name]}")
+        if not 1 <= sizes[name] < 1 << 31:
+            raise ValueError(f"{name}: expected 1 to {(1 << 31) - 1}, got {sizes[name]}")
+    if not options.seconds >= 0:  # nor NaN
+        raise ValueError(f"seconds: expected 0 or more, got {options.seconds}")
+    for name in ("json", "picture"):
+        folder = getattr(options, name).absolute().parent
+        if not folder.is_dir():
+            raise ValueError(f"{name}: expected a file in a folder that exists, got {folder}")
     dtype = _DTYPES[options.dtype] if options.dtype else default.dtype
     return Case(sizes["tokens"], sizes["hidden"], sizes["vocab"], options.device, dtype)
 
@@ -68,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote {options.picture}")
     except ImportError as error:
         print(f"no picture: {error}; `pip install matplotlib` and run it again", file=sys.stderr)
+    except (OSError, ValueError) as error:  # a format that matplotlib does not know
+        print(f"no picture: {error}", file=sys.stderr)
     return 0
 
 

@@ -59,12 +59,16 @@ def show(record: Record) -> None:
 
 def main() -> int:
     given, made = options(), []
+    if given.json and not given.json.absolute().parent.is_dir():  # before hours of cases
+        sys.exit(f"--json: expected a file in a folder that exists, got {given.json}")
     for record in records(given):
         show(record)
         made.append(vars(record))
         if given.json:
             given.json.write_text(json.dumps(made, indent=1) + "\n")
-    return int(not made or any(record["wrong"] for record in made))
+    if not made:
+        sys.exit("--cases, --only: expected to leave a case, got none")
+    return int(any(record["wrong"] for record in made))
 
 
 if __name__ == "__main__":

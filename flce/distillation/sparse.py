@@ -6,25 +6,33 @@ import math
 import torch
 
 from .. import functional
-from ..options import check_names, ignore_index_of
-from ..validate import check_constant, check_shape, check_tensor, num_items_tensor, refuse
+from ..options import CHOICES, check_names, code_of, ignore_index_of
+from ..validate import (
+    check_constant,
+    check_number,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    num_items_tensor,
+    refuse,
+)
 
 TAILS = ("class", "renormalize")
 _NOTHING = -1e4  # log-probability of an absent class: its exp is 0, and 0 times it too
-_LEAST_TAIL = 2.0**-23  # of float32's log-probabilities
 
 
-def _with_tail(logprobs, tail):
+def _with_tail(logprobs, tail, least):
     """(..., K + 1) log-probabilities with the rest as one class, or (..., K) of those given that
-    it is one of them."""
+    it is one of them. least: probability of the rest, where rounding leaves it none."""
     if tail == "renormalize":
         return logprobs.log_softmax(-1)
-    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-_LEAST_TAIL)
+    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-least)
     return torch.cat((logprobs, torch.log(-torch.expm1(total))), dim=-1)
 
 
 def _kl(log_q, log_p):
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
+    q = log_q.exp()
+    return (q * (log_q - log_p).masked_fill(q == 0.0, 0.0)).sum(-1)
 
 
 def _divergence_of(log_p, log_q, divergence, beta):
@@ -34,28 +42,44 @@ def _divergence_of(log_p, log_q, divergence, beta):
     return beta * _kl(log_q, log_m) + (1.0 - beta) * _kl(log_p, log_m)
 
 
+def _check(input, ids, logprobs, factor):
+    check_tensor("input", input)
+    check_tensor("ids", ids)
+    for name, tensor in (("teacher_logits", logprobs), ("token_weight", factor)):
+        if tensor is not None:
+            check_tensor(name, tensor)
+            check_constant(name, tensor)
+            check_same_device(name, tensor, "input", input)
+    code_of("teacher_logits", logprobs.dtype)
+    check_shape("teacher_logits", logprobs, ids.shape, ", that of the ids")
+    if factor is not None:
+        check_shape("token_weight", factor, ids.shape[:-1], ", a number for each row of input")
+
+
 def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tail, options):
     """The loss as linear_divergence returns it; `options`: the student's."""
     options = dict(options)
     if tail not in TAILS:
         refuse("tail", f"one of {TAILS}", repr(tail))
-    if divergence == "jsd" and not 0.0 < beta < 1.0:
+    if not 0.0 < check_number("beta", beta) < 1.0:
         refuse("beta", "0 < beta < 1", beta)
-    check_tensor("teacher_logits", logprobs)
-    check_constant("teacher_logits", logprobs)
-    check_shape("teacher_logits", logprobs, ids.shape, ", that of the ids")
     reduction = options.pop("reduction", "mean")
+    if reduction not in CHOICES["reduction"]:
+        refuse("reduction", f"one of {CHOICES['reduction']}", repr(reduction))
     factor, items = options.pop("token_weight", None), options.pop("num_items", None)
+    _check(input, ids, logprobs, factor)
     into = options.pop("accumulate_into", None)
     check_names("linear_divergence", functional.OF_LOGPROBS_AT, options)
     options["accumulate_into"] = into
     made = functional.logprobs_at_of(input, linear_weight, ids, options)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
     pair = (one.to(made.dtype).masked_fill(absent, _NOTHING) for one in (made, logprobs))
-    rows = _divergence_of(*(_with_tail(one, tail) for one in pair), divergence, beta)
+    is_wide = made.dtype == logprobs.dtype == torch.float64
+    least = torch.finfo(torch.float64 if is_wide else torch.float32).eps
+    rows = _divergence_of(*(_with_tail(one, tail, least) for one in pair), divergence, beta)
+    rows = rows if factor is None else rows * factor.to(rows.dtype)
     ignored = absent.all(dim=-1)
     rows = rows.masked_fill(ignored, 0.0)
-    rows = rows if factor is None else rows * factor.to(rows.dtype)
     loss = rows if reduction == "none" else rows.sum()
     if items is not None:
         items = num_items_tensor(items, reduction, input)

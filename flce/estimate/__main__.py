@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             training=training,
             max_memory=options.max_memory,
         )
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"flce.estimate: {error}", file=sys.stderr)
         return 2
     print(json.dumps(record(found), indent=1) if options.json else text(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,7 +93,7 @@ def read_model(path: str | pathlib.Path, **changes: int | None) -> Model:
         raise FileNotFoundError(f"model: expected a config.json or its folder, got {str(path)!r}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model: expected JSON in {file}, got {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"model: expected an object in {file}, got {type(config).__name__}")
@@ -104,7 +105,10 @@ def read_model(path: str | pathlib.Path, **changes: int | None) -> Model:
 
 
 def _of_config(config: dict[str, Any], file: pathlib.Path) -> Model:
-    outer, config = config, config.get("text_config", config)
+    outer, config = config, config.get("text_config") or config
+    if not isinstance(config, dict):
+        got = type(config).__name__
+        raise ValueError(f"model: expected an object text_config in {file}, got {got}")
     kind = str(config.get("model_type", outer.get("model_type", "")))
 
     def size(*names: str, default: int | None = None) -> int:
@@ -119,10 +123,11 @@ def _of_config(config: dict[str, Any], file: pathlib.Path) -> Model:
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     layers = size("num_hidden_layers")
     notes = [] if kind in _KNOWN else [f"model_type {kind!r} is taken for a Llama of its sizes"]
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    window = max(0, size("sliding_window", default=0))
+    window = window if config.get("use_sliding_window", True) else 0
     if config.get("attn_logit_softcapping"):  # SDPA has none
         notes.append("attn_logit_softcapping: attention by flash-attn is assumed")
-        window = None
+        window = 0
     tied = config.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind in _TIED))
     return Model(
         name=file.parent.name if file.name == "config.json" else file.stem,
@@ -138,20 +143,20 @@ def _of_config(config: dict[str, Any], file: pathlib.Path) -> Model:
         wide_norms=kind in _WIDE_NORMS,
         head_norms=kind in _HEAD_NORMS,
         softcap=config.get("final_logit_softcapping"),
-        window=window or 0,
-        windowed=_windowed(config, kind, layers) if window else 0,
+        window=window,
+        windowed=_windowed(config, kind, layers, size) if window else 0,
         notes=tuple(notes),
     )
 
 
-def _windowed(config: dict[str, Any], kind: str, layers: int) -> int:
+def _windowed(config: dict[str, Any], kind: str, layers: int, size: Callable[..., int]) -> int:
     """How many layers have the window."""
     types = config.get("layer_types")
-    if types:
-        return list(types).count("sliding_attention")
-    default = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind)
-    pattern = config.get("sliding_window_pattern", default)
-    return layers - layers // pattern if pattern else layers
+    if types and isinstance(types, list):
+        return types[:layers].count("sliding_attention")
+    default = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind, 0)
+    pattern = size("sliding_window_pattern", default=default)
+    return layers - layers // pattern if pattern > 0 else layers
 
 
 def _checked(model: Model) -> Model:
@@ -159,5 +164,6 @@ def _checked(model: Model) -> Model:
     for name, least in (*((name, 1) for name in sizes), ("layers", 0)):
         value = getattr(model, name)
         if not least <= value < 1 << 31:
-            raise ValueError(f"{name}: expected {least} or more, got {value}")
+            expected = f"{least} or more" if value < least else f"less than {1 << 31}"
+            raise ValueError(f"{name}: expected {expected}, got {value}")
     return model

@@ -68,8 +68,8 @@ def estimate(
     """
     gpu = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     training = training or Training()
-    if tokens < training.sequences or tokens % training.sequences:
-        expected = f"a positive multiple of {training.sequences} sequences"
+    if not training.sequences <= tokens < 1 << 31 or tokens % training.sequences:
+        expected = f"a positive multiple of {training.sequences} sequences, less than {1 << 31}"
         raise ValueError(f"tokens: expected {expected}, got {tokens}")
 
     def plan_of(count: int, memory: int | str | None, **others: str) -> flce.Plan:

@@ -1,5 +1,4 @@
-"""KL divergences of two heads' deferred logits, by flce.linear_divergence inside the Modules of
-both."""
+"""KL divergences of two heads' deferred logits, by flce.linear_divergence inside both Modules."""
 
 import inspect
 import math
@@ -8,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from ..distillation import linear_divergence
-from ..options import OF_DIVERGENCE
 from . import loss, steps
 from .node import node_of
 from .operations import dtype_by, handles, over_classes
 from .reentry import call_through
 from .steps import KL, LOG_P, P, require
 
+_OPTIONS = ("accum_dtype", "max_memory", "valid_bound")  # of flce.fuse; and save="stats"
 _PARAMETERS = tuple(inspect.signature(F.kl_div).parameters)
 
 
@@ -72,8 +71,9 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     record, other, call = student.record, teacher.record, student.call
     require(student.is_pending() and teacher.is_pending() and record.shape == other.shape)
     require(not (teacher.call.requires_grad and teacher.call.grad and torch.is_grad_enabled()))
-    chosen = {k: v for k, v in call.fusion.options.items() if k in OF_DIVERGENCE}
+    chosen = {k: v for k, v in call.fusion.options.items() if k in _OPTIONS or v == "stats"}
     if target is None:
+        chosen.pop("valid_bound", None)
         target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=call.device)
 
     def run(sources, taught):

@@ -316,8 +316,8 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
             than None). "always": in every call of the head, for loops with losses of their own.
         strict: a RuntimeError in place of each warning that logits are made for a loss.
         **options: accum_dtype, logits_dtype, save, max_memory, accumulate_into, gradient,
-            gradient_eps, z_loss, valid_bound. Losses for each row drop save="grads"; log p, lse and
-            entropies drop z_loss and valid_bound, the last two gradient too.
+            gradient_eps, z_loss, valid_bound. Losses for each row drop save="grads"; log p, lse,
+            entropies and divergences z_loss and valid_bound, the last three gradient too.
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.

@@ -98,6 +98,9 @@ def _unsupported_call(linear, x):
         return f"the head's input is a {type(x).__name__}"
     if function_transforms_are_on():
         return "a transform of torch.func is active"
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module if is_compiling() else None
+    if getattr(ddp, "static_graph", False) and linear._flce_fusion.when == "always":
+        return "torch.compile traces DistributedDataParallel with static_graph"
     return _unsupported_in(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
 
 
@@ -236,8 +239,7 @@ def linears_of(head):
     parts = [head] if isinstance(head, nn.Linear) else [m for m in head.modules() if m is not head]
     classes = getattr(head, "out_features", None)
     found = [m for m in parts if hasattr(m, "out_features") and m.out_features == classes]
-    are_standard = all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in found)
-    return found if are_standard else []
+    return found if all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in found) else []
 
 
 def why_not(head):

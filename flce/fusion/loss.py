@@ -51,9 +51,8 @@ def _fused(call, record, target, options, dropped=()):
         cuts_weight = options.get("weight") is not None or target.is_floating_point()
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
         x = sharded.replicated(x, weight)
-        made = linear_cross_entropy(
-            x, weight, target, linear_bias=bias, **derived, **options, **chosen
-        )
+        given = {"linear_bias": bias, **derived, **options, **chosen}
+        made = linear_cross_entropy(x, weight, target, **given)
         call.fusion.note_loss(steps.key_of(record))
         return made
 

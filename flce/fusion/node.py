@@ -153,8 +153,7 @@ class Node:
         no_grad makes must have a gradient for later readers."""
         if self.value is None:
             with self.call.entered(self.call.grad):
-                value = self.replay(True) if self.parent is None else self.view(self.parent.make())
-            self.value = value
+                self.value = self.view(self.parent.make()) if self.parent else self.replay(True)
         return self.value
 
     def replay(self, may_share=False):

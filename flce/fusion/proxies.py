@@ -30,6 +30,7 @@ new_zeros new_ones new_full new_empty new_tensor""")
 _COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 _GRAD_FN = torch.Tensor.grad_fn.__get__
+_DDP = "torch.nn.parallel.distributed"
 _ZERO3 = "deepspeed.runtime.zero.parameter_offload"
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -49,8 +50,10 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
         if node.is_pending():
             has_graph = _has_own_graph(proxy)
             if function == _GRAD_FN:
-                # No gradient goes through the grad_fn of HookedLogits.
-                return _own_graph(proxy) if has_graph else None
+                # That of HookedLogits gets no gradient. DDP needs one to reduce static_graph's.
+                is_ddp = not is_compiling() and sys._getframe(1).f_globals.get("__name__") == _DDP
+                is_ddp = is_ddp and node.call.requires_grad and not node.call.loss_is_done
+                return _own_graph(proxy) if has_graph else is_ddp or None
             if not has_graph:
                 _hook_gradient(proxy, node)
                 try:
@@ -70,8 +73,7 @@ def _is_called_by_hook(proxy, node):
     is needed for their gradient: it passes every Tensor that a Module takes or returns through an
     autograd Function, which gathers the Module's own parameters before their backward. That gets
     the tensors alone: only its callers' frames tell which Module is hooked, or that none is."""
-    kind = type(proxy)
-    if kind is TracedLogits or node.call.fusion.when == "always" or _has_own_graph(proxy):
+    if type(proxy) is TracedLogits or node.call.fusion.when == "always" or _has_own_graph(proxy):
         return False
     frame = sys._getframe(2)  # of __torch_function__'s caller
     if frame.f_globals.get("__name__") != _ZERO3:
@@ -126,9 +128,7 @@ def _has_own_graph(proxy):
     """Whether a custom autograd Function (a reentrant checkpoint) has returned the proxy, through
     whose node the gradient has to go; or one of ZeRO-3 under no_grad: then it is a constant."""
     kind = type(proxy)
-    if kind is TracedLogits:
-        return False
-    if (graph := _own_graph(proxy)) is None:
+    if kind is TracedLogits or (graph := _own_graph(proxy)) is None:
         return kind is HookedLogits
     return kind is DeferredLogits or getattr(type(graph), "_forward_cls", type).__module__ != _ZERO3
 
