@@ -532,14 +532,12 @@ def test_refusals_name_the_argument(device, name):
         flce.linear_divergence(**{**good(device), name: value})
 
 
-@pytest.mark.xfail(strict=True, reason="divergence.py: the zeros in place of target are ignored")
 def test_all_rows_count_without_a_target(device):
     named = {name: value for name, value in good(device).items() if name != "target"}
     expected = flce.linear_divergence(**named)
     assert flce.linear_divergence(**named, ignore_index=0) == expected
 
 
-@pytest.mark.xfail(strict=True, reason="divergence.py: not checked before C")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -84,6 +84,8 @@ def linear_divergence(
                 "no target, hard_weight or option of the teacher with (ids, log-probabilities)"
             )
             refuse("teacher_logits", expected, "one of them")
+        if len(teacher_logits) != 2:
+            refuse("teacher_logits", "(ids, log-probabilities)", f"{len(teacher_logits)} of them")
         how = divergence, beta, tail, options
         return sparse_divergence(input, linear_weight, *teacher_logits, *how)
     if hard_weight and target is None:
@@ -91,11 +93,16 @@ def linear_divergence(
     if target is None:
         check_tensor("input", input)
         target = input.new_zeros(input.shape[:-1], dtype=torch.int64)
+        options["ignore_index"] = -100
     temperature, of_rows = teacher_temperature, None
     if temperature is None:
         temperature = options.get("temperature", 1.0)
     if isinstance(temperature, torch.Tensor):
-        temperature, of_rows = 1.0, temperature.expand(target.shape)
+        scalar = temperature.dim() == 0
+        of_rows = temperature.expand(target.shape) if scalar else temperature
+        temperature = 1.0
+    if teacher_softcap == 0.0:
+        refuse("teacher_softcap", "a positive finite number or None", teacher_softcap)
     cap = 0.0 if teacher_softcap is None else check_number("teacher_softcap", teacher_softcap)
     numbers = {"beta": beta, "hard_weight": hard_weight, "teacher_softcap": cap}
     numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
