@@ -51,6 +51,8 @@ def test_peak_and_gemms(device, kind, knobs, dtype):
     """Within 2 % of the measured bytes; each GEMM is counted."""
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("oneDNN's scratch comes from torch's allocator")
+    if dtype == torch.float64 and "gradient" in knobs:
+        pytest.skip("float64 is not sampled")
     leaves, given, sizes = case_of(kind, device, dtype)
     knobs = {**knobs, "max_memory": "1MiB"}
     size = {"dtype": dtype, "device": device, "bias": True}
