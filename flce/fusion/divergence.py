@@ -13,7 +13,9 @@ from .operations import dtype_by, handles, over_classes
 from .reentry import call_through
 from .steps import KL, LOG_P, P, require
 
-_OPTIONS = ("accum_dtype", "max_memory", "valid_bound")  # of flce.fuse; and save="stats"
+# Of flce.fuse; and save="stats".
+_OPTIONS = ("accum_dtype", "max_memory", "valid_bound", "accumulate_into", "gradient")
+_OPTIONS += ("gradient_eps",)
 _PARAMETERS = tuple(inspect.signature(F.kl_div).parameters)
 
 
