@@ -57,23 +57,14 @@ def _rows(packed, target):
         return COUNTED if counts and not is_compiling() else None
     if bound is None:
         return None
-    if bound == "count" or _checks_range(target):
+    if bound == "count":
         if is_traced():
             got = '"count", which waits for the device'
             validate.refuse("valid_bound", "an int or None under torch.compile", got)
-        valid = int((target != packed.ignore_index).sum())  # synchronises with the device
-        if bound != "count" and valid > bound:
-            expected = f"at least {valid}, the number of rows that are not ignored"
-            validate.refuse("valid_bound", expected, bound)
-        bound = valid if bound == "count" else bound
+        bound = int((target != packed.ignore_index).sum())  # synchronises with the device
     # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
     least = 0 if target.is_cpu else 1
     return max(bound, least) if bound < target.numel() else None
-
-
-def _checks_range(target):
-    """Whether Python checks what C checks on the CPU: on CUDA that synchronises."""
-    return target.is_cuda and validate.checks_more() and not target.is_floating_point()
 
 
 def _seed(packed, tensors, input):
@@ -215,8 +206,6 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
-    if classes is not None:
-        validate.check_constant("classes", classes)
     wants_classes = classes is not None or packed.topk > 0
     rows = _rows(packed, target)
     tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
@@ -227,11 +216,6 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
-    if _checks_range(target):
-        most = fakes.described(input, weight, target, bias, lists).classes
-        if classes is not None:
-            validate.check_target_range("classes", classes, most, packed.ignore_index)
-        validate.check_target_range("target", target, most, packed.ignore_index)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)
@@ -268,9 +252,6 @@ def linear_divergence_of(input, linear_weight, target, *others):
     lists = packed.valid_vocab, _rows(packed, target), integers, packed.numbers, packed.group
     if packed.ranks > 1:
         before_sharded_call((input, linear_weight, target, bias, None, *vectors), lists, traced)
-    if _checks_range(target):
-        most = fakes.described(input, linear_weight, target, bias, lists).classes
-        validate.check_target_range("target", target, most, packed.ignore_index)
     teacher = [one if one is None else one.detach() for one in teacher]
     operands = input, linear_weight, target, bias, *vectors, num_items, *teacher, numbers, *lists
     made = operators.run(operators.inner.divergence.default, *operands)
@@ -281,8 +262,6 @@ def cross_entropy_of(logits, target, given):
     """As linear_cross_entropy_of, for given logits."""
     packed, tensors = split(given)
     *vectors, num_items = _loss_tensors(packed, tensors, target, logits)
-    if _checks_range(target):
-        validate.check_target_range("target", target, logits.shape[-1], packed.ignore_index)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     lists = packed.integers_with(grad_input=differentiable), packed.numbers
     forward = operators.inner.cross_entropy_forward.default
