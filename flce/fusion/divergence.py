@@ -2,8 +2,6 @@
 both."""
 
 import functools
-import inspect
-import math
 
 import torch
 import torch.nn.functional as F
@@ -11,58 +9,28 @@ import torch.nn.functional as F
 from ..distillation import linear_divergence
 from ..options import OF_DIVERGENCE
 from . import loss, steps
-from .node import node_of
-from .operations import dtype_by, handles, over_classes
 from .reentry import call_through
-from .steps import KL, LOG_P, P, require
-
-_PARAMETERS = tuple(inspect.signature(F.kl_div).parameters)
+from .steps import require
 
 
-@handles("kl_div", forms=(LOG_P,))
-def _kl_div(function, node, args, kwargs):
-    given = {"reduction": "mean", "log_target": False}
-    given |= {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
-    target, record, reduction = node_of(given["target"]), node.record, given["reduction"]
-    require(target is not None and given.get("size_average") is given.get("reduce") is None)
-    require(target.record.form() == (LOG_P if given["log_target"] else P))
-    require(record.factor() == target.record.factor() == 1)
-    is_cast = torch.is_autocast_enabled(node.call.device.type)
-    dtype = torch.promote_types(record.dtype, target.record.dtype)
-    dtype = torch.float32 if is_cast and dtype != torch.float64 else dtype
-    record = record.then(KL, 1, functools.partial(_of_each_class, node, target), dtype=dtype)
-    if reduction == "none":
-        return node.then(record)
-    count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
-    require(reduction in count)
-    return _summed(record, "sum", count[reduction]).to(dtype)
+def elements(node, target):
+    """F.kl_div of the two, for each class, of the real log-probabilities of the first."""
+    return functools.partial(_of_each_class, node, target)
 
 
 def _of_each_class(node, target, log_p):
-    is_log = target.record.form() == LOG_P
+    is_log = target.record.form() == steps.LOG_P
     return F.kl_div(log_p, target.make(), reduction="none", log_target=is_log)
 
 
-def _summed(record, reduction, count):
-    """The sum of F.kl_div over the classes, by count, of each row or of all ("none" or "sum"). A
-    target with a gradient is the student."""
-    step = next(step for step in record.tail if step.kind == KL)
+def kl_sum(record, reduction):
+    """The sum of `elements` over the classes, of each row or of all ("none" or "sum"). A target
+    with a gradient is the student."""
+    step = next(step for step in record.tail if step.kind == steps.KL)
     (student, teacher), name = step.replay.args, "forward_kl"
     if teacher.call.requires_grad and teacher.call.grad:
         student, teacher, name = teacher, student, "reverse_kl"
-    return divergence(student, teacher, name, reduction) * (record.factor() / count)
-
-
-@handles("sum mean", forms=(KL,))
-def _reduced(function, node, args, kwargs):
-    record, is_mean = node.record, function.__name__ == "mean"
-    if len(args) == 1 and not kwargs:
-        count = math.prod(record.shape) if is_mean else 1
-        return _summed(record, "sum", count).to(record.dtype)
-    given = over_classes(node, "input dim keepdim", args, kwargs)
-    values = _summed(record, "none", record.shape[-1] if is_mean else 1)
-    values = values.to(dtype_by(function, node, given))
-    return values.unsqueeze(-1) if given.get("keepdim") else values
+    return divergence(student, teacher, name, reduction)
 
 
 def divergence(student, teacher, name, reduction, target=None, beta=0.5):
