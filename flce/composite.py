@@ -183,9 +183,10 @@ def check_options(given, rows):
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
 
 
-def linear_cross_entropy_of(input, linear_weight, target, given):
+def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
-    none is. `given`: the options that the caller gave, by name; a missing one has its default."""
+    none is. `given`: the options that the caller gave, by name; a missing one has its default.
+    `teacher`: of a divergence from it (linear_divergence_of)."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -210,12 +211,17 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     rows = _rows(packed, target)
     tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
     memory = packed.memory(input.device)
-    of_call = autocast, frozen, accumulates, traced, wants_classes, *needs, tf32
+    later = teacher and (packed.reduction == "none" or given.get("save") == "stats")
+    made_now = (False,) * 3 if later else needs
+    of_call = autocast, frozen, accumulates, traced, wants_classes, *made_now, tf32
     integers = packed.integers(*memory, *of_call)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
+    if teacher:
+        of_divergence = input, weight, target, bias, *vectors[1:], num_items
+        return _divergence(of_divergence, teacher, lists, any(needs))
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)
@@ -235,27 +241,16 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
 def linear_divergence_of(input, linear_weight, target, *others):
     """The list of the loss. `others`: the teacher's input or logits, weight, bias, temperature of
     each row and numbers (csrc/binding/call.h), and the other options."""
-    *teacher, numbers, given = others
-    packed, tensors = split(given)
-    bias, grad, traced = tensors.get("linear_bias"), torch.is_grad_enabled(), is_traced()
-    leaves = input, linear_weight, bias
-    needs = [grad and leaf is not None and leaf.requires_grad for leaf in leaves]
-    _, *vectors, num_items = _loss_tensors(packed, tensors, target, input, linear_weight)
-    if packed.shift or "cu_seqlens" in tensors:
-        offsets = tensors.get("cu_seqlens")
-        target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
-    later = packed.reduction == "none" or given.get("save") == "stats"
-    tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
-    made_now = (False,) * 3 if later else needs
-    of_call = autocast_code(input), 0, False, traced, False, *made_now, tf32
-    integers = packed.integers(*packed.memory(input.device), *of_call)
-    lists = packed.valid_vocab, _rows(packed, target), integers, packed.numbers, packed.group
-    if packed.ranks > 1:
-        before_sharded_call((input, linear_weight, target, bias, None, *vectors), lists, traced)
-    teacher = [one if one is None else one.detach() for one in teacher]
-    operands = input, linear_weight, target, bias, *vectors, num_items, *teacher, numbers, *lists
+    *teacher, given = others
+    return linear_cross_entropy_of(input, linear_weight, target, given, teacher)
+
+
+def _divergence(operands, teacher, rest, differentiable):
+    """`rest`: what follows the teacher in the operator's arguments."""
+    tensors = [one if one is None else one.detach() for one in teacher[:-1]]
+    operands = *operands, *tensors, teacher[-1], *rest
     made = operators.run(operators.inner.divergence.default, *operands)
-    return list(autograd.apply_divergence(made, *operands, count=1) if any(needs) else made)[:1]
+    return list(autograd.apply_divergence(made, *operands, count=1) if differentiable else made)[:1]
 
 
 def cross_entropy_of(logits, target, given):

@@ -168,15 +168,13 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
 
 
 def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
-    check_operands(input, linear_weight, linear_bias)
     valid_vocab, rows, integers, *others = lists_of(rest[8:])
     save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
     integers = replaced(integers, save=CHOICES["save"].index(save))
-    operands = input, linear_weight, target, linear_bias
-    found = described(*operands, (valid_vocab, rows, integers, *others))
-    dtype, keeps = DTYPES[found.stat_dtype], found.keeps_statistics
-    loss, _, scalars, _ = _fake_loss(target, integers, dtype, keeps)
-    return loss, scalars, *_fake_gradients(*operands[:2], linear_bias, integers, found)
+    operands = input, linear_weight, target, linear_bias, None, *rest[:3], None, None
+    made = _fake_forward(*operands, valid_vocab, rows, integers, *others)
+    loss, _, scalars, _, _, *grads, _, _ = made
+    return loss, scalars, *grads
 
 
 def _fake_cross_entropy_forward(logits, target, *rest):
