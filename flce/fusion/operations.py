@@ -308,9 +308,7 @@ def _kl_div(function, node, args, kwargs):
     require(target is not None and given.get("size_average") is given.get("reduce") is None)
     require(target.record.form() == (LOG_P if given["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
-    is_cast = torch.is_autocast_enabled(node.call.device.type)
-    dtype = torch.promote_types(record.dtype, target.record.dtype)
-    dtype = torch.float32 if is_cast and dtype != torch.float64 else dtype
+    dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
     record = record.then(KL, 1, divergence.elements(node, target), dtype=dtype)
     if reduction == "none":
         return node.then(record)
