@@ -1,9 +1,10 @@
 """Trainers and packages that run flce, one module for each.
 
-`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package and
-rebinds its loss until the handle is removed. `axolotl`, `nemo`, `torchtitan`, `transformers`: a
-class to name in a configuration or script; these import the framework. docs/integrations.md says
-what each serves.
+`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package, rebinds
+its loss and returns a handle: `remove()`, or the end of a `with` block, restores the package's own.
+ImportError where the package is missing or takes arguments that flce does not know, RuntimeError
+where flce is installed already. `axolotl`, `nemo`, `torchtitan`, `transformers`: a class to name in
+a configuration or script; these import the framework. docs/integrations.md says what each serves.
 
 >>> handle = flce.integrations.trl.install()  # doctest: +SKIP
 """
