@@ -1,8 +1,6 @@
 """KL divergences of two heads' deferred logits, by flce.linear_divergence inside the Modules of
 both."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
@@ -13,12 +11,8 @@ from .reentry import call_through
 from .steps import require
 
 
-def elements(node, target):
-    """F.kl_div of the two, for each class, of the real log-probabilities of the first."""
-    return functools.partial(_of_each_class, node, target)
-
-
-def _of_each_class(node, target, log_p):
+def elements(node, target, log_p):
+    """F.kl_div of two Nodes, for each class; log_p: the real values of the first."""
     is_log = target.record.form() == steps.LOG_P
     return F.kl_div(log_p, target.make(), reduction="none", log_target=is_log)
 

@@ -173,14 +173,12 @@ def _transpose(function, node, args, kwargs):
 def _split_index(index, dims):
     """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
     part of the index is not known or the classes' dimension moves."""
-    index = [*index] if isinstance(index, tuple) else [index]
-    if not any(item is Ellipsis for item in index):
-        index.append(Ellipsis)
+    index = index if isinstance(index, tuple) else (index,)
     rest = dims - sum([_dims_taken(item) for item in index])
-    at = [item is Ellipsis for item in index].index(True)
-    index[at : at + 1] = [slice(None)] * rest
+    at = [*[item is Ellipsis for item in index], True].index(True)
+    index = (*index[:at], *[slice(None)] * rest, *index[at + 1 :])
     require(rest >= 0 and isinstance(index[-1], slice))
-    return tuple(index[:-1]), index[-1]
+    return index[:-1], index[-1]
 
 
 def _dims_taken(item):
@@ -309,7 +307,8 @@ def _kl_div(function, node, args, kwargs):
     require(target.record.form() == (LOG_P if given["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
     dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
-    record = record.then(KL, 1, divergence.elements(node, target), dtype=dtype)
+    replay = functools.partial(divergence.elements, node, target)
+    record = record.then(KL, 1, replay, dtype=dtype)
     if reduction == "none":
         return node.then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
