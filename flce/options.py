@@ -222,11 +222,6 @@ GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}
 OF_CALL |= dict.fromkeys(("frozen_hidden", "accumulates", "traced", "class_gradient"), 0)
 OF_CALL |= dict.fromkeys((*GRADIENTS, "allow_tf32"), 0)
-# Sizes and dtypes of operands, in the order of OperandSlot in csrc/binding/plan.cpp: a dtype is its
-# index in DTYPES, or -1 for None.
-OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
-OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype": -1}
-OPERANDS |= {"probabilities": 0}
 # Of a flce.VocabParallel.
 SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
 NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
@@ -284,11 +279,6 @@ def gemm_dtype(autocast, *dtypes):
 def text_of(vocab_parallel):
     """The text of a VocabParallel, as the operators take it."""
     return getattr(vocab_parallel, "text", vocab_parallel)
-
-
-def operands_of(**given):
-    """The list of sizes and dtypes, from those that are `given` by their names in OPERANDS."""
-    return [int(value) for value in (OPERANDS | given).values()]
 
 
 def _shard(vocab_parallel):

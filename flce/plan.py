@@ -153,9 +153,11 @@ def plan(
     sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
     dtypes = {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added}
     dtypes["bias_dtype"] = w_code if bias else -1
-    sizes |= {"on_cpu": kind == "cpu", "probabilities": bool(probabilities)}
-    lists = table.operands_of(**sizes, **dtypes), packed.valid_vocab, integers, packed.numbers
-    fields, *rest = operators.run_plain(torch.ops.flce.plan.default, gpu, index, *lists)
+    sizes |= {"on_cpu": int(kind == "cpu"), "probabilities": int(bool(probabilities))}
+    lists = packed.valid_vocab, integers, packed.numbers
+    fields, *rest = operators.run_plain(
+        operators.inner.plan.default, gpu, index, *lists, **sizes, **dtypes
+    )
     made = dict(zip(("sampled_time", "text"), rest, strict=True), **json.loads(fields))
     made["collectives"] = {name: Collective(*one) for name, one in made["collectives"].items()}
     return Plan(**made)
