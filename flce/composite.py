@@ -120,10 +120,9 @@ def _class_outputs(packed, z, classes, temperature, cut):
     elif packed.ranks > 1:
         z = sum(_of_ranks(packed, z))  # 0 for the classes of other ranks
     numbers = dict(zip(NUMBERS, packed.numbers, strict=True))
-    options = {name: numbers[name] for name in ("logit_scale", "temperature")}
-    logits = reference.final_logits(z, cut, softcap=numbers["softcap"] or None, **options)
-    if temperature is not None:
-        logits = reference.final_logits(logits, cut, temperature=temperature)
+    options = {"softcap": numbers["softcap"] or None, "logit_scale": numbers["logit_scale"]}
+    options["temperature"] = numbers["temperature"] if temperature is None else temperature
+    logits = reference.final_logits(z, cut, **options)
     if not packed.topk:
         return logits, None
     absent = classes < 0
