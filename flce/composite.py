@@ -212,15 +212,17 @@ def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
     memory = packed.memory(input.device)
     later = teacher and (packed.reduction == "none" or given.get("save") == "stats")
     made_now = (False,) * 3 if later else needs
-    of_call = autocast, frozen, accumulates, traced, wants_classes, *made_now, tf32
+    adds = accumulates and not teacher  # a divergence adds what its forward has made
+    of_call = autocast, frozen, adds, traced, wants_classes, *made_now, tf32
     integers = packed.integers(*memory, *of_call)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
     if teacher:
-        of_divergence = input, weight, target, bias, *vectors[1:], num_items
-        return _divergence(of_divergence, teacher, lists, any(needs))
+        vectors = *vectors[1:], num_items, _seed(packed, tensors, input)
+        joins = {"count": 1, "accumulator": accumulator} if any(needs) else {}
+        return _divergence((input, weight, target, bias, *vectors), teacher, lists, joins)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)
@@ -244,12 +246,13 @@ def linear_divergence_of(input, linear_weight, target, *others):
     return linear_cross_entropy_of(input, linear_weight, target, given, teacher)
 
 
-def _divergence(operands, teacher, rest, differentiable):
-    """`rest`: what follows the teacher in the operator's arguments."""
+def _divergence(operands, teacher, rest, joins):
+    """`rest`: what follows the teacher in the operator's arguments; `joins`: arguments of
+    apply_divergence, or none where no gradient is wanted."""
     tensors = [one if one is None else one.detach() for one in teacher[:-1]]
     operands = *operands, *tensors, teacher[-1], *rest
     made = operators.run(operators.inner.divergence.default, *operands)
-    return list(autograd.apply_divergence(made, *operands, count=1) if differentiable else made)[:1]
+    return list(autograd.apply_divergence(made, *operands, **joins) if joins else made)[:1]
 
 
 def cross_entropy_of(logits, target, given):

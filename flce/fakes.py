@@ -171,13 +171,15 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
 
 
 def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
-    valid_vocab, rows, integers, *others = lists_of(rest[8:])
+    check_operands(input, linear_weight, linear_bias)
+    valid_vocab, rows, integers, *others = lists_of(rest[9:])
     save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
     integers = replaced(integers, save=CHOICES["save"].index(save))
-    operands = input, linear_weight, target, linear_bias, None, *rest[:3], None, None
-    made = _fake_forward(*operands, valid_vocab, rows, integers, *others)
-    loss, _, scalars, _, _, *grads, _, _ = made
-    return loss, scalars, *grads
+    operands = input, linear_weight, target, linear_bias
+    found = described(*operands, (valid_vocab, rows, integers, *others))
+    dtype, keeps = DTYPES[found.stat_dtype], found.keeps_statistics
+    loss, _, scalars, _ = _fake_loss(target, integers, dtype, keeps)
+    return loss, scalars, *_fake_gradients(*operands[:2], linear_bias, integers, found)
 
 
 def _fake_cross_entropy_forward(logits, target, *rest):
@@ -233,9 +235,10 @@ def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
 @register_flop_formula([inner.divergence, inner.graph_divergence], get_raw=True)
 def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
     made = sum(grad is not None for grad in out_val[2:4])
-    (teacher, weight), lists = rest[4:6], lists_of(rest[9:])
-    flops = _gemm_flops(input, linear_weight, target, lists, 1 + made)
-    return flops + _gemm_flops(teacher, linear_weight, target, lists, weight is not None)
+    (teacher, weight), lists = rest[5:7], lists_of(rest[10:])
+    entries = math.ceil(1 / lists[3][-1]) if value_of(lists[2], "gradient") else None
+    counts = (input, 1, None), (input, made, entries), (teacher, weight is not None, None)
+    return sum(_gemm_flops(x, linear_weight, target, lists, *count) for x, *count in counts)
 
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)

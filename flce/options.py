@@ -236,7 +236,8 @@ TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?"
 # Of flce.linear_divergence.
 OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale")
 OF_DIVERGENCE += ("temperature", "token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab")
-OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
+OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "gradient_eps")
+OF_DIVERGENCE += ("gradient_seed", "accumulate_into", "vocab_parallel")
 
 
 def _choice(name, value):

@@ -13,23 +13,26 @@ namespace flce {
 namespace {
 
 /* Sizes and dtypes of a call: a dtype is its index in flce_dtype, or -1 for None. rows: to compute;
- * added_dtype: of the gradient to which dW is added. */
+ * added_dtype: of the gradient to which dW is added; classes: of each row, whose logits are an
+ * output; teacher_hidden: of a divergence's teacher, 0 for none; teacher_logits: dtype of its
+ * logits, where they are given. */
 struct Sizes {
-  int64_t on_cpu, tokens, hidden, weight_rows, rows, probabilities;
-  int64_t input_dtype, weight_dtype, bias_dtype, added_dtype;
+  int64_t on_cpu, tokens, hidden, weight_rows, rows, probabilities, classes, teacher_hidden;
+  int64_t input_dtype, weight_dtype, bias_dtype, added_dtype, teacher_logits;
 };
 #define SIZES_SCHEMA                                                                      \
   "int? valid_vocab, int[] integers, float[] numbers, *, int on_cpu=0, int tokens=0, "    \
   "int hidden=8, int weight_rows=1, int rows=0, int probabilities=0, int input_dtype=1, " \
-  "int weight_dtype=1, int bias_dtype=-1, int added_dtype=-1"
+  "int weight_dtype=1, int bias_dtype=-1, int added_dtype=-1, int classes=0, "            \
+  "int teacher_hidden=0, int teacher_logits=-1"
 #define SIZES_ARGUMENTS                                                                           \
   std::optional<int64_t> valid_vocab, std::vector<int64_t> integers, std::vector<double> numbers, \
       int64_t on_cpu, int64_t tokens, int64_t hidden, int64_t weight_rows, int64_t rows,          \
       int64_t probabilities, int64_t input_dtype, int64_t weight_dtype, int64_t bias_dtype,       \
-      int64_t added_dtype
-#define SIZES                                                   \
-  {on_cpu,        tokens,      hidden,       weight_rows, rows, \
-   probabilities, input_dtype, weight_dtype, bias_dtype,  added_dtype}
+      int64_t added_dtype, int64_t classes, int64_t teacher_hidden, int64_t teacher_logits
+#define SIZES                                                                                   \
+  {on_cpu,         tokens,      hidden,       weight_rows, rows,        probabilities, classes, \
+   teacher_hidden, input_dtype, weight_dtype, bias_dtype,  added_dtype, teacher_logits}
 
 flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
                         const PackedOptions& options) {
@@ -39,7 +42,8 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
   } dtypes[] = {{"input_dtype", sizes.input_dtype, 0},
                 {"weight_dtype", sizes.weight_dtype, 0},
                 {"bias_dtype", sizes.bias_dtype, -1},
-                {"added_dtype", sizes.added_dtype, -1}};
+                {"added_dtype", sizes.added_dtype, -1},
+                {"teacher_logits", sizes.teacher_logits, -1}};
   for (const auto& one : dtypes)
     if (one.dtype < one.least || one.dtype > FLCE_F16)
       refuse(one.name, "the index of a dtype", std::to_string(one.dtype));
@@ -56,6 +60,7 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
   problem.adds_grad_weight = sizes.added_dtype >= 0;
   if (problem.adds_grad_weight) problem.added_dtype = static_cast<flce_dtype>(sizes.added_dtype);
   problem.has_probabilities = sizes.probabilities != 0;
+  if (sizes.classes > 0) problem.row_classes = sizes.classes;
   check(
       flce_find_classes(&problem, options.start, options.vocab, valid_vocab.value_or(FLCE_ABSENT)));
   choose_dtypes(options, &problem);
@@ -140,6 +145,24 @@ std::vector<double> find_gpu(std::string text) {
           static_cast<double>(gpu.memory), gpu.multiply_adds, gpu.bandwidth};
 }
 
+/* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
+std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
+                                        const PackedOptions& options, flce_problem* student) {
+  if (hidden == 0 && logits < 0) return std::nullopt;
+  student->divergence = FLCE_FORWARD_KL; /* no size depends on which one it is */
+  student->beta = 0.5;
+  flce_problem problem = teacher_of(*student);
+  if (logits >= 0) {
+    give_logits(static_cast<flce_dtype>(logits), student->weight_rows, &problem);
+    return problem;
+  }
+  problem.hidden = hidden;
+  problem.has_bias = false;
+  choose_teacher_dtypes(options, &problem);
+  check_elements(problem);
+  return problem;
+}
+
 /* The plan's fields in JSON, its sampled_time, and its text. `gpu`: one that need not be there, as
  * flce_find_gpu takes it; empty for the CPU or the CUDA device of that index. */
 std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t device_index,
@@ -147,18 +170,21 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(SIZES, valid_vocab, options);
   check_elements(problem);
+  std::optional<flce_problem> teacher =
+      add_teacher(teacher_hidden, teacher_logits, options, &problem);
+  if (teacher) problem.teacher = &*teacher;
   flce_plan made;
   if (!gpu.empty()) {
     flce_gpu absent = gpu_of(gpu);
     flce_backend backend;
     flce_gpu_backend(&absent, &backend);
-    check(flce_plan_call(&backend, &problem, &made));
+    check(flce_plan_step(&backend, &problem, &made));
     return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
   }
   DeviceId id = {on_cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
   Device device(id, options.allow_tf32);
-  made = device.plan(problem);
+  check(flce_plan_step(device.table(), &problem, &made));
   return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
 }
 

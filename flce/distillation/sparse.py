@@ -6,7 +6,7 @@ import math
 import torch
 
 from .. import functional
-from ..options import ignore_index_of
+from ..options import check_names, ignore_index_of
 from ..validate import check_constant, check_shape, check_tensor, num_items_tensor, refuse
 
 TAILS = ("class", "renormalize")
@@ -46,7 +46,10 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     check_shape("teacher_logits", logprobs, ids.shape, ", that of the ids")
     reduction = options.pop("reduction", "mean")
     factor, items = options.pop("token_weight", None), options.pop("num_items", None)
-    made = functional.linear_logprobs_at(input, linear_weight, ids, **options)
+    into = options.pop("accumulate_into", None)
+    check_names("linear_divergence", functional.OF_LOGPROBS_AT, options)
+    options["accumulate_into"] = into
+    made = functional.logprobs_at_of(input, linear_weight, ids, options)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
     pair = (one.to(made.dtype).masked_fill(absent, _NOTHING) for one in (made, logprobs))
     rows = _divergence_of(*(_with_tail(one, tail) for one in pair), divergence, beta)

@@ -1,10 +1,11 @@
 """Trainers and packages that run flce, one module for each.
 
-`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package, rebinds
-its loss and returns a handle: `remove()`, or the end of a `with` block, restores the package's own.
-ImportError where the package is missing or takes arguments that flce does not know, RuntimeError
-where flce is installed already. `axolotl`, `nemo`, `torchtitan`, `transformers`: a class to name in
-a configuration or script; these import the framework. docs/integrations.md says what each serves.
+`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `verl_distillation`, `skyrl`: `install()` imports
+the package, rebinds its loss and returns a handle: `remove()`, or the end of a `with` block,
+restores the package's own. ImportError where the package is missing or takes arguments that flce
+does not know, RuntimeError where flce is installed already. `axolotl`, `nemo`, `torchtitan`,
+`transformers`: a class to name in a configuration or script; these import the framework.
+docs/integrations.md says what each serves.
 
 >>> handle = flce.integrations.trl.install()  # doctest: +SKIP
 """
@@ -12,7 +13,7 @@ a configuration or script; these import the framework. docs/integrations.md says
 import importlib
 
 __all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl"]
-__all__ += ["trl_distillation", "verl"]
+__all__ += ["trl_distillation", "verl", "verl_distillation"]
 
 
 def __getattr__(name):
