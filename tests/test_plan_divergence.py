@@ -12,6 +12,7 @@ import flce
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 TOKENS, HIDDEN, VOCAB, TEACHER, CLASSES = 256, 128, 4096, 200, 8
 KNOBS = [{}, {"save": "stats"}, {"reduction": "none"}, {"reduction": "sum", "save": "grads"}]
+KNOBS += [{"gradient": "sampled"}]
 
 
 def case_of(kind, device, dtype):
@@ -50,6 +51,8 @@ def test_peak_and_gemms(device, kind, knobs, dtype):
     """Within 2 % of the measured bytes; each GEMM is counted."""
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("oneDNN's scratch comes from torch's allocator")
+    if dtype == torch.float64 and "gradient" in knobs:
+        pytest.skip("float64 is not sampled")
     leaves, given, sizes = case_of(kind, device, dtype)
     knobs = {**knobs, "max_memory": "1MiB"}
     size = {"dtype": dtype, "device": device, "bias": True}
@@ -123,7 +126,6 @@ def test_ranks(device):
         ({"teacher_logits": 0}, "teacher_logits: expected an int of at least 1"),
         ({"teacher_hidden": 8, "z_loss": 1.0}, "unexpected keyword argument 'z_loss'"),
         ({"teacher_hidden": 8, "save": "logits"}, "save: expected .* with a divergence"),
-        ({"teacher_hidden": 8, "gradient": "sampled"}, 'gradient: expected "exact"'),
         ({"teacher_hidden": 8, "save": "grads", "reduction": "none"}, "save: expected"),
         ({"teacher_hidden": 8, "probabilities": True}, "target: expected class indices"),
     ],
