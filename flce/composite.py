@@ -57,23 +57,14 @@ def _rows(packed, target):
         return COUNTED if counts and not is_compiling() else None
     if bound is None:
         return None
-    if bound == "count" or _checks_range(target):
+    if bound == "count":
         if is_traced():
             got = '"count", which waits for the device'
             validate.refuse("valid_bound", "an int or None under torch.compile", got)
-        valid = int((target != packed.ignore_index).sum())  # synchronises with the device
-        if bound != "count" and valid > bound:
-            expected = f"at least {valid}, the number of rows that are not ignored"
-            validate.refuse("valid_bound", expected, bound)
-        bound = valid if bound == "count" else bound
+        bound = int((target != packed.ignore_index).sum())  # synchronises with the device
     # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
     least = 0 if target.is_cpu else 1
     return max(bound, least) if bound < target.numel() else None
-
-
-def _checks_range(target):
-    """Whether Python checks what C checks on the CPU: on CUDA that synchronises."""
-    return target.is_cuda and validate.checks_more() and not target.is_floating_point()
 
 
 def _seed(packed, tensors, input):
@@ -129,10 +120,9 @@ def _class_outputs(packed, z, classes, temperature, cut):
     elif packed.ranks > 1:
         z = sum(_of_ranks(packed, z))  # 0 for the classes of other ranks
     numbers = dict(zip(NUMBERS, packed.numbers, strict=True))
-    options = {name: numbers[name] for name in ("logit_scale", "temperature")}
-    logits = reference.final_logits(z, cut, softcap=numbers["softcap"] or None, **options)
-    if temperature is not None:
-        logits = reference.final_logits(logits, cut, temperature=temperature)
+    options = {"softcap": numbers["softcap"] or None, "logit_scale": numbers["logit_scale"]}
+    options["temperature"] = numbers["temperature"] if temperature is None else temperature
+    logits = reference.final_logits(z, cut, **options)
     if not packed.topk:
         return logits, None
     absent = classes < 0
@@ -192,9 +182,10 @@ def check_options(given, rows):
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
 
 
-def linear_cross_entropy_of(input, linear_weight, target, given):
+def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
-    none is. `given`: the options that the caller gave, by name; a missing one has its default."""
+    none is. `given`: the options that the caller gave, by name; a missing one has its default.
+    `teacher`: of a divergence from it (linear_divergence_of)."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -215,23 +206,23 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
-    if classes is not None:
-        validate.check_constant("classes", classes)
     wants_classes = classes is not None or packed.topk > 0
     rows = _rows(packed, target)
     tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
     memory = packed.memory(input.device)
-    of_call = autocast, frozen, accumulates, traced, wants_classes, *needs, tf32
+    later = teacher and (packed.reduction == "none" or given.get("save") == "stats")
+    made_now = (False,) * 3 if later else needs
+    adds = accumulates and not teacher  # a divergence adds what its forward has made
+    of_call = autocast, frozen, adds, traced, wants_classes, *made_now, tf32
     integers = packed.integers(*memory, *of_call)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
         before_sharded_call(operands, lists, traced)
-    if _checks_range(target):
-        most = fakes.described(input, weight, target, bias, lists).classes
-        if classes is not None:
-            validate.check_target_range("classes", classes, most, packed.ignore_index)
-        validate.check_target_range("target", target, most, packed.ignore_index)
+    if teacher:
+        vectors = *vectors[1:], num_items, _seed(packed, tensors, input)
+        joins = {"count": 1, "accumulator": accumulator} if any(needs) else {}
+        return _divergence((input, weight, target, bias, *vectors), teacher, lists, joins)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)
@@ -251,43 +242,23 @@ def linear_cross_entropy_of(input, linear_weight, target, given):
 def linear_divergence_of(input, linear_weight, target, *others):
     """The list of the loss. `others`: the teacher's input or logits, weight, bias, temperature of
     each row and numbers (csrc/binding/call.h), and the other options."""
-    *teacher, numbers, given = others
-    packed, tensors = split(given)
-    bias, grad, traced = tensors.get("linear_bias"), torch.is_grad_enabled(), is_traced()
-    leaves = input, linear_weight, bias
-    needs = [grad and leaf is not None and leaf.requires_grad for leaf in leaves]
-    _, *vectors, num_items = _loss_tensors(packed, tensors, target, input, linear_weight)
-    accumulates = packed.accumulate_into is not None and needs[1]
-    into = Accumulator(linear_weight, packed.accumulate_into) if accumulates else None
-    if packed.shift or "cu_seqlens" in tensors:
-        offsets = tensors.get("cu_seqlens")
-        target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
-    later = packed.reduction == "none" or given.get("save") == "stats"
-    tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
-    made_now = (False,) * 3 if later else needs
-    of_call = autocast_code(input), 0, False, traced, False, *made_now, tf32
-    integers = packed.integers(*packed.memory(input.device), *of_call)
-    lists = packed.valid_vocab, _rows(packed, target), integers, packed.numbers, packed.group
-    if packed.ranks > 1:
-        before_sharded_call((input, linear_weight, target, bias, None, *vectors), lists, traced)
-    if _checks_range(target):
-        most = fakes.described(input, linear_weight, target, bias, lists).classes
-        validate.check_target_range("target", target, most, packed.ignore_index)
-    teacher = [one if one is None else one.detach() for one in teacher]
-    vectors = *vectors, num_items, _seed(packed, tensors, input)
-    operands = input, linear_weight, target, bias, *vectors, *teacher, numbers, *lists
+    *teacher, given = others
+    return linear_cross_entropy_of(input, linear_weight, target, given, teacher)
+
+
+def _divergence(operands, teacher, rest, joins):
+    """`rest`: what follows the teacher in the operator's arguments; `joins`: arguments of
+    apply_divergence, or none where no gradient is wanted."""
+    tensors = [one if one is None else one.detach() for one in teacher[:-1]]
+    operands = *operands, *tensors, teacher[-1], *rest
     made = operators.run(operators.inner.divergence.default, *operands)
-    if any(needs):
-        made = autograd.apply_divergence(made, *operands, count=1, accumulator=into)
-    return list(made)[:1]
+    return list(autograd.apply_divergence(made, *operands, **joins) if joins else made)[:1]
 
 
 def cross_entropy_of(logits, target, given):
     """As linear_cross_entropy_of, for given logits."""
     packed, tensors = split(given)
     *vectors, num_items = _loss_tensors(packed, tensors, target, logits)
-    if _checks_range(target):
-        validate.check_target_range("target", target, logits.shape[-1], packed.ignore_index)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     lists = packed.integers_with(grad_input=differentiable), packed.numbers
     forward = operators.inner.cross_entropy_forward.default

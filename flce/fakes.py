@@ -10,7 +10,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
-from .options import CHOICES, DTYPES, GRADIENTS, code_of, operands_of, replaced, value_of
+from .options import CHOICES, DTYPES, GRADIENTS, code_of, replaced, value_of
 from .validate import check_same_device, check_shape, refuse, refuse_vmap
 
 # What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
@@ -21,13 +21,16 @@ _FIELDS += " candidates"
 Described = collections.namedtuple("Described", _FIELDS)
 
 
-def describe_sizes(valid_vocab, integers, numbers, **operands):
-    """The Described of `operands`, as OPERANDS; checks the options. No dispatch mode sees it,
-    because it has no tensors and symbolic sizes become numbers."""
+def describe_sizes(valid_vocab, integers, numbers, **sizes):
+    """The Described of `sizes` and dtypes, by their names in the operator's schema; checks the
+    options. No dispatch mode sees it, because it has no tensors and symbolic sizes become
+    numbers."""
     valid_vocab = None if valid_vocab is None else int(valid_vocab)
-    given = operands_of(**operands), valid_vocab, integers, numbers
+    sizes = {name: int(size) for name, size in sizes.items()}
     with no_dispatch():
-        return Described(*run_plain(inner.describe.default, *given))
+        return Described(
+            *run_plain(inner.describe.default, valid_vocab, integers, numbers, **sizes)
+        )
 
 
 def described(input, linear_weight, target, linear_bias, lists):

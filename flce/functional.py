@@ -1,21 +1,13 @@
 """The public functions: loss of a linear head, loss of given logits, log-probabilities."""
 
-from __future__ import annotations
-
 import math
 import numbers
-import typing
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import accumulate, composite, validate
 from . import options as table
-
-if typing.TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .options import Options
 
 # Set by flce.distributed: (operands, options) of a call with DTensors, as local tensors.
 local_call = None
@@ -150,7 +142,7 @@ def _through_operator(name, operands, options):
     return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
 
 
-def linear_cross_entropy(input, linear_weight, target, **options: Unpack[Options]):
+def linear_cross_entropy(input, linear_weight, target, **options):
     """Cross entropy of `input @ linear_weight.T + linear_bias`, without all logits in memory.
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
@@ -307,7 +299,7 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     return made if any(value is not None for value in made[1:]) else loss
 
 
-def cross_entropy(logits, target, **options: Unpack[Options]):
+def cross_entropy(logits, target, **options):
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient. Saved
@@ -344,7 +336,7 @@ OF_LOGPROBS_AT = {
 }
 
 
-def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
+def linear_logprobs_at(input, linear_weight, ids, **options):
     """log p of K given classes of each row, in one pass over the logits.
 
     The gradient takes the same two GEMMs as that of `linear_logprobs`; no (..., V) tensor but that
@@ -379,13 +371,7 @@ def logprobs_at_of(input, linear_weight, ids, options):
 
 
 def linear_logprobs(
-    input,
-    linear_weight,
-    target,
-    *,
-    entropy="differentiable",
-    return_topk=0,
-    **options: Unpack[Options],
+    input, linear_weight, target, *, entropy="differentiable", return_topk=0, **options
 ):
     """log p_y and the entropy of each row, for policy-gradient training.
 

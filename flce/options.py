@@ -11,7 +11,7 @@ import numbers
 import os
 import re
 import typing
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 
@@ -47,54 +47,39 @@ class Option(typing.NamedTuple):
     of_module: bool = False
 
 
-_Tensor = torch.Tensor | None
-_Value = float | torch.Tensor
-_Dtype = torch.dtype | None
-
-
-class Options(typing.TypedDict, total=False):
-    """The options and their types, as in options.pyi; OPTIONS has the rest, with which tests
-    compare the docstring of `linear_cross_entropy` and the README's call."""
-
-    linear_bias: Annotated[_Tensor, Option(None, "Tensor?")]
-    adapter_input: Annotated[_Tensor, Option(None, "Tensor?")]
-    adapter_weight: Annotated[_Tensor, Option(None, "Tensor?")]
-    weight: Annotated[_Tensor, Option(None, "Tensor?", of_logits=True)]
-    reduction: Annotated[Reduction, Option("mean", "str", of_logits=True, of_module=True)]
-    ignore_index: Annotated[int | None, Option(-100, "int?", of_logits=True, of_module=True)]
-    label_smoothing: Annotated[float, Option(0.0, "float", of_logits=True, of_module=True)]
-    options: Annotated[object, Option(None)]
-    softcap: Annotated[float | None, Option(None, "float?", of_logits=True, of_module=True)]
-    logit_scale: Annotated[float, Option(1.0, "float", of_logits=True, of_module=True)]
-    temperature: Annotated[_Value, Option(1.0, "float", of_logits=True, of_module=True)]
-    z_loss: Annotated[float, Option(0.0, "float", of_logits=True, of_module=True)]
-    token_weight: Annotated[_Tensor, Option(None, "Tensor?", of_logits=True)]
-    num_items: Annotated[_Value | None, Option(None, "Tensor?", of_logits=True)]
-    shift: Annotated[int, Option(0, "int", of_module=True)]
-    cu_seqlens: Annotated[_Tensor, Option(None, "Tensor?")]
-    valid_vocab: Annotated[int | None, Option(None, "SymInt?", of_module=True)]
-    valid_bound: Annotated[int | Literal["count"] | None, Option(None, "SymInt?")]
-    accum_dtype: Annotated[_Dtype, Option(None, "ScalarType?", of_module=True)]
-    logits_dtype: Annotated[_Dtype, Option(None, "ScalarType?", of_module=True)]
-    save: Annotated[Save, Option("auto", "str", of_module=True)]
-    max_memory: Annotated[int | str | None, Option(None, "int?", of_module=True)]
-    accumulate_into: Annotated[Literal["grad", "main_grad"] | None, Option(None, of_module=True)]
-    gradient: Annotated[Gradient, Option("exact", "str", of_module=True)]
-    gradient_eps: Annotated[float, Option(2**-6, "float", of_module=True)]
-    vocab_parallel: Annotated[object, Option(None, "str?", of_module=True)]
+# Their types: options.pyi.
+OPTIONS = {
+    "linear_bias": Option(None, "Tensor?"),
+    "adapter_input": Option(None, "Tensor?"),
+    "adapter_weight": Option(None, "Tensor?"),
+    "weight": Option(None, "Tensor?", of_logits=True),
+    "reduction": Option("mean", "str", of_logits=True, of_module=True),
+    "ignore_index": Option(-100, "int?", of_logits=True, of_module=True),
+    "label_smoothing": Option(0.0, "float", of_logits=True, of_module=True),
+    "options": Option(None),
+    "softcap": Option(None, "float?", of_logits=True, of_module=True),
+    "logit_scale": Option(1.0, "float", of_logits=True, of_module=True),
+    "temperature": Option(1.0, "float", of_logits=True, of_module=True),
+    "z_loss": Option(0.0, "float", of_logits=True, of_module=True),
+    "token_weight": Option(None, "Tensor?", of_logits=True),
+    "num_items": Option(None, "Tensor?", of_logits=True),
+    "shift": Option(0, "int", of_module=True),
+    "cu_seqlens": Option(None, "Tensor?"),
+    "valid_vocab": Option(None, "SymInt?", of_module=True),
+    "valid_bound": Option(None, "SymInt?"),
+    "accum_dtype": Option(None, "ScalarType?", of_module=True),
+    "logits_dtype": Option(None, "ScalarType?", of_module=True),
+    "save": Option("auto", "str", of_module=True),
+    "max_memory": Option(None, "int?", of_module=True),
+    "accumulate_into": Option(None, of_module=True),
+    "gradient": Option("exact", "str", of_module=True),
+    "gradient_eps": Option(2**-6, "float", of_module=True),
+    "vocab_parallel": Option(None, "str?", of_module=True),
     # Not of a Module: a fixed seed would repeat one draw in every step.
-    gradient_seed: Annotated[int | torch.Tensor | None, Option(None, "Tensor?")]
-    classes: Annotated[_Tensor, Option(None, "Tensor?")]
-    topk: Annotated[int, Option(0, "int")]
-    return_lse: bool
-    return_entropy: bool | Literal["detached"]
-    return_accuracy: bool
-    return_predictions: bool
-    return_z_loss: bool
-
-
-_hints = Options.__annotations__.items()
-OPTIONS = {name: hint.__metadata__[0] for name, hint in _hints if hasattr(hint, "__metadata__")}
+    "gradient_seed": Option(None, "Tensor?"),
+    "classes": Option(None, "Tensor?"),
+    "topk": Option(0, "int"),
+}
 
 
 class LinearCrossEntropyOutput(typing.NamedTuple):
@@ -149,6 +134,8 @@ class TopLogprobs(typing.NamedTuple):
 OUTPUTS = LinearCrossEntropyOutput._fields[1:]
 _FLAGGED = OUTPUTS[:-2]  # outputs that a flag asks for
 RETURNS = tuple(f"return_{name}" for name in _FLAGGED)  # arguments, False by default
+# For the annotations of users; to type checkers it is that of options.pyi.
+Options = typing.TypedDict("Options", dict.fromkeys((*OPTIONS, *RETURNS), object), total=False)
 # Which of these outputs a call returns in addition to the loss.
 Wanted = collections.namedtuple("Wanted", _FLAGGED, defaults=(False,) * len(_FLAGGED))
 
@@ -235,11 +222,6 @@ GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}
 OF_CALL |= dict.fromkeys(("frozen_hidden", "accumulates", "traced", "class_gradient"), 0)
 OF_CALL |= dict.fromkeys((*GRADIENTS, "allow_tf32"), 0)
-# Sizes and dtypes of operands, in the order of OperandSlot in csrc/binding/plan.cpp: a dtype is its
-# index in DTYPES, or -1 for None.
-OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
-OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype": -1}
-OPERANDS |= {"probabilities": 0, "classes": 0, "teacher_hidden": 0, "teacher_logits": -1}
 # Of a flce.VocabParallel.
 SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
 NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
@@ -298,11 +280,6 @@ def gemm_dtype(autocast, *dtypes):
 def text_of(vocab_parallel):
     """The text of a VocabParallel, as the operators take it."""
     return getattr(vocab_parallel, "text", vocab_parallel)
-
-
-def operands_of(**given):
-    """The list of sizes and dtypes, from those that are `given` by their names in OPERANDS."""
-    return [int(value) for value in (OPERANDS | given).values()]
 
 
 def _shard(vocab_parallel):

@@ -165,15 +165,16 @@ def plan(
     sizes |= {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added, **teacher}
     sizes["bias_dtype"] = w_code if bias else -1
     sizes |= {"on_cpu": kind == "cpu", "probabilities": bool(probabilities)}
-    lists = table.operands_of(**sizes), packed.valid_vocab, integers, packed.numbers
-    fields, *rest = operators.run_plain(torch.ops.flce.plan.default, gpu, index, *lists)
+    sizes = {name: int(size) for name, size in sizes.items()}
+    lists = packed.valid_vocab, integers, packed.numbers
+    fields, *rest = operators.run_plain(operators.inner.plan.default, gpu, index, *lists, **sizes)
     made = dict(zip(("sampled_time", "text"), rest, strict=True), **json.loads(fields))
     made["collectives"] = {name: Collective(*one) for name, one in made["collectives"].items()}
     return Plan(**made)
 
 
 def _teacher_of(hidden, logits):
-    """The OPERANDS that a teacher adds."""
+    """The sizes that a teacher adds."""
     if hidden is not None:
         if logits is not None:
             validate.refuse("teacher_logits", "None with teacher_hidden", repr(logits))

@@ -7,8 +7,6 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
-from ._C import getenv
-
 
 def refuse(name, expected, got, error=ValueError):
     """Raises a refusal: it names the argument, what was expected and what came."""
@@ -120,23 +118,6 @@ def num_items_tensor(num_items, reduction, first):
     if not 0.0 <= value <= torch.finfo(dtype).max:
         refuse("num_items", "a finite number of at least 0", value)
     return torch.full((), value, dtype=dtype, device=first.device)
-
-
-def checks_more():
-    """FLCE_CHECK=1: checks that cost a synchronisation of the device, or of the ranks."""
-    return getenv("FLCE_CHECK") not in (None, "", "0")
-
-
-def check_target_range(name, target, vocab, ignore_index):
-    """IndexError as from the CPU backend, for other devices."""
-    flat = target.reshape(-1)
-    rows = (((flat < 0) | (flat >= vocab)) & (flat != ignore_index)).nonzero()
-    if rows.numel():
-        row = int(rows[0])
-        raise IndexError(
-            f"{name}[{row}] is {int(flat[row])}: expected 0 <= {name} < {vocab} "
-            f"or ignore_index {ignore_index}"
-        )
 
 
 def refuse_vmap(*args, **kwargs):

@@ -140,7 +140,7 @@ def test_predictions_alone_keep_no_statistics():
 @pytest.mark.parametrize("wrong", [{"input_dtype": -1}, {"bias_dtype": -2}, {"added_dtype": 4}])
 def test_describe_refuses_what_is_no_dtype(wrong):
     packed, _ = split({})
-    with pytest.raises(ValueError, match="^operands: expected the index of a dtype, got"):
+    with pytest.raises(ValueError, match=f"^{[*wrong][0]}: expected the index of a dtype, got"):
         describe_sizes(None, packed.integers_with(), packed.numbers, **wrong)
 
 

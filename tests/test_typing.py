@@ -27,7 +27,7 @@ import typing_extensions
 import flce
 from flce.compat import cce, liger
 from flce.fusion.handle import _OPTIONS as OF_FUSE
-from flce.options import OPTIONS, RETURNS, Options, defaults
+from flce.options import OPTIONS, RETURNS, defaults
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "tests/typed_user.py"
@@ -73,6 +73,8 @@ def conforms(value, stated):
     if origin is tuple and Ellipsis not in inner:
         pairs = zip(value, inner, strict=True)
         return type(value) is tuple and all(conforms(one, its) for one, its in pairs)
+    if origin is typing.Literal:
+        return value in inner
     if origin is dict:
         return all(conforms(k, inner[0]) and conforms(v, inner[1]) for k, v in value.items())
     return isinstance(value, types.NoneType if stated is None else origin or stated)
@@ -312,13 +314,13 @@ def hints_of(options, names):
 
 def test_stubs_have_the_types_of_the_options():
     names = stub_of(FLCE / "options.pyi")
-    table = {
-        name: typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-        for name, hint in Options.__annotations__.items()
-    }
-    table["vocab_parallel"] = names["VocabParallel"] | None  # which the core does not know
+    table = hints_of(names["Options"], names)
+    assert table.keys() == {*OPTIONS, *RETURNS}
+    for name, option in OPTIONS.items():
+        assert conforms(option.default, table[name]), name
+    for name in ("Reduction", "Gradient", "Save"):
+        assert names[name] == table[name.lower()] == getattr(flce.options, name)
     table["rows"] = int | None  # of linear_loss
-    assert hints_of(names["Options"], names).keys() == table.keys() - {"rows"}
     narrower = {*names["_Outputs"].__annotations__}
     for name, options in names.items():
         if typing_extensions.is_typeddict(options):

@@ -33,15 +33,20 @@ inline void expect_type(const char* name, const Tensor& tensor, ScalarType type)
     refuse(name, "dtype " + dtype_text(type), dtype_text(tensor.scalar_type()), FLCE_INVALID_TYPE);
 }
 
-/* The tensor itself if it is contiguous and of this dtype, else a copy that is. */
-inline Tensor converted(const char* name, const Tensor& tensor, ScalarType type) {
-  if (tensor.is_contiguous() && tensor.scalar_type() == type) return tensor;
-  Tensor copy = new_tensor(shape_of(tensor), type, device_of(tensor), "a contiguous copy of", name);
+/* A contiguous copy of this dtype on a device. */
+inline Tensor copied(const char* name, const Tensor& tensor, ScalarType type, DeviceId id) {
+  Tensor copy = new_tensor(shape_of(tensor), type, id, "a contiguous copy of", name);
   try {
     return torch::stable::copy_(copy, tensor);
   } catch (const std::exception&) { /* whose text has torch's function alone */
-    throw Failure(FLCE_DEVICE_ERROR, std::string(name) + ": torch failed to make it contiguous");
+    throw Failure(FLCE_DEVICE_ERROR, std::string(name) + ": torch failed to copy it");
   }
+}
+
+/* The tensor itself if it is contiguous and of this dtype, else a copy that is. */
+inline Tensor converted(const char* name, const Tensor& tensor, ScalarType type) {
+  if (tensor.is_contiguous() && tensor.scalar_type() == type) return tensor;
+  return copied(name, tensor, type, device_of(tensor));
 }
 
 inline Tensor dense(const char* name, const Tensor& tensor) {

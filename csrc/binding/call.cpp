@@ -2,6 +2,9 @@
  * flce.linear_cross_entropy does. */
 #include "binding/call.h"
 
+#include <cstdlib>
+#include <cstring>
+
 namespace flce {
 
 namespace {
@@ -99,16 +102,22 @@ const void* bind_vector(const char* name, const OptionalTensor& tensor,
   return call->pointer(name, *tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
 }
 
-/* Checks the classes' range where that needs no device: indices, and the id of none. */
-void check_classes(int64_t most, const Call& call) {
-  const flce_problem& problem = call.problem;
-  int64_t none = flce_no_class(&problem);
+bool is_cpu(const Call& call) {
+  return call.id.type == aoti_torch_device_type_cpu();
+}
+
+int64_t all_classes(const flce_problem& problem) {
+  return flce_is_sharded(&problem) ? problem.classes : problem.vocab;
+}
+
+/* Checks the range of the classes in `ids`, memory of the CPU: indices, and the id of none. */
+void check_classes(const int64_t* ids, const flce_problem& problem) {
+  int64_t none = flce_no_class(&problem), most = all_classes(problem);
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
-    int64_t id = call.tensors.classes[i];
-    if (id != none && (id < 0 || id >= most))
+    if (ids[i] != none && (ids[i] < 0 || ids[i] >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
                     "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
-                        std::to_string(id) + ", expected 0 to " + std::to_string(most - 1) +
+                        std::to_string(ids[i]) + ", expected 0 to " + std::to_string(most - 1) +
                         ", or ignore_index");
   }
 }
@@ -126,8 +135,7 @@ void bind_classes(const OptionalTensor& classes, const std::string& first, Call*
   problem->row_classes = count;
   const void* ids = call->pointer("classes", *classes, ScalarType::Long);
   call->tensors.classes = static_cast<int64_t*>(const_cast<void*>(ids));
-  if (call->id.type == aoti_torch_device_type_cpu())
-    check_classes(flce_is_sharded(problem) ? problem->classes : problem->vocab, *call);
+  if (is_cpu(*call)) check_classes(call->tensors.classes, *problem);
 }
 
 /* `classes`: of class weights and probabilities; `first`: the tensor with the rows, in words. */
@@ -148,6 +156,17 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
   bind_classes(given.classes, first, call);
 }
 
+/* The number of targets, in memory of the CPU, that are not ignored: at most problem.rows. */
+int64_t valid_rows(const int64_t* target, const flce_problem& problem) {
+  int64_t valid = 0;
+  for (int64_t i = 0; i < problem.tokens; i++) valid += target[i] != problem.loss.ignore_index;
+  if (valid > problem.rows)
+    refuse("valid_bound",
+           "at least " + std::to_string(valid) + ", the number of rows that are not ignored",
+           std::to_string(problem.rows));
+  return valid;
+}
+
 /* Sets problem->rows, those to compute, and saved_rows, those that are allocated. */
 void bind_rows(std::optional<int64_t> rows, Call* call) {
   flce_problem* problem = &call->problem;
@@ -164,16 +183,34 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
              std::to_string(bound));
     return;
   }
-  if (call->id.type != aoti_torch_device_type_cpu()) return;
-  int64_t valid = 0;
-  for (int64_t i = 0; i < tokens; i++)
-    valid += call->tensors.target[i] != problem->loss.ignore_index;
-  if (valid > bound)
-    refuse("valid_bound",
-           "at least " + std::to_string(valid) + ", the number of rows that are not ignored",
-           std::to_string(bound));
-  problem->rows = valid;
-  if (counts) call->saved_rows = valid;
+  if (!is_cpu(*call)) return;
+  problem->rows = valid_rows(call->tensors.target, *problem);
+  if (counts) call->saved_rows = problem->rows;
+}
+
+/* With FLCE_CHECK=1: what is checked of a CPU's targets and classes, for other devices, for which
+ * it waits. */
+void check_values(const LossTensors& given, const Call& call) {
+  const char* wanted = std::getenv("FLCE_CHECK");
+  const flce_problem& problem = call.problem;
+  if (!wanted || !*wanted || !std::strcmp(wanted, "0") || is_cpu(call) || problem.has_probabilities)
+    return;
+  const DeviceId cpu = {aoti_torch_device_type_cpu(), -1};
+  const ScalarType type = ScalarType::Long;
+  if (given.classes) {
+    Tensor classes = copied("classes", *given.classes, type, cpu);
+    check_classes(static_cast<const int64_t*>(classes.const_data_ptr()), problem);
+  }
+  Tensor copy = copied("target", given.target, type, cpu);
+  auto target = static_cast<const int64_t*>(copy.const_data_ptr());
+  int64_t ignored = problem.loss.ignore_index, most = all_classes(problem);
+  for (int64_t i = 0; i < problem.tokens; i++)
+    if (target[i] != ignored && (target[i] < 0 || target[i] >= most))
+      throw Failure(FLCE_TARGET_OUT_OF_RANGE,
+                    "target[" + std::to_string(i) + "] is " + std::to_string(target[i]) +
+                        ": expected 0 <= target < " + std::to_string(most) + " or ignore_index " +
+                        std::to_string(ignored));
+  valid_rows(target, problem);
 }
 
 /* Whether a teacher of so many classes has those of all ranks, of which this one reads its own. */
@@ -302,6 +339,7 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
+  check_values(loss, call);
   return call;
 }
 
@@ -352,6 +390,7 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
   problem->dtype = to_dtype(logits.scalar_type(), "logits");
   call.tensors.input = call.pointer("logits", logits);
   bind_loss(loss, problem->vocab, "logits", &call);
+  check_values(loss, call);
   return call;
 }
 

@@ -12,47 +12,55 @@ namespace flce {
 
 namespace {
 
-/* The slots of `operands` in the schemas: sizes and dtypes (flce_dtype, or -1 for None) of a call,
- * as flce/options.py packs them. */
-enum OperandSlot {
-  kOnCpu,
-  kTokens,
-  kHidden,
-  kWeightRows,
-  kRows, /* to compute */
-  kInputDtype,
-  kWeightDtype,
-  kBiasDtype,
-  kAddedDtype, /* of the gradient to which dW is added */
-  kProbabilities,
-  kClasses,       /* of each row, whose logits are an output */
-  kTeacherHidden, /* of a divergence's teacher, 0 for none */
-  kTeacherLogits, /* dtype of its logits, where they are given */
-  kOperandSlots
+/* Sizes and dtypes of a call: a dtype is its index in flce_dtype, or -1 for None. rows: to compute;
+ * added_dtype: of the gradient to which dW is added; classes: of each row, whose logits are an
+ * output; teacher_hidden: of a divergence's teacher, 0 for none; teacher_logits: dtype of its
+ * logits, where they are given. */
+struct Sizes {
+  int64_t on_cpu, tokens, hidden, weight_rows, rows, probabilities, classes, teacher_hidden;
+  int64_t input_dtype, weight_dtype, bias_dtype, added_dtype, teacher_logits;
 };
+#define SIZES_SCHEMA                                                                      \
+  "int? valid_vocab, int[] integers, float[] numbers, *, int on_cpu=0, int tokens=0, "    \
+  "int hidden=8, int weight_rows=1, int rows=0, int probabilities=0, int input_dtype=1, " \
+  "int weight_dtype=1, int bias_dtype=-1, int added_dtype=-1, int classes=0, "            \
+  "int teacher_hidden=0, int teacher_logits=-1"
+#define SIZES_ARGUMENTS                                                                           \
+  std::optional<int64_t> valid_vocab, std::vector<int64_t> integers, std::vector<double> numbers, \
+      int64_t on_cpu, int64_t tokens, int64_t hidden, int64_t weight_rows, int64_t rows,          \
+      int64_t probabilities, int64_t input_dtype, int64_t weight_dtype, int64_t bias_dtype,       \
+      int64_t added_dtype, int64_t classes, int64_t teacher_hidden, int64_t teacher_logits
+#define SIZES                                                                                   \
+  {on_cpu,         tokens,      hidden,       weight_rows, rows,        probabilities, classes, \
+   teacher_hidden, input_dtype, weight_dtype, bias_dtype,  added_dtype, teacher_logits}
 
-flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int64_t> valid_vocab,
+flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
                         const PackedOptions& options) {
-  if (operands.size() != kOperandSlots)
-    refuse("operands", std::to_string(kOperandSlots) + " values", std::to_string(operands.size()));
-  for (size_t slot : {kInputDtype, kWeightDtype, kBiasDtype, kAddedDtype, kTeacherLogits})
-    if (operands[slot] < (slot < kBiasDtype ? 0 : -1) || operands[slot] > FLCE_F16)
-      refuse("operands", "the index of a dtype", std::to_string(operands[slot]));
+  const struct {
+    const char* name;
+    int64_t dtype, least;
+  } dtypes[] = {{"input_dtype", sizes.input_dtype, 0},
+                {"weight_dtype", sizes.weight_dtype, 0},
+                {"bias_dtype", sizes.bias_dtype, -1},
+                {"added_dtype", sizes.added_dtype, -1},
+                {"teacher_logits", sizes.teacher_logits, -1}};
+  for (const auto& one : dtypes)
+    if (one.dtype < one.least || one.dtype > FLCE_F16)
+      refuse(one.name, "the index of a dtype", std::to_string(one.dtype));
   flce_problem problem = options.problem;
-  problem.tokens = operands[kTokens];
-  problem.hidden = operands[kHidden];
-  problem.weight_rows = operands[kWeightRows];
-  problem.rows = operands[kRows];
-  problem.input_dtype = static_cast<flce_dtype>(operands[kInputDtype]);
-  problem.weight_dtype = static_cast<flce_dtype>(operands[kWeightDtype]);
-  problem.has_bias = operands[kBiasDtype] >= 0;
+  problem.tokens = sizes.tokens;
+  problem.hidden = sizes.hidden;
+  problem.weight_rows = sizes.weight_rows;
+  problem.rows = sizes.rows;
+  problem.input_dtype = static_cast<flce_dtype>(sizes.input_dtype);
+  problem.weight_dtype = static_cast<flce_dtype>(sizes.weight_dtype);
+  problem.has_bias = sizes.bias_dtype >= 0;
   problem.bias_dtype =
-      problem.has_bias ? static_cast<flce_dtype>(operands[kBiasDtype]) : problem.input_dtype;
-  problem.adds_grad_weight = operands[kAddedDtype] >= 0;
-  if (problem.adds_grad_weight)
-    problem.added_dtype = static_cast<flce_dtype>(operands[kAddedDtype]);
-  problem.has_probabilities = operands[kProbabilities] != 0;
-  if (operands[kClasses] > 0) problem.row_classes = operands[kClasses];
+      problem.has_bias ? static_cast<flce_dtype>(sizes.bias_dtype) : problem.input_dtype;
+  problem.adds_grad_weight = sizes.added_dtype >= 0;
+  if (problem.adds_grad_weight) problem.added_dtype = static_cast<flce_dtype>(sizes.added_dtype);
+  problem.has_probabilities = sizes.probabilities != 0;
+  if (sizes.classes > 0) problem.row_classes = sizes.classes;
   check(
       flce_find_classes(&problem, options.start, options.vocab, valid_vocab.value_or(FLCE_ABSENT)));
   choose_dtypes(options, &problem);
@@ -65,12 +73,11 @@ flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int6
  * for topk]. Checks the
  * options. No device is asked: what does not depend on rows follows from the device's type alone.
  */
-std::vector<int64_t> describe(std::vector<int64_t> operands, std::optional<int64_t> valid_vocab,
-                              std::vector<int64_t> integers, std::vector<double> numbers) {
-  flce_problem problem = problem_of(operands, valid_vocab, unpack_options(integers, numbers));
+std::vector<int64_t> describe(SIZES_ARGUMENTS) {
+  flce_problem problem = problem_of(SIZES, valid_vocab, unpack_options(integers, numbers));
   check(flce_check_problem(&problem));
   flce_facts facts = {0};
-  flce_facts_of_type(operands[kOnCpu] != 0, problem.dtype, &facts);
+  flce_facts_of_type(on_cpu != 0, problem.dtype, &facts);
   flce_problem equal = flce_equal_share(&problem);
   flce_strategy s;
   flce_choose_strategy(&equal, &facts, &s);
@@ -138,10 +145,9 @@ std::vector<double> find_gpu(std::string text) {
           static_cast<double>(gpu.memory), gpu.multiply_adds, gpu.bandwidth};
 }
 
-/* The problem of the teacher, where `operands` name one; `student` becomes that of a divergence. */
-std::optional<flce_problem> add_teacher(const std::vector<int64_t>& operands,
+/* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
+std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
                                         const PackedOptions& options, flce_problem* student) {
-  int64_t hidden = operands[kTeacherHidden], logits = operands[kTeacherLogits];
   if (hidden == 0 && logits < 0) return std::nullopt;
   student->divergence = FLCE_FORWARD_KL; /* no size depends on which one it is */
   student->beta = 0.5;
@@ -160,14 +166,12 @@ std::optional<flce_problem> add_teacher(const std::vector<int64_t>& operands,
 /* The plan's fields in JSON, its sampled_time, and its text. `gpu`: one that need not be there, as
  * flce_find_gpu takes it; empty for the CPU or the CUDA device of that index. */
 std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t device_index,
-                                                  std::vector<int64_t> operands,
-                                                  std::optional<int64_t> valid_vocab,
-                                                  std::vector<int64_t> integers,
-                                                  std::vector<double> numbers) {
+                                                  SIZES_ARGUMENTS) {
   PackedOptions options = unpack_options(integers, numbers);
-  flce_problem problem = problem_of(operands, valid_vocab, options);
+  flce_problem problem = problem_of(SIZES, valid_vocab, options);
   check_elements(problem);
-  std::optional<flce_problem> teacher = add_teacher(operands, options, &problem);
+  std::optional<flce_problem> teacher =
+      add_teacher(teacher_hidden, teacher_logits, options, &problem);
   if (teacher) problem.teacher = &*teacher;
   flce_plan made;
   if (!gpu.empty()) {
@@ -177,8 +181,7 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
     check(flce_plan_step(&backend, &problem, &made));
     return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
   }
-  bool cpu = operands[kOnCpu] != 0;
-  DeviceId id = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+  DeviceId id = {on_cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
   Device device(id, options.allow_tf32);
   check(flce_plan_step(device.table(), &problem, &made));
@@ -188,10 +191,9 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
 }  // namespace
 
 FLCE_LIBRARY_FRAGMENT(m) {
-  m.def("describe(int[] operands, int? valid_vocab, int[] integers, float[] numbers) -> int[]");
-  m.def(
-      "plan(str gpu, int device_index, int[] operands, int? valid_vocab, int[] integers, float[] "
-      "numbers) -> (str fields, float sampled_time, str text)");
+  m.def("describe(" SIZES_SCHEMA ") -> int[]");
+  m.def("plan(str gpu, int device_index, " SIZES_SCHEMA
+        ") -> (str fields, float sampled_time, str text)");
   m.def("gpu_names() -> str");
   m.def("find_gpu(str gpu) -> float[]");
 }

@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..validate import function_transforms_are_on, is_dtensor
-from . import divergence, proxies, reentry, steps  # noqa: F401  divergence has handlers
+from . import proxies, reentry, steps
 from .node import HeadCall, Node, Snapshot
 from .reentry import enclosing_of, foreign_hook, fusion_in
 from .sharded import gathering_forward

@@ -36,6 +36,16 @@ def unsupported(record, target, chosen):
     return None
 
 
+def computed(call, record, run):
+    """run(sources) in the modes of the head's call; None means that real logits are needed."""
+    call.check(False)
+    with call.entered(call.grad and torch.is_grad_enabled()):
+        made = call_through(record.sources, run)
+    call.loss_is_done = call.loss_is_done or made is None
+    require(made is not None)
+    return made
+
+
 def _fused(call, record, target, options, dropped=()):
     """linear_cross_entropy of the record's logits, without the options `dropped` of those given to
     flce.fuse. Unknown, and told, where flce cannot compute it."""
@@ -56,12 +66,7 @@ def _fused(call, record, target, options, dropped=()):
         call.fusion.note_loss(steps.key_of(record))
         return made
 
-    call.check(False)
-    with call.entered(call.grad and torch.is_grad_enabled()):
-        made = call_through(record.sources, run)
-    call.loss_is_done = call.loss_is_done or made is None
-    require(made is not None)
-    return made
+    return computed(call, record, run)
 
 
 def cross_entropy(function, node, args, kwargs):

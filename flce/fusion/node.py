@@ -7,6 +7,7 @@ import functools
 import torch
 from torch.compiler import is_compiling
 
+from ..composite import autocast_dtype
 from . import steps
 from .reentry import call_through, fusion_in
 
@@ -76,12 +77,8 @@ class HeadCall:
     def __init__(self, fusion, proxy, device, requires_grad, snapshots):
         self.fusion, self.proxy, self.device = fusion, proxy, device
         self.requires_grad, self.snapshots = requires_grad, snapshots
-        self.grad, self.autocast = torch.is_grad_enabled(), self._autocast()
+        self.grad, self.autocast = torch.is_grad_enabled(), autocast_dtype(device.type)
         self.loss_is_done = False
-
-    def _autocast(self):
-        enabled = torch.is_autocast_enabled(self.device.type)
-        return torch.get_autocast_dtype(self.device.type) if enabled else None
 
     def product_dtype(self, x):
         """The dtype of the output of an nn.Linear for x."""
@@ -103,7 +100,7 @@ class HeadCall:
     def entered(self, grad):
         """Restores the autocast state of the head's call, with gradients on or off."""
         enabled = self.autocast is not None
-        if torch.is_grad_enabled() == grad and self._autocast() == self.autocast:
+        if torch.is_grad_enabled() == grad and autocast_dtype(self.device.type) == self.autocast:
             yield  # as in every training step
             return
         with torch.set_grad_enabled(grad), torch.autocast(self.device.type, self.autocast, enabled):

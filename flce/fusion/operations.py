@@ -7,6 +7,7 @@ of results come from the function itself, of empty tensors.
 
 import copy
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -15,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from . import loss, steps
+from . import divergence, loss, steps
 from .node import Node, node_of
-from .steps import LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
+from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 
 HANDLERS = {}  # {(form of the Record, function): (handler, number of arguments or None)}
 _ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # forms that have the classes last
@@ -172,14 +173,12 @@ def _transpose(function, node, args, kwargs):
 def _split_index(index, dims):
     """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
     part of the index is not known or the classes' dimension moves."""
-    index = [*index] if isinstance(index, tuple) else [index]
-    if not any(item is Ellipsis for item in index):
-        index.append(Ellipsis)
+    index = index if isinstance(index, tuple) else (index,)
     rest = dims - sum([_dims_taken(item) for item in index])
-    at = [item is Ellipsis for item in index].index(True)
-    index[at : at + 1] = [slice(None)] * rest
+    at = [*[item is Ellipsis for item in index], True].index(True)
+    index = (*index[:at], *[slice(None)] * rest, *index[at + 1 :])
     require(rest >= 0 and isinstance(index[-1], slice))
-    return tuple(index[:-1]), index[-1]
+    return index[:-1], index[-1]
 
 
 def _dims_taken(item):
@@ -235,10 +234,11 @@ def _pieces(function, node, args, kwargs):
 
 handles("cross_entropy", forms=(None, LOG_P, SECOND))(loss.cross_entropy)
 handles("nll_loss", forms=(LOG_P, SECOND))(loss.cross_entropy)
+_OF_KL_DIV = tuple(inspect.signature(F.kl_div).parameters)
 _KEYWORDS = {"input", "dim", "axis", "keepdim", "dtype", "index", "indices", "_stacklevel"}
 
 
-def over_classes(node, names, args, kwargs):
+def _over_classes(node, names, args, kwargs):
     """{name: argument} of a function that acts on the classes alone."""
     given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
     require(len(args) <= len(names.split()) and set(given) <= _KEYWORDS)
@@ -248,7 +248,7 @@ def over_classes(node, names, args, kwargs):
     return given
 
 
-def dtype_by(function, node, given):
+def _dtype_by(function, node, given):
     """The dtype of a result, by autocast or as the argument says."""
     dtype = function(node.like(), 0, **{k: v for k, v in given.items() if k == "dtype"}).dtype
     require(dtype.is_floating_point and (dtype != torch.float64 or dtype == node.record.dtype))
@@ -263,7 +263,7 @@ def _result(record, values, dtype, keepdim):
 
 @handles("log_softmax softmax", forms=(None, LOG_P))
 def _softmax(function, node, args, kwargs):
-    dtype = dtype_by(function, node, over_classes(node, "input dim", args, kwargs))
+    dtype = _dtype_by(function, node, _over_classes(node, "input dim", args, kwargs))
     require(node.record.factor() == 1)
     is_log = function.__name__ == "log_softmax"
     form, made = (LOG_P, torch.log_softmax) if is_log else (P, torch.softmax)
@@ -272,17 +272,21 @@ def _softmax(function, node, args, kwargs):
 
 
 @handles("logsumexp")
-@handles("mean")
-@handles("sum", forms=(LOG_P, P_LOG_P, P_Z))
+@handles("mean", forms=(None, KL))
+@handles("sum", forms=(LOG_P, P_LOG_P, P_Z, KL))
 def _reduced(function, node, args, kwargs):
     """A sum over p log p is the entropy times -1, and one over p z logsumexp - entropy."""
-    name, record = function.__name__, node.record
-    if is_of_all := name == "mean" and len(args) == 1 and not kwargs:
+    name, record, form = function.__name__, node.record, node.record.form()
+    if is_of_all := len(args) == 1 and not kwargs and (name == "mean" or form == KL):
         args = (*args, -1)
-    given = over_classes(node, "input dim keepdim", args, kwargs)
-    dtype, form = dtype_by(function, node, given), record.form()
+    given = _over_classes(node, "input dim keepdim", args, kwargs)
+    dtype = _dtype_by(function, node, given)
     statistic = functools.partial(loss.statistic, node.call, record)
-    if name == "mean":
+    if form == KL:
+        values = divergence.kl_sum(record, "sum" if is_of_all else "none")
+        count = math.prod(record.shape if is_of_all else record.shape[-1:])
+        values = values / count if name == "mean" else values
+    elif name == "mean":
         values = statistic("mean_log_p") + statistic("lse")
     elif form is None:
         values = statistic("lse")
@@ -294,10 +298,28 @@ def _reduced(function, node, args, kwargs):
     return values.mean() if is_of_all else values
 
 
+@handles("kl_div", forms=(LOG_P,))
+def _kl_div(function, node, args, kwargs):
+    given = {"reduction": "mean", "log_target": False}
+    given |= {**dict(zip(_OF_KL_DIV, args, strict=False)), **kwargs}
+    target, record, reduction = node_of(given["target"]), node.record, given["reduction"]
+    require(target is not None and given.get("size_average") is given.get("reduce") is None)
+    require(target.record.form() == (LOG_P if given["log_target"] else P))
+    require(record.factor() == target.record.factor() == 1)
+    dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
+    replay = functools.partial(divergence.elements, node, target)
+    record = record.then(KL, 1, replay, dtype=dtype)
+    if reduction == "none":
+        return node.then(record)
+    count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
+    require(reduction in count)
+    return (divergence.kl_sum(record, "sum") / count[reduction]).to(dtype)
+
+
 @handles("argmax")
 def _argmax(function, node, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
-    given = over_classes(node, "input dim keepdim", args, kwargs)
+    given = _over_classes(node, "input dim keepdim", args, kwargs)
     require(node.call.fusion.when == "always" and node.call.loss_is_done)
     node.call.check(True)
     with torch.no_grad():
@@ -310,7 +332,7 @@ def _gather(function, node, args, kwargs):
     """z, log p or p of K classes of each row."""
     record, is_gather = node.record, function.__name__ == "gather"
     names = "input dim index" if is_gather else "input index dim"
-    given, form = over_classes(node, names, args, kwargs), record.form()
+    given, form = _over_classes(node, names, args, kwargs), record.form()
     index = given.get("index", given.get("indices"))
     require(isinstance(index, torch.Tensor) and node_of(index) is None)
     require(index.dtype == torch.int64 and index.numel() and index.dim() == len(record.shape))

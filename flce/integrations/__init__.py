@@ -1,7 +1,9 @@
 """Trainers and packages that run flce, one module for each.
 
 `trl`, `trl_distillation`, `liger`, `cce`, `verl`, `verl_distillation`, `skyrl`: `install()` imports
-the package and rebinds its loss until the handle is removed. `axolotl`, `nemo`, `torchtitan`,
+the package, rebinds its loss and returns a handle: `remove()`, or the end of a `with` block,
+restores the package's own. ImportError where the package is missing or takes arguments that flce
+does not know, RuntimeError where flce is installed already. `axolotl`, `nemo`, `torchtitan`,
 `transformers`: a class to name in a configuration or script; these import the framework.
 docs/integrations.md says what each serves.
 

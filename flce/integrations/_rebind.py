@@ -19,16 +19,11 @@ is_ours._dynamo_marked_constant = True
 
 
 def parameters_of(function):
-    """The names of its parameters; those of an autograd Function's forward without ctx."""
+    """The names of its parameters; those of an autograd Function's forward without ctx; None: in
+    words, that there is no such function."""
+    if function is None:
+        return "no such function"
     return tuple(name for name in inspect.signature(function).parameters if name != "ctx")
-
-
-def refuse_version(package, name, known, found):
-    """ImportError: the parameters `found` of the package's function `name` are not the known."""
-    version = importlib.metadata.version(package)
-    raise ImportError(
-        f"{package}: expected a version whose {name} takes {known}, got {version} with {found}"
-    )
 
 
 class Installation:
@@ -38,19 +33,28 @@ class Installation:
     where torch.compile traces them.
     """
 
-    def __init__(self, package, pairs, classes=()):
+    def __init__(self, package, pairs, classes=(), known=()):
         """`pairs`: (original, ours), where ours has the original as `flce_original`. Every imported
         module's global that is the original becomes ours, and every attribute of `classes`; a later
-        import takes it from the modules that were changed.
+        import takes it from the modules that were changed. `known`: (distribution, name of a
+        function, the parameters that flce knows, those found).
 
         Raises:
             RuntimeError: flce is installed there already.
+            ImportError: a function has other parameters.
         """
         if any(hasattr(original, "flce_original") for original, _ in pairs):
             raise RuntimeError(
                 f"flce.integrations.{package}: expected {package} without flce, got an earlier "
                 "install(); call remove() of its handle first"
             )
+        for distribution, name, parameters, found in known:
+            if parameters != found:
+                version = importlib.metadata.version(distribution)
+                raise ImportError(
+                    f"{distribution}: expected a version whose {name} takes {parameters}, got "
+                    f"{version} with {found}"
+                )
         self._pairs, self._package, self._classes = tuple(pairs), package, classes
         self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:

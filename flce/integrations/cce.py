@@ -4,7 +4,7 @@ import functools
 
 from flce.compat import cce as compat
 
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 # Options for distributed weights, which flce does not have; zero3_params exists only in Axolotl's
 # fork.
@@ -20,18 +20,15 @@ def install():
     `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
     or with the `zero3_params` of Axolotl's fork, remains CCE's own.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores CCE's function.
-
-    Raises ImportError where cut_cross_entropy is missing or its function takes arguments that flce
-    does not know, RuntimeError where flce is installed already.
+    Returns and raises as `flce.integrations` says.
     """
     import cut_cross_entropy
 
     original = cut_cross_entropy.linear_cross_entropy
     names = parameters_of(original)
-    if not set(names) <= set(_KNOWN):
-        refuse_version("cut_cross_entropy", original.__name__, f"some of {_KNOWN}", names)
-    return Installation("cce", [(original, _replacement(original, names))])
+    served = names if set(names) <= set(_KNOWN) else f"some of {_KNOWN}"
+    known = "cut_cross_entropy", original.__name__, served, names
+    return Installation("cce", [(original, _replacement(original, names))], known=[known])
 
 
 def _replacement(original, names):

@@ -4,7 +4,7 @@ import flce
 from flce.compat import liger as compat
 from flce.compat.signatures import takes
 
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 _DEVICES = ("cpu", "cuda")
 _CROSS_ENTROPY = "LigerFusedLinearCrossEntropyFunction"
@@ -21,10 +21,7 @@ def install():
     which flce replaces. Liger 0.8.5's `LigerFusedLinearScaledCrossEntropyFunction` is served
     too. Values and gradients are those of `flce.compat.liger`.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores Liger's functions.
-
-    Raises ImportError where Liger is missing or its Function takes arguments that flce does not
-    know, RuntimeError where flce is installed already.
+    Returns and raises as `flce.integrations` says.
     """
     import liger_kernel.ops as ops
     import liger_kernel.ops.fused_linear_cross_entropy as default
@@ -35,19 +32,18 @@ def install():
     if hasattr(ops, _SCALED):  # since 0.8.2
         scaled = getattr(ops, _SCALED)
         pairs.append((scaled, ScaledCrossEntropyFunction(scaled)))
-    for original, ours in pairs:
-        if not hasattr(original, "flce_original"):
-            _check_parameters(original, ours)
-    return Installation("liger", pairs)
+    return Installation("liger", pairs, known=(_parameters(*pair) for pair in pairs))
 
 
-def _check_parameters(original, ours):
+def _parameters(original, ours):
     """The calls are positional: the parameters of Liger's must be the first ones of ours."""
     found = parameters_of(getattr(original, "forward", original.apply))
     known = parameters_of(ours.call)
-    if found != known[: len(found)] or ours.last_required_parameter not in found:
+    if found == known[: len(found)] and ours.last_required_parameter in found:
+        known = found
+    else:
         known = f"{known}, at least up to {ours.last_required_parameter}"
-        refuse_version("liger_kernel", original.__name__, known, found)
+    return "liger_kernel", original.__name__, known, found
 
 
 class CrossEntropyFunction:

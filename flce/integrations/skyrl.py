@@ -7,7 +7,7 @@ import torch
 
 import flce
 
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
@@ -19,24 +19,19 @@ def install():
     The gradient of hidden is this rank's term of the sum over the tensor-parallel group, as
     SkyRL's.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores SkyRL's own.
-
-    Raises ImportError where SkyRL or megatron-core is missing or a function takes arguments that
-    flce does not know, RuntimeError where flce is installed already.
+    Returns and raises as `flce.integrations` says.
     """
-    module, pairs = importlib.import_module(_MODULE), []
+    module, pairs, known = importlib.import_module(_MODULE), [], []
     functions = {
         "_fused_lm_head_logprob_apply": _logprobs,
         "_fused_vocab_parallel_entropy_from_hidden": _entropy,
     }
     for name, function in functions.items():
         original, ours = getattr(module, name), functools.partial(function)
-        known, found = parameters_of(function), parameters_of(original)
-        if known != found and not hasattr(original, "flce_original"):
-            refuse_version("skyrl", name, known, found)
+        known.append(("skyrl", name, parameters_of(function), parameters_of(original)))
         ours.flce_original = original
         pairs.append((original, ours))
-    return Installation("skyrl", pairs)
+    return Installation("skyrl", pairs, known=known)
 
 
 def _logprobs(

@@ -8,7 +8,7 @@ from flce.functional import ENTROPIES
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 _NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
@@ -31,21 +31,15 @@ def install(*, entropy=None):
             softcap and is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile
             None is "differentiable", and there is no such error.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores TRL's function.
-
-    Raises ImportError where TRL is missing or has another function in that place, RuntimeError
-    where flce is installed already, ValueError for another `entropy`.
+    Returns and raises as `flce.integrations` says, and ValueError for another `entropy`.
     """
     import trl.trainer.utils
 
     if entropy not in tuple(ENTROPIES):
         refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
     original = getattr(trl.trainer.utils, _NAME, None)
-    if not hasattr(original, "flce_original"):
-        found = parameters_of(original.forward) if original else "no such function"
-        if found != _PARAMETERS:
-            refuse_version("trl", _NAME, _PARAMETERS, found)
-    return Installation("trl", [(original, LogProbFunction(original, entropy))])
+    known = "trl", _NAME, _PARAMETERS, parameters_of(getattr(original, "forward", None))
+    return Installation("trl", [(original, LogProbFunction(original, entropy))], known=[known])
 
 
 class LogProbFunction:

@@ -4,7 +4,7 @@ from flce.fusion.divergence import divergence
 from flce.fusion.node import node_of
 from flce.fusion.steps import Unknown
 
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 _NAME = "generalized_jsd_loss"
 _PARAMETERS = ("student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction")
@@ -20,18 +20,15 @@ def install(trainer):
     Args:
         trainer: a class that has the function, such as `trl.experimental.gkd.GKDTrainer`.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores TRL's function.
-
-    Raises ImportError where the class has another function of that name, or none; RuntimeError
-    where flce is installed already.
+    Returns and raises as `flce.integrations` says.
     """
     named = vars(trainer).get(_NAME)
-    found = parameters_of(named.__func__) if isinstance(named, staticmethod) else "no such function"
-    if found[:6] != _PARAMETERS and not hasattr(named, "flce_original"):
-        refuse_version("trl", f"{trainer.__name__}.{_NAME}", _PARAMETERS, found)
-    ours = staticmethod(_loss_with(getattr(named, "__func__", None)))
+    original = getattr(named, "__func__", None)
+    found, ours = parameters_of(original), staticmethod(_loss_with(original))
     ours.flce_original = named
-    return Installation("trl_distillation", [(named, ours)], (trainer,))
+    first = found if found[:6] == _PARAMETERS else _PARAMETERS
+    known = "trl", f"{trainer.__name__}.{_NAME}", first, found
+    return Installation("trl_distillation", [(named, ours)], (trainer,), [known])
 
 
 def _loss_with(original):

@@ -3,7 +3,7 @@
 import flce
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 _MODULE_PARAMETERS = ("self", "hidden_states", "vocab_weights", "input_ids", "temperature")
 _KERNEL_PARAMETERS = ("hidden", "weight", "labels", "temperature", "reduction")
@@ -17,22 +17,16 @@ def install():
     The latter remains verl's own for other reductions than "none". With a tensor-parallel group the
     gradient of hidden is this rank's term of the sum, as verl's.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores verl's own.
-
-    Raises ImportError where verl is missing or its functions take arguments that flce does not
-    know, RuntimeError where flce is installed already.
+    Returns and raises as `flce.integrations` says.
     """
     from verl.utils.experimental import torch_functional
     from verl.utils.kernel import linear_cross_entropy as kernel
 
     module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
-    checked = {module: _MODULE_PARAMETERS, kernel.LinearCrossEntropy: _KERNEL_PARAMETERS}
-    if not hasattr(module, "flce_original"):
-        for theirs, known in checked.items():
-            if (found := parameters_of(theirs.forward)) != known:
-                refuse_version("verl", theirs.__name__, known, found)
+    classes = {module: _MODULE_PARAMETERS, kernel.LinearCrossEntropy: _KERNEL_PARAMETERS}
+    known = [("verl", c.__name__, names, parameters_of(c.forward)) for c, names in classes.items()]
     pairs = [(module, _module_replacement(module)), (function, _replacement(function))]
-    return Installation("verl", pairs)
+    return Installation("verl", pairs, known=known)
 
 
 def _module_replacement(original):

@@ -5,7 +5,7 @@ import torch
 from flce.fusion.node import node_of
 from flce.validate import check_shape
 
-from ._rebind import Installation, is_ours, parameters_of, refuse_version
+from ._rebind import Installation, is_ours, parameters_of
 
 _PARAMETERS = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config")
 _PARAMETERS += ("data_format",)
@@ -19,18 +19,14 @@ def install():
     float32 at least; the metrics `overlap_ratio` and `overlap_token_advantage`, which need the
     student's own K classes, are left out.
 
-    Returns a handle: `remove()`, or the end of a `with` block, restores verl's own.
-
-    Raises ImportError where verl is missing or its function takes other arguments, RuntimeError
-    where flce is installed already.
+    Returns and raises as `flce.integrations` says.
     """
     from verl.trainer.distillation.fsdp import losses
 
     original = losses.compute_forward_kl_topk
-    found = parameters_of(original)
-    if found != _PARAMETERS and not hasattr(original, "flce_original"):
-        refuse_version("verl", original.__name__, _PARAMETERS, found)
-    return Installation("verl_distillation", [(original, _replacement(original, losses))])
+    known = "verl", original.__name__, _PARAMETERS, parameters_of(original)
+    pairs = [(original, _replacement(original, losses))]
+    return Installation("verl_distillation", pairs, known=[known])
 
 
 def _replacement(original, losses):
