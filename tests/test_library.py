@@ -179,7 +179,7 @@ WITHOUT_TENSORS = "describe plan option_names cpu_variant cuda_describe gemm_cou
 WITHOUT_TENSORS += " gpu_names find_gpu"
 # Of benchmarks/tune.py: the tensors are scratch memory, a result is a time. Never in a graph.
 WITHOUT_TENSORS += " gemm_record gemm_recorded gemm_candidates gemm_use gemm_time"
-# Called by the operators themselves, by all ranks of a group: test_vocab_parallel.py.
+# Called by the operators themselves, by all ranks of a group: test_vocab_*.py.
 WITHOUT_TENSORS += " comm_all_gather comm_all_to_all comm_wait comm_send_buffer comm_abandon"
 WITHOUT_TENSORS += " comm_error"
 # These refuse to be differentiated: their values are checked on detached tensors.

@@ -4,6 +4,7 @@ Each case runs with every strategy that supports it, in one chunk and in several
 the number of cases; they are the same in each run.
 """
 
+import math
 import os
 from itertools import combinations
 
@@ -12,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from sampled_case import compare
 
 import flce
 
@@ -63,6 +65,18 @@ LINEAR = {
 
 # Sizes that end at any offset within a vector.
 RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidden": range(1, 71)}
+# Not sampled: float64, probabilities.
+SAMPLED = {
+    **LINEAR,
+    "dtype": [torch.float32],
+    "targets": [torch.int64, torch.int64, torch.int32],
+    "std": [0.5, 3.0, 20.0],
+    "vocab": range(1, 301, 3),
+    "accum_dtype": [None],
+    "gradient_eps": [2**-6, 2**-2, 0.3, 2**-12, 1.0],
+    "gradient_seed": [7, 0, -1, 2**63 - 1, -(2**63), 2**32],
+    "in_chunks": [False, True],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +106,10 @@ def plans(table):
 PARTS = pytest.mark.parametrize("part", range(4))  # of the examples: processes share them
 
 
-def examples(device, part):
+def examples(device, part, share=1.0):
     """Another seed for each part, and a quarter of the examples of the environment or device."""
-    count = int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device]))
-    settings = hypothesis.settings(max_examples=-(-count // 4), database=None, deadline=None)
+    count = math.ceil(share * int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device])) / 4)
+    settings = hypothesis.settings(max_examples=count, database=None, deadline=None)
     return lambda test: hypothesis.seed(part)(settings(test))
 
 
@@ -298,5 +312,29 @@ def test_cross_entropy(device, part):
         call = {"wants": ("input",), "upstream": upstream}
         yardstick = cases.Yardstick(case, cancels=True, **call)
         yardstick.check(cases.outcome(flce.cross_entropy, case, **call))
+
+    run()
+
+
+@PARTS
+def test_sampled_gradients(device, part):
+    """A row's draw depends on its position among all rows, not among those that are computed."""
+
+    @examples(device, part, share=0.3)
+    @hypothesis.given(plans(SAMPLED))
+    def run(plan):
+        if plan["softcap"] is not None:  # both are refused
+            lse, _, *others = plan["returns"]
+            plan = {**plan, "label_smoothing": 0.0, "returns": (lse, False, *others)}
+        case, random = linear_case(plan)
+        case, upstream = moved(case, upstream_of(plan, random), device)
+        compare(
+            case,
+            eps=plan["gradient_eps"],
+            seed=plan["gradient_seed"],
+            wants=plan["wants"],
+            upstream=upstream,
+            max_memory=budget_of(plan) if plan["in_chunks"] else None,
+        )
 
     run()
