@@ -1,6 +1,7 @@
-"""The processes of the tests that need several. They are started once in a run of pytest, because a
-start takes as long as hundreds of calls; each case gets a process group of its own in them. What a
-case raises, or that it hangs, ends that case alone, on all its ranks."""
+"""The processes of the tests that need several. They are started once in a run of pytest, and are
+forks of a process that has imported torch, because its import takes as long as hundreds of calls;
+each case gets a process group of its own in them. What a case raises, or that it hangs, ends that
+case alone, on all its ranks."""
 
 import contextlib
 import datetime
@@ -63,7 +64,8 @@ class Processes:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, seconds, wait_for_workers=False)
 
     def start(self):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         own, other = context.Pipe()
         arguments = len(self.started), self.store.port, other
         process = context.Process(target=serve, args=arguments, daemon=True)
