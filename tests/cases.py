@@ -229,7 +229,7 @@ class Yardstick:
         """Allows half a ulp of each logit and each probability as the GEMM reads it, and a few
         roundings of each statistic, times the factors that multiply them."""
         options = self.wide.options
-        logits, cut, target = _final_logits(self.wide)
+        logits, cut, target = final_logits(self.wide)
         size = 1.0 + logits.masked_fill(logits.isinf(), 0.0).abs().max().item()
         stat = LOGIT_ROUNDING[self._dtype_of("loss")]
         rounding = 0.5 * self.logit_error["input"] + 4.0 * stat * size
@@ -298,7 +298,7 @@ class Yardstick:
 
     def _check_choice(self, where, name, value):
         """Predictions and accuracy: exact where rounding cannot change which logit is largest."""
-        logits, cut, _ = _final_logits(self.wide)
+        logits, cut, _ = final_logits(self.wide)
         logits, cut = logits.reshape(-1, logits.shape[-1]), cut.reshape(-1)
         top = logits.topk(min(2, logits.shape[-1])).values
         stat = LOGIT_ROUNDING[self._dtype_of("loss")]
@@ -359,7 +359,7 @@ def _logit_factor(case):
 _OF_LOGITS = inspect.signature(reference.final_logits).parameters.keys() - {"logits", "cut"}
 
 
-def _final_logits(case):
+def final_logits(case):
     """The final logits (..., V), the mask of the ignored rows (...), and the targets."""
     options = case.options
     target, ignore_index = case.target, options.get("ignore_index")
@@ -370,6 +370,9 @@ def _final_logits(case):
     product = case.input.masked_fill(cut.unsqueeze(-1), 0.0)
     if case.linear_weight is not None:
         product = F.linear(product, case.linear_weight, options.get("linear_bias"))
+    if options.get("adapter_weight") is not None:
+        low_rank = options["adapter_input"].masked_fill(cut.unsqueeze(-1), 0.0)
+        product = product + F.linear(low_rank, options["adapter_weight"])
     product = product[..., : options.get("valid_vocab")]
     of_logits = {name: options[name] for name in _OF_LOGITS if name in options}
     logits = reference.final_logits(product, cut, **of_logits)

@@ -4,9 +4,10 @@ that counts roundings, and in float64 within 1e-9 of the largest."""
 import dataclasses
 import math
 
+import cases
 import torch
 import torch.distributed as dist
-from drawn import OF_CLASSES, OF_ROWS, ROUNDING, definition, final_logits, run
+from drawn import OF_CLASSES, OF_ROWS, ROUNDING, case_of, definition, run
 
 import flce
 
@@ -96,7 +97,7 @@ class Bounds:
 
     def __init__(self, call, device):
         leaves = {name: t.detach().double() for name, t in call.leaves.items()}
-        logits, cut, _ = final_logits(call, leaves)
+        logits, cut, _ = cases.final_logits(case_of(call, leaves))
         self.call, self.dtype = call, call.dtype
         own, of_logit = ROUNDING[call.dtype]
         self.stat = stat = 2.0 ** (-53 if call.dtype == torch.float64 else -24)
@@ -175,7 +176,8 @@ class Bounds:
 
 def check_choice(call, bounds, found, device):
     """The classes of topk are the largest, no class twice, -1 in ignored rows alone."""
-    logits, cut, _ = final_logits(call, {n: t.detach().double() for n, t in call.leaves.items()})
+    leaves = {name: tensor.detach() for name, tensor in call.leaves.items()}
+    logits, cut, _ = cases.final_logits(case_of(call, leaves))
     count = call.options["topk"]
     assert found.shape == (*cut.shape, count) and found.dtype == torch.int64
     assert (found[cut] == -1).all()
