@@ -157,34 +157,6 @@ def combination(
 
 
 @on(4)
-def test_largest_logit_far_from_the_target(ranks):
-    """Gaps of up to 2000 to a class of another rank, in both directions."""
-    gaps = [*(-800.0, -90.0, -20.0, 20.0, 90.0, 800.0, 2000.0), 3e-3, -3e-3]
-    for dtype in (torch.float64, torch.float32):
-        for save in cases.SAVES:
-            case = cases.plant(make(dtype, bias=False), gaps)
-            ranks.compare(case, save=save, **RETURNS)
-
-
-@on(4)
-def test_a_shard_of_minus_infinity(ranks):
-    """All classes of a rank have a bias of -inf: probability 0, gradient 0."""
-    for hidden in range(4):
-        for save in cases.SAVES:
-            for dtype in (torch.float64, torch.float32):
-                case = make(dtype, reduction="sum")
-                classes = slice(11 * hidden, min(11 * hidden + 11, VOCAB))
-                case.options["linear_bias"][classes] = -math.inf
-                outside = torch.tensor([j for j in range(VOCAB) if j // 11 != hidden])
-                case.target[:] = outside[case.target % len(outside)]
-                how = {"upstream": upstream_of(case, True), "cancels": True, **RETURNS}
-                made = ranks.compare(case, save=save, **how)
-                if ranks.rank == hidden:
-                    for name in ("linear_weight", "linear_bias"):
-                        ranks.note(not made[name].any(), f"{name} of the hidden shard is not 0")
-
-
-@on(4)
 def test_class_weights_that_cancel(ranks):
     """Those of a rank sum to 0, exactly; all of a rank are 0."""
     case = make(torch.float64, label_smoothing=0.3, weight=True, reduction="sum")
@@ -264,24 +236,3 @@ def test_nan_reaches_all_ranks(ranks):
                     for name in ("loss", "lse", "input"):
                         bad = bool(made[name].isnan().any())
                         ranks.note(bad, f"{name} has no NaN: {dtype} {at} {row} {save}")
-
-
-@on(4)
-def test_ties_go_to_the_lowest_class(ranks):
-    """Equal rows of W on several ranks."""
-    vp = ranks.parallel(VOCAB)
-    for equal in ((40, 5, 20), (12, 13, 30), (0, 39, 40), (33, 22, 11)):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            case = make(dtype, bias=False)
-            case.linear_weight[list(equal)] = case.linear_weight[20].clone()
-            case.input[:9] = 3.0 * case.linear_weight[20]
-            case.target[:5] = min(equal)
-            own = ranks.divided(case)
-            made = flce.linear_cross_entropy(
-                own.input, own.linear_weight, own.target, vocab_parallel=vp,
-                return_predictions=True, return_accuracy=True,
-            )  # fmt: skip
-            expected = {min(equal)}
-            ranks.note(set(made.predictions[:9].tolist()) == expected, f"ties {equal} {dtype}")
-            right = (made.predictions == case.target).double().mean()
-            ranks.agree("accuracy", made.accuracy, right, 1e-6)

@@ -20,42 +20,6 @@ def sampled_case(**options):
     return make(torch.float32, std=0.5, **options)
 
 
-@on(2, 4)
-def test_samples_of_all_classes(ranks):
-    """None has a p below eps: nothing is drawn, and the gradients are exact."""
-    for options in (
-        {"softcap": 3.0, "ignored": 4},
-        {"label_smoothing": 0.1, "weight": True, "reduction": "none"},
-        {"reduction": "sum", "logit_scale": -0.5, "z_loss": 1e-2, "bias": False},
-        {"label_smoothing": 0.1, "reduction": "none", "ignored": 4, "return_entropy": True},
-    ):
-        case = sampled_case(**options)
-        upstream = {"loss": torch.tensor(-1.7)}
-        if options.get("reduction") == "none":
-            upstream = {"loss": torch.linspace(-1.0, 2.0, TOKENS)}
-        if "return_entropy" in options:
-            upstream["entropy"] = torch.linspace(2.0, -1.0, TOKENS)
-        exact = cases.outcome(flce.linear_cross_entropy, case, upstream=upstream)
-        for how in ({}, {"sequence": True}, {"reduce_input_grad": False}):
-            sequence = "sequence" in how
-            if sequence and TOKENS % ranks.ranks:
-                continue
-            for ends in (None, UNEVEN) if ranks.ranks == 4 else (None, (0, VOCAB)):
-                classes, own = ranks.classes(VOCAB, ends), ranks.divided(case, ends, sequence)
-                vp = ranks.parallel(VOCAB, ends, **how)
-                call = {"vocab_parallel": vp, "upstream": upstream, **sampled(2**-12, 5)}
-                made = cases.outcome(flce.linear_cross_entropy, own, **call)
-                dx = made["input"]
-                if "reduce_input_grad" in how:
-                    dx = sum(part.double() for part in ranks.gathered(dx))
-                true = ranks.rows(exact["input"]) if sequence else exact["input"]
-                ranks.agree("loss", made["loss"], exact["loss"], 1e-6)
-                ranks.agree("dX", dx, true, 1e-5)
-                ranks.agree("dW", made["linear_weight"], exact["linear_weight"][classes], 1e-5)
-                if "linear_bias" in made:
-                    ranks.agree("db", made["linear_bias"], exact["linear_bias"][classes], 1e-5)
-
-
 @on(4)
 def test_sampled_loss_and_bits(ranks):
     """The loss is not sampled; equal seeds give equal bits, and all ranks have the same dX."""
