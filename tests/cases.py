@@ -427,16 +427,13 @@ def per_row(device, *shape, low=0.5, high=2.0):
 
 
 def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
-    """Two results, tensors or sequences of tensors, and their gradients agree."""
+    """Two results, tensors or sequences of tensors, and their gradients agree; `theirs` may have
+    other dtypes."""
     ours, theirs = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (ours, theirs))
-    upstream = [
-        torch.linspace(0.3, -1.1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
-        for t in ours
-    ]
-    grads = [
-        torch.autograd.grad(side, inputs, upstream, retain_graph=retain_graph)
-        for side in (ours, theirs)
-    ]
+    grads = []
+    for side in (ours, theirs):
+        upstream = [torch.linspace(0.3, -1.1, t.numel()).to(t).reshape(t.shape) for t in side]
+        grads.append(torch.autograd.grad(side, inputs, upstream, retain_graph=retain_graph))
     for value, expected in zip([*ours, *grads[0]], [*theirs, *grads[1]], strict=True):
         assert value.shape == expected.shape
         assert relative_error(value.detach(), expected.detach().double()) <= tolerance
