@@ -47,9 +47,9 @@ def logits_of(kind, device, tokens, vocab, dtype):
     return x.to(dtype), w.to(dtype)
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("count", [1, 8, 64, 500, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cases.pairwise(
+    kind=list(DISTRIBUTIONS), count=[1, 8, 64, 500, 1024], dtype=[torch.float32, torch.bfloat16]
+)
 def test_topk_of_distributions(device, kind, count, dtype):
     """The logits are those of torch.topk. In bfloat16 on Hopper candidates are found by E, which
     holds l - max to 2^-8 and nothing below exp(-87)."""

@@ -59,9 +59,7 @@ def liger_call(case, device, dtype=torch.float64):
     return truth, {names.get(name, name): value for name, value in truth.items()}
 
 
-@pytest.mark.parametrize("case", LIGER_CASES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("scale", [False, True])
+@cases.pairwise(case=LIGER_CASES, reduction=["mean", "sum", "none"], scale=[False, True])
 def test_liger_means_what_it_says(device, case, reduction, scale):
     x, w, b, y = make("indices", device)
     truth, call = liger_call(case, device)
