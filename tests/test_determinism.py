@@ -41,16 +41,7 @@ def compare_processes(device, expected):
     assert digests_of(device) == expected
 
 
-@pytest.fixture
-def _one_thread():
-    """As the other processes have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_processes(device):
     """Three processes of one machine give the same bits: this one, and two that are forks."""
     run_on_ranks(2, compare_processes, device=device, expected=digests_of(device))

@@ -79,13 +79,7 @@ SAMPLED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """On shared cores, threads that wait for each other take most of the time of a small case."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plans(table):
