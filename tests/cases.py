@@ -250,6 +250,10 @@ class Yardstick:
         extra["input"] = rows * (1.0 if w is None else _longest_row(w))
         extra["linear_bias"] = rows.norm()
         extra["linear_weight"] = rows.norm() * _longest_row(x)
+        if options.get("adapter_weight") is not None:
+            low_rank = options["adapter_input"].nan_to_num()
+            extra["adapter_input"] = rows * _longest_row(options["adapter_weight"])
+            extra["adapter_weight"] = rows.norm() * _longest_row(low_rank)
         for name, error in extra.items():
             self.granted[name] = self.granted[name] + error
 
@@ -396,6 +400,12 @@ def _logit_error(case, wide, logits_dtype):
     logits = wide.input.reshape(-1, wide.input.shape[-1]).nan_to_num()
     if wide.linear_weight is not None:
         logits = logits @ wide.linear_weight.T
+    if wide.options.get("adapter_weight") is not None:
+        low_rank, narrow = (
+            wide.options["adapter_input"].nan_to_num(),
+            wide.options["adapter_weight"],
+        )
+        logits = logits + low_rank.reshape(-1, low_rank.shape[-1]) @ narrow.T
     if not logits.numel():
         return {"input": logits.new_zeros(len(logits)), "linear_weight": 0.0}
     rows = rounding * logits.abs().amax(dim=-1) * _logit_factor(wide).to(logits.device)

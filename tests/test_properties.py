@@ -53,6 +53,7 @@ LINEAR = {
     **LOSS,
     "hidden": range(1, 25),
     "bias": [False, True],
+    "adapter": [*RARELY, 1, 8],  # its rank
     "wants": [subset for size in (3, 2, 1, 0) for subset in combinations(cases.GRADIENTS, size)],
     "shift": [0, 0, 0, 1, 2, 5],
     "documents": [False, False, True],
@@ -68,6 +69,7 @@ RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidde
 # Not sampled: float64, probabilities.
 SAMPLED = {
     **LINEAR,
+    "adapter": [None],
     "dtype": [torch.float32],
     "targets": [torch.int64, torch.int64, torch.int32],
     "std": [0.5, 3.0, 20.0],
@@ -187,6 +189,10 @@ def linear_case(plan):
         options["accum_dtype"] = None
     if plan["bias"]:
         options["linear_bias"] = torch.randn(vocab, generator=random).to(dtype)
+    if rank := plan["adapter"]:
+        options["adapter_input"] = torch.randn(*shape, rank, generator=random).to(dtype)
+        low_rank = torch.randn(vocab, rank, generator=random)
+        options["adapter_weight"] = (low_rank * (plan["std"] / rank) ** 0.5).to(dtype)
     if not target.is_floating_point():
         options.update(shift_of(plan, random))
     options["valid_bound"] = None
@@ -197,6 +203,8 @@ def linear_case(plan):
         more, valid = plan["valid_bound"], int((~ignored).sum())
         options["valid_bound"] = more if more == "count" else valid + more
     x = x.to(dtype).masked_fill(ignored.unsqueeze(-1), float("nan"))
+    if plan["adapter"]:
+        options["adapter_input"].masked_fill_(ignored.unsqueeze(-1), float("nan"))
     return cases.Case(x, w.to(dtype), target, options), random
 
 
@@ -232,7 +240,7 @@ def with_padding(case):
 
     if valid is None:
         return case
-    for name in ("linear_bias", "weight"):
+    for name in ("linear_bias", "weight", "adapter_weight"):
         if name in options:
             options[name] = hide(options[name])
     return cases.Case(case.input, hide(case.linear_weight), case.target, options)
@@ -256,7 +264,8 @@ def test_linear_cross_entropy(device, part):
     def run(plan):
         case, random = linear_case(plan)
         case, upstream = moved(case, upstream_of(plan, random), device)
-        call = {"wants": plan["wants"], "upstream": upstream}
+        adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
+        call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
         yardstick = cases.Yardstick(case, cancels=True, **call)
         case = with_padding(case)
         for save in strategies(case):
