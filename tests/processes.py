@@ -24,6 +24,10 @@ import torch.multiprocessing as mp
 # Seconds after which a hang ends, in a collective and in a case: no case is expected to take nearly
 # as long, however busy the machine is. Once a rank has failed the others have AFTER_FAILURE.
 IN_COLLECTIVE, IN_CASE, AFTER_FAILURE = 600, 1800, 30
+# If this process has imported the package. The last ones are of examples/finetune_hf.py, too: a
+# process has one process that forks.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
+PRELOADED += ["peft", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 _numbers = itertools.count()  # of the cases: their groups' prefixes in the store
 
 
@@ -65,7 +69,8 @@ class Processes:
 
     def start(self):
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        there = [name for name in PRELOADED if name.split(".")[0] in sys.modules]
+        context.set_forkserver_preload(there)
         own, other = context.Pipe()
         arguments = len(self.started), self.store.port, other
         process = context.Process(target=serve, args=arguments, daemon=True)
