@@ -168,11 +168,12 @@ def test_shift_of_int32_targets_with_a_wide_ignore_index(device):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mean_over_weights_of_zero_is_torchs(device, smoothing):
-    """NaN, as in F.cross_entropy: there are valid rows, but the denominator is 0."""
+    """NaN, as in F.cross_entropy: there are valid rows, but the denominator is 0. Of no row: 0."""
     x, w, y = cases.leaves(device, 4)
     options = {"weight": torch.zeros(VOCAB, device=device).double(), "label_smoothing": smoothing}
     assert F.cross_entropy(F.linear(x, w), y, **options).isnan()
     assert flce.linear_cross_entropy(x, w, y, **options).isnan()
+    assert flce.linear_cross_entropy(x, w, torch.full_like(y, -100), **options) == 0
 
 
 # ---- scalars ----
